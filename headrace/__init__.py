@@ -1,0 +1,24 @@
+"""headrace: an LLM inference and serving engine in which every layer may attend in its own way."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "AsyncLLM", "SamplingParams", "__version__"]
+
+if TYPE_CHECKING:
+    from headrace.engine.async_llm import AsyncLLM
+    from headrace.engine.llm import LLM
+    from headrace.sampling_params import SamplingParams
+
+_HOMES = {"LLM": "headrace.engine.llm", "AsyncLLM": "headrace.engine.async_llm", "SamplingParams": "headrace.sampling_params"}
+
+
+def __getattr__(name: str) -> Any:
+    """Loads the public names on first use, so that importing a tensor-free part does not import torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'headrace' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,0 +1,1 @@
+"""Attention: a backend a layer, chosen by what it supports."""

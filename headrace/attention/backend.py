@@ -1,0 +1,96 @@
+"""The protocol of attention backends, and the metadata of a step that they plan from."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from headrace.spec import AttentionSpec, Mode
+
+
+@dataclasses.dataclass(frozen=True)
+class StepMetadata:
+    """One step as attention sees it. R rows (decode first, then prefill), T tokens packed row after row.
+
+    Host mirrors (``*_host``) are exact for rows whose lengths are known when the step is launched.
+    """
+
+    num_decode_rows: int
+    query_start: torch.Tensor
+    """``[R + 1]`` int32: row -> its first token in the packed batch."""
+    seq_lens: torch.Tensor
+    """``[R]`` int32: tokens of the row in the cache once this step's are written."""
+    positions: torch.Tensor
+    """``[T]`` int64: absolute position of each token."""
+    slot_mapping: tuple[torch.Tensor, ...]
+    """Per cache group, ``[T]`` int64: ``block * block_size + offset`` where the token's KV goes; -1 writes nothing."""
+    block_tables: tuple[torch.Tensor, ...]
+    """Per cache group, ``[R, B]`` int32: block numbers of the row, 0 (the null block) past its end."""
+    query_start_host: np.ndarray
+    seq_lens_host: np.ndarray
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.seq_lens_host)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.query_start_host[-1])
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerCache:
+    """One layer's paged KV: ``rows[block, offset, kv_head]`` is K then V of one token and head, side by side."""
+
+    spec: AttentionSpec
+    group: int
+    """Index of the layer's cache group."""
+    rows: torch.Tensor
+    """``[num_blocks, block_size, num_kv_heads, head_dim + v_head_dim]``"""
+
+    @property
+    def keys(self) -> torch.Tensor:
+        """``[num_blocks, block_size, num_kv_heads, head_dim]``, a view."""
+        return self.rows[..., : self.spec.head_dim]
+
+    @property
+    def values(self) -> torch.Tensor:
+        """``[num_blocks, block_size, num_kv_heads, v_head_dim]``, a view."""
+        return self.rows[..., self.spec.head_dim :]
+
+    @property
+    def block_size(self) -> int:
+        return self.rows.shape[1]
+
+
+class AttentionBackend(Protocol):
+    """Computes attention over the paged cache. One instance serves all layers that chose it."""
+
+    name: str
+    needs_exact_lengths: bool
+    """True if ``plan`` reads the host mirrors, so that they must not be mere upper bounds."""
+
+    @staticmethod
+    def supports(spec: AttentionSpec, device: str, dtype: str, mode: Mode = "dense") -> list[str]:
+        """Reasons why this backend cannot run such a layer; empty: it can."""
+        ...
+
+    def plan(self, step: StepMetadata) -> None:
+        """Once a step, before its layers run."""
+        ...
+
+    def run(self, q: torch.Tensor, cache: LayerCache, sinks: torch.Tensor | None = None) -> torch.Tensor:
+        """Attention of the planned step's tokens, whose K and V are in the cache already.
+
+        Args:
+            q: ``[T, num_heads, head_dim]``, rotated.
+            cache: the layer's KV.
+            sinks: ``[num_heads]`` float32 logits, for layers that have them.
+
+        Returns:
+            ``[T, num_heads * v_head_dim]`` in q's dtype.
+        """
+        ...

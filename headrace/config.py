@@ -1,0 +1,122 @@
+"""Arguments as a user gives them (EngineArgs) and the configuration they resolve to (EngineConfig). Both are frozen.
+
+``headrace.resolve.resolve`` turns the first into the second, and says why.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Literal
+
+from headrace.spec import CacheGroup, ModelSpec
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+Quantization = Literal["none", "auto", "int8", "int4"]
+LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
+Policy = Literal["fcfs", "priority"]
+
+
+def _limit(variable: str, default: int) -> int:
+    """A limit's default: the environment's value where it is set."""
+    return int(os.environ.get(variable, default))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineArgs:
+    """Everything a user may set about an engine. None means: let headrace choose, and say why."""
+
+    model: str | None = None
+    """A directory, a hub id, a .gguf file; None: the embedded default model."""
+    revision: str | None = None
+    tokenizer: str | None = None
+    skip_tokenizer_init: bool = False
+    load_format: LoadFormat = "auto"
+    dtype: DType = "auto"
+    quantization: Quantization = "auto"
+    seed: int = 0
+    """Seeds requests that bring no seed of their own, and dummy weights."""
+    max_model_len: int | Literal["auto"] | None = None
+    """None: the model's own context length. auto: the longest that fits in the KV cache."""
+    block_size: int = 16
+    num_kv_blocks: int | None = None
+    kv_cache_memory: int | None = None
+    """Bytes for KV cache."""
+    enable_prefix_caching: bool = True
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    max_queue_len: int = 4096
+    policy: Policy = "fcfs"
+    attention_backend: str = "auto"
+    num_threads: int | None = None
+    pipeline_depth: int = 1
+    """How many steps may be launched before the first one's results are read."""
+    step_timeout: float = 120.0
+    """Seconds without a finished step, while work is pending, after which the engine counts as stuck."""
+    record_steps: str | None = None
+    """File that receives the stream of plans, for replay."""
+    max_logprobs: int = 20
+    max_bad_words_num: int = dataclasses.field(default_factory=lambda: _limit("HEADRACE_MAX_BAD_WORDS_NUM", 16))
+    bad_words_max_len: int = dataclasses.field(default_factory=lambda: _limit("HEADRACE_BAD_WORDS_MAX_LEN", 8))
+    max_stop_seqs_num: int = dataclasses.field(default_factory=lambda: _limit("HEADRACE_MAX_STOP_SEQS_NUM", 16))
+    stop_seqs_max_len: int = dataclasses.field(default_factory=lambda: _limit("HEADRACE_STOP_SEQS_MAX_LEN", 8))
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """One thing headrace chose at start-up, and why."""
+
+    name: str
+    value: str
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """``num_blocks[g]`` and ``groups[g]`` belong together. Block 0 of each group is the null block and holds no data."""
+
+    block_size: int
+    groups: tuple[CacheGroup, ...]
+    num_blocks: tuple[int, ...]
+    enable_prefix_caching: bool
+    dtype: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_queue_len: int
+    policy: Policy
+    pipeline_depth: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingLimits:
+    """What one request may ask of sampling; more is refused with the parameter's name. Lengths are in tokens."""
+
+    max_logprobs: int
+    max_bad_words_num: int
+    bad_words_max_len: int
+    max_stop_seqs_num: int
+    stop_seqs_max_len: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Everything decided. Serialisable by pickle between our own processes; never received from outside."""
+
+    args: EngineArgs
+    model: ModelSpec
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+    limits: SamplingLimits
+    device: str
+    dtype: str
+    quantization: str
+    """none, int8 or int4."""
+    attention_backends: tuple[str, ...]
+    """Name of the backend of each layer."""
+    num_threads: int
+    decisions: tuple[Decision, ...]

@@ -1,0 +1,1 @@
+"""The book: which sequence runs when. Neither torch nor I/O."""

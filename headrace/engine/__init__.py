@@ -1,0 +1,1 @@
+"""The core loop, its process, and the clients of it."""

@@ -1,0 +1,62 @@
+"""EngineInfo: what a running engine tells about itself once, at start-up."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class StartupPhase(msgspec.Struct, frozen=True, array_like=True):
+    name: str
+    """config, weights, cache, warm-up, ..."""
+    seconds: float
+    detail: str = ""
+
+
+class MemoryLine(msgspec.Struct, frozen=True, array_like=True):
+    """One line of the memory ledger."""
+
+    name: str
+    nbytes: int
+    detail: str = ""
+
+
+class LayerLine(msgspec.Struct, frozen=True, array_like=True):
+    """One layer of the start-up table: geometry, bytes, and the backend with the reasons against the others."""
+
+    layer: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    window: int | None
+    kv_bytes_per_token: int
+    backend: str
+    reason: str
+
+
+class DecisionLine(msgspec.Struct, frozen=True, array_like=True):
+    name: str
+    value: str
+    reason: str
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    model: str
+    """As the user named it, or the name of the embedded default."""
+    architecture: str
+    vocab_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    num_blocks: list[int]
+    """Per cache group."""
+    dtype: str
+    quantization: str
+    device: str
+    timeline: list[StartupPhase]
+    memory: list[MemoryLine]
+    layers: list[LayerLine]
+    decisions: list[DecisionLine]
+    environment: dict[str, str] = {}
+    """Versions, CPU or GPU name, threads, instruction sets."""

@@ -1,0 +1,54 @@
+"""The one error hierarchy of headrace.
+
+``RequestError`` is the caller's fault and concerns one request, ``ConfigError`` is the operator's fault and stops
+start-up, ``EngineError`` is ours.
+"""
+
+from __future__ import annotations
+
+
+class HeadraceError(Exception):
+    """Base of every error that headrace raises on purpose."""
+
+
+class RequestError(HeadraceError):
+    """One request cannot be served as asked. Names the parameter at fault; becomes HTTP ``status`` (4xx)."""
+
+    status = 400
+    kind = "invalid_request_error"
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
+class QueueFullError(RequestError):
+    """Too many requests are waiting: try again later."""
+
+    status = 429
+    kind = "rate_limit_error"
+
+
+class NotFoundError(RequestError):
+    """The request names something that does not exist here (a model, for example)."""
+
+    status = 404
+    kind = "not_found_error"
+
+
+class ConfigError(HeadraceError):
+    """The engine cannot be built from these arguments and this model."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
+class EngineError(HeadraceError):
+    """The engine failed; requests in flight are answered with this."""
+
+
+class EngineDeadError(EngineError):
+    """The engine is not running (restarting, or stopped for good)."""

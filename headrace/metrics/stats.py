@@ -1,0 +1,34 @@
+"""EngineStats: a snapshot of the engine's counters and gauges, cheap enough to send with every step."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Counters rise from the engine's start; gauges are as of now."""
+
+    step: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    num_preemptions: int = 0
+    kv_blocks_used: int = 0
+    """Blocks owned by sequences, over all groups; blocks that only the prefix cache holds count as free."""
+    kv_blocks_total: int = 0
+    prefix_query_tokens: int = 0
+    """Prompt tokens looked up in the prefix cache."""
+    prefix_hit_tokens: int = 0
+    prompt_tokens: int = 0
+    """Prompt tokens of requests that have started."""
+    computed_prompt_tokens: int = 0
+    generation_tokens: int = 0
+    finished: dict[str, int] = {}
+    """finish reason -> sequences."""
+    forward_seconds: float = 0.0
+    sample_seconds: float = 0.0
+    host_seconds: float = 0.0
+    """Time in the engine's step outside the runner's forward pass and sampler."""
+
+    @property
+    def kv_usage(self) -> float:
+        return self.kv_blocks_used / self.kv_blocks_total if self.kv_blocks_total else 0.0

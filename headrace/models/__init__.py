@@ -1,0 +1,1 @@
+"""Model families, each written as its difference from the common decoder."""

@@ -1,0 +1,106 @@
+"""What the engine gives back: deltas on the wire, accumulated outputs for callers."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import msgspec
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class Logprob(NamedTuple):
+    """Log-probability of one token at one position; ``rank`` counts from 1 (the most likely)."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+PositionLogprobs = dict[int, Logprob]
+"""token id -> Logprob: the token at this position and the best alternatives that were asked for."""
+
+
+class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True):
+    """Logprobs of one position as the runner returns them.
+
+    ``token_ids[0]`` is the token at the position, of rank ``rank``; the rest are the best tokens, of ranks 1, 2, ...
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    rank: int
+
+
+class RequestTimes(msgspec.Struct, array_like=True, frozen=True):
+    """Marks of a request's life, in seconds of ``time.monotonic()`` on the engine's host."""
+
+    arrived: float
+    scheduled: float | None = None
+    first_token: float | None = None
+    finished: float | None = None
+
+
+class OutputDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one sequence gained in one step. ``index`` tells the samples of one request apart."""
+
+    request_id: str
+    index: int = 0
+    text: str = ""
+    token_ids: list[int] = []
+    logprobs: list[PositionLogprobs] | None = None
+    prompt_logprobs: list[PositionLogprobs | None] | None = None
+    """Sent once, with the first delta of index 0. Its first entry is None: nothing precedes the first token."""
+    num_cached_tokens: int = 0
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    """The token id or string that stopped the sequence; None for end of sequence and for length."""
+    error: str | None = None
+    times: RequestTimes | None = None
+    """With the delta that finishes the sequence."""
+
+
+class CompletionOutput(msgspec.Struct, kw_only=True):
+    """One finished (or so far generated) sample."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = []
+    cumulative_logprob: float | None = None
+    logprobs: list[PositionLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+
+class RequestOutput(msgspec.Struct, kw_only=True):
+    """A request with its samples, in order of ``index``."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[PositionLogprobs | None] | None = None
+    outputs: list[CompletionOutput] = []
+    finished: bool = False
+    num_cached_tokens: int = 0
+    error: str | None = None
+    times: RequestTimes | None = None
+
+    def add(self, delta: OutputDelta) -> None:
+        """Folds one delta in; ``outputs[delta.index]`` must exist."""
+        sample = self.outputs[delta.index]
+        sample.text += delta.text
+        sample.token_ids.extend(delta.token_ids)
+        if delta.logprobs is not None:
+            if sample.logprobs is None:
+                sample.logprobs, sample.cumulative_logprob = [], 0.0
+            sample.logprobs.extend(delta.logprobs)
+            chosen = (position[token].logprob for position, token in zip(delta.logprobs, delta.token_ids, strict=True))
+            sample.cumulative_logprob = (sample.cumulative_logprob or 0.0) + sum(chosen)
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs = delta.prompt_logprobs
+        self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached_tokens)
+        if delta.finish_reason is not None:
+            sample.finish_reason, sample.stop_reason = delta.finish_reason, delta.stop_reason
+            self.error = delta.error or self.error
+            self.times = delta.times or self.times
+            self.finished = all(output.finish_reason is not None for output in self.outputs)

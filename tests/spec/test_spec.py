@@ -9,7 +9,7 @@ from headrace.spec import AttentionSpec, cache_groups, layer_kv
 
 
 def spec(layer: int = 0, **changes: object) -> AttentionSpec:
-    numbers: dict = dict(layer=layer, num_heads=6, num_kv_heads=2, head_dim=8, v_head_dim=4, scale=1.0)
+    numbers: dict = {"layer": layer, "num_heads": 6, "num_kv_heads": 2, "head_dim": 8, "v_head_dim": 4, "scale": 1.0}
     return AttentionSpec(**{**numbers, **changes})
 
 

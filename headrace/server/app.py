@@ -1,0 +1,77 @@
+"""The FastAPI application."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from fastapi import FastAPI
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+
+import headrace
+from headrace.server.errors import install_handlers
+from headrace.server.generation import cancelled
+from headrace.server.middleware import ApiKeys, Observe
+from headrace.server.routes import admin, chat, completions, models, status, tokens
+from headrace.server.settings import ServerSettings
+from headrace.server.state import Serving
+
+if TYPE_CHECKING:
+    from headrace.engine.async_llm import AsyncLLM
+
+
+def build_app(llm: AsyncLLM, settings: ServerSettings | None = None) -> FastAPI:
+    """The OpenAI-compatible API over an engine; ``app.state.serving`` is its state.
+
+    The app's lifespan starts the engine in the background, so that /health can tell the reason (503) while it loads,
+    and closes it at the end.
+    """
+    settings = settings or ServerSettings()
+    serving = Serving(llm, settings)
+    app = FastAPI(
+        title="headrace",
+        version=headrace.__version__,
+        docs_url=None,
+        redoc_url=None,
+        middleware=_middleware(serving),
+        lifespan=_lifespan,
+    )
+    app.state.serving = serving
+    install_handlers(app, settings.retry_after)
+    for part in (chat, completions, models, tokens, status, admin):
+        app.include_router(part.router)
+    return app
+
+
+@asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    serving: Serving = app.state.serving
+    loading = asyncio.create_task(serving.start())
+    try:
+        yield
+    finally:
+        await cancelled(loading)
+        await serving.llm.close()
+
+
+def _middleware(serving: Serving) -> list[Middleware]:
+    """Outermost first. CORS answers preflights, which carry no key."""
+    settings, stack = serving.settings, []
+    if settings.cors_origins:
+        stack.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=settings.cors_origins,
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],
+                allow_credentials=settings.cors_credentials,
+                expose_headers=["X-Request-Id", "Retry-After"],
+            )
+        )
+    stack.append(Middleware(Observe, serving=serving))
+    if settings.api_keys:
+        stack.append(Middleware(ApiKeys, keys=settings.api_keys))
+    return stack

@@ -1,0 +1,119 @@
+"""Every error as OpenAI shapes it: ``{"error": {"message", "type", "param", "code"}}``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from headrace.errors import EngineDeadError, EngineError, HeadraceError, QueueFullError, RequestError
+
+_KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+class ApiError(HeadraceError):
+    """An HTTP answer that is an error."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        kind: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.kind = kind or _KINDS.get(status) or ("invalid_request_error" if status < 500 else "server_error")
+        self.headers = dict(headers or {})
+
+    @property
+    def body(self) -> dict[str, Any]:
+        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+    def response(self) -> Response:
+        return JSON(self.body, self.status, headers=self.headers)
+
+
+class JSON(Response):
+    """A JSON answer, encoded by msgspec."""
+
+    media_type = "application/json"
+
+    def __init__(self, content: Any, status_code: int = 200, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(msgspec.json.encode(content), status_code, headers)
+
+
+def unavailable(reason: str, retry_after: int) -> ApiError:
+    """503: the engine is loading, restarting, gone, or the server is about to stop."""
+    return ApiError(503, reason, code="unavailable", headers={"Retry-After": str(retry_after)})
+
+
+def api_error(error: BaseException, retry_after: int) -> ApiError:
+    """What a client is told of an error. Of one we did not foresee: nothing but that it happened."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, QueueFullError):
+        headers = {"Retry-After": str(retry_after)}
+        return ApiError(error.status, error.message, code="queue_full", kind=error.kind, headers=headers)
+    if isinstance(error, RequestError):
+        return ApiError(error.status, error.message, param=error.param, code=getattr(error, "code", None), kind=error.kind)
+    if isinstance(error, EngineDeadError):
+        return unavailable(str(error) or "the engine is not running", retry_after)
+    if isinstance(error, EngineError):
+        return ApiError(500, str(error) or "the engine failed", code="engine_error")
+    if isinstance(error, HTTPException):
+        code = {404: "unknown_url", 405: "method_not_allowed"}.get(error.status_code)
+        return ApiError(error.status_code, str(error.detail), code=code, headers=error.headers)
+    return ApiError(500, "the server failed on this request; its log says why", code="internal_error")
+
+
+def validation_error(error: ValidationError) -> ApiError:
+    """The first thing that is wrong with a body, and where."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    path = field_path(first["loc"])
+    code = {
+        "missing": "missing_required_parameter",
+        "extra_forbidden": "unknown_parameter",
+    }.get(first["type"], "invalid_type" if first["type"].endswith("_type") else "invalid_value")
+    if first["type"] == "missing":
+        message = f"{path} is missing"
+    elif first["type"] == "extra_forbidden":
+        message = f"{path} is not a parameter that this server knows"
+    else:
+        message = f"{path}: {first['msg'].removeprefix('Value error, ')}"
+    return ApiError(400, message, param=path, code=code)
+
+
+def field_path(loc: Sequence[int | str]) -> str:
+    """``("messages", 0, "content")`` -> ``messages[0].content``"""
+    path = ""
+    for part in loc:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
+    return path
+
+
+def install_handlers(app: FastAPI, retry_after: int) -> None:
+    """Answers every foreseen error in OpenAI's shape; the middleware answers the others."""
+
+    async def handle(request: Request, error: Exception) -> Response:
+        known = api_error(error, retry_after)
+        if isinstance(error, HTTPException) and error.status_code == 404:
+            known.message = f"there is no {request.method} {request.url.path}"
+        if isinstance(error, HTTPException) and error.status_code == 405:
+            known.message = f"{request.url.path} does not take {request.method}"
+        return known.response()
+
+    for kind in (HeadraceError, HTTPException):
+        app.add_exception_handler(kind, handle)

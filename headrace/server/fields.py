@@ -1,0 +1,258 @@
+"""What the server does with every request field: one table for the check, the documentation and the tests.
+
+``python -m headrace.server.fields`` prints the table as Markdown.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from headrace.server.errors import ApiError
+
+Endpoint = Literal["chat", "completions"]
+Origin = Literal["OpenAI", "vLLM", "headrace"]
+Treatment = Literal["applied", "accepted", "refused"]
+
+_BOTH: tuple[Endpoint, ...] = ("chat", "completions")
+_CHAT: tuple[Endpoint, ...] = ("chat",)
+_TEXT: tuple[Endpoint, ...] = ("completions",)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FieldRule:
+    """One field of a request body."""
+
+    name: str
+    endpoints: tuple[Endpoint, ...]
+    origin: Origin
+    treatment: Treatment
+    """applied: it does what its API says. accepted: it cannot affect generation. refused: all but ``takes`` is an error."""
+    why: str
+    takes: Any = None
+    """Type of the values that pass; of a refused field, those that ask for nothing. None for applied fields: their
+    request model says what they take. null always passes, and means that the field is left out."""
+    takes_text: str = ""
+
+
+def _applied(origin: Origin, endpoints: tuple[Endpoint, ...], **fields: str) -> list[FieldRule]:
+    return [
+        FieldRule(name=name, endpoints=endpoints, origin=origin, treatment="applied", why=why) for name, why in fields.items()
+    ]
+
+
+def _other(
+    treatment: Treatment, name: str, why: str, takes: Any, takes_text: str, endpoints: tuple[Endpoint, ...] = _CHAT
+) -> FieldRule:
+    return FieldRule(
+        name=name,
+        endpoints=endpoints,
+        origin="OpenAI",
+        treatment=treatment,
+        why=why,
+        takes=takes,
+        takes_text=takes_text,
+    )
+
+
+_EMPTY = Annotated[list[Any], Field(max_length=0)]
+_METADATA = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
+    Field(max_length=16),
+]
+_NO_TOOLS = "tool calling is not served by this version"
+
+FIELDS: tuple[FieldRule, ...] = (
+    *_applied(
+        "OpenAI",
+        _BOTH,
+        model="which model; one of /v1/models. Left out: the model that is served",
+        temperature="0 is argmax",
+        top_p="nucleus sampling",
+        frequency_penalty="over the generated tokens",
+        presence_penalty="over the generated tokens",
+        logit_bias="token id -> -100 to 100, added to the logit",
+        seed="the same seed, prompt and parameters draw the same tokens",
+        stop="a string or a list of strings that end the text",
+        n="samples of one prompt; they share its KV cache",
+        max_tokens="left out: the rest of the context. Of completions with echo, 0 returns the prompt alone",
+        stream="server-sent events",
+        stream_options="include_usage; continuous_usage_stats (vLLM). include_obfuscation may only be false",
+    ),
+    *_applied(
+        "OpenAI",
+        _CHAT,
+        messages="roles system, developer (rendered as system), user, assistant and tool; text content",
+        max_completion_tokens="the newer name of max_tokens; both together must agree",
+        logprobs="true: log-probabilities of the generated tokens",
+        top_logprobs="how many alternatives a token; needs logprobs",
+    ),
+    *_applied(
+        "OpenAI",
+        _TEXT,
+        prompt="a string, a list of strings, token ids, or a list of lists of token ids",
+        echo="puts the prompt before the text, with logprobs those of the prompt too",
+        logprobs="how many alternatives a token; 0: the chosen token's alone",
+        best_of="must equal n: headrace returns all samples it draws, and ranks none away",
+    ),
+    *_applied(
+        "vLLM",
+        _BOTH,
+        top_k="0 or -1: no limit",
+        min_p="least probability relative to the most likely token's",
+        repetition_penalty="over prompt and generated tokens",
+        min_tokens="no end of sequence and no stop token before this many tokens",
+        stop_token_ids="token ids that end the text",
+        include_stop_str_in_output="keeps the stop string in the text",
+        bad_words="strings that never appear in the text, however they are tokenised",
+        allowed_token_ids="nothing else is sampled",
+        ignore_eos="goes on after the end of sequence",
+        skip_special_tokens="false: special tokens appear in the text",
+        prompt_logprobs="alternatives at every token of the prompt; not with stream",
+        return_token_ids="adds token_ids and prompt_token_ids to the answer",
+        cache_salt="cached prefixes are shared only among requests of the same salt",
+        priority="lower runs first under --policy priority",
+        add_special_tokens="the tokenizer adds its special tokens. Chat: false (the template brings them); completions: true",
+    ),
+    *_applied(
+        "vLLM",
+        _CHAT,
+        chat_template_kwargs="further variables for the chat template",
+        add_generation_prompt="ends the prompt with the start of the assistant's turn; default true",
+        continue_final_message="goes on with the last message in place of starting a new turn",
+    ),
+    *_applied(
+        "headrace",
+        _BOTH,
+        logprobs_mode="raw: of the model's logits; processed: of the distribution drawn from",
+    ),
+    _other("accepted", "user", "a label for the caller's own records", str, "any string", _BOTH),
+    _other("accepted", "safety_identifier", "a label for the caller's own records", str, "any string"),
+    _other("accepted", "metadata", "labels on stored completions; nothing is stored", _METADATA, "up to 16 strings by name"),
+    _other(
+        "accepted",
+        "prompt_cache_key",
+        "hints at where a shared prefix may be cached; here every equal prefix is found. To keep caches apart, use cache_salt",
+        str,
+        "any string",
+    ),
+    _other("accepted", "parallel_tool_calls", "says how tools are called; there are none", bool, "true, false"),
+    _other("refused", "store", "completions are not stored", Literal[False], "false"),
+    _other("refused", "service_tier", "there is one tier", Literal["auto", "default"], '"auto", "default"'),
+    _other("refused", "tools", _NO_TOOLS, _EMPTY, "[]"),
+    _other("refused", "tool_choice", _NO_TOOLS, Literal["none", "auto"], '"none", "auto"'),
+    _other("refused", "functions", _NO_TOOLS, _EMPTY, "[]"),
+    _other("refused", "function_call", _NO_TOOLS, Literal["none", "auto"], '"none", "auto"'),
+    _other(
+        "refused",
+        "response_format",
+        "structured output is not served by this version",
+        dict[Literal["type"], Literal["text"]],
+        '{"type": "text"}',
+    ),
+    _other(
+        "refused",
+        "modalities",
+        "the model answers in text",
+        Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)],
+        '["text"]',
+    ),
+    _other("refused", "audio", "the model answers in text", None, ""),
+    _other("refused", "prediction", "predicted outputs are not served", None, ""),
+    _other("refused", "reasoning_effort", "the model has no such setting", Literal["none"], '"none"'),
+    _other("refused", "verbosity", "the model has no such setting", Literal["medium"], '"medium"'),
+    _other("refused", "web_search_options", "the server searches nothing", None, ""),
+    _other("refused", "moderation", "the server moderates nothing", None, ""),
+    _other(
+        "refused",
+        "prompt_cache_options",
+        "the prefix cache works by itself and promises no lifetime",
+        dict[Literal["mode"], Literal["implicit"]],
+        '{"mode": "implicit"}',
+    ),
+    _other(
+        "refused",
+        "prompt_cache_retention",
+        "the prefix cache lives in memory and promises no lifetime",
+        Literal["in_memory"],
+        '"in_memory"',
+    ),
+    _other("refused", "suffix", "text is not inserted before a suffix", Literal[""], '""', _TEXT),
+)
+
+
+@cache
+def rules(endpoint: Endpoint) -> Mapping[str, FieldRule]:
+    """The table of one endpoint, by field name."""
+    return {rule.name: rule for rule in FIELDS if endpoint in rule.endpoints}
+
+
+def applied_fields(endpoint: Endpoint, body: Mapping[str, Any]) -> dict[str, Any]:
+    """Holds a body (without nulls) against the table; returns the fields that the request model takes.
+
+    Raises:
+        ApiError: 400 for a field that is unknown, that is refused, or that has a value of the wrong type.
+    """
+    table, applied = rules(endpoint), {}
+    for name, value in body.items():
+        rule = table.get(name)
+        if rule is None:
+            raise ApiError(400, _unknown(name, table), param=name, code="unknown_parameter")
+        if rule.treatment == "applied":
+            applied[name] = value
+        elif not _passes(rule, value):
+            raise _refusal(rule)
+    return applied
+
+
+def _passes(rule: FieldRule, value: Any) -> bool:
+    if rule.takes is None:
+        return False
+    try:
+        _adapter(rule.name, rule.treatment).validate_python(value, strict=True)
+    except ValidationError:
+        return False
+    return True
+
+
+@cache
+def _adapter(name: str, treatment: Treatment) -> TypeAdapter[Any]:
+    rule = next(rule for rule in FIELDS if (rule.name, rule.treatment) == (name, treatment))
+    return TypeAdapter(rule.takes)
+
+
+def _refusal(rule: FieldRule) -> ApiError:
+    takes = f" (it may be left out, or be {rule.takes_text})" if rule.takes_text else ""
+    if rule.treatment == "accepted":
+        return ApiError(400, f"{rule.name} must be {rule.takes_text}", param=rule.name, code="invalid_type")
+    return ApiError(400, f"{rule.name} is not supported: {rule.why}{takes}", param=rule.name, code="unsupported_parameter")
+
+
+def _unknown(name: str, table: Iterable[str]) -> str:
+    shown = name if len(name) <= 64 else f"{name[:64]}..."
+    close = difflib.get_close_matches(shown, table, n=1)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    return f"{shown} is not a parameter that this server knows{hint}"
+
+
+def markdown() -> str:
+    """The table as the documentation shows it."""
+    lines = [
+        "| field | endpoint | from | treatment | takes | what it does, or why not |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    order = {treatment: rank for rank, treatment in enumerate(get_args(Treatment))}
+    for rule in sorted(FIELDS, key=lambda rule: (order[rule.treatment], rule.name, rule.endpoints)):
+        takes = f"`{rule.takes_text}`" if rule.takes_text and rule.treatment == "refused" else rule.takes_text
+        endpoints = ", ".join(rule.endpoints)
+        lines.append(f"| `{rule.name}` | {endpoints} | {rule.origin} | {rule.treatment} | {takes} | {rule.why} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

@@ -1,0 +1,140 @@
+"""Logprobs in the three shapes that clients know: chat, legacy completions, vLLM's prompt_logprobs."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import Any
+
+from headrace.outputs import Logprob, PositionLogprobs
+from headrace.text.vocab import TokenBytes
+
+LEAST = -9999.0
+"""What OpenAI writes for a token that is next to impossible; JSON has no minus infinity."""
+
+
+def _finite(value: float) -> float:
+    return value if value > LEAST else LEAST
+
+
+class TokenTexts:
+    """The text and bytes of single tokens. Without a tokenizer, tokens are shown by their ids."""
+
+    def __init__(self, vocab: TokenBytes | None) -> None:
+        self._pieces: Sequence[bytes] = () if vocab is None else vocab.pieces
+
+    def raw(self, token: int) -> bytes | None:
+        return self._pieces[token] if token < len(self._pieces) else None
+
+    def text(self, token: int) -> str:
+        """Bytes that are no whole characters become U+FFFD, as in chat logprobs, which carry the bytes as well."""
+        raw = self.raw(token)
+        return f"token_id:{token}" if raw is None else raw.decode("utf-8", "replace")
+
+    def exact(self, token: int) -> str:
+        """As OpenAI's legacy completions write it: ``bytes:\\xe2\\x82`` where the bytes are no whole characters."""
+        raw = self.raw(token)
+        if raw is None:
+            return f"token_id:{token}"
+        try:
+            return raw.decode("utf-8")
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def best(position: PositionLogprobs, count: int) -> list[tuple[int, Logprob]]:
+    """The ``count`` most likely tokens of a position, best first; -1: all that the engine gave."""
+    ranked = sorted(position.items(), key=lambda item: (item[1].rank, -item[1].logprob))
+    return ranked if count < 0 else [item for item in ranked if item[1].rank <= count][:count]
+
+
+def chat_logprobs(texts: TokenTexts, tokens: Sequence[int], positions: Sequence[PositionLogprobs], top: int) -> dict[str, Any]:
+    """``ChatCompletionTokenLogprob`` an output token."""
+
+    def entry(token: int, logprob: Logprob) -> dict[str, Any]:
+        raw = texts.raw(token)
+        return {
+            "token": texts.text(token),
+            "logprob": _finite(logprob.logprob),
+            "bytes": None if raw is None else list(raw),
+        }
+
+    content = [
+        {
+            **entry(token, position[token]),
+            "top_logprobs": [entry(other, logprob) for other, logprob in best(position, top)],
+        }
+        for token, position in zip(tokens, positions, strict=True)
+    ]
+    return {"content": content, "refusal": None}
+
+
+class CompletionLogprobs:
+    """Legacy logprobs of one choice, made piece by piece: offsets count characters from the start of its text."""
+
+    def __init__(self, texts: TokenTexts, top: int, special: frozenset[int], special_text: bool) -> None:
+        """``special_text``: special tokens appear in the generated text."""
+        self._texts = texts
+        self._top = top
+        self._special = special
+        self._special_text = special_text
+        self._offset = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def echo(self, tokens: Sequence[int], positions: Sequence[PositionLogprobs | None], text: str) -> dict[str, Any]:
+        """The prompt's own tokens, of which ``text`` is the text. Those that the tokenizer added have no part in it."""
+        start, offsets = self._offset, []
+        for token in tokens:
+            offsets.append(self._offset)
+            raw = self._texts.raw(token) or b""
+            if token not in self._special or text.startswith(raw.decode("utf-8", "replace"), self._offset - start):
+                self._advance(raw)
+        self._offset = start + len(text)
+        self._decoder.reset()
+        return self._shape(tokens, positions, offsets)
+
+    def add(self, tokens: Sequence[int], positions: Sequence[PositionLogprobs | None]) -> dict[str, Any]:
+        """Generated tokens."""
+        offsets = []
+        for token in tokens:
+            offsets.append(self._offset)
+            if self._special_text or token not in self._special:
+                self._advance(self._texts.raw(token) or b"")
+        return self._shape(tokens, positions, offsets)
+
+    def _advance(self, raw: bytes) -> None:
+        self._offset += len(self._decoder.decode(raw))
+
+    def _shape(self, tokens: Sequence[int], positions: Sequence[PositionLogprobs | None], offsets: list[int]) -> dict[str, Any]:
+        """The first token of a prompt has no logprob: its position is None."""
+        pairs = list(zip(tokens, positions, strict=True))
+        return {
+            "tokens": [self._texts.exact(token) for token in tokens],
+            "token_logprobs": [None if position is None else _finite(position[token].logprob) for token, position in pairs],
+            "top_logprobs": [self._alternatives(*pair) for pair in pairs] if self._top else None,
+            "text_offset": offsets,
+        }
+
+    def _alternatives(self, token: int, position: PositionLogprobs | None) -> dict[str, float] | None:
+        """The best tokens, and the token itself where it is not among them."""
+        if position is None:
+            return None
+        chosen = dict(best(position, self._top)) | {token: position[token]}
+        return {self._texts.exact(other): _finite(logprob.logprob) for other, logprob in chosen.items()}
+
+
+def prompt_logprobs(texts: TokenTexts, positions: Sequence[PositionLogprobs | None]) -> list[dict[str, Any] | None]:
+    """vLLM's shape: a token of the prompt each, ``{"token id": {"logprob", "rank", "decoded_token"}}``."""
+    return [
+        None
+        if position is None
+        else {
+            str(token): {
+                "logprob": _finite(logprob.logprob),
+                "rank": logprob.rank,
+                "decoded_token": texts.text(token) if logprob.decoded_token is None else logprob.decoded_token,
+            }
+            for token, logprob in position.items()
+        }
+        for position in positions
+    ]

@@ -1,0 +1,106 @@
+"""What happens around every request: an id, a log line, metrics, the API key, and an answer to unforeseen errors."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import re
+import time
+import uuid
+from collections.abc import Iterable
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from headrace.server.errors import ApiError, api_error
+from headrace.server.state import Serving
+
+logger = logging.getLogger("headrace.server")
+
+CLIENT_GONE = 499
+"""The status in log and metrics of a request whose client went before the answer."""
+OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/metrics"})
+_QUIET = OPEN_PATHS
+_GENERATES = frozenset({"/v1/chat/completions", "/v1/completions"})
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+
+
+class Observe:
+    """Outermost but for CORS: request id, log line, metrics; answers errors that no handler foresaw."""
+
+    def __init__(self, app: ASGIApp, serving: Serving) -> None:
+        self._app = app
+        self._serving = serving
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started, status = time.monotonic(), 0
+        given = Headers(scope=scope).get("x-request-id")
+        valid = given is None or _REQUEST_ID.fullmatch(given) is not None
+        request_id = given if given is not None and valid else uuid.uuid4().hex
+
+        async def send_marked(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+            await send(message)
+
+        with self._serving.in_flight(), self._serving.metrics.in_flight.track_inprogress():
+            try:
+                if valid:
+                    await self._app(scope, receive, send_marked)
+                else:
+                    wrong = "X-Request-Id takes 1 to 128 letters, digits and ._:/+=@-"
+                    await ApiError(400, wrong, param="X-Request-Id").response()(scope, receive, send_marked)
+            except ClientDisconnect:
+                status, scope["headrace.outcome"] = CLIENT_GONE, "disconnected"
+            except Exception as error:
+                logger.exception("request %s failed", request_id)
+                if not status:
+                    await api_error(error, self._serving.settings.retry_after).response()(scope, receive, send_marked)
+            finally:
+                self._record(scope, status or CLIENT_GONE, time.monotonic() - started, request_id)
+
+    def _record(self, scope: Scope, status: int, seconds: float, request_id: str) -> None:
+        path = getattr(scope.get("route"), "path", "unmatched")
+        self._serving.metrics.observe_http(path, scope["method"], status)
+        outcome = scope.get("headrace.outcome") or ("completed" if status < 400 else "refused" if status < 500 else "error")
+        if path in _GENERATES:
+            self._serving.metrics.outcomes.labels(path, outcome).inc()
+        if self._serving.settings.log_requests and path not in _QUIET:
+            engine_id = scope.get("headrace.engine_id", "-")
+            # The client's own path may hold anything: %r keeps it on one line.
+            logger.info(
+                "%s %r %d %s %.1f ms id=%s engine=%s",
+                scope["method"], scope["path"], status, outcome, seconds * 1000, request_id, engine_id,
+            )  # fmt: skip
+
+
+class ApiKeys:
+    """401 unless the request brings one of the keys. The time it takes does not tell how near a guess came."""
+
+    def __init__(self, app: ASGIApp, keys: Iterable[str]) -> None:
+        self._app = app
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and not self._known(Headers(scope=scope)):
+            message = "this server needs an API key that it knows: send 'Authorization: Bearer KEY'"
+            headers = {"WWW-Authenticate": "Bearer"}
+            error = ApiError(401, message, code="invalid_api_key", headers=headers)
+            await error.response()(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _known(self, headers: Headers) -> bool:
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        digest = hashlib.sha256(key.strip().encode()).digest()
+        found = False
+        for known in self._digests:
+            found |= hmac.compare_digest(digest, known)
+        return found and scheme.lower() == "bearer"

@@ -1,0 +1,50 @@
+"""The way from an HTTP request to a checked body."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from fastapi import Request
+from pydantic import ValidationError
+
+from headrace.server.body import json_object
+from headrace.server.errors import validation_error
+from headrace.server.fields import Endpoint, applied_fields
+from headrace.server.schema import Body
+from headrace.server.state import Serving
+
+B = TypeVar("B", bound=Body)
+
+
+async def checked_body(request: Request, serving: Serving, kind: type[B], endpoint: Endpoint | None = None) -> B:
+    """Reads and checks the body, against the table of fields where the endpoint is one of OpenAI's.
+
+    Raises:
+        ApiError: 503 while the engine does not serve; else 400, 413 or 415, naming what is wrong.
+    """
+    serving.check_ready()
+    fields = await json_object(request, serving.settings.max_body_bytes)
+    if endpoint is not None:
+        fields = applied_fields(endpoint, fields)
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        raise validation_error(error) from None
+
+
+def body_schema(kind: type[Body]) -> dict[str, Any]:
+    """The body's place in /openapi.json, which FastAPI cannot tell as the routes read it themselves."""
+    schema = kind.model_json_schema()
+    inlined = _inline(schema, schema.pop("$defs", {}))
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": inlined}}}}
+
+
+def _inline(node: Any, definitions: dict[str, Any]) -> Any:
+    """Puts definitions in the place of references, which would point outside of the document's part."""
+    if isinstance(node, list):
+        return [_inline(item, definitions) for item in node]
+    if not isinstance(node, dict):
+        return node
+    if "$ref" in node:
+        return _inline(definitions[node["$ref"].rpartition("/")[2]], definitions)
+    return {key: _inline(value, definitions) for key, value in node.items()}

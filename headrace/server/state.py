@@ -1,0 +1,130 @@
+"""Serving: what every route of one server shares."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from fastapi import Request
+
+import headrace
+from headrace.errors import EngineDeadError
+from headrace.metrics.prometheus import ServerMetrics
+from headrace.sampling_params import SamplingParams
+from headrace.server.errors import ApiError, unavailable
+from headrace.server.logprobs import TokenTexts
+from headrace.server.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from headrace.engine.async_llm import AsyncLLM
+
+logger = logging.getLogger("headrace.server")
+
+
+class Serving:
+    """The engine's client, the settings, the metrics, and whether the server takes requests."""
+
+    def __init__(self, llm: AsyncLLM, settings: ServerSettings) -> None:
+        self.llm = llm
+        self.settings = settings
+        self.created = int(time.time())
+        self.metrics = ServerMetrics(lambda: llm.stats, headrace.__version__)
+        self.failure: Exception | None = None
+        """Why the engine could not start."""
+        self.draining = False
+        self.num_in_flight = 0
+        self.stopped = asyncio.Event()
+        """Set when requests still in flight must end at once."""
+        self._facts: ModelFacts | None = None
+
+    async def start(self) -> None:
+        """Starts the engine; remembers why it could not, for /health and for whoever runs the server."""
+        try:
+            await self.llm.start()
+        except Exception as error:
+            self.failure = error
+            logger.error("the engine did not start: %s", error)
+
+    def health(self) -> tuple[bool, str]:
+        """Whether requests are served, and if not, why."""
+        if self.failure is not None:
+            return False, f"the engine did not start: {self.failure}"
+        if self.draining:
+            return False, "the server is shutting down"
+        health = self.llm.health()
+        return health.ok, health.reason
+
+    def check_ready(self) -> None:
+        """Raises: ApiError 503 with the reason."""
+        ok, reason = self.health()
+        if not ok:
+            raise unavailable(reason, self.settings.retry_after)
+
+    @property
+    def model(self) -> ModelFacts:
+        """Facts that are known once the engine runs."""
+        if self._facts is None:
+            self.check_ready()
+            self._facts = ModelFacts(self.llm, self.settings)
+        return self._facts
+
+    @contextmanager
+    def in_flight(self) -> Iterator[None]:
+        """Marks a request that a shutdown waits for."""
+        self.num_in_flight += 1
+        try:
+            yield
+        finally:
+            self.num_in_flight -= 1
+
+    def stop(self) -> None:
+        """Ends every request in flight with an error."""
+        self.draining = True
+        self.stopped.set()
+
+    async def until_stopped(self) -> None:
+        await self.stopped.wait()
+        raise EngineDeadError("the server is shutting down")
+
+
+class ModelFacts:
+    """What the routes need to know of the model that the engine loaded."""
+
+    def __init__(self, llm: Any, settings: ServerSettings) -> None:
+        self.names = settings.served_model_names or (llm.info.model,)
+        self.name = self.names[0]
+        self.max_model_len: int = llm.info.max_model_len
+        self.vocab_size: int = llm.info.vocab_size
+        self.fingerprint = _fingerprint(llm.info)
+        self.has_tokenizer = llm.tokenizer is not None
+        vocab = llm.tokenizer.token_bytes if self.has_tokenizer else None
+        self.max_characters = self.max_model_len * max((len(piece) for piece in vocab.pieces), default=1) if vocab else 0
+        """A text of more characters has more tokens than fit."""
+        self.texts = TokenTexts(vocab)
+        self.special: frozenset[int] = vocab.special if vocab is not None else frozenset()
+        self.defaults: SamplingParams = llm.inputs.default_sampling
+
+    def check_name(self, asked: str | None) -> None:
+        """Raises: ApiError 404 if a request asks for another model."""
+        if asked is not None and asked not in self.names:
+            message = f"the model {asked[:128]!r} is not served here; there is {', '.join(self.names)}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+
+def _fingerprint(info: Any) -> str:
+    """Changes with whatever may change the tokens that a seed draws."""
+    facts = [headrace.__version__, info.model, info.architecture, info.dtype, info.quantization, info.device]
+    facts += [layer.backend for layer in info.layers]
+    return "fp_" + hashlib.sha256(msgspec.json.encode(facts)).hexdigest()[:12]
+
+
+def serving(request: Request) -> Serving:
+    """The Serving of the app that got this request."""
+    state: Serving = request.app.state.serving
+    return state

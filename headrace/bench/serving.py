@@ -1,0 +1,236 @@
+"""Load on a server over HTTP: closed loop (so many clients, each sends its next request when the last is answered) or open
+loop (requests arrive at random times at a mean rate, whether the server keeps up or not)."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import ipaddress
+import json
+import random
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+from headrace.bench.report import distribution, facts
+from headrace.errors import ConfigError, EngineError
+
+CONNECT_SECONDS = 10.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Load:
+    """What to send. Exactly one of ``concurrency`` and ``rate`` is set; both the count and the time are bounded."""
+
+    url: str
+    model: str | None
+    api_key: str | None
+    prompts: list[str]
+    max_tokens: int
+    num_requests: int
+    duration: float
+    """Seconds after which no request is started; those in flight get as long again, then count as failed."""
+    concurrency: int | None = None
+    rate: float | None = None
+    """Mean arrivals a second; the times between them are exponential."""
+    max_in_flight: int = 1024
+    """An open loop sends no more than this at once: what would be beyond counts as dropped."""
+    seed: int = 0
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.concurrency is None) == (self.rate is None):
+            raise ConfigError("give --concurrency or --rate, one of the two", "--rate")
+        for name in ("num_requests", "duration", "max_tokens", "concurrency", "rate", "max_in_flight"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"must be more than 0, not {value}", name)
+        if urlsplit(self.url).scheme not in ("http", "https") or not urlsplit(self.url).hostname:
+            raise ConfigError(f"{self.url!r} is not an http:// or https:// address", "--url")
+
+    @property
+    def base(self) -> str:
+        """The address without a closing slash or /v1."""
+        return self.url.rstrip("/").removesuffix("/v1")
+
+
+@dataclasses.dataclass
+class Exchange:
+    """One request, in seconds since it was sent."""
+
+    first_token: float | None = None
+    between_tokens: list[float] = dataclasses.field(default_factory=list)
+    whole: float | None = None
+    input_tokens: int = 0
+    output_tokens: int = 0
+    error: str | None = None
+
+
+def is_loopback(url: str) -> bool:
+    """True if the address can only be this machine."""
+    host = urlsplit(url).hostname or ""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+async def run(load: Load, *, tell: Callable[[str], None]) -> dict[str, Any]:
+    """Sends the load and says what came of it.
+
+    Raises:
+        EngineError: the server cannot be reached before the first request.
+    """
+    headers = {"Authorization": f"Bearer {load.api_key}"} if load.api_key else {}
+    limit = load.concurrency or load.max_in_flight
+    limits = httpx.Limits(max_connections=limit, max_keepalive_connections=limit)
+    timeout = httpx.Timeout(2 * load.duration, connect=CONNECT_SECONDS)
+    async with httpx.AsyncClient(headers=headers, limits=limits, timeout=timeout) as client:
+        model = load.model or await _first_model(client, load.base)
+        sender = _Sender(client, load, model, tell)
+        start = time.perf_counter()
+        await (sender.closed_loop() if load.concurrency else sender.open_loop())
+        seconds = time.perf_counter() - start
+    return summary(load, model, sender.exchanges, sender.dropped, seconds) | facts()
+
+
+async def _first_model(client: httpx.AsyncClient, base: str) -> str:
+    try:
+        response = await client.get(base + "/v1/models")
+        response.raise_for_status()
+        return str(response.json()["data"][0]["id"])
+    except (httpx.HTTPError, ValueError, KeyError, IndexError) as error:
+        raise EngineError(f"no model to be had from {base}: {error or type(error).__name__}") from None
+
+
+class _Sender:
+    """The requests of one load, and what came of each."""
+
+    def __init__(self, client: httpx.AsyncClient, load: Load, model: str, tell: Callable[[str], None]) -> None:
+        self._client = client
+        self._load = load
+        self._model = model
+        self._tell = tell
+        self._rng = random.Random(load.seed)
+        self._deadline = time.perf_counter() + load.duration
+        self.exchanges: list[Exchange] = []
+        self.dropped = 0
+
+    async def closed_loop(self) -> None:
+        numbers = iter(range(self._load.num_requests))
+        count = min(self._load.concurrency or 1, self._load.num_requests)
+        await self._finish([asyncio.create_task(self._client_loop(numbers)) for _ in range(count)])
+
+    async def _client_loop(self, numbers: Iterator[int]) -> None:
+        for number in numbers:
+            if time.perf_counter() >= self._deadline:
+                return
+            await self._exchange(number)
+
+    async def open_loop(self) -> None:
+        tasks: list[asyncio.Task[None]] = []
+        arrival = time.perf_counter()
+        for number in range(self._load.num_requests):
+            arrival += self._rng.expovariate(self._load.rate or 1.0)
+            if arrival >= self._deadline:
+                break
+            await asyncio.sleep(max(0.0, arrival - time.perf_counter()))
+            if sum(not task.done() for task in tasks) >= self._load.max_in_flight:
+                self.dropped += 1
+                continue
+            tasks.append(asyncio.create_task(self._exchange(number)))
+        await self._finish(tasks)
+
+    async def _finish(self, tasks: list[asyncio.Task[None]]) -> None:
+        """Waits for what is in flight, as long again as the load lasted."""
+        if not tasks:
+            return
+        remaining = max(0.0, self._deadline - time.perf_counter()) + self._load.duration
+        _, late = await asyncio.wait(tasks, timeout=remaining)
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*late, return_exceptions=True)
+
+    async def _exchange(self, number: int) -> None:
+        exchange = Exchange(error="not finished in time")
+        self.exchanges.append(exchange)
+        start = time.perf_counter()
+        try:
+            await self._stream(self._body(number), exchange, start)
+            exchange.error = None
+        except (httpx.HTTPError, EngineError) as error:
+            exchange.error = str(error) or type(error).__name__
+        exchange.whole = time.perf_counter() - start
+        self._tell(f"{sum(e.whole is not None for e in self.exchanges)} answered")
+
+    def _body(self, number: int) -> dict[str, Any]:
+        prompt = self._load.prompts[number % len(self._load.prompts)]
+        body: dict[str, Any] = {
+            "model": self._model,
+            "messages": [{"role": "user", "content": prompt}],
+            "max_tokens": self._load.max_tokens,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        # An extra of vLLM's and ours: other servers refuse or ignore it.
+        return body | ({"ignore_eos": True} if self._load.ignore_eos else {})
+
+    async def _stream(self, body: dict[str, Any], exchange: Exchange, start: float) -> None:
+        last = start
+        async with self._client.stream("POST", self._load.base + "/v1/chat/completions", json=body) as response:
+            if not response.is_success:
+                await response.aread()
+                raise EngineError(f"HTTP {response.status_code}: {response.text[:200]}")
+            async for line in response.aiter_lines():
+                data = line.removeprefix("data:").strip() if line.startswith("data:") else ""
+                if not data or data == "[DONE]":
+                    continue
+                event = json.loads(data)
+                if "error" in event:
+                    raise EngineError(str(event["error"].get("message", event["error"])))
+                if any(choice.get("delta", {}).get("content") for choice in event.get("choices", [])):
+                    now = time.perf_counter()
+                    if exchange.first_token is None:
+                        exchange.first_token = now - start
+                    else:
+                        exchange.between_tokens.append(now - last)
+                    last = now
+                if usage := event.get("usage"):
+                    exchange.input_tokens, exchange.output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+
+
+def summary(load: Load, model: str, exchanges: list[Exchange], dropped: int, seconds: float) -> dict[str, Any]:
+    """Times of the requests that succeeded; the others are counted by error."""
+    good = [exchange for exchange in exchanges if exchange.error is None]
+    errors: dict[str, int] = {}
+    for exchange in exchanges:
+        if exchange.error is not None:
+            errors[exchange.error] = errors.get(exchange.error, 0) + 1
+    inputs, outputs = sum(e.input_tokens for e in good), sum(e.output_tokens for e in good)
+    return {
+        "benchmark": "serve",
+        "url": load.url,
+        "model": model,
+        "loop": {"closed": {"concurrency": load.concurrency}} if load.concurrency else {"open": {"rate": load.rate}},
+        "seconds": round(seconds, 3),
+        "requests": {"sent": len(exchanges), "succeeded": len(good), "failed": len(exchanges) - len(good), "dropped": dropped},
+        "errors": errors,
+        "input_tokens": inputs,
+        "output_tokens": outputs,
+        "rates": {
+            "requests": round(len(good) / seconds, 3),
+            "input_tokens": round(inputs / seconds, 1),
+            "output_tokens": round(outputs / seconds, 1),
+        },
+        "milliseconds": {
+            "first token": distribution([e.first_token for e in good if e.first_token is not None]),
+            "between events": distribution([gap for e in good for gap in e.between_tokens]),
+            "whole request": distribution([e.whole for e in good if e.whole is not None]),
+        },
+    }

@@ -102,6 +102,10 @@ class SamplingLimits:
     max_stop_seqs_num: int
     stop_seqs_max_len: int
 
+    @classmethod
+    def of(cls, args: EngineArgs) -> SamplingLimits:
+        return cls(**{field.name: getattr(args, field.name) for field in dataclasses.fields(cls)})
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:

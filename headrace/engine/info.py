@@ -5,6 +5,16 @@ from __future__ import annotations
 import msgspec
 
 
+class Progress(msgspec.Struct, frozen=True, array_like=True):
+    """Where a start-up stands, for whoever watches it."""
+
+    phase: str
+    """As in the timeline that the finished start-up reports."""
+    fraction: float | None = None
+    """Done of this phase, 0 to 1; None: not known."""
+    detail: str = ""
+
+
 class StartupPhase(msgspec.Struct, frozen=True, array_like=True):
     name: str
     """config, weights, cache, warm-up, ..."""

@@ -1,0 +1,39 @@
+"""Frontend: what turns prompts into requests and needs no weights. The client of an engine process has its own."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from headrace.config import EngineArgs, SamplingLimits
+from headrace.engine.inputs import InputProcessor
+from headrace.sources.files import ModelFiles, find_model
+from headrace.text.tokenizer import Tokenizer, load_tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Frontend:
+    files: ModelFiles
+    tokenizer: Tokenizer | None
+    """None with ``skip_tokenizer_init``."""
+
+    def inputs(self, args: EngineArgs, *, vocab_size: int, max_model_len: int) -> InputProcessor:
+        """For an engine that has resolved its vocabulary and context length."""
+        return InputProcessor(
+            vocab_size=vocab_size,
+            max_model_len=max_model_len,
+            limits=SamplingLimits.of(args),
+            tokenizer=self.tokenizer,
+            generation_config=self.files.generation_config,
+            seed=args.seed,
+        )
+
+
+def load_frontend(args: EngineArgs, chat_template: str | None = None) -> Frontend:
+    """Finds the model's files and loads its tokenizer.
+
+    Raises:
+        ConfigError: there is no such model or tokenizer, or they cannot be read.
+    """
+    files = find_model(args)
+    tokenizer = None if args.skip_tokenizer_init else load_tokenizer(files, args.tokenizer, chat_template)
+    return Frontend(files, tokenizer)

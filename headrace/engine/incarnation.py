@@ -1,0 +1,127 @@
+"""Incarnation: one run of the engine's process, seen from its client."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import zmq
+
+import headrace
+from headrace.engine.messages import FromEngine, Shutdown, ToEngine, decode_from_engine, encode
+from headrace.engine.process import SOCKET_FILE, STACKS_FILE, STACKS_SIGNAL
+
+logger = logging.getLogger("headrace.engine")
+
+COMMAND = (sys.executable, "-P", "-m", "headrace.engine.process")
+_LAST_WORDS_SECONDS = 0.1
+"""How long after its process's end an engine's messages may still arrive."""
+
+
+class Incarnation:
+    """A started process and the socket to it. Lives in the event loop that made it; ``close`` frees everything.
+
+    ``exited`` is done with the exit status once the process is gone and its last messages were delivered.
+    """
+
+    def __init__(self, command: Sequence[str], on_message: Callable[[FromEngine], None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._on_message = on_message
+        self.exited: asyncio.Future[int] = self._loop.create_future()
+        self._folder = Path(tempfile.mkdtemp(prefix="headrace-"))
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        self._socket.set_hwm(0)
+        self._socket.linger = 0
+        # The side that connects may send before the other one is there.
+        self._socket.connect(f"ipc://{self._folder / SOCKET_FILE}")
+        self._loop.add_reader(self._socket.get(zmq.FD), self._read)
+        self._process = subprocess.Popen(
+            [*command, str(self._folder)], stdin=subprocess.PIPE, start_new_session=True, env=_environment()
+        )
+        threading.Thread(target=self._wait, name="engine-exit", daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def send(self, message: ToEngine) -> None:
+        """Never blocks. What a dead engine does not read is lost."""
+        self._socket.send(encode(message))
+        # The socket's descriptor signals changes, not states: a send may have swallowed the news of a message.
+        self._loop.call_soon(self._read)
+
+    async def stacks(self, seconds: float = 1.0) -> str:
+        """What every thread of the engine is doing; empty if it does not answer in time."""
+        file = self._folder / STACKS_FILE
+        self._signal(STACKS_SIGNAL)
+        # A stopped process takes no other signal.
+        self._signal(signal.SIGCONT)
+        deadline = self._loop.time() + seconds
+        size = 0
+        while self._loop.time() < deadline:
+            await asyncio.sleep(0.1)
+            now = file.stat().st_size if file.exists() else 0
+            if now and now == size:
+                break
+            size = now
+        return file.read_text(errors="replace") if size else ""
+
+    def kill(self) -> None:
+        self._signal(signal.SIGKILL)
+
+    async def stop(self, seconds: float) -> None:
+        """Asks the engine to end, and kills it where that takes longer than ``seconds``."""
+        if not self.exited.done():
+            self.send(Shutdown())
+            await asyncio.wait([self.exited], timeout=seconds)
+        if not self.exited.done():
+            self.kill()
+            await asyncio.wait([self.exited])
+
+    def close(self) -> None:
+        """Frees the socket and the folder; kills a process that still runs."""
+        self.kill()
+        if not self._socket.closed:
+            self._loop.remove_reader(self._socket.get(zmq.FD))
+            self._socket.close(linger=0)
+            self._context.term()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _read(self) -> None:
+        while not self._socket.closed and self._socket.get(zmq.EVENTS) & zmq.POLLIN:
+            self._on_message(decode_from_engine(self._socket.recv(zmq.NOBLOCK)))
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process.returncode is None:
+            self._process.send_signal(number)
+
+    def _wait(self) -> None:
+        status = self._process.wait()
+        try:
+            self._loop.call_soon_threadsafe(self._loop.call_later, _LAST_WORDS_SECONDS, self._gone, status)
+        except RuntimeError:
+            logger.debug("the event loop ended before the engine's process")
+
+    def _gone(self, status: int) -> None:
+        self._read()
+        if not self.exited.done():
+            self.exited.set_result(status)
+
+
+def _environment() -> dict[str, str]:
+    """Ours, so that the child finds the same headrace."""
+    home = str(Path(headrace.__file__).resolve().parent.parent)
+    path = os.environ.get("PYTHONPATH")
+    return os.environ | {"PYTHONPATH": home if not path else os.pathsep.join((home, path))}

@@ -1,0 +1,122 @@
+"""What the engine's process and its client say to each other: msgspec tagged unions over one ZMQ PAIR socket."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from headrace.config import EngineArgs
+from headrace.core.request import Request
+from headrace.engine.info import EngineInfo, Progress
+from headrace.metrics.stats import EngineStats
+from headrace.outputs import OutputDelta
+
+ControlName = Literal["reset_prefix_cache", "check_integrity", "drain"]
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    pass
+
+
+# To the engine
+
+
+class Start(_Message):
+    """The first message: build the engine."""
+
+    args: EngineArgs
+    log_level: int
+
+
+class AddRequest(_Message):
+    """Answered with Accepted or Rejected, before any of its deltas."""
+
+    request: Request
+
+
+class Abort(_Message):
+    request_ids: list[str]
+
+
+class Control(_Message):
+    """Answered with ControlReply. ``drain`` is answered once no work is left."""
+
+    call: int
+    name: ControlName
+
+
+class Shutdown(_Message):
+    """Stop at once, without an answer."""
+
+
+ToEngine = Start | AddRequest | Abort | Control | Shutdown
+
+
+# From the engine
+
+
+class Starting(_Message):
+    progress: Progress
+
+
+class Ready(_Message):
+    """The engine has run a first step and takes requests."""
+
+    info: EngineInfo
+    stats: EngineStats
+
+
+class Accepted(_Message):
+    request_id: str
+
+
+class Rejected(_Message):
+    """The request was refused; the other fields rebuild the RequestError."""
+
+    request_id: str
+    error: Literal["request", "queue_full"]
+    message: str
+    param: str | None
+
+
+class Step(_Message):
+    """After every step, and after aborts; also when no sequence gained anything."""
+
+    deltas: list[OutputDelta]
+    stats: EngineStats
+
+
+class ControlReply(_Message):
+    call: int
+    value: bool = True
+    error: str | None = None
+
+
+class Fatal(_Message):
+    """The last message of an engine that cannot go on."""
+
+    kind: Literal["config", "engine"]
+    """config: the arguments cannot work, and starting again would not help."""
+    message: str
+    param: str | None
+    traceback: str
+
+
+FromEngine = Starting | Ready | Accepted | Rejected | Step | ControlReply | Fatal
+
+_encoder = msgspec.msgpack.Encoder()
+_to_engine = msgspec.msgpack.Decoder(ToEngine)
+_from_engine = msgspec.msgpack.Decoder(FromEngine)
+
+
+def encode(message: ToEngine | FromEngine) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_to_engine(data: bytes) -> ToEngine:
+    return _to_engine.decode(data)
+
+
+def decode_from_engine(data: bytes) -> FromEngine:
+    return _from_engine.decode(data)

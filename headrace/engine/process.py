@@ -1,0 +1,219 @@
+"""The engine's own process: ``python -m headrace.engine.process FOLDER``.
+
+FOLDER is private to this process and its client; the socket and the stack dumps are in it. The process lives as long as
+its standard input stays open: when the client dies, however it dies, the engine goes too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import logging
+import os
+import shutil
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import zmq
+
+from headrace.config import EngineArgs
+from headrace.engine.core import EngineCore
+from headrace.engine.info import EngineInfo, Progress
+from headrace.engine.messages import (
+    Abort,
+    Accepted,
+    AddRequest,
+    Control,
+    ControlReply,
+    Fatal,
+    FromEngine,
+    Ready,
+    Rejected,
+    Shutdown,
+    Start,
+    Starting,
+    Step,
+    ToEngine,
+    decode_to_engine,
+    encode,
+)
+from headrace.errors import ConfigError, QueueFullError, RequestError
+from headrace.outputs import OutputDelta
+
+logger = logging.getLogger("headrace.engine")
+
+SOCKET_FILE = "engine.sock"
+STACKS_FILE = "stacks.txt"
+STACKS_SIGNAL = signal.SIGUSR1
+"""Makes the engine write the stacks of all its threads to the stacks file."""
+_LINGER_MS = 2000
+
+Load = Callable[[EngineArgs, Callable[[Progress], None]], tuple[EngineCore, EngineInfo]]
+
+
+class Channel:
+    """The engine's end of the socket."""
+
+    def __init__(self, folder: Path) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        # Sending must never hold up the engine; what a slow client leaves unread is bounded by its requests' lengths.
+        self._socket.set_hwm(0)
+        self._socket.bind(f"ipc://{folder / SOCKET_FILE}")
+
+    def send(self, message: FromEngine) -> None:
+        self._socket.send(encode(message))
+
+    def receive(self) -> ToEngine:
+        """Waits for a message."""
+        return decode_to_engine(self._socket.recv())
+
+    def waiting(self) -> bool:
+        """Whether a message can be received at once."""
+        return bool(self._socket.get(zmq.EVENTS) & zmq.POLLIN)
+
+    def close(self) -> None:
+        self._socket.close(linger=_LINGER_MS)
+        self._context.term()
+
+
+class EngineLoop:
+    """Runs steps while there is work, waits for messages while there is none."""
+
+    def __init__(self, core: EngineCore, channel: Channel) -> None:
+        self._core = core
+        self._channel = channel
+        self._drains: list[int] = []
+        """Calls to answer once no work is left."""
+        self._running = True
+
+    def run(self) -> None:
+        """Until Shutdown. Whatever ``core.step`` raises leaves from here."""
+        core, channel = self._core, self._channel
+        while self._running:
+            ended: list[OutputDelta] = []
+            while self._running and (channel.waiting() or not core.has_work()):
+                ended += self._handle(channel.receive())
+                if ended and not core.has_work():
+                    break
+            if not self._running:
+                return
+            deltas = ended + core.step() if core.has_work() else ended
+            channel.send(Step(deltas, core.stats()))
+            if self._drains and not core.has_work():
+                self._answer_drains()
+
+    def _handle(self, message: ToEngine) -> list[OutputDelta]:
+        """Takes one message in; returns the deltas of sequences that it ended."""
+        match message:
+            case AddRequest(request):
+                self._add(message)
+            case Abort(request_ids):
+                logger.debug("abort %s", " ".join(request_ids))
+                return [delta for request_id in request_ids for delta in self._core.abort(request_id)]
+            case Control():
+                self._control(message)
+            case Shutdown():
+                self._running = False
+            case Start():
+                logger.error("the engine was told to start twice")
+        return []
+
+    def _add(self, message: AddRequest) -> None:
+        request = message.request
+        try:
+            self._core.add(request)
+        except RequestError as error:
+            kind = "queue_full" if isinstance(error, QueueFullError) else "request"
+            self._channel.send(Rejected(request.request_id, kind, error.message, error.param))
+            return
+        logger.debug("request %s: %d prompt tokens", request.request_id, len(request.prompt_token_ids))
+        self._channel.send(Accepted(request.request_id))
+
+    def _control(self, message: Control) -> None:
+        if message.name == "drain":
+            self._drains.append(message.call)
+            if not self._core.has_work():
+                self._answer_drains()
+            return
+        try:
+            if message.name == "reset_prefix_cache":
+                value = self._core.scheduler.reset_prefix_cache()
+            else:
+                self._core.scheduler.check_integrity()
+                value = True
+        except Exception as error:
+            logger.exception("%s failed", message.name)
+            self._channel.send(ControlReply(message.call, False, f"{type(error).__name__}: {error}"))
+            return
+        self._channel.send(ControlReply(message.call, value))
+
+    def _answer_drains(self) -> None:
+        for call in self._drains:
+            self._channel.send(ControlReply(call))
+        self._drains.clear()
+
+
+def serve(folder: Path, load: Load) -> int:
+    """The process's life: builds the engine that the first message asks for, and runs it. Returns the exit status."""
+    _outlive_terminal_signals()
+    _die_with_parent(folder)
+    stacks = (folder / STACKS_FILE).open("w")
+    faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
+    channel = Channel(folder)
+    try:
+        start = channel.receive()
+        if not isinstance(start, Start):
+            raise TypeError(f"the first message was {type(start).__name__}, not Start")
+        logging.basicConfig(level=start.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        core, info = load(start.args, lambda progress: channel.send(Starting(progress)))
+        channel.send(Ready(info, core.stats()))
+        EngineLoop(core, channel).run()
+        core.close()
+        return 0
+    except ConfigError as error:
+        channel.send(Fatal("config", error.message, error.param, traceback.format_exc()))
+        return 2
+    except Exception as error:
+        channel.send(Fatal("engine", f"{type(error).__name__}: {error}", None, traceback.format_exc()))
+        return 1
+    finally:
+        channel.close()
+
+
+def _outlive_terminal_signals() -> None:
+    """The client decides when the engine ends: a signal to the whole group must not cut the requests it still drains."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def _die_with_parent(folder: Path) -> None:
+    """Ends this process when the client is gone, also when the interpreter is stuck in a kernel (Linux)."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+    def watch() -> None:
+        while os.read(0, 4096):
+            pass
+        shutil.rmtree(folder, ignore_errors=True)
+        os._exit(3)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def main() -> int:
+    from headrace.engine.loader import load_core
+
+    return serve(Path(sys.argv[1]), load_core)
+
+
+if __name__ == "__main__":
+    status = main()
+    # Libraries' threads must not hold up the end; everything was sent and closed.
+    logging.shutdown()
+    os._exit(status)

@@ -1,0 +1,246 @@
+"""EngineSupervisor: keeps one engine process running, and knows when that is hopeless."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import time
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple, Protocol
+
+from headrace.config import EngineArgs
+from headrace.engine.incarnation import COMMAND, Incarnation
+from headrace.engine.info import EngineInfo, Progress
+from headrace.engine.messages import Fatal, FromEngine, Ready, Start, Starting, Step, ToEngine
+from headrace.errors import ConfigError, EngineDeadError, EngineError
+
+logger = logging.getLogger("headrace.engine")
+
+MAX_DEATHS = 3
+"""Deaths in a row, with no request served between them, after which the engine is not started again."""
+STABLE_SECONDS = 60.0
+"""An engine that has run so long since it was ready does not count towards a crash loop when it dies."""
+_STOP_SECONDS = 5.0
+_FIRST_BACKOFF = 0.2
+
+State = Literal["new", "starting", "running", "stuck", "restarting", "failed", "closed"]
+
+
+class Health(NamedTuple):
+    ok: bool
+    reason: str
+    """Why not, in words; empty when all is well."""
+
+
+class Client(Protocol):
+    """Who uses the engine."""
+
+    def on_message(self, message: FromEngine) -> None:
+        """A message other than those of the start-up and the end."""
+
+    def on_lost(self, reason: str) -> None:
+        """The engine is gone; nothing that was sent to it will be answered."""
+
+    def pending(self) -> list[str]:
+        """What waits for the engine: ids of requests and names of calls."""
+
+
+class EngineSupervisor:
+    """Starts the process, restarts it when it dies or is stuck, and stops for good in a crash loop.
+
+    Stuck means: work was pending for ``args.step_timeout`` seconds and no step finished. An engine is healthy from its
+    Ready on, which it sends after its warm-up request has gone through scheduler, runner and sampler like any other.
+    """
+
+    def __init__(
+        self,
+        args: EngineArgs,
+        client: Client,
+        *,
+        on_progress: Callable[[Progress], None] | None = None,
+        command: Sequence[str] = COMMAND,
+    ) -> None:
+        self._args = args
+        self._client = client
+        self._on_progress = on_progress
+        self._command = command
+        self._state: State = "new"
+        self._reason = "the engine has not been started"
+        self._phase = ""
+        self._incarnation: Incarnation | None = None
+        self._ready: asyncio.Future[EngineInfo] | None = None
+        self._fatal: Fatal | None = None
+        self._deaths = 0
+        self._last_step = 0.0
+        self._ready_at: float | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> EngineInfo:
+        """Waits until the engine is ready.
+
+        Raises:
+            ConfigError: the arguments cannot work.
+            EngineError: the engine did not start. A first start is not tried again.
+        """
+        if self._state != "new":
+            raise EngineError(f"the engine was started before; now it is {self._state}")
+        self._state = "starting"
+        self._ready = asyncio.get_running_loop().create_future()
+        self._task = asyncio.create_task(self._supervise(), name="engine-supervisor")
+        return await self._ready
+
+    async def close(self) -> None:
+        """Ends the process; the client is told that it is lost."""
+        if self._state == "closed":
+            return
+        self._set("closed", "the engine was closed")
+        if self._ready is not None and not self._ready.done():
+            self._ready.set_exception(EngineDeadError(self._reason))
+            self._ready.exception()
+        if self._incarnation is not None:
+            await self._incarnation.stop(_STOP_SECONDS)
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        self._client.on_lost(self._reason)
+
+    def health(self) -> Health:
+        if self._state == "running":
+            return Health(True, "")
+        phase = f" ({self._phase})" if self._phase and self._state in ("starting", "restarting") else ""
+        return Health(False, self._reason + phase)
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process that runs now."""
+        return self._incarnation.pid if self._incarnation is not None else None
+
+    def check(self) -> None:
+        """Raises: EngineDeadError with the reason, unless the engine runs."""
+        if self._state != "running":
+            raise EngineDeadError(self.health().reason)
+
+    def send(self, message: ToEngine) -> None:
+        """Raises: EngineDeadError."""
+        self.check()
+        if self._incarnation is not None:
+            self._incarnation.send(message)
+
+    def served(self) -> None:
+        """A request came to its end: whatever kills the engine next, it is no crash loop yet."""
+        self._deaths = 0
+
+    # One incarnation after the other
+
+    async def _supervise(self) -> None:
+        while True:
+            reason = await self._live()
+            if self._state == "closed":
+                return
+            started = self._ready is not None and self._ready.done()
+            self._count_death()
+            if not started:
+                self._fail(f"the engine did not start: {reason}")
+            elif self._deaths >= MAX_DEATHS:
+                self._fail(f"the engine died {self._deaths} times without serving a request; the last time: {reason}")
+            else:
+                self._set("restarting", f"the engine died ({reason}) and is being restarted")
+                logger.error("%s; in flight: %s", self._reason, _listed(self._client.pending()))
+            self._client.on_lost(self._reason)
+            if self._state == "failed":
+                return
+            if self._deaths > 1:
+                await asyncio.sleep(_FIRST_BACKOFF * 2**self._deaths)
+
+    async def _live(self) -> str:
+        """One process from its start to its end; returns what ended it."""
+        self._fatal, self._ready_at, self._phase = None, None, ""
+        incarnation = self._incarnation = Incarnation(self._command, self._on_message)
+        watchdog: asyncio.Task[str] | None = None
+        try:
+            incarnation.send(Start(self._args, logging.getLogger("headrace").getEffectiveLevel()))
+            watchdog = asyncio.create_task(self._watch(incarnation), name="engine-watchdog")
+            status = await asyncio.shield(incarnation.exited)
+            return watchdog.result() if watchdog.done() else self._cause(status)
+        finally:
+            if watchdog is not None:
+                watchdog.cancel()
+            self._incarnation = None
+            incarnation.close()
+
+    async def _watch(self, incarnation: Incarnation) -> str:
+        """Ends when the engine is stuck and has been killed, and says so."""
+        timeout = self._args.step_timeout
+        interval = min(1.0, timeout / 4)
+        quiet = time.monotonic()
+        while True:
+            await asyncio.sleep(interval)
+            now = time.monotonic()
+            pending = self._client.pending()
+            if self._state != "running" or not pending:
+                quiet = now
+            elif now - max(quiet, self._last_step) > timeout:
+                break
+        reason = f"no step finished for {timeout:g} s while work was pending"
+        self._set("stuck", f"{reason}; the engine is being restarted")
+        logger.error("%s; in flight: %s", reason, _listed(pending))
+        stacks = await incarnation.stacks()
+        logger.error("stacks of the engine:\n%s", stacks or "(none: it does not react to signals)")
+        incarnation.kill()
+        return reason
+
+    def _on_message(self, message: FromEngine) -> None:
+        match message:
+            case Starting(progress):
+                self._phase = progress.phase
+                if self._on_progress is not None:
+                    self._on_progress(progress)
+            case Ready(info):
+                self._ready_at = self._last_step = time.monotonic()
+                if self._state in ("starting", "restarting"):
+                    self._set("running", "")
+                if self._ready is not None and not self._ready.done():
+                    self._ready.set_result(info)
+                self._client.on_message(message)
+            case Fatal():
+                self._fatal = message
+            case _:
+                if isinstance(message, Step):
+                    self._last_step = time.monotonic()
+                if self._state == "running":
+                    self._client.on_message(message)
+
+    # Its end
+
+    def _count_death(self) -> None:
+        lived = time.monotonic() - self._ready_at if self._ready_at is not None else 0.0
+        self._deaths = 1 if lived > STABLE_SECONDS else self._deaths + 1
+
+    def _cause(self, status: int) -> str:
+        if self._fatal is not None:
+            if self._fatal.kind == "engine":
+                logger.error("the engine failed:\n%s", self._fatal.traceback)
+            return self._fatal.message
+        if status < 0:
+            return f"killed by {signal.Signals(-status).name}"
+        return f"exit status {status}"
+
+    def _fail(self, reason: str) -> None:
+        self._set("failed", reason)
+        if self._ready is None or self._ready.done():
+            logger.error("%s", reason)
+            return
+        fatal = self._fatal
+        if fatal is not None and fatal.kind == "config":
+            self._ready.set_exception(ConfigError(fatal.message, fatal.param))
+        else:
+            self._ready.set_exception(EngineError(f"{reason}\n{fatal.traceback}" if fatal is not None else reason))
+
+    def _set(self, state: State, reason: str) -> None:
+        self._state, self._reason = state, reason
+
+
+def _listed(names: list[str], most: int = 50) -> str:
+    shown = ", ".join(names[:most]) or "nothing"
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

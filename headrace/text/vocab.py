@@ -1,9 +1,18 @@
-"""TokenBytes: the text of every token, as bytes."""
+"""TokenBytes: the text of every token, as bytes. The text of tokens is the UTF-8 decoding of their bytes in a row."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+from bisect import bisect_left
 from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+SEPARATOR = 0xFF
+"""Parts tokens in a ``VocabularyIndex``'s blob. UTF-8 text never holds this byte, so no match crosses a border."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -13,3 +22,53 @@ class TokenBytes:
     pieces: Sequence[bytes]
     special: frozenset[int]
     """Tokens that ``skip_special_tokens`` leaves out of the text."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TokenBytes, (self.pieces, self.special)  # without the indexes, which are larger and quickly made
+
+    @functools.cached_property
+    def visible(self) -> list[bytes]:
+        """``pieces`` as ``skip_special_tokens`` shows them: nothing for special tokens."""
+        visible = list(self.pieces)
+        for token in self.special:
+            if token < len(visible):
+                visible[token] = b""
+        return visible
+
+    @functools.cached_property
+    def index(self) -> VocabularyIndex:
+        """Over ``pieces``."""
+        return VocabularyIndex(self.pieces)
+
+    @functools.cached_property
+    def visible_index(self) -> VocabularyIndex:
+        """Over ``visible``."""
+        return VocabularyIndex(self.visible)
+
+
+class VocabularyIndex:
+    """Finds tokens by how their text begins, and by what it contains."""
+
+    def __init__(self, pieces: Sequence[bytes]) -> None:
+        order = sorted(range(len(pieces)), key=pieces.__getitem__)
+        self.tokens: npt.NDArray[np.int64] = np.array(order, dtype=np.int64)
+        """``[vocab_size]``: token ids by their bytes, ascending."""
+        self._sorted = [pieces[token] for token in order]
+        separator = bytes([SEPARATOR])
+        self._blob = np.frombuffer(separator.join(pieces) + separator, dtype=np.uint8)
+        lengths = np.fromiter(map(len, pieces), dtype=np.int64, count=len(pieces))
+        self._starts = np.concatenate([[0], np.cumsum(lengths + 1)[:-1]]) if len(pieces) else lengths
+        self.num_with_text = int(np.count_nonzero(lengths))
+
+    def starting_with(self, prefix: bytes) -> tuple[int, int]:
+        """The range ``[low, high)`` of ``tokens`` whose text begins with ``prefix``: UTF-8 of whole characters, or its tail."""
+        after = prefix[:-1] + bytes([prefix[-1] + 1])
+        low = bisect_left(self._sorted, prefix)
+        return low, bisect_left(self._sorted, after, low)
+
+    def containing(self, word: bytes) -> npt.NDArray[np.int64]:
+        """Ids of the tokens whose text contains ``word`` (UTF-8, not empty); ascending."""
+        places = np.flatnonzero(self._blob == word[0])
+        for offset, byte in enumerate(word[1:], start=1):
+            places = places[self._blob[places + offset] == byte]
+        return np.unique(np.searchsorted(self._starts, places, side="right") - 1)

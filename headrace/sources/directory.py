@@ -1,0 +1,165 @@
+"""Models in Hugging Face's layout: a directory with ``config.json`` and safetensors, here or downloaded from the hub."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+from huggingface_hub import constants, snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from headrace.errors import ConfigError
+
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_INDEX = "model.safetensors.index.json"
+_DESCRIPTION = ["*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt"]
+_SECOND_COPIES = ["*/*", "consolidated*"]
+"""Not ours to download: subfolders hold other formats of the same weights, ``consolidated`` is their second copy."""
+_SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def download(repo_id: str, revision: str | None, *, weights: bool) -> Path:
+    """The local snapshot of a hub's model, downloaded where the cache lacks it. Never fetches pickles.
+
+    Raises:
+        ConfigError: the hub has no such model or revision, or cannot be reached and the cache lacks the model.
+    """
+    patterns = _DESCRIPTION + (["*.safetensors"] if weights else [])
+    what = repo_id if revision is None else f"{repo_id} (revision {revision})"
+    try:
+        path = snapshot_download(repo_id, revision=revision, allow_patterns=patterns, ignore_patterns=_SECOND_COPIES)
+    except GatedRepoError as error:
+        raise ConfigError(f"the hub wants you to accept the terms of {what}, and to log in: hf auth login", "model") from error
+    except RevisionNotFoundError as error:
+        raise ConfigError(f"the hub's {repo_id} has no revision {revision!r}", "revision") from error
+    except RepositoryNotFoundError as error:
+        raise ConfigError(
+            f"the hub has no model {repo_id} that it shows you, and there is no such file or directory here", "model"
+        ) from error
+    except HFValidationError as error:
+        raise ConfigError(f"{repo_id} is neither a file, a directory nor a hub id: {error}", "model") from error
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled, HfHubHTTPError, httpx.HTTPError, OSError) as error:
+        offline = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} cannot be reached"
+        raise ConfigError(
+            f"offline: {offline}, and the local cache does not have {what}. If you have the model's files, pass their "
+            "directory (or GGUF file) in place of the id",
+            "model",
+        ) from error
+    return Path(path)
+
+
+def read_config(path: Path) -> PreTrainedConfig:
+    """``config.json`` as transformers reads it. Code from the checkpoint never runs.
+
+    A ``model_type`` that transformers does not know gives a plain config: what is supported is the registry's to say.
+    """
+    file = path / "config.json"
+    raw = read_json(file)
+    if raw.get("model_type") not in CONFIG_MAPPING:
+        return PreTrainedConfig.from_dict(raw)
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+    except Exception as error:
+        # Whatever a config class raises over the values it is given, it is this file's fault.
+        raise ConfigError(f"{file} cannot be used: {error}", "model") from error
+    return config
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The safetensors files of a directory, each checked for a whole header and the length it promises.
+
+    Raises:
+        ConfigError: none are there (pickles are refused by name), or one is missing, truncated or corrupt.
+    """
+    if (path / _INDEX).exists():
+        files = _indexed_files(path)
+    elif (path / "model.safetensors").exists():
+        files = [path / "model.safetensors"]
+    else:
+        files = sorted(file for file in path.glob("*.safetensors") if not file.name.startswith("consolidated"))
+    if not files:
+        pickles = sorted(file for file in path.iterdir() if file.suffix in PICKLES)
+        raise ConfigError(refuse_pickles(pickles) if pickles else f"{path} has no *.safetensors files", "model")
+    for file in files:
+        try:
+            with safe_open(file, framework="numpy"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{file} is truncated or corrupt: {error}", "model") from error
+    return files
+
+
+def _indexed_files(path: Path) -> list[Path]:
+    weight_map = read_json(path / _INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise ConfigError(f"{path / _INDEX} has no weight_map of tensor names to files", "model")
+    names = sorted(set(weight_map.values()))
+    foreign = [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]
+    if foreign:
+        raise ConfigError(f"{path / _INDEX} names {foreign[0]!r}, which is not a safetensors file of its directory", "model")
+    missing = [name for name in names if not (path / name).exists()]
+    if missing:
+        raise ConfigError(f"{path} lacks {', '.join(missing)}, which {_INDEX} names", "model")
+    return [path / name for name in names]
+
+
+def refuse_pickles(files: Sequence[Path]) -> str:
+    """Why pickled weights are not read."""
+    names = ", ".join(file.name for file in files)
+    return f"{names}: pickled weights can run code when they are read, so they are not; convert them to safetensors"
+
+
+def generation_config(path: Path, config: PreTrainedConfig) -> dict[str, Any]:
+    """What ``generation_config.json`` says, in our terms.
+
+    ``eos_token_id`` is always there, as a list, from ``config`` where the file does not say. ``temperature``, ``top_p``,
+    ``top_k``, ``min_p`` and ``repetition_penalty`` are kept where they are set: defaults for requests that leave them
+    out. The rest is not: lengths (``max_length``, ``max_new_tokens``) are the request's or the context's, and
+    ``do_sample`` is said by the request's temperature.
+    """
+    file = path / "generation_config.json"
+    raw = read_json(file) if file.exists() else {}
+    eos = raw.get("eos_token_id", getattr(config.get_text_config(), "eos_token_id", None))
+    out: dict[str, Any] = {"eos_token_id": token_ids(eos, file)}
+    for name in _SAMPLING_DEFAULTS:
+        value = raw.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise ConfigError(f"{file}: {name} is {value!r}, which is not a number", "model")
+        out[name] = value
+    return out
+
+
+def token_ids(value: object, file: Path) -> list[int]:
+    """One id, a list of them, or None, as a list without repeats."""
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
+        raise ConfigError(f"{file}: eos_token_id is {value!r}, which is neither a token id nor a list of them", "model")
+    return list(dict.fromkeys(ids))
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object. Raises ConfigError that names the file."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}", "model") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{file} does not hold a JSON object", "model")
+    return value

@@ -1,0 +1,116 @@
+"""ModelFiles: where a model's files are and what they say about it, whatever kind of source they come from."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+from transformers import PreTrainedConfig
+
+from headrace.config import Decision, EngineArgs
+from headrace.errors import ConfigError
+from headrace.sources import directory, embedded, gguf
+
+Kind = Literal["safetensors", "gguf", "dummy"]
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelFiles:
+    """A model that was found. Holds paths and facts, no weights, so it may travel between our processes."""
+
+    name: str
+    """As the user named it, or the name of the embedded default."""
+    kind: Kind
+    """How the weights are stored; dummy: they are not read at all."""
+    directory: Path
+    weight_files: list[Path]
+    """Empty for dummy."""
+    gguf_file: Path | None = None
+    """The GGUF file that carries the tokenizer and the configuration, whatever ``kind`` is; None: ``directory`` does."""
+    config: PreTrainedConfig
+    generation_config: dict[str, Any]
+    """``eos_token_id`` (always there: a list of ids, which may be empty), and the sampling defaults that the model's
+    authors gave, under the names of ``SamplingParams``. See ``directory.generation_config``."""
+    decisions: tuple[Decision, ...] = ()
+
+
+def find_model(args: EngineArgs) -> ModelFiles:
+    """Finds what ``args.model`` names: the embedded default, a GGUF file, a Hugging Face directory, or a hub id.
+
+    Raises:
+        ConfigError: there is no such model, a file of it is missing, corrupt or of a kind that is not read, or the hub
+            cannot be reached. The error names the file or id.
+    """
+    if args.load_format not in _LOAD_FORMATS:
+        raise ConfigError(f"load_format must be one of {', '.join(_LOAD_FORMATS)}, not {args.load_format!r}", "load_format")
+    if args.model is None:
+        decision = Decision("model", embedded.NAME, "no model was named: the embedded default is served")
+        return _from_gguf(args, embedded.NAME, embedded.find(), (decision,))
+    path = Path(args.model).expanduser()
+    if path.is_file():
+        if not gguf.is_gguf(path):
+            raise ConfigError(_not_a_model(path), "model")
+        return _from_gguf(args, args.model, path)
+    if path.is_dir():
+        return _from_directory(args, path)
+    if path.suffix == ".gguf" or not _HUB_ID.fullmatch(args.model):
+        raise ConfigError(f"there is no file or directory {args.model}", "model")
+    snapshot = directory.download(args.model, args.revision, weights=args.load_format != "dummy")
+    return _from_directory(args, snapshot, from_hub=True)
+
+
+def _from_gguf(args: EngineArgs, name: str, path: Path, decisions: tuple[Decision, ...] = ()) -> ModelFiles:
+    if args.load_format == "safetensors":
+        raise ConfigError(f"load_format is safetensors, but {path} is a GGUF file", "load_format")
+    if args.revision is not None:
+        raise ConfigError(f"revision is for models of the hub; {name} is a local file", "revision")
+    facts = gguf.read_facts(path)
+    dummy = args.load_format == "dummy"
+    return ModelFiles(
+        name=name,
+        kind="dummy" if dummy else "gguf",
+        directory=path.parent,
+        weight_files=[] if dummy else [path],
+        gguf_file=path,
+        config=facts.config,
+        generation_config=facts.generation_config,
+        decisions=decisions + facts.decisions,
+    )
+
+
+def _from_directory(args: EngineArgs, path: Path, *, from_hub: bool = False) -> ModelFiles:
+    """A Hugging Face directory; or one that holds a single GGUF file and no ``config.json``."""
+    name = str(args.model)
+    if args.revision is not None and not from_hub:
+        raise ConfigError(f"revision is for models of the hub; {name} is a local directory", "revision")
+    if args.load_format == "gguf" or not (path / "config.json").exists():
+        files = sorted(path.glob("*.gguf"))
+        if len(files) == 1:
+            return _from_gguf(dataclasses.replace(args, revision=None), name, files[0])
+        if files:
+            raise ConfigError(f"{path} holds several GGUF files, name one: {', '.join(file.name for file in files)}", "model")
+        missing = "a .gguf file" if args.load_format == "gguf" else "config.json"
+        raise ConfigError(f"{path} is not a model's directory: it has no {missing}", "model")
+    config = directory.read_config(path)
+    dummy = args.load_format == "dummy"
+    return ModelFiles(
+        name=name,
+        kind="dummy" if dummy else "safetensors",
+        directory=path,
+        weight_files=[] if dummy else directory.weight_files(path),
+        config=config,
+        generation_config=directory.generation_config(path, config),
+    )
+
+
+def _not_a_model(path: Path) -> str:
+    if path.suffix in directory.PICKLES:
+        return directory.refuse_pickles([path])
+    if path.suffix == ".gguf":
+        return f"{path} is not a GGUF file: its first bytes are not GGUF's"
+    return f"{path} is a file, but not a GGUF file; name a GGUF file, a Hugging Face directory, or a hub id"

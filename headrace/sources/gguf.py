@@ -1,0 +1,298 @@
+"""GGUF files: their metadata, and the transformers config that it amounts to."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType
+from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+
+from headrace.config import Decision
+from headrace.errors import ConfigError
+
+_CONFIGS: dict[str, tuple[type[PreTrainedConfig], str]] = {
+    "llama": (LlamaConfig, "LlamaForCausalLM"),
+    "qwen2": (Qwen2Config, "Qwen2ForCausalLM"),
+    "qwen3": (Qwen3Config, "Qwen3ForCausalLM"),
+}
+_MISTRAL = (MistralConfig, "MistralForCausalLM")
+_PLAIN_DTYPES = {
+    GGMLQuantizationType.F32: "float32",
+    GGMLQuantizationType.F16: "float16",
+    GGMLQuantizationType.BF16: "bfloat16",
+}
+_SAMPLING_DEFAULTS = {
+    "general.sampling.temp": "temperature",
+    "general.sampling.top_k": "top_k",
+    "general.sampling.top_p": "top_p",
+    "general.sampling.min_p": "min_p",
+    "general.sampling.penalty_repeat": "repetition_penalty",
+}
+_END_OF_TURN = frozenset({"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|eom_id|>"})
+"""Tokens that end a turn under these names in every model that has them. Files often name only the end of text."""
+_CONTROL = 3
+"""Token type of control tokens in ``tokenizer.ggml.token_type``."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GGUFFacts:
+    """What a file's metadata says about its model."""
+
+    config: PreTrainedConfig
+    generation_config: dict[str, Any]
+    decisions: tuple[Decision, ...]
+
+
+class Reader(GGUFReader):
+    """The gguf package's reader, with arrays read in one piece: its own takes seconds over a large vocabulary."""
+
+    def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list[Any], list[int], list[GGUFValueType]]:
+        if raw_type != GGUFValueType.ARRAY or self.byte_order != "I":
+            return super()._get_field_parts(orig_offs, raw_type)
+        item_type = GGUFValueType(self._get(orig_offs, np.uint32)[0])
+        length = int(self._get(orig_offs + 4, np.uint64)[0])
+        start = orig_offs + 12
+        types = [GGUFValueType.ARRAY, item_type] if length else [GGUFValueType.ARRAY]
+        if item_type == GGUFValueType.STRING:
+            parts, end = self._strings(start, length)
+            return end - orig_offs, parts, list(range(length)), types
+        numbers = self.gguf_scalar_to_np.get(item_type)
+        if numbers is None:
+            return super()._get_field_parts(orig_offs, raw_type)
+        values = self._get(start, numbers, length)
+        if len(values) != length:
+            raise ValueError("the file ends inside an array")
+        return 12 + int(values.nbytes), [values], [0] if length else [], types
+
+    def _strings(self, start: int, length: int) -> tuple[list[memoryview], int]:
+        """The bytes of ``length`` strings from offset ``start`` on, and the offset after them."""
+        view, total, parts = self.data.data, len(self.data), []
+        size_of = struct.Struct("<Q").unpack_from
+        for _ in range(length):
+            begin = start + 8
+            start = begin + size_of(view, start)[0]
+            if start > total:
+                raise ValueError("the file ends inside an array")
+            parts.append(view[begin:start])
+        return parts, start
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a file begins as GGUF files do."""
+    with path.open("rb") as file:
+        return file.read(4) == b"GGUF"
+
+
+def open_gguf(path: Path) -> Reader:
+    """Opens a GGUF file: its fields, and its tensors as memory maps.
+
+    Raises:
+        ConfigError: the file is truncated or corrupt, or one part of several.
+    """
+    try:
+        reader = Reader(path)
+        parts = int(_value(reader, "split.count", 1))
+    except (OSError, ValueError, KeyError, IndexError, OverflowError, struct.error, TypeError) as error:
+        raise ConfigError(f"{path} is truncated or corrupt, it cannot be read as GGUF: {error}", "model") from error
+    if parts > 1:
+        raise ConfigError(
+            f"{path} is one of {parts} parts, and only whole files are read; join them with: "
+            "llama-gguf-split --merge <first part> <whole file>",
+            "model",
+        )
+    return reader
+
+
+def _value(reader: GGUFReader, key: str, default: Any = None) -> Any:
+    field = reader.get_field(key)
+    return default if field is None else field.contents()
+
+
+class Metadata:
+    """The fields of an open file, decoded as they are asked for. Errors name the file and the field."""
+
+    def __init__(self, path: Path, reader: GGUFReader) -> None:
+        self.path = path
+        self._reader = reader
+
+    def __getitem__(self, key: str) -> Any:
+        field = self._reader.get_field(key)
+        if field is None:
+            raise ConfigError(f"{self.path} has no field {key}", "model")
+        try:
+            return field.contents()
+        except (ValueError, IndexError, TypeError) as error:
+            raise ConfigError(f"{self.path}: the field {key} is corrupt: {error}", "model") from error
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._reader.fields
+
+    def get(self, key: str, default: Any = None) -> Any:
+        if key not in self:
+            return default
+        return self[key]
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """A whole number; the same for every layer where the file has a list."""
+        value = self.get(key, default)
+        if isinstance(value, list) and value and len(set(value)) == 1:
+            value = value[0]
+        if isinstance(value, list):
+            raise ConfigError(f"{self.path}: {key} differs from layer to layer, which is not supported: {value}", "model")
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise ConfigError(f"{self.path}: {key} is {value!r}, which is not a count", "model")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A number; float32 values come back as the shortest decimal that is the same float32 (1e-05, not 9.99e-06)."""
+        value = self.get(key, default)
+        if not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise ConfigError(f"{self.path}: {key} is {value!r}, which is not a number", "model")
+        return float(str(np.float32(value)))
+
+
+def read_metadata(path: Path) -> Metadata:
+    """The metadata of a GGUF file."""
+    return Metadata(path, open_gguf(path))
+
+
+def read_facts(path: Path) -> GGUFFacts:
+    """Config, end-of-sequence ids and sampling defaults of a GGUF file.
+
+    Raises:
+        ConfigError: the file is corrupt, or describes a model that headrace does not know.
+    """
+    reader = open_gguf(path)
+    metadata = Metadata(path, reader)
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    architecture = metadata["general.architecture"]
+    if architecture not in _CONFIGS:
+        known = ", ".join(sorted(_CONFIGS))
+        raise ConfigError(f"{path} holds the architecture {architecture!r}; known are: {known}", "model")
+    decisions: list[Decision] = []
+    config = _config(metadata, tensors, architecture, decisions)
+    generation: dict[str, Any] = {"eos_token_id": eos_token_ids(metadata)}
+    for key, name in _SAMPLING_DEFAULTS.items():
+        if key in metadata:
+            generation[name] = metadata.integer(key) if name == "top_k" else metadata.number(key)
+    return GGUFFacts(config, generation, tuple(decisions))
+
+
+def eos_token_ids(metadata: Metadata) -> list[int]:
+    """The tokens that end an answer: the file's own, then control tokens that by their name end a turn."""
+    keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
+    ids = [metadata.integer(key) for key in keys if key in metadata]
+    types = metadata.get("tokenizer.ggml.token_type", [])
+    names = metadata.get("tokenizer.ggml.tokens", [])
+    ids += [i for i, kind in enumerate(types) if kind == _CONTROL and i < len(names) and names[i] in _END_OF_TURN]
+    return list(dict.fromkeys(ids))
+
+
+def _config(metadata: Metadata, tensors: Mapping[str, Any], arch: str, decisions: list[Decision]) -> PreTrainedConfig:
+    config_class, architecture = _CONFIGS[arch]
+    if metadata.get(f"{arch}.expert_count", 0):
+        raise ConfigError(f"{metadata.path} is a mixture of experts, which is not supported", "model")
+    if "token_embd.weight" not in tensors:
+        raise ConfigError(f"{metadata.path} has no tensor token_embd.weight", "model")
+    hidden, vocab = (int(size) for size in tensors["token_embd.weight"].shape)
+    heads = metadata.integer(f"{arch}.attention.head_count")
+    if not heads:
+        raise ConfigError(f"{metadata.path}: {arch}.attention.head_count is 0", "model")
+    head_dim = metadata.integer(f"{arch}.attention.key_length", hidden // heads)
+    facts: dict[str, Any] = {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": metadata.integer(f"{arch}.feed_forward_length"),
+        "num_hidden_layers": metadata.integer(f"{arch}.block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": metadata.integer(f"{arch}.attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": metadata.integer(f"{arch}.context_length"),
+        "rms_norm_eps": metadata.number(f"{arch}.attention.layer_norm_rms_epsilon"),
+        "rope_parameters": _rope(metadata, tensors, arch, head_dim),
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id"),
+        "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id"),
+        "dtype": _dtype(tensors),
+    }
+    for key in (f"{arch}.attention.value_length", f"{arch}.rope.dimension_count"):
+        if metadata.integer(key, head_dim) != head_dim:
+            raise ConfigError(f"{metadata.path}: {key} is {metadata[key]}, but a head is {head_dim} wide", "model")
+    if metadata.integer(f"{arch}.embedding_length", hidden) != hidden:
+        raise ConfigError(f"{metadata.path}: {arch}.embedding_length is not token_embd.weight's width {hidden}", "model")
+    window = metadata.integer(f"{arch}.attention.sliding_window", 0)
+    if arch == "llama" and window:
+        config_class, architecture = _MISTRAL
+        facts["sliding_window"] = window
+    elif arch == "llama":
+        facts["attention_bias"] = "blk.0.attn_q.bias" in tensors
+        facts["mlp_bias"] = "blk.0.ffn_up.bias" in tensors
+    elif window:
+        reason = f"{arch} models use their window only where the config says so, which GGUF does not tell"
+        decisions.append(Decision("sliding_window", f"ignored ({window})", reason))
+    if arch == "qwen3":
+        facts["attention_bias"] = "blk.0.attn_q.bias" in tensors
+    try:
+        return config_class(architectures=[architecture], **facts)
+    except Exception as error:
+        # The config classes check their values with errors of their own libraries.
+        raise ConfigError(f"{metadata.path} does not describe a {architecture}: {error}", "model") from error
+
+
+def _rope(metadata: Metadata, tensors: Mapping[str, Any], arch: str, head_dim: int) -> dict[str, Any]:
+    """Rotary embedding under transformers' names."""
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": metadata.number(f"{arch}.rope.freq_base", 10000.0)}
+    if "rope_freqs.weight" in tensors:
+        factors = np.asarray(tensors["rope_freqs.weight"].data, dtype=np.float64).ravel()
+        return rope | _llama3_scaling(metadata.path, factors, rope["rope_theta"], head_dim)
+    scaling = f"{arch}.rope.scaling."
+    kind = metadata.get(scaling + "type", "none")
+    if kind == "none":
+        return rope
+    if kind not in ("linear", "yarn"):
+        raise ConfigError(f"{metadata.path}: the rope scaling {kind!r} is not supported; linear and yarn are", "model")
+    rope |= {"rope_type": kind, "factor": metadata.number(scaling + "factor")}
+    if kind == "yarn":
+        rope["original_max_position_embeddings"] = metadata.integer(scaling + "original_context_length")
+        for key, name in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow")):
+            if scaling + key in metadata:
+                rope[name] = metadata.number(scaling + key)
+        if scaling + "attn_factor" in metadata:
+            # llama.cpp multiplies YaRN's own factor by this one; transformers takes the product.
+            own = 0.1 * math.log(rope["factor"]) + 1.0
+            rope["attention_factor"] = own * metadata.number(scaling + "attn_factor")
+    return rope
+
+
+def _llama3_scaling(path: Path, factors: np.ndarray[Any, Any], theta: float, head_dim: int) -> dict[str, Any]:
+    """Llama 3's scaling, recognised in the divisors of the frequencies, which is all that GGUF keeps of it.
+
+    Its constants are the same in every Llama 3.x; only ``factor`` differs (8 or 32).
+    """
+    low, high, original = 1.0, 4.0, 8192
+    factor = float(str(np.float32(factors.max())))
+    wavelengths = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
+    smooth = np.clip((original / wavelengths - low) / (high - low), 0.0, 1.0)
+    expected = 1.0 / ((1 - smooth) / factor + smooth)
+    if factors.shape != expected.shape or not np.allclose(factors, expected, rtol=1e-3):
+        raise ConfigError(f"{path}: rope_freqs.weight is not Llama 3's rope scaling, the only one known of its kind", "model")
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": original,
+    }
+
+
+def _dtype(tensors: Mapping[str, Any]) -> str:
+    """The dtype of the largest matrix; bfloat16 for quantised ones, whose steps are coarser than bfloat16's."""
+    largest = max(tensors.values(), key=lambda tensor: int(tensor.n_elements))
+    return _PLAIN_DTYPES.get(largest.tensor_type, "bfloat16")

@@ -1,0 +1,207 @@
+"""The tokenizer that a GGUF file describes, built from its metadata.
+
+The metadata names the rule that cuts text into words before byte-pair merging (``tokenizer.ggml.pre``) but does not
+hold it; the rules here are those of the tokenizers the names stand for, as llama.cpp pairs them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
+
+from headrace.errors import ConfigError
+from headrace.sources.gguf import Metadata
+
+# Token types of ``tokenizer.ggml.token_type``.
+_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+_QWEN35 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_DEEPSEEK3 = (
+    r"\p{N}{1,3}",
+    "[一-龥\u3040-\u309f\u30a0-\u30ff]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+_DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")
+_DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rule:
+    """How text is cut into words, and what else goes with the name."""
+
+    splits: tuple[str, ...]
+    """Regular expressions, each cutting what the one before left."""
+    nfc: bool = False
+    """Text is brought to Unicode's composed form first."""
+    ignore_merges: bool = False
+    """A word that is a token is that token, whatever the merges say."""
+    add_bos: bool = False
+    """Where the file does not say."""
+
+
+_DIGITS_APART = _Rule((r"\p{N}", _GPT2))
+_RULES = {
+    "default": _Rule(_DEFAULT),
+    "deepseek-coder": _Rule(_DEEPSEEK_CODER),
+    "deepseek-v3": _Rule(_DEEPSEEK3),
+    "qwen35": _Rule((_QWEN35,), nfc=True),
+    "tekken": _Rule((_TEKKEN,), ignore_merges=True, add_bos=True),
+}
+_RULES |= dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais"), _Rule((_GPT2,)))
+_RULES |= dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), _DIGITS_APART)
+_RULES |= dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3"), _Rule((_LLAMA3,), ignore_merges=True, add_bos=True))
+_RULES |= dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe", "glm4"), _Rule((_LLAMA3,)))
+_RULES |= dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _Rule((_QWEN2,), nfc=True))
+_RULES["stablelm2"] = _Rule((_QWEN2,))
+
+
+def build_tokenizer(metadata: Metadata) -> PreTrainedTokenizerFast:
+    """The tokenizer of a GGUF file, with its special tokens and chat templates.
+
+    Raises:
+        ConfigError: the file has no tokenizer, a corrupt one, or one of a kind that is not known.
+    """
+    model = metadata.get("tokenizer.ggml.model")
+    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+    types: list[int] = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    if len(types) != len(tokens):
+        raise ConfigError(f"{metadata.path}: {len(tokens)} tokens, but {len(types)} token types", "model")
+    vocab = {token: i for i, (token, kind) in enumerate(zip(tokens, types, strict=True)) if kind != _UNUSED}
+    if len(vocab) != sum(kind != _UNUSED for kind in types):
+        raise ConfigError(f"{metadata.path}: two tokens of the vocabulary have the same text", "model")
+    if model == "gpt2":
+        tokenizer, add_bos = _byte_level(metadata, vocab)
+    elif model == "llama":
+        tokenizer, add_bos = _sentencepiece(metadata, tokens, vocab), True
+    else:
+        raise ConfigError(f"{metadata.path}: the tokenizer {model!r} is not known; known are: gpt2, llama", "model")
+    _add_tokens(tokenizer, tokens, types)
+    named = {name: _special(metadata, tokens, key) for name, key in _NAMED.items()}
+    templates = chat_templates(metadata)
+    tokenizer_class: Any = PreTrainedTokenizerFast  # its constructor is untyped
+    hf: PreTrainedTokenizerFast = tokenizer_class(
+        tokenizer_object=tokenizer,
+        add_bos_token=bool(metadata.get("tokenizer.ggml.add_bos_token", add_bos)) and named["bos_token"] is not None,
+        add_eos_token=bool(metadata.get("tokenizer.ggml.add_eos_token", False)),
+        clean_up_tokenization_spaces=False,
+        **{name: token for name, token in named.items() if token is not None},
+        **({"chat_template": templates} if templates else {}),
+    )
+    return hf
+
+
+_NAMED = {
+    "bos_token": "tokenizer.ggml.bos_token_id",
+    "eos_token": "tokenizer.ggml.eos_token_id",
+    "unk_token": "tokenizer.ggml.unknown_token_id",
+    "pad_token": "tokenizer.ggml.padding_token_id",
+}
+
+
+def chat_templates(metadata: Metadata) -> str | dict[str, str] | None:
+    """The chat template of a file; several under their names, where there are."""
+    default: str | None = metadata.get("tokenizer.chat_template")
+    names = metadata.get("tokenizer.chat_templates", [])
+    if not names:
+        return default
+    named = {name: metadata[f"tokenizer.chat_template.{name}"] for name in names}
+    return named if default is None else {"default": default, **named}
+
+
+def _special(metadata: Metadata, tokens: Sequence[str], key: str) -> str | None:
+    if key not in metadata:
+        return None
+    token = metadata.integer(key)
+    if token >= len(tokens):
+        raise ConfigError(f"{metadata.path}: {key} is {token}, but there are {len(tokens)} tokens", "model")
+    return tokens[token]
+
+
+def _byte_level(metadata: Metadata, vocab: dict[str, int]) -> tuple[Tokenizer, bool]:
+    """A byte-level BPE tokenizer, and whether text begins with the bos token where the file does not say."""
+    name = metadata.get("tokenizer.ggml.pre", "default")
+    if name not in _RULES:
+        known = ", ".join(sorted(_RULES))
+        raise ConfigError(f"{metadata.path}: the pre-tokenizer {name!r} is not known; known are: {known}", "model")
+    rule = _RULES[name]
+    # The separating space is not the first character: a token may begin with one.
+    places = [(merge, merge.find(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
+    merges = [(merge[:place], merge[place + 1 :]) for merge, place in places]
+    tokenizer = Tokenizer(_bpe(metadata, vocab=vocab, merges=merges, ignore_merges=rule.ignore_merges))
+    if rule.nfc:
+        tokenizer.normalizer = normalizers.NFC()
+    splits: list[Any] = [pre_tokenizers.Split(Regex(split), behavior="isolated") for split in rule.splits]
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer, rule.add_bos
+
+
+def _sentencepiece(metadata: Metadata, tokens: Sequence[str], vocab: dict[str, int]) -> Tokenizer:
+    """A SentencePiece BPE tokenizer with byte fallback.
+
+    SentencePiece merges, again and again, the neighbours whose joint token has the best score. So every way to cut a
+    token into two is a merge, ranked by the token's score.
+    """
+    scores: list[float] = metadata["tokenizer.ggml.scores"]
+    if len(scores) != len(tokens):
+        raise ConfigError(f"{metadata.path}: {len(tokens)} tokens, but {len(scores)} scores", "model")
+    ranked = []
+    for token, i in vocab.items():
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in vocab and right in vocab:
+                ranked.append((-scores[i], cut, left, right))
+    ranked.sort(key=lambda merge: merge[:2])
+    unknown = _special(metadata, tokens, _NAMED["unk_token"])
+    merges = [(left, right) for _, _, left, right in ranked]
+    model = _bpe(metadata, vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    tokenizer = Tokenizer(model)
+    spaced: list[normalizers.Normalizer] = [normalizers.Replace(" ", "▁")]
+    undo: list[decoders.Decoder] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if metadata.get("tokenizer.ggml.add_space_prefix", True):
+        spaced.insert(0, normalizers.Prepend("▁"))
+        undo.append(decoders.Strip(" ", 1, 0))
+    tokenizer.normalizer = normalizers.Sequence(spaced)
+    tokenizer.decoder = decoders.Sequence(undo)
+    return tokenizer
+
+
+def _bpe(metadata: Metadata, **arguments: Any) -> BPE:
+    try:
+        return BPE(**arguments)
+    except Exception as error:
+        # The tokenizers package raises plain exceptions.
+        raise ConfigError(f"{metadata.path}: vocabulary and merges do not fit together: {error}", "model") from error
+
+
+def _add_tokens(tokenizer: Tokenizer, tokens: Sequence[str], types: Sequence[int]) -> None:
+    """Control tokens become special tokens; user-defined ones are found in text before it is cut, but are text."""
+    special, plain = [], []
+    for token, kind in zip(tokens, types, strict=True):
+        if kind in (_CONTROL, _UNKNOWN):
+            special.append(AddedToken(token, special=True, normalized=False))
+        elif kind == _USER_DEFINED:
+            plain.append(AddedToken(token, special=False, normalized=False))
+    tokenizer.add_special_tokens(special)
+    tokenizer.add_tokens(plain)

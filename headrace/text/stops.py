@@ -1,0 +1,122 @@
+"""StopStrings: finds stop strings in text that comes in pieces, before any part of one is sent out."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from headrace.config import SamplingLimits
+from headrace.errors import RequestError
+from headrace.text.tokenizer import Tokenizer
+
+
+class StopStrings:
+    """Stop strings over the text of one sequence.
+
+    The match is the stop string that is complete first, as if text came character by character; of several that are
+    complete at the same character, the longest. How the text is cut into pieces changes nothing.
+
+    Text that may be the beginning of a stop string is held back, unless stop strings are to be included. Each
+    character is looked at once, however long the text grows (Aho and Corasick 1975, "Efficient string matching").
+
+    The text of the first ``min_tokens`` tokens takes no part: a match lies wholly in what comes after it.
+    """
+
+    def __init__(self, stops: Sequence[str], *, include: bool = False, min_tokens: int = 0) -> None:
+        """``include``: the stop string itself is part of the output; what follows it never is."""
+        self._include = include
+        self._min_tokens = min_tokens
+        self._num_tokens = 0
+        self._goto, self._fail, self._match, self._depth = _automaton(stops)
+        self._first = frozenset(stop[0] for stop in stops)
+        self._state = 0
+        self._held = ""
+        self.matched: str | None = None
+
+    def push(self, text: str, num_tokens: int = 1) -> tuple[str, str | None]:
+        """Takes the text that ``num_tokens`` further tokens brought; returns what may be sent out, and the match.
+
+        After a match nothing more comes out. Tokens are best pushed one by one: a push that only begins before
+        ``min_tokens`` is looked at as a whole.
+        """
+        if self.matched is not None:
+            return "", self.matched
+        self._num_tokens += num_tokens
+        if self._num_tokens <= self._min_tokens or (not self._state and self._first.isdisjoint(text)):
+            return text, None
+        state, goto, fail = self._state, self._goto, self._fail
+        for place, character in enumerate(text):
+            while state and character not in goto[state]:
+                state = fail[state]
+            state = goto[state].get(character, 0)
+            if self._match[state] is not None:
+                return self._finish(text[: place + 1], self._match[state] or "")
+        self._state = state
+        if self._include:
+            return text, None
+        text = self._held + text
+        keep = len(text) - self._depth[state]
+        self._held = text[keep:]
+        return text[:keep], None
+
+    def _finish(self, text: str, stop: str) -> tuple[str, str]:
+        """``text`` ends with ``stop``, whose beginning may lie in what is held back."""
+        self.matched = stop
+        if self._include:
+            return text, stop
+        text, self._held = self._held + text, ""
+        return text[: len(text) - len(stop)], stop
+
+    def flush(self) -> str:
+        """What is still held back, when the sequence ended without a match."""
+        held, self._held = self._held, ""
+        self._state = 0
+        return held
+
+
+def _automaton(stops: Sequence[str]) -> tuple[list[dict[str, int]], list[int], list[str | None], list[int]]:
+    """Trie of the stop strings with failure links. A list entry a state; state 0 is the empty beginning.
+
+    Returns each state's children, the state of its longest proper suffix, the longest stop string that it ends with,
+    and its length, which is how much of the text may yet begin a stop string.
+    """
+    goto: list[dict[str, int]] = [{}]
+    match: list[str | None] = [None]
+    depth = [0]
+    for stop in stops:
+        state = 0
+        for character in stop:
+            if character not in goto[state]:
+                goto[state][character] = len(goto)
+                goto.append({})
+                match.append(None)
+                depth.append(depth[state] + 1)
+            state = goto[state][character]
+        match[state] = stop
+    fail = [0] * len(goto)
+    queue = deque(goto[0].values())
+    while queue:
+        state = queue.popleft()
+        for character, child in goto[state].items():
+            suffix = fail[state]
+            while suffix and character not in goto[suffix]:
+                suffix = fail[suffix]
+            fail[child] = goto[suffix].get(character, 0)
+            match[child] = match[child] or match[fail[child]]
+            queue.append(child)
+    return goto, fail, match, depth
+
+
+def check_stops(stops: Sequence[str], tokenizer: Tokenizer, limits: SamplingLimits) -> None:
+    """Raises RequestError where there are more or longer stop strings than the server allows."""
+    if len(stops) > limits.max_stop_seqs_num:
+        raise RequestError(f"stop has {len(stops)} strings; at most {limits.max_stop_seqs_num} are allowed", "stop")
+    for stop in stops:
+        check_length("stop", stop, tokenizer, limits.stop_seqs_max_len)
+
+
+def check_length(param: str, text: str, tokenizer: Tokenizer, limit: int) -> None:
+    """Raises RequestError where ``text`` has more than ``limit`` tokens."""
+    length = len(tokenizer.encode(text, add_special_tokens=False, param=param))
+    if length > limit:
+        raise RequestError(f"{param} has a string of {length} tokens; at most {limit} are allowed: {text[:40]!r}", param)

@@ -1,0 +1,160 @@
+"""Tokenizer: text to token ids and back, the bytes of every token, and the chat template."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from headrace.errors import ConfigError, RequestError
+from headrace.sources.files import ModelFiles
+from headrace.sources.gguf import is_gguf, read_metadata
+from headrace.text import chat
+from headrace.text.gguf_vocab import build_tokenizer
+from headrace.text.pieces import decoder_rules, token_bytes
+from headrace.text.vocab import TokenBytes
+
+
+class Tokenizer:
+    """A model's tokenizer. Safe to use from several threads.
+
+    The text of tokens is the UTF-8 decoding of their bytes in a row, with U+FFFD for what is not UTF-8: whole texts,
+    increments, logprobs and bad words all read it off ``token_bytes``, so that they always agree.
+    """
+
+    def __init__(
+        self, hf: PreTrainedTokenizerFast, *, vocab_size: int | None = None, eos_token_ids: Sequence[int] = ()
+    ) -> None:
+        """``vocab_size``: the model's, where it is not the tokenizer's. ``eos_token_ids``: beside the tokenizer's own.
+
+        Raises:
+            ConfigError: the tokenizer decodes in a way that has no meaning token by token.
+        """
+        self.hf = hf
+        self._backend = hf.backend_tokenizer
+        self.rules = decoder_rules(self._backend)
+        self.vocab_size = vocab_size if vocab_size is not None else len(hf)
+        own = [] if hf.eos_token_id is None else [int(hf.eos_token_id)]
+        self.eos_token_ids: list[int] = list(dict.fromkeys([*own, *eos_token_ids]))
+
+    @property
+    def bos_token_id(self) -> int | None:
+        bos: int | None = self.hf.bos_token_id
+        return bos
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self.hf.chat_template is not None
+
+    @functools.cached_property
+    def token_bytes(self) -> TokenBytes:
+        """What each token id adds to the text, ``[vocab_size]``. Made when it is first needed."""
+        return token_bytes(self._backend, self.rules, self.vocab_size)
+
+    def encode(self, text: str, add_special_tokens: bool = True, *, param: str = "prompt") -> list[int]:
+        """Token ids of ``text``; ``add_special_tokens`` puts bos or eos around it where the tokenizer does so.
+
+        Raises:
+            RequestError: the text holds lone surrogates, which no UTF-8 has; the error names ``param``.
+        """
+        try:
+            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except (UnicodeEncodeError, TypeError) as error:
+            raise RequestError(f"{param} must be text that UTF-8 can hold, without lone surrogates", param) from error
+        return ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of ``ids`` on their own: a space that the tokenizer puts before every text is taken off again.
+
+        Raises:
+            RequestError: an id is not in the vocabulary.
+        """
+        pieces = self.token_bytes.visible if skip_special_tokens else self.token_bytes.pieces
+        try:
+            data = b"".join([pieces[token] for token in ids])
+        except IndexError:
+            raise RequestError(f"token ids must be below {self.vocab_size}", "tokens") from None
+        return self.strip_start(data).decode("utf-8", "replace")
+
+    def strip_start(self, data: bytes) -> bytes:
+        """The bytes of a whole text without the space that the tokenizer put before it."""
+        for _ in range(self.rules.strip):
+            data = data.removeprefix(b" ")
+        return data
+
+    def id_to_token(self, token: int) -> str | None:
+        """The vocabulary's own spelling of a token (``Ġthe``); None for ids that the tokenizer lacks."""
+        name: str | None = self._backend.id_to_token(token)
+        return name
+
+    def token_text(self, token: int) -> str:
+        """The text of one token on its own, for logprobs; half characters read as U+FFFD."""
+        return self.token_bytes.pieces[token].decode("utf-8", "replace")
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **chat_template_kwargs: Any,
+    ) -> str:
+        """The prompt that the chat template makes of ``messages``. Further keywords are the template's variables.
+
+        Raises:
+            RequestError: see ``chat.render``.
+        """
+        return chat.render(
+            self.hf,
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            template_kwargs=chat_template_kwargs,
+        )
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+        """Token ids of ``render_chat(messages, **options)``. Templates write bos and eos themselves: none is added."""
+        return self.encode(self.render_chat(messages, **options), add_special_tokens=False, param="messages")
+
+
+def load_tokenizer(files: ModelFiles, path: str | None = None, chat_template: str | None = None) -> Tokenizer:
+    """The tokenizer of a model.
+
+    Args:
+        path: A directory, hub id or GGUF file whose tokenizer is taken in place of the model's.
+        chat_template: A template, or the path of one, in place of the tokenizer's.
+
+    Raises:
+        ConfigError: there is no tokenizer, or one that cannot be used; or the chat template cannot be read.
+    """
+    source = files.gguf_file or files.directory if path is None else Path(path).expanduser()
+    if source.is_file():
+        if not is_gguf(source):
+            raise ConfigError(f"{source} is not a GGUF file; name the directory of a tokenizer's files", "tokenizer")
+        hf = build_tokenizer(read_metadata(source))
+    else:
+        hf = _from_pretrained(str(source) if source.is_dir() else str(path), local=source.is_dir())
+    if chat_template is not None:
+        hf.chat_template = chat.read_template(chat_template)
+    templates = hf.chat_template or ()
+    for template in templates.values() if isinstance(templates, dict) else [templates] if templates else []:
+        chat.check_template(template)
+    vocab_size = getattr(files.config.get_text_config(), "vocab_size", None)
+    return Tokenizer(hf, vocab_size=vocab_size, eos_token_ids=files.generation_config["eos_token_id"])
+
+
+def _from_pretrained(name: str, *, local: bool) -> PreTrainedTokenizerFast:
+    """transformers' tokenizer of a directory or hub id. Code from the checkpoint never runs."""
+    try:
+        hf = AutoTokenizer.from_pretrained(name, use_fast=True, trust_remote_code=False, local_files_only=local)
+    except Exception as error:
+        # Missing, corrupt and unknown files surface as errors of several libraries.
+        raise ConfigError(f"the tokenizer of {name} cannot be loaded: {error}", "tokenizer") from error
+    if not isinstance(hf, PreTrainedTokenizerFast):
+        raise ConfigError(f"the tokenizer of {name} is a {type(hf).__name__}: one with a tokenizer.json is needed", "tokenizer")
+    return hf

@@ -40,7 +40,9 @@ async def run(llm: AsyncLLM, load: Workload, *, warm_up: int, repetitions: int, 
         tell(f"request {index + 1} of {repetitions * len(pairs)}")
         times.append(await one(llm, *pairs[index % len(pairs)], request_id=f"request-{index}"))
     after = llm.stats
-    seconds = {name: getattr(after, f"{name}_seconds") - getattr(before, f"{name}_seconds") for name in ("forward", "sample", "host")}
+    seconds = {
+        name: getattr(after, f"{name}_seconds") - getattr(before, f"{name}_seconds") for name in ("forward", "sample", "host")
+    }
     return summary(load.name, times) | {"engine_seconds": seconds, "engine": _engine(llm)} | facts()
 
 

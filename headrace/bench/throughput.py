@@ -153,7 +153,17 @@ def tables(report: dict[str, Any]) -> list[Table]:
 
 
 def _rates_table(rows: Sequence[Row]) -> Table:
-    header = ["case", "engine", "requests", "tokens in", "tokens out", "prompt tok/s", "decode tok/s", "output tok/s", "requests/s"]
+    header = [
+        "case",
+        "engine",
+        "requests",
+        "tokens in",
+        "tokens out",
+        "prompt tok/s",
+        "decode tok/s",
+        "output tok/s",
+        "requests/s",
+    ]
     cells = [
         [
             row.case,

@@ -50,9 +50,7 @@ def test_imports_point_down(module: Module) -> None:
     wrong = [
         f"{module.where}:{line} imports {name}"
         for line, name in imports(module)
-        if name.startswith("headrace.")
-        and name.split(".")[1] in FLOOR
-        and FLOOR[name.split(".")[1]] > FLOOR[module.room]
+        if name.startswith("headrace.") and name.split(".")[1] in FLOOR and FLOOR[name.split(".")[1]] > FLOOR[module.room]
     ]
     assert not wrong, "\n".join(wrong)
 

@@ -50,9 +50,8 @@ def problems(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
         for node in ast.walk(function):
             if isinstance(node, ast.Global):
                 yield node.lineno, ", ".join(node.names), "is rebound by a function"
-            elif changed := changes(node):
-                if changed in names - own:
-                    yield node.lineno, changed, "is changed by a function"
+            elif (changed := changes(node)) and changed in names - own:
+                yield node.lineno, changed, "is changed by a function"
 
 
 def accessor(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[tuple[int, str, str]]:
@@ -64,7 +63,13 @@ def accessor(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[tuple
 
 
 def decorator(node: ast.expr) -> str:
-    return called(node) if isinstance(node, ast.Call) else node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+    return (
+        called(node)
+        if isinstance(node, ast.Call)
+        else node.attr
+        if isinstance(node, ast.Attribute)
+        else getattr(node, "id", "")
+    )
 
 
 def called(node: ast.Call) -> str:
@@ -105,5 +110,5 @@ def test_state_is_seen(text: str) -> None:
 
 
 def test_constants_and_locals_pass() -> None:
-    text = "TABLE = {'a': 1}\ndef build():\n    TABLE = {}\n    TABLE['b'] = 2\n    return TABLE\ndef read(k):\n    return TABLE[k]\n"
+    text = "TABLE = {'a': 1}\ndef build():\n    TABLE = {}\n    TABLE['b'] = 2\ndef read(k):\n    return TABLE[k]\n"
     assert not list(problems(ast.parse(text)))

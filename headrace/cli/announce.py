@@ -1,0 +1,44 @@
+"""An engine client that shows its start-up: progress while it loads, the report when it is ready."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.status import Status
+
+from headrace.cli.startup import render
+from headrace.config import EngineArgs
+from headrace.engine.async_llm import AsyncLLM
+from headrace.engine.info import Progress
+
+PLAIN_WIDTH = 160
+"""Width of the report where it is not a terminal that says."""
+
+
+class AnnouncedLLM(AsyncLLM):
+    """Prints to ``console``; the progress only where that is a terminal."""
+
+    def __init__(self, args: EngineArgs, console: Console, *, report: bool = True) -> None:
+        self._console = console
+        self._report = report
+        self._status: Status | None = None
+        super().__init__(args, on_progress=self._show)
+
+    async def start(self) -> None:
+        with self._console.status("starting the engine") as self._status:
+            try:
+                await super().start()
+            finally:
+                self._status = None
+        if self._report:
+            width = None if self._console.is_terminal else PLAIN_WIDTH
+            self._console.print(render(self.info), width=width)
+
+    def _show(self, progress: Progress) -> None:
+        if self._status is not None:
+            self._status.update(describe(progress))
+
+
+def describe(progress: Progress) -> str:
+    """One line: "weights 42 % model.layers.3..." """
+    share = "" if progress.fraction is None else f" {progress.fraction:.0%}"
+    return f"{progress.phase}{share} {progress.detail}".rstrip()

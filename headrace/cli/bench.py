@@ -1,0 +1,344 @@
+"""``headrace bench``: latency, throughput, serve."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import sys
+from collections.abc import Callable, Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from headrace.cli.engine_options import ENGINE
+from headrace.cli.errors import EXIT_FAILURE
+from headrace.cli.options import Group, command
+from headrace.config import EngineArgs
+from headrace.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from headrace.bench.workloads import Encoder, Workload
+
+WHAT, HOW, REPORT = "What is measured", "How it is measured", "Report"
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Measure this machine: latency, offline throughput (also against other engines), or a running server.",
+)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print the report as JSON, not as tables.", rich_help_panel=REPORT)]
+Output = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", help="Also write the report as JSON to this file.", metavar="FILE", rich_help_panel=REPORT),
+]
+WorkloadName = Annotated[
+    str | None,
+    typer.Option(
+        "--workload",
+        help="A workload by name: chat, chat_shared (text); single, batch8, batch64, mixed256, prefill8k, prefill32k, "
+        "prefill64k, prefill128k, longctx_decode (random tokens).",
+        metavar="NAME",
+        rich_help_panel=WHAT,
+    ),
+]
+
+
+class Dtype(StrEnum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+class _BenchGroup(Group[EngineArgs]):
+    """Engine options with prefix caching off unless it was asked for: a repeated prompt would measure the cache."""
+
+    def build(self, values: dict[str, Any]) -> EngineArgs:
+        return super().build({"enable_prefix_caching": False} | self.given(values))
+
+
+BENCH_ENGINE = _BenchGroup(
+    EngineArgs,
+    tuple(dataclasses.replace(knob, default="off") if knob.field == "enable_prefix_caching" else knob for knob in ENGINE.knobs),
+)
+
+
+@app.command("latency")
+@command(args=BENCH_ENGINE)
+def latency(
+    args: EngineArgs,
+    workload: WorkloadName = None,
+    input_len: Annotated[
+        int, typer.Option(min=1, help="Tokens of the prompt, without --workload.", rich_help_panel=WHAT)
+    ] = 128,
+    output_len: Annotated[int, typer.Option(min=1, help="Tokens to generate, without --workload.", rich_help_panel=WHAT)] = 128,
+    repetitions: Annotated[int, typer.Option(min=1, help="Times that each prompt counts.", rich_help_panel=HOW)] = 5,
+    warm_up: Annotated[int, typer.Option(min=0, help="Requests before those that count.", rich_help_panel=HOW)] = 2,
+    as_json: AsJson = False,
+    output: Output = None,
+) -> None:
+    """One request at a time: time to the first token, between tokens, and to the end."""
+    from headrace.bench import latency as bench
+    from headrace.bench.report import distributions_table, table
+    from headrace.bench.workloads import prose, random_tokens
+    from headrace.engine.async_llm import AsyncLLM
+
+    encoder, vocab_size = _encoder(args)
+    if workload is not None:
+        load = _workload(workload, encoder, vocab_size)
+    elif encoder is not None:
+        load = prose(encoder, "prose", 1, input_len, output_len)
+    else:
+        load = random_tokens("random", 0, 1, input_len, output_len).folded(vocab_size)
+
+    async def measure(tell: Callable[[str], None]) -> dict[str, Any]:
+        llm = AsyncLLM(args)
+        try:
+            await llm.start()
+            return await bench.run(llm, load, warm_up=warm_up, repetitions=repetitions, tell=tell)
+        finally:
+            await llm.close()
+
+    with _status("starting the engine") as tell:
+        report = asyncio.run(measure(tell))
+    spent = report["engine_seconds"]
+    total = sum(spent.values()) or 1.0
+    _emit(
+        report,
+        [
+            distributions_table(f"Latency: {load.name}, {report['requests']} requests", report["milliseconds"]),
+            table("Where the time goes", list(spent), [[f"{value / total:.1%}" for value in spent.values()]]),
+        ],
+        as_json,
+        output,
+    )
+
+
+@app.command("throughput")
+@command(args=BENCH_ENGINE)
+def throughput(
+    args: EngineArgs,
+    workload: WorkloadName = None,
+    batch: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--batch",
+            min=1,
+            help="Prompts at once, without --workload. Repeatable.",
+            show_default="1, 8, 32",
+            rich_help_panel=WHAT,
+        ),
+    ] = None,
+    input_len: Annotated[
+        int, typer.Option(min=1, help="Tokens of each prompt, without --workload.", rich_help_panel=WHAT)
+    ] = 128,
+    output_len: Annotated[
+        int, typer.Option(min=1, help="Tokens to generate for each, without --workload.", rich_help_panel=WHAT)
+    ] = 128,
+    compare: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--compare",
+            help="Run the same prompts and token counts through transformers or llama.cpp too. Repeatable.",
+            metavar="ENGINE",
+            rich_help_panel=WHAT,
+        ),
+    ] = None,
+    reference_dtype: Annotated[
+        Dtype, typer.Option(help="Number format of transformers; a quantised file is dequantised.", rich_help_panel=HOW)
+    ] = Dtype.bfloat16,
+    repetitions: Annotated[
+        int, typer.Option(min=1, help="Sittings of each engine; the best one counts.", rich_help_panel=HOW)
+    ] = 3,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds that one sitting may take.", rich_help_panel=HOW)] = 1800.0,
+    as_json: AsJson = False,
+    output: Output = None,
+) -> None:
+    """Offline: tokens a second of prompts and outputs, alone or beside other engines.
+
+    Every engine gets the same token ids and generates the same number of tokens, greedily, in a process of its own; they run
+    one after the other, in turns.
+    """
+    from headrace.bench import throughput as bench
+    from headrace.bench.engines import NAMES
+    from headrace.bench.worker import Job
+
+    others = list(dict.fromkeys(compare or []))
+    for engine in others:
+        if engine not in NAMES[1:]:
+            raise ConfigError(f"there is no engine {engine!r} to compare with; there are {', '.join(NAMES[1:])}", "--compare")
+    encoder, vocab_size = _encoder(args)
+    if workload is not None:
+        cases = [bench.case_of(_workload(workload, encoder, vocab_size))]
+    else:
+        cases = bench.standard_cases(encoder, vocab_size, batch or [1, 8, 32], input_len, output_len)
+    threads = args.num_threads or _usable_cpus()
+    jobs = [
+        Job(engine=e, engine_args=_changed(args), reference_dtype=reference_dtype.value, num_threads=threads, cases=cases)
+        for e in [bench.OURS, *others]
+    ]
+    with _status("starting") as tell:
+        report = bench.run(jobs, repetitions, timeout=timeout, tell=tell)
+    _emit(report, bench.tables(report), as_json, output)
+    for engine, error in report["errors"].items():
+        Console(stderr=True).print(f"[red]{engine}: {error}[/red]", soft_wrap=True)
+    if report["errors"]:
+        raise typer.Exit(EXIT_FAILURE)
+
+
+@app.command("serve")
+@command()
+def serve(
+    url: Annotated[str, typer.Option(help="The server.", rich_help_panel=WHAT)] = "http://127.0.0.1:8000",
+    model: Annotated[
+        str | None, typer.Option(help="The model to ask for.", show_default="the server's first", rich_help_panel=WHAT)
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(help="Key for the server.", envvar="HEADRACE_API_KEY", rich_help_panel=WHAT)
+    ] = None,
+    concurrency: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=4096,
+            help="Closed loop: so many clients, each sends its next request when the last is answered.",
+            show_default="8, without --rate",
+            rich_help_panel=WHAT,
+        ),
+    ] = None,
+    rate: Annotated[
+        float | None,
+        typer.Option(
+            help="Open loop: requests arrive at this mean rate a second, at random, whether the server keeps up or not.",
+            rich_help_panel=WHAT,
+        ),
+    ] = None,
+    num_requests: Annotated[int, typer.Option(min=1, max=1_000_000, help="Requests at most.", rich_help_panel=WHAT)] = 64,
+    duration: Annotated[
+        float, typer.Option(max=86_400, help="Seconds at most in which requests are sent.", rich_help_panel=WHAT)
+    ] = 120.0,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate for each request.", rich_help_panel=WHAT)] = 64,
+    ignore_eos: Annotated[
+        bool,
+        typer.Option(
+            "--ignore-eos",
+            help="Generate all of --max-tokens every time. headrace and vLLM know this field; other servers may refuse it.",
+            rich_help_panel=WHAT,
+        ),
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Seeds the arrivals of the open loop.", rich_help_panel=HOW)] = 0,
+    max_in_flight: Annotated[
+        int, typer.Option(min=1, max=16_384, help="Open loop: requests in flight at most.", rich_help_panel=HOW)
+    ] = 1024,
+    as_json: AsJson = False,
+    output: Output = None,
+) -> None:
+    """Load on a running server: times to the first token, between events, and to the end, over HTTP streams."""
+    from headrace.bench import serving as bench
+    from headrace.bench.report import distributions_table, table
+    from headrace.bench.texts import CHAT_PROMPTS
+
+    load = bench.Load(
+        url=url,
+        model=model,
+        api_key=api_key,
+        prompts=list(CHAT_PROMPTS),
+        max_tokens=max_tokens,
+        num_requests=num_requests,
+        duration=duration,
+        concurrency=8 if concurrency is None and rate is None else concurrency,
+        rate=rate,
+        max_in_flight=max_in_flight,
+        seed=seed,
+        ignore_eos=ignore_eos,
+    )
+    if not bench.is_loopback(url):
+        Console(stderr=True).print(f"[yellow]note: {url} is not this machine; make sure that you may load it[/yellow]")
+    with _status(f"asking {url}") as tell:
+        report = asyncio.run(bench.run(load, tell=tell))
+    counts, rates = report["requests"], report["rates"]
+    _emit(
+        report,
+        [
+            table("Requests", list(counts), [[f"{value:,}" for value in counts.values()]]),
+            table("A second", list(rates), [[f"{value:,.2f}" for value in rates.values()]]),
+            distributions_table("Times", report["milliseconds"]),
+        ],
+        as_json,
+        output,
+    )
+    for error, count in report["errors"].items():
+        Console(stderr=True).print(f"[red]{count} x {error}[/red]", soft_wrap=True)
+    if not counts["succeeded"]:
+        raise typer.Exit(EXIT_FAILURE)
+
+
+def _encoder(args: EngineArgs) -> tuple[Encoder | None, int]:
+    """The model's tokenizer, where there is one, and the size of its vocabulary."""
+    from headrace.sources.files import find_model
+    from headrace.text.tokenizer import load_tokenizer
+
+    files = find_model(args)
+    vocab_size = int(files.config.get_text_config().vocab_size)
+    if args.skip_tokenizer_init:
+        return None, vocab_size
+    try:
+        return load_tokenizer(files, args.tokenizer, None), vocab_size
+    except ConfigError:
+        # A config alone is enough for dummy weights; its workloads are then random tokens.
+        if files.kind != "dummy":
+            raise
+        return None, vocab_size
+
+
+def _workload(name: str, encoder: Encoder | None, vocab_size: int) -> Workload:
+    """The workload, its token ids folded into the vocabulary where that is smaller than the ids drawn."""
+    from headrace.bench.workloads import build
+
+    load = build(name, encoder)
+    if max(map(max, load.prompts)) < vocab_size:
+        return load
+    Console(stderr=True).print(f"[dim]{name}: token ids are taken modulo the vocabulary's {vocab_size:,}[/dim]")
+    return load.folded(vocab_size)
+
+
+def _changed(args: EngineArgs) -> dict[str, Any]:
+    """The fields that differ from their defaults."""
+    plain = EngineArgs()
+    names = (field.name for field in dataclasses.fields(args))
+    return {name: getattr(args, name) for name in names if getattr(args, name) != getattr(plain, name)}
+
+
+def _usable_cpus() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextlib.contextmanager
+def _status(text: str) -> Iterator[Callable[[str], None]]:
+    """A line on standard error that says what is going on; nothing where that is not a terminal."""
+    with Console(stderr=True).status(text) as status:
+        yield status.update
+
+
+def _emit(report: dict[str, Any], tables: list[RenderableType], as_json: bool, output: Path | None) -> None:
+    from headrace.bench.report import as_json as encoded
+
+    if output is not None:
+        try:
+            output.write_text(encoded(report) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"cannot write {output}: {error.strerror}", "--output") from None
+    if as_json:
+        sys.stdout.write(encoded(report) + "\n")
+        return
+    console = Console()
+    for item in tables:
+        console.print(item)
+        console.print()

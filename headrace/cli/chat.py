@@ -1,0 +1,235 @@
+"""``headrace chat``: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import queue
+import sys
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import CancelledError, Future
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+from rich.console import Console
+
+from headrace.cli.engine_options import ENGINE
+from headrace.cli.errors import describe, print_error
+from headrace.cli.options import SERVER, command
+from headrace.cli.sampling_options import SAMPLING
+from headrace.config import EngineArgs
+from headrace.errors import ConfigError, EngineError, RequestError
+
+if TYPE_CHECKING:
+    from headrace.cli.talk import Messages, Talker
+
+T = TypeVar("T")
+
+HELP = """\
+/help            this list
+/reset           forget the conversation, keep the system message
+/system [TEXT]   set the system message (without TEXT: remove it); begins a new conversation
+/save FILE       write the conversation as JSON
+/quit            leave (so does the end of the input)
+A line that ends with \\ goes on in the next one. Ctrl-C stops a reply."""
+
+
+@command(args=ENGINE, sampling=SAMPLING.without("n", "logprobs", "logprobs_mode", "prompt_logprobs", "detokenize"))
+def chat(
+    args: EngineArgs,
+    sampling: dict[str, Any],
+    url: Annotated[
+        str | None,
+        typer.Option(
+            "--url",
+            help="Talk to a running OpenAI-compatible server, such as http://127.0.0.1:8000, and load no model here. "
+            "MODEL is then the name of one of its models.",
+            rich_help_panel=SERVER,
+        ),
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            "--api-key",
+            help="Key for --url.",
+            envvar="HEADRACE_API_KEY",
+            show_envvar=True,
+            rich_help_panel=SERVER,
+        ),
+    ] = None,
+    system: Annotated[
+        str | None, typer.Option("--system", help="The system message to begin with.", rich_help_panel="Conversation")
+    ] = None,
+) -> None:
+    """Talk with a model, here or on a server. /help lists what you can type."""
+    # The client library is not needed to print the help.
+    from headrace.cli.talk import EngineTalker, ServerTalker
+
+    if url is not None:
+        _only_model(args)
+    console = Console(stderr=True)
+    with LoopThread() as loop:
+        talker: Talker = (
+            EngineTalker(args, console, sampling) if url is None else ServerTalker(url, args.model, api_key, sampling)
+        )
+        try:
+            loop.wait(talker.start())
+            Conversation(talker, loop, console, system).run()
+        finally:
+            loop.wait(talker.close())
+
+
+def _only_model(args: EngineArgs) -> None:
+    """An engine option has no meaning with --url: the server has its own."""
+    plain = EngineArgs(model=args.model)
+    for field in dataclasses.fields(args):
+        if getattr(args, field.name) != getattr(plain, field.name):
+            raise ConfigError("is an option of an engine started here, and --url names one that runs elsewhere", field.name)
+
+
+class LoopThread:
+    """An event loop in a thread of its own, so that reading a line never holds it up and Ctrl-C stays with the terminal."""
+
+    def __enter__(self) -> LoopThread:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="chat-loop", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        left = asyncio.all_tasks(self._loop)
+        for task in left:
+            task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        self._loop.run_until_complete(self._loop.shutdown_default_executor())
+        self._loop.close()
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def wait(self, work: Coroutine[Any, Any, T]) -> T:
+        future = self.submit(work)
+        try:
+            return future.result()
+        except KeyboardInterrupt:
+            future.cancel()
+            raise
+
+
+class Conversation:
+    """Reads lines, keeps the messages, prints the replies as they come."""
+
+    def __init__(self, talker: Talker, loop: LoopThread, console: Console, system: str | None) -> None:
+        self._talker = talker
+        self._loop = loop
+        self._console = console
+        self._interactive = sys.stdin.isatty()
+        self._system = system
+        self.messages: Messages = []
+        self._reset()
+
+    def run(self) -> None:
+        """Until /quit or the end of the input."""
+        if self._interactive:
+            self._console.print(f"[bold]{self._talker.name}[/bold]  /help lists what you can type")
+        while (text := self._read()) is not None:
+            if text.startswith("/"):
+                if not self._obey(text):
+                    return
+            elif text.strip():
+                self._turn(text)
+
+    def _reset(self) -> None:
+        self.messages = [{"role": "system", "content": self._system}] if self._system else []
+
+    def _read(self) -> str | None:
+        """One message, drawn together over lines that end with a backslash; None at the end of the input."""
+        lines: list[str] = []
+        while True:
+            try:
+                line = input(("... " if lines else "> ") if self._interactive else "")
+            except EOFError:
+                return "\n".join(lines) if lines else None
+            except KeyboardInterrupt:
+                # Throws the line away, as a shell does.
+                self._console.print()
+                lines = []
+                continue
+            if not line.endswith("\\"):
+                return "\n".join([*lines, line])
+            lines.append(line[:-1])
+
+    def _obey(self, text: str) -> bool:
+        """Runs a /command. False: leave."""
+        word, _, rest = text.strip().partition(" ")
+        rest = rest.strip()
+        if word == "/quit":
+            return False
+        if word == "/help":
+            self._console.print(HELP, markup=False, highlight=False)
+        elif word == "/reset":
+            self._reset()
+        elif word == "/system":
+            self._system = rest or None
+            self._reset()
+        elif word == "/save":
+            self._save(rest)
+        else:
+            print_error(f"there is no {word}; /help lists what there is")
+        return True
+
+    def _save(self, name: str) -> None:
+        if not name:
+            print_error("/save needs the name of a file")
+            return
+        try:
+            Path(name).expanduser().write_text(json.dumps(self.messages, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        except OSError as error:
+            print_error(f"cannot write {name}: {error.strerror}")
+
+    def _turn(self, text: str) -> None:
+        """One message and its reply. What was said of a stopped reply is kept; a refused message is not."""
+        self.messages.append({"role": "user", "content": text})
+        try:
+            reply = self._stream()
+        except (RequestError, EngineError) as error:
+            print_error(describe(error))
+            self.messages.pop()
+            return
+        self.messages.append({"role": "assistant", "content": reply})
+
+    def _stream(self) -> str:
+        pieces: queue.Queue[str | None] = queue.Queue()
+
+        async def pump() -> None:
+            stream = self._talker.reply(list(self.messages))
+            try:
+                async for piece in stream:
+                    pieces.put(piece)
+            finally:
+                await stream.aclose()  # type: ignore[attr-defined]
+                pieces.put(None)
+
+        future = self._loop.submit(pump())
+        said: list[str] = []
+        try:
+            while (piece := pieces.get()) is not None:
+                said.append(piece)
+                print(piece, end="", flush=True)
+            future.result()
+        except KeyboardInterrupt:
+            future.cancel()
+            try:
+                future.result()
+            except CancelledError:
+                pass
+            self._console.print(" [dim](stopped)[/dim]", end="")
+        finally:
+            print(flush=True)
+        return "".join(said)

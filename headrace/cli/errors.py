@@ -1,0 +1,57 @@
+"""One clear red line for what the user or the operator got wrong, in place of a traceback."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from headrace.errors import ConfigError, EngineError, HeadraceError, RequestError
+
+EXIT_USAGE = 2
+"""The user or the operator asked for something that cannot be."""
+EXIT_FAILURE = 1
+"""The engine, or something it needs, failed."""
+
+
+def describe(error: HeadraceError) -> str:
+    """The message, with the parameter before it where the message does not name it already."""
+    param = getattr(error, "param", None)
+    message = str(error)
+    names = {param, option_name(param)} if param else set()
+    return message if not param or any(name in message for name in names) else f"{param}: {message}"
+
+
+def option_name(field: str | None) -> str:
+    """``max_model_len`` as it is written on the command line."""
+    return f"--{field.replace('_', '-')}" if field else ""
+
+
+def print_error(message: str) -> None:
+    console = Console(stderr=True, soft_wrap=True)
+    console.print(Text.assemble(("error: ", "bold red"), (" ".join(message.split("\n")), "red")))
+
+
+@contextlib.contextmanager
+def reported(debug: bool) -> Iterator[None]:
+    """Turns headrace's own errors into a line and an exit code; ``debug`` lets the traceback through."""
+    try:
+        yield
+    except BrokenPipeError:
+        # The reader of our output left (`| head`); Python would complain again while it closes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(EXIT_FAILURE) from None
+    except (RequestError, ConfigError, EngineError) as error:
+        if debug:
+            raise
+        print_error(describe(error))
+        raise typer.Exit(EXIT_FAILURE if isinstance(error, EngineError) else EXIT_USAGE) from None
+    except KeyboardInterrupt:
+        if debug:
+            raise
+        raise typer.Exit(130) from None

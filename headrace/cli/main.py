@@ -1,0 +1,47 @@
+"""The ``headrace`` program. Commands import torch only when they run, so that ``--help`` answers at once."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+import headrace
+from headrace.cli.bench import app as bench_app
+from headrace.cli.chat import chat
+from headrace.cli.doctor import doctor
+from headrace.cli.run import run
+from headrace.cli.serve import serve
+
+app = typer.Typer(
+    name="headrace",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="An LLM inference and serving engine. Start with: headrace serve",
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(headrace.__version__)
+        raise typer.Exit()
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and leave.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """An LLM inference and serving engine. Start with: headrace serve"""
+
+
+app.command("serve")(serve)
+app.command("run")(run)
+app.command("chat")(chat)
+app.add_typer(bench_app, name="bench")
+app.command("doctor")(doctor)
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,55 @@
+"""``headrace serve``: the OpenAI-compatible server."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from headrace.cli.engine_options import ENGINE
+from headrace.cli.errors import EXIT_FAILURE, print_error
+from headrace.cli.options import DEBUGGING, command
+from headrace.cli.server_options import SERVER
+from headrace.config import EngineArgs
+from headrace.server.settings import ServerSettings
+
+
+class LogLevel(StrEnum):
+    debug = "debug"
+    info = "info"
+    warning = "warning"
+    error = "error"
+
+
+@command(args=ENGINE, settings=SERVER)
+def serve(
+    args: EngineArgs,
+    settings: ServerSettings,
+    log_level: Annotated[
+        LogLevel,
+        typer.Option(
+            "--log-level",
+            help="How much to log. debug adds a line for every step a request takes through the engine's process.",
+            rich_help_panel=DEBUGGING,
+        ),
+    ] = LogLevel.info,
+    debug: bool = False,
+) -> None:
+    """Serve a model over HTTP, in the shape of OpenAI's API.
+
+    Without MODEL it serves a small embedded one, so that `headrace serve` works on a machine with no GPU and no network.
+    """
+    from headrace.cli import logs
+    from headrace.cli.announce import AnnouncedLLM
+    from headrace.server.run import run
+
+    logs.set_up(log_level.value)
+    try:
+        run(AnnouncedLLM(args, Console(stderr=True)), settings)
+    except OSError as error:
+        if debug:
+            raise
+        print_error(f"cannot listen: {error.strerror or error}")
+        raise typer.Exit(EXIT_FAILURE) from None

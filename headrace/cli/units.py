@@ -1,0 +1,48 @@
+"""Sizes and counts as people write them."""
+
+from __future__ import annotations
+
+import re
+
+_FACTORS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_FACTORS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "2GiB" (1024 based), "2GB" (1000 based), "1.5 GiB" or a bare number of bytes.
+
+    Raises:
+        ValueError: the text is not a size; "2G" is refused because it may mean either base.
+    """
+    match = _SIZE.fullmatch(text)
+    factor = _FACTORS.get((match[2] or "b").lower()) if match else None
+    if match is None or factor is None:
+        raise ValueError(f"{text!r} is not a size: write 2GiB (1024 based), 2GB (1000 based) or a number of bytes")
+    size = float(match[1]) * factor
+    if size != int(size):
+        raise ValueError(f"{text!r} is not a whole number of bytes")
+    return int(size)
+
+
+def human_size(nbytes: int) -> str:
+    """Three digits and a 1024-based unit: "1.32 GiB"."""
+    if abs(nbytes) < 1024:
+        return f"{nbytes} B"
+    value, units = nbytes / 1024, ["KiB", "MiB", "GiB", "TiB"]
+    while abs(value) >= 999.5 and len(units) > 1:
+        value /= 1024
+        units.pop(0)
+    digits = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
+    return f"{value:.{digits}f} {units[0]}"
+
+
+def ranges(numbers: list[int]) -> str:
+    """Ascending numbers with runs drawn together: [0, 1, 2, 5] is "0-2, 5", with an en dash."""
+    parts: list[tuple[int, int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][1] + 1:
+            parts[-1] = (parts[-1][0], number)
+        else:
+            parts.append((number, number))
+    return ", ".join(str(first) if first == last else f"{first}\N{EN DASH}{last}" for first, last in parts)

@@ -1,0 +1,20 @@
+"""Counters that rise from the engine's start."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(slots=True)
+class Counters:
+    """The scheduler's part of EngineStats."""
+
+    num_preemptions: int = 0
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    prompt_tokens: int = 0
+    computed_prompt_tokens: int = 0
+    generation_tokens: int = 0
+    forward_seconds: float = 0.0
+    sample_seconds: float = 0.0
+    finished: dict[str, int] = dataclasses.field(default_factory=dict)

@@ -1,0 +1,56 @@
+"""OrderedSequences: the waiting queue and the running set, both kept in policy order."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from headrace.core.sequence import Sequence
+
+
+class OrderedSequences:
+    """Sequences sorted by a key that must not change while they are in here.
+
+    Insertion and removal find their place in O(log n), and move pointers within one list.
+    """
+
+    def __init__(self, key: Callable[[Sequence], tuple[Any, ...]]) -> None:
+        self._key = key
+        self._keys: list[tuple[Any, ...]] = []
+        self._sequences: list[Sequence] = []
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._sequences)
+
+    def __reversed__(self) -> Iterator[Sequence]:
+        return reversed(self._sequences)
+
+    def __contains__(self, seq: Sequence) -> bool:
+        place = bisect_left(self._keys, self._key(seq))
+        return place < len(self._sequences) and self._sequences[place] is seq
+
+    @property
+    def first(self) -> Sequence:
+        return self._sequences[0]
+
+    def snapshot(self) -> list[Sequence]:
+        """A copy to walk over while members come and go."""
+        return self._sequences.copy()
+
+    def add(self, seq: Sequence) -> None:
+        key = self._key(seq)
+        place = bisect_left(self._keys, key)
+        self._keys.insert(place, key)
+        self._sequences.insert(place, seq)
+
+    def remove(self, seq: Sequence) -> None:
+        """Raises KeyError if the sequence is not in here."""
+        place = bisect_left(self._keys, self._key(seq))
+        if place == len(self._sequences) or self._sequences[place] is not seq:
+            raise KeyError(seq)
+        del self._keys[place]
+        del self._sequences[place]

@@ -1,0 +1,31 @@
+"""Token-level stop conditions. Stop strings are the host's business after detokenising."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from headrace.core.sequence import Sequence
+from headrace.outputs import FinishReason
+
+
+class Stop(NamedTuple):
+    reason: FinishReason
+    stop_reason: int | None
+    """The token of ``stop_token_ids`` that stopped the sequence; None for end of sequence and for length."""
+
+
+def check_stop(seq: Sequence) -> Stop | None:
+    """Whether the sequence ends with its last token, which is an output.
+
+    The sampler bans end-of-sequence tokens until ``min_tokens``; no token stops a sequence before.
+    """
+    token = seq.token_ids[-1]
+    sampling = seq.request.sampling
+    if len(seq.token_ids) - seq.num_prompt >= sampling.min_tokens:
+        if not sampling.ignore_eos and token in seq.request.eos_token_ids:
+            return Stop("stop", None)
+        if sampling.stop_token_ids and token in sampling.stop_token_ids:
+            return Stop("stop", token)
+    if len(seq.token_ids) >= seq.max_len:
+        return Stop("length", None)
+    return None

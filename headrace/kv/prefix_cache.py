@@ -1,0 +1,214 @@
+"""Prefix cache: which block holds the KV of which token history.
+
+A block's key is a hash chained over its parent's digest and its own tokens; the first parent (the root) stands for
+everything else that KV depends on: cache salt, weight version, mode. A digest only finds a candidate: a hit counts
+after the tokens of the block and of all its parents have been compared.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from array import array
+from collections.abc import Sequence
+
+from headrace.errors import EngineError
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()
+
+
+class BlockKey:
+    """The token history of one full block, as a link to its parent's.
+
+    ``payload`` is the block's own part of the history in full: two keys are equal if the payloads of the whole chains are.
+    """
+
+    __slots__ = ("digest", "parent", "payload")
+
+    def __init__(self, parent: BlockKey | None, payload: bytes) -> None:
+        self.parent = parent
+        self.payload = payload
+        self.digest: bytes = _digest((parent.digest if parent else b"") + payload)
+
+    def same_history(self, other: BlockKey) -> bool:
+        """Compares token by token, back to the first parent that both chains share as an object."""
+        mine: BlockKey | None = self
+        theirs: BlockKey | None = other
+        while mine is not theirs:
+            if mine is None or theirs is None or mine.payload != theirs.payload:
+                return False
+            mine, theirs = mine.parent, theirs.parent
+        return True
+
+
+class PrefixIndex:
+    """Key -> block, for one cache group, and back."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[bytes, int] = {}
+        self._keys: dict[int, BlockKey] = {}
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def find(self, key: BlockKey) -> tuple[int, BlockKey] | None:
+        """The block with this token history, and the equal key it was put in with."""
+        block = self._blocks.get(key.digest)
+        if block is None:
+            return None
+        known = self._keys[block]
+        return (block, known) if known.same_history(key) else None
+
+    def put(self, key: BlockKey, block: int) -> BlockKey:
+        """Remembers ``block`` unless its digest is taken; returns the equal key known before, else ``key``."""
+        if key.digest in self._blocks:
+            found = self.find(key)
+            return found[1] if found else key
+        if block in self._keys:
+            raise EngineError(f"KV block {block} already has a key")
+        self._blocks[key.digest] = block
+        self._keys[block] = key
+        return key
+
+    def key_of(self, block: int) -> BlockKey | None:
+        return self._keys.get(block)
+
+    def drop(self, block: int) -> None:
+        del self._blocks[self._keys.pop(block).digest]
+
+    def clear(self) -> None:
+        self._blocks.clear()
+        self._keys.clear()
+
+    def check_integrity(self) -> None:
+        if {key.digest: block for block, key in self._keys.items()} != self._blocks:
+            raise EngineError("the prefix cache's keys and blocks do not match")
+
+
+def root_key(cache_salt: str | None, weight_version: int, mode: str) -> BlockKey:
+    """The parent of every first block computed under these conditions."""
+    salt = b"" if cache_salt is None else b"=" + cache_salt.encode()
+    return BlockKey(None, b"%d:%s:%s" % (weight_version, mode.encode(), salt))
+
+
+class KeyChain:
+    """The keys of one sequence's full blocks, made as they are asked for.
+
+    Tokens of a span see each other both ways, so the KV of its first tokens depends on its last: the block in which
+    a span starts has the bounds and all tokens of the span in its key; the blocks after it inherit them.
+
+    Args:
+        token_ids: the sequence's own list, which may grow behind the keys made so far.
+        spans: ascending and disjoint ``(start, end)``.
+    """
+
+    def __init__(self, root: BlockKey, token_ids: list[int], spans: Sequence[tuple[int, int]], block_size: int) -> None:
+        self._keys: list[BlockKey] = []
+        self._root = root
+        self._token_ids = token_ids
+        self._spans = spans
+        self._block_size = block_size
+
+    def __getitem__(self, index: int) -> BlockKey:
+        """The key of block ``index``, all of whose tokens must be known."""
+        while len(self._keys) <= index:
+            self._keys.append(self._make(len(self._keys)))
+        return self._keys[index]
+
+    def adopt(self, index: int, key: BlockKey) -> None:
+        """Takes the equal key object that the cache has, so that later comparisons end at it at once."""
+        self._keys[index] = key
+        if index + 1 < len(self._keys):
+            self._keys[index + 1].parent = key
+
+    def fork(self, token_ids: list[int], count: int) -> KeyChain:
+        """The chain of a sequence that shares the first ``count`` blocks."""
+        chain = KeyChain(self._root, token_ids, self._spans, self._block_size)
+        chain._keys = self._keys[:count]
+        return chain
+
+    def _make(self, index: int) -> BlockKey:
+        start, end = index * self._block_size, (index + 1) * self._block_size
+        if end > len(self._token_ids):
+            raise EngineError(
+                f"block {index} of {self._block_size} tokens has no key yet: {len(self._token_ids)} tokens are known"
+            )
+        payload = array("q", self._token_ids[start:end])
+        for span_start, span_end in self._spans:
+            if start <= span_start < end:
+                payload.extend((-1, span_start, span_end))
+                payload.extend(self._token_ids[end:span_end])
+        return BlockKey(self._keys[-1] if self._keys else self._root, payload.tobytes())
+
+
+@dataclasses.dataclass(frozen=True)
+class Hit:
+    """What the cache has of a prompt: per group, the blocks that hold its first ``num_tokens`` tokens.
+
+    ``blocks[g]`` has the null block where group g's window no longer sees a block from ``num_tokens`` on.
+    """
+
+    num_tokens: int
+    blocks: tuple[list[int], ...]
+
+
+def first_visible_block(position: int, window: int | None, block_size: int) -> int:
+    """The first block that the token at ``position`` and later ones can see."""
+    return 0 if window is None else max(0, position - window + 1) // block_size
+
+
+def find_hit(
+    indexes: Sequence[PrefixIndex], windows: Sequence[int | None], keys: KeyChain, max_blocks: int, block_size: int
+) -> Hit:
+    """The longest prefix of at most ``max_blocks`` blocks from which every group can continue.
+
+    Groups without a window need every block of it; a window group needs those its window sees at the boundary.
+    """
+    num_blocks = max_blocks
+    found: list[dict[int, int]] = [{} for _ in indexes]
+    for group, index in enumerate(indexes):
+        if windows[group] is None:
+            num_blocks = _walk_forward(index, keys, num_blocks, found[group])
+    settled = False
+    while not settled:
+        settled = True
+        for group, index in enumerate(indexes):
+            window = windows[group]
+            if window is not None:
+                shorter = _walk_back(index, keys, num_blocks, window, block_size, found[group])
+                settled = settled and shorter == num_blocks
+                num_blocks = shorter
+    blocks = []
+    for group, window in enumerate(windows):
+        first = first_visible_block(num_blocks * block_size, window, block_size)
+        blocks.append([0] * first + [found[group][i] for i in range(first, num_blocks)])
+    return Hit(num_blocks * block_size, tuple(blocks))
+
+
+def _lookup(index: PrefixIndex, keys: KeyChain, position: int, found: dict[int, int]) -> bool:
+    if position not in found:
+        hit = index.find(keys[position])
+        if hit is None:
+            return False
+        found[position] = hit[0]
+        keys.adopt(position, hit[1])
+    return True
+
+
+def _walk_forward(index: PrefixIndex, keys: KeyChain, num_blocks: int, found: dict[int, int]) -> int:
+    for i in range(num_blocks):
+        if not _lookup(index, keys, i, found):
+            return i
+    return num_blocks
+
+
+def _walk_back(index: PrefixIndex, keys: KeyChain, num_blocks: int, window: int, block_size: int, found: dict[int, int]) -> int:
+    """The largest boundary up to ``num_blocks`` whose visible blocks are all there. Looks at each block once."""
+    boundary = i = num_blocks
+    while i > first_visible_block(boundary * block_size, window, block_size):
+        i -= 1
+        if not _lookup(index, keys, i, found):
+            boundary = i
+    return boundary

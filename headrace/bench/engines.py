@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from headrace.bench.llamacpp import LlamaCppEngine
 from headrace.config import EngineArgs
@@ -104,7 +104,7 @@ class TransformersEngine:
         files = find_model(args)
         self._dtype = getattr(torch, job.reference_dtype)
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
-        factory = transformers.AutoModelForCausalLM
+        factory: Any = transformers.AutoModelForCausalLM
         if files.kind == "dummy":
             self._model = factory.from_config(files.config, dtype=self._dtype)
         else:
@@ -112,7 +112,8 @@ class TransformersEngine:
             self._model = factory.from_pretrained(str(files.directory), dtype=self._dtype, **gguf)
         self._model = self._model.to(self._device).eval()
         # No end of sequence: every prompt gets as many tokens as it is due.
-        self._model.generation_config = transformers.GenerationConfig(do_sample=False, pad_token_id=0)
+        settings: Any = transformers.GenerationConfig
+        self._model.generation_config = settings(do_sample=False, pad_token_id=0)
         self._version = transformers.__version__
 
     def generate(self, prompts: list[list[int]], output_lens: list[int]) -> None:

@@ -7,6 +7,7 @@ comparable, so the order of the draws is part of their definition.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -84,7 +85,7 @@ _UNIFORM = {
 """name -> seed, requests, tokens in, tokens out."""
 
 RANDOM_WORKLOADS: dict[str, Callable[[], Workload]] = {
-    name: (lambda name=name, shape=shape: random_tokens(name, *shape)) for name, shape in _UNIFORM.items()
+    name: functools.partial(random_tokens, name, *shape) for name, shape in _UNIFORM.items()
 }
 RANDOM_WORKLOADS["mixed256"] = _mixed256
 

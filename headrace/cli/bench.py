@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -327,7 +327,7 @@ def _status(text: str) -> Iterator[Callable[[str], None]]:
         yield status.update
 
 
-def _emit(report: dict[str, Any], tables: list[RenderableType], as_json: bool, output: Path | None) -> None:
+def _emit(report: dict[str, Any], tables: Sequence[RenderableType], as_json: bool, output: Path | None) -> None:
     from headrace.bench.report import as_json as encoded
 
     if output is not None:

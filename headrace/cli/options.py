@@ -200,7 +200,7 @@ def command(**groups: Group[Any]) -> Callable[[Callable[..., Any]], Callable[...
 
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in parameters}
-        del run.__wrapped__  # type: ignore[attr-defined]
+        del run.__wrapped__
         return run
 
     return decorate

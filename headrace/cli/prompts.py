@@ -18,8 +18,8 @@ class Job:
     """One prompt. ``number`` is its line in the file, or its place among the arguments, from 1."""
 
     number: int
-    content: str | list[int] | list[dict[str, Any]]
-    """By ``kind``: text, messages or token ids."""
+    content: Any
+    """By ``kind``: text, messages, or token ids."""
     kind: str
     id: Any = None
     """Whatever the line's ``id`` says; it comes back with the result."""

@@ -52,8 +52,8 @@ class EngineTalker:
         if tokenizer is None:
             raise ConfigError("chat needs a tokenizer", "--skip-tokenizer-init")
         params = combine(self._llm.inputs.default_sampling_params(), self._sampling)
-        prompt = {"prompt_token_ids": tokenizer.encode_chat(messages)}
-        request = self._llm.inputs.request(prompt, params, request_id=f"chat-{uuid.uuid4().hex}")
+        tokens = tokenizer.encode_chat(messages)
+        request = self._llm.inputs.request({"prompt_token_ids": tokens}, params, request_id=f"chat-{uuid.uuid4().hex}")
         async with await self._llm.add(request) as stream:
             async for delta in stream:
                 if delta.error:

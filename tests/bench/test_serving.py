@@ -1,0 +1,159 @@
+"""The load generator against a small server of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from headrace.bench.serving import Load, is_loopback, run
+from headrace.errors import ConfigError, EngineError
+
+
+class Server:
+    """Speaks just enough HTTP: a model list, and streams of ``tokens`` events, ``gap`` seconds apart."""
+
+    def __init__(self, *, tokens: int = 3, gap: float = 0.0, fail_every: int = 0) -> None:
+        self.tokens, self.gap, self.fail_every = tokens, gap, fail_every
+        self.bodies: list[dict[str, Any]] = []
+        self.now = self.most = 0
+
+    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while line := await reader.readline():
+                length = 0
+                while (header := await reader.readline()).strip():
+                    name, _, value = header.decode().partition(":")
+                    length = int(value) if name.lower() == "content-length" else length
+                body = await reader.readexactly(length)
+                await self.answer(line.decode().split()[1], body, writer)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+    async def answer(self, path: str, body: bytes, writer: asyncio.StreamWriter) -> None:
+        if path == "/v1/models":
+            return await self.send(writer, 200, json.dumps({"data": [{"id": "tiny"}]}))
+        self.bodies.append(json.loads(body))
+        if self.fail_every and len(self.bodies) % self.fail_every == 0:
+            return await self.send(writer, 429, '{"error": {"message": "full"}}')
+        self.now += 1
+        self.most = max(self.most, self.now)
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+        for _ in range(self.tokens):
+            await asyncio.sleep(self.gap)
+            self.event(writer, {"choices": [{"index": 0, "delta": {"content": "x"}}]})
+        self.now -= 1
+        self.event(writer, {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": self.tokens}})
+        self.chunk(writer, "data: [DONE]\n\n")
+        writer.write(b"0\r\n\r\n")
+        await writer.drain()
+
+    def event(self, writer: asyncio.StreamWriter, data: dict[str, Any]) -> None:
+        self.chunk(writer, f"data: {json.dumps(data)}\n\n")
+
+    @staticmethod
+    def chunk(writer: asyncio.StreamWriter, text: str) -> None:
+        writer.write(f"{len(text):x}\r\n{text}\r\n".encode())
+
+    @staticmethod
+    async def send(writer: asyncio.StreamWriter, status: int, text: str) -> None:
+        writer.write(f"HTTP/1.1 {status} x\r\ncontent-length: {len(text)}\r\n\r\n{text}".encode())
+        await writer.drain()
+
+
+@asynccontextmanager
+async def listening(server: Server) -> AsyncIterator[str]:
+    handle = await asyncio.start_server(server, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{handle.sockets[0].getsockname()[1]}"
+    finally:
+        handle.close()
+
+
+def measure(server: Server, **settings: Any) -> dict[str, Any]:
+    async def main() -> dict[str, Any]:
+        async with listening(server) as url:
+            return await run(load(url, **settings), tell=lambda text: None)
+
+    return asyncio.run(main())
+
+
+def load(url: str, **settings: Any) -> Load:
+    plain: dict[str, Any] = {"model": None, "api_key": None, "prompts": ["a", "b"], "max_tokens": 3, "num_requests": 8}
+    return Load(url=url, **(plain | {"duration": 20.0} | settings))
+
+
+def test_closed_loop() -> None:
+    server = Server(gap=0.01)
+    report = measure(server, concurrency=3)
+    assert report["requests"] == {"sent": 8, "succeeded": 8, "failed": 0, "dropped": 0}
+    assert server.most == 3
+    assert (report["input_tokens"], report["output_tokens"]) == (56, 24)
+    assert report["milliseconds"]["first token"]["p50"] >= 10
+    assert report["milliseconds"]["between events"]["p50"] >= 9
+    assert report["milliseconds"]["whole request"]["p50"] >= 30
+    body = server.bodies[0]
+    assert body["model"] == "tiny" and body["stream"] and body["max_tokens"] == 3 and "ignore_eos" not in body
+    assert {entry["messages"][0]["content"] for entry in server.bodies} == {"a", "b"}
+
+
+def test_open_loop_does_not_wait_for_answers() -> None:
+    server = Server(tokens=1, gap=0.3)
+    report = measure(server, rate=100.0, ignore_eos=True)
+    assert report["requests"]["succeeded"] == 8
+    assert server.most > 3
+    assert server.bodies[0]["ignore_eos"] is True
+
+
+def test_open_loop_is_bounded_in_flight() -> None:
+    server = Server(tokens=1, gap=0.3)
+    report = measure(server, rate=500.0, max_in_flight=2)
+    assert server.most <= 2
+    assert report["requests"]["dropped"] == 8 - report["requests"]["sent"] > 0
+
+
+def test_time_is_bounded() -> None:
+    server = Server(tokens=1, gap=5.0)
+    report = measure(server, concurrency=1, duration=0.2)
+    assert report["requests"] == {"sent": 1, "succeeded": 0, "failed": 1, "dropped": 0}
+    assert report["seconds"] < 2
+
+
+def test_failures_are_counted_by_their_words() -> None:
+    report = measure(Server(fail_every=4), concurrency=1)
+    assert report["requests"]["failed"] == 2
+    assert list(report["errors"].values()) == [2] and "429" in next(iter(report["errors"]))
+
+
+def test_a_server_that_is_not_there() -> None:
+    with pytest.raises(EngineError, match="no model to be had"):
+        asyncio.run(run(load("http://127.0.0.1:9", concurrency=1), tell=lambda text: None))
+
+
+@pytest.mark.parametrize(
+    ("settings", "param"),
+    [
+        ({}, "--rate"),
+        ({"rate": 1.0, "concurrency": 1}, "--rate"),
+        ({"rate": 0.0}, "rate"),
+        ({"concurrency": 1, "duration": 0.0}, "duration"),
+    ],
+)
+def test_a_load_must_make_sense(settings: dict[str, Any], param: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load("http://127.0.0.1:1", **settings)
+    assert caught.value.param == param
+
+
+def test_addresses() -> None:
+    assert all(is_loopback(url) for url in ("http://localhost:1", "http://127.0.0.5:1", "https://[::1]:8000/v1"))
+    assert not any(is_loopback(url) for url in ("http://10.0.0.1", "http://example.com", "http://localhost.example.com"))
+    with pytest.raises(ConfigError, match="not an http"):
+        load("ftp://localhost", concurrency=1)
+    assert load("http://localhost:1/v1/", concurrency=1).base == "http://localhost:1"

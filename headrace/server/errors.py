@@ -100,8 +100,13 @@ def field_path(loc: Sequence[int | str]) -> str:
     """``("messages", 0, "content")`` -> ``messages[0].content``"""
     path = ""
     for part in loc:
-        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
+        path += f"[{part}]" if isinstance(part, int) else f".{shown(part)}" if path else shown(part)
     return path
+
+
+def shown(text: str, limit: int = 64) -> str:
+    """A client's own words in an error, cut where they are long."""
+    return text if len(text) <= limit else f"{text[:limit]}..."
 
 
 def install_handlers(app: FastAPI, retry_after: int) -> None:
@@ -110,9 +115,9 @@ def install_handlers(app: FastAPI, retry_after: int) -> None:
     async def handle(request: Request, error: Exception) -> Response:
         known = api_error(error, retry_after)
         if isinstance(error, HTTPException) and error.status_code == 404:
-            known.message = f"there is no {request.method} {request.url.path}"
+            known.message = f"there is no {request.method} {shown(request.url.path, 256)}"
         if isinstance(error, HTTPException) and error.status_code == 405:
-            known.message = f"{request.url.path} does not take {request.method}"
+            known.message = f"{shown(request.url.path, 256)} does not take {request.method}"
         return known.response()
 
     for kind in (HeadraceError, HTTPException):

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from headrace.server.errors import ApiError
+from headrace.server.errors import ApiError, shown
 
 Endpoint = Literal["chat", "completions"]
 Origin = Literal["OpenAI", "vLLM", "headrace"]
@@ -202,7 +202,7 @@ def applied_fields(endpoint: Endpoint, body: Mapping[str, Any]) -> dict[str, Any
     for name, value in body.items():
         rule = table.get(name)
         if rule is None:
-            raise ApiError(400, _unknown(name, table), param=name, code="unknown_parameter")
+            raise ApiError(400, _unknown(name, table), param=shown(name), code="unknown_parameter")
         if rule.treatment == "applied":
             applied[name] = value
         elif not _passes(rule, value):
@@ -234,10 +234,9 @@ def _refusal(rule: FieldRule) -> ApiError:
 
 
 def _unknown(name: str, table: Iterable[str]) -> str:
-    shown = name if len(name) <= 64 else f"{name[:64]}..."
-    close = difflib.get_close_matches(shown, table, n=1)
+    close = difflib.get_close_matches(shown(name), table, n=1)
     hint = f"; did you mean {close[0]}?" if close else ""
-    return f"{shown} is not a parameter that this server knows{hint}"
+    return f"{shown(name)} is not a parameter that this server knows{hint}"
 
 
 def markdown() -> str:

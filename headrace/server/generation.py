@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from starlette.requests import ClientDisconnect
 
 from headrace.core.request import Request
-from headrace.errors import EngineError, RequestError
+from headrace.errors import EngineDeadError, EngineError, RequestError
 from headrace.metrics.prometheus import GenerationObserver
 from headrace.outputs import OutputDelta
 from headrace.sampling_params import SamplingParams
@@ -76,8 +76,6 @@ class Generation:
         self.requests = requests
         self.num_choices = sum(request.sampling.n for request in requests)
         self._serving = serving
-        self._running = {request.request_id: request.sampling.n for request in requests}
-        """request id -> samples that have not finished."""
         self._observer: GenerationObserver = serving.metrics.observe_generation()
         self._pieces: AsyncGenerator[Piece] = self._iterate()
         self._first: Piece | None = None
@@ -114,18 +112,15 @@ class Generation:
 
     async def _iterate(self) -> AsyncGenerator[Piece]:
         source = self._one(0) if len(self.requests) == 1 else self._merged()
-        try:
-            async with aclosing(source):
-                async for piece in source:
-                    self._note(piece)
-                    yield piece
-        finally:
-            await self._abort()
+        async with aclosing(source):
+            async for piece in source:
+                self._note(piece)
+                yield piece
 
     async def _one(self, index: int) -> AsyncGenerator[Piece]:
-        stream = await self._serving.llm.add(self.requests[index])
-        async for delta in stream:
-            yield Piece(index, delta)
+        async with aclosing(await self._serving.llm.add(self.requests[index])) as stream:
+            async for delta in stream:
+                yield Piece(index, delta)
 
     async def _merged(self) -> AsyncGenerator[Piece]:
         """All prompts' deltas as they come; the first error ends them all."""
@@ -159,22 +154,12 @@ class Generation:
         self.completion_tokens += len(delta.token_ids)
         self._cached[piece.prompt] = max(self._cached[piece.prompt], delta.num_cached_tokens)
         self._observer.delta(piece.prompt, delta)
-        if delta.finish_reason is None:
-            return
-        request_id = self.requests[piece.prompt].request_id
-        self._running[request_id] -= 1
-        if not self._running[request_id]:
-            del self._running[request_id]
         if delta.finish_reason == "error":
-            raise ApiError(500, delta.error or "the engine failed on this request", code="engine_error")
+            message = delta.error or "the engine failed on this request"
+            # Not healthy: it is the engine that failed, and it will be back.
+            raise EngineError(message) if self._serving.llm.health().ok else EngineDeadError(message)
         if delta.finish_reason == "abort":
             raise ApiError(503, delta.error or "the request was aborted", code="aborted")
-
-    async def _abort(self) -> None:
-        """Frees what nobody reads any more."""
-        for request_id in list(self._running):
-            await self._serving.llm.abort(request_id)
-        self._running.clear()
 
 
 async def unless_gone(serving: Serving, receive: Receive, work: Awaitable[T]) -> T:

@@ -87,7 +87,11 @@ class CompletionLogprobs:
         for token in tokens:
             offsets.append(self._offset)
             raw = self._texts.raw(token) or b""
-            if token not in self._special or text.startswith(raw.decode("utf-8", "replace"), self._offset - start):
+            shown = text.startswith(raw.decode("utf-8", "replace"), self._offset - start)
+            if not shown and self._offset == start:
+                # Some tokenizers put a space before every text.
+                raw = raw.removeprefix(b" ")
+            if shown or token not in self._special:
                 self._advance(raw)
         self._offset = start + len(text)
         self._decoder.reset()

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import jinja2
 from pydantic import ValidationError
 
-from headrace.errors import RequestError
-from headrace.server.errors import ApiError, field_path, validation_error
+from headrace.server.errors import ApiError, field_path, shown, validation_error
 from headrace.server.schema import ChatMessage
 
 # What chat templates know as system, OpenAI's newer models call developer.
@@ -20,28 +18,8 @@ _UNSERVED = {
     "audio": "the model reads text",
     "refusal": "the model does not mark refusals",
 }
-# Arguments of the template's renderer, which a client must not reach through chat_template_kwargs.
-_RESERVED = frozenset(
-    {
-        "add_generation_prompt",
-        "chat_template",
-        "continue_final_message",
-        "conversation",
-        "documents",
-        "max_length",
-        "messages",
-        "padding",
-        "processor_kwargs",
-        "return_assistant_tokens_mask",
-        "return_dict",
-        "return_tensors",
-        "self",
-        "tokenize",
-        "tokenizer_kwargs",
-        "tools",
-        "truncation",
-    }
-)
+# Python names of the renderer's own arguments; what else a request may not set, the renderer refuses.
+_RESERVED = frozenset({"self", "messages", "tools", "add_generation_prompt", "continue_final_message"})
 
 
 def template_messages(messages: Sequence[dict[str, Any]], limit: int) -> list[dict[str, Any]]:
@@ -71,7 +49,7 @@ def _message(index: int, message: dict[str, Any]) -> dict[str, Any]:
         raise ApiError(400, f"{where}.{found.message}", param=path, code=found.code) from None
     if checked.role not in _ROLES:
         allowed = ", ".join(_ROLES)
-        message_text = f"{where}.role is {checked.role[:64]!r}, and must be one of {allowed}"
+        message_text = f"{where}.role is {shown(checked.role)!r}, and must be one of {allowed}"
         raise ApiError(400, message_text, param=f"{where}.role", code="invalid_value")
     rendered: dict[str, Any] = {"role": _ROLES[checked.role], "content": _content(where, checked.content)}
     if checked.name is not None:
@@ -101,14 +79,14 @@ def _text_part(where: str, part: Any) -> str:
     if kind != "text":
         if not isinstance(kind, str):
             raise ApiError(400, f"{where}.type must be a string", param=f"{where}.type", code="invalid_type")
-        raise _unsupported(f"{where}.type", f"the model reads text, not {kind[:64]!r}")
+        raise _unsupported(f"{where}.type", f"the model reads text, not {shown(kind)!r}")
     text = part.get("text")
     if not isinstance(text, str):
         raise ApiError(400, f"{where}.text must be a string", param=f"{where}.text", code="invalid_type")
     # A cache breakpoint says what may be cached, and here everything is.
     unknown = sorted(part.keys() - {"type", "text", "prompt_cache_breakpoint"})
     if unknown:
-        path = f"{where}.{unknown[0][:64]}"
+        path = f"{where}.{shown(unknown[0])}"
         raise ApiError(400, f"{path} is not a parameter that this server knows", param=path, code="unknown_parameter")
     return text
 
@@ -128,26 +106,18 @@ def render(
     """The prompt text of a conversation.
 
     Raises:
-        ApiError: 400 if the template cannot render it (roles out of order, for example).
+        ApiError, RequestError: 400 if the template cannot render it (roles out of order, for example).
     """
     if add_generation_prompt is None:
         add_generation_prompt = not continue_final_message
-    if add_generation_prompt and continue_final_message:
-        message = "continue_final_message goes on with the last turn, so add_generation_prompt cannot start a new one"
-        raise ApiError(400, message, param="continue_final_message", code="invalid_value")
     for name in template_kwargs:
         if name in _RESERVED:
             path = f"chat_template_kwargs.{name}"
             raise ApiError(400, f"{path} cannot be set by a request", param=path, code="unsupported_parameter")
-    try:
-        rendered: str = tokenizer.render_chat(
-            list(messages),
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            **template_kwargs,
-        )
-    except RequestError:
-        raise
-    except (jinja2.TemplateError, ValueError, TypeError, KeyError) as error:
-        raise ApiError(400, f"the chat template cannot render these messages: {error}", param="messages") from error
+    rendered: str = tokenizer.render_chat(
+        messages,
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+        **template_kwargs,
+    )
     return rendered

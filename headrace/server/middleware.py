@@ -99,7 +99,8 @@ class ApiKeys:
 
     def _known(self, headers: Headers) -> bool:
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        digest = hashlib.sha256(key.strip().encode()).digest()
+        # ASGI headers are bytes, which Headers reads as latin-1.
+        digest = hashlib.sha256(key.strip().encode("latin-1")).digest()
         found = False
         for known in self._digests:
             found |= hmac.compare_digest(digest, known)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import time
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
 import uvicorn
 
 from headrace.config import EngineArgs
+from headrace.errors import ConfigError
 from headrace.server.app import build_app
 from headrace.server.settings import ServerSettings
 from headrace.server.state import Serving
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("headrace.server")
 
+_BACKLOG = 2048
 _CLEANUP_SECONDS = 5
 """What ended requests get to send their last words."""
 
@@ -58,23 +62,21 @@ def serve(args: EngineArgs, settings: ServerSettings) -> None:
     """Serves until SIGTERM or SIGINT, and returns when the last request is answered.
 
     Raises:
-        ConfigError: the engine cannot be built from these arguments.
-        OSError: the address cannot be listened on.
+        ConfigError: the engine cannot be built from these arguments, or the address cannot be listened on.
+        EngineError: the engine did not start.
     """
     # Not needed by those who bring a client of their own.
     from headrace.engine.async_llm import AsyncLLM
 
-    run(AsyncLLM(args), settings)
+    run(AsyncLLM(args, chat_template=settings.chat_template), settings)
 
 
 def run(llm: AsyncLLM, settings: ServerSettings) -> None:
     """``serve`` for an engine client that was made already, and not started."""
+    sockets = listen(settings)
     app = build_app(llm, settings)
     config = uvicorn.Config(
         app,
-        host=settings.host,
-        port=settings.port,
-        uds=settings.uds,
         loop="uvloop",
         http="httptools",
         ws="none",
@@ -89,6 +91,51 @@ def run(llm: AsyncLLM, settings: ServerSettings) -> None:
     serving: Serving = app.state.serving
     server = DrainingServer(config, serving)
     with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
-        runner.run(server.serve())
+        runner.run(server.serve(sockets))
+    if settings.uds is not None:
+        Path(settings.uds).unlink(missing_ok=True)
     if serving.failure is not None:
         raise serving.failure
+
+
+def listen(settings: ServerSettings) -> list[socket.socket]:
+    """Listening sockets: one for each address that the host's name has, or the Unix domain socket.
+
+    Raises:
+        ConfigError: the address is in use, not ours, or not an address.
+    """
+    if settings.uds is not None:
+        return [_unix_socket(settings.uds)]
+    sockets: list[socket.socket] = []
+    port = settings.port
+    try:
+        found = socket.getaddrinfo(settings.host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, address in dict.fromkeys((family, address) for family, _, _, _, address in found):
+            sockets.append(socket.create_server((address[0], port), family=family, backlog=_BACKLOG))
+            port = sockets[0].getsockname()[1]
+    except OSError as error:
+        for opened in sockets:
+            opened.close()
+        raise ConfigError(f"cannot listen on {settings.host}:{port}: {error.strerror or error}", "port") from error
+    scheme = "http" if settings.tls_cert is None else "https"
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    logger.info("listening on %s://%s:%d", scheme, host, port)
+    return sockets
+
+
+def _unix_socket(path: str) -> socket.socket:
+    """A socket file left by a server that is gone is replaced; one that somebody answers on is not."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if Path(path).is_socket():
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+                if probe.connect_ex(path) == 0:
+                    raise OSError("another server answers there")
+            Path(path).unlink()
+        listener.bind(path)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot listen on {path}: {error.strerror or error}", "uds") from error
+    logger.info("listening on unix:%s", path)
+    return listener

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from headrace.sampling_params import SamplingParams
-from headrace.server.errors import ApiError
+from headrace.server.errors import ApiError, shown
 from headrace.server.schema import ChatBody, CompletionBody, SamplingBody
 from headrace.server.settings import ServerSettings
 
@@ -109,7 +109,7 @@ def _stops(value: Any, limit: int) -> list[str]:
 def _token_id(key: str) -> int:
     if not (key.isascii() and key.isdigit() and len(key) <= 10):
         raise ApiError(
-            400, f"logit_bias has the key {key[:64]!r}: keys are token ids", param="logit_bias", code="invalid_value"
+            400, f"logit_bias has the key {shown(key)!r}: keys are token ids", param="logit_bias", code="invalid_value"
         )
     return int(key)
 

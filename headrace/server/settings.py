@@ -36,7 +36,7 @@ class ServerSettings:
     """PEM certificate chain; with ``tls_key`` the server speaks HTTPS."""
     tls_key: Path | None = None
     served_model_names: tuple[str, ...] = ()
-    """Names under which clients ask for the model; the first is the default. None: the engine's own name."""
+    """Names under which clients ask for the model; the first is the one that answers carry. Empty: the engine's name."""
     chat_template: str | None = None
     """A Jinja file, or the template itself, in place of the model's own chat template."""
     drain_timeout: float = 30.0

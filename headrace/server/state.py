@@ -17,7 +17,7 @@ import headrace
 from headrace.errors import EngineDeadError
 from headrace.metrics.prometheus import ServerMetrics
 from headrace.sampling_params import SamplingParams
-from headrace.server.errors import ApiError, unavailable
+from headrace.server.errors import ApiError, shown, unavailable
 from headrace.server.logprobs import TokenTexts
 from headrace.server.settings import ServerSettings
 
@@ -113,7 +113,7 @@ class ModelFacts:
     def check_name(self, asked: str | None) -> None:
         """Raises: ApiError 404 if a request asks for another model."""
         if asked is not None and asked not in self.names:
-            message = f"the model {asked[:128]!r} is not served here; there is {', '.join(self.names)}"
+            message = f"the model {shown(asked, 128)!r} is not served here; there is {', '.join(self.names)}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import codecs
+import itertools
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, NamedTuple
-
-import jinja2
 
 from headrace.core.request import Request
 from headrace.engine.info import EngineInfo, LayerLine
@@ -57,8 +56,12 @@ class ByteTokenizer:
         **template_kwargs: Any,
     ) -> str:
         self.rendered.append({"messages": messages, **template_kwargs})
+        if continue_final_message and add_generation_prompt:
+            raise RequestError("continue_final_message and add_generation_prompt exclude each other", "continue_final_message")
+        if "chat_template" in template_kwargs:
+            raise RequestError("chat_template_kwargs cannot set chat_template", "chat_template_kwargs")
         if messages[-1]["role"] == "tool" and "tool_call_id" not in messages[-1]:
-            raise jinja2.TemplateError("a tool message needs tool_call_id")
+            raise RequestError("the chat template cannot render these messages: tool_call_id is undefined", "messages")
         turns = [f"[{m['role']}{':' + m['name'] if 'name' in m else ''}]{m['content']}" for m in messages]
         text = "".join(template_kwargs.get("prefix", "") + turn + "\n" for turn in turns)
         if continue_final_message:
@@ -193,7 +196,7 @@ class FakeLLM:
         if self.running.pop(request_id, None) is not None:
             self.aborted.append(request_id)
 
-    async def add(self, request: Request) -> AsyncIterator[OutputDelta]:
+    async def add(self, request: Request) -> FakeStream:
         if not self._health.ok:
             raise EngineDeadError(self._health.reason)
         if len(self.running) >= self.max_queue:
@@ -202,33 +205,32 @@ class FakeLLM:
             raise RequestError("this request id is in use", "request_id")
         self.running[request.request_id] = request
         self.seen.append(request)
-        return self._stream(request)
+        return FakeStream(self, request.request_id, self._stream(request))
 
-    async def _stream(self, request: Request) -> AsyncIterator[OutputDelta]:
+    async def _stream(self, request: Request) -> AsyncGenerator[OutputDelta]:
         samples = [_Sample(self, request, index) for index in range(request.sampling.n)]
         prompt_len = len(request.prompt_token_ids)
         cached = (prompt_len - 1) // 16 * 16 if request.sampling.prompt_logprobs is None else 0
         self._prompt += prompt_len
         self._hits += cached
         first = True
-        try:
-            while not all(sample.finished for sample in samples):
-                await asyncio.sleep(self.step_seconds)
-                self._steps += 1
-                for sample in samples:
-                    if request.request_id not in self.running:
-                        if not self._health.ok:
-                            raise EngineDeadError(self._health.reason)
-                        yield OutputDelta(request_id=request.request_id, index=sample.index, finish_reason="abort")
-                        return
-                    if not sample.finished:
-                        extra: dict[str, Any] = {"num_cached_tokens": cached}
-                        if first and request.sampling.prompt_logprobs is not None:
-                            extra["prompt_logprobs"] = self._prompt_logprobs(request)
-                        first = False
-                        yield sample.step(extra)
-        finally:
-            self.running.pop(request.request_id, None)
+        while not all(sample.finished for sample in samples):
+            await asyncio.sleep(self.step_seconds)
+            self._steps += 1
+            for sample in samples:
+                if sample.finished:
+                    continue
+                if request.request_id not in self.running:
+                    sample.finished = True
+                    ended = {"finish_reason": "abort"} if self._health.ok else {"finish_reason": "error", "error": "died"}
+                    yield OutputDelta(request_id=request.request_id, index=sample.index, **ended)
+                    continue
+                extra: dict[str, Any] = {"num_cached_tokens": cached}
+                if first and request.sampling.prompt_logprobs is not None:
+                    extra["prompt_logprobs"] = self._prompt_logprobs(request)
+                first = False
+                yield sample.step(extra)
+        self.running.pop(request.request_id, None)
 
     def _prompt_logprobs(self, request: Request) -> list[PositionLogprobs | None]:
         tokens, top = request.prompt_token_ids, request.sampling.prompt_logprobs or 0
@@ -238,6 +240,25 @@ class FakeLLM:
         self._generated += tokens
         if reason is not None:
             self._finished[reason] = self._finished.get(reason, 0) + 1
+
+
+class FakeStream:
+    """Deltas of one request; closing it early aborts the request."""
+
+    def __init__(self, llm: FakeLLM, request_id: str, deltas: AsyncGenerator[OutputDelta]) -> None:
+        self._llm = llm
+        self._request_id = request_id
+        self._deltas = deltas
+
+    def __aiter__(self) -> FakeStream:
+        return self
+
+    async def __anext__(self) -> OutputDelta:
+        return await anext(self._deltas)
+
+    async def aclose(self) -> None:
+        await self._llm.abort(self._request_id)
+        await self._deltas.aclose()
 
 
 def position_logprobs(token: int, top: int) -> PositionLogprobs:
@@ -257,7 +278,7 @@ class _Sample:
         self.finished = False
         self._llm = llm
         self._request = request
-        self._tokens = iter(llm.script(request, index))
+        self._tokens = itertools.chain(llm.script(request, index), itertools.repeat(ord(".")))
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""
         self._count = 0

@@ -80,7 +80,7 @@ class ChatAnswer:
             "id": request_id,
             "object": "chat.completion.chunk" if body.stream else "chat.completion",
             "created": int(time.time()),
-            "model": body.model or model.name,
+            "model": model.name,
             "system_fingerprint": model.fingerprint,
         }
 

@@ -97,7 +97,7 @@ class CompletionAnswer:
             "id": request_id,
             "object": "text_completion",
             "created": int(time.time()),
-            "model": body.model or model.name,
+            "model": model.name,
             "system_fingerprint": model.fingerprint,
         }
 

@@ -22,9 +22,9 @@ async def models(request: Request) -> Response:
 
 
 @router.get("/v1/models/{name:path}")
-async def model(request: Request, name: str) -> Response:
+async def model(request: Request) -> Response:
     """One of them."""
-    state = serving(request)
+    state, name = serving(request), request.path_params["name"]
     state.check_ready()
     state.model.check_name(name)
     return JSON(_card(state, name))

@@ -1,0 +1,121 @@
+"""Servers over the fake engine: in memory through ASGI, and real ones on a free port of 127.0.0.1."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import httpx
+import openai
+import uvicorn
+from fastapi import FastAPI
+
+from headrace.server.app import build_app
+from headrace.server.settings import ServerSettings
+from server.fakes import FakeLLM
+
+
+@contextlib.asynccontextmanager
+async def client(llm: FakeLLM, settings: ServerSettings | None = None) -> AsyncIterator[httpx.AsyncClient]:
+    """An in-memory client of a started engine. Errors of the app are answers, as over a socket."""
+    if not llm.health().ok:
+        await llm.start()
+    app = build_app(llm, settings)  # type: ignore[arg-type]
+    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://server", timeout=20) as http:
+        yield http
+
+
+class Api:
+    """Blocking calls of the in-memory app, each in an event loop of its own."""
+
+    def __init__(self, llm: FakeLLM, settings: ServerSettings | None = None) -> None:
+        self.llm = llm
+        self.settings = settings
+
+    def request(self, method: str, path: str, **kwargs) -> httpx.Response:
+        async def call() -> httpx.Response:
+            async with client(self.llm, self.settings) as http:
+                return await http.request(method, path, **kwargs)
+
+        return asyncio.run(call())
+
+    def post(self, path: str, body: object = None, **kwargs) -> httpx.Response:
+        return self.request("POST", path, json=body, **kwargs) if body is not None else self.request("POST", path, **kwargs)
+
+    def get(self, path: str, **kwargs) -> httpx.Response:
+        return self.request("GET", path, **kwargs)
+
+    def chat(self, **fields) -> httpx.Response:
+        return self.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], **fields})
+
+    def complete(self, **fields) -> httpx.Response:
+        return self.post("/v1/completions", {"prompt": "Hi", **fields})
+
+
+@dataclasses.dataclass
+class Running:
+    """A uvicorn server in a thread."""
+
+    url: str
+    app: FastAPI
+    llm: FakeLLM
+
+    def openai(self, **kwargs) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=20, **kwargs)
+
+    def async_openai(self, **kwargs) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=20, **kwargs)
+
+
+@contextlib.contextmanager
+def running(llm: FakeLLM, settings: ServerSettings | None = None) -> Iterator[Running]:
+    """Serves over a socket until the block is left."""
+    app = build_app(llm, settings)  # type: ignore[arg-type]
+    config = uvicorn.Config(app, http="httptools", loop="uvloop", ws="none", lifespan="on", log_level="warning")
+    config.timeout_graceful_shutdown = 2
+    server = uvicorn.Server(config)
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    try:
+        wait_for(lambda: server.started and (llm.health().ok or app.state.serving.failure is not None))
+        yield Running(f"http://127.0.0.1:{port}", app, llm)
+    finally:
+        server.should_exit = True
+        thread.join(10)
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    """Waits until a condition holds that another thread brings about."""
+    pause = threading.Event()
+    for _ in range(int(seconds / 0.01)):
+        if condition():
+            return
+        pause.wait(0.01)
+    raise TimeoutError("the condition did not come about")
+
+
+def events(response: httpx.Response) -> list[Any]:
+    """The events of a stream; the last must be [DONE]."""
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"].startswith("text/event-stream")
+    lines = [line for line in response.text.split("\n") if line]
+    assert all(line.startswith("data: ") for line in lines)
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+def error(response: httpx.Response, status: int = 400) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    body = response.json()
+    assert set(body) == {"error"} and set(body["error"]) == {"message", "type", "param", "code"}
+    assert body["error"]["message"]
+    return body["error"]

@@ -1,0 +1,111 @@
+"""/health, /version, /models, /tokenize, /detokenize, /reset_prefix_cache, and the app's life."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+import pytest
+
+import headrace
+from headrace.server.app import build_app
+from server.fakes import BOS, EOS, FakeLLM
+from server.harness import Api, error, running
+
+
+def test_version(api: Api) -> None:
+    assert api.get("/version").json() == {"version": headrace.__version__}
+
+
+def test_models(api: Api) -> None:
+    answer = api.get("/v1/models").json()
+    assert answer["object"] == "list"
+    [card] = answer["data"]
+    assert (card["id"], card["object"], card["owned_by"], card["max_model_len"]) == ("fake-model", "model", "headrace", 512)
+    assert api.get("/v1/models/fake-model").json() == card
+
+
+def test_health_tells_why_while_the_engine_loads_and_after() -> None:
+    llm = FakeLLM(load_seconds=0.15)
+    app = build_app(llm)  # type: ignore[arg-type]
+
+    async def life() -> None:
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
+            async with app.router.lifespan_context(app):
+                assert error(await http.get("/health"), 503)["message"] == "the engine is loading"
+                assert error(await http.post("/v1/completions", json={"prompt": "Hi"}), 503)
+                assert (await http.get("/metrics")).status_code == 200
+                assert (await http.get("/version")).status_code == 200
+                await asyncio.sleep(0.3)
+                for answer in (await http.get("/health"), await http.get("/ping"), await http.post("/ping")):
+                    assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
+            assert llm.closed
+
+    asyncio.run(life())
+
+
+def test_health_tells_why_the_engine_did_not_start() -> None:
+    llm = FakeLLM()
+    llm.start_error = ValueError("no such model")
+    with running(llm) as server:
+        response = httpx.get(f"{server.url}/health")
+        assert error(response, 503)["message"] == "the engine did not start: no such model"
+        assert server.app.state.serving.failure is llm.start_error
+
+
+def test_closing_while_the_engine_loads() -> None:
+    llm = FakeLLM(load_seconds=60)
+    app = build_app(llm)  # type: ignore[arg-type]
+
+    async def life() -> None:
+        async with app.router.lifespan_context(app):
+            await asyncio.sleep(0)
+
+    asyncio.run(asyncio.wait_for(life(), 5))
+    assert llm.closed
+
+
+def test_tokenize(api: Api) -> None:
+    answer = api.post("/tokenize", {"prompt": "aé", "return_token_strs": True}).json()
+    assert answer == {
+        "count": 4,
+        "max_model_len": 512,
+        "tokens": [BOS, 97, 0xC3, 0xA9],
+        "token_strs": ["<bos>", "a", "\ufffd", "\ufffd"],
+    }
+    bare = api.post("/tokenize", {"prompt": "a", "add_special_tokens": False, "model": "fake-model"}).json()
+    assert bare["tokens"] == [97] and "token_strs" not in bare
+    assert api.post("/tokenize", {"prompt": "", "add_special_tokens": False}).json()["tokens"] == []
+    assert api.post("/tokenize", {"prompt": "x" * 100_000}).json()["count"] == 100_001
+
+
+def test_tokenize_makes_the_tokens_that_chat_makes(api: Api) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    api.chat(messages=messages)
+    assert api.post("/tokenize", {"messages": messages}).json()["tokens"] == api.llm.seen[0].prompt_token_ids
+    ended = api.post("/tokenize", {"messages": messages, "add_generation_prompt": False, "add_special_tokens": True}).json()
+    assert bytes(ended["tokens"][1:]) == b"[user]Hi\n" and ended["tokens"][0] == BOS
+
+
+@pytest.mark.parametrize("body", [{}, {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}])
+def test_tokenize_wants_one_of_prompt_and_messages(api: Api, body: dict) -> None:
+    assert error(api.post("/tokenize", body))["param"] == "prompt"
+
+
+def test_detokenize(api: Api) -> None:
+    tokens = [97, 0xC3, 0xA9, EOS]
+    assert api.post("/detokenize", {"tokens": tokens}).json() == {"prompt": "aé<eos>"}
+    assert api.post("/detokenize", {"tokens": tokens, "skip_special_tokens": True}).json() == {"prompt": "aé"}
+    assert api.post("/detokenize", {"tokens": []}).json() == {"prompt": ""}
+    for tokens, param in [([1, 999], "tokens[1]"), ([-1], "tokens[0]"), (["a"], "tokens[0]"), ("a", "tokens")]:
+        assert error(api.post("/detokenize", {"tokens": tokens}))["param"] == param
+    assert error(api.post("/detokenize", {"tokens": [1], "model": "x"}), 404)["code"] == "model_not_found"
+    assert error(api.post("/detokenize", {}))["code"] == "missing_required_parameter"
+    assert error(api.post("/detokenize", {"tokens": [1], "x": 1}))["code"] == "unknown_parameter"
+
+
+def test_reset_prefix_cache(api: Api) -> None:
+    assert api.post("/reset_prefix_cache").json() == {"reset": True}
+    api.llm.running["x"] = None  # type: ignore[assignment]
+    assert error(api.post("/reset_prefix_cache"), 409)["code"] == "prefix_cache_in_use"

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from headrace.config import EngineArgs
 from headrace.core.request import Request
 from headrace.engine.frontend import Frontend, load_frontend
+from headrace.engine.incarnation import COMMAND
 from headrace.engine.info import EngineInfo, Progress
 from headrace.engine.inputs import InputProcessor, Prompt
 from headrace.engine.messages import (
@@ -53,6 +54,9 @@ class AsyncLLM:
                 print(output.outputs[0].text)
     """
 
+    command: ClassVar[Sequence[str]] = COMMAND
+    """Starts the engine's process."""
+
     def __init__(
         self,
         args: EngineArgs | None = None,
@@ -65,7 +69,7 @@ class AsyncLLM:
         self._chat_template = chat_template
         self.stats = EngineStats()
         """As of the engine's last step; its counters start again at 0 when the engine restarts."""
-        self._supervisor = EngineSupervisor(self.args, self, on_progress=on_progress)
+        self._supervisor = EngineSupervisor(self.args, self, on_progress=on_progress, command=self.command)
         self._inboxes: dict[str, Inbox] = {}
         self._calls: dict[int, tuple[ControlName, asyncio.Future[bool]]] = {}
         self._num_calls = 0

@@ -12,6 +12,7 @@ from headrace.core.plan import StepPlan
 from headrace.core.request import Request
 from headrace.core.scheduler import Scheduler
 from headrace.engine.outputs import OutputProcessor
+from headrace.errors import EngineError
 from headrace.metrics.stats import EngineStats
 from headrace.outputs import OutputDelta
 from headrace.runner.protocol import Runner
@@ -31,7 +32,7 @@ class EngineCore:
         self._depth = pipeline_depth
         self._launched: deque[tuple[StepPlan, Any]] = deque()
         """Steps whose results have not been read, oldest first."""
-        self._forward_seconds = self._sample_seconds = self._host_seconds = 0.0
+        self._host_seconds = 0.0
 
     def add(self, request: Request) -> None:
         """Raises: RequestError, QueueFullError: the request was not taken."""
@@ -42,30 +43,28 @@ class EngineCore:
         return self.outputs.close(self.scheduler.abort(request_id), "abort")
 
     def has_work(self) -> bool:
-        return bool(self._launched) or self.scheduler.has_work()
+        return self.scheduler.has_work()
 
     def step(self) -> list[OutputDelta]:
-        """Launches what the pipeline has room for, then reads the oldest step's result."""
+        """Launches what the pipeline has room for, then reads the oldest step's result.
+
+        Raises: EngineError, and whatever the runner raises: the engine is broken.
+        """
         start = time.perf_counter()
         while len(self._launched) < self._depth and (plan := self.scheduler.schedule()) is not None:
             self._launched.append((plan, self.runner.launch(plan)))
         if not self._launched:
+            if self.scheduler.has_work():
+                raise EngineError("work is pending, and no step of it can be launched")
             return []
         plan, handle = self._launched.popleft()
         result = self.runner.collect(handle)
         deltas = self.outputs.process(self.scheduler.update(plan, result))
-        self._forward_seconds += result.forward_seconds
-        self._sample_seconds += result.sample_seconds
         self._host_seconds += time.perf_counter() - start - result.forward_seconds - result.sample_seconds
         return deltas
 
     def stats(self) -> EngineStats:
-        return msgspec.structs.replace(
-            self.scheduler.stats(),
-            forward_seconds=self._forward_seconds,
-            sample_seconds=self._sample_seconds,
-            host_seconds=self._host_seconds,
-        )
+        return msgspec.structs.replace(self.scheduler.stats(), host_seconds=self._host_seconds)
 
     def close(self) -> None:
         self.runner.close()

@@ -110,7 +110,7 @@ class EngineLoop:
     def _handle(self, message: ToEngine) -> list[OutputDelta]:
         """Takes one message in; returns the deltas of sequences that it ended."""
         match message:
-            case AddRequest(request):
+            case AddRequest():
                 self._add(message)
             case Abort(request_ids):
                 logger.debug("abort %s", " ".join(request_ids))
@@ -169,7 +169,8 @@ def serve(folder: Path, load: Load) -> int:
         start = channel.receive()
         if not isinstance(start, Start):
             raise TypeError(f"the first message was {type(start).__name__}, not Start")
-        logging.basicConfig(level=start.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        logging.getLogger("headrace").setLevel(start.log_level)
         core, info = load(start.args, lambda progress: channel.send(Starting(progress)))
         channel.send(Ready(info, core.stats()))
         EngineLoop(core, channel).run()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 from headrace.config import EngineArgs
-from headrace.engine.incarnation import COMMAND, Incarnation
+from headrace.engine.incarnation import Incarnation
 from headrace.engine.info import EngineInfo, Progress
 from headrace.engine.messages import Fatal, FromEngine, Ready, Start, Starting, Step, ToEngine
 from headrace.errors import ConfigError, EngineDeadError, EngineError
@@ -59,7 +59,7 @@ class EngineSupervisor:
         client: Client,
         *,
         on_progress: Callable[[Progress], None] | None = None,
-        command: Sequence[str] = COMMAND,
+        command: Sequence[str],
     ) -> None:
         self._args = args
         self._client = client

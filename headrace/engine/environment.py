@@ -1,0 +1,122 @@
+"""What the machine has, as far as this process may use it; and the facts of it that help to explain a run."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+import psutil
+import torch
+import transformers
+
+import headrace
+from headrace.resolve import DeviceFacts
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_TELLING = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8", "asimd", "sve", "bf16", "i8mm")
+
+
+def probe() -> DeviceFacts:
+    """The CPU, its cores and memory within affinity and control groups."""
+    name, instructions = _cpu()
+    return DeviceFacts(
+        device="cpu",
+        name=name,
+        instructions=instructions,
+        num_cores=_cores(),
+        available_memory=_available_memory(),
+    )
+
+
+def describe(device: DeviceFacts, num_threads: int) -> dict[str, str]:
+    telling = [name for name in _TELLING if name in device.instructions]
+    return {
+        "headrace": headrace.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "device": f"{device.device}: {device.name}",
+        "instructions": " ".join(telling) or "none that matter here",
+        "cores": str(device.num_cores),
+        "threads": str(num_threads),
+        "free memory": f"{device.available_memory:,} bytes",
+    }
+
+
+def _cpu() -> tuple[str, frozenset[str]]:
+    """Name and features; empty features where the system does not tell them."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine(), frozenset()
+    facts: dict[str, str] = {}
+    for line in lines:
+        key, _, value = line.partition(":")
+        facts.setdefault(key.strip().lower(), value.strip())
+    name = facts.get("model name") or platform.processor() or platform.machine()
+    return name, frozenset((facts.get("flags") or facts.get("features") or "").split())
+
+
+def _cores() -> int:
+    """Physical cores of the CPUs that this process may run on, and no more than its control group's share."""
+    cpus = _allowed_cpus()
+    siblings = {_siblings(cpu) for cpu in cpus}
+    quota = _cgroup_cpus()
+    return max(1, min(len(siblings), int(quota) if quota is not None else len(siblings)))
+
+
+def _allowed_cpus() -> list[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(psutil.cpu_count(logical=False) or os.cpu_count() or 1))
+
+
+def _siblings(cpu: int) -> str:
+    """The CPUs that share a core with this one, as the system writes them."""
+    try:
+        return Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text().strip()
+    except OSError:
+        return str(cpu)
+
+
+def _cgroup_folders() -> list[Path]:
+    """This process's control group and those around it."""
+    try:
+        entries = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    own = next((entry.removeprefix("0::/") for entry in entries if entry.startswith("0::/")), "")
+    folder = _CGROUPS / own
+    return [folder, *(parent for parent in folder.parents if parent.is_relative_to(_CGROUPS))]
+
+
+def _cgroup_cpus() -> float | None:
+    """CPUs that the tightest quota allows."""
+    quotas = []
+    for folder in _cgroup_folders():
+        quota, _, period = _read(folder / "cpu.max").partition(" ")
+        if quota.isdigit() and period.isdigit():
+            quotas.append(int(quota) / int(period))
+    return min(quotas, default=None)
+
+
+def _available_memory() -> int:
+    available: int = psutil.virtual_memory().available
+    for folder in _cgroup_folders():
+        limit, used = _read(folder / "memory.max"), _read(folder / "memory.current")
+        if limit.isdigit() and used.isdigit():
+            # Cached files count as used, and are given up when memory is short.
+            files = next(
+                (int(line.split()[1]) for line in _read(folder / "memory.stat").splitlines() if line.startswith("file ")), 0
+            )
+            available = min(available, max(0, int(limit) - int(used) + files))
+    return available
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,400 @@
+"""From what the user asked, what the model is and what the device has, to a configuration, with the reason of each choice."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections import Counter
+from collections.abc import Sequence
+
+from headrace.attention import select
+from headrace.config import (
+    CacheConfig,
+    Decision,
+    DType,
+    EngineArgs,
+    EngineConfig,
+    Policy,
+    Quantization,
+    SamplingLimits,
+    SchedulerConfig,
+)
+from headrace.errors import ConfigError
+from headrace.sampling_params import MAX_SEED
+from headrace.sources.files import ModelFiles
+from headrace.sources.gguf import open_gguf
+from headrace.spec import CacheGroup, ModelSpec, cache_groups
+from headrace.spec.kv import DTYPE_BYTES
+
+CPU_NUM_SEQS = 64
+CPU_BATCHED_TOKENS = 2048
+KV_SHARE = 0.25
+"""Of the memory that is free beside the weights, what the KV cache takes unless told otherwise."""
+KV_SHARE_MOST = 0.8
+"""What it may take where less would not hold a single sequence."""
+MAX_BLOCK_SIZE = 1024
+MAX_PIPELINE_DEPTH = 8
+_PLAIN_TYPES = frozenset({"F32", "F16", "BF16"})
+_INT4_TYPES = frozenset({"Q4_0", "Q4_1", "Q4_K"})
+"""GGUF types that PyTorch's packed int4 kernel holds exactly: groups of 32, each with a scale and a minimum."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeviceFacts:
+    """What the machine has, as far as this process may use it."""
+
+    device: str
+    name: str
+    instructions: frozenset[str]
+    """CPU features, as the operating system names them."""
+    num_cores: int
+    """Physical cores, after affinity and control group limits."""
+    available_memory: int
+    """Bytes."""
+
+    @property
+    def native_bfloat16(self) -> bool:
+        return bool(self.instructions & {"avx512_bf16", "amx_bf16", "bf16"})
+
+
+class _Book:
+    """The decisions, as they are made."""
+
+    def __init__(self, decisions: Sequence[Decision]) -> None:
+        self._decisions = list(decisions)
+
+    def note(self, name: str, value: object, reason: str) -> None:
+        self._decisions.append(Decision(name, str(value), reason))
+
+    def close(self) -> tuple[Decision, ...]:
+        return tuple(self._decisions)
+
+
+def resolve(args: EngineArgs, files: ModelFiles, model: ModelSpec, device: DeviceFacts) -> EngineConfig:
+    """Decides everything that the engine is built from.
+
+    Raises:
+        ConfigError: the arguments contradict each other, the model or the machine. Names the parameter, and says what
+            would work where there is a way.
+    """
+    _check_arguments(args)
+    book = _Book(files.decisions)
+    types = _gguf_types(files)
+    dtype = _dtype(args, model, types, device, book)
+    quantization = _quantization(args, model, types, dtype, book)
+    num_seqs, num_batched = _batch(args, book)
+    backends = _attention(args, model, device, dtype, book)
+    free = device.available_memory - weight_bytes(model, dtype, quantization)
+    cache, max_model_len = _KVPlan(args, model, dtype, num_seqs, num_batched, free).choose(book)
+    num_threads = args.num_threads or device.num_cores
+    if args.num_threads is None:
+        book.note("num_threads", num_threads, "the physical cores that this process may use")
+    return EngineConfig(
+        args=args,
+        model=model,
+        cache=cache,
+        scheduler=SchedulerConfig(
+            max_model_len=max_model_len,
+            max_num_seqs=num_seqs,
+            max_num_batched_tokens=num_batched,
+            max_queue_len=args.max_queue_len,
+            policy=args.policy,
+            pipeline_depth=args.pipeline_depth,
+        ),
+        limits=SamplingLimits.of(args),
+        device=device.device,
+        dtype=dtype,
+        quantization=quantization,
+        attention_backends=backends,
+        num_threads=num_threads,
+        decisions=book.close(),
+    )
+
+
+def weight_bytes(model: ModelSpec, dtype: str, quantization: str) -> int:
+    """About what the weights will take, second copies included: for planning, before they are loaded."""
+    size = DTYPE_BYTES[dtype]
+    linear = sum(rows * columns for rows, columns in _projections(model)) + sum(
+        spec.out_size * model.hidden_size for spec in model.layers
+    )
+    embedding = model.vocab_size * model.hidden_size * (1 if model.tie_word_embeddings else 2)
+    packed = {"none": 0.0, "int8": 1.0, "int4": 0.5 + 4 / 32}[quantization]
+    return int((linear + embedding) * size + linear * packed)
+
+
+def _projections(model: ModelSpec) -> list[tuple[int, int]]:
+    """(outputs, inputs) of every projection that reads the hidden state, and of down_proj."""
+    shapes = []
+    for spec in model.layers:
+        shapes.append((spec.q_size + spec.k_size + spec.v_size, model.hidden_size))
+        shapes.append((2 * model.intermediate_size, model.hidden_size))
+        shapes.append((model.hidden_size, model.intermediate_size))
+    return shapes
+
+
+# Arguments on their own
+
+
+def _check_arguments(args: EngineArgs) -> None:
+    """Values that no model and no machine could make sense of."""
+    for name, kind in (("dtype", DType), ("quantization", Quantization), ("policy", Policy)):
+        allowed = typing.get_args(kind)
+        if getattr(args, name) not in allowed:
+            raise ConfigError(f"{name} must be one of {', '.join(allowed)}, not {getattr(args, name)!r}", name)
+    _check_integer(args, "block_size", 1, MAX_BLOCK_SIZE)
+    _check_integer(args, "pipeline_depth", 1, MAX_PIPELINE_DEPTH)
+    _check_integer(args, "seed", 0, MAX_SEED)
+    _check_integer(args, "max_logprobs", -1)
+    for name in ("max_queue_len", "max_bad_words_num", "bad_words_max_len", "max_stop_seqs_num", "stop_seqs_max_len"):
+        _check_integer(args, name, 0 if name.endswith("num") else 1)
+    for name in ("num_kv_blocks", "kv_cache_memory", "max_num_seqs", "max_num_batched_tokens", "num_threads"):
+        if getattr(args, name) is not None:
+            _check_integer(args, name, 1)
+    if args.max_model_len not in (None, "auto"):
+        _check_integer(args, "max_model_len", 2)
+    if not isinstance(args.step_timeout, (int, float)) or not args.step_timeout > 0:
+        raise ConfigError(f"step_timeout must be a number of seconds above 0, not {args.step_timeout!r}", "step_timeout")
+    if args.num_kv_blocks is not None and args.kv_cache_memory is not None:
+        raise ConfigError("give num_kv_blocks or kv_cache_memory, not both: each says how large the cache is", "num_kv_blocks")
+
+
+def _check_integer(args: EngineArgs, name: str, low: int, high: int | None = None) -> None:
+    value = getattr(args, name)
+    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+        upper = "" if high is None else f" and at most {high}"
+        raise ConfigError(f"{name} must be an integer of at least {low}{upper}, not {value!r}", name)
+
+
+# Numbers
+
+
+def _gguf_types(files: ModelFiles) -> Counter[str] | None:
+    """How many matrices of the layers the file has of each type; None: it is no GGUF file, or is not read."""
+    if files.kind != "gguf":
+        return None
+    counts: Counter[str] = Counter()
+    for path in files.weight_files:
+        tensors = open_gguf(path).tensors
+        counts.update(
+            tensor.tensor_type.name for tensor in tensors if tensor.name.startswith("blk.") and len(tensor.shape) == 2
+        )
+    return counts
+
+
+def _dtype(args: EngineArgs, model: ModelSpec, types: Counter[str] | None, device: DeviceFacts, book: _Book) -> str:
+    if args.dtype != "auto":
+        return args.dtype
+    quantised = types is not None and not types.keys() <= _PLAIN_TYPES
+    if args.quantization in ("int8", "int4"):
+        book.note("dtype", "bfloat16", f"the packed {args.quantization} kernels compute in bfloat16")
+        return "bfloat16"
+    source = "quantised" if quantised else model.dtype
+    if not device.native_bfloat16:
+        book.note("dtype", "float32", "this CPU has no bfloat16 instructions (avx512_bf16, amx_bf16)")
+        return "float32"
+    if source not in ("quantised", "bfloat16"):
+        book.note("dtype", "float32", f"the checkpoint is {source}, which bfloat16 would round")
+        return "float32"
+    book.note("dtype", "bfloat16", f"the checkpoint is {source}, and this CPU has bfloat16 instructions")
+    return "bfloat16"
+
+
+def _quantization(args: EngineArgs, model: ModelSpec, types: Counter[str] | None, dtype: str, book: _Book) -> str:
+    asked = args.quantization
+    if asked == "none":
+        return asked
+    misfits = [f"{rows} x {columns}" for rows, columns in _projections(model) if rows % 16 or columns % 32]
+    if asked in ("int8", "int4"):
+        if dtype != "bfloat16":
+            raise ConfigError(
+                f"{asked} computes in bfloat16 and cannot keep dtype {dtype}: leave dtype at auto, or set quantization none",
+                "quantization",
+            )
+        if asked == "int4" and misfits:
+            raise ConfigError(
+                f"int4 needs matrices of a multiple of 16 outputs and of 32 inputs, and this model has {misfits[0]}",
+                "quantization",
+            )
+        return asked
+    if types is None:
+        book.note("quantization", "none", "the checkpoint is not a quantised GGUF file")
+    elif dtype != "bfloat16":
+        book.note("quantization", "none", f"packed kernels compute in bfloat16, and dtype {dtype} stays exact")
+    elif others := sorted(types.keys() - _INT4_TYPES):
+        book.note("quantization", "none", f"no packed kernel holds {', '.join(others)} exactly")
+    elif misfits:
+        book.note("quantization", "none", f"packed int4 has no kernel for a matrix of {misfits[0]}")
+    else:
+        book.note("quantization", "int4", f"packed int4 kernels hold {', '.join(sorted(types))} as it is")
+        return "int4"
+    return "none"
+
+
+def _batch(args: EngineArgs, book: _Book) -> tuple[int, int]:
+    """Sequences at once, and tokens a step."""
+    seqs, tokens = args.max_num_seqs, args.max_num_batched_tokens
+    if seqs is not None and tokens is not None and tokens < seqs:
+        raise ConfigError(
+            f"max_num_batched_tokens ({tokens}) is less than max_num_seqs ({seqs}): each running sequence needs a token a step",
+            "max_num_batched_tokens",
+        )
+    if seqs is None:
+        seqs = CPU_NUM_SEQS if tokens is None else min(CPU_NUM_SEQS, tokens)
+        why = "more sequences at once gain nothing on a CPU" if seqs == CPU_NUM_SEQS else "as many as tokens a step"
+        book.note("max_num_seqs", seqs, why)
+    if tokens is None:
+        tokens = max(CPU_BATCHED_TOKENS, seqs)
+        book.note("max_num_batched_tokens", tokens, "long chunks fill the matrix units; running requests wait for one at most")
+    return seqs, tokens
+
+
+def _attention(args: EngineArgs, model: ModelSpec, device: DeviceFacts, dtype: str, book: _Book) -> tuple[str, ...]:
+    choices = [select.choose(spec, device.device, dtype, args.attention_backend) for spec in model.layers]
+    for (backend, reason), count in Counter(choices).items():
+        layers = "every layer" if count == len(choices) else f"{count} of {len(choices)} layers"
+        book.note("attention_backend", backend, f"{layers}: {reason}")
+    return tuple(backend for backend, _ in choices)
+
+
+# The KV cache
+
+
+class _KVPlan:
+    """How long sequences may be and how many blocks each cache group gets."""
+
+    def __init__(self, args: EngineArgs, model: ModelSpec, dtype: str, num_seqs: int, num_batched: int, free: int) -> None:
+        self._args = args
+        self._model = model
+        self._dtype = dtype
+        self._num_seqs = num_seqs
+        self._num_batched = num_batched
+        self._free = max(0, free)
+        """Bytes left beside the weights."""
+        self._groups = cache_groups(model.layers, dtype)
+        self._block_bytes = [args.block_size * group.bytes_per_token for group in self._groups]
+
+    def choose(self, book: _Book) -> tuple[CacheConfig, int]:
+        length = self._asked_length()
+        if self._args.num_kv_blocks is not None:
+            length, num_blocks = self._from_blocks(length, self._args.num_kv_blocks, book)
+        else:
+            length, num_blocks = self._from_memory(length, book)
+        args = self._args
+        cache = CacheConfig(
+            block_size=args.block_size,
+            groups=self._groups,
+            num_blocks=num_blocks,
+            enable_prefix_caching=args.enable_prefix_caching,
+            dtype=self._dtype,
+        )
+        return cache, length
+
+    def _asked_length(self) -> int | None:
+        """None: as long as fits."""
+        asked, most = self._args.max_model_len, self._model.max_position
+        if asked == "auto":
+            return None
+        if asked is None:
+            return most
+        if asked > most:
+            raise ConfigError(f"max_model_len {asked} is longer than the model's context of {most} tokens", "max_model_len")
+        return asked
+
+    def _from_blocks(self, length: int | None, count: int, book: _Book) -> tuple[int, tuple[int, ...]]:
+        """``count`` blocks for each group, and the null block."""
+        longest = self._longest(lambda candidate: all(self._fewest(group, candidate) <= count for group in self._groups))
+        if length is None:
+            length = self._auto_length(longest, f"{count} KV blocks", book)
+        elif length > longest:
+            needed = max(self._fewest(group, length) for group in self._groups)
+            raise ConfigError(
+                f"{count} KV blocks of {self._args.block_size} tokens do not hold one sequence of {length} tokens: set "
+                f"num_kv_blocks to {needed} or more, or max_model_len to {longest} or less, or to auto",
+                "num_kv_blocks",
+            )
+        return length, tuple(count + 1 for _ in self._groups)
+
+    def _from_memory(self, length: int | None, book: _Book) -> tuple[int, tuple[int, ...]]:
+        given = self._args.kv_cache_memory
+        share, most = int(self._free * KV_SHARE), int(self._free * KV_SHARE_MOST)
+        if length is None:
+            budget = share if given is None else given
+            longest = self._longest(lambda candidate: self._least_bytes(candidate) <= budget)
+            length = self._auto_length(longest, f"{budget:,} bytes of KV cache", book)
+        least = self._least_bytes(length)
+        if least > (most if given is None else given):
+            raise self._does_not_fit(length, least, most if given is None else given)
+        if given is not None:
+            return length, self._split(length, given)
+        useful = sum(
+            (1 + self._useful(group, length)) * size for group, size in zip(self._groups, self._block_bytes, strict=True)
+        )
+        budget = min(useful, max(share, least))
+        num_blocks = self._split(length, budget)
+        if budget == useful:
+            why = f"{self._num_seqs} sequences of {length} tokens could use no more"
+        elif budget == least:
+            why = f"one sequence of {length} tokens needs as much"
+        else:
+            why = f"{KV_SHARE:.0%} of the memory that is free beside the weights"
+        book.note("kv_cache_memory", f"{self._bytes(num_blocks):,}", why)
+        return length, num_blocks
+
+    def _does_not_fit(self, length: int, least: int, there: int) -> ConfigError:
+        longest = self._longest(lambda candidate: self._least_bytes(candidate) <= there)
+        shorter = f" or max_model_len to {longest} or less, or to auto" if longest >= 2 else ""
+        if self._args.kv_cache_memory is not None:
+            message = (
+                f"one sequence of {length} tokens needs {least:,} bytes of KV cache, and kv_cache_memory is {there:,}: set "
+            )
+            return ConfigError(f"{message}kv_cache_memory to {least:,} or more,{shorter}", "kv_cache_memory")
+        message = f"one sequence of {length} tokens needs {least:,} bytes of KV cache, and at most {there:,} are free"
+        return ConfigError(f"{message}: set{shorter.removeprefix(' or')}" if shorter else message, "max_model_len")
+
+    def _auto_length(self, longest: int, where: str, book: _Book) -> int:
+        if longest < 2:
+            raise ConfigError(f"not even 2 tokens fit in {where}: give the cache more room", "max_model_len")
+        whole = longest == self._model.max_position
+        book.note("max_model_len", longest, "the model's context, all of it" if whole else f"the longest that fits in {where}")
+        return longest
+
+    def _longest(self, fits: typing.Callable[[int], bool]) -> int:
+        """The largest length up to the model's context for which ``fits``, which is monotone; 0: none."""
+        low, high = 0, self._model.max_position
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle - 1)
+        return low
+
+    def _blocks(self, group: CacheGroup, length: int, chunk: int) -> int:
+        """Blocks that one sequence holds at most: of a window group, those that a chunk's tokens still see."""
+        size = self._args.block_size
+        whole = -(-length // size)
+        if group.window is None:
+            return whole
+        return min(whole, (group.window - 1 + chunk + size - 2) // size + 1)
+
+    def _fewest(self, group: CacheGroup, length: int) -> int:
+        """Without which one sequence of ``length`` cannot run at all, its prompt token by token."""
+        return self._blocks(group, length, 1)
+
+    def _useful(self, group: CacheGroup, length: int) -> int:
+        """More than these could only serve the prefix cache."""
+        return self._num_seqs * self._blocks(group, length, min(self._num_batched, length))
+
+    def _least_bytes(self, length: int) -> int:
+        sizes = zip(self._groups, self._block_bytes, strict=True)
+        return sum((1 + self._fewest(group, length)) * size for group, size in sizes)
+
+    def _bytes(self, num_blocks: Sequence[int]) -> int:
+        return sum(count * size for count, size in zip(num_blocks, self._block_bytes, strict=True))
+
+    def _split(self, length: int, budget: int) -> tuple[int, ...]:
+        """Blocks of each group, null block included: what one sequence needs, then in proportion to use. Never over budget."""
+        least = [1 + self._fewest(group, length) for group in self._groups]
+        wanted = [self._useful(group, length) for group in self._groups]
+        rest = budget - self._bytes(least)
+        each = rest / sum(count * size for count, size in zip(wanted, self._block_bytes, strict=True))
+        num_blocks = [have + int(each * more) for have, more in zip(least, wanted, strict=True)]
+        num_blocks[0] += (budget - self._bytes(num_blocks)) // self._block_bytes[0]
+        return tuple(num_blocks)

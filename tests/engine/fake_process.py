@@ -1,0 +1,43 @@
+"""The engine's process around the runner without a model: ``fake_process.py MODE SECONDS FOLDER``.
+
+MODE is what goes wrong: nothing, the first start ("config", "load"), or every start after the first ("once").
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from engine.fakes import make_core, make_info
+
+from headrace.config import EngineArgs
+from headrace.engine.core import EngineCore
+from headrace.engine.frontend import load_frontend
+from headrace.engine.info import EngineInfo, Progress
+from headrace.engine.process import serve
+from headrace.errors import ConfigError
+
+mode, seconds, folder = sys.argv[1], float(sys.argv[2]), Path(sys.argv[3])
+
+
+def load(args: EngineArgs, on_progress: Callable[[Progress], None]) -> tuple[EngineCore, EngineInfo]:
+    on_progress(Progress("weights", 0.5, "some"))
+    if mode == "config":
+        raise ConfigError("this cannot work", "dtype")
+    if mode == "load":
+        raise RuntimeError("out of luck")
+    if mode.startswith("once:"):
+        mark = Path(mode.removeprefix("once:"))
+        if mark.exists():
+            raise RuntimeError("only the first start works")
+        mark.touch()
+    tokenizer = None if args.skip_tokenizer_init else load_frontend(args).tokenizer
+    core = make_core(tokenizer, seconds=seconds, max_queue_len=args.max_queue_len)
+    return core, make_info(core)
+
+
+os._exit(serve(folder, load))

@@ -1,0 +1,107 @@
+"""A runner without a model, and an engine around it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from headrace.config import CacheConfig, SchedulerConfig
+from headrace.core.plan import NewSequence, StepPlan, StepResult
+from headrace.core.scheduler import Scheduler
+from headrace.engine.core import EngineCore
+from headrace.engine.info import EngineInfo
+from headrace.engine.outputs import OutputProcessor
+from headrace.outputs import TokenLogprobs
+from headrace.spec import CacheGroup
+from headrace.text.tokenizer import Tokenizer
+
+VOCAB, CONTEXT, BLOCK = 272, 256, 8
+SCRIPT = "The mill wheel turns: wörld € 🙂 and so on. ".encode()
+"""What every sequence says, over and over; sample i begins at its i-th byte."""
+
+
+def said(index: int, count: int) -> bytes:
+    return bytes(SCRIPT[(index + place) % len(SCRIPT)] for place in range(count))
+
+
+class FakeRunner:
+    """Says the script. Knows no more than the plans tell, as the real one."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.seconds = seconds
+        self.plans: list[StepPlan] = []
+        self.broken: dict[int, str] = {}
+        """seq_id -> error to report."""
+        self._slots: dict[int, NewSequence] = {}
+        self._lengths: dict[int, int] = {}
+
+    def launch(self, plan: StepPlan) -> tuple[StepPlan, StepResult]:
+        self.plans.append(plan)
+        for slot in plan.released:
+            del self._slots[slot]
+        for new in plan.new:
+            assert new.slot not in self._slots, "a slot was given away twice"
+            self._slots[new.slot] = new
+            self._lengths[new.slot] = len(new.token_ids)
+        result = StepResult(plan.step, [], [], {}, {}, {}, self.seconds, 0.0)
+        for row in plan.rows:
+            new = self._slots[row.slot]
+            assert new.seq_id == row.seq_id
+            if new.sampling.prompt_logprobs is not None:
+                end = min(row.num_computed + row.num_tokens, new.prompt_len - 1)
+                entries = [logprob(new.token_ids[place + 1], new.sampling.prompt_logprobs) for place in range(row.num_computed, end)]
+                result.prompt_logprobs[row.seq_id] = entries
+            if row.seq_id in self.broken:
+                result.errors[row.seq_id] = self.broken[row.seq_id]
+            elif row.samples:
+                token = SCRIPT[(new.sample_index + self._lengths[row.slot] - new.prompt_len) % len(SCRIPT)]
+                self._lengths[row.slot] += 1
+                result.seq_ids.append(row.seq_id)
+                result.token_ids.append([token])
+                if new.sampling.logprobs is not None:
+                    result.logprobs[row.seq_id] = [logprob(token, new.sampling.logprobs)]
+        return plan, result
+
+    def collect(self, handle: tuple[StepPlan, StepResult]) -> StepResult:
+        if self.seconds:
+            time.sleep(self.seconds)
+        return handle[1]
+
+    def close(self) -> None:
+        pass
+
+
+def logprob(token: int, count: int) -> TokenLogprobs:
+    """The token, of rank 7, and the ``count`` best, which are tokens 32, 33, ..."""
+    return TokenLogprobs([token, *range(32, 32 + count)], [-3.0] + [-0.1 * (place + 1) for place in range(count)], 7)
+
+
+def make_core(
+    tokenizer: Tokenizer | None, *, depth: int = 1, seconds: float = 0.0, num_blocks: int = 512, **limits: Any
+) -> EngineCore:
+    numbers = {"max_model_len": CONTEXT, "max_num_seqs": 8, "max_num_batched_tokens": 64, "max_queue_len": 128} | limits
+    group = CacheGroup(0, None, (0,), 64)
+    cache = CacheConfig(block_size=BLOCK, groups=(group,), num_blocks=(num_blocks,), enable_prefix_caching=True, dtype="float32")
+    scheduler = Scheduler(SchedulerConfig(policy="fcfs", pipeline_depth=depth, **numbers), cache)
+    return EngineCore(scheduler, FakeRunner(seconds), OutputProcessor(scheduler, tokenizer), pipeline_depth=depth)
+
+
+def make_info(core: EngineCore) -> EngineInfo:
+    config = core.scheduler.config
+    return EngineInfo(
+        model="fake",
+        architecture="Fake",
+        vocab_size=VOCAB,
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        block_size=BLOCK,
+        num_blocks=[512],
+        dtype="float32",
+        quantization="none",
+        device="cpu",
+        timeline=[],
+        memory=[],
+        layers=[],
+        decisions=[],
+    )

@@ -50,7 +50,7 @@ format: $(STAMP) ## Let ruff rewrite what it can
 	$(BIN)/ruff format .
 
 docs: $(DOCS_STAMP) ## Build the pages into site/
-	$(BIN)/python -m headrace.cli.reference --write docs/cli.md
+	$(BIN)/python -m headrace.cli.reference --write docs
 	$(BIN)/mkdocs build --strict
 
 bench: $(STAMP) ## Compare with transformers on this machine (more options: ARGS="...")

@@ -14,6 +14,7 @@ from typing import Any
 
 from rich import box
 from rich.table import Table
+from rich.text import Text
 
 import headrace
 
@@ -84,7 +85,7 @@ def table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> T
     for place, name in enumerate(header):
         result.add_column(name, justify="left" if place == 0 else "right")
     for row in rows:
-        result.add_row(*row)
+        result.add_row(*map(Text, row))
     return result
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console
 from rich.status import Status
+from rich.text import Text
 
 from headrace.cli.startup import render
 from headrace.config import EngineArgs
@@ -35,7 +36,7 @@ class AnnouncedLLM(AsyncLLM):
 
     def _show(self, progress: Progress) -> None:
         if self._status is not None:
-            self._status.update(describe(progress))
+            self._status.update(Text(describe(progress)))
 
 
 def describe(progress: Progress) -> str:

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from headrace.cli.engine_options import ENGINE
-from headrace.cli.errors import EXIT_FAILURE
+from headrace.cli.errors import EXIT_FAILURE, print_error
 from headrace.cli.options import Group, command
 from headrace.config import EngineArgs
 from headrace.errors import ConfigError
@@ -188,7 +189,7 @@ def throughput(
         report = bench.run(jobs, repetitions, timeout=timeout, tell=tell)
     _emit(report, bench.tables(report), as_json, output)
     for engine, error in report["errors"].items():
-        Console(stderr=True).print(f"[red]{engine}: {error}[/red]", soft_wrap=True)
+        print_error(f"{engine}: {error}")
     if report["errors"]:
         raise typer.Exit(EXIT_FAILURE)
 
@@ -260,7 +261,7 @@ def serve(
         ignore_eos=ignore_eos,
     )
     if not bench.is_loopback(url):
-        Console(stderr=True).print(f"[yellow]note: {url} is not this machine; make sure that you may load it[/yellow]")
+        Console(stderr=True).print(Text(f"note: {url} is not this machine; make sure that you may load it", "yellow"))
     with _status(f"asking {url}") as tell:
         report = asyncio.run(bench.run(load, tell=tell))
     counts, rates = report["requests"], report["rates"]
@@ -275,7 +276,7 @@ def serve(
         output,
     )
     for error, count in report["errors"].items():
-        Console(stderr=True).print(f"[red]{count} x {error}[/red]", soft_wrap=True)
+        print_error(f"{count} x {error}")
     if not counts["succeeded"]:
         raise typer.Exit(EXIT_FAILURE)
 

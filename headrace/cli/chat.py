@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import queue
@@ -102,10 +103,10 @@ class LoopThread:
     def __exit__(self, *exc: object) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-        left = asyncio.all_tasks(self._loop)
-        for task in left:
+        for task in asyncio.all_tasks(self._loop):
             task.cancel()
-        self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+            with contextlib.suppress(asyncio.CancelledError):
+                self._loop.run_until_complete(task)
         self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         self._loop.run_until_complete(self._loop.shutdown_default_executor())
         self._loop.close()

@@ -91,11 +91,15 @@ class Group(Generic[T]):
         knobs = (dataclasses.replace(k, positional=False) if k.field in fields else k for k in self.knobs)
         return dataclasses.replace(self, knobs=tuple(knobs))
 
+    def defaults(self) -> dict[str, Any]:
+        """field -> its default, where it has one."""
+        return _field_defaults(self.cls)
+
     def given(self, values: dict[str, Any]) -> dict[str, Any]:
         """What was set on the command line, by field; a repeatable option that was not used counts as not set."""
         hints = typing.get_type_hints(self.cls)
         return {
-            field: tuple(value) if typing.get_origin(_without_none(hints[field])) is tuple else value
+            field: tuple(value) if typing.get_origin(without_none(hints[field])) is tuple else value
             for field, value in values.items()
             if value is not None and value != []
         }
@@ -106,7 +110,7 @@ class Group(Generic[T]):
     def parameters(self, prefix: str) -> list[inspect.Parameter]:
         """A keyword parameter a field, named ``prefix__field``, annotated for typer."""
         hints = typing.get_type_hints(self.cls)
-        defaults = field_defaults(self.cls)
+        defaults = self.defaults()
         return [
             inspect.Parameter(
                 f"{prefix}__{knob.field}",
@@ -118,7 +122,7 @@ class Group(Generic[T]):
         ]
 
 
-def field_defaults(cls: Any) -> dict[str, Any]:
+def _field_defaults(cls: Any) -> dict[str, Any]:
     """field -> its default, for dataclasses and msgspec structs."""
     if dataclasses.is_dataclass(cls):
         fields = dataclasses.fields(cls)
@@ -131,7 +135,7 @@ def field_defaults(cls: Any) -> dict[str, Any]:
 
 
 def _annotation(knob: Knob, hint: Any, default: Any) -> Any:
-    value_type = str if knob.parser else _without_none(hint)
+    value_type = str if knob.parser else without_none(hint)
     if typing.get_origin(value_type) is tuple:
         value_type = list[typing.get_args(value_type)[0]]  # type: ignore[misc]
     flag = "--" + knob.field.replace("_", "-")
@@ -161,7 +165,7 @@ def _checked(parser: Callable[[str], Any]) -> Callable[[str], Any]:
     return parse
 
 
-def _without_none(hint: Any) -> Any:
+def without_none(hint: Any) -> Any:
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         rest = [arm for arm in typing.get_args(hint) if arm is not type(None)]
         return functools.reduce(operator.or_, rest)

@@ -58,19 +58,19 @@ def headline(info: EngineInfo) -> Text:
 def timeline(info: EngineInfo) -> Table:
     table = _table("Start-up", ("phase", "left"), ("seconds", "right"), ("", "left"))
     for phase in info.timeline:
-        table.add_row(phase.name, f"{phase.seconds:.2f}", phase.detail)
+        _add(table, phase.name, f"{phase.seconds:.2f}", phase.detail)
     table.add_section()
-    table.add_row("total", f"{sum(phase.seconds for phase in info.timeline):.2f}", "")
+    _add(table, "total", f"{sum(phase.seconds for phase in info.timeline):.2f}", "")
     return table
 
 
 def memory(info: EngineInfo) -> Table:
     table = _table("Memory", ("what", "left"), ("bytes", "right"), ("", "right"), ("", "left"))
     for line in info.memory:
-        table.add_row(line.name, f"{line.nbytes:,}", human_size(line.nbytes), line.detail)
+        _add(table, line.name, f"{line.nbytes:,}", human_size(line.nbytes), line.detail)
     total = sum(line.nbytes for line in info.memory)
     table.add_section()
-    table.add_row("total", f"{total:,}", human_size(total), "")
+    _add(table, "total", f"{total:,}", human_size(total), "")
     return table
 
 
@@ -92,7 +92,8 @@ def layers(info: EngineInfo) -> Table:
     for members in groups.values():
         first = members[0]
         width = str(first.head_dim) if first.head_dim == first.v_head_dim else f"K {first.head_dim} / V {first.v_head_dim}"
-        table.add_row(
+        _add(
+            table,
             ranges([line.layer for line in members]),
             f"{first.num_heads} / {first.num_kv_heads} KV",
             width,
@@ -103,14 +104,14 @@ def layers(info: EngineInfo) -> Table:
         )
     total = sum(line.kv_bytes_per_token for line in info.layers)
     table.add_section()
-    table.add_row("all", "", "", "", f"{total:,} B", "", "")
+    _add(table, "all", "", "", "", f"{total:,} B", "", "")
     return table
 
 
 def decisions(info: EngineInfo) -> Table:
     table = _table("Decisions", ("setting", "left"), ("value", "left"), ("because", "left"))
     for line in info.decisions:
-        table.add_row(line.name, line.value, line.reason)
+        _add(table, line.name, line.value, line.reason)
     return table
 
 
@@ -121,7 +122,7 @@ def _kind(line: LayerLine) -> tuple[Any, ...]:
 def _pairs(title: str, pairs: list[tuple[str, str]]) -> Table:
     table = _table(title, ("fact", "left"), ("", "left"))
     for name, value in pairs:
-        table.add_row(name, value)
+        _add(table, name, value)
     return table
 
 
@@ -130,3 +131,8 @@ def _table(title: str, *columns: tuple[str, str]) -> Table:
     for name, side in columns:
         table.add_column(Text(name), justify="right" if side == "right" else "left", overflow="fold")
     return table
+
+
+def _add(table: Table, *cells: str) -> None:
+    """Names and reasons are data: a square bracket in them is no markup."""
+    table.add_row(*map(Text, cells))

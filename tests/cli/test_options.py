@@ -1,0 +1,185 @@
+"""Every field has an option and every option reaches its field: nothing is accepted and ignored."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import subprocess
+import sys
+import typing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from headrace.cli.engine_options import ENGINE
+from headrace.cli.main import app
+from headrace.cli.options import Group, Knob, command, int_or_auto, positive_int, without_none
+from headrace.cli.reference import commands
+from headrace.cli.sampling_options import SAMPLING
+from headrace.cli.server_options import SERVER
+from headrace.config import EngineArgs
+from headrace.errors import ConfigError, RequestError
+from headrace.sampling_params import SamplingParams
+from headrace.server.settings import ServerSettings
+
+OTHER: dict[str, tuple[list[str], Any]] = {
+    "max_model_len": (["321"], 321),
+    "kv_cache_memory": (["2GiB"], 2 * 2**30),
+    "max_body_bytes": (["3MiB"], 3 * 2**20),
+    "logit_bias": (['{"5": -1.5}'], {5: -1.5}),
+    "allowed_token_ids": (["1,2,3"], [1, 2, 3]),
+    "stop_token_ids": (["4,5"], [4, 5]),
+    "temperature": (["0.25"], 0.25),
+    "top_p": (["0.25"], 0.25),
+    "min_p": (["0.25"], 0.25),
+    "tls_cert": ([__file__], Path(__file__)),
+    "tls_key": ([__file__], Path(__file__)),
+}
+"""Words and value of fields for which a made-up value would not do."""
+
+COMPANIONS = {
+    "tls_cert": ["--tls-key", __file__],
+    "tls_key": ["--tls-cert", __file__],
+    "min_tokens": ["--max-tokens", "9999"],
+    "stop": ["--detokenize"],
+}
+"""Options without which a field's value is refused."""
+
+
+def sample(cls: Any, field: str) -> tuple[list[str], Any]:
+    """Words for the command line, and the value that they must give: none of them the default."""
+    if field in OTHER:
+        return OTHER[field]
+    hint = without_none(typing.get_type_hints(cls)[field])
+    default = Group(cls, ()).defaults().get(field)
+    if hint is bool:
+        return [], not default
+    if typing.get_origin(hint) is typing.Literal:
+        other = next(value for value in typing.get_args(hint) if value != default)
+        return [other], other
+    if typing.get_origin(hint) in (tuple, list):
+        return ["first", "second"], typing.get_origin(hint)(["first", "second"])
+    if hint is int:
+        return ["7"], 7
+    if hint is float:
+        return ["1.75"], 1.75
+    return ["something"], "something"
+
+
+def parsed(group: Group[Any], words: list[str]) -> Any:
+    """What a command with this group is handed."""
+    seen: list[Any] = []
+
+    def run(thing: Any) -> None:
+        seen.append(thing)
+
+    typed = typer.Typer()
+    typed.command()(command(thing=group)(run))
+    result = CliRunner().invoke(typed, words)
+    assert result.exit_code == 0, result.output
+    return seen[0]
+
+
+def words_for(knob: Knob, values: list[str], default: Any) -> list[str]:
+    if knob.positional:
+        return values
+    flag = knob.flags[0] if knob.flags else "--" + knob.field.replace("_", "-")
+    if not values:
+        return ["--no-" + flag[2:] if default else flag]
+    return [word for value in values for word in (flag, value)]
+
+
+CASES = [(group, knob) for group in (ENGINE, SERVER, SAMPLING) for knob in group.knobs]
+
+
+@pytest.mark.parametrize(("group", "knob"), CASES, ids=lambda case: getattr(case, "field", ""))
+def test_each_option_reaches_its_field(group: Group[Any], knob: Knob) -> None:
+    values, expected = sample(group.cls, knob.field)
+    built = parsed(group, words_for(knob, values, group.defaults().get(knob.field)) + COMPANIONS.get(knob.field, []))
+    got = built[knob.field] if isinstance(built, dict) else getattr(built, knob.field)
+    assert got == expected and type(got) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("group", "fields"),
+    [
+        (ENGINE, [field.name for field in dataclasses.fields(EngineArgs)]),
+        (SERVER, [field.name for field in dataclasses.fields(ServerSettings)]),
+        (SAMPLING, list(SamplingParams.__struct_fields__)),
+    ],
+    ids=["engine", "server", "sampling"],
+)
+def test_each_field_has_one_option(group: Group[Any], fields: list[str]) -> None:
+    assert sorted(knob.field for knob in group.knobs) == sorted(fields)
+
+
+@pytest.mark.parametrize(("group", "knob"), CASES, ids=lambda case: getattr(case, "field", ""))
+def test_each_help_teaches(group: Group[Any], knob: Knob) -> None:
+    assert knob.help[-1] in ".:" and len(knob.help) >= 20
+    assert "default" not in knob.help.lower() or knob.field == "host"
+
+
+def test_nothing_given_is_the_class_itself() -> None:
+    assert parsed(ENGINE, []) == EngineArgs()
+    assert parsed(SERVER, []) == ServerSettings()
+    assert parsed(SAMPLING, []) == {}
+
+
+def test_defaults_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADRACE_MAX_BAD_WORDS_NUM", "3")
+    assert parsed(ENGINE, []).max_bad_words_num == 3
+    assert parsed(ENGINE, ["--max-bad-words-num", "5"]).max_bad_words_num == 5
+
+
+@pytest.mark.parametrize(("name", "function"), list(commands(app, "headrace")))
+def test_no_flag_is_taken_twice(name: str, function: Any) -> None:
+    seen: set[str] = set()
+    for parameter in inspect.signature(function).parameters.values():
+        info = parameter.annotation.__metadata__[0]
+        for flag in [info.default, *(info.param_decls or ())]:
+            if isinstance(flag, str) and flag.startswith("-"):
+                assert flag not in seen, f"{name}: {flag}"
+                seen.add(flag)
+
+
+@pytest.mark.parametrize("words", ["--max-model-len 0", "--max-model-len long", "--dtype float8", "--nonsense"])
+def test_a_bad_word_is_a_usage_error(words: str) -> None:
+    typed = typer.Typer()
+    typed.command()(command(args=ENGINE)(lambda args: None))
+    assert CliRunner().invoke(typed, words.split()).exit_code == 2
+
+
+def failing(error: Exception) -> typer.Typer:
+    def run() -> None:
+        raise error
+
+    typed = typer.Typer(pretty_exceptions_enable=False)
+    typed.command()(command()(run))
+    return typed
+
+
+@pytest.mark.parametrize("error", [ConfigError("does not fit", "block_size"), RequestError("does not fit", "block_size")])
+def test_errors_are_one_line_that_names_the_parameter(error: Exception) -> None:
+    result = CliRunner().invoke(failing(error), [])
+    assert result.exit_code == 2
+    assert result.stderr.strip() == "error: block_size: does not fit"
+    result = CliRunner().invoke(failing(error), ["--debug"])
+    assert result.exception is error
+
+
+def test_the_help_answers_at_once() -> None:
+    """What would make it slow must not be there. No timing: that would be the machine's."""
+    code = "import sys, headrace.cli.main; sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'fastapi')))"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_parsers() -> None:
+    assert int_or_auto("auto") == "auto" and int_or_auto("12") == 12
+    for text in ("0", "-3", "1.5", "many", ""):
+        with pytest.raises(ValueError, match="whole number"):
+            positive_int(text)
+        with pytest.raises(ValueError, match="auto"):
+            int_or_auto(text)

@@ -1,0 +1,89 @@
+"""The start-up report: to the byte, and no longer than it need be."""
+
+from __future__ import annotations
+
+import io
+import json
+
+from rich.console import Console
+
+from headrace.cli.announce import describe
+from headrace.cli.startup import as_json, render
+from headrace.engine.info import DecisionLine, EngineInfo, LayerLine, MemoryLine, Progress, StartupPhase
+
+WHY = "the fastest that supports it"
+
+
+def info(layers: list[LayerLine]) -> EngineInfo:
+    return EngineInfo(
+        model="tiny",
+        architecture="LlamaForCausalLM",
+        vocab_size=100,
+        max_model_len=8192,
+        max_num_seqs=64,
+        max_num_batched_tokens=2048,
+        block_size=16,
+        num_blocks=[10],
+        dtype="bfloat16",
+        quantization="int4",
+        device="cpu",
+        timeline=[StartupPhase("config", 0.5), StartupPhase("weights", 1.25, "from [a] file")],
+        memory=[MemoryLine("weights", 123_456_789), MemoryLine("KV cache", 2**20, "10 blocks")],
+        layers=layers,
+        decisions=[DecisionLine("dtype", "bfloat16", "the checkpoint is quantised")],
+        environment={"torch": "2.13.0"},
+    )
+
+
+def line(layer: int, window: int | None = None, v_head_dim: int = 64) -> LayerLine:
+    return LayerLine(layer, 9, 3, 64, v_head_dim, window, 768, "torch", WHY)
+
+
+def printed(report: EngineInfo, *, environment: bool = False) -> str:
+    stream = io.StringIO()
+    Console(file=stream, width=160).print(render(report, environment=environment))
+    return stream.getvalue()
+
+
+def test_memory_is_told_to_the_byte() -> None:
+    text = printed(info([]))
+    assert "123,456,789" in text and "118 MiB" in text
+    assert f"{123_456_789 + 2**20:,}" in text
+
+
+def test_phases_and_decisions() -> None:
+    text = printed(info([]))
+    assert "1.25" in text and "1.75" in text and "[a]" in text
+    assert "the checkpoint is quantised" in text
+    assert "2.13.0" not in text
+    assert "2.13.0" in printed(info([]), environment=True)
+
+
+def test_layers_of_a_kind_share_a_line() -> None:
+    text = printed(info([line(n) for n in range(30)]))
+    assert text.count(WHY) == 1
+    assert "0\N{EN DASH}29" in text and "9 / 3 KV" in text
+    assert f"{30 * 768:,} B" in text
+
+
+def test_layers_that_alternate_make_two_lines() -> None:
+    text = printed(info([line(n, window=None if n % 6 == 5 else 512) for n in range(12)]))
+    assert text.count(WHY) == 2
+    assert "0\N{EN DASH}4, 6\N{EN DASH}10" in text and "5, 11" in text and "512 tokens" in text
+
+
+def test_values_of_another_width_are_told() -> None:
+    assert "K 64 / V 32" in printed(info([line(0, v_head_dim=32)]))
+
+
+def test_json_names_every_value() -> None:
+    report = json.loads(as_json(info([line(0)])))
+    assert report["layers"][0]["num_kv_heads"] == 3
+    assert report["memory"][0] == {"name": "weights", "nbytes": 123_456_789, "detail": ""}
+    assert report["timeline"][1]["seconds"] == 1.25
+    assert report["environment"] == {"torch": "2.13.0"}
+
+
+def test_progress_in_a_line() -> None:
+    assert describe(Progress("weights", 0.421, "layer 3")) == "weights 42% layer 3"
+    assert describe(Progress("cache")) == "cache"

@@ -97,6 +97,7 @@ class Tokenizer:
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
+        /,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
@@ -117,7 +118,7 @@ class Tokenizer:
             template_kwargs=chat_template_kwargs,
         )
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> list[int]:
         """Token ids of ``render_chat(messages, **options)``. Templates write bos and eos themselves: none is added."""
         return self.encode(self.render_chat(messages, **options), add_special_tokens=False, param="messages")
 

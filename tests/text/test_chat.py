@@ -1,0 +1,169 @@
+"""Chat templates: where they come from, what they are given, and whose fault it is when they fail."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import vocabularies
+
+from headrace.errors import ConfigError, RequestError
+from headrace.text.chat import check_template, prepare, read_template
+from headrace.text.tokenizer import Tokenizer
+
+TEMPLATE = (
+    "{% for message in messages %}{% if message['role'] not in ['system', 'user', 'assistant', 'tool'] %}"
+    "{{ raise_exception('unknown role ' + message['role']) }}{% endif %}"
+    "<|user|>{{ message['role'] }}: {{ message['content'] }}{% if message.tool_calls %}"
+    "{{ message.tool_calls[0].function.arguments | tojson }}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if tools %}tools: {{ tools | tojson }}{{ '\n' }}{% endif %}{% if mood is defined %}mood: {{ mood }}{{ '\n' }}{% endif %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture
+def tokenizer() -> Iterator[Tokenizer]:
+    tokenizer = Tokenizer(vocabularies.byte_level())
+    tokenizer.hf.chat_template = TEMPLATE
+    yield tokenizer
+
+
+def refused(tokenizer: Tokenizer, param: str, messages: Any, /, **options: Any) -> str:
+    with pytest.raises(RequestError) as error:
+        tokenizer.render_chat(messages, **options)
+    assert error.value.param == param
+    return error.value.message
+
+
+def test_rendering(tokenizer: Tokenizer) -> None:
+    assert tokenizer.render_chat(HELLO) == "<|user|>user: hello\nassistant: "
+    assert tokenizer.render_chat(HELLO, add_generation_prompt=False) == "<|user|>user: hello\n"
+    assert "tools: [{" in tokenizer.render_chat(HELLO, tools=[{"type": "function", "function": {"name": "f"}}])
+    assert "mood: grim" in tokenizer.render_chat(HELLO, mood="grim")
+
+
+def test_encoding_adds_no_special_tokens_of_its_own(tokenizer: Tokenizer) -> None:
+    tokenizer.hf.add_special_tokens({"bos_token": "<|user|>"})
+    tokenizer.hf.add_bos_token = True
+    ids = tokenizer.encode_chat(HELLO)
+    assert ids == tokenizer.encode("<|user|>user: hello\nassistant: ", add_special_tokens=False)
+    assert ids.count(1) == 1
+
+
+def test_the_final_message_can_be_continued(tokenizer: Tokenizer) -> None:
+    messages = [*HELLO, {"role": "assistant", "content": "Well, I"}]
+    text = tokenizer.render_chat(messages, add_generation_prompt=False, continue_final_message=True)
+    assert text.endswith("assistant: Well, I")
+    refused(tokenizer, "continue_final_message", messages, continue_final_message=True)
+    empty = [*HELLO, {"role": "assistant", "content": None}]
+    refused(tokenizer, "continue_final_message", empty, continue_final_message=True, add_generation_prompt=False)
+
+
+def test_text_parts_become_one_string(tokenizer: Tokenizer) -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    assert "user: one\ntwo\n" in tokenizer.render_chat([{"role": "user", "content": parts}])
+
+
+def test_other_parts_are_refused_by_name(tokenizer: Tokenizer) -> None:
+    parts = [{"type": "text", "text": "see"}, {"type": "image_url", "image_url": {"url": "data:"}}]
+    message = refused(tokenizer, "messages", [*HELLO, {"role": "user", "content": parts}])
+    assert "messages[1].content[1]" in message
+    assert "image_url" in message
+
+
+def test_tool_calls_carry_objects_and_need_no_content(tokenizer: Tokenizer) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    messages = [*HELLO, {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "2"}]
+    assert '{"x": 1}' in tokenizer.render_chat(messages)
+    assert call["function"]["arguments"] == '{"x": 1}', "the caller's message was changed"
+    broken = {**call, "function": {"name": "f", "arguments": "{"}}
+    assert "not JSON" in refused(tokenizer, "messages", [{"role": "assistant", "tool_calls": [broken]}])
+    refused(tokenizer, "messages", [{"role": "assistant", "tool_calls": ["f"]}])
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [],
+        "hello",
+        [{"content": "no role"}],
+        ["text"],
+        [{"role": "user"}],
+        [{"role": "user", "content": 5}],
+        [{"role": "user", "content": [{"type": "text"}]}],
+        [{"role": "user", "content": [{"type": "text", "text": 7}]}],
+        [{"role": "user", "content": [5]}],
+        [{"role": 5, "content": "x"}],
+    ],
+)
+def test_malformed_messages(tokenizer: Tokenizer, messages: Any) -> None:
+    refused(tokenizer, "messages", messages)
+
+
+def test_a_template_that_refuses_says_why(tokenizer: Tokenizer) -> None:
+    assert "unknown role wizard" in refused(tokenizer, "messages", [{"role": "wizard", "content": "x"}])
+    tokenizer.hf.chat_template = "{{ messages[0].nothing.more }}"
+    refused(tokenizer, "messages", HELLO)
+
+
+def test_no_template(tokenizer: Tokenizer) -> None:
+    tokenizer.hf.chat_template = None
+    assert not tokenizer.has_chat_template
+    assert "no chat template" in refused(tokenizer, "messages", HELLO)
+
+
+@pytest.mark.parametrize("name", ["chat_template", "tokenize", "messages", "documents", "self"])
+def test_template_variables_cannot_be_the_renderers(tokenizer: Tokenizer, name: str) -> None:
+    assert name in refused(tokenizer, "chat_template_kwargs", HELLO, **{name: "x"})
+
+
+def test_templates_run_in_a_sandbox(tokenizer: Tokenizer) -> None:
+    for attack in ("{{ messages.__class__.__mro__ }}", "{{ messages.append(1) }}", "{% for i in range(10**9) %}{% endfor %}"):
+        tokenizer.hf.chat_template = attack
+        refused(tokenizer, "messages", HELLO)
+
+
+def test_operators_templates(tmp_path: Path) -> None:
+    assert read_template("{{ messages }}") == "{{ messages }}"
+    file = tmp_path / "template.jinja"
+    file.write_text("{{ 1 }}")
+    assert read_template(str(file)) == "{{ 1 }}"
+    large = tmp_path / "large.jinja"
+    large.write_bytes(b"x" * ((1 << 20) + 1))
+    binary = tmp_path / "binary.jinja"
+    binary.write_bytes(b"\xff\xfe\x00")
+    for refusal in (tmp_path / "missing.jinja", large, binary, tmp_path):
+        with pytest.raises(ConfigError, match="chat_template") as error:
+            read_template(str(refusal))
+        assert error.value.param == "chat_template"
+
+
+def test_templates_that_are_not_jinja_are_the_operators_fault() -> None:
+    check_template(TEMPLATE)
+    check_template("{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% break %}{% endfor %}")
+    check_template("{{ raise_exception('never pleased') }}")
+    for broken in ("{% for %}", "{{ x | no_such_filter }}", "{% if %}"):
+        with pytest.raises(ConfigError, match="not valid Jinja"):
+            check_template(broken)
+
+
+def test_prepared_messages_are_copies() -> None:
+    messages = [{"role": "assistant", "content": None}]
+    assert prepare(messages) == [{"role": "assistant", "content": ""}]
+    assert messages[0]["content"] is None
+
+
+def test_embedded_template(embedded: Tokenizer) -> None:
+    text = embedded.render_chat(HELLO)
+    assert text.startswith("<|im_start|>system\n")
+    assert text.endswith("<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_qwen3_template_takes_tools_and_its_own_switch(qwen3: Tokenizer) -> None:
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+    assert '"name": "weather"' in qwen3.render_chat(HELLO, tools=[tool])
+    assert "<think>" in qwen3.render_chat(HELLO, enable_thinking=False)
+    assert "<think>" not in qwen3.render_chat(HELLO, enable_thinking=True)

@@ -18,7 +18,8 @@ TEMPLATE = (
     "{{ raise_exception('unknown role ' + message['role']) }}{% endif %}"
     "<|user|>{{ message['role'] }}: {{ message['content'] }}{% if message.tool_calls %}"
     "{{ message.tool_calls[0].function.arguments | tojson }}{% endif %}{{ '\n' }}{% endfor %}"
-    "{% if tools %}tools: {{ tools | tojson }}{{ '\n' }}{% endif %}{% if mood is defined %}mood: {{ mood }}{{ '\n' }}{% endif %}"
+    "{% if tools %}tools: {{ tools | tojson }}{{ '\n' }}{% endif %}"
+    "{% if mood is defined %}mood: {{ mood }}{{ '\n' }}{% endif %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 HELLO = [{"role": "user", "content": "hello"}]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from pathlib import Path
@@ -44,20 +45,14 @@ def rebuilt(path: Path, state: dict[str, Any], pre: str, **fields: Any) -> Token
     return Tokenizer(build_tokenizer(read_metadata(vocabularies.gguf_of_state(path, state, pre, **fields))))
 
 
-@pytest.mark.parametrize(
-    ("pre", "pattern"),
-    [
-        ("gpt-2", r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"),
-        (
-            "llama-bpe",
-            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-        ),
-        (
-            "qwen2",
-            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-        ),
-    ],
-)
+# The patterns of the original tokenizers' files.
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+WORDS, BLANKS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+", r"\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA3 = WORDS + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|" + BLANKS
+QWEN2 = WORDS + r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|" + BLANKS
+
+
+@pytest.mark.parametrize(("pre", "pattern"), [("gpt-2", GPT2), ("llama-bpe", LLAMA3), ("qwen2", QWEN2)])
 def test_word_rules(tmp_path: Path, pre: str, pattern: str) -> None:
     """The rule of ``tokenizer.ggml.pre`` decides; the vocabulary is the same small one for all."""
     backend = vocabularies.train_byte_level()
@@ -121,7 +116,7 @@ def spm_encode(text: str, tokens: list[str], scores: list[float]) -> list[int]:
     ids = {token: i for i, token in enumerate(tokens)}
     pieces = list("▁" + text.replace(" ", "▁")) if text else []
     while True:
-        joined = [(scores[ids[a + b]], -i) for i, (a, b) in enumerate(zip(pieces, pieces[1:], strict=False)) if a + b in ids]
+        joined = [(scores[ids[a + b]], -i) for i, (a, b) in enumerate(itertools.pairwise(pieces)) if a + b in ids]
         if not joined:
             break
         place = -max(joined)[1]

@@ -34,7 +34,7 @@ PROBES = [
     "  leading and trailing  ",
     "it's 2024, isn't it? They'RE 1,000,000.50!",
     "tabs\tand\r\nnew\n\n\nlines   \n  x",
-    "naïve café – “quotes” … ½ ² Ⅷ ٣",
+    "naïve café \u2013 “quotes” … ½ ² Ⅷ ٣",
     "e\u0301 composed é",
     "北京是中国的首都。東京",
     "😀👩‍👩‍👧🇩🇪👍🏽",

@@ -66,6 +66,11 @@ class Running:
     url: str
     app: FastAPI
     llm: FakeLLM
+    loop: asyncio.AbstractEventLoop
+
+    def stop(self) -> None:
+        """What the server does at the end of its drain timeout."""
+        self.loop.call_soon_threadsafe(self.app.state.serving.stop)
 
     def openai(self, **kwargs) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=20, **kwargs)
@@ -83,11 +88,21 @@ def running(llm: FakeLLM, settings: ServerSettings | None = None) -> Iterator[Ru
     server = uvicorn.Server(config)
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    loops: list[asyncio.AbstractEventLoop] = []
+
+    async def serve() -> None:
+        loops.append(asyncio.get_running_loop())
+        await server.serve([listener])
+
+    def run() -> None:
+        with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+            runner.run(serve())
+
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     try:
         wait_for(lambda: server.started and (llm.health().ok or app.state.serving.failure is not None))
-        yield Running(f"http://127.0.0.1:{port}", app, llm)
+        yield Running(f"http://127.0.0.1:{port}", app, llm, loops[0])
     finally:
         server.should_exit = True
         thread.join(10)

@@ -1,0 +1,29 @@
+"""A server over the fake engine in a process of its own: ``python serve_fake.py '{"step": 0.1, "settings": {...}}'``."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+
+from headrace.server.run import run
+from headrace.server.settings import ServerSettings
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from server.fakes import FakeLLM
+
+
+def main() -> None:
+    options = json.loads(sys.argv[1])
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    llm = FakeLLM(step=options.get("step", 0.0), load_seconds=options.get("load", 0.0))
+    if "start_error" in options:
+        llm.start_error = ValueError(options["start_error"])
+    run(llm, ServerSettings(**options.get("settings", {})))  # type: ignore[arg-type]
+    print(f"aborted {len(llm.aborted)} closed {llm.closed}")
+
+
+if __name__ == "__main__":
+    main()

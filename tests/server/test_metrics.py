@@ -1,0 +1,117 @@
+"""/metrics: the engine's counters, the times of requests, how requests ended."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from headrace.metrics.prometheus import ServerMetrics
+from headrace.metrics.stats import EngineStats
+from headrace.outputs import OutputDelta, RequestTimes
+from server.fakes import FakeLLM
+from server.harness import Running, running
+
+
+class Scrape:
+    def __init__(self, text: str) -> None:
+        families = text_string_to_metric_families(text)
+        self._samples = [sample for family in families for sample in family.samples]
+
+    def __call__(self, name: str, **labels: str) -> float:
+        """The sum over the samples of a name whose labels include these."""
+        found = [s.value for s in self._samples if s.name == f"headrace_{name}" and labels.items() <= s.labels.items()]
+        assert found, name
+        return sum(found)
+
+    def labels(self, name: str) -> list[dict[str, str]]:
+        return [sample.labels for sample in self._samples if sample.name == f"headrace_{name}"]
+
+
+def scrape(server: Running) -> Scrape:
+    response = httpx.get(f"{server.url}/metrics")
+    assert response.headers["content-type"].startswith("text/plain; version=")
+    return Scrape(response.text)
+
+
+def test_a_servers_life_in_numbers() -> None:
+    with running(FakeLLM(step=0.001)) as server:
+        post = f"{server.url}/v1/completions"
+        tokens = len("Hello 0, wörld € 🙂 seed 0".encode()) + 1
+        for _ in range(3):
+            assert httpx.post(post, json={"prompt": "x" * 32}).status_code == 200
+        assert httpx.post(post, json={"prompt": ["a", "b"], "n": 2, "max_tokens": 2, "stream": True}).status_code == 200
+        assert httpx.post(post, json={"prompt": "a", "temperature": -1}).status_code == 400
+        assert httpx.get(f"{server.url}/nowhere/{'x' * 50}").status_code == 404
+        assert httpx.request("PROPFIND", f"{server.url}/health").status_code == 405
+        get = scrape(server)
+    assert get("prompt_tokens_total") == get("prefix_cache_query_tokens_total") == 3 * 33 + 2 * 2
+    assert get("prefix_cache_hit_tokens_total") == 3 * 32
+    assert get("computed_prompt_tokens_total") == 3 + 4
+    assert get("generation_tokens_total") == 3 * tokens + 4 * 2
+    assert get("preemptions_total") == 3
+    assert get("requests_running") == get("requests_waiting") == get("kv_blocks_used") == 0
+    assert get("kv_blocks") == 64 and get("kv_cache_usage_ratio") == 0
+    assert get("sequences_finished_total", reason="stop") == 3
+    assert get("sequences_finished_total", reason="length") == 4
+    for name in ("time_to_first_token", "request_latency", "queue_time"):
+        assert get(f"{name}_seconds_count") == 3 + 4, "one a sequence"
+    assert get("inter_token_latency_seconds_count") == 3 * (tokens - 1) + 4
+    assert get("inter_token_latency_seconds_sum") >= 3 * (tokens - 1) * 0.001
+    assert get("request_latency_seconds_sum") >= get("time_to_first_token_seconds_sum") >= get("queue_time_seconds_sum")
+    route = "/v1/completions"
+    assert get("requests_total", endpoint=route, outcome="completed") == 4
+    assert get("requests_total", endpoint=route, outcome="refused") == 1
+    assert get("http_requests_total", route=route, status="200") == 4
+    assert get("http_requests_total", route=route, status="400") == 1
+    assert get("http_requests_total", route="unmatched", status="404") == 1
+    assert get("http_requests_total", method="other") == 1, "a client cannot make up labels"
+    assert get("build_info") == 1
+    assert all("x" * 50 not in value for labels in get.labels("http_requests_total") for value in labels.values())
+
+
+def test_gauges_are_as_of_the_scrape() -> None:
+    stats = EngineStats(num_running=2, num_waiting=5, kv_blocks_used=16, kv_blocks_total=64)
+    metrics = ServerMetrics(lambda: stats, "1")
+    get = Scrape(metrics.render().decode())
+    assert (get("requests_running"), get("requests_waiting"), get("kv_cache_usage_ratio")) == (2, 5, 0.25)
+    stats = EngineStats(num_running=1)
+    assert Scrape(metrics.render().decode())("requests_running") == 1
+
+
+def test_two_servers_share_nothing() -> None:
+    one, two = (ServerMetrics(EngineStats, "1") for _ in range(2))
+    one.observe_http("/v1/models", "GET", 200)
+    assert Scrape(one.render().decode())("http_requests_total") == 1
+    assert not Scrape(two.render().decode()).labels("http_requests_total")
+
+
+def test_times_and_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics = ServerMetrics(EngineStats, "1")
+    observer = metrics.observe_generation()
+    clock = iter([10.0, 10.5, 11.1, 20.0])
+    monkeypatch.setattr("headrace.metrics.prometheus.time.monotonic", lambda: next(clock))
+
+    def delta(index: int, tokens: int, **more: Any) -> OutputDelta:
+        return OutputDelta(request_id="r", index=index, token_ids=[1] * tokens, **more)
+
+    observer.delta(0, delta(0, 1))
+    observer.delta(0, delta(0, 0))
+    observer.delta(0, delta(0, 1))
+    observer.delta(0, delta(0, 3, times=RequestTimes(1.0, 1.25, 2.0, 4.0)))
+    observer.delta(0, delta(1, 1))
+    get = Scrape(metrics.render().decode())
+    assert get("inter_token_latency_seconds_count") == 4, "first tokens have no gap, and three tokens at once share theirs"
+    assert get("inter_token_latency_seconds_sum") == pytest.approx(1.1)
+    assert get("queue_time_seconds_sum") == 0.25
+    assert get("time_to_first_token_seconds_sum") == 1.0
+    assert get("request_latency_seconds_sum") == 3.0
+
+
+def test_a_sequence_aborted_in_the_queue_has_no_times() -> None:
+    metrics = ServerMetrics(EngineStats, "1")
+    metrics.observe_times(RequestTimes(1.0, None, None, 2.0))
+    get = Scrape(metrics.render().decode())
+    assert get("queue_time_seconds_count") == get("time_to_first_token_seconds_count") == 0

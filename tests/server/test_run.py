@@ -1,0 +1,197 @@
+"""The server as a process: where it listens, how it drains, how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+import headrace
+from headrace.errors import ConfigError
+from headrace.server.run import listen
+from headrace.server.settings import ServerSettings
+from server.harness import error, wait_for
+
+SCRIPT = Path(__file__).with_name("serve_fake.py")
+BODY = {"prompt": "Hi"}
+TEXT = "Hello 0, wörld € 🙂 seed 0"
+NUM_STEPS = len(TEXT.encode()) + 1
+
+
+class Process:
+    def __init__(self, log: Path, options: dict[str, Any]) -> None:
+        self.log = log
+        self._file = log.open("w")
+        command = [sys.executable, str(SCRIPT), json.dumps(options)]
+        home = str(Path(headrace.__file__).resolve().parents[1])
+        env = os.environ | {"PYTHONPATH": home}
+        self.child = subprocess.Popen(command, stdout=self._file, stderr=subprocess.STDOUT, env=env)
+
+    def text(self) -> str:
+        return self.log.read_text()
+
+    def url(self) -> str:
+        """Where it says that it listens."""
+        wait_for(lambda: "listening on " in self.text() or self.child.poll() is not None, 20)
+        assert "listening on " in self.text(), self.text()
+        return self.text().split("listening on ")[1].split()[0]
+
+    def ready(self) -> str:
+        url = self.url()
+        wait_for(lambda: _status(f"{url}/health") == 200, 20)
+        return url
+
+    def signal(self, number: int = signal.SIGTERM) -> None:
+        self.child.send_signal(number)
+
+    def end(self) -> int:
+        return self.child.wait(20)
+
+    def close(self) -> None:
+        self.child.kill()
+        self.child.wait()
+        self._file.close()
+
+
+def _status(url: str, **kwargs: Any) -> int | None:
+    try:
+        return httpx.get(url, timeout=5, **kwargs).status_code
+    except httpx.TransportError:
+        return None
+
+
+@contextlib.contextmanager
+def process(folder: Path, **options: Any) -> Iterator[Process]:
+    options.setdefault("settings", {}).setdefault("port", 0)
+    started = Process(folder / "log", options)
+    try:
+        yield started
+    finally:
+        started.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_idle_servers_end_at_once(tmp_path: Path, number: int) -> None:
+    with process(tmp_path) as server:
+        server.ready()
+        started = time.monotonic()
+        server.signal(number)
+        assert server.end() == 0
+        assert time.monotonic() - started < 3
+        assert "closed True" in server.text()
+
+
+def test_draining_finishes_what_runs_and_refuses_what_comes(tmp_path: Path) -> None:
+    with process(tmp_path, step=1.5 / NUM_STEPS) as server, ThreadPoolExecutor(2) as pool:
+        url = server.ready()
+        with httpx.Client(base_url=url, timeout=10) as kept:
+            plain = pool.submit(httpx.post, f"{url}/v1/completions", json=BODY, timeout=10)
+            stream = pool.submit(httpx.post, f"{url}/v1/completions", json=BODY | {"stream": True}, timeout=10)
+            wait_for(lambda: "in_flight 3.0" in kept.get("/metrics").text)
+            server.signal()
+            wait_for(lambda: kept.get("/health").status_code == 503)
+            refused = kept.post("/v1/completions", json=BODY)
+            assert error(refused, 503)["message"] == "the server is shutting down"
+            assert plain.result().json()["choices"][0]["text"] == TEXT
+            assert stream.result().text.endswith("data: [DONE]\n\n")
+        assert server.end() == 0
+        assert "aborted 0 closed True" in server.text()
+
+
+@pytest.mark.parametrize("impatient", [False, True])
+def test_what_outlasts_the_drain_timeout_is_aborted(tmp_path: Path, impatient: bool) -> None:
+    """``impatient``: a second signal ends the wait."""
+    with process(tmp_path, step=1, settings={"drain_timeout": 60 if impatient else 0.3}) as server:
+        url = server.ready()
+        with ThreadPoolExecutor(2) as pool:
+            plain = pool.submit(httpx.post, f"{url}/v1/completions", json=BODY, timeout=10)
+            stream = pool.submit(httpx.post, f"{url}/v1/completions", json=BODY | {"stream": True}, timeout=10)
+            wait_for(lambda: "requests_running 2.0" in httpx.get(f"{url}/metrics").text)
+            # The stream has begun, so that its error can only be an event.
+            time.sleep(1.2)
+            started = time.monotonic()
+            server.signal()
+            if impatient:
+                time.sleep(0.3)
+                server.signal()
+            error(plain.result(), 503)
+            assert "shutting down" in stream.result().text.strip().split("\n")[-1]
+        assert server.end() == 0
+        assert time.monotonic() - started < 5
+        assert "aborted 2 closed True" in server.text()
+
+
+def test_listens_while_the_engine_loads(tmp_path: Path) -> None:
+    with process(tmp_path, load=1.0) as server:
+        url = server.url()
+        wait_for(lambda: _status(f"{url}/health") == 503)
+        assert error(httpx.get(f"{url}/health"), 503)["message"] == "the engine is loading"
+        wait_for(lambda: _status(f"{url}/health") == 200)
+
+
+def test_an_engine_that_does_not_start_ends_the_server(tmp_path: Path) -> None:
+    with process(tmp_path, start_error="no such model") as server:
+        assert server.end() == 1
+        assert "ValueError: no such model" in server.text()
+
+
+def test_unix_domain_socket(tmp_path: Path) -> None:
+    path = tmp_path / "server.sock"
+    stale = socket.socket(socket.AF_UNIX)
+    stale.bind(str(path))
+    stale.close()
+    with process(tmp_path, settings={"uds": str(path)}) as server:
+        server.url()
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://server") as http:
+            wait_for(lambda: http.get("/health").status_code == 200)
+            assert http.post("/v1/completions", json=BODY).json()["choices"][0]["text"] == TEXT
+            with pytest.raises(ConfigError, match="another server") as caught:
+                listen(ServerSettings(uds=str(path)))
+            assert caught.value.param == "uds"
+        server.signal()
+        assert server.end() == 0
+        assert not path.exists()
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl command to make a certificate")
+def test_tls(tmp_path: Path) -> None:
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
+               "-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-out", str(cert),
+               "-keyout", str(key)]  # fmt: skip
+    subprocess.run(command, check=True, capture_output=True)
+    with process(tmp_path, settings={"tls_cert": str(cert), "tls_key": str(key)}) as server:
+        url = server.url()
+        assert url.startswith("https://")
+        trust = ssl.create_default_context(cafile=str(cert))
+        wait_for(lambda: _status(f"{url}/health", verify=trust) == 200)
+        assert httpx.post(f"{url}/v1/completions", json=BODY, verify=trust).json()["choices"][0]["text"] == TEXT
+        assert _status(url.replace("https", "http") + "/health") is None
+
+
+def test_addresses_that_cannot_be_listened_on(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        with pytest.raises(ConfigError, match="in use") as caught:
+            listen(ServerSettings(port=taken.getsockname()[1]))
+        assert caught.value.param == "port"
+    with pytest.raises(ConfigError, match="cannot listen"):
+        listen(ServerSettings(host="no.such.host.invalid"))
+    with pytest.raises(ConfigError, match="cannot listen"):
+        listen(ServerSettings(uds=str(tmp_path / "nowhere" / "x.sock")))
+    [one] = listen(ServerSettings(port=0))
+    assert one.getsockname()[0] == "127.0.0.1"
+    one.close()

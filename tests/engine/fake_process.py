@@ -13,7 +13,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from engine.fakes import make_core, make_info
-
 from headrace.config import EngineArgs
 from headrace.engine.core import EngineCore
 from headrace.engine.frontend import load_frontend

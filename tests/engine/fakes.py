@@ -49,7 +49,9 @@ class FakeRunner:
             assert new.seq_id == row.seq_id
             if new.sampling.prompt_logprobs is not None:
                 end = min(row.num_computed + row.num_tokens, new.prompt_len - 1)
-                entries = [logprob(new.token_ids[place + 1], new.sampling.prompt_logprobs) for place in range(row.num_computed, end)]
+                entries = [
+                    logprob(new.token_ids[place + 1], new.sampling.prompt_logprobs) for place in range(row.num_computed, end)
+                ]
                 result.prompt_logprobs[row.seq_id] = entries
             if row.seq_id in self.broken:
                 result.errors[row.seq_id] = self.broken[row.seq_id]
@@ -81,7 +83,9 @@ def make_core(
 ) -> EngineCore:
     numbers = {"max_model_len": CONTEXT, "max_num_seqs": 8, "max_num_batched_tokens": 64, "max_queue_len": 128} | limits
     group = CacheGroup(0, None, (0,), 64)
-    cache = CacheConfig(block_size=BLOCK, groups=(group,), num_blocks=(num_blocks,), enable_prefix_caching=True, dtype="float32")
+    cache = CacheConfig(
+        block_size=BLOCK, groups=(group,), num_blocks=(num_blocks,), enable_prefix_caching=True, dtype="float32"
+    )
     scheduler = Scheduler(SchedulerConfig(policy="fcfs", pipeline_depth=depth, **numbers), cache)
     return EngineCore(scheduler, FakeRunner(seconds), OutputProcessor(scheduler, tokenizer), pipeline_depth=depth)
 

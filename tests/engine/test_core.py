@@ -16,7 +16,6 @@ from headrace.errors import EngineError, RequestError
 from headrace.outputs import OutputDelta, RequestOutput
 from headrace.sampling_params import SamplingParams
 
-
 ARGS = EngineArgs(stop_seqs_max_len=32)
 
 
@@ -240,7 +239,7 @@ def test_stats_tell_where_the_time_went(frontend: Frontend) -> None:
     stats = bench.core.stats()
     assert stats.step == 5 and stats.generation_tokens == 5 and stats.prompt_tokens == 5
     assert stats.forward_seconds == pytest.approx(0.05)
-    assert 0.0 < stats.host_seconds
+    assert stats.host_seconds > 0.0
 
 
 WORK = st.lists(

@@ -32,7 +32,10 @@ CONFIG = {
     "eos_token_id": EOS,
     "dtype": "float32",
 }
-TEMPLATE = "{% for message in messages %}[{{ message.role }}]{{ message.content }}\n{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+TEMPLATE = (
+    "{% for message in messages %}[{{ message.role }}]{{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
 
 
 def write_tokenizer(folder: Path) -> None:

@@ -1,0 +1,425 @@
+"""The engine in a process of its own: killed, stopped, flooded and left alone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import gc
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from engine.fakes import SCRIPT, said
+from headrace.config import EngineArgs
+from headrace.core.request import Request
+from headrace.engine import supervisor
+from headrace.engine.async_llm import AsyncLLM
+from headrace.engine.info import Progress
+from headrace.errors import ConfigError, EngineDeadError, EngineError, QueueFullError, RequestError
+from headrace.outputs import RequestOutput
+from headrace.sampling_params import SamplingParams
+
+FAKE = Path(__file__).parent / "fake_process.py"
+GREEDY: dict[str, Any] = {"temperature": 0.0}
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(work, 60))
+
+
+@pytest.fixture
+def make(tiny_folder: Path) -> Callable[..., AsyncLLM]:
+    return functools.partial(build, tiny_folder)
+
+
+class Shared:
+    """One engine for the tests that leave it as they found it; starting one takes seconds."""
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        self.llm = llm
+        self.loop = asyncio.new_event_loop()
+        self.run(llm.start())
+
+    def run(self, work: Coroutine[Any, Any, None]) -> None:
+        self.loop.run_until_complete(asyncio.wait_for(work, 60))
+
+    def close(self) -> None:
+        self.run(self.llm.close())
+        self.loop.close()
+
+
+@pytest.fixture(scope="module")
+def shared(tiny_folder: Path) -> Iterator[Shared]:
+    one = Shared(build(tiny_folder, seconds=0.01))
+    yield one
+    one.close()
+
+
+def build(folder: Path, mode: str = "fine", seconds: float = 0.01, on_progress: Any = None, **args: Any) -> AsyncLLM:
+    llm = AsyncLLM(EngineArgs(model=str(folder), load_format="dummy", **args), on_progress=on_progress)
+    llm._supervisor._command = (sys.executable, str(FAKE), mode, str(seconds))
+    return llm
+
+
+async def collect(stream: AsyncIterator[RequestOutput]) -> RequestOutput:
+    outputs = [output async for output in stream]
+    return outputs[-1]
+
+
+async def until(condition: Callable[[], bool], seconds: float = 40.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        await asyncio.sleep(0.01)
+
+
+async def idle(llm: AsyncLLM) -> None:
+    """Everything that ran is gone, and the books add up."""
+    await until(lambda: not llm.pending() and llm.stats.num_running == llm.stats.num_waiting == 0)
+    assert llm.stats.kv_blocks_used == 0
+    await llm.check_integrity()
+
+
+def aborted(llm: AsyncLLM) -> int:
+    return llm.stats.finished.get("abort", 0)
+
+
+def params(max_tokens: int = 10, **more: Any) -> SamplingParams:
+    return SamplingParams(**(GREEDY | {"max_tokens": max_tokens} | more))
+
+
+def test_generate_and_stream(make: Callable[..., AsyncLLM]) -> None:
+    async def work() -> None:
+        seen: list[Progress] = []
+        llm = make(on_progress=seen.append)
+        assert not llm.health().ok
+        with pytest.raises(EngineDeadError):
+            await llm.reset_prefix_cache()
+        async with llm:
+            assert llm.health() == (True, "") and llm.info.model == "fake"
+            assert seen == [Progress("weights", 0.5, "some")]
+            output = await collect(llm.generate("hello", params(12, n=2, logprobs=1)))
+            assert [sample.text for sample in output.outputs] == [said(0, 12).decode(), said(1, 12).decode()]
+            assert output.prompt == "hello" and output.prompt_token_ids == list(b"hello")
+            assert output.outputs[0].logprobs is not None and len(output.outputs[0].logprobs) == 12
+            request = llm.inputs.request({"prompt_token_ids": [1, 2]}, params(5), request_id="x")
+            texts = [delta.text async for delta in await llm.add(request)]
+            assert "".join(texts) == "The m" and len(texts) == 5
+            assert await llm.reset_prefix_cache() is True
+            await idle(llm)
+            assert llm.stats.generation_tokens == 29
+        assert llm.health() == (False, "the engine was closed")
+
+    run(work())
+
+
+def test_refusals_come_before_the_first_delta(make: Callable[..., AsyncLLM]) -> None:
+    async def work() -> None:
+        async with make(seconds=0.02, max_queue_len=2) as llm:
+            request = llm.inputs.request("a", params(100), request_id="x")
+            stream = await llm.add(request)
+            with pytest.raises(RequestError) as caught:
+                await llm.add(request)
+            assert caught.value.param == "request_id"
+            with pytest.raises(RequestError) as caught:
+                await llm.add(Request(request_id="y", prompt_token_ids=[1], sampling=params(), max_tokens=0, seed=0))
+            assert caught.value.param == "max_tokens"
+            streams = [stream]
+            with pytest.raises(QueueFullError):
+                for number in range(40):
+                    streams.append(await llm.add(llm.inputs.request("a", params(100), request_id=str(number))))
+            for stream in streams:
+                await stream.aclose()
+            await idle(llm)
+
+    run(work())
+
+
+def test_explicit_abort_ends_the_stream(shared: Shared) -> None:
+    async def work() -> None:
+        llm = shared.llm
+        before = aborted(llm)
+        stream = await llm.add(llm.inputs.request("a", params(200, n=2), request_id="x"))
+        await anext(stream)
+        await llm.abort("x")
+        await llm.abort("unknown")
+        last = [delta async for delta in stream][-2:]
+        assert {delta.finish_reason for delta in last} == {"abort"} and stream.finished
+        await idle(llm)
+        assert aborted(llm) - before == 2
+
+    shared.run(work())
+
+
+@pytest.mark.parametrize("leave", ["break", "drop", "cancel", "aclose"])
+def test_whoever_leaves_frees_the_blocks(shared: Shared, leave: str) -> None:
+    async def work() -> None:
+        llm = shared.llm
+        before, tokens = aborted(llm), llm.stats.generation_tokens
+        if leave == "break":
+            async with contextlib.aclosing(llm.generate("a", params(200))) as outputs:
+                async for _ in outputs:
+                    break
+        elif leave == "drop":
+            async for _ in await llm.add(llm.inputs.request("a", params(200), request_id="x")):
+                break
+            gc.collect()
+        elif leave == "cancel":
+            task = asyncio.create_task(collect(llm.generate("a", params(200))))
+            await until(lambda: llm.stats.num_running > 0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        else:
+            stream = await llm.add(llm.inputs.request("a", params(200), request_id="x"))
+            await stream.aclose()
+        await idle(llm)
+        assert aborted(llm) - before == 1 and llm.stats.generation_tokens - tokens < 100
+
+    shared.run(work())
+
+
+def test_cancelled_while_it_is_being_added(shared: Shared) -> None:
+    async def work() -> None:
+        llm = shared.llm
+        first = asyncio.create_task(collect(llm.generate("a", params(3))))
+        await until(lambda: llm.stats.num_running > 0)
+        late = asyncio.create_task(llm.add(llm.inputs.request("a", params(200), request_id="late")))
+        await asyncio.sleep(0)
+        late.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await late
+        assert (await first).finished
+        await idle(llm)
+
+    shared.run(work())
+
+
+def test_sixty_four_streams_a_third_of_which_leave(shared: Shared) -> None:
+    async def work() -> None:
+        llm = shared.llm
+        before = llm.stats.finished
+
+        async def client(number: int) -> None:
+            outputs = llm.generate(f"prompt {number}", params(40, n=1 + number % 2), request_id=str(number))
+            async with contextlib.aclosing(outputs):
+                async for output in outputs:
+                    if number % 3 == 0 and len(output.outputs[0].token_ids) > 5:
+                        return
+            assert output.finished and output.error is None
+            assert [sample.token_ids for sample in output.outputs] == [list(said(i, 40)) for i in range(1 + number % 2)]
+
+        await asyncio.gather(*(client(number) for number in range(64)))
+        await idle(llm)
+        assert sum(llm.stats.finished.values()) - sum(before.values()) == sum(1 + number % 2 for number in range(64))
+        assert llm.stats.finished["length"] - before.get("length", 0) >= sum(
+            1 + number % 2 for number in range(64) if number % 3
+        )
+
+    shared.run(work())
+
+
+def test_kill_under_load_answers_everyone_and_restarts(
+    shared: Shared, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "MAX_DEATHS", 2)
+
+    async def work() -> None:
+        llm = shared.llm
+        for _ in range(2):  # a crash loop's worth, were it not that each engine serves before it dies
+            tasks = [asyncio.create_task(collect(llm.generate("a", params(200), str(i)))) for i in range(20)]
+            await until(lambda: llm.stats.num_running == 8)
+            call = asyncio.create_task(llm.drain())
+            await asyncio.sleep(0.02)
+            llm._draining = False
+            old = llm.engine_pid
+            os.kill(old, signal.SIGKILL)
+            outputs = await asyncio.gather(*tasks)
+            assert all(output.finished for output in outputs)
+            assert {output.outputs[0].finish_reason for output in outputs} == {"error"}
+            assert all("SIGKILL" in (output.error or "") for output in outputs)
+            with pytest.raises(EngineDeadError):
+                await call
+            assert not llm.health().ok and "SIGKILL" in llm.health().reason
+            assert llm.stats.num_running == 0
+            with pytest.raises(EngineDeadError):
+                await collect(llm.generate("a", params(5)))
+            await until(lambda: llm.health().ok)
+            assert llm.engine_pid != old
+            assert (await collect(llm.generate("a", params(5)))).outputs[0].text == "The m"
+            await idle(llm)
+
+    with caplog.at_level(logging.ERROR, "headrace"):
+        shared.run(work())
+    assert any("in flight: 0, 1, 2" in record.getMessage() for record in caplog.records), "logs carry request ids"
+
+
+def test_a_stopped_engine_is_found_out_and_replaced(make: Callable[..., AsyncLLM], caplog: pytest.LogCaptureFixture) -> None:
+    async def work() -> None:
+        async with make(seconds=0.01, step_timeout=0.6) as llm:
+            task = asyncio.create_task(collect(llm.generate("a", params(200), "stuck-one")))
+            await until(lambda: llm.stats.num_running == 1)
+            os.kill(llm.engine_pid, signal.SIGSTOP)
+            await until(lambda: not llm.health().ok)
+            assert "no step finished" in llm.health().reason
+            output = await task
+            assert "no step finished" in (output.error or "")
+            await until(lambda: llm.health().ok)
+            assert (await collect(llm.generate("a", params(5)))).outputs[0].text == "The m"
+
+    with caplog.at_level(logging.ERROR, "headrace"):
+        run(work())
+    logged = "\n".join(record.getMessage() for record in caplog.records)
+    assert "stuck-one" in logged and "stacks of the engine" in logged
+    assert "fake_process.py" in logged, "the stacks say where it was"
+
+
+def test_an_idle_engine_is_not_stuck(make: Callable[..., AsyncLLM]) -> None:
+    async def work() -> None:
+        async with make(step_timeout=0.2) as llm:
+            pid = llm.engine_pid
+            await asyncio.sleep(0.8)
+            assert llm.health().ok
+            assert (await collect(llm.generate("a", params(5)))).finished
+            assert llm.engine_pid == pid
+
+    run(work())
+
+
+def test_a_crash_loop_stops(make: Callable[..., AsyncLLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "MAX_DEATHS", 2)
+
+    async def work() -> None:
+        async with make(f"once:{tmp_path / 'mark'}") as llm:
+            os.kill(llm.engine_pid, signal.SIGKILL)
+            await until(lambda: "2 times" in llm.health().reason)
+            assert "only the first start works" in llm.health().reason
+            assert llm.engine_pid is None
+            with pytest.raises(EngineDeadError, match="2 times"):
+                await collect(llm.generate("a", params(5)))
+
+    run(work())
+
+
+def test_killed_again_and_again_without_serving_is_a_crash_loop(
+    make: Callable[..., AsyncLLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "MAX_DEATHS", 2)
+
+    async def work() -> None:
+        async with make() as llm:
+            for _ in range(2):
+                await until(lambda: llm.health().ok)
+                os.kill(llm.engine_pid, signal.SIGKILL)
+                await until(lambda: not llm.health().ok)
+            await until(lambda: "2 times" in llm.health().reason)
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    ("mode", "error", "words"), [("config", ConfigError, "cannot work"), ("load", EngineError, "out of luck")]
+)
+def test_a_first_start_that_fails_says_why(make: Callable[..., AsyncLLM], mode: str, error: type, words: str) -> None:
+    async def work() -> None:
+        llm = make(mode)
+        with pytest.raises(error, match=words) as caught:
+            await llm.start()
+        assert mode == "load" or caught.value.param == "dtype"
+        assert not llm.health().ok and llm.engine_pid is None
+        await llm.close()
+
+    run(work())
+
+
+def test_a_model_that_is_not_there_leaves_no_process(make: Callable[..., AsyncLLM]) -> None:
+    async def work() -> None:
+        llm = make(tokenizer="/nowhere/at/all")
+        with pytest.raises(ConfigError):
+            await llm.start()
+        assert llm.engine_pid is None
+
+    before = set(psutil.Process().children())
+    run(work())
+    assert set(psutil.Process().children()) <= before
+
+
+def test_drain_waits_for_those_in_flight_and_takes_no_more(make: Callable[..., AsyncLLM]) -> None:
+    async def work() -> None:
+        async with make(seconds=0.01) as llm:
+            task = asyncio.create_task(collect(llm.generate("a", params(20))))
+            await until(lambda: llm.stats.num_running == 1)
+            drained = asyncio.create_task(llm.drain())
+            await asyncio.sleep(0)
+            with pytest.raises(EngineDeadError, match="draining"):
+                await collect(llm.generate("a", params(5)))
+            await drained
+            assert (await task).outputs[0].finish_reason == "length"
+
+    run(work())
+
+
+def test_close_answers_everyone(make: Callable[..., AsyncLLM]) -> None:
+    async def work() -> None:
+        llm = make(seconds=0.01)
+        await llm.start()
+        pid = llm.engine_pid
+        task = asyncio.create_task(collect(llm.generate("a", params(200))))
+        await until(lambda: llm.stats.num_running == 1)
+        await llm.close()
+        assert (await task).error == "the engine was closed"
+        assert not psutil.pid_exists(pid)
+        await llm.close()
+
+    run(work())
+
+
+def test_the_engine_dies_with_its_client(tiny_folder: Path, tmp_path: Path) -> None:
+    """Also when the client is killed, which leaves it no time to say goodbye."""
+    script = f"""
+import asyncio, os, sys
+sys.path[:0] = {sys.path!r}
+from headrace.config import EngineArgs
+from headrace.core.request import Request
+from headrace.engine import supervisor
+from headrace.engine.async_llm import AsyncLLM
+
+async def main():
+    llm = AsyncLLM(EngineArgs(model={str(tiny_folder)!r}, load_format="dummy"))
+    llm._supervisor._command = (sys.executable, {str(FAKE)!r}, "fine", "0.01")
+    await llm.start()
+    print(llm.engine_pid, llm._supervisor._incarnation._folder, flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as client:
+        assert client.stdout is not None
+        pid, folder = client.stdout.readline().split()
+        assert psutil.pid_exists(int(pid)) and Path(folder).stat().st_mode & 0o777 == 0o700
+        client.kill()
+    deadline = time.monotonic() + 10
+    while psutil.pid_exists(int(pid)) and psutil.Process(int(pid)).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, "the engine outlived its client"
+        time.sleep(0.02)
+
+
+def test_deltas_of_a_slow_reader_wait_for_it(shared: Shared) -> None:
+    async def work() -> None:
+        llm = shared.llm
+        stream = await llm.add(llm.inputs.request("a", params(len(SCRIPT)), request_id="x"))
+        await until(lambda: stream.finished)
+        assert not llm.pending()
+        assert "".join([delta.text async for delta in stream]) == SCRIPT.decode()
+
+    shared.run(work())

@@ -18,11 +18,11 @@ PLAIN_WIDTH = 160
 class AnnouncedLLM(AsyncLLM):
     """Prints to ``console``; the progress only where that is a terminal."""
 
-    def __init__(self, args: EngineArgs, console: Console, *, report: bool = True) -> None:
+    def __init__(self, args: EngineArgs, console: Console, *, chat_template: str | None = None, report: bool = True) -> None:
         self._console = console
         self._report = report
         self._status: Status | None = None
-        super().__init__(args, on_progress=self._show)
+        super().__init__(args, on_progress=self._show, chat_template=chat_template)
 
     async def start(self) -> None:
         with self._console.status("starting the engine") as self._status:

@@ -9,7 +9,6 @@ import typer
 from rich.console import Console
 
 from headrace.cli.engine_options import ENGINE
-from headrace.cli.errors import EXIT_FAILURE, print_error
 from headrace.cli.options import DEBUGGING, command
 from headrace.cli.server_options import SERVER
 from headrace.config import EngineArgs
@@ -35,7 +34,6 @@ def serve(
             rich_help_panel=DEBUGGING,
         ),
     ] = LogLevel.info,
-    debug: bool = False,
 ) -> None:
     """Serve a model over HTTP, in the shape of OpenAI's API.
 
@@ -46,10 +44,4 @@ def serve(
     from headrace.server.run import run
 
     logs.set_up(log_level.value)
-    try:
-        run(AnnouncedLLM(args, Console(stderr=True)), settings)
-    except OSError as error:
-        if debug:
-            raise
-        print_error(f"cannot listen: {error.strerror or error}")
-        raise typer.Exit(EXIT_FAILURE) from None
+    run(AnnouncedLLM(args, Console(stderr=True), chat_template=settings.chat_template), settings)

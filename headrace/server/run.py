@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import socket
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -106,20 +108,35 @@ def listen(settings: ServerSettings) -> list[socket.socket]:
     """
     if settings.uds is not None:
         return [_unix_socket(settings.uds)]
-    sockets: list[socket.socket] = []
     port = settings.port
     try:
         found = socket.getaddrinfo(settings.host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        for family, address in dict.fromkeys((family, address) for family, _, _, _, address in found):
-            sockets.append(socket.create_server((address[0], port), family=family, backlog=_BACKLOG))
-            port = sockets[0].getsockname()[1]
+        sockets = _tcp_sockets(dict.fromkeys((family, str(address[0])) for family, _, _, _, address in found), port)
     except OSError as error:
-        for opened in sockets:
-            opened.close()
         raise ConfigError(f"cannot listen on {settings.host}:{port}: {error.strerror or error}", "port") from error
+    port = sockets[0].getsockname()[1]
     scheme = "http" if settings.tls_cert is None else "https"
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     logger.info("listening on %s://%s:%d", scheme, host, port)
+    return sockets
+
+
+def _tcp_sockets(addresses: Iterable[tuple[int, str]], port: int) -> list[socket.socket]:
+    """All on one port. A name may have addresses that this machine lacks (IPv6 of localhost): one that works is enough."""
+    sockets: list[socket.socket] = []
+    missing = OSError("the name has no address")
+    for family, address in addresses:
+        try:
+            sockets.append(socket.create_server((address, port), family=family, backlog=_BACKLOG))
+        except OSError as error:
+            if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                for opened in sockets:
+                    opened.close()
+                raise
+            missing = error
+        port = sockets[0].getsockname()[1] if sockets else port
+    if not sockets:
+        raise missing
     return sockets
 
 

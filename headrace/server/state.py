@@ -47,6 +47,8 @@ class Serving:
         """Starts the engine; remembers why it could not, for /health and for whoever runs the server."""
         try:
             await self.llm.start()
+            # Reads the whole vocabulary: not in the first request's time.
+            self._facts = await asyncio.to_thread(ModelFacts, self.llm, self.settings)
         except Exception as error:
             self.failure = error
             logger.error("the engine did not start: %s", error)

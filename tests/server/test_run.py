@@ -195,3 +195,19 @@ def test_addresses_that_cannot_be_listened_on(tmp_path: Path) -> None:
     [one] = listen(ServerSettings(port=0))
     assert one.getsockname()[0] == "127.0.0.1"
     one.close()
+
+
+def test_a_name_with_addresses_that_this_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(*addresses: str) -> None:
+        answer = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in addresses]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: answer)
+
+    found("203.0.113.7", "127.0.0.1", "127.0.0.2")
+    sockets = listen(ServerSettings(host="machine", port=0))
+    assert [opened.getsockname()[0] for opened in sockets] == ["127.0.0.1", "127.0.0.2"]
+    assert len({opened.getsockname()[1] for opened in sockets}) == 1, "one port for all"
+    for opened in sockets:
+        opened.close()
+    found("203.0.113.7")
+    with pytest.raises(ConfigError, match="cannot listen"):
+        listen(ServerSettings(host="machine", port=0))

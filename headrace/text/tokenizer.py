@@ -139,7 +139,8 @@ def load_tokenizer(files: ModelFiles, path: str | None = None, chat_template: st
             raise ConfigError(f"{source} is not a GGUF file; name the directory of a tokenizer's files", "tokenizer")
         hf = build_tokenizer(read_metadata(source))
     else:
-        hf = _from_pretrained(str(source) if source.is_dir() else str(path), local=source.is_dir())
+        local = path is None or source.is_dir()
+        hf = _from_pretrained(str(source) if local else str(path), local=local)
     if chat_template is not None:
         hf.chat_template = chat.read_template(chat_template)
     templates = hf.chat_template or ()

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from huggingface_hub import constants
 from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.numpy import save_file
 from transformers import LlamaConfig
 
@@ -219,6 +220,18 @@ def test_hub_model(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(pattern.endswith(directory.PICKLES) for pattern in hub.asked["allow_patterns"])
     find_model(EngineArgs(model="someone/model", load_format="dummy"))
     assert "*.safetensors" not in hub.asked["allow_patterns"]
+
+
+def test_only_one_copy_of_the_weights_is_fetched(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = Hub(model)
+    monkeypatch.setattr(directory, "snapshot_download", hub)
+    find_model(EngineArgs(model="someone/model"))
+    wanted = ["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "tokenizer.json"]
+    wanted += ["generation_config.json", "chat_template.jinja", "tokenizer.model", "merges.txt"]
+    others = ["pytorch_model.bin", "consolidated.safetensors", "consolidated.00.pth", "original/params.json", "README.md"]
+    others += ["onnx/model.safetensors", "model.gguf", "modeling_mine.py", "tf_model.h5", "training_args.bin"]
+    patterns = {key: hub.asked[key] for key in ("allow_patterns", "ignore_patterns")}
+    assert list(filter_repo_objects(wanted + others, **patterns)) == wanted
 
 
 def response(status: int) -> httpx.Response:

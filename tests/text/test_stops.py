@@ -97,7 +97,7 @@ def test_work_is_linear_in_the_text() -> None:
         return time.process_time() - start
 
     seconds(1000)
-    assert seconds(80_000) < 40 * max(seconds(8_000), 1e-3)
+    assert min(seconds(80_000), seconds(80_000)) < 40 * max(seconds(8_000), 1e-3)
 
 
 def test_limits_count_and_length(byte_level: Tokenizer) -> None:

@@ -6,13 +6,10 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
-from headrace.cli.startup import render
+from headrace.cli.startup import print_report
 from headrace.config import EngineArgs
 from headrace.engine.async_llm import AsyncLLM
 from headrace.engine.info import Progress
-
-PLAIN_WIDTH = 160
-"""Width of the report where it is not a terminal that says."""
 
 
 class AnnouncedLLM(AsyncLLM):
@@ -31,8 +28,7 @@ class AnnouncedLLM(AsyncLLM):
             finally:
                 self._status = None
         if self._report:
-            width = None if self._console.is_terminal else PLAIN_WIDTH
-            self._console.print(render(self.info), width=width)
+            print_report(self._console, self.info)
 
     def _show(self, progress: Progress) -> None:
         if self._status is not None:

@@ -67,7 +67,7 @@ _MODEL_KNOBS = (
         "share the machine.",
         parser=positive_int,
         metavar="INTEGER",
-        default="the CPUs this process may use",
+        default="the physical cores that this process may use",
     ),
 )
 
@@ -87,7 +87,7 @@ _CACHE_KNOBS = (
         "prefixes for reuse.",
         parser=parse_size,
         metavar="SIZE",
-        default="a share of the free memory",
+        default="a quarter of the memory that is free beside the weights, and no more than could be used",
     ),
     Knob(
         "num_kv_blocks",
@@ -121,7 +121,7 @@ _SCHEDULING_KNOBS = (
         "Sequences that run at once. More raises throughput and the time between the tokens of each.",
         parser=positive_int,
         metavar="INTEGER",
-        default="chosen for the device",
+        default="64 on a CPU",
     ),
     Knob(
         "max_num_batched_tokens",
@@ -130,7 +130,7 @@ _SCHEDULING_KNOBS = (
         "between tokens even while prompts come in; larger finishes prompts sooner.",
         parser=positive_int,
         metavar="INTEGER",
-        default="chosen for the device",
+        default="2048 on a CPU",
     ),
     Knob(
         "max_queue_len",

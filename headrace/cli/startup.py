@@ -7,12 +7,21 @@ from typing import Any
 
 import msgspec
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from headrace.cli.units import human_size, ranges
 from headrace.engine.info import EngineInfo, LayerLine
+
+PLAIN_WIDTH = 160
+"""Width of the report where no terminal gives one."""
+
+
+def print_report(console: Console, info: EngineInfo, *, environment: bool = False) -> None:
+    if not console.is_terminal:
+        console.width = PLAIN_WIDTH
+    console.print(render(info, environment=environment))
 
 
 def render(info: EngineInfo, *, environment: bool = False) -> RenderableType:

@@ -1,0 +1,95 @@
+"""``headrace doctor`` on a model of its own: decisions without weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from headrace.cli.main import app
+
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "use_sliding_window": True,
+    "sliding_window": 64,
+    "max_window_layers": 0,
+    "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return str(tmp_path)
+
+
+def test_the_report(folder: str) -> None:
+    result = CliRunner().invoke(
+        app, ["doctor", folder, "--load-format", "dummy", "--dtype", "float32", "--num-kv-blocks", "40"]
+    )
+    assert result.exit_code == 0, result.output
+    for words in (
+        "Environment",
+        "Memory",
+        "Attention",
+        "Decisions",
+        "0\N{EN DASH}4",
+        "64 tokens",
+        "4 / 2 KV",
+        "the weights were not loaded",
+    ):
+        assert words in result.stdout
+    # K and V, two heads of 32, four bytes: and the whole model's below.
+    assert "512 B" in result.stdout and "3,072 B" in result.stdout
+
+
+def test_as_json(folder: str) -> None:
+    words = [
+        "doctor",
+        folder,
+        "--load-format",
+        "dummy",
+        "--dtype",
+        "float32",
+        "--num-kv-blocks",
+        "40",
+        "--block-size",
+        "8",
+        "--json",
+    ]
+    report = json.loads(CliRunner().invoke(app, words).stdout)
+    assert [layer["window"] for layer in report["layers"]] == [64] * 5 + [None]
+    assert report["block_size"] == 8 and report["num_blocks"] == [41, 41]
+    (cache,) = (line for line in report["memory"] if line["name"] == "KV cache")
+    assert cache["nbytes"] == 41 * 8 * 6 * 512
+    assert report["architecture"] == "Qwen3ForCausalLM" and "torch" in report["environment"]
+    assert all(decision["reason"] for decision in report["decisions"])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["nowhere/at/all"], "nowhere/at/all"),
+        ([".", "--load-format", "dummy", "--max-model-len", "512"], "max_model_len"),
+        ([".", "--load-format", "dummy", "--attention-backend", "nonesuch"], "nonesuch"),
+    ],
+)
+def test_what_cannot_be_served(folder: str, words: list[str], said: str) -> None:
+    words = [folder if word == "." else word for word in words]
+    result = CliRunner().invoke(app, ["doctor", *words])
+    assert result.exit_code == 2
+    assert said in result.stderr and len(result.stderr.strip().splitlines()) == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import typing
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from headrace.attention import select
 from headrace.config import (
@@ -20,6 +20,8 @@ from headrace.config import (
     SchedulerConfig,
 )
 from headrace.errors import ConfigError
+from headrace.quant import int4, int8
+from headrace.quant.groups import GROUP
 from headrace.sampling_params import MAX_SEED
 from headrace.sources.files import ModelFiles
 from headrace.sources.gguf import open_gguf
@@ -114,22 +116,19 @@ def resolve(args: EngineArgs, files: ModelFiles, model: ModelSpec, device: Devic
 def weight_bytes(model: ModelSpec, dtype: str, quantization: str) -> int:
     """About what the weights will take, second copies included: for planning, before they are loaded."""
     size = DTYPE_BYTES[dtype]
-    linear = sum(rows * columns for rows, columns in _projections(model)) + sum(
-        spec.out_size * model.hidden_size for spec in model.layers
-    )
+    linear = sum(outputs * inputs for outputs, inputs in _matrices(model))
     embedding = model.vocab_size * model.hidden_size * (1 if model.tie_word_embeddings else 2)
-    packed = {"none": 0.0, "int8": 1.0, "int4": 0.5 + 4 / 32}[quantization]
+    packed = {"none": 0.0, "int8": 1.0, "int4": 0.5 + 4 / GROUP}[quantization]
     return int((linear + embedding) * size + linear * packed)
 
 
-def _projections(model: ModelSpec) -> list[tuple[int, int]]:
-    """(outputs, inputs) of every projection that reads the hidden state, and of down_proj."""
-    shapes = []
+def _matrices(model: ModelSpec) -> Iterator[tuple[int, int]]:
+    """(outputs, inputs) of every matrix of the layers."""
     for spec in model.layers:
-        shapes.append((spec.q_size + spec.k_size + spec.v_size, model.hidden_size))
-        shapes.append((2 * model.intermediate_size, model.hidden_size))
-        shapes.append((model.hidden_size, model.intermediate_size))
-    return shapes
+        yield spec.q_size + (spec.k_size + spec.v_size if spec.kv_source is None else 0), model.hidden_size
+        yield model.hidden_size, spec.out_size
+        yield 2 * model.intermediate_size, model.hidden_size
+        yield model.hidden_size, model.intermediate_size
 
 
 # Arguments on their own
@@ -203,18 +202,16 @@ def _quantization(args: EngineArgs, model: ModelSpec, types: Counter[str] | None
     asked = args.quantization
     if asked == "none":
         return asked
-    misfits = [f"{rows} x {columns}" for rows, columns in _projections(model) if rows % 16 or columns % 32]
+    kernel = int8 if asked == "int8" else int4
+    misfits = [why for outputs, inputs in _matrices(model) if (why := kernel.misfit(inputs, outputs))]
     if asked in ("int8", "int4"):
         if dtype != "bfloat16":
             raise ConfigError(
                 f"{asked} computes in bfloat16 and cannot keep dtype {dtype}: leave dtype at auto, or set quantization none",
                 "quantization",
             )
-        if asked == "int4" and misfits:
-            raise ConfigError(
-                f"int4 needs matrices of a multiple of 16 outputs and of 32 inputs, and this model has {misfits[0]}",
-                "quantization",
-            )
+        if misfits:
+            raise ConfigError(f"no packed {asked} kernel fits this model: a matrix has {misfits[0]}", "quantization")
         return asked
     if types is None:
         book.note("quantization", "none", "the checkpoint is not a quantised GGUF file")
@@ -223,7 +220,7 @@ def _quantization(args: EngineArgs, model: ModelSpec, types: Counter[str] | None
     elif others := sorted(types.keys() - _INT4_TYPES):
         book.note("quantization", "none", f"no packed kernel holds {', '.join(others)} exactly")
     elif misfits:
-        book.note("quantization", "none", f"packed int4 has no kernel for a matrix of {misfits[0]}")
+        book.note("quantization", "none", f"no packed int4 kernel fits this model: a matrix has {misfits[0]}")
     else:
         book.note("quantization", "int4", f"packed int4 kernels hold {', '.join(sorted(types))} as it is")
         return "int4"

@@ -27,11 +27,11 @@ from headrace.engine.messages import (
     Rejected,
     Step,
 )
-from headrace.engine.streams import Inbox, OutputStream
+from headrace.engine.streams import Inbox, OutputStream, new_output
 from headrace.engine.supervisor import EngineSupervisor, Health
 from headrace.errors import EngineDeadError, EngineError, QueueFullError, RequestError
 from headrace.metrics.stats import EngineStats
-from headrace.outputs import CompletionOutput, OutputDelta, RequestOutput
+from headrace.outputs import OutputDelta, RequestOutput
 from headrace.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -91,9 +91,10 @@ class AsyncLLM:
         self._loop = asyncio.get_running_loop()
         try:
             # Both read the model's files, each for its own process.
-            frontend = asyncio.to_thread(load_frontend, self.args, self._chat_template)
-            self._frontend, info = await asyncio.gather(frontend, self._supervisor.start())
-            self._inputs = self._frontend.inputs(self.args, vocab_size=info.vocab_size, max_model_len=info.max_model_len)
+            loading = asyncio.to_thread(load_frontend, self.args, self._chat_template)
+            frontend, info = await asyncio.gather(loading, self._supervisor.start())
+            self._inputs = frontend.inputs(self.args, vocab_size=info.vocab_size, max_model_len=info.max_model_len)
+            self._frontend = frontend
             self._info = info
         except BaseException:
             await self.close()
@@ -287,16 +288,6 @@ class AsyncLLM:
             del self._inboxes[delta.request_id]
             if delta.finish_reason in ("stop", "length"):
                 self._supervisor.served()
-
-
-def new_output(request: Request) -> RequestOutput:
-    """The output of a request of which nothing is known yet."""
-    return RequestOutput(
-        request_id=request.request_id,
-        prompt=request.prompt,
-        prompt_token_ids=request.prompt_token_ids,
-        outputs=[CompletionOutput(index=index) for index in range(request.sampling.n)],
-    )
 
 
 def _started(value: T | None) -> T:

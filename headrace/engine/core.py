@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -33,6 +34,8 @@ class EngineCore:
         self._launched: deque[tuple[StepPlan, Any]] = deque()
         """Steps whose results have not been read, oldest first."""
         self._host_seconds = 0.0
+        self._before = EngineStats()
+        """What the counters had counted when the warm-up ended."""
 
     def add(self, request: Request) -> None:
         """Raises: RequestError, QueueFullError: the request was not taken."""
@@ -63,7 +66,22 @@ class EngineCore:
         self._host_seconds += time.perf_counter() - start - result.forward_seconds - result.sample_seconds
         return deltas
 
+    def warm_up(self, requests: Sequence[Request]) -> None:
+        """Serves requests that nobody asked for, as it would any others, and forgets that it did.
+
+        Raises: as ``add`` and ``step``.
+        """
+        for request in requests:
+            self.add(request)
+        while self.has_work():
+            self.step()
+        self.scheduler.reset_prefix_cache()
+        self._before = self._counted()
+
     def stats(self) -> EngineStats:
+        return self._counted().since(self._before)
+
+    def _counted(self) -> EngineStats:
         return msgspec.structs.replace(self.scheduler.stats(), host_seconds=self._host_seconds)
 
     def close(self) -> None:

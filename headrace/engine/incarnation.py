@@ -44,7 +44,8 @@ class Incarnation:
         self._socket.linger = 0
         # The side that connects may send before the other one is there.
         self._socket.connect(f"ipc://{self._folder / SOCKET_FILE}")
-        self._loop.add_reader(self._socket.get(zmq.FD), self._read)
+        self._descriptor = int(self._socket.getsockopt(zmq.FD))
+        self._loop.add_reader(self._descriptor, self._read)
         self._process = subprocess.Popen(
             [*command, str(self._folder)], stdin=subprocess.PIPE, start_new_session=True, env=_environment()
         )
@@ -92,7 +93,7 @@ class Incarnation:
         """Frees the socket and the folder; kills a process that still runs."""
         self.kill()
         if not self._socket.closed:
-            self._loop.remove_reader(self._socket.get(zmq.FD))
+            self._loop.remove_reader(self._descriptor)
             self._socket.close(linger=0)
             self._context.term()
         if self._process.stdin is not None:
@@ -100,7 +101,7 @@ class Incarnation:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _read(self) -> None:
-        while not self._socket.closed and self._socket.get(zmq.EVENTS) & zmq.POLLIN:
+        while not self._socket.closed and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self._on_message(decode_from_engine(self._socket.recv(zmq.NOBLOCK)))
 
     def _signal(self, number: signal.Signals) -> None:

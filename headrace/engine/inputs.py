@@ -6,7 +6,7 @@ import random
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 import msgspec
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 class TokensPrompt(TypedDict):
     prompt_token_ids: list[int]
+    prompt: NotRequired[str]
+    """The text that the tokens were made of, to be told with the output."""
 
 
 class TextPrompt(TypedDict):

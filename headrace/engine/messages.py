@@ -15,38 +15,34 @@ from headrace.outputs import OutputDelta
 ControlName = Literal["reset_prefix_cache", "check_integrity", "drain"]
 
 
-class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    pass
-
-
 # To the engine
 
 
-class Start(_Message):
+class Start(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The first message: build the engine."""
 
     args: EngineArgs
     log_level: int
 
 
-class AddRequest(_Message):
+class AddRequest(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Answered with Accepted or Rejected, before any of its deltas."""
 
     request: Request
 
 
-class Abort(_Message):
+class Abort(msgspec.Struct, frozen=True, array_like=True, tag=True):
     request_ids: list[str]
 
 
-class Control(_Message):
+class Control(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Answered with ControlReply. ``drain`` is answered once no work is left."""
 
     call: int
     name: ControlName
 
 
-class Shutdown(_Message):
+class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Stop at once, without an answer."""
 
 
@@ -56,22 +52,22 @@ ToEngine = Start | AddRequest | Abort | Control | Shutdown
 # From the engine
 
 
-class Starting(_Message):
+class Starting(msgspec.Struct, frozen=True, array_like=True, tag=True):
     progress: Progress
 
 
-class Ready(_Message):
+class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The engine has run a first step and takes requests."""
 
     info: EngineInfo
     stats: EngineStats
 
 
-class Accepted(_Message):
+class Accepted(msgspec.Struct, frozen=True, array_like=True, tag=True):
     request_id: str
 
 
-class Rejected(_Message):
+class Rejected(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The request was refused; the other fields rebuild the RequestError."""
 
     request_id: str
@@ -80,20 +76,20 @@ class Rejected(_Message):
     param: str | None
 
 
-class Step(_Message):
+class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """After every step, and after aborts; also when no sequence gained anything."""
 
     deltas: list[OutputDelta]
     stats: EngineStats
 
 
-class ControlReply(_Message):
+class ControlReply(msgspec.Struct, frozen=True, array_like=True, tag=True):
     call: int
     value: bool = True
     error: str | None = None
 
 
-class Fatal(_Message):
+class Fatal(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The last message of an engine that cannot go on."""
 
     kind: Literal["config", "engine"]
@@ -106,8 +102,8 @@ class Fatal(_Message):
 FromEngine = Starting | Ready | Accepted | Rejected | Step | ControlReply | Fatal
 
 _encoder = msgspec.msgpack.Encoder()
-_to_engine = msgspec.msgpack.Decoder(ToEngine)
-_from_engine = msgspec.msgpack.Decoder(FromEngine)
+_to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+_from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
 
 
 def encode(message: ToEngine | FromEngine) -> bytes:

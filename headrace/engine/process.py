@@ -17,6 +17,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import zmq
 
@@ -74,7 +75,7 @@ class Channel:
 
     def waiting(self) -> bool:
         """Whether a message can be received at once."""
-        return bool(self._socket.get(zmq.EVENTS) & zmq.POLLIN)
+        return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
     def close(self) -> None:
         self._socket.close(linger=_LINGER_MS)
@@ -128,7 +129,7 @@ class EngineLoop:
         try:
             self._core.add(request)
         except RequestError as error:
-            kind = "queue_full" if isinstance(error, QueueFullError) else "request"
+            kind: Literal["queue_full", "request"] = "queue_full" if isinstance(error, QueueFullError) else "request"
             self._channel.send(Rejected(request.request_id, kind, error.message, error.param))
             return
         logger.debug("request %s: %d prompt tokens", request.request_id, len(request.prompt_token_ids))

@@ -7,8 +7,9 @@ from collections import deque
 from collections.abc import Callable
 from types import TracebackType
 
+from headrace.core.request import Request
 from headrace.errors import EngineDeadError, RequestError
-from headrace.outputs import OutputDelta
+from headrace.outputs import CompletionOutput, OutputDelta, RequestOutput
 
 
 class Inbox:
@@ -107,3 +108,13 @@ class OutputStream:
 
     def __del__(self) -> None:
         self._leave()
+
+
+def new_output(request: Request) -> RequestOutput:
+    """The output of a request of which nothing is known yet."""
+    return RequestOutput(
+        request_id=request.request_id,
+        prompt=request.prompt,
+        prompt_token_ids=request.prompt_token_ids,
+        outputs=[CompletionOutput(index=index) for index in range(request.sampling.n)],
+    )

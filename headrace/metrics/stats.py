@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 
@@ -32,3 +34,14 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def kv_usage(self) -> float:
         return self.kv_blocks_used / self.kv_blocks_total if self.kv_blocks_total else 0.0
+
+    def since(self, before: EngineStats) -> EngineStats:
+        """The same gauges, and counters that start at ``before``."""
+        counters: dict[str, Any] = {name: getattr(self, name) - getattr(before, name) for name in _COUNTERS}
+        finished = {reason: count - before.finished.get(reason, 0) for reason, count in self.finished.items()}
+        counters["finished"] = {reason: count for reason, count in finished.items() if count}
+        return msgspec.structs.replace(self, **counters)
+
+
+_GAUGES = frozenset({"num_running", "num_waiting", "kv_blocks_used", "kv_blocks_total"})
+_COUNTERS = tuple(name for name in EngineStats.__struct_fields__ if name not in _GAUGES and name != "finished")

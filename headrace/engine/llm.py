@@ -1,0 +1,269 @@
+"""LLM: the engine in this process, for offline use."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType, TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+from headrace.config import EngineArgs
+from headrace.core.request import Request
+from headrace.engine.info import EngineInfo, Progress
+from headrace.engine.inputs import InputProcessor, Prompt
+from headrace.engine.loader import Engine, load_engine
+from headrace.engine.streams import new_output
+from headrace.errors import EngineError, QueueFullError, RequestError
+from headrace.metrics.stats import EngineStats
+from headrace.outputs import OutputDelta, RequestOutput
+from headrace.sampling_params import SamplingParams
+from headrace.text.tokenizer import Tokenizer, load_tokenizer
+
+Messages = list[dict[str, Any]]
+
+
+class LLM:
+    """A model and its engine. Keywords are the fields of ``EngineArgs``.
+
+    ::
+
+        llm = LLM(model="Qwen/Qwen3-0.6B", max_model_len=4096)
+        for output in llm.generate(["Once upon a time", "The mill"], SamplingParams(max_tokens=20)):
+            print(output.outputs[0].text)
+
+    Not thread-safe.
+
+    Raises:
+        TypeError: a keyword is no field of EngineArgs.
+        ConfigError: the arguments cannot work with this model on this machine.
+    """
+
+    def __init__(
+        self, model: str | None = None, *, on_progress: Callable[[Progress], None] | None = None, **engine_args: Any
+    ) -> None:
+        unknown = sorted(engine_args.keys() - {field.name for field in dataclasses.fields(EngineArgs)})
+        if unknown:
+            raise TypeError(f"LLM got arguments that are not engine arguments: {', '.join(unknown)}")
+        self.args = EngineArgs(model=model, **engine_args)
+        self._loaded: Engine | None = load_engine(self.args, on_progress)
+        self._ids = itertools.count()
+        self._templated: dict[str, Tokenizer] = {}
+        self._unusable: str | None = None
+        """Why nothing can be generated any more."""
+
+    # Generation
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Generates for one prompt or many, all batched together; results are in the order of the prompts.
+
+        Args:
+            prompts: strings, or ``{"prompt_token_ids": [...]}``.
+            sampling_params: for all prompts, or one each; None: the model's own defaults.
+            progress: show a bar on standard error.
+
+        Raises:
+            RequestError: a prompt or its parameters cannot be served; then none was run.
+            EngineError: the engine failed, and cannot be used any more.
+        """
+        several = [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
+        each = self._params(sampling_params, len(several))
+        requests = [
+            self.inputs.request(prompt, params, request_id=f"llm-{next(self._ids)}")
+            for prompt, params in zip(several, each, strict=True)
+        ]
+        return self._run(requests, progress)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        chat_template: str | None = None,
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Generates the next message of one conversation or many.
+
+        Args:
+            messages: ``[{"role": ..., "content": ...}, ...]``, or a list of such conversations.
+            chat_template: a template, or the path of one, in place of the model's.
+            chat_template_kwargs: further variables for the template.
+
+        Raises: as ``generate``.
+        """
+        tokenizer = self._chat_tokenizer(chat_template)
+        single = bool(messages) and isinstance(messages[0], dict)
+        conversations: Any = [messages] if single else messages
+        prompts: list[Prompt] = []
+        for conversation in conversations:
+            text = tokenizer.render_chat(
+                conversation,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **(chat_template_kwargs or {}),
+            )
+            # Templates write bos and eos themselves.
+            tokens = tokenizer.encode(text, add_special_tokens=False, param="messages")
+            prompts.append({"prompt": text, "prompt_token_ids": tokens})
+        return self.generate(prompts, sampling_params, progress=progress)
+
+    def default_sampling_params(self) -> SamplingParams:
+        """The model's own, of its ``generation_config.json``."""
+        return self.inputs.default_sampling
+
+    # Facts and care
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._engine.info
+
+    @property
+    def stats(self) -> EngineStats:
+        return self._engine.core.stats()
+
+    @property
+    def inputs(self) -> InputProcessor:
+        return self._engine.inputs
+
+    def get_tokenizer(self) -> Tokenizer:
+        """Raises: RequestError with ``skip_tokenizer_init``."""
+        if self._engine.tokenizer is None:
+            raise RequestError("this engine has no tokenizer (skip_tokenizer_init)", "skip_tokenizer_init")
+        return self._engine.tokenizer
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prefixes. False if there is no prefix cache."""
+        return self._engine.core.scheduler.reset_prefix_cache()
+
+    def check_integrity(self) -> None:
+        """Raises: EngineError: the block pool's books do not add up."""
+        self._engine.core.scheduler.check_integrity()
+
+    def close(self) -> None:
+        """Frees the model and the cache. The LLM cannot be used any more."""
+        if self._loaded is not None:
+            self._loaded.core.close()
+            self._loaded, self._unusable = None, "the engine was closed"
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    # Parts
+
+    @property
+    def _engine(self) -> Engine:
+        if self._loaded is None:
+            raise EngineError("the engine was closed")
+        return self._loaded
+
+    def _params(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
+        if given is None or isinstance(given, SamplingParams):
+            return [given if given is not None else self.inputs.default_sampling] * count
+        if len(given) != count:
+            raise RequestError(f"there are {len(given)} sampling_params for {count} prompts", "sampling_params")
+        return given
+
+    def _chat_tokenizer(self, chat_template: str | None) -> Tokenizer:
+        own = self.get_tokenizer()
+        if chat_template is None:
+            return own
+        if chat_template not in self._templated:
+            self._templated[chat_template] = load_tokenizer(self._engine.files, self.args.tokenizer, chat_template)
+        return self._templated[chat_template]
+
+    def _run(self, requests: list[Request], progress: bool) -> list[RequestOutput]:
+        if self._unusable is not None:
+            raise EngineError(self._unusable)
+        outputs = {request.request_id: new_output(request) for request in requests}
+        try:
+            with _bar(len(requests), progress) as show, _deferred_interrupt() as interrupted:
+                for delta in self._deltas(requests, interrupted):
+                    output = outputs[delta.request_id]
+                    output.add(delta)
+                    show(output, delta)
+        except (KeyboardInterrupt, RequestError):
+            for request in requests:
+                self._engine.core.abort(request.request_id)
+            raise
+        except Exception as error:
+            self._unusable = f"the engine failed: {type(error).__name__}: {error}"
+            raise EngineError(self._unusable) from error
+        return list(outputs.values())
+
+    def _deltas(self, requests: list[Request], interrupted: threading.Event) -> Iterator[OutputDelta]:
+        """Runs the engine until every request has ended; hands it no more requests than its queue takes."""
+        core, waiting = self._engine.core, iter(requests)
+        held = next(waiting, None)
+        while held is not None or core.has_work():
+            if interrupted.is_set():
+                raise KeyboardInterrupt
+            while held is not None:
+                try:
+                    core.add(held)
+                except QueueFullError:
+                    break
+                held = next(waiting, None)
+            yield from core.step()
+
+
+@contextlib.contextmanager
+def _deferred_interrupt() -> Iterator[threading.Event]:
+    """Ctrl-C sets the event, to be looked at between steps: cut short anywhere else, a step would leave the books open.
+
+    A second Ctrl-C interrupts at once.
+    """
+    interrupted = threading.Event()
+    replaceable = threading.current_thread() is threading.main_thread()
+    if not replaceable or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield interrupted
+        return
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if interrupted.is_set():
+            raise KeyboardInterrupt
+        interrupted.set()
+
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield interrupted
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextlib.contextmanager
+def _bar(total: int, shown: bool) -> Iterator[Callable[[RequestOutput, OutputDelta], None]]:
+    """Counts finished prompts and generated tokens on standard error."""
+    if not shown:
+        yield lambda output, delta: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Bar(*columns, console=Console(stderr=True)) as bar:
+        task, tokens = bar.add_task("prompts", total=total), 0
+
+        def show(output: RequestOutput, delta: OutputDelta) -> None:
+            nonlocal tokens
+            tokens += len(delta.token_ids)
+            bar.update(task, advance=int(output.finished and delta.finish_reason is not None), description=f"{tokens:,} tokens")
+
+        yield show

@@ -41,7 +41,7 @@ def render(info: EngineInfo, *, environment: bool = False) -> RenderableType:
 
 
 def as_json(info: EngineInfo) -> str:
-    return json.dumps(msgspec.to_builtins(_named(info)), indent=2, ensure_ascii=False)
+    return json.dumps(_named(info), indent=2, ensure_ascii=False)
 
 
 def _named(info: EngineInfo) -> dict[str, Any]:

@@ -31,6 +31,9 @@ CONFIG = {
 }
 
 
+DUMMY = ["--load-format", "dummy", "--dtype", "float32", "--num-kv-blocks", "40"]
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> str:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))

@@ -8,7 +8,10 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from headrace.cache.layer import LayerCache
 from headrace.spec import AttentionSpec, Mode
+
+__all__ = ["AttentionBackend", "LayerCache", "StepMetadata"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,31 +42,6 @@ class StepMetadata:
     @property
     def num_tokens(self) -> int:
         return int(self.query_start_host[-1])
-
-
-@dataclasses.dataclass(frozen=True)
-class LayerCache:
-    """One layer's paged KV: ``rows[block, offset, kv_head]`` is K then V of one token and head, side by side."""
-
-    spec: AttentionSpec
-    group: int
-    """Index of the layer's cache group."""
-    rows: torch.Tensor
-    """``[num_blocks, block_size, num_kv_heads, head_dim + v_head_dim]``"""
-
-    @property
-    def keys(self) -> torch.Tensor:
-        """``[num_blocks, block_size, num_kv_heads, head_dim]``, a view."""
-        return self.rows[..., : self.spec.head_dim]
-
-    @property
-    def values(self) -> torch.Tensor:
-        """``[num_blocks, block_size, num_kv_heads, v_head_dim]``, a view."""
-        return self.rows[..., self.spec.head_dim :]
-
-    @property
-    def block_size(self) -> int:
-        return self.rows.shape[1]
 
 
 class AttentionBackend(Protocol):

@@ -1,1 +1,1 @@
-"""The KV cache's tensors."""
+"""KV tensors: one a layer, exactly as large as its heads and widths need."""

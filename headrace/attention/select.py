@@ -1,0 +1,83 @@
+"""Which backend runs a layer, and why. Backends register here and nowhere else."""
+
+from __future__ import annotations
+
+from headrace.attention.backend import AttentionBackend
+from headrace.attention.reference import ReferenceAttention
+from headrace.attention.torch_cpu import TorchAttention
+from headrace.errors import ConfigError
+from headrace.spec import AttentionSpec
+
+_BACKENDS: dict[str, type[AttentionBackend]] = {}
+"""By name, the most preferred first: ``auto`` takes the first that supports the layer."""
+
+
+def register(backend: type[AttentionBackend], before: str | None = None) -> None:
+    """Adds a backend: the least preferred one, or the one preferred to ``before``.
+
+    Raises:
+        ValueError: the name is taken, or there is no backend ``before``.
+    """
+    if backend.name in _BACKENDS:
+        raise ValueError(f"an attention backend named {backend.name} is registered already")
+    order = list(_BACKENDS.items())
+    place = len(order) if before is None else [name for name, _ in order].index(before)
+    order.insert(place, (backend.name, backend))
+    _BACKENDS.clear()
+    _BACKENDS.update(order)
+
+
+def names() -> list[str]:
+    """Every registered backend, the most preferred first."""
+    return list(_BACKENDS)
+
+
+def refusals(spec: AttentionSpec, device: str, dtype: str) -> dict[str, list[str]]:
+    """Per backend, why it cannot run the layer; an empty list: it can."""
+    return {name: backend.supports(spec, device, dtype) for name, backend in _BACKENDS.items()}
+
+
+def choose(spec: AttentionSpec, device: str, dtype: str, requested: str = "auto") -> tuple[str, str]:
+    """The backend for a layer.
+
+    Args:
+        requested: a backend's name, or ``auto``.
+
+    Returns:
+        Its name, and why it was chosen.
+
+    Raises:
+        ConfigError: there is no such backend, or none that can run the layer; says why each cannot.
+    """
+    if requested != "auto":
+        reasons = _backend(requested).supports(spec, device, dtype)
+        if reasons:
+            raise ConfigError(
+                f"layer {spec.layer}: attention backend {requested} cannot run it: {'; '.join(reasons)}", "attention_backend"
+            )
+        return requested, "asked for"
+    passed: list[str] = []
+    for name, reasons in refusals(spec, device, dtype).items():
+        if not reasons:
+            return name, f"not {', not '.join(passed)}" if passed else f"the fastest that runs on {device}"
+        passed.append(f"{name} ({'; '.join(reasons)})")
+    raise ConfigError(f"layer {spec.layer}: no attention backend can run it: {', '.join(passed)}", "attention_backend")
+
+
+def create(name: str) -> AttentionBackend:
+    """A new instance. One serves all layers that chose it.
+
+    Raises:
+        ConfigError: there is no such backend.
+    """
+    return _backend(name)()
+
+
+def _backend(name: str) -> type[AttentionBackend]:
+    if name not in _BACKENDS:
+        raise ConfigError(f"there is no attention backend {name!r}; there are: {', '.join(_BACKENDS)}", "attention_backend")
+    return _BACKENDS[name]
+
+
+register(TorchAttention)
+register(ReferenceAttention)

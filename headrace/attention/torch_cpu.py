@@ -1,0 +1,330 @@
+"""Attention on the CPU with PyTorch's own kernels: batched over sequences, paged, of any geometry."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from headrace.attention.backend import LayerCache, StepMetadata
+from headrace.attention.masks import Staircases
+from headrace.spec import AttentionSpec, Mode
+
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
+_PART_BYTES = 2 << 20
+"""KV gathered at a time for rows with one query: small enough to be still in the core's cache when it is attended to."""
+_PART_WASTE = 512
+"""Padded key positions in a part, beyond which another part costs less."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """Rows with one query token each, attended together, padded to the longest of them."""
+
+    tokens: slice | torch.Tensor
+    """Where the R tokens stand in the packed batch."""
+    blocks: torch.Tensor
+    """``[R * B]``: the blocks that hold what each row may see."""
+    num_rows: int
+    length: int
+    """Keys taken of each row's blocks, at most ``B * block_size``."""
+    mask: torch.Tensor | None
+    """``[R, 1, 1, length]``, 0 or -inf; None: every row sees all."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Piece:
+    """Consecutive queries of one row, and the keys that any of them sees."""
+
+    queries: slice
+    """In the packed batch."""
+    keys: slice
+    """In what was gathered for the row."""
+    mask: torch.Tensor | None
+    """``[n, keys]``, 0 or -inf; None: causal, query i sees keys 0 to i."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Row:
+    """A row with several query tokens."""
+
+    blocks: torch.Tensor
+    """``[B]``: the blocks that hold what any of its queries may see."""
+    pieces: list[_Piece]
+
+
+class TorchAttention:
+    """Rows with one query are gathered in cache-sized groups and attended together, the others one by one.
+
+    Plain layers go through ``scaled_dot_product_attention``; the query heads that share a KV head are its query positions,
+    so that keys are never repeated. Soft caps and sinks take a matrix product of their own.
+    """
+
+    name = "torch"
+    needs_exact_lengths = True
+
+    def __init__(self) -> None:
+        self._step: StepMetadata | None = None
+        self._layouts: dict[object, tuple[list[_Part], list[_Row]]] = {}
+        self._staircases = Staircases()
+        self._workspace = torch.empty(0, dtype=torch.uint8)
+
+    @staticmethod
+    def supports(spec: AttentionSpec, device: str, dtype: str, mode: Mode = "dense") -> list[str]:
+        reasons = []
+        if not device.startswith("cpu"):
+            reasons.append(f"it is made for the CPU, not for {device}")
+        if dtype not in _DTYPES:
+            reasons.append(f"it computes in {', '.join(_DTYPES)}, not in {dtype}")
+        if mode != "dense":
+            reasons.append(f"it attends densely only, not {mode}")
+        return reasons
+
+    def plan(self, step: StepMetadata) -> None:
+        self._step = step
+        self._layouts.clear()
+
+    def run(self, q: torch.Tensor, cache: LayerCache, sinks: torch.Tensor | None = None) -> torch.Tensor:
+        if self._step is None:
+            raise RuntimeError("plan() comes before run()")
+        spec, step = cache.spec, self._step
+        parts, rows = self._layout(cache, q.dtype)
+        out = q.new_empty(len(q), spec.num_kv_heads, spec.group_size, spec.v_head_dim)
+        if len(q) > step.num_tokens:
+            out[step.num_tokens :] = 0
+        for part in parts:
+            kv = self._gather(cache, part.blocks).unflatten(0, (part.num_rows, -1))[:, : part.length]
+            out[part.tokens] = _attend_single(q[part.tokens], kv, part.mask, spec, sinks)
+        for row in rows:
+            kv = self._gather(cache, row.blocks)
+            for piece in row.pieces:
+                out[piece.queries] = _attend_piece(q[piece.queries], kv[piece.keys], piece.mask, spec, sinks)
+        return out.flatten(1)
+
+    def _gather(self, cache: LayerCache, blocks: torch.Tensor) -> torch.Tensor:
+        """``[len(blocks) * block_size, num_kv_heads, head_dim + v_head_dim]``, valid until the next call."""
+        num_blocks, block_size, heads, width = cache.rows.shape
+        shape = (len(blocks), block_size * heads * width)
+        size = math.prod(shape) * cache.rows.itemsize
+        if size > len(self._workspace):
+            self._workspace = torch.empty(size, dtype=torch.uint8, device=cache.rows.device)
+        rows = self._workspace[:size].view(cache.rows.dtype).view(shape)
+        torch.index_select(cache.rows.view(num_blocks, -1), 0, blocks, out=rows)
+        return rows.view(-1, heads, width)
+
+    def _layout(self, cache: LayerCache, dtype: torch.dtype) -> tuple[list[_Part], list[_Row]]:
+        """How to go about the step's rows; the same for all layers of this geometry, so made once a step."""
+        spec = cache.spec
+        token_bytes = spec.num_kv_heads * cache.rows.shape[-1] * cache.rows.itemsize
+        key = (cache.group, cache.block_size, spec.window, token_bytes, dtype)
+        layout = self._layouts.get(key)
+        if layout is None:
+            planner = _Planner(self._require_step(), cache, dtype, self._staircases)
+            layout = planner.parts(max(1, _PART_BYTES // token_bytes)), planner.rows()
+            self._layouts[key] = layout
+        return layout
+
+    def _require_step(self) -> StepMetadata:
+        if self._step is None:
+            raise RuntimeError("plan() comes before run()")
+        return self._step
+
+
+class _Planner:
+    """Lays out one step for the layers of one geometry."""
+
+    def __init__(self, step: StepMetadata, cache: LayerCache, dtype: torch.dtype, staircases: Staircases) -> None:
+        self._table = step.block_tables[cache.group]
+        self._block_size = cache.block_size
+        self._window = cache.spec.window
+        self._dtype = dtype
+        self._device = cache.rows.device
+        self._staircases = staircases
+        self._starts = step.query_start_host[:-1].astype(np.int64)
+        self._counts = np.diff(step.query_start_host).astype(np.int64)
+        # A padding row has no tokens in the cache: it attends to the null block, and nobody reads the result.
+        self._lengths = np.maximum(step.seq_lens_host.astype(np.int64), self._counts)
+
+    def _first_seen(self, positions: np.ndarray) -> np.ndarray:
+        """The first key position that a query at each position sees."""
+        if self._window is None:
+            return np.zeros_like(positions)
+        return np.maximum(positions + 1 - self._window, 0)
+
+    def parts(self, budget: int) -> list[_Part]:
+        """The rows with one query, in groups of at most ``budget`` padded keys (or a single row)."""
+        (rows,) = np.nonzero(self._counts == 1)
+        if not len(rows):
+            return []
+        lengths = self._lengths[rows]
+        first = self._first_seen(lengths - 1)
+        skipped = first // self._block_size
+        spans = lengths - skipped * self._block_size
+        return [
+            self._part(rows[group], first[group], skipped[group], lengths[group])
+            for group in partition(spans.tolist(), budget, _PART_WASTE)
+        ]
+
+    def _part(self, rows: np.ndarray, first: np.ndarray, skipped: np.ndarray, lengths: np.ndarray) -> _Part:
+        spans = lengths - skipped * self._block_size
+        length = int(spans.max())
+        columns = skipped[:, None] + np.arange(-(-length // self._block_size))
+        columns = np.minimum(columns, self._table.shape[1] - 1)
+        blocks = self._table[self._tensor(rows)[:, None], self._tensor(columns)]
+        mask = None
+        if (spans != length).any() or (first != skipped * self._block_size).any():
+            keys = np.arange(length)
+            hidden = (keys >= spans[:, None]) | (keys < (first - skipped * self._block_size)[:, None])
+            mask = torch.zeros(len(rows), 1, 1, length, dtype=self._dtype, device=self._device)
+            mask.masked_fill_(self._tensor(hidden)[:, None, None], -torch.inf)
+        return _Part(self._tokens(self._starts[rows]), blocks.flatten(), len(rows), length, mask)
+
+    def _tokens(self, tokens: np.ndarray) -> slice | torch.Tensor:
+        start = int(tokens[0])
+        if np.array_equal(tokens, np.arange(start, start + len(tokens))):
+            return slice(start, start + len(tokens))
+        return self._tensor(tokens)
+
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+
+    def rows(self) -> list[_Row]:
+        """The rows with several queries."""
+        return [self._row(int(row)) for row in np.nonzero(self._counts > 1)[0]]
+
+    def _row(self, row: int) -> _Row:
+        start, count, length = int(self._starts[row]), int(self._counts[row]), int(self._lengths[row])
+        prefix = length - count
+        first_block = int(self._first_seen(np.array(prefix))) // self._block_size
+        base = first_block * self._block_size
+        blocks = self._table[row, first_block : -(-length // self._block_size)]
+        if prefix == 0 and (self._window is None or count <= self._window):
+            whole = _Piece(slice(start, start + count), slice(0, count), None)
+            return _Row(blocks, [whole])
+        pieces = []
+        step = self._staircases.num_queries(min(length, self._window or length))
+        for done in range(0, count, step):
+            queries = min(step, count - done)
+            position = prefix + done
+            first = int(self._first_seen(np.array(position)))
+            end = position + queries
+            mask = self._staircases.mask(queries, end - first, self._window, self._dtype, self._device)
+            pieces.append(_Piece(slice(start + done, start + done + queries), slice(first - base, end - base), mask))
+        return _Row(blocks, pieces)
+
+
+def partition(sizes: Sequence[int], budget: int, waste: int) -> list[list[int]]:
+    """Groups items that will be padded to the largest of their group.
+
+    A group holds at most ``budget`` when padded (or one item), and at most ``waste`` of it is padding. One pass from
+    large to small; equal sizes keep their order, and a single group keeps it too.
+
+    Returns:
+        Indices of ``sizes``, each once.
+    """
+    groups: list[list[int]] = []
+    widest = wasted = 0
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        wasted += widest - sizes[index]
+        if groups and (len(groups[-1]) + 1) * widest <= budget and wasted <= waste:
+            groups[-1].append(index)
+            continue
+        groups.append([index])
+        widest, wasted = sizes[index], 0
+    return [sorted(group) for group in groups]
+
+
+def _plain(spec: AttentionSpec, sinks: torch.Tensor | None) -> bool:
+    return spec.soft_cap is None and sinks is None
+
+
+def _widen(q: torch.Tensor, kv: torch.Tensor, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, keys and values of one width, as PyTorch's fused kernel wants them.
+
+    Where K and V differ in width, whole rows serve as both: zeros in q leave V out of the logits, and the leading columns
+    of the result, which are K's, are for the caller to drop.
+    """
+    if spec.head_dim == spec.v_head_dim:
+        return q, kv[..., : spec.head_dim], kv[..., spec.head_dim :]
+    return pad(q, (0, spec.v_head_dim)), kv, kv
+
+
+def _attend_single(
+    q: torch.Tensor, kv: torch.Tensor, mask: torch.Tensor | None, spec: AttentionSpec, sinks: torch.Tensor | None
+) -> torch.Tensor:
+    """One query a row.
+
+    Args:
+        q: ``[R, num_heads, head_dim]``
+        kv: ``[R, length, num_kv_heads, head_dim + v_head_dim]``
+        mask: ``[R, 1, 1, length]``
+
+    Returns:
+        ``[R, num_kv_heads, group_size, v_head_dim]``
+    """
+    q = q.unflatten(1, (spec.num_kv_heads, spec.group_size))
+    kv = kv.transpose(1, 2)
+    if not _plain(spec, sinks):
+        wide_mask = None if mask is None else mask.unsqueeze(3)
+        return _attend_in_full(q.unsqueeze(3), kv, wide_mask, spec, sinks).squeeze(3)
+    q, keys, values = _widen(q, kv, spec)
+    out = scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=spec.scale)
+    return out[..., -spec.v_head_dim :]
+
+
+def _attend_piece(
+    q: torch.Tensor, kv: torch.Tensor, mask: torch.Tensor | None, spec: AttentionSpec, sinks: torch.Tensor | None
+) -> torch.Tensor:
+    """Consecutive queries of one row.
+
+    Args:
+        q: ``[n, num_heads, head_dim]``
+        kv: ``[length, num_kv_heads, head_dim + v_head_dim]``
+        mask: ``[n, length]``; None: causal.
+
+    Returns:
+        ``[n, num_kv_heads, group_size, v_head_dim]``
+    """
+    kv = kv.transpose(0, 1).unsqueeze(0)
+    if not _plain(spec, sinks):
+        if mask is None:
+            mask = torch.full((len(q), kv.shape[2]), -torch.inf, dtype=q.dtype, device=q.device).triu_(1)
+        grouped = q.unflatten(1, (spec.num_kv_heads, spec.group_size)).permute(1, 2, 0, 3).unsqueeze(0)
+        return _attend_in_full(grouped, kv, mask, spec, sinks)[0].permute(2, 0, 1, 3)
+    q, keys, values = _widen(q.transpose(0, 1).unsqueeze(0), kv, spec)
+    out = scaled_dot_product_attention(
+        q, keys, values, attn_mask=mask, is_causal=mask is None, scale=spec.scale, enable_gqa=True
+    )
+    return out[0, ..., -spec.v_head_dim :].transpose(0, 1).unflatten(1, (spec.num_kv_heads, spec.group_size))
+
+
+def _attend_in_full(
+    q: torch.Tensor, kv: torch.Tensor, mask: torch.Tensor | None, spec: AttentionSpec, sinks: torch.Tensor | None
+) -> torch.Tensor:
+    """The formula with all logits at hand, in float32 at least: for soft caps and sinks.
+
+    Args:
+        q: ``[R, num_kv_heads, group_size, n, head_dim]``
+        kv: ``[R, num_kv_heads, length, head_dim + v_head_dim]``
+        mask: expands to ``[R, num_kv_heads, group_size, n, length]``.
+
+    Returns:
+        ``[R, num_kv_heads, group_size, n, v_head_dim]`` in q's dtype.
+    """
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    keys, values = kv.to(dtype).split((spec.head_dim, spec.v_head_dim), dim=-1)
+    logits = (q.to(dtype).flatten(2, 3) @ keys.transpose(-1, -2)).unflatten(2, q.shape[2:4]).mul_(spec.scale)
+    if spec.soft_cap is not None:
+        logits = logits.div_(spec.soft_cap).tanh_().mul_(spec.soft_cap)
+    if mask is not None:
+        logits += mask
+    length = logits.shape[-1]
+    if sinks is not None:
+        sink = sinks.to(dtype).view(spec.num_kv_heads, spec.group_size, 1, 1).expand(*logits.shape[:-1], 1)
+        logits = torch.cat((logits, sink), dim=-1)
+    shares = logits.softmax(dim=-1)[..., :length]
+    return (shares.flatten(2, 3) @ values).unflatten(2, q.shape[2:4]).to(q.dtype)

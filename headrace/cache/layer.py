@@ -1,0 +1,34 @@
+"""LayerCache: one layer's paged keys and values."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from headrace.spec import AttentionSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerCache:
+    """One layer's paged KV: ``rows[block, offset, kv_head]`` is K then V of one token and head, side by side."""
+
+    spec: AttentionSpec
+    group: int
+    """Index of the layer's cache group."""
+    rows: torch.Tensor
+    """``[num_blocks, block_size, num_kv_heads, head_dim + v_head_dim]``"""
+
+    @property
+    def keys(self) -> torch.Tensor:
+        """``[num_blocks, block_size, num_kv_heads, head_dim]``, a view."""
+        return self.rows[..., : self.spec.head_dim]
+
+    @property
+    def values(self) -> torch.Tensor:
+        """``[num_blocks, block_size, num_kv_heads, v_head_dim]``, a view."""
+        return self.rows[..., self.spec.head_dim :]
+
+    @property
+    def block_size(self) -> int:
+        return self.rows.shape[1]

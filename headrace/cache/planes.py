@@ -1,0 +1,107 @@
+"""Allocating the KV cache and writing to it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from headrace.cache.layer import LayerCache
+from headrace.config import CacheConfig
+from headrace.errors import ConfigError
+from headrace.spec import AttentionSpec, ModelSpec
+from headrace.spec.kv import DTYPE_BYTES
+
+
+@dataclasses.dataclass(frozen=True)
+class WriteTarget:
+    """Where one step's KV goes in the layers of one cache group. Made once a step, used by every layer."""
+
+    slots: torch.Tensor
+    """``[W]`` int64, none negative: ``block * block_size + offset``."""
+    tokens: torch.Tensor | None
+    """``[W]`` int64: the token of the batch that goes to each slot; None: all of them, in order."""
+
+
+def cache_bytes(config: CacheConfig) -> int:
+    """Bytes that ``allocate`` takes: the sum over groups, layers and planes, and nothing more."""
+    return sum(
+        blocks * config.block_size * group.bytes_per_token
+        for blocks, group in zip(config.num_blocks, config.groups, strict=True)
+    )
+
+
+def allocate(config: CacheConfig, model: ModelSpec, device: str | torch.device, dtype: str | torch.dtype) -> list[LayerCache]:
+    """One zeroed tensor a layer; a layer that reads another's KV shares that one's tensor.
+
+    Zeros, because a masked position still meets the softmax's zero in a product, and zero times garbage may be NaN.
+
+    Raises:
+        ConfigError: dtype is not the one the config accounts for, or a layer reads KV that it cannot.
+    """
+    name = str(dtype).removeprefix("torch.")
+    if name != config.dtype or name not in DTYPE_BYTES:
+        raise ConfigError(f"the KV cache was sized for {config.dtype}, not for {name}", "dtype")
+    group_of = {layer: group.index for group in config.groups for layer in group.layers}
+    caches: list[LayerCache] = []
+    for spec in model.layers:
+        if spec.kv_source is not None:
+            source = _kv_source(spec, model)
+            caches.append(LayerCache(spec, caches[source].group, caches[source].rows))
+            continue
+        group = group_of[spec.layer]
+        shape = (config.num_blocks[group], config.block_size, spec.num_kv_heads, spec.head_dim + spec.v_head_dim)
+        caches.append(LayerCache(spec, group, torch.zeros(shape, dtype=getattr(torch, name), device=device)))
+    return caches
+
+
+def _kv_source(spec: AttentionSpec, model: ModelSpec) -> int:
+    """The layer whose KV ``spec`` reads, after checking that it can."""
+    where = f"layer {spec.layer}: kv_source {spec.kv_source}"
+    if spec.kv_source is None or not 0 <= spec.kv_source < spec.layer:
+        raise ConfigError(f"{where} is not an earlier layer", "kv_source")
+    source = model.layers[spec.kv_source]
+    if source.kv_source is not None:
+        raise ConfigError(f"{where} keeps no KV of its own", "kv_source")
+    for field in ("num_kv_heads", "head_dim", "v_head_dim"):
+        if getattr(source, field) != getattr(spec, field):
+            raise ConfigError(f"{where} has {field} {getattr(source, field)}, not {getattr(spec, field)}", "kv_source")
+    if source.window is not None and (spec.window is None or spec.window > source.window):
+        raise ConfigError(f"{where} keeps a window of {source.window} tokens, which is too few", "kv_source")
+    return spec.kv_source
+
+
+def write_target(slot_mapping: torch.Tensor) -> WriteTarget:
+    """Leaves out the tokens whose slot is negative.
+
+    Args:
+        slot_mapping: ``[T]`` int64.
+    """
+    kept = slot_mapping >= 0
+    if bool(kept.all()):
+        return WriteTarget(slot_mapping, None)
+    tokens = kept.nonzero().squeeze(1)
+    return WriteTarget(slot_mapping[tokens], tokens)
+
+
+def scatter(cache: LayerCache, k: torch.Tensor, v: torch.Tensor, target: WriteTarget) -> None:
+    """Writes the target's tokens.
+
+    Args:
+        k: ``[T, num_kv_heads, head_dim]``
+        v: ``[T, num_kv_heads, v_head_dim]``
+    """
+    rows = cache.rows.view(-1, *cache.rows.shape[2:])
+    kv = torch.cat((k, v), dim=-1)
+    rows.index_copy_(0, target.slots, kv if target.tokens is None else kv[target.tokens])
+
+
+def write(cache: LayerCache, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    """Writes each token's K and V to its slot; slot -1 writes nothing.
+
+    Args:
+        k: ``[T, num_kv_heads, head_dim]``
+        v: ``[T, num_kv_heads, v_head_dim]``
+        slot_mapping: ``[T]`` int64.
+    """
+    scatter(cache, k, v, write_target(slot_mapping))

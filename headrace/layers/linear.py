@@ -1,0 +1,30 @@
+"""Linear: the one matrix product of the engine, so that number formats and adapters are transformations of it."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+
+class Linear(nn.Module):
+    """``y = x W^T + b``, plainly. The parameters are not initialised: weights are loaded into them."""
+
+    def __init__(
+        self, in_features: int, out_features: int, *, bias: bool = False, dtype: torch.dtype, device: str | torch.device
+    ) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = out_features
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype, device=device), requires_grad=False)
+        """``[out_features, in_features]``"""
+        self.bias: nn.Parameter | None = None
+        if bias:
+            self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[..., in_features] -> [..., out_features]``"""
+        return linear(x, self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features} -> {self.out_features}{', bias' if self.bias is not None else ''}"

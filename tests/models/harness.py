@@ -1,0 +1,184 @@
+"""Steps by hand: what a runner would build, for tests that want a model and nothing else of the engine."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from headrace.attention.backend import StepMetadata
+from headrace.attention.context import ForwardContext
+from headrace.attention.select import create
+from headrace.cache.planes import allocate
+from headrace.config import CacheConfig
+from headrace.models.decoder import Decoder
+from headrace.models.registry import build, name_table
+from headrace.spec import AttentionSpec, ModelSpec, RopeSpec, cache_groups
+
+
+def copy_weights(model: Decoder, state: dict[str, torch.Tensor]) -> None:
+    """Fills the model from Hugging Face's tensors through the name table; every parameter, once."""
+    table = name_table(model.spec)
+    parameters = dict(model.named_parameters())
+    missing = set(parameters)
+    for name, tensor in state.items():
+        part = table.part(name)
+        if part is None:
+            assert table.tied(name) or table.ignored(name), name
+            continue
+        part.view(parameters[part.parameter].data).copy_(tensor)
+        missing.discard(part.parameter)
+    assert not missing, missing
+
+
+def random_model(spec: ModelSpec, dtype: str = "float32", seed: int = 0) -> Decoder:
+    model = build(spec, dtype, "cpu")
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight"):
+            parameter.data.copy_(1 + 0.1 * torch.randn(parameter.shape, generator=generator))
+        else:
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.15)
+    return model
+
+
+def model_spec(layers: Sequence[AttentionSpec], **changes: object) -> ModelSpec:
+    values: dict = {
+        "architecture": "Test",
+        "vocab_size": 61,
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "layers": tuple(layers),
+        "rope": RopeSpec(10000.0),
+        "norm_eps": 1e-5,
+        "max_position": 512,
+    }
+    return ModelSpec(**{**values, **changes})
+
+
+@dataclasses.dataclass
+class Seq:
+    tokens: list[int]
+    computed: int = 0
+    tables: list[list[int]] = dataclasses.field(default_factory=list)
+
+
+class Bench:
+    """A model, a paged cache with shuffled blocks, and sequences that advance as told."""
+
+    def __init__(
+        self, model: Decoder, backend: str = "torch", block_size: int = 4, num_blocks: int = 128, seed: int = 0
+    ) -> None:
+        self.model = model
+        dtype = str(model.norm.weight.dtype).removeprefix("torch.")
+        groups = cache_groups(model.spec.layers, dtype)
+        # Groups of different sizes: a table used with the wrong group's tensor would show.
+        sizes = tuple(num_blocks + 3 * group.index for group in groups)
+        config = CacheConfig(block_size=block_size, groups=groups, num_blocks=sizes, enable_prefix_caching=False, dtype=dtype)
+        self.groups, self.block_size = groups, block_size
+        self.caches = allocate(config, model.spec, "cpu", dtype)
+        self.backend = create(backend)
+        shuffle = np.random.default_rng(seed)
+        self.free = [list(1 + shuffle.permutation(size - 1)) for size in sizes]
+
+    def sequence(self, tokens: list[int]) -> Seq:
+        return Seq(list(tokens), 0, [[] for _ in self.groups])
+
+    def step(self, rows: list[tuple[Seq, int]], *, decodes: int = 0, wide: int = 0, padding: int = 0) -> torch.Tensor:
+        """Computes the next ``n`` tokens of each row's sequence.
+
+        Args:
+            wide: columns of zeros at the end of the block tables.
+            padding: rows at the end that belong to nobody: one token, slot -1, length 0.
+
+        Returns:
+            ``[T, vocab]`` logits of the rows' tokens.
+        """
+        ids: list[int] = []
+        positions: list[int] = []
+        for sequence, count in rows:
+            ids += sequence.tokens[sequence.computed : sequence.computed + count]
+            positions += range(sequence.computed, sequence.computed + count)
+        total = len(ids)
+        step = self._metadata(rows, positions, decodes, wide, padding)
+        self.backend.plan(step)
+        ctx = ForwardContext(step, self.caches, [self.backend] * self.model.spec.num_layers)
+        hidden = self.model(torch.tensor(ids + [0] * padding, dtype=torch.int64), step.positions, ctx)
+        for sequence, count in rows:
+            sequence.computed += count
+            self._give_back(sequence)
+        return self.model.logits(hidden[:total])
+
+    def _metadata(
+        self, rows: list[tuple[Seq, int]], positions: list[int], decodes: int, wide: int, padding: int
+    ) -> StepMetadata:
+        for sequence, count in rows:
+            for group, table in enumerate(sequence.tables):
+                while len(table) * self.block_size < sequence.computed + count:
+                    table.append(int(self.free[group].pop()))
+        slots = [
+            [
+                sequence.tables[group][position // self.block_size] * self.block_size + position % self.block_size
+                for sequence, count in rows
+                for position in range(sequence.computed, sequence.computed + count)
+            ]
+            + [-1] * padding
+            for group in range(len(self.groups))
+        ]
+        counts = [count for _, count in rows] + [1] * padding
+        starts = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
+        lengths = np.array([s.computed + count for s, count in rows] + [0] * padding, dtype=np.int32)
+        columns = max(len(s.tables[0]) for s, _ in rows) + wide
+        tables = []
+        for group in range(len(self.groups)):
+            table = torch.zeros(len(rows) + padding, columns, dtype=torch.int32)
+            for row, (sequence, _) in enumerate(rows):
+                table[row, : len(sequence.tables[group])] = torch.tensor(sequence.tables[group], dtype=torch.int32)
+            tables.append(table)
+        return StepMetadata(
+            num_decode_rows=decodes + padding,
+            query_start=torch.from_numpy(starts),
+            seq_lens=torch.from_numpy(lengths),
+            positions=torch.tensor(positions + [0] * padding, dtype=torch.int64),
+            slot_mapping=tuple(torch.tensor(group, dtype=torch.int64) for group in slots),
+            block_tables=tuple(tables),
+            query_start_host=starts,
+            seq_lens_host=lengths,
+        )
+
+    def _give_back(self, sequence: Seq) -> None:
+        """Blocks behind every later token's window go, and are poisoned: whoever still reads them will know."""
+        for group in self.groups:
+            if group.window is None:
+                continue
+            for index in range((sequence.computed - group.window + 1) // self.block_size):
+                block = sequence.tables[group.index][index]
+                if block:
+                    for cache in self.caches:
+                        if cache.group == group.index:
+                            cache.rows[block] = torch.nan
+                    sequence.tables[group.index][index] = 0
+
+    def prefill(self, sequence: Seq, chunk: int | None = None) -> torch.Tensor:
+        """All known tokens, ``chunk`` at a time: ``[len, vocab]``."""
+        parts = []
+        while sequence.computed < len(sequence.tokens):
+            left = len(sequence.tokens) - sequence.computed
+            parts.append(self.step([(sequence, min(chunk or left, left))]))
+        return torch.cat(parts)
+
+    def generate(
+        self, prompts: list[list[int]], steps: int, chunk: int | None = None
+    ) -> tuple[list[list[int]], list[torch.Tensor]]:
+        """Greedy tokens and ``[steps, vocab]`` logits of each prompt; decodes run as one batch."""
+        sequences = [self.sequence(prompt) for prompt in prompts]
+        logits = [[self.prefill(sequence, chunk)[-1]] for sequence in sequences]
+        for _ in range(steps - 1):
+            for sequence, rows in zip(sequences, logits, strict=True):
+                sequence.tokens.append(int(rows[-1].argmax()))
+            out = self.step([(sequence, 1) for sequence in sequences], decodes=len(sequences))
+            for index, rows in enumerate(logits):
+                rows.append(out[index])
+        return [[int(row.argmax()) for row in rows] for rows in logits], [torch.stack(rows) for rows in logits]

@@ -58,53 +58,18 @@ def planned(args: EngineArgs) -> EngineInfo:
     Raises:
         ConfigError: it could not be built.
     """
-    from headrace.attention import select
-    from headrace.cache.planes import cache_bytes
-    from headrace.engine.environment import describe, probe
-    from headrace.engine.info import DecisionLine, EngineInfo, LayerLine, MemoryLine, StartupPhase
+    from headrace.engine.environment import probe
+    from headrace.engine.info import MemoryLine, StartupPhase
+    from headrace.engine.report import cache_lines, engine_info
     from headrace.models.registry import model_spec
     from headrace.resolve import resolve, weight_bytes
     from headrace.sources.files import find_model
-    from headrace.spec import layer_kv
 
     start = time.perf_counter()
     files = find_model(args)
-    model = model_spec(files.config)
     device = probe()
-    config = resolve(args, files, model, device)
-    layers = [
-        LayerLine(
-            spec.layer,
-            spec.num_heads,
-            spec.num_kv_heads,
-            spec.head_dim,
-            spec.v_head_dim,
-            spec.window,
-            layer_kv(spec, config.cache.dtype).bytes_per_token,
-            *select.choose(spec, config.device, config.dtype, args.attention_backend),
-        )
-        for spec in model.layers
-    ]
-    return EngineInfo(
-        model=files.name,
-        architecture=model.architecture,
-        vocab_size=model.vocab_size,
-        max_model_len=config.scheduler.max_model_len,
-        max_num_seqs=config.scheduler.max_num_seqs,
-        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-        block_size=config.cache.block_size,
-        num_blocks=list(config.cache.num_blocks),
-        dtype=config.dtype,
-        quantization=config.quantization,
-        device=config.device,
-        timeline=[StartupPhase("config", time.perf_counter() - start, "the weights were not loaded")],
-        memory=[
-            MemoryLine(
-                "weights", weight_bytes(model, config.dtype, config.quantization), "estimated; --load tells it to the byte"
-            ),
-            MemoryLine("KV cache", cache_bytes(config.cache), f"{sum(config.cache.num_blocks):,} blocks, null blocks included"),
-        ],
-        layers=layers,
-        decisions=[DecisionLine(d.name, d.value, d.reason) for d in config.decisions],
-        environment=describe(device, config.num_threads),
-    )
+    config = resolve(args, files, model_spec(files.config), device)
+    weights = weight_bytes(config.model, config.dtype, config.quantization)
+    memory = [MemoryLine("weights", weights, "estimated: --load measures it"), *cache_lines(config)]
+    phases = [StartupPhase("config", time.perf_counter() - start, "the weights were not loaded")]
+    return engine_info(files, config, device, phases, memory)

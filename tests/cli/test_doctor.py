@@ -77,8 +77,8 @@ def test_as_json(folder: str) -> None:
     report = json.loads(CliRunner().invoke(app, words).stdout)
     assert [layer["window"] for layer in report["layers"]] == [64] * 5 + [None]
     assert report["block_size"] == 8 and report["num_blocks"] == [41, 41]
-    (cache,) = (line for line in report["memory"] if line["name"] == "KV cache")
-    assert cache["nbytes"] == 41 * 8 * 6 * 512
+    caches = [line["nbytes"] for line in report["memory"] if line["name"].startswith("KV cache")]
+    assert sorted(caches) == [41 * 8 * 512, 41 * 8 * 5 * 512]
     assert report["architecture"] == "Qwen3ForCausalLM" and "torch" in report["environment"]
     assert all(decision["reason"] for decision in report["decisions"])
 

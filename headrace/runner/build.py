@@ -1,0 +1,26 @@
+"""What a runner is made of, as its configuration says."""
+
+from __future__ import annotations
+
+from headrace.attention.backend import AttentionBackend, LayerCache
+from headrace.attention.select import create
+from headrace.cache.planes import allocate
+from headrace.config import EngineConfig
+from headrace.runner.record import Recorder
+
+
+def make_caches(config: EngineConfig) -> list[LayerCache]:
+    """The KV of each layer, allocated. Raises ConfigError where the cache's dtype does not fit."""
+    return allocate(config.cache, config.model, config.device, config.cache.dtype)
+
+
+def make_backends(config: EngineConfig) -> list[AttentionBackend]:
+    """The attention of each layer: one instance of a name. Raises ConfigError for an unknown name."""
+    made = {name: create(name) for name in dict.fromkeys(config.attention_backends)}
+    return [made[name] for name in config.attention_backends]
+
+
+def make_recorder(config: EngineConfig) -> Recorder | None:
+    """Raises ConfigError if the record cannot be written."""
+    path = config.args.record_steps
+    return None if path is None else Recorder(path, config)

@@ -1,0 +1,126 @@
+"""Recording the stream of plans, and replaying it.
+
+A file is a header and then the plans, each as four bytes of length (little-endian) and that many bytes of msgpack.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+import msgspec
+
+from headrace.config import EngineConfig
+from headrace.core.plan import StepPlan, StepResult, decode_plan, encode_plan
+from headrace.errors import ConfigError
+
+FORMAT = "headrace plans 1"
+_LENGTH_BYTES = 4
+
+
+class Header(msgspec.Struct, frozen=True):
+    format: str
+    fingerprint: dict[str, str]
+
+
+def fingerprint(config: EngineConfig) -> dict[str, str]:
+    """What must be equal for plans to mean the same, each part by its name."""
+    scheduler = config.scheduler
+    return {
+        "model": _digest(dataclasses.asdict(config.model)),
+        "cache": _digest(dataclasses.asdict(config.cache)),
+        "max_model_len": str(scheduler.max_model_len),
+        "max_num_seqs": str(scheduler.max_num_seqs),
+        "dtype": config.dtype,
+        "quantization": config.quantization,
+        "attention_backends": ", ".join(dict.fromkeys(config.attention_backends)),
+    }
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=dict).encode()).hexdigest()[:16]
+
+
+class Recorder:
+    """Writes plans to a file, each before it is executed, so that the file tells what a crash was about."""
+
+    def __init__(self, path: str | Path, config: EngineConfig) -> None:
+        """Raises: ConfigError: the file cannot be written."""
+        try:
+            self._file: BinaryIO = open(path, "wb")  # noqa: SIM115
+        except OSError as error:
+            raise ConfigError(f"the steps cannot be recorded in {path}: {error.strerror}", "record_steps") from error
+        self._put(msgspec.msgpack.encode(Header(FORMAT, fingerprint(config))))
+
+    def write(self, plan: StepPlan) -> None:
+        self._put(encode_plan(plan))
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _put(self, data: bytes) -> None:
+        self._file.write(len(data).to_bytes(_LENGTH_BYTES, "little"))
+        self._file.write(data)
+        self._file.flush()
+
+
+def read_plans(path: str | Path) -> tuple[Header, Iterator[StepPlan]]:
+    """The header, and the plans in their order. What a crash cut off at the end is left out.
+
+    Raises:
+        ConfigError: there is no such file, or it holds something else.
+    """
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"recorded steps cannot be read from {path}: {error.strerror}", "record_steps") from error
+    records = _records(data)
+    try:
+        header = msgspec.msgpack.decode(next(records, b""), type=Header)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{path} holds no recorded steps", "record_steps") from error
+    if header.format != FORMAT:
+        raise ConfigError(f"{path} holds {header.format!r}, not {FORMAT!r}", "record_steps")
+    return header, map(decode_plan, records)
+
+
+def _records(data: bytes) -> Iterator[bytes]:
+    place = 0
+    while place + _LENGTH_BYTES <= len(data):
+        end = place + _LENGTH_BYTES + int.from_bytes(data[place : place + _LENGTH_BYTES], "little")
+        if end > len(data):
+            return
+        yield data[place + _LENGTH_BYTES : end]
+        place = end
+
+
+class Replayable(Protocol):
+    """A runner, as far as replaying goes."""
+
+    config: EngineConfig
+
+    def execute(self, plan: StepPlan) -> Any: ...
+
+    def collect(self, launched: Any) -> StepResult: ...
+
+
+def replay(path: str | Path, runner: Replayable) -> Iterator[StepResult]:
+    """Runs recorded plans through a runner that has run nothing yet, and yields their results.
+
+    Raises:
+        ConfigError: the plans were made for another model or configuration; names what differs.
+    """
+    header, plans = read_plans(path)
+    ours = fingerprint(runner.config)
+    differing = [
+        f"{name} ({header.fingerprint.get(name)}, not {ours[name]})"
+        for name in ours
+        if header.fingerprint.get(name) != ours[name]
+    ]
+    if differing:
+        raise ConfigError(f"the steps were recorded under another configuration: {', '.join(differing)}", "record_steps")
+    return (runner.collect(runner.execute(plan)) for plan in plans)

@@ -1,0 +1,226 @@
+"""ModelRunner: executes plans. Its state is a function of the plans it was given, in their order."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from headrace.attention.backend import AttentionBackend, LayerCache
+from headrace.attention.context import ForwardContext
+from headrace.config import EngineConfig
+from headrace.core.plan import NewSequence, StepPlan, StepResult
+from headrace.errors import RequestError
+from headrace.outputs import TokenLogprobs
+from headrace.runner.clock import Stopwatch
+from headrace.runner.inputs import Batch, build_batch
+from headrace.runner.record import Recorder
+from headrace.runner.slots import RowArrays, SlotTables
+from headrace.sampling.device import Download
+from headrace.sampling.logprobs import Measured, measure_in_slices
+from headrace.sampling.sampler import Sampled, Sampler
+from headrace.spec import ModelSpec
+from headrace.text.vocab import TokenBytes
+
+_LOGITS_BYTES = 64 * 2**20
+"""The most that the logits of prompt tokens take at a time."""
+_PROMPT_NOT_FINITE = "the model gave logits that are not finite for the prompt"
+
+
+class Model(Protocol):
+    """What the runner asks of a model."""
+
+    spec: ModelSpec
+
+    def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor: ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Launched:
+    """A step under way, with the ids that its results belong to."""
+
+    step: int
+    seq_ids: list[int]
+    """Of the rows that draw."""
+    refused: dict[int, str]
+    """seq_id -> why it was not taken in at all."""
+    stopwatch: Stopwatch
+    download: Download
+    sampled: Sampled | None
+    """On the host once ``download`` is complete."""
+    prompt_logprobs: dict[int, list[Measured]]
+
+
+class ModelRunner:
+    """Runs a model over the slots' sequences.
+
+    Args:
+        model: gives hidden states of a step's tokens, and logits of hidden states.
+        caches: the KV of each layer.
+        backends: the attention of each layer; layers may share one.
+        config: sizes of slots and block tables.
+        token_bytes: the text of tokens; None: sequences with bad words are refused.
+        recorder: told of every plan before it is executed.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        caches: Sequence[LayerCache],
+        backends: Sequence[AttentionBackend],
+        config: EngineConfig,
+        token_bytes: TokenBytes | None,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.config = config
+        self.device = torch.device(config.device)
+        self._model = model
+        self._caches = caches
+        self._backends = backends
+        self._to_plan = list({id(backend): backend for backend in backends}.values())
+        self._recorder = recorder
+        with torch.inference_mode():
+            self.slots = SlotTables(config, self.device)
+            self.sampler = Sampler(config.scheduler.max_num_seqs, model.spec.vocab_size, self.device, token_bytes)
+        self._prompt_logprobs: dict[int, NewSequence] = {}
+        """Sequences by slot that want logprobs of their prompt."""
+        self._refused: dict[int, str] = {}
+        """slot -> why its sequence cannot be served."""
+        self._slice = max(1, _LOGITS_BYTES // (4 * model.spec.vocab_size))
+
+    def launch(self, plan: StepPlan) -> Launched:
+        """Starts a step.
+
+        Raises:
+            EngineError: the plan breaks the contract; the runner must not be used again.
+        """
+        if self._recorder is not None:
+            self._recorder.write(plan)
+        return self.execute(plan)
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> Launched:
+        """``launch`` without recording."""
+        stopwatch, download = Stopwatch(self.device), Download(self.device)
+        self._change_slots(plan)
+        if not plan.rows:
+            download.sent()
+            return Launched(plan.step, [], {}, stopwatch, download, None, {})
+        rows = RowArrays(plan)
+        self.slots.begin(plan, rows)
+        batch = build_batch(rows, self.slots)
+        stopwatch.mark()
+        hidden = self._forward(batch)
+        drawing = len(batch.drawing) > 0
+        logits = self._model.logits(hidden[batch.logit_rows]) if drawing else None
+        stopwatch.mark()
+        prompt_logprobs = self._measure_prompts(plan, hidden)
+        sampled = None
+        if logits is not None:
+            sampled = self.sampler.sample(logits, batch.rows)
+            self.slots.append(batch.rows.slots_device, batch.rows.positions, sampled.tokens)
+        self.slots.advance(batch.slots, batch.ends)
+        self.slots.end(rows)
+        stopwatch.mark()
+        launched = Launched(
+            step=plan.step,
+            seq_ids=rows.seq_ids[batch.drawing].tolist(),
+            refused={row.seq_id: self._refused[row.slot] for row in plan.rows if row.slot in self._refused}
+            if self._refused
+            else {},
+            stopwatch=stopwatch,
+            download=download,
+            sampled=None if sampled is None else sampled.download(download),
+            prompt_logprobs={seq: [part.download(download) for part in parts] for seq, parts in prompt_logprobs.items()},
+        )
+        download.sent()
+        return launched
+
+    def collect(self, launched: Launched) -> StepResult:
+        """Waits for a step and reads its outcome."""
+        launched.download.wait()
+        errors = dict(launched.refused)
+        prompt_logprobs = _read_prompts(launched.prompt_logprobs, errors)
+        token_ids: list[list[int]] = []
+        logprobs: dict[int, list[TokenLogprobs]] = {}
+        if launched.sampled is not None:
+            faults = launched.sampled.errors()
+            errors = {launched.seq_ids[row]: fault for row, fault in faults.items()} | errors
+            token_ids = [[token] for token in launched.sampled.tokens.tolist()]
+            if launched.sampled.logprobs:
+                logprobs = {launched.seq_ids[row]: [entry] for row, entry in launched.sampled.lists().items()}
+        if errors:
+            token_ids = [[] if seq in errors else own for seq, own in zip(launched.seq_ids, token_ids, strict=True)]
+            logprobs = {seq: own for seq, own in logprobs.items() if seq not in errors}
+            prompt_logprobs = {seq: own for seq, own in prompt_logprobs.items() if seq not in errors}
+        forward, sample = launched.stopwatch.seconds() or (0.0, 0.0)
+        return StepResult(launched.step, launched.seq_ids, token_ids, logprobs, prompt_logprobs, errors, forward, sample)
+
+    def close(self) -> None:
+        if self._recorder is not None:
+            self._recorder.close()
+
+    def memory(self) -> list[tuple[str, int]]:
+        """(what, bytes) of everything that the runner itself holds on the device now."""
+        caches = {cache.rows.data_ptr(): cache.rows.nbytes for cache in self._caches}
+        return [
+            ("KV cache", sum(caches.values())),
+            ("slots", self.slots.nbytes),
+            ("penalty histograms", self.sampler.nbytes),
+        ]
+
+    # ------------------------------------------------------------------ parts of a step
+
+    def _change_slots(self, plan: StepPlan) -> None:
+        for slot in plan.released:
+            self.slots.release(slot)
+            self.sampler.remove(slot)
+            self._prompt_logprobs.pop(slot, None)
+            self._refused.pop(slot, None)
+        self.slots.take(plan.new)
+        for seq in plan.new:
+            if seq.sampling.prompt_logprobs is not None:
+                self._prompt_logprobs[seq.slot] = seq
+            try:
+                self._check(seq)
+                self.sampler.add(seq.slot, seq)
+            except RequestError as error:
+                self._refused[seq.slot] = error.message
+
+    def _check(self, seq: NewSequence) -> None:
+        """An id outside the vocabulary would take the whole step down with it."""
+
+    def _forward(self, batch: Batch) -> torch.Tensor:
+        for backend in self._to_plan:
+            backend.plan(batch.step)
+        return self._model(batch.ids, batch.positions, ForwardContext(batch.step, self._caches, self._backends))
+
+    def _measure_prompts(self, plan: StepPlan, hidden: torch.Tensor) -> dict[int, list[Measured]]:
+        """seq_id -> logprobs of the prompt tokens after those of its chunk."""
+        if not self._prompt_logprobs:
+            return {}
+        measured = {}
+        start = 0
+        for row in plan.rows:
+            seq = self._prompt_logprobs.get(row.slot)
+            if seq is not None:
+                last = min(row.num_computed + row.num_tokens, seq.prompt_len - 1)
+                tokens = torch.tensor(seq.token_ids[row.num_computed + 1 : last + 1], dtype=torch.int64, device=self.device)
+                own = hidden[start : start + len(tokens)]
+                count = seq.sampling.prompt_logprobs or 0
+                measured[row.seq_id] = measure_in_slices(self._model.logits, own, tokens, count, self._slice)
+            start += row.num_tokens
+        return measured
+
+
+def _read_prompts(measured: dict[int, list[Measured]], errors: dict[int, str]) -> dict[int, list[TokenLogprobs]]:
+    read = {}
+    for seq_id, parts in measured.items():
+        if any(bool(part.logprobs.isnan().any()) for part in parts):
+            errors.setdefault(seq_id, _PROMPT_NOT_FINITE)
+        read[seq_id] = [entry for part in parts for entry in part.lists()]
+    return read

@@ -1,0 +1,204 @@
+"""SlotTables: what the runner knows of every sequence, in the place it keeps as long as it lives.
+
+A step's batch is an index into these tables, so that nothing moves when rows are reordered, preempted or dropped. Tokens
+and counters are on the device, where each step's own outcome advances them; the host's mirrors follow the plans alone,
+and check them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from headrace.config import EngineConfig
+from headrace.core.plan import NewSequence, StepPlan
+from headrace.errors import EngineError
+from headrace.runner.staging import StagedTable
+from headrace.sampling.device import upload
+
+Ints = npt.NDArray[np.int64]
+
+FREE = -1
+UNKNOWN = -1
+
+
+class RowArrays:
+    """The rows of a plan as arrays. Index space: row, ``[R]``."""
+
+    def __init__(self, plan: StepPlan) -> None:
+        rows = plan.rows
+        fields = [(row.seq_id, row.slot, row.num_computed, row.num_tokens, row.samples) for row in rows]
+        array = np.array(fields, dtype=np.int64).reshape(len(rows), 5)
+        self.seq_ids, self.slots, self.starts, self.counts, samples = np.ascontiguousarray(array.T)
+        self.ends: Ints = self.starts + self.counts
+        self.samples: npt.NDArray[np.bool_] = samples.astype(np.bool_)
+        self.decode: npt.NDArray[np.bool_] = np.arange(len(rows)) < plan.num_decode_rows
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+
+class SlotTables:
+    """Index space of everything here: slot, ``[S]``."""
+
+    def __init__(self, config: EngineConfig, device: torch.device) -> None:
+        self.num_slots = config.scheduler.max_num_seqs
+        self.max_len = config.scheduler.max_model_len
+        self.block_size = config.cache.block_size
+        self.device = device
+        self._num_blocks = config.cache.num_blocks
+        self._max_blocks = -(-self.max_len // self.block_size)
+        slots = self.num_slots
+        # One place more than the longest sequence has, for the token drawn at its end.
+        self.token_ids = StagedTable(slots, self.max_len + 1, device)
+        """Prompt and outputs."""
+        self.block_tables = [StagedTable(slots, self._max_blocks, device) for _ in config.cache.groups]
+        """Per cache group, ``[S, max_blocks]``; 0 past a sequence's end."""
+        self.num_tokens = torch.zeros(slots, dtype=torch.int64, device=device)
+        self.num_computed = torch.zeros(slots, dtype=torch.int64, device=device)
+        # Mirrors on the host.
+        self.seq_id: Ints = np.full(slots, FREE, dtype=np.int64)
+        self.prompt_len: Ints = np.zeros(slots, dtype=np.int64)
+        self.prefill_len: Ints = np.zeros(slots, dtype=np.int64)
+        """Tokens known when the sequence took the slot: to compute those is prefill."""
+        self.host_num_tokens: Ints = np.zeros(slots, dtype=np.int64)
+        self.host_num_computed: Ints = np.full(slots, UNKNOWN, dtype=np.int64)
+        """Unknown until a new sequence's first row, which tells where its cached prefix ends."""
+        self._block_counts = np.zeros((len(self.block_tables), slots), dtype=np.int64)
+
+    @property
+    def nbytes(self) -> int:
+        tables = [self.token_ids, *self.block_tables]
+        return sum(table.tensor.nbytes for table in tables) + self.num_tokens.nbytes + self.num_computed.nbytes
+
+    @property
+    def idle(self) -> bool:
+        return bool((self.seq_id == FREE).all())
+
+    def release(self, slot: int) -> None:
+        if not 0 <= slot < self.num_slots or self.seq_id[slot] == FREE:
+            raise EngineError(f"the plan releases slot {slot}, which holds no sequence")
+        self.seq_id[slot] = FREE
+
+    def take(self, new: tuple[NewSequence, ...]) -> None:
+        """New sequences take their slots; all that was there before is gone."""
+        if not new:
+            return
+        for seq in new:
+            self._take(seq)
+        slots = np.array([seq.slot for seq in new], dtype=np.int64)
+        slots_device = upload(slots, self.device)
+        for table in self.block_tables:
+            table.clear(slots_device)
+        self.num_tokens.index_copy_(0, slots_device, upload(self.host_num_tokens[slots], self.device))
+
+    def _take(self, seq: NewSequence) -> None:
+        slot, length = seq.slot, len(seq.token_ids)
+        if not 0 <= slot < self.num_slots:
+            raise EngineError(f"sequence {seq.seq_id} is to take slot {slot} of {self.num_slots}")
+        if self.seq_id[slot] != FREE:
+            raise EngineError(f"sequence {seq.seq_id} is to take slot {slot}, which sequence {self.seq_id[slot]} holds")
+        if not 0 < length <= self.max_len or not 0 < seq.prompt_len <= length:
+            raise EngineError(
+                f"sequence {seq.seq_id} has {length} tokens, {seq.prompt_len} of them its prompt; at most {self.max_len} fit"
+            )
+        self.seq_id[slot] = seq.seq_id
+        self.prompt_len[slot] = seq.prompt_len
+        self.prefill_len[slot] = self.host_num_tokens[slot] = length
+        self.host_num_computed[slot] = UNKNOWN
+        self._block_counts[:, slot] = 0
+        self.token_ids.stage(slot, 0, seq.token_ids)
+
+    def begin(self, plan: StepPlan, rows: RowArrays) -> None:
+        """Checks the rows against what is known, appends their blocks, and brings the device up to date.
+
+        Raises:
+            EngineError: the plan breaks the contract between scheduler and runner.
+        """
+        self._check_sequences(rows)
+        self._append_blocks(plan)
+        self._check_blocks(rows)
+        fresh = rows.slots[self.host_num_computed[rows.slots] == UNKNOWN]
+        self.host_num_computed[rows.slots] = rows.starts
+        if len(fresh):
+            starts = upload(self.host_num_computed[fresh], self.device)
+            self.num_computed.index_copy_(0, upload(fresh, self.device), starts)
+        self.token_ids.apply()
+        for table in self.block_tables:
+            table.apply()
+
+    def end(self, rows: RowArrays) -> None:
+        """The host's side of ``advance``: as far as the plan alone tells."""
+        self.host_num_computed[rows.slots] = rows.ends
+        self.host_num_tokens[rows.slots] += rows.samples
+
+    def advance(self, slots: torch.Tensor, ends: torch.Tensor) -> None:
+        """The tokens up to ``ends [R]`` of ``slots [R]`` have been computed."""
+        self.num_computed.index_copy_(0, slots, ends)
+
+    def append(self, slots: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Each of ``slots [N]`` has drawn a token, which stands at its position."""
+        places = slots * self.token_ids.width + positions
+        self.token_ids.tensor.view(-1).index_copy_(0, places, tokens.to(torch.int32))
+        self.num_tokens.index_copy_(0, slots, positions + 1)
+
+    # ------------------------------------------------------------------ checks
+
+    def _check_sequences(self, rows: RowArrays) -> None:
+        outside = (rows.slots < 0) | (rows.slots >= self.num_slots)
+        if outside.any():
+            raise _broken(rows, outside, f"is in a slot that does not exist ({self.num_slots} do)")
+        held = self.seq_id[rows.slots]
+        _check(rows, held == rows.seq_ids, "is in a slot that holds sequence", held)
+        if len(set(rows.slots.tolist())) != len(rows):
+            raise EngineError("the plan has two rows for one slot")
+        known, computed = self.host_num_tokens[rows.slots], self.host_num_computed[rows.slots]
+        _check(rows, (computed == rows.starts) | (computed == UNKNOWN), "does not start at its num_computed,", computed)
+        _check(
+            rows,
+            (rows.starts >= 0) & (rows.counts > 0) & (rows.ends <= known),
+            "is no part of its tokens, of which it has",
+            known,
+        )
+        _check(rows, rows.samples == (rows.ends == known), "must sample if and only if it ends at token", known)
+        prefill = self.prefill_len[rows.slots]
+        past = rows.starts >= prefill
+        _check(rows, past == rows.decode, "is out of order: decode rows come first, and it decodes from token", prefill)
+        _check(rows, rows.ends <= self.max_len, "is longer than the longest sequence,", np.full(len(rows), self.max_len))
+
+    def _append_blocks(self, plan: StepPlan) -> None:
+        for row in plan.rows:
+            if len(row.new_blocks) != len(self.block_tables):
+                raise EngineError(
+                    f"sequence {row.seq_id} has blocks for {len(row.new_blocks)} cache groups, not {len(self.block_tables)}"
+                )
+            for group, blocks in enumerate(row.new_blocks):
+                if blocks:
+                    self._append(group, row.seq_id, row.slot, blocks)
+
+    def _append(self, group: int, seq_id: int, slot: int, blocks: tuple[int, ...]) -> None:
+        count = int(self._block_counts[group, slot])
+        if count + len(blocks) > self._max_blocks:
+            raise EngineError(f"sequence {seq_id} has {count + len(blocks)} blocks in group {group}; {self._max_blocks} fit")
+        if not 0 <= min(blocks) <= max(blocks) < self._num_blocks[group]:
+            raise EngineError(f"sequence {seq_id} has blocks {blocks} in group {group}, which has {self._num_blocks[group]}")
+        self.block_tables[group].stage(slot, count, blocks)
+        self._block_counts[group, slot] += len(blocks)
+
+    def _check_blocks(self, rows: RowArrays) -> None:
+        for group, counts in enumerate(self._block_counts):
+            room = counts[rows.slots] * self.block_size
+            _check(rows, rows.ends <= room, f"has too few blocks in group {group}: they hold", room)
+
+
+def _check(rows: RowArrays, fine: npt.NDArray[np.bool_], complaint: str, value: Ints) -> None:
+    if not fine.all():
+        row = int(np.argmin(fine))
+        raise _broken(rows, ~fine, f"{complaint} {value[row]}")
+
+
+def _broken(rows: RowArrays, bad: npt.NDArray[np.bool_], complaint: str) -> EngineError:
+    row = int(np.argmax(bad))
+    where = f"row {row} of the plan, tokens [{rows.starts[row]}, {rows.ends[row]}) of sequence {rows.seq_ids[row]}"
+    return EngineError(f"{where} in slot {rows.slots[row]}, {complaint}")

@@ -1,0 +1,197 @@
+"""bad_words: tokens that would complete a bad word in the emitted text are banned.
+
+Each slot that uses it walks its own byte automaton (``BadWordsTable``) on the device. The automatons of all slots lie in
+one table; a state's number there is the slot's first one plus the state's own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from headrace.core.plan import NewSequence
+from headrace.core.request import BadWordsTable
+from headrace.errors import RequestError
+from headrace.sampling.device import upload
+from headrace.sampling.feature import Rows, Users, take_rows
+from headrace.sampling.token_lists import TokenLists
+from headrace.text.vocab import TokenBytes
+
+
+class BadWords:
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device, token_bytes: TokenBytes | None) -> None:
+        self._vocab_size, self._device = vocab_size, device
+        self._token_bytes = token_bytes
+        self._texts: _Texts | None = None
+        self._users = Users(num_slots)
+        self._always = TokenLists(vocab_size, device)
+        self._automatons: dict[int, _Automaton] = {}
+        self._tables: _Tables | None = None
+        """All slots' automatons; None: they have changed."""
+        self._state = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        """slot -> state within the slot's own automaton, after the outputs so far."""
+
+    def add(self, slot: int, seq: NewSequence) -> None:
+        if seq.bad_words is None:
+            return
+        if self._token_bytes is None:
+            raise RequestError("bad_words need a tokenizer, and this engine runs without one", "bad_words")
+        if self._texts is None:
+            self._texts = _Texts(self._token_bytes, self._vocab_size, self._device)
+        automaton = _Automaton.of(seq.bad_words, self._vocab_size)
+        self._always.put(slot, seq.bad_words.always, "bad_words")
+        self._automatons[slot] = automaton
+        self._tables = None
+        self._users.add(slot)
+        pieces = self._token_bytes.pieces if automaton.special_text else self._token_bytes.visible
+        outputs = seq.token_ids[seq.prompt_len :]
+        self._state[slot] = automaton.state_after(b"".join(pieces[token] for token in outputs if token < len(pieces)))
+
+    def remove(self, slot: int) -> None:
+        if slot in self._users:
+            self._users.discard(slot)
+            self._always.drop(slot)
+            del self._automatons[slot]
+            self._tables = None
+
+    def apply(self, logits: torch.Tensor, rows: Rows) -> bool:
+        if not self._users or not len(picked := self._users.among(rows)):
+            return False
+        slots = rows.slots[picked]
+        flat = logits.view(-1)
+        places, _ = self._always.places(picked, slots)
+        flat.index_fill_(0, places, -torch.inf)
+        tables = self._current_tables()
+        lengths = tables.most_banned[slots]
+        total = int(lengths.sum())
+        if not total:
+            return True
+        # How many tokens its state bans only the device knows: each row gets places for the most that any of its states bans.
+        row = torch.arange(len(picked), device=self._device).repeat_interleave(upload(lengths, self._device), output_size=total)
+        nth = torch.arange(total, device=self._device) - upload(np.cumsum(lengths) - lengths, self._device)[row]
+        states = (self._state[upload(slots, self._device)] + upload(tables.first_state[slots], self._device))[row]
+        start, count = tables.ban_starts[states], tables.ban_starts[states + 1] - tables.ban_starts[states]
+        banned = nth < count
+        tokens = tables.bans[torch.where(banned, start + nth, 0)]
+        # Places not needed add nothing; an addition, unlike an assignment, may name a place twice.
+        values = torch.where(banned, -torch.inf, 0.0)
+        flat.index_add_(0, upload(picked, self._device)[row] * self._vocab_size + tokens, values)
+        return True
+
+    def update(self, rows: Rows, tokens: torch.Tensor) -> None:
+        if not self._users or not len(picked := self._users.among(rows)) or self._texts is None:
+            return
+        tables = self._current_tables()
+        slots = rows.slots[picked]
+        slots_device, first = upload(slots, self._device), upload(tables.first_state[slots], self._device)
+        shows_special = upload(tables.special_text[slots], self._device)
+        depth = int(tables.depth[slots].max())
+        state = self._state[slots_device]
+        ends, lengths = self._texts.of(take_rows(tokens, picked), shows_special)
+        # A state is what the text ends with, so bytes further back than the longest word have no part in it.
+        state = torch.where(lengths > depth, 0, state)
+        for back in range(min(depth, self._texts.longest), 0, -1):
+            byte = self._texts.blob[(ends - back).clamp_(min=0)].long()
+            after = tables.transitions[(first + state) * 256 + byte].long()
+            state = torch.where(lengths >= back, after, state)
+        self._state.index_copy_(0, slots_device, state)
+
+    def _current_tables(self) -> _Tables:
+        if self._tables is None:
+            self._tables = _Tables(self._automatons, len(self._state), self._device)
+        return self._tables
+
+
+@dataclasses.dataclass(frozen=True)
+class _Automaton:
+    """One request's table, on the host. States are its own."""
+
+    transitions: npt.NDArray[np.int16]
+    """``[states, 256]``"""
+    bans: npt.NDArray[np.int64]
+    ban_starts: npt.NDArray[np.int64]
+    """``[states + 1]``: ``bans[ban_starts[s] : ban_starts[s + 1]]`` are banned in state s, beside those always banned."""
+    depth: int
+    """The most bytes that a state stands for."""
+    special_text: bool
+
+    @classmethod
+    def of(cls, table: BadWordsTable, vocab_size: int) -> _Automaton:
+        """Raises RequestError for a banned token outside the vocabulary."""
+        bans = np.fromiter(itertools.chain.from_iterable(table.by_state), dtype=np.int64)
+        if len(bans) and bans.max() >= vocab_size:
+            raise RequestError(f"bad_words has a token id outside the vocabulary of {vocab_size}", "bad_words")
+        starts = np.cumsum([0, *map(len, table.by_state)])
+        transitions = np.frombuffer(table.transitions, dtype="<i2").reshape(table.num_states, 256).astype(np.int16)
+        return cls(transitions, bans, starts, _depth(transitions), table.special_text)
+
+    def state_after(self, text: bytes) -> int:
+        """From the start."""
+        state = 0
+        for byte in text[max(0, len(text) - self.depth) :]:
+            state = int(self.transitions[state, byte])
+        return state
+
+
+def _depth(transitions: npt.NDArray[np.int16]) -> int:
+    """The most bytes that a state stands for: how far the furthest state is from the start."""
+    seen = {0}
+    level, depth = [0], 0
+    while level:
+        following = {int(state) for state in np.unique(transitions[level])} - seen
+        seen |= following
+        level = list(following)
+        depth += bool(level)
+    return depth
+
+
+class _Tables:
+    """The automatons of all slots, one after the other. Rebuilt when a slot takes or loses one."""
+
+    def __init__(self, automatons: dict[int, _Automaton], num_slots: int, device: torch.device) -> None:
+        # Index space: slot.
+        self.first_state = np.zeros(num_slots, dtype=np.int64)
+        self.most_banned = np.zeros(num_slots, dtype=np.int64)
+        self.depth = np.zeros(num_slots, dtype=np.int64)
+        self.special_text = np.zeros(num_slots, dtype=np.int64)
+        states = num_bans = 0
+        starts = []
+        for slot, automaton in automatons.items():
+            self.first_state[slot] = states
+            self.most_banned[slot] = np.diff(automaton.ban_starts).max()
+            self.depth[slot] = automaton.depth
+            self.special_text[slot] = automaton.special_text
+            starts.append(automaton.ban_starts[:-1] + num_bans)
+            states += len(automaton.transitions)
+            num_bans += len(automaton.bans)
+        # Index space: state of the whole table.
+        self.transitions = upload(np.concatenate([a.transitions for a in automatons.values()]).ravel(), device)
+        """``[states * 256]`` int16, states within their own automaton."""
+        self.ban_starts = upload(np.concatenate([*starts, [num_bans]]), device)
+        """``[states + 1]`` int64"""
+        self.bans = upload(np.concatenate([a.bans for a in automatons.values()]), device)
+        """Token ids, ``[bans]`` int64"""
+
+
+class _Texts:
+    """Every token's bytes, one after the other, on the device."""
+
+    def __init__(self, token_bytes: TokenBytes, vocab_size: int, device: torch.device) -> None:
+        missing = [b""] * (vocab_size - len(token_bytes.pieces))
+        pieces = [*token_bytes.pieces[:vocab_size], *missing]
+        shown = np.array([len(piece) for piece in pieces], dtype=np.int64)
+        hidden = shown.copy()
+        hidden[[token for token in token_bytes.special if token < vocab_size]] = 0
+        self.longest = int(shown.max(initial=0))
+        self.blob = upload(np.frombuffer(b"".join(pieces) + b"\0", dtype=np.uint8).copy(), device)
+        self._ends = upload(np.cumsum(shown), device)
+        self._lengths = upload(np.stack((hidden, shown)), device)
+        """``[2, vocab]``: bytes of text where special tokens show none, and where they show their own."""
+
+    def of(self, tokens: torch.Tensor, shows_special: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where the tokens' bytes end in ``blob``, and how many they are."""
+        return self._ends[tokens], self._lengths[shows_special, tokens]

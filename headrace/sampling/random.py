@@ -1,0 +1,59 @@
+"""Random numbers from a counter: the same for a (seed, sample, position) on every device and in any company.
+
+Philox-4x32-10 of J. Salmon, M. Moraes, R. Dror, D. Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
+"""
+
+from __future__ import annotations
+
+import torch
+
+ROUNDS = 10
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_LOW = 0xFFFFFFFF
+
+
+def philox(counter: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Philox-4x32-10.
+
+    Args:
+        counter: ``[4, N]`` int64 holding 32-bit words.
+        key: ``[2, N]`` int64 holding 32-bit words.
+
+    Returns:
+        ``[4, N]`` int64 holding 32-bit words.
+    """
+    device = counter.device
+    multipliers = torch.tensor(_MULTIPLIERS, device=device).unsqueeze(1)
+    weyl = torch.tensor(_WEYL, device=device).unsqueeze(1)
+    rounds = torch.arange(ROUNDS, device=device).view(-1, 1, 1)
+    keys = (key + rounds * weyl) & _LOW
+    even, odd = counter[0::2], counter[1::2]
+    for round_key in keys:
+        # The product wraps modulo 2**64, which keeps its bits; the shift drags the sign in, which the mask takes off.
+        product = even * multipliers
+        high = (product >> 32) & _LOW
+        even = high.flip(0) ^ odd ^ round_key
+        odd = (product & _LOW).flip(0)
+    return torch.stack((even[0], odd[0], even[1], odd[1]))
+
+
+def uniform(keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """A number in [0, 1) for each row, of 53 random bits.
+
+    Args:
+        keys: ``[N, 3]`` int64: low and high word of the seed, and the sample's index.
+        positions: ``[N]`` int64: where in its sequence the token stands that the number draws.
+
+    Returns:
+        ``[N]`` float64.
+    """
+    zeros = torch.zeros_like(positions)
+    words = philox(torch.stack((positions, keys[:, 2], zeros, zeros)), keys[:, :2].t())
+    bits = (words[0] >> 5 << 26) | (words[1] >> 6)
+    return bits.double() * 2.0**-53
+
+
+def seed_words(seed: int) -> tuple[int, int]:
+    """Low and high 32 bits of a seed of 64 bits, in two's complement."""
+    return seed & _LOW, (seed >> 32) & _LOW

@@ -1,0 +1,104 @@
+"""Searching rows as wide as a vocabulary without sorting them: by the maxima, or the sums, of their blocks.
+
+All results depend on a row alone, never on the rows beside it. Index space: ``[N, vocab]`` cut into blocks of ``BLOCK``
+tokens; the last one may be shorter.
+"""
+
+from __future__ import annotations
+
+import torch
+
+BLOCK = 128
+
+
+def block_maxima(logits: torch.Tensor) -> torch.Tensor:
+    """``[N, vocab] -> [N, blocks]``. NaN spreads to its block's maximum."""
+    whole = logits.shape[1] // BLOCK * BLOCK
+    maxima = logits[:, :whole].reshape(len(logits), -1, BLOCK).amax(-1)
+    if whole == logits.shape[1]:
+        return maxima
+    return torch.cat((maxima, logits[:, whole:].amax(-1, keepdim=True)), dim=1)
+
+
+def _block_tokens(blocks: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """``[N, b]`` block numbers to ``[N, b * BLOCK]`` token ids; beyond the vocabulary's end the last one, again."""
+    inside = torch.arange(BLOCK, device=blocks.device)
+    return (blocks.unsqueeze(-1) * BLOCK + inside).clamp_(max=vocab_size - 1).flatten(1)
+
+
+def argmax(logits: torch.Tensor, maxima: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The best token of each row and its logit: ``[N]`` int64 and ``[N]``. Of equals the lowest id; NaN is best."""
+    tokens = _block_tokens(maxima.argmax(-1, keepdim=True), logits.shape[1])
+    values = logits.gather(1, tokens)
+    place = values.argmax(-1, keepdim=True)
+    return tokens.gather(1, place).squeeze(1), values.gather(1, place).squeeze(1)
+
+
+def candidates(logits: torch.Tensor, maxima: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ``count`` largest logits of each row and their tokens: ``[N, count]`` twice.
+
+    Sorted by logit, falling, then by token id. Tokens whose logit is above the last candidate's are all there; of those
+    that equal it, some may be missing.
+    """
+    num_tokens, num_blocks = logits.shape[1], maxima.shape[1]
+    if count >= num_tokens:
+        values, order = logits.sort(dim=-1, descending=True, stable=True)
+        return values, order
+    if 2 * count < num_blocks and num_tokens % BLOCK == 0:
+        # Were a candidate in none of these blocks, each of them would hold a token at least as good as it.
+        blocks = maxima.topk(count, dim=-1, sorted=False).indices
+        firsts = torch.arange(logits.shape[0], device=logits.device).unsqueeze(1) * num_blocks
+        pool = logits.reshape(-1, BLOCK).index_select(0, (blocks + firsts).flatten()).view(logits.shape[0], -1)
+        values, places = pool.topk(count, dim=-1, sorted=False)
+        tokens = blocks.gather(1, places // BLOCK) * BLOCK + places % BLOCK
+    else:
+        values, tokens = logits.topk(count, dim=-1, sorted=False)
+    tokens, order = tokens.sort(dim=-1)
+    values, order = values.gather(1, order).sort(dim=-1, descending=True, stable=True)
+    return values, tokens.gather(1, order)
+
+
+def pick(weights: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """Draws by inverting the cumulative sum: where ``number * sum`` falls.
+
+    Args:
+        weights: ``[N, M]`` float64, not negative. A row without any weight gives 0.
+        numbers: ``[N]`` float64 in [0, 1).
+
+    Returns:
+        ``[N]`` int64: an index of positive weight.
+    """
+    totals = weights.cumsum(-1)
+    total = totals[:, -1:]
+    return search(totals, numbers.unsqueeze(1) * total, total).squeeze(1)
+
+
+def search(totals: torch.Tensor, targets: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """``[N, 1]``: the first index whose cumulative sum exceeds the target, at most the last one of positive weight."""
+    last = (totals < total).sum(-1, keepdim=True)
+    return torch.minimum((totals <= targets).sum(-1, keepdim=True), last).clamp_(max=totals.shape[1] - 1)
+
+
+def block_sums(weights: torch.Tensor) -> torch.Tensor:
+    """``[N, vocab] -> [N, blocks]`` float64."""
+    whole = weights.shape[1] // BLOCK * BLOCK
+    sums = weights[:, :whole].reshape(len(weights), -1, BLOCK).sum(-1)
+    if whole < weights.shape[1]:
+        sums = torch.cat((sums, weights[:, whole:].sum(-1, keepdim=True)), dim=1)
+    return sums.double()
+
+
+def pick_wide(weights: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """As ``pick``, for rows as wide as the vocabulary: first the block, then the token in it. ``weights`` are float32."""
+    totals = block_sums(weights).cumsum(-1)
+    total = totals[:, -1:]
+    targets = numbers.unsqueeze(1) * total
+    block = search(totals, targets, total)
+    before = torch.where(block > 0, totals.gather(1, (block - 1).clamp_(min=0)), 0.0)
+    tokens = _block_tokens(block, weights.shape[1])
+    inside = weights.gather(1, tokens).double()
+    # The last block may be short: its last token is repeated, and counts once.
+    inside[:, 1:].masked_fill_(tokens[:, 1:] == tokens[:, :-1], 0.0)
+    inner = inside.cumsum(-1)
+    place = search(inner, targets - before, inner[:, -1:])
+    return tokens.gather(1, place).squeeze(1)

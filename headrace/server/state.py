@@ -37,6 +37,8 @@ class Serving:
         self.metrics = ServerMetrics(lambda: llm.stats, headrace.__version__)
         self.failure: Exception | None = None
         """Why the engine could not start."""
+        self.loading = False
+        """The engine may be up before its client can make requests for it."""
         self.draining = False
         self.num_in_flight = 0
         self.stopped = asyncio.Event()
@@ -45,6 +47,7 @@ class Serving:
 
     async def start(self) -> None:
         """Starts the engine; remembers why it could not, for /health and for whoever runs the server."""
+        self.loading = True
         try:
             await self.llm.start()
             # Reads the whole vocabulary: not in the first request's time.
@@ -52,6 +55,8 @@ class Serving:
         except Exception as error:
             self.failure = error
             logger.error("the engine did not start: %s", error)
+        finally:
+            self.loading = False
 
     def health(self) -> tuple[bool, str]:
         """Whether requests are served, and if not, why."""
@@ -60,6 +65,8 @@ class Serving:
         if self.draining:
             return False, "the server is shutting down"
         health = self.llm.health()
+        if health.ok and self.loading:
+            return False, "the engine is starting"
         return health.ok, health.reason
 
     def check_ready(self) -> None:

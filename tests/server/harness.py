@@ -26,7 +26,7 @@ async def client(llm: FakeLLM, settings: ServerSettings | None = None) -> AsyncI
     """An in-memory client of a started engine. Errors of the app are answers, as over a socket."""
     if not llm.health().ok:
         await llm.start()
-    app = build_app(llm, settings)  # type: ignore[arg-type]
+    app = build_app(llm, settings)
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://server", timeout=20) as http:
         yield http
@@ -65,7 +65,7 @@ class Running:
 
     url: str
     app: FastAPI
-    llm: FakeLLM
+    llm: Any
     loop: asyncio.AbstractEventLoop
 
     def stop(self) -> None:
@@ -80,9 +80,9 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(llm: FakeLLM, settings: ServerSettings | None = None) -> Iterator[Running]:
+def running(llm: Any, settings: ServerSettings | None = None) -> Iterator[Running]:
     """Serves over a socket until the block is left."""
-    app = build_app(llm, settings)  # type: ignore[arg-type]
+    app = build_app(llm, settings)
     config = uvicorn.Config(app, http="httptools", loop="uvloop", ws="none", lifespan="on", log_level="warning")
     config.timeout_graceful_shutdown = 2
     server = uvicorn.Server(config)
@@ -101,7 +101,7 @@ def running(llm: FakeLLM, settings: ServerSettings | None = None) -> Iterator[Ru
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     try:
-        wait_for(lambda: server.started and (llm.health().ok or app.state.serving.failure is not None))
+        wait_for(lambda: server.started and (app.state.serving.health()[0] or app.state.serving.failure is not None))
         yield Running(f"http://127.0.0.1:{port}", app, llm, loops[0])
     finally:
         server.should_exit = True

@@ -45,6 +45,31 @@ def test_health_tells_why_while_the_engine_loads_and_after() -> None:
     asyncio.run(life())
 
 
+def test_an_engine_that_is_up_before_its_client_is_not_served_yet() -> None:
+    class EarlyLLM(FakeLLM):
+        async def start(self) -> None:
+            await super().start()
+            await asyncio.sleep(0.2)
+
+    llm = EarlyLLM()
+    app = build_app(llm)  # type: ignore[arg-type]
+
+    async def life() -> None:
+        transport = httpx.ASGITransport(app=app)
+        async with (
+            app.router.lifespan_context(app),
+            httpx.AsyncClient(transport=transport, base_url="http://server") as http,
+        ):
+            await asyncio.sleep(0.05)
+            assert llm.health().ok
+            for answer in (await http.get("/health"), await http.post("/v1/completions", json={"prompt": "Hi"})):
+                assert error(answer, 503)["message"] == "the engine is starting"
+            await asyncio.sleep(0.3)
+            assert (await http.get("/health")).status_code == 200
+
+    asyncio.run(life())
+
+
 def test_health_tells_why_the_engine_did_not_start() -> None:
     llm = FakeLLM()
     llm.start_error = ValueError("no such model")

@@ -116,11 +116,8 @@ def replay(path: str | Path, runner: Replayable) -> Iterator[StepResult]:
     """
     header, plans = read_plans(path)
     ours = fingerprint(runner.config)
-    differing = [
-        f"{name} ({header.fingerprint.get(name)}, not {ours[name]})"
-        for name in ours
-        if header.fingerprint.get(name) != ours[name]
-    ]
+    theirs = header.fingerprint
+    differing = [f"{name} ({theirs.get(name)}, not {ours[name]})" for name in ours if theirs.get(name) != ours[name]]
     if differing:
         raise ConfigError(f"the steps were recorded under another configuration: {', '.join(differing)}", "record_steps")
     return (runner.collect(runner.execute(plan)) for plan in plans)

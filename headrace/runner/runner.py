@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Protocol
 
+import msgspec
 import torch
 
 from headrace.attention.backend import AttentionBackend, LayerCache
@@ -14,6 +15,7 @@ from headrace.config import EngineConfig
 from headrace.core.plan import NewSequence, StepPlan, StepResult
 from headrace.errors import RequestError
 from headrace.outputs import TokenLogprobs
+from headrace.runner.build import make_backends, make_caches, make_recorder
 from headrace.runner.clock import Stopwatch
 from headrace.runner.inputs import Batch, build_batch
 from headrace.runner.record import Recorder
@@ -60,29 +62,33 @@ class ModelRunner:
 
     Args:
         model: gives hidden states of a step's tokens, and logits of hidden states.
-        caches: the KV of each layer.
-        backends: the attention of each layer; layers may share one.
         config: sizes of slots and block tables.
         token_bytes: the text of tokens; None: sequences with bad words are refused.
-        recorder: told of every plan before it is executed.
+        caches: the KV of each layer; None: allocated as the config says.
+        backends: the attention of each layer, where layers may share one; None: those that the config names.
+        recorder: told of every plan before it is executed; None: as the config says.
+
+    Raises:
+        ConfigError: what the config names cannot be made.
     """
 
     def __init__(
         self,
         model: Model,
-        caches: Sequence[LayerCache],
-        backends: Sequence[AttentionBackend],
         config: EngineConfig,
         token_bytes: TokenBytes | None,
+        *,
+        caches: Sequence[LayerCache] | None = None,
+        backends: Sequence[AttentionBackend] | None = None,
         recorder: Recorder | None = None,
     ) -> None:
         self.config = config
         self.device = torch.device(config.device)
         self._model = model
-        self._caches = caches
-        self._backends = backends
-        self._to_plan = list({id(backend): backend for backend in backends}.values())
-        self._recorder = recorder
+        self._caches = make_caches(config) if caches is None else caches
+        self._backends = make_backends(config) if backends is None else backends
+        self._to_plan = list({id(backend): backend for backend in self._backends}.values())
+        self._recorder = make_recorder(config) if recorder is None else recorder
         with torch.inference_mode():
             self.slots = SlotTables(config, self.device)
             self.sampler = Sampler(config.scheduler.max_num_seqs, model.spec.vocab_size, self.device, token_bytes)
@@ -129,9 +135,7 @@ class ModelRunner:
         launched = Launched(
             step=plan.step,
             seq_ids=rows.seq_ids[batch.drawing].tolist(),
-            refused={row.seq_id: self._refused[row.slot] for row in plan.rows if row.slot in self._refused}
-            if self._refused
-            else {},
+            refused=self._refusals(plan),
             stopwatch=stopwatch,
             download=download,
             sampled=None if sampled is None else sampled.download(download),
@@ -181,18 +185,31 @@ class ModelRunner:
             self.sampler.remove(slot)
             self._prompt_logprobs.pop(slot, None)
             self._refused.pop(slot, None)
-        self.slots.take(plan.new)
-        for seq in plan.new:
-            if seq.sampling.prompt_logprobs is not None:
-                self._prompt_logprobs[seq.slot] = seq
+        if not plan.new:
+            return
+        known = [self._with_known_tokens(seq) for seq in plan.new]
+        self.slots.take(known)
+        for seq in known:
             try:
-                self._check(seq)
                 self.sampler.add(seq.slot, seq)
             except RequestError as error:
                 self._refused[seq.slot] = error.message
+            if seq.sampling.prompt_logprobs is not None:
+                self._prompt_logprobs[seq.slot] = seq
 
-    def _check(self, seq: NewSequence) -> None:
-        """An id outside the vocabulary would take the whole step down with it."""
+    def _with_known_tokens(self, seq: NewSequence) -> NewSequence:
+        """An id outside the vocabulary would take the whole step down: its sequence is refused and goes on with others."""
+        size = self._model.spec.vocab_size
+        if not seq.token_ids or 0 <= min(seq.token_ids) <= max(seq.token_ids) < size:
+            return seq
+        self._refused[seq.slot] = f"the prompt has a token id outside the vocabulary of {size}"
+        return msgspec.structs.replace(seq, token_ids=[0] * len(seq.token_ids))
+
+    def _refusals(self, plan: StepPlan) -> dict[int, str]:
+        """seq_id -> why, for rows of sequences that cannot be served."""
+        if not self._refused:
+            return {}
+        return {row.seq_id: self._refused[row.slot] for row in plan.rows if row.slot in self._refused}
 
     def _forward(self, batch: Batch) -> torch.Tensor:
         for backend in self._to_plan:

@@ -7,6 +7,8 @@ and check them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -81,10 +83,8 @@ class SlotTables:
             raise EngineError(f"the plan releases slot {slot}, which holds no sequence")
         self.seq_id[slot] = FREE
 
-    def take(self, new: tuple[NewSequence, ...]) -> None:
+    def take(self, new: Sequence[NewSequence]) -> None:
         """New sequences take their slots; all that was there before is gone."""
-        if not new:
-            return
         for seq in new:
             self._take(seq)
         slots = np.array([seq.slot for seq in new], dtype=np.int64)
@@ -155,12 +155,8 @@ class SlotTables:
             raise EngineError("the plan has two rows for one slot")
         known, computed = self.host_num_tokens[rows.slots], self.host_num_computed[rows.slots]
         _check(rows, (computed == rows.starts) | (computed == UNKNOWN), "does not start at its num_computed,", computed)
-        _check(
-            rows,
-            (rows.starts >= 0) & (rows.counts > 0) & (rows.ends <= known),
-            "is no part of its tokens, of which it has",
-            known,
-        )
+        inside = (rows.starts >= 0) & (rows.counts > 0) & (rows.ends <= known)
+        _check(rows, inside, "is not of its tokens, of which there are", known)
         _check(rows, rows.samples == (rows.ends == known), "must sample if and only if it ends at token", known)
         prefill = self.prefill_len[rows.slots]
         past = rows.starts >= prefill

@@ -12,6 +12,7 @@ import dataclasses
 import torch
 
 from headrace.core.plan import NewSequence
+from headrace.errors import RequestError
 from headrace.outputs import TokenLogprobs
 from headrace.sampling.allowed import AllowedTokens
 from headrace.sampling.bad_words import BadWords
@@ -80,16 +81,16 @@ class Sampler:
         """A sequence takes the slot.
 
         Raises:
-            RequestError: what it asks for cannot be done; nothing of it is kept.
+            RequestError: what it asks for cannot be done; no feature keeps any of it.
         """
+        self._draw.add(slot, seq)
+        self._logprobs.add(slot, seq)
         try:
             for feature in self._features:
                 feature.add(slot, seq)
-        except BaseException:
+        except RequestError:
             self.remove(slot)
             raise
-        self._logprobs.add(slot, seq)
-        self._draw.add(slot, seq)
 
     def remove(self, slot: int) -> None:
         for feature in self._features:
@@ -102,8 +103,9 @@ class Sampler:
         given = maxima.amax(-1)
         wants_raw = self._logprobs.wants_raw(rows)
         raw = whole_rows(wants_raw, logits) if len(wants_raw) else None
-        # A list: every feature must have its turn.
-        changed = any([feature.apply(logits, rows) for feature in self._features])
+        changed = False
+        for feature in self._features:
+            changed |= feature.apply(logits, rows)
         drawn = self._draw.draw(logits, rows, None if changed else maxima)
         faults = _faults(given, drawn)
         tokens = drawn.tokens.masked_fill(faults > 0, 0)

@@ -14,7 +14,7 @@ import msgspec
 from fastapi import Request
 
 import headrace
-from headrace.errors import EngineDeadError
+from headrace.errors import EngineDeadError, EngineError
 from headrace.metrics.prometheus import ServerMetrics
 from headrace.sampling_params import SamplingParams
 from headrace.server.errors import ApiError, shown, unavailable
@@ -54,14 +54,19 @@ class Serving:
             self._facts = await asyncio.to_thread(ModelFacts, self.llm, self.settings)
         except Exception as error:
             self.failure = error
-            logger.error("the engine did not start: %s", error)
+            logger.error("%s", self._why_not_started(error))
         finally:
             self.loading = False
+
+    @staticmethod
+    def _why_not_started(error: Exception) -> str:
+        """The engine's own errors say so themselves; others say only what is wrong with the arguments."""
+        return str(error) if isinstance(error, EngineError) else f"the engine did not start: {error}"
 
     def health(self) -> tuple[bool, str]:
         """Whether requests are served, and if not, why."""
         if self.failure is not None:
-            return False, f"the engine did not start: {self.failure}"
+            return False, self._why_not_started(self.failure)
         if self.draining:
             return False, "the server is shutting down"
         health = self.llm.health()

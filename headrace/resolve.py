@@ -31,7 +31,9 @@ from headrace.spec.kv import DTYPE_BYTES
 CPU_NUM_SEQS = 64
 CPU_BATCHED_TOKENS = 2048
 KV_SHARE = 0.25
-"""Of the memory that is free beside the weights, what the KV cache takes unless told otherwise."""
+"""Of the memory that is free beside the weights, what the KV cache takes at most unless told otherwise."""
+KV_MODEST = 2 * 2**30
+"""Bytes of KV cache that are taken without being asked for: filling them with zeros takes about a second."""
 KV_SHARE_MOST = 0.8
 """What it may take where less would not hold a single sequence."""
 MAX_BLOCK_SIZE = 1024
@@ -313,7 +315,7 @@ class _KVPlan:
 
     def _from_memory(self, length: int | None, book: _Book) -> tuple[int, tuple[int, ...]]:
         given = self._args.kv_cache_memory
-        share, most = int(self._free * KV_SHARE), int(self._free * KV_SHARE_MOST)
+        share, most = min(int(self._free * KV_SHARE), KV_MODEST), int(self._free * KV_SHARE_MOST)
         if length is None:
             budget = share if given is None else given
             longest = self._longest(lambda candidate: self._least_bytes(candidate) <= budget)
@@ -332,6 +334,8 @@ class _KVPlan:
             why = f"{self._num_seqs} sequences of {length} tokens could use no more"
         elif budget == least:
             why = f"one sequence of {length} tokens needs as much"
+        elif share == KV_MODEST:
+            why = "what is taken without being asked for; more lets more requests run at once and keeps more prefixes"
         else:
             why = f"{KV_SHARE:.0%} of the memory that is free beside the weights"
         book.note("kv_cache_memory", f"{self._bytes(num_blocks):,}", why)

@@ -94,11 +94,11 @@ class InputProcessor:
         """
         text, tokens = self._tokens(prompt)
         self._check_sampling(params)
-        if not isinstance(request_id, str) or not 0 < len(request_id) <= _MAX_REQUEST_ID:
+        if not _is_text(request_id) or not 0 < len(request_id) <= _MAX_REQUEST_ID:
             raise RequestError(f"request_id must be a string of 1 to {_MAX_REQUEST_ID} characters", "request_id")
         if isinstance(priority, bool) or not isinstance(priority, int) or not -_INT64 <= priority < _INT64:
             raise RequestError(f"priority must be a 64-bit integer, not {priority!r}", "priority")
-        if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
+        if cache_salt is not None and (not _is_text(cache_salt) or not cache_salt):
             raise RequestError("cache_salt must be a string that is not empty", "cache_salt")
         return Request(
             request_id=request_id,
@@ -127,8 +127,8 @@ class InputProcessor:
         if unknown:
             raise RequestError(f"a prompt has no part named {unknown[0]!r}", "prompt")
         text, tokens = prompt.get("prompt"), prompt.get("prompt_token_ids")
-        if text is not None and not isinstance(text, str):
-            raise RequestError("prompt must be a string", "prompt")
+        if text is not None and not _is_text(text):
+            raise RequestError("prompt must be a string that UTF-8 can hold", "prompt")
         if tokens is None:
             if text is None:
                 raise RequestError("a prompt needs 'prompt' or 'prompt_token_ids'", "prompt")
@@ -228,6 +228,17 @@ class InputProcessor:
             while len(self._bad_words) > _BAD_WORDS_CACHED:
                 self._bad_words.popitem(last=False)
         return table
+
+
+def _is_text(value: object) -> bool:
+    """A string that can be sent: JSON may bring lone surrogates, which UTF-8 cannot hold."""
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _checked_spans(spans: Sequence[tuple[int, int]], num_prompt: int) -> list[tuple[int, int]]:

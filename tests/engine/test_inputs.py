@@ -1,0 +1,179 @@
+"""Prompts and parameters to requests: what is accepted, what is refused, and by which name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from engine.tiny import CONTEXT, EOS, VOCAB
+from headrace.config import EngineArgs, SamplingLimits
+from headrace.engine.frontend import Frontend
+from headrace.engine.inputs import InputProcessor
+from headrace.errors import ConfigError, RequestError
+from headrace.sampling_params import SamplingParams
+
+
+@pytest.fixture(scope="module")
+def inputs(frontend: Frontend) -> InputProcessor:
+    return frontend.inputs(EngineArgs(max_logprobs=5), vocab_size=VOCAB, max_model_len=CONTEXT)
+
+
+@pytest.fixture(scope="module")
+def bare() -> InputProcessor:
+    """Without a tokenizer."""
+    return InputProcessor(
+        vocab_size=VOCAB,
+        max_model_len=CONTEXT,
+        limits=SamplingLimits.of(EngineArgs()),
+        tokenizer=None,
+        generation_config={"eos_token_id": [3], "temperature": 0.5, "top_k": 7},
+        seed=0,
+    )
+
+
+def make(inputs: InputProcessor, prompt: Any = "hello", request_id: Any = "r", options: dict | None = None, **params: Any):
+    return inputs.request(prompt, SamplingParams(**params), request_id=request_id, **(options or {}))
+
+
+def test_a_string_and_its_tokens(inputs: InputProcessor) -> None:
+    request = make(inputs)
+    assert (request.prompt, request.prompt_token_ids) == ("hello", list(b"hello"))
+    assert request.max_tokens == CONTEXT - 5 and request.eos_token_ids == [EOS]
+    tokens = make(inputs, {"prompt_token_ids": [1, 2]})
+    assert (tokens.prompt, tokens.prompt_token_ids) == (None, [1, 2])
+    both = make(inputs, {"prompt_token_ids": [1, 2], "prompt": "x"})
+    assert (both.prompt, both.prompt_token_ids) == ("x", [1, 2])
+
+
+def test_the_prompt_and_its_output_fill_the_context_exactly(inputs: InputProcessor) -> None:
+    assert make(inputs, "x" * (CONTEXT - 1)).max_tokens == 1
+    assert make(inputs, "x" * 250, max_tokens=6).max_tokens == 6
+
+
+REFUSED: list[tuple[Any, dict, str]] = [
+    ("", {}, "prompt"),
+    (None, {}, "prompt"),
+    ([1, 2], {}, "prompt"),
+    ({}, {}, "prompt"),
+    ({"prompt": 3}, {}, "prompt"),
+    ({"text": "x"}, {}, "prompt"),
+    ({"prompt_token_ids": "x"}, {}, "prompt_token_ids"),
+    ({"prompt_token_ids": [1, True]}, {}, "prompt_token_ids"),
+    ({"prompt_token_ids": [1.0]}, {}, "prompt_token_ids"),
+    ({"prompt_token_ids": []}, {}, "prompt"),
+    ({"prompt_token_ids": [VOCAB]}, {}, "prompt"),
+    ({"prompt_token_ids": [-1]}, {}, "prompt"),
+    ({"prompt_token_ids": [10**30]}, {}, "prompt"),
+    ("x" * CONTEXT, {}, "prompt"),
+    ("x" * 10_000_000, {}, "prompt"),
+    ("\ud800", {}, "prompt"),
+    ("x" * 250, {"max_tokens": 7}, "max_tokens"),
+    ("x" * 250, {"min_tokens": 7}, "min_tokens"),
+    ("x", {"n": 129}, "n"),
+    ("x", {"logprobs": 6}, "logprobs"),
+    ("x", {"logprobs": -1}, "logprobs"),
+    ("x", {"prompt_logprobs": 6}, "prompt_logprobs"),
+    ("x", {"allowed_token_ids": [VOCAB]}, "allowed_token_ids"),
+    ("x", {"stop_token_ids": [1, VOCAB]}, "stop_token_ids"),
+    ("x", {"logit_bias": {VOCAB: 1.0}}, "logit_bias"),
+    ("x", {"stop": ["a"] * 17}, "stop"),
+    ("x", {"stop": ["a" * 9]}, "stop"),
+    ("x", {"stop": ["a" * 10_000_000]}, "stop"),
+    ("x", {"stop": ["\udc00"]}, "stop"),
+    ("x", {"bad_words": ["a"] * 17}, "bad_words"),
+    ("x", {"bad_words": ["a" * 9]}, "bad_words"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "params", "param"), REFUSED, ids=[f"{i}-{row[2]}" for i, row in enumerate(REFUSED)])
+def test_refusals_name_the_parameter(inputs: InputProcessor, prompt: Any, params: dict, param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        make(inputs, prompt, **params)
+    assert caught.value.param == param and len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"priority": 2**63}, "priority"),
+        ({"priority": "high"}, "priority"),
+        ({"cache_salt": ""}, "cache_salt"),
+        ({"cache_salt": 3}, "cache_salt"),
+        ({"spans": [(0, 6)]}, "spans"),
+        ({"spans": [(0, 2), (1, 3)]}, "spans"),
+        ({"spans": [(2, 2)]}, "spans"),
+        ({"spans": [(-1, 2)]}, "spans"),
+    ],
+)
+def test_options_are_checked(inputs: InputProcessor, options: dict, param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        make(inputs, options=options)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize("request_id", ["", "x" * 300, None, 3, "\ud800"])
+def test_request_ids_are_checked(inputs: InputProcessor, request_id: Any) -> None:
+    with pytest.raises(RequestError) as caught:
+        make(inputs, request_id=request_id)
+    assert caught.value.param == "request_id"
+
+
+def test_everything_that_is_asked_for_is_in_the_request(inputs: InputProcessor) -> None:
+    request = make(inputs, options={"priority": -3, "cache_salt": "s", "spans": [(0, 2), (2, 5)]}, seed=7, bad_words=["no"])
+    assert (request.priority, request.cache_salt, request.spans, request.seed) == (-3, "s", [(0, 2), (2, 5)], 7)
+    assert request.bad_words is not None and not request.bad_words.special_text
+    shown = make(inputs, bad_words=["no"], skip_special_tokens=False).bad_words
+    assert shown is not None and shown.special_text
+    assert make(inputs, bad_words=["no"]).bad_words is request.bad_words, "compiled once"
+    assert request.arrival_time > 0
+
+
+def test_unseeded_requests_draw_their_seeds_from_the_engine_s(frontend: Frontend) -> None:
+    def seeds(seed: int) -> list[int]:
+        inputs = frontend.inputs(EngineArgs(seed=seed), vocab_size=VOCAB, max_model_len=CONTEXT)
+        return [make(inputs).seed for _ in range(3)]
+
+    assert seeds(1) == seeds(1) != seeds(2)
+    assert len(set(seeds(1))) == 3
+
+
+def test_text_without_a_tokenizer_is_refused_by_name(bare: InputProcessor) -> None:
+    tokens = {"prompt_token_ids": [1]}
+    assert make(bare, tokens, stop_token_ids=[2], logprobs=3).eos_token_ids == [3]
+    for prompt, params, param in [
+        ("x", {}, "prompt"),
+        (tokens, {"stop": ["x"]}, "stop"),
+        (tokens, {"bad_words": ["x"]}, "bad_words"),
+    ]:
+        with pytest.raises(RequestError, match="tokenizer") as caught:
+            make(bare, prompt, **params)
+        assert caught.value.param == param
+
+
+def test_the_model_s_own_defaults(bare: InputProcessor) -> None:
+    assert bare.default_sampling_params() == SamplingParams(temperature=0.5, top_k=7)
+    with pytest.raises(ConfigError, match="temperature"):
+        InputProcessor(
+            vocab_size=3,
+            max_model_len=3,
+            limits=SamplingLimits.of(EngineArgs()),
+            tokenizer=None,
+            generation_config={"temperature": -1},
+            seed=0,
+        )
+
+
+def test_limits_follow_their_environment_variables(frontend: Frontend, monkeypatch: pytest.MonkeyPatch) -> None:
+    tries = {
+        "HEADRACE_MAX_BAD_WORDS_NUM": {"bad_words": ["a", "b"]},
+        "HEADRACE_BAD_WORDS_MAX_LEN": {"bad_words": ["ab"]},
+        "HEADRACE_MAX_STOP_SEQS_NUM": {"stop": ["a", "b"]},
+        "HEADRACE_STOP_SEQS_MAX_LEN": {"stop": ["ab"]},
+    }
+    for variable, params in tries.items():
+        with monkeypatch.context() as patch:
+            make(frontend.inputs(EngineArgs(), vocab_size=VOCAB, max_model_len=CONTEXT), **params)
+            patch.setenv(variable, "1")
+            with pytest.raises(RequestError):
+                make(frontend.inputs(EngineArgs(), vocab_size=VOCAB, max_model_len=CONTEXT), **params)

@@ -1,0 +1,214 @@
+"""Arguments, model and device to a configuration: what is chosen, why, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from transformers import LlamaConfig
+
+from headrace import resolve as resolving
+from headrace.cache.planes import cache_bytes
+from headrace.config import EngineArgs, EngineConfig
+from headrace.errors import ConfigError
+from headrace.kv import KVCacheManager
+from headrace.resolve import DeviceFacts, resolve
+from headrace.sources.files import ModelFiles
+from headrace.spec import AttentionSpec, ModelSpec, RopeSpec
+
+MIB = 2**20
+ZEN = DeviceFacts(device="cpu", name="x", instructions=frozenset({"avx512_bf16"}), num_cores=6, available_memory=1024 * MIB)
+OLD = dataclasses.replace(ZEN, instructions=frozenset({"avx2"}))
+
+
+def model(
+    *, windows: tuple[int | None, ...] = (None, None), dtype: str = "bfloat16", hidden: int = 64, context: int = 512
+) -> ModelSpec:
+    layers = tuple(
+        AttentionSpec(
+            layer=i, num_heads=4, num_kv_heads=2, head_dim=16, v_head_dim=16, scale=0.25, rotary_dim=16, window=window
+        )
+        for i, window in enumerate(windows)
+    )
+    return ModelSpec(
+        architecture="LlamaForCausalLM",
+        vocab_size=300,
+        hidden_size=hidden,
+        intermediate_size=128,
+        layers=layers,
+        rope=RopeSpec(10000.0),
+        norm_eps=1e-5,
+        max_position=context,
+        dtype=dtype,
+    )
+
+
+def decide(
+    spec: ModelSpec | None = None, device: DeviceFacts = ZEN, types: tuple[str, ...] | None = None, **args: Any
+) -> EngineConfig:
+    """``types``: of the matrices in a GGUF file; None: safetensors."""
+    files = ModelFiles(
+        name="m",
+        kind="safetensors" if types is None else "gguf",
+        directory=Path("."),
+        weight_files=[],
+        config=LlamaConfig(),
+        generation_config={"eos_token_id": []},
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(resolving, "_gguf_types", lambda files: None if types is None else resolving.Counter(types))
+        return resolve(EngineArgs(**args), files, spec or model(), device)
+
+
+def reason(config: EngineConfig, name: str) -> str:
+    return next(decision.reason for decision in config.decisions if decision.name == name)
+
+
+@pytest.mark.parametrize(
+    ("args", "types", "checkpoint", "device", "dtype", "quantization"),
+    [
+        ({}, None, "bfloat16", ZEN, "bfloat16", "none"),
+        ({}, None, "float16", ZEN, "float32", "none"),
+        ({}, None, "float32", ZEN, "float32", "none"),
+        ({}, None, "bfloat16", OLD, "float32", "none"),
+        ({}, ("Q4_1",), "float32", ZEN, "bfloat16", "int4"),
+        ({}, ("Q4_0", "Q4_K"), "float32", ZEN, "bfloat16", "int4"),
+        ({}, ("Q4_K", "Q6_K"), "float32", ZEN, "bfloat16", "none"),
+        ({}, ("Q8_0",), "float32", ZEN, "bfloat16", "none"),
+        ({}, ("Q4_1",), "float32", OLD, "float32", "none"),
+        ({}, ("F16",), "float16", ZEN, "float32", "none"),
+        ({"dtype": "float32"}, ("Q4_1",), "float32", ZEN, "float32", "none"),
+        ({"quantization": "none"}, ("Q4_1",), "float32", ZEN, "bfloat16", "none"),
+        ({"quantization": "int4"}, None, "float32", OLD, "bfloat16", "int4"),
+        ({"quantization": "int8"}, None, "bfloat16", ZEN, "bfloat16", "int8"),
+        ({"dtype": "bfloat16"}, None, "float32", OLD, "bfloat16", "none"),
+    ],
+)
+def test_numbers(args: dict, types: tuple | None, checkpoint: str, device: DeviceFacts, dtype: str, quantization: str) -> None:
+    config = decide(model(dtype=checkpoint), device, types, **args)
+    assert (config.dtype, config.quantization, config.cache.dtype) == (dtype, quantization, dtype)
+    if "dtype" not in args:
+        assert reason(config, "dtype")
+    if "quantization" not in args:
+        assert reason(config, "quantization")
+
+
+def test_int4_needs_matrices_that_its_kernel_holds() -> None:
+    assert decide(model(hidden=72), types=("Q4_1",)).quantization == "none"
+    assert "multiple" in reason(decide(model(hidden=72), types=("Q4_1",)), "quantization")
+    with pytest.raises(ConfigError, match="multiple") as caught:
+        decide(model(hidden=72), quantization="int4")
+    assert caught.value.param == "quantization"
+
+
+@pytest.mark.parametrize(
+    ("args", "param"),
+    [
+        ({"dtype": "float8"}, "dtype"),
+        ({"quantization": "int3"}, "quantization"),
+        ({"policy": "lifo"}, "policy"),
+        ({"dtype": "float32", "quantization": "int4"}, "quantization"),
+        ({"dtype": "float16", "quantization": "int8"}, "quantization"),
+        ({"block_size": 0}, "block_size"),
+        ({"block_size": 16.0}, "block_size"),
+        ({"block_size": 5000}, "block_size"),
+        ({"pipeline_depth": 0}, "pipeline_depth"),
+        ({"seed": -1}, "seed"),
+        ({"num_threads": 0}, "num_threads"),
+        ({"step_timeout": 0}, "step_timeout"),
+        ({"max_queue_len": 0}, "max_queue_len"),
+        ({"max_num_seqs": 0}, "max_num_seqs"),
+        ({"max_num_seqs": 8, "max_num_batched_tokens": 4}, "max_num_batched_tokens"),
+        ({"max_model_len": 1}, "max_model_len"),
+        ({"max_model_len": "all"}, "max_model_len"),
+        ({"max_model_len": 513}, "max_model_len"),
+        ({"num_kv_blocks": 5, "kv_cache_memory": 5}, "num_kv_blocks"),
+        ({"num_kv_blocks": 31}, "num_kv_blocks"),
+        ({"kv_cache_memory": 1000}, "kv_cache_memory"),
+        ({"max_model_len": "auto", "kv_cache_memory": 1000}, "max_model_len"),
+        ({"attention_backend": "abacus"}, "attention_backend"),
+    ],
+)
+def test_refusals_name_the_parameter(args: dict, param: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        decide(**args)
+    assert caught.value.param == param
+
+
+def test_a_batch_holds_a_token_of_every_sequence() -> None:
+    scheduler = decide().scheduler
+    assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens) == (64, 2048)
+    assert decide(max_num_batched_tokens=20).scheduler.max_num_seqs == 20
+    assert decide(max_num_seqs=3000).scheduler.max_num_batched_tokens == 3000
+
+
+def test_threads_are_the_cores_unless_given() -> None:
+    assert decide().num_threads == 6
+    assert decide(num_threads=9).num_threads == 9
+
+
+def test_num_kv_blocks_are_those_that_hold_data() -> None:
+    config = decide(num_kv_blocks=32)
+    assert config.cache.num_blocks == (33,) and config.scheduler.max_model_len == 512
+    assert decide(num_kv_blocks=10, max_model_len="auto").scheduler.max_model_len == 160
+    with pytest.raises(ConfigError, match=r"num_kv_blocks to 32 or more, or max_model_len to 496"):
+        decide(num_kv_blocks=31)
+
+
+def test_default_memory_is_what_could_be_used_but_modest() -> None:
+    per_block = 16 * 2 * 2 * 32 * 2  # tokens, layers, K/V heads, widths of K and V, bytes
+    roomy = decide(max_num_seqs=4, max_num_batched_tokens=64)
+    assert roomy.cache.num_blocks == (4 * 32 + 1,) and "could use no more" in reason(roomy, "kv_cache_memory")
+    tight = decide(device=dataclasses.replace(ZEN, available_memory=4 * MIB))
+    assert cache_bytes(tight.cache) <= MIB and "25%" in reason(tight, "kv_cache_memory")
+    needy = decide(device=dataclasses.replace(ZEN, available_memory=33 * per_block * 2 + 300_000))
+    assert needy.cache.num_blocks == (33,) and "one sequence" in reason(needy, "kv_cache_memory")
+    with pytest.raises(ConfigError, match=r"max_model_len to .* or less, or to auto"):
+        decide(device=dataclasses.replace(ZEN, available_memory=resolving.weight_bytes(model(), "bfloat16", "none") + 100_000))
+    with pytest.raises(ConfigError):
+        decide(device=dataclasses.replace(ZEN, available_memory=0), max_model_len="auto")
+
+
+@hypothesis_settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    windows=st.lists(st.sampled_from([None, 20, 64, 300]), min_size=1, max_size=4).map(tuple),
+    memory=st.integers(1_000, 8 * MIB),
+    block_size=st.sampled_from([1, 8, 16, 48]),
+    length=st.sampled_from([None, "auto", 40, 512]),
+    seqs=st.integers(1, 70),
+)
+def test_the_cache_stays_in_its_memory_and_holds_a_whole_sequence(
+    windows: tuple, memory: int, block_size: int, length: Any, seqs: int
+) -> None:
+    spec = model(windows=windows)
+    args = {"block_size": block_size, "max_model_len": length, "max_num_seqs": seqs}
+    try:
+        config = decide(spec, kv_cache_memory=memory, **args)
+    except ConfigError as error:
+        # What the message advises works.
+        if length not in (None, 512):
+            return
+        needed = int(str(error).split(" bytes")[0].rsplit(" ", 1)[-1].replace(",", ""))
+        assert needed > memory
+        assert cache_bytes(decide(spec, kv_cache_memory=needed, **args).cache) <= needed
+        return
+    smallest = min(block_size * group.bytes_per_token for group in config.cache.groups)
+    assert memory - config.cache.block_size * config.cache.groups[0].bytes_per_token < cache_bytes(config.cache) <= memory
+    assert smallest > 0
+    kv = KVCacheManager(config.cache)
+    assert kv.too_small_for(config.scheduler.max_model_len, 1) is None
+    if length == "auto" and config.scheduler.max_model_len < 512:
+        longer = {**args, "max_model_len": config.scheduler.max_model_len + 1}
+        with pytest.raises(ConfigError):
+            decide(spec, kv_cache_memory=memory, **longer)
+
+
+def test_nothing_is_mutated() -> None:
+    args = EngineArgs(max_model_len="auto", num_kv_blocks=10)
+    config = decide(max_model_len="auto", num_kv_blocks=10)
+    assert config.args == args == EngineArgs(max_model_len="auto", num_kv_blocks=10)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from source import ROOT, tracked_files
+
+from rules.source import ROOT, tracked_files
 
 TEXT = {".py", ".md", ".toml", ".yml", ".yaml", ".cfg", ".txt", ".json", ".svg", ".sh", ""}
 

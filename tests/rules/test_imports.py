@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from source import Module, imports, modules
+
+from rules.source import Module, imports, modules
 
 ROOMS: list[set[str]] = [
     {"errors"},

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 
 import pytest
-from source import Module, modules
+
+from rules.source import Module, modules
 
 FILE_LINES = 600
 FUNCTION_LINES = 80

@@ -6,7 +6,8 @@ import ast
 from collections.abc import Iterator
 
 import pytest
-from source import Module, modules
+
+from rules.source import Module, modules
 
 MUTATORS = {"append", "add", "update", "extend", "insert", "pop", "popitem", "clear", "setdefault", "remove", "discard"}
 CELLS = {"ContextVar", "local", "WeakKeyDictionary", "WeakValueDictionary"}

@@ -70,9 +70,9 @@ def api_error(error: BaseException, retry_after: int) -> ApiError:
     if isinstance(error, RequestError):
         return ApiError(error.status, error.message, param=error.param, code=getattr(error, "code", None), kind=error.kind)
     if isinstance(error, EngineDeadError):
-        return unavailable(str(error) or "the engine is not running", retry_after)
+        return unavailable(first_line(str(error)) or "the engine is not running", retry_after)
     if isinstance(error, EngineError):
-        return ApiError(500, str(error) or "the engine failed", code="engine_error")
+        return ApiError(500, first_line(str(error)) or "the engine failed", code="engine_error")
     if isinstance(error, HTTPException):
         code = {404: "unknown_url", 405: "method_not_allowed"}.get(error.status_code)
         return ApiError(error.status_code, str(error.detail), code=code, headers=error.headers)
@@ -107,6 +107,11 @@ def field_path(loc: Sequence[int | str]) -> str:
 def shown(text: str, limit: int = 64) -> str:
     """A client's own words in an error, cut where they are long."""
     return text if len(text) <= limit else f"{text[:limit]}..."
+
+
+def first_line(text: str) -> str:
+    """What a client is told of an engine's error, which may carry a stack for the log."""
+    return text.strip().partition("\n")[0]
 
 
 def install_handlers(app: FastAPI, retry_after: int) -> None:

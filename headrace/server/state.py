@@ -17,7 +17,7 @@ import headrace
 from headrace.errors import EngineDeadError, EngineError
 from headrace.metrics.prometheus import ServerMetrics
 from headrace.sampling_params import SamplingParams
-from headrace.server.errors import ApiError, shown, unavailable
+from headrace.server.errors import ApiError, first_line, shown, unavailable
 from headrace.server.logprobs import TokenTexts
 from headrace.server.settings import ServerSettings
 
@@ -66,13 +66,13 @@ class Serving:
     def health(self) -> tuple[bool, str]:
         """Whether requests are served, and if not, why."""
         if self.failure is not None:
-            return False, self._why_not_started(self.failure)
+            return False, first_line(self._why_not_started(self.failure))
         if self.draining:
             return False, "the server is shutting down"
         health = self.llm.health()
         if health.ok and self.loading:
             return False, "the engine is starting"
-        return health.ok, health.reason
+        return health.ok, first_line(health.reason)
 
     def check_ready(self) -> None:
         """Raises: ApiError 503 with the reason."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from headrace.errors import EngineDeadError, EngineError
+from headrace.server.app import build_app
 from headrace.server.settings import ServerSettings
 from server.fakes import FakeLLM
 from server.harness import Api, client, error
@@ -129,6 +130,16 @@ def test_errors_after_the_stream_began_are_its_last_event() -> None:
             assert set(last["error"]) == {"message", "type", "param", "code"}
             assert "[DONE]" not in response.text
             assert not llm.running
+
+
+def test_stacks_stay_in_the_log() -> None:
+    for kind, status in ((EngineError, 500), (EngineDeadError, 503)):
+        found = error(Api(broken(kind("it broke\nTraceback (most recent call last):\n  File"))).chat(), status)
+        assert found["message"] == "it broke"
+    llm = FakeLLM()
+    app = build_app(llm)  # type: ignore[arg-type]
+    app.state.serving.failure = EngineError("no weights\nTraceback (most recent call last)")
+    assert app.state.serving.health() == (False, "no weights")
 
 
 def test_unforeseen_errors_tell_the_client_nothing() -> None:

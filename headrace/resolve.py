@@ -239,7 +239,7 @@ def _batch(args: EngineArgs, book: _Book) -> tuple[int, int]:
         )
     if seqs is None:
         seqs = CPU_NUM_SEQS if tokens is None else min(CPU_NUM_SEQS, tokens)
-        why = "more sequences at once gain nothing on a CPU" if seqs == CPU_NUM_SEQS else "as many as tokens a step"
+        why = "larger batches gain little on a CPU" if seqs == CPU_NUM_SEQS else "as many as tokens a step"
         book.note("max_num_seqs", seqs, why)
     if tokens is None:
         tokens = max(CPU_BATCHED_TOKENS, seqs)

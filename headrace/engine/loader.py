@@ -21,7 +21,7 @@ from headrace.engine.outputs import OutputProcessor
 from headrace.engine.report import cache_lines, engine_info
 from headrace.models import registry
 from headrace.resolve import resolve
-from headrace.runner.build import build_runner
+from headrace.runner.runner import ModelRunner
 from headrace.sampling_params import SamplingParams
 from headrace.sources.files import ModelFiles
 from headrace.text.tokenizer import Tokenizer
@@ -45,6 +45,28 @@ class Engine:
     """None with ``skip_tokenizer_init``."""
 
 
+class _Phase:
+    """One phase of a start-up, while it lasts."""
+
+    def __init__(self, name: str, tell: Callable[[Progress], None]) -> None:
+        self.detail = ""
+        """For the timeline."""
+        self._name = name
+        self._tell = tell
+        self._told = 0.0
+
+    def progress(self, fraction: float | None = None, detail: str = "") -> None:
+        """``fraction``: done of the phase, 0 to 1."""
+        self._tell(Progress(self._name, fraction, detail))
+
+    def bytes(self, done: int, total: int) -> None:
+        """Tells of each hundredth: there may be very many tensors."""
+        fraction = done / total if total else 1.0
+        if fraction >= self._told + 0.01 or fraction >= 1.0 > self._told:
+            self._told = fraction
+            self.progress(fraction, f"{done:,} of {total:,} bytes")
+
+
 class _Timeline:
     """Times the phases of a start-up and tells of them."""
 
@@ -53,12 +75,12 @@ class _Timeline:
         self._tell = on_progress or (lambda progress: None)
 
     @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[Callable[[float, str], None]]:
-        """Yields what to call with the part that is done, 0 to 1, and a detail."""
+    def phase(self, name: str) -> Iterator[_Phase]:
         start = time.perf_counter()
-        self._tell(Progress(name))
-        yield lambda fraction, detail: self._tell(Progress(name, fraction, detail))
-        self.phases.append(StartupPhase(name, time.perf_counter() - start))
+        phase = _Phase(name, self._tell)
+        phase.progress()
+        yield phase
+        self.phases.append(StartupPhase(name, time.perf_counter() - start, phase.detail))
 
 
 def load_engine(args: EngineArgs, on_progress: Callable[[Progress], None] | None = None) -> Engine:
@@ -77,18 +99,28 @@ def load_engine(args: EngineArgs, on_progress: Callable[[Progress], None] | None
         device = environment.probe()
         config = resolve(args, files, registry.model_spec(files.config), device)
         torch.set_num_threads(config.num_threads)
-    with timeline.phase("weights") as progress:
+    with timeline.phase("weights") as phase:
         model = registry.build(config.model, config.dtype, config.device)
-        report = load_weights(model, files, config.dtype, config.quantization, args.seed, progress)
+        report = load_weights(
+            model,
+            registry.name_table(config.model),
+            files,
+            quantization=config.quantization,
+            seed=args.seed,
+            progress=phase.bytes,
+        )
+        phase.detail = f"{report.num_tensors:,} tensors, {report.nbytes_read:,} bytes read"
     with timeline.phase("cache"):
-        runner = build_runner(model, config, tokenizer.token_bytes if tokenizer is not None else None)
+        runner = ModelRunner(model, config, tokenizer.token_bytes if tokenizer is not None else None)
         scheduler = Scheduler(config.scheduler, config.cache)
         core = EngineCore(scheduler, runner, OutputProcessor(scheduler, tokenizer), pipeline_depth=args.pipeline_depth)
     with timeline.phase("warm-up"):
         core.warm_up(_warm_up_requests(config))
     inputs = frontend.inputs(args, vocab_size=config.model.vocab_size, max_model_len=config.scheduler.max_model_len)
-    rest = [MemoryLine(name, nbytes) for name, nbytes in runner.memory() if name != "KV cache"]
-    memory = [*report.memory, *cache_lines(config), *rest]
+    weights = [MemoryLine(line.name, line.nbytes, line.detail) for line in report.memory]
+    rest = [MemoryLine(name, nbytes) for name, nbytes in runner.memory() if name != "KV cache" and nbytes]
+    memory = [*weights, *cache_lines(config), *rest]
+    config = dataclasses.replace(config, quantization=report.quantization, decisions=(*config.decisions, *report.decisions))
     info = engine_info(files, config, device, timeline.phases, memory)
     return Engine(core, inputs, info, config, files, tokenizer)
 

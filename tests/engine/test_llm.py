@@ -1,0 +1,240 @@
+"""The offline API over a real runner: a tiny model with random weights."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.tiny import EOS
+from headrace import LLM, SamplingParams
+from headrace.engine.info import Progress
+from headrace.errors import ConfigError, EngineError, RequestError
+
+
+def build(folder: Path, **args: Any) -> LLM:
+    return LLM(str(folder), **({"load_format": "dummy", "max_num_seqs": 8, "num_kv_blocks": 200} | args))
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_folder: Path) -> Iterator[LLM]:
+    with build(tiny_folder) as one:
+        yield one
+
+
+@pytest.fixture(autouse=True)
+def books(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Whatever a test did, nothing is left of it."""
+    yield
+    if "llm" in request.fixturenames:
+        llm: LLM = request.getfixturevalue("llm")
+        llm.check_integrity()
+        assert llm.stats.num_running == llm.stats.num_waiting == llm.stats.kv_blocks_used == 0
+
+
+def greedy(max_tokens: int = 8, **more: Any) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, **more)
+
+
+def tokens(results: list) -> list[list[int]]:
+    return [sample.token_ids for result in results for sample in result.outputs]
+
+
+def test_results_come_in_the_order_of_the_prompts(llm: LLM) -> None:
+    prompts = ["one", {"prompt_token_ids": [5, 6, 7]}, {"prompt": "three"}, "x" * 100]
+    together = llm.generate(prompts, [greedy(n) for n in (3, 9, 1, 6)])
+    assert [len(sample) for sample in tokens(together)] == [3, 9, 1, 6]
+    assert [result.prompt for result in together] == ["one", None, "three", "x" * 100]
+    assert all(result.finished and result.times is not None for result in together)
+    alone = [llm.generate(prompt, greedy(9))[0] for prompt in prompts]
+    for one, other in zip(tokens(together), tokens(alone), strict=True):
+        assert one == other[: len(one)]
+    assert llm.generate([]) == []
+
+
+def test_text_is_that_of_the_tokens(llm: LLM) -> None:
+    result = llm.generate("hello", greedy(20))[0]
+    assert result.outputs[0].text == llm.get_tokenizer().decode(result.outputs[0].token_ids)
+
+
+def test_a_bad_prompt_stops_the_call_before_anything_runs(llm: LLM) -> None:
+    before = llm.stats.step
+    for prompts, params in [
+        (["fine", ""], greedy()),
+        (["fine"], [greedy(), greedy()]),
+        ("x" * 250, greedy(100)),
+        (3, greedy()),
+    ]:
+        with pytest.raises((RequestError, TypeError)):
+            llm.generate(prompts, params)
+    assert llm.stats.step == before
+
+
+def test_more_prompts_than_the_queue_takes(tiny_folder: Path) -> None:
+    with build(tiny_folder, max_queue_len=3, max_num_seqs=2) as llm:
+        results = llm.generate([f"prompt {i}" for i in range(20)], greedy(4), progress=True)
+        assert [result.prompt for result in results] == [f"prompt {i}" for i in range(20)]
+        assert all(result.finished for result in results)
+        with pytest.raises(RequestError) as caught:
+            llm.generate(["fine", "more"], [greedy(), SamplingParams(n=4, max_tokens=2)])
+        assert caught.value.param == "n"
+        llm.check_integrity()
+        assert llm.stats.num_running == llm.stats.num_waiting == 0
+
+
+def test_seeds(tiny_folder: Path, llm: LLM) -> None:
+    def draw(one: LLM, **params: Any) -> list[list[int]]:
+        return tokens(one.generate("hello", SamplingParams(max_tokens=12, ignore_eos=True, **params)))
+
+    assert draw(llm, seed=1) == draw(llm, seed=1) != draw(llm, seed=2)
+    assert draw(llm) != draw(llm), "without a seed each request draws its own"
+    samples = draw(llm, seed=1, n=3)
+    assert len({tuple(sample) for sample in samples}) == 3 and samples[0] == draw(llm, seed=1)[0]
+    with build(tiny_folder, seed=5) as a, build(tiny_folder, seed=5) as b:
+        assert draw(a) == draw(b)
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+def test_pipelining_changes_nothing(tiny_folder: Path, llm: LLM, depth: int) -> None:
+    prompts = [f"prompt number {i} " * (1 + 3 * (i % 4)) for i in range(12)]
+    params = [SamplingParams(max_tokens=5 + i, seed=i, n=1 + i % 2, logprobs=2, repetition_penalty=1.2) for i in range(12)]
+    with build(tiny_folder, pipeline_depth=depth, max_num_batched_tokens=40) as other:
+        expected, got = llm.generate(prompts, params), other.generate(prompts, params)
+        assert tokens(expected) == tokens(got)
+        assert [s.finish_reason for r in expected for s in r.outputs] == [s.finish_reason for r in got for s in r.outputs]
+        other.check_integrity()
+
+
+def test_prefix_cache_hits_are_told_and_can_be_forgotten(llm: LLM) -> None:
+    llm.reset_prefix_cache()
+    first, second = (llm.generate("a common beginning " * 5, greedy())[0] for _ in range(2))
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 80)
+    assert tokens([first]) == tokens([second])
+    assert llm.reset_prefix_cache()
+    assert llm.generate("a common beginning " * 5, greedy())[0].num_cached_tokens == 0
+
+
+def test_logprobs_have_their_shapes(llm: LLM) -> None:
+    result = llm.generate("hello", greedy(6, logprobs=3, prompt_logprobs=0))[0]
+    sample = result.outputs[0]
+    assert sample.logprobs is not None and len(sample.logprobs) == 6
+    for token, position in zip(sample.token_ids, sample.logprobs, strict=True):
+        assert next(iter(position)) == token and position[token].rank == 1 and len(position) == 3
+        values = [entry.logprob for entry in position.values()]
+        assert values == sorted(values, reverse=True)
+    assert sample.cumulative_logprob == pytest.approx(
+        sum(p[t].logprob for t, p in zip(sample.token_ids, sample.logprobs, strict=True))
+    )
+    assert result.prompt_logprobs is not None and [len(p) if p else p for p in result.prompt_logprobs] == [None, 1, 1, 1, 1]
+
+
+def test_end_of_sequence_ends_unless_it_is_ignored(llm: LLM) -> None:
+    bias = {EOS: 100.0}
+    ended = llm.generate("x", SamplingParams(temperature=0.0, max_tokens=9, logit_bias=bias, min_tokens=3))[0].outputs[0]
+    assert (len(ended.token_ids), ended.finish_reason, ended.stop_reason) == (4, "stop", None)
+    assert "<eos>" not in ended.text
+    assert len(tokens(llm.generate("x", greedy(9, logit_bias=bias)))[0]) == 9
+
+
+def test_chat(llm: LLM) -> None:
+    conversation = [{"role": "user", "content": "hi"}]
+    result = llm.chat(conversation, greedy())[0]
+    assert result.prompt == "[user]hi\n[assistant]"
+    assert result.prompt_token_ids == list(b"[user]hi\n[assistant]")
+    several = llm.chat([conversation, conversation], greedy(), add_generation_prompt=False)
+    assert [one.prompt for one in several] == ["[user]hi\n"] * 2
+    template = "{{ messages[0].content }}{{ mood }}"
+    other = llm.chat(conversation, greedy(), chat_template=template, chat_template_kwargs={"mood": "!"})
+    assert other[0].prompt == "hi!"
+    assert llm.chat(conversation, greedy())[0].prompt == "[user]hi\n[assistant]", "the template was for that call"
+    with pytest.raises(RequestError):
+        llm.chat([{"role": "user", "content": 3}], greedy())
+
+
+def test_interrupt_ends_the_call_and_leaves_the_engine_usable(llm: LLM) -> None:
+    expected = tokens(llm.generate("hello", greedy()))
+    steps = llm.stats.step
+
+    def interrupt() -> None:
+        while llm.stats.step < steps + 5:
+            time.sleep(0.005)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["a", "b"], greedy(250))
+    thread.join()
+    assert llm.stats.num_running == 0 and llm.stats.kv_blocks_used == 0
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert tokens(llm.generate("hello", greedy())) == expected
+
+
+def test_from_another_thread(llm: LLM) -> None:
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.extend(llm.generate("hello", greedy())))
+    thread.start()
+    thread.join()
+    assert results[0].finished
+
+
+def test_without_a_tokenizer(tiny_folder: Path) -> None:
+    with build(tiny_folder, skip_tokenizer_init=True) as llm:
+        result = llm.generate({"prompt_token_ids": [1, 2, 3]}, greedy(4))[0]
+        assert len(result.outputs[0].token_ids) == 4 and result.outputs[0].text == ""
+        with pytest.raises(RequestError, match="tokenizer"):
+            llm.generate("text", greedy())
+        with pytest.raises(RequestError, match="tokenizer"):
+            llm.chat([{"role": "user", "content": "hi"}])
+
+
+def test_arguments_are_engine_arguments(tiny_folder: Path) -> None:
+    with pytest.raises(TypeError, match="max_modellen, tensor"):
+        build(tiny_folder, tensor=3, max_modellen=5)
+    with pytest.raises(ConfigError) as caught:
+        build(tiny_folder, dtype="int3")
+    assert caught.value.param == "dtype"
+
+
+def test_start_up_keeps_account(tiny_folder: Path) -> None:
+    seen: list[Progress] = []
+    with build(tiny_folder, on_progress=seen.append, num_threads=1) as llm:
+        info = llm.info
+        names = ["tokenizer", "config", "weights", "cache", "warm-up"]
+        assert [phase.name for phase in info.timeline] == names
+        assert list(dict.fromkeys(progress.phase for progress in seen)) == names
+        assert all(progress.fraction is None or 0 <= progress.fraction <= 1 for progress in seen)
+        cache = next(line for line in info.memory if line.name == "KV cache")
+        assert cache.nbytes == 201 * 16 * 2 * 2 * 32 * 4  # blocks, tokens, layers, KV heads, widths, bytes
+        runner: Any = llm._engine.core.runner
+        assert dict(runner.memory())["KV cache"] == cache.nbytes
+        model: Any = runner._model
+        held = sum(parameter.nbytes for parameter in model.parameters()) + sum(buffer.nbytes for buffer in model.buffers())
+        told = sum(line.nbytes for line in info.memory) - cache.nbytes - sum(b for n, b in runner.memory() if n != "KV cache")
+        assert told == held
+        assert [line.layer for line in info.layers] == [0, 1] and all(line.backend and line.reason for line in info.layers)
+        assert info.environment["threads"] == "1"
+        stats = llm.stats
+        assert (stats.step, stats.generation_tokens, stats.finished, stats.prompt_tokens) == (0, 0, {}, 0), (
+            "the warm-up is no work"
+        )
+        assert llm.generate("hello", greedy())[0].num_cached_tokens == 0
+
+
+def test_after_close_and_after_a_failure(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = build(tiny_folder)
+    monkeypatch.setattr(llm._engine.core.runner, "launch", lambda plan: 1 / 0)
+    with pytest.raises(EngineError, match="ZeroDivisionError"):
+        llm.generate("a", greedy())
+    with pytest.raises(EngineError, match="ZeroDivisionError"):
+        llm.generate("a", greedy())
+    llm.close()
+    llm.close()
+    with pytest.raises(EngineError, match="closed"):
+        llm.generate("a", greedy())

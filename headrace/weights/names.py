@@ -82,6 +82,10 @@ class NameTable:
         """Every checkpoint name with its part."""
         yield from self._parts.items()
 
+    def all_names(self) -> list[str]:
+        """Every checkpoint name that is known, ties included."""
+        return [*self._parts, *self._ties]
+
     def parameters(self) -> list[str]:
         """Every parameter that the table fills."""
         return list(self._names)

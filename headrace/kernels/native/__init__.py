@@ -1,0 +1,5 @@
+"""Optional CPU kernels in C++, compiled once on the machine that runs them. Without a compiler the torch twins run."""
+
+from headrace.kernels.native.library import NativeKernels, load
+
+__all__ = ["NativeKernels", "load"]

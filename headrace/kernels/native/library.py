@@ -1,0 +1,101 @@
+"""NativeKernels: the compiled library, its functions as Python calls over tensors."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import os
+from ctypes import c_float, c_int, c_int64, c_void_p
+from pathlib import Path
+
+import torch
+
+from headrace.kernels.native.build import BuildError, build
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+"""What the kernels compute with, and how the library calls it."""
+_SIGNATURES: dict[str, list[type]] = {
+    "init": [c_void_p, c_void_p],
+    "tile": [],
+    "matmul": [c_void_p, c_int, c_int64, c_void_p, c_void_p, c_void_p, c_int, c_int64, c_int64, c_int64, c_int],
+    "rms_norm": [c_void_p, c_void_p, c_float, c_void_p, c_int64, c_int64, c_int],
+    "add_rms_norm": [c_void_p, c_void_p, c_void_p, c_float, c_void_p, c_void_p, c_int64, c_int64, c_int],
+    "silu_mul": [c_void_p, c_void_p, c_int64, c_int64, c_int],
+    "rotate": [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64, c_int],
+    "write_kv": [
+        *(c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_void_p),
+        *(c_int64, c_int64, c_int64, c_int64, c_int64, c_int),
+    ],
+}
+_OPENMP = ("libgomp", "libiomp5", "libomp")
+
+
+class NativeKernels:
+    """The library's functions take addresses and check nothing: whoever calls one has checked dtypes, shapes and strides.
+
+    ``tile`` names the instructions that its matrix products use: avx512_vnni, avx2 or portable. Immutable.
+    """
+
+    def __init__(self, path: Path) -> None:
+        library = ctypes.CDLL(str(path))
+        for name, arguments in _SIGNATURES.items():
+            function = getattr(library, f"headrace_{name}")
+            function.argtypes = arguments
+            function.restype = ctypes.c_char_p if name == "tile" else None
+        self.matmul = library.headrace_matmul
+        self.rms_norm = library.headrace_rms_norm
+        self.add_rms_norm = library.headrace_add_rms_norm
+        self.silu_mul = library.headrace_silu_mul
+        self.rotate = library.headrace_rotate
+        self.write_kv = library.headrace_write_kv
+        self.tile: str = library.headrace_tile().decode()
+        self.threads = _share_threads(library)
+
+
+def _share_threads(library: ctypes.CDLL) -> str:
+    """Hands the library the threads of the OpenMP runtime that torch runs on. Returns its file's name, or ``one``."""
+    path = _openmp()
+    if path is not None:
+        runtime = ctypes.CDLL(path)
+        try:
+            parallel, threads = runtime.GOMP_parallel, runtime.omp_get_max_threads
+        except AttributeError:
+            path = None
+        else:
+            library.headrace_init(ctypes.cast(parallel, c_void_p), ctypes.cast(threads, c_void_p))
+            return Path(path).name
+    logger.warning("native kernels: torch's OpenMP runtime was not found, so they run on one thread")
+    return "one"
+
+
+def _openmp() -> str | None:
+    """The OpenMP runtime that this process has loaded."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        lines = []
+    mapped = [line.split(maxsplit=5)[5] for line in lines if line.count("/")]
+    beside = sorted(map(str, (Path(torch.__file__).parent / "lib").glob("lib*omp*")))
+    return next((path for path in [*mapped, *beside] if Path(path).name.startswith(_OPENMP)), None)
+
+
+def load(march: str = "native") -> NativeKernels | None:
+    """The kernels, compiled now if they never were; None, with one line in the log, where that cannot be done.
+
+    ``HEADRACE_NATIVE=0`` in the environment does without them.
+    """
+    return _load(march, os.environ.get("HEADRACE_NATIVE", "1") != "0")
+
+
+@functools.cache
+def _load(march: str, enabled: bool) -> NativeKernels | None:
+    if not enabled:
+        return None
+    try:
+        return NativeKernels(build(march))
+    except (BuildError, OSError, AttributeError) as error:
+        logger.warning("native kernels are not used, PyTorch's are: %s", error)
+        return None

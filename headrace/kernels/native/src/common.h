@@ -1,0 +1,115 @@
+// What every kernel needs: number types, conversions, and loops spread over the threads that torch uses.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__x86_64__) || defined(_M_X64)
+#include <immintrin.h>
+#endif
+
+#define API extern "C" __attribute__((visibility("default")))
+
+namespace headrace {
+
+struct bf16 {
+    uint16_t bits;
+};
+
+enum DType : int { FLOAT32 = 0, BFLOAT16 = 1 };
+
+inline float to_float(float x) { return x; }
+
+inline float to_float(bf16 x) {
+    uint32_t bits = uint32_t(x.bits) << 16;
+    float out;
+    std::memcpy(&out, &bits, 4);
+    return out;
+}
+
+template <class T>
+T from_float(float x);
+
+template <>
+inline float from_float<float>(float x) {
+    return x;
+}
+
+// To nearest, ties to even; NaN stays NaN.
+template <>
+inline bf16 from_float<bf16>(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    uint32_t nan = (bits >> 16) | 0x40;
+    return bf16{uint16_t((bits & 0x7fffffff) > 0x7f800000 ? nan : rounded)};
+}
+
+// e^x within 2 ulp for x <= 0 and down to where it vanishes: a form that compilers turn into vector code.
+inline float exp_negative(float x) {
+    x = std::max(x, -87.0f);
+    float scaled = x * 1.44269504088896341f;
+    float shifted = scaled + 12582912.0f;  // Rounds to an integer, which the low bits of the sum then hold.
+    float whole = shifted - 12582912.0f;
+    float rest = x - whole * 0.693359375f;
+    rest -= whole * -2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * rest + 1.3981999507e-3f;
+    p = p * rest + 8.3334519073e-3f;
+    p = p * rest + 4.1665795894e-2f;
+    p = p * rest + 1.6666665459e-1f;
+    p = p * rest + 5.0000001201e-1f;
+    p = p * rest * rest + rest + 1.0f;
+    int32_t exponent;
+    std::memcpy(&exponent, &shifted, 4);
+    exponent = (exponent - 0x4b400000 + 127) << 23;
+    float power;
+    std::memcpy(&power, &exponent, 4);
+    return p * power;
+}
+
+// Threads: those of the OpenMP runtime that torch has loaded, so that there is one pool. Set once, by headrace_init.
+using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
+using MaxThreads = int (*)();
+extern Parallel gomp_parallel;
+extern MaxThreads omp_max_threads;
+
+inline int max_threads() { return omp_max_threads && gomp_parallel ? omp_max_threads() : 1; }
+
+// Calls f(begin, end) for pieces of [0, tasks) of at most `chunk`, in parallel if there is more than one piece.
+// Which thread runs a piece is left to chance, so that a thread that the system holds up delays nobody.
+template <class F>
+void parallel(int64_t tasks, int64_t chunk, const F& f) {
+    int64_t pieces = (tasks + chunk - 1) / chunk;
+    int threads = int(std::min<int64_t>(max_threads(), pieces));
+    if (threads <= 1) {
+        if (tasks > 0) f(int64_t(0), tasks);
+        return;
+    }
+    struct Job {
+        const F* f;
+        int64_t tasks, chunk;
+        std::atomic<int64_t> next;
+    } job{&f, tasks, chunk, {0}};
+    gomp_parallel(
+        [](void* data) {
+            Job& job = *static_cast<Job*>(data);
+            for (;;) {
+                int64_t begin = job.next.fetch_add(job.chunk, std::memory_order_relaxed);
+                if (begin >= job.tasks) return;
+                (*job.f)(begin, std::min(begin + job.chunk, job.tasks));
+            }
+        },
+        &job, unsigned(threads), 0);
+}
+
+// A chunk such that each thread gets about `share` pieces, none of less work than `least` tasks.
+inline int64_t chunk_of(int64_t tasks, int64_t share, int64_t least) {
+    return std::max<int64_t>({1, least, tasks / (int64_t(max_threads()) * share)});
+}
+
+}  // namespace headrace

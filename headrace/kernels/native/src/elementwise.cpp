@@ -1,0 +1,161 @@
+// Norms, gated activation, rotary embedding with the write to the KV cache; and what the library is set up with.
+
+#include "common.h"
+
+namespace headrace {
+
+Parallel gomp_parallel = nullptr;
+MaxThreads omp_max_threads = nullptr;
+
+namespace {
+
+constexpr int64_t LEAST = 16384;  // Elements below which another thread costs more than it gains.
+
+int64_t rows_of(int64_t width) { return std::max<int64_t>(1, LEAST / std::max<int64_t>(1, width)); }
+
+template <class T>
+void norm_row(const T* x, const T* weight, float eps, int64_t n, T* out) {
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < n; ++i) sum += to_float(x[i]) * to_float(x[i]);
+    float inverse = 1.0f / std::sqrt(sum / float(n) + eps);
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) {
+        float normed = to_float(from_float<T>(to_float(x[i]) * inverse));
+        out[i] = from_float<T>(normed * to_float(weight[i]));
+    }
+}
+
+template <class T>
+void rms_norm(const T* x, const T* weight, float eps, T* out, int64_t rows, int64_t n) {
+    parallel(rows, rows_of(n), [&](int64_t begin, int64_t end) {
+        for (int64_t r = begin; r < end; ++r) norm_row(x + r * n, weight, eps, n, out + r * n);
+    });
+}
+
+template <class T>
+void add_rms_norm(const T* x, const T* residual, const T* weight, float eps, T* out, T* total, int64_t rows, int64_t n) {
+    parallel(rows, rows_of(n), [&](int64_t begin, int64_t end) {
+        for (int64_t r = begin; r < end; ++r) {
+            const T *a = x + r * n, *b = residual + r * n;
+            T* sum = total + r * n;
+#pragma omp simd
+            for (int64_t i = 0; i < n; ++i) sum[i] = from_float<T>(to_float(a[i]) + to_float(b[i]));
+            norm_row(sum, weight, eps, n, out + r * n);
+        }
+    });
+}
+
+// silu(g) = g / (1 + e^-g), through e^-|g| so that nothing overflows.
+inline float silu(float g) {
+    float e = exp_negative(-std::fabs(g));
+    return g * (g >= 0 ? 1.0f : e) / (1.0f + e);
+}
+
+template <class T>
+void silu_mul(const T* gate_up, T* out, int64_t rows, int64_t n) {
+    parallel(rows, rows_of(2 * n), [&](int64_t begin, int64_t end) {
+        for (int64_t r = begin; r < end; ++r) {
+            const T *gate = gate_up + r * 2 * n, *up = gate + n;
+            T* y = out + r * n;
+#pragma omp simd
+            for (int64_t i = 0; i < n; ++i) {
+                float activated = to_float(from_float<T>(silu(to_float(gate[i]))));
+                y[i] = from_float<T>(activated * to_float(up[i]));
+            }
+        }
+    });
+}
+
+template <class T>
+void rotate_head(const T* x, const float* cos, const float* sin, int64_t half, int64_t width, T* out) {
+#pragma omp simd
+    for (int64_t i = 0; i < half; ++i) {
+        float a = to_float(x[i]), b = to_float(x[half + i]);
+        out[i] = from_float<T>(a * cos[i] - b * sin[i]);
+        out[half + i] = from_float<T>(b * cos[i] + a * sin[i]);
+    }
+    if (out != x)
+        for (int64_t i = 2 * half; i < width; ++i) out[i] = x[i];
+}
+
+struct Heads {
+    int64_t tokens, heads, kv_heads, width, v_width, rotary;
+};
+
+template <class T>
+void rotate(const T* x, int64_t stride, const float* cos_sin, T* out, int64_t tokens, int64_t heads, int64_t width,
+            int64_t rotary) {
+    parallel(tokens, rows_of(heads * width), [&](int64_t begin, int64_t end) {
+        for (int64_t t = begin; t < end; ++t)
+            for (int64_t h = 0; h < heads; ++h)
+                rotate_head(x + t * stride + h * width, cos_sin + t * rotary, cos_sin + t * rotary + rotary / 2, rotary / 2,
+                            width, out + (t * heads + h) * width);
+    });
+}
+
+template <class T>
+void write_kv(const T* k, int64_t k_stride, const T* v, int64_t v_stride, const float* cos_sin, const int64_t* slots, T* rows,
+              const Heads& s) {
+    int64_t row = s.width + s.v_width;
+    parallel(s.tokens, rows_of(s.kv_heads * row), [&](int64_t begin, int64_t end) {
+        for (int64_t t = begin; t < end; ++t) {
+            if (slots[t] < 0) continue;
+            const float* cos = cos_sin + t * s.rotary;
+            for (int64_t h = 0; h < s.kv_heads; ++h) {
+                T* to = rows + (slots[t] * s.kv_heads + h) * row;
+                const T* from = k + t * k_stride + h * s.width;
+                rotate_head(from, cos, cos + s.rotary / 2, s.rotary / 2, s.width, to);
+                std::memcpy(to + s.width, v + t * v_stride + h * s.v_width, size_t(s.v_width) * sizeof(T));
+            }
+        }
+    });
+}
+
+}  // namespace
+
+API void headrace_init(void* parallel, void* threads) {
+    gomp_parallel = reinterpret_cast<Parallel>(parallel);
+    omp_max_threads = reinterpret_cast<MaxThreads>(threads);
+}
+
+// The first call of a kernel in each process checks nothing: Python has checked dtypes, shapes and strides.
+#define DISPATCH(type, call)             \
+    if (type == FLOAT32) {               \
+        using T = float;                 \
+        call;                            \
+    } else {                             \
+        using T = bf16;                  \
+        call;                            \
+    }
+#define IN(p) static_cast<const T*>(p)
+#define OUT(p) static_cast<T*>(p)
+
+API void headrace_rms_norm(const void* x, const void* weight, float eps, void* out, int64_t rows, int64_t n, int type) {
+    DISPATCH(type, rms_norm(IN(x), IN(weight), eps, OUT(out), rows, n))
+}
+
+API void headrace_add_rms_norm(const void* x, const void* residual, const void* weight, float eps, void* out, void* total,
+                               int64_t rows, int64_t n, int type) {
+    DISPATCH(type, add_rms_norm(IN(x), IN(residual), IN(weight), eps, OUT(out), OUT(total), rows, n))
+}
+
+API void headrace_silu_mul(const void* gate_up, void* out, int64_t rows, int64_t n, int type) {
+    DISPATCH(type, silu_mul(IN(gate_up), OUT(out), rows, n))
+}
+
+// x [tokens, heads, width], `stride` elements from token to token -> out, contiguous.
+API void headrace_rotate(const void* x, int64_t stride, const float* cos_sin, void* out, int64_t tokens, int64_t heads,
+                         int64_t width, int64_t rotary, int type) {
+    DISPATCH(type, rotate(IN(x), stride, cos_sin, OUT(out), tokens, heads, width, rotary))
+}
+
+// Rotates k and writes it and v to the cache's rows [slots, kv_heads, width + v_width]; a negative slot writes nothing.
+API void headrace_write_kv(const void* k, int64_t k_stride, const void* v, int64_t v_stride, const float* cos_sin,
+                           const int64_t* slots, void* rows, int64_t tokens, int64_t kv_heads, int64_t width, int64_t v_width,
+                           int64_t rotary, int type) {
+    Heads shape{tokens, 0, kv_heads, width, v_width, rotary};
+    DISPATCH(type, write_kv(IN(k), k_stride, IN(v), v_stride, cos_sin, slots, OUT(rows), shape))
+}
+
+}  // namespace headrace

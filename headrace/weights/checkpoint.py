@@ -1,0 +1,65 @@
+"""Checkpoint: stored tensors under Hugging Face's names, read one at a time, whatever the kind of file."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+
+from headrace.quant.groups import GroupCodes
+
+DUMMY_STD = 0.02
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTensor:
+    """What a file says about a tensor, without reading it."""
+
+    shape: tuple[int, ...]
+    kind: str
+    """As the file's format calls it: F32, BF16, Q4_1 ..."""
+    nbytes: int
+    """As stored."""
+    origin: str
+    """Its name in the file, and the file, for errors."""
+
+
+class Checkpoint(Protocol):
+    @property
+    def tensors(self) -> Mapping[str, StoredTensor]:
+        """By Hugging Face's name."""
+        ...
+
+    def read(self, name: str) -> torch.Tensor:
+        """The tensor in a float dtype; it may be a read-only view of the file."""
+        ...
+
+    def codes(self, name: str) -> GroupCodes | None:
+        """The integers that a matrix is stored as, where it is stored in groups of 32; None: it is not."""
+        ...
+
+
+class DummyCheckpoint:
+    """Random weights in place of a file: normal with a deviation of 0.02, norms 1. The same for the same seed and names.
+
+    Args:
+        shapes: name -> shape of every tensor there shall be.
+    """
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], seed: int) -> None:
+        self.tensors = {name: StoredTensor(shape, "F32", 4 * torch.Size(shape).numel(), name) for name, shape in shapes.items()}
+        self._seed = seed
+
+    def read(self, name: str) -> torch.Tensor:
+        shape = self.tensors[name].shape
+        if name.endswith("norm.weight"):
+            return torch.ones(shape)
+        key = hashlib.blake2b(f"{self._seed}/{name}".encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(key, "little") >> 1)
+        return torch.empty(shape).normal_(std=DUMMY_STD, generator=generator)
+
+    def codes(self, name: str) -> GroupCodes | None:
+        return None

@@ -1,0 +1,68 @@
+"""Tensors of safetensors files, mapped into memory and read as they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from headrace.errors import ConfigError
+from headrace.quant.groups import GroupCodes
+from headrace.weights.checkpoint import StoredTensor
+
+_FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
+"""The types that are weights as they stand, and their bytes. Integers need a scheme to make weights of them."""
+
+
+class SafetensorsCheckpoint:
+    """One file or several, whose tensors are all different ones.
+
+    Raises:
+        ConfigError: a file cannot be read, two hold a tensor of the same name, or a tensor is not of floats.
+    """
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self.tensors: dict[str, StoredTensor] = {}
+        self._handles: dict[str, Any] = {}
+        self._stack = ExitStack()
+        try:
+            for file in files:
+                self._open(file)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, file: Path) -> None:
+        try:
+            handle = self._stack.enter_context(safe_open(file, framework="pt"))
+            for name in handle.keys():  # noqa: SIM118 (it is no dict)
+                if name in self.tensors:
+                    raise ConfigError(f"{name} is in {self.tensors[name].origin} and in {file.name} too", "model")
+                part = handle.get_slice(name)
+                shape, kind = tuple(part.get_shape()), part.get_dtype()
+                nbytes = torch.Size(shape).numel() * _FLOATS.get(kind, 0)
+                self.tensors[name] = StoredTensor(shape, kind, nbytes, file.name)
+                self._handles[name] = handle
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{file} cannot be read: {error}", "model") from error
+
+    def read(self, name: str) -> torch.Tensor:
+        stored = self.tensors[name]
+        if stored.kind not in _FLOATS:
+            raise ConfigError(
+                f"{name} in {stored.origin} is stored as {stored.kind}, which is no type of weights that is read: "
+                f"{', '.join(_FLOATS)} are",
+                "model",
+            )
+        tensor: torch.Tensor = self._handles[name].get_tensor(name)
+        return tensor
+
+    def codes(self, name: str) -> GroupCodes | None:
+        return None
+
+    def close(self) -> None:
+        self._stack.close()

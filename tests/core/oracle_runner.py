@@ -1,0 +1,241 @@
+"""A runner without a model that checks every plan it is given.
+
+It keeps its state from the stream of plans alone, as a real runner does. In place of KV it stores, for each (group, block,
+offset), a fingerprint of the token history that wrote it; each row must then find the fingerprints of its own history at
+every position it can see. Wrong prefix hits, blocks reused too early and forks with missing data all end in PlanError.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections import deque
+
+from headrace.config import CacheConfig, SchedulerConfig
+from headrace.core.plan import NewSequence, Row, StepPlan, StepResult
+from headrace.core.request import Request
+from headrace.outputs import TokenLogprobs
+
+VOCAB = 11
+EOS = 0
+
+
+class PlanError(AssertionError):
+    """The plan breaks the contract between scheduler and runner."""
+
+
+def check(condition: bool, message: str) -> None:
+    if not condition:
+        raise PlanError(message)
+
+
+class History:
+    """Fingerprints of a growing list of tokens. A token of a span sees the whole span."""
+
+    def __init__(self, request: Request, tokens: list[int], weights: int) -> None:
+        self.tokens = tokens
+        self._span_ends = {position: end for start, end in request.spans for position in range(start, end)}
+        self._span_starts = dict(request.spans)
+        salt = -1 if request.cache_salt is None else zlib.crc32(request.cache_salt.encode())
+        self._chain = [hash((salt, weights))]
+
+    def up_to(self, position: int) -> int:
+        """Of the tokens ``[0, position]``, with the spans that begin there."""
+        for p in range(len(self._chain) - 1, position + 1):
+            self._chain.append(hash((self._chain[-1], self.tokens[p], self._span_starts.get(p, 0))))
+        return self._chain[position + 1]
+
+    def kv(self, position: int) -> tuple[int, int]:
+        """What the KV of one position depends on."""
+        return position, self.up_to(max(position, self._span_ends.get(position, 0) - 1))
+
+
+def sample(history: int, seed: int, index: int) -> int:
+    """The next token: a function of what the last token has seen, of the seed and of the sample's index."""
+    return (hash((history, seed, index)) >> 7) % VOCAB
+
+
+def prompt_logprob(history: int, token: int) -> TokenLogprobs:
+    return TokenLogprobs([token], [-1.0 - history % 97], 1 + history % 5)
+
+
+@dataclasses.dataclass
+class Slot:
+    """What a real runner keeps in a slot."""
+
+    new: NewSequence
+    history: History
+    tables: list[list[int]]
+    num_computed: int | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.history.tokens
+
+
+class OracleRunner:
+    """``requests`` maps seq_id to its request: the oracle needs spans and salts, which plans do not carry.
+
+    ``errors`` maps seq_id to a length: the row that brings the sequence there fails.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cache: CacheConfig,
+        requests: dict[int, Request],
+        errors: dict[int, int] | None = None,
+    ) -> None:
+        self.config = config
+        self.cache = cache
+        self.requests = requests
+        self.errors = {} if errors is None else errors
+        self.weights = 0
+        self.slots: dict[int, Slot] = {}
+        self.memory: dict[tuple[int, int, int], tuple[int, int]] = {}
+        self.in_flight: deque[tuple[StepPlan, StepResult, dict[tuple[int, int], int]]] = deque()
+        """Launched steps: plan, result, and (group, block) -> the sequence that writes it."""
+        self.last_step = 0
+        self.num_hit_tokens = 0
+
+    def launch(self, plan: StepPlan) -> int:
+        check(plan.step == self.last_step + 1, f"step {plan.step} after step {self.last_step}")
+        self.last_step = plan.step
+        check(len(self.in_flight) < self.config.pipeline_depth, "more steps in flight than the pipeline is deep")
+        check(plan.num_tokens <= self.config.max_num_batched_tokens, "more tokens than the budget")
+        for slot in plan.released:
+            check(slot in self.slots, f"slot {slot} was released but is vacant")
+            del self.slots[slot]
+        for new in plan.new:
+            self._take_slot(new)
+        check(len({row.seq_id for row in plan.rows}) == len(plan.rows), "a sequence has two rows")
+        check(len(self.slots) <= self.config.max_num_seqs, "more sequences than max_num_seqs")
+        for place, row in enumerate(plan.rows):
+            self._check_row(row, decode=place < plan.num_decode_rows)
+        check({new.seq_id for new in plan.new} <= {row.seq_id for row in plan.rows}, "a new sequence has no row")
+        writes = self._write(plan)
+        self._read(plan)
+        self.in_flight.append((plan, self._result(plan), writes))
+        return plan.step
+
+    def collect(self, handle: int) -> StepResult:
+        plan, result, _ = self.in_flight.popleft()
+        check(plan.step == handle, "steps are collected in the order of their launch")
+        return result
+
+    def close(self) -> None:
+        pass
+
+    def _take_slot(self, new: NewSequence) -> None:
+        check(0 <= new.slot < self.config.max_num_seqs, f"slot {new.slot} does not exist")
+        check(new.slot not in self.slots, f"slot {new.slot} is taken")
+        check(all(slot.new.seq_id != new.seq_id for slot in self.slots.values()), f"sequence {new.seq_id} has two slots")
+        request = self.requests[new.seq_id]
+        check(new.token_ids[: new.prompt_len] == request.prompt_token_ids, "the prompt has changed")
+        check(len(new.token_ids) < self.config.max_model_len, "a sequence that is full was scheduled")
+        tokens = list(new.token_ids)
+        self.slots[new.slot] = Slot(new, History(request, tokens, self.weights), [[] for _ in self.cache.groups])
+
+    def _check_row(self, row: Row, *, decode: bool) -> None:
+        slot = self.slots[row.slot]
+        start, end = row.num_computed, row.num_computed + row.num_tokens
+        check(slot.new.seq_id == row.seq_id, f"row of sequence {row.seq_id} in the slot of {slot.new.seq_id}")
+        if slot.num_computed is None:
+            self.num_hit_tokens += start
+        else:
+            check(start == slot.num_computed, f"row starts at {start}, the slot is at {slot.num_computed}")
+        slot.num_computed = end
+        check(row.num_tokens >= 1 and end <= len(slot.tokens), f"row [{start}, {end}) of {len(slot.tokens)} tokens")
+        check(end < self.config.max_model_len, "computes the last position, whose token needs no KV")
+        check(row.samples == (end == len(slot.tokens)), "samples exactly at the last known token")
+        check(decode == (start >= len(slot.new.token_ids)), "decode rows first, then prefill rows")
+        for span_start, span_end in self.requests[row.seq_id].spans:
+            check(not span_start < start < span_end, f"chunk begins inside the span {span_start, span_end}")
+            check(not span_start < end < span_end, f"chunk ends inside the span {span_start, span_end}")
+        for table, new_blocks in zip(slot.tables, row.new_blocks, strict=True):
+            table.extend(new_blocks)
+            check(len(table) == -(-end // self.cache.block_size), f"{len(table)} blocks for {end} tokens")
+
+    def _visible(self, group: int, start: int) -> int:
+        window = self.cache.groups[group].window
+        return 0 if window is None else max(0, start - window + 1)
+
+    def _write(self, plan: StepPlan) -> dict[tuple[int, int], int]:
+        size, writes = self.cache.block_size, {}
+        for row in plan.rows:
+            slot = self.slots[row.slot]
+            for group, table in enumerate(slot.tables):
+                for p in range(row.num_computed, row.num_computed + row.num_tokens):
+                    block = table[p // size]
+                    check(0 < block < self.cache.num_blocks[group], f"token {p} would be written to block {block}")
+                    check(writes.setdefault((group, block), row.seq_id) == row.seq_id, f"two rows write block {block}")
+                    self.memory[group, block, p % size] = slot.history.kv(p)
+        for _, _, earlier in self.in_flight:
+            for block, seq_id in writes.items():
+                check(earlier.get(block, seq_id) == seq_id, f"{block} is rewritten while a step in flight writes it")
+        self._check_sole_holders(writes)
+        return writes
+
+    def _check_sole_holders(self, writes: dict[tuple[int, int], int]) -> None:
+        """A block that is written is in no other live sequence's visible table."""
+        for slot in self.slots.values():
+            for group, table in enumerate(slot.tables):
+                first = self._visible(group, slot.num_computed or 0) // self.cache.block_size
+                for block in table[first:]:
+                    writer = writes.get((group, block), slot.new.seq_id)
+                    check(writer == slot.new.seq_id, f"sequence {writer} writes block {block} of {slot.new.seq_id}")
+
+    def _read(self, plan: StepPlan) -> None:
+        size = self.cache.block_size
+        for row in plan.rows:
+            slot = self.slots[row.slot]
+            for group, table in enumerate(slot.tables):
+                for p in range(self._visible(group, row.num_computed), row.num_computed + row.num_tokens):
+                    found = self.memory.get((group, table[p // size], p % size))
+                    check(
+                        table[p // size] != 0 and found == slot.history.kv(p),
+                        f"step {plan.step}: sequence {row.seq_id} sees another history at position {p} of group {group}",
+                    )
+
+    def _result(self, plan: StepPlan) -> StepResult:
+        result = StepResult(plan.step, [], [], {}, {}, {})
+        for row in plan.rows:
+            slot = self.slots[row.slot]
+            end = row.num_computed + row.num_tokens
+            if end >= self.errors.get(row.seq_id, end + 1):
+                result.errors[row.seq_id] = "injected"
+            if slot.new.sampling.prompt_logprobs is not None:
+                wanted = range(row.num_computed, min(end, slot.new.prompt_len - 1))
+                result.prompt_logprobs[row.seq_id] = [prompt_logprob(slot.history.up_to(p), slot.tokens[p + 1]) for p in wanted]
+            if row.samples:
+                token = sample(slot.history.up_to(end - 1), slot.new.seed, slot.new.sample_index)
+                result.seq_ids.append(row.seq_id)
+                result.token_ids.append([token])
+                if slot.new.sampling.logprobs is not None:
+                    result.logprobs[row.seq_id] = [TokenLogprobs([token], [-float(end)], 1)]
+                slot.tokens.append(token)
+        return result
+
+
+def expected_outputs(request: Request, index: int, max_model_len: int, weights: int = 0) -> tuple[list[int], str]:
+    """What a sample must generate, and why it ends: one token after the other, nothing else in the world."""
+    history = History(request, list(request.prompt_token_ids), weights)
+    outputs: list[int] = []
+    params = request.sampling
+    while True:
+        token = sample(history.up_to(len(history.tokens) - 1), request.seed, index)
+        history.tokens.append(token)
+        outputs.append(token)
+        if len(outputs) >= params.min_tokens:
+            if token in request.eos_token_ids and not params.ignore_eos:
+                return outputs, "stop"
+            if token in (params.stop_token_ids or []):
+                return outputs, "stop"
+        if len(outputs) == request.max_tokens or len(history.tokens) == max_model_len:
+            return outputs, "length"
+
+
+def expected_prompt_logprobs(request: Request) -> list[TokenLogprobs]:
+    history = History(request, list(request.prompt_token_ids), 0)
+    tokens = request.prompt_token_ids
+    return [prompt_logprob(history.up_to(p), tokens[p + 1]) for p in range(len(tokens) - 1)]

@@ -1,0 +1,523 @@
+"""The scheduler in situations made to measure, on the oracle runner."""
+
+from __future__ import annotations
+
+import pytest
+
+from headrace.core.plan import StepResult
+from headrace.core.sequence import Status
+from headrace.errors import EngineError
+
+from .oracle_runner import EOS, expected_outputs, expected_prompt_logprobs
+from .world import World, make_cache, make_config, make_request
+
+PROMPT = list(range(1, 11))
+
+
+def test_long_prompts_go_in_chunks_and_sample_once() -> None:
+    world = World(make_config(max_num_batched_tokens=4), make_cache())
+    world.add(make_request("a", PROMPT, max_tokens=2))
+    rows = []
+    while world.scheduler.has_work():
+        plan = world.launch()
+        assert plan is not None
+        rows.append([(row.num_computed, row.num_tokens, row.samples) for row in plan.rows])
+        updates = world.collect()
+        assert len(updates) == rows[-1][0][2]
+    assert rows == [[(0, 4, False)], [(4, 4, False)], [(8, 2, True)], [(10, 1, True)]]
+    world.assert_right()
+
+
+def test_a_one_token_last_chunk_is_prefill() -> None:
+    world = World(make_config(max_num_batched_tokens=3), make_cache())
+    world.add(make_request("a", [1, 2, 3, 4], max_tokens=2))
+    decode_rows = []
+    while (plan := world.launch()) is not None:
+        decode_rows.append(plan.num_decode_rows)
+        world.collect()
+    assert decode_rows == [0, 0, 1]
+
+
+def test_a_long_prompt_leaves_a_token_to_every_decoding_sequence_behind_it() -> None:
+    world = World(make_config(policy="priority", max_num_batched_tokens=6), make_cache())
+    for name in "ab":
+        world.add(make_request(name, [1, 2], max_tokens=20, priority=1))
+    world.step()
+    world.add(make_request("urgent", [3] * 12, priority=0))
+    plan = world.launch()
+    assert plan is not None
+    assert [row.num_tokens for row in plan.rows] == [1, 1, 4]
+    world.collect()
+    plan = world.launch()
+    assert plan is not None
+    assert [row.num_tokens for row in plan.rows] == [1, 1, 4], "the prompt comes before both, and takes the rest"
+    world.collect()
+    world.run()
+    world.assert_right()
+
+
+def test_waiting_sequences_start_in_policy_order() -> None:
+    world = World(make_config(policy="priority", max_num_seqs=1), make_cache())
+    for name, priority in (("low", 5), ("high", -1), ("mid", 0)):
+        world.add(make_request(name, [1, 2], max_tokens=2, priority=priority))
+    order = []
+    while world.scheduler.has_work():
+        for update in world.step():
+            if update.finish_reason:
+                order.append(update.seq.request.request_id)
+    assert order == ["high", "mid", "low"]
+
+
+# ---------------------------------------------------------------------- preemption
+
+
+def test_the_last_by_policy_is_preempted_and_comes_back_whole() -> None:
+    world = World(make_config(), make_cache(7, caching=False))
+    (first,) = world.add(make_request("a", [1] * 8, max_tokens=16))
+    (second,) = world.add(make_request("b", [2] * 8, max_tokens=12))
+    plans = []
+    while second.status is not Status.PREEMPTED:
+        plan = world.launch()
+        assert plan is not None
+        plans.append(plan)
+        world.collect()
+    assert first.status is Status.RUNNING
+    assert world.scheduler.stats().num_preemptions == 1
+    slot = next(new.slot for new in plans[0].new if new.seq_id == second.seq_id)
+    assert slot in plans[-1].released
+    known = list(second.token_ids)
+    while second.status is Status.PREEMPTED:
+        plan = world.launch()
+        assert plan is not None
+        world.collect()
+    (again,) = plan.new
+    assert (again.seq_id, again.prompt_len) == (second.seq_id, 8)
+    assert again.token_ids == known
+    assert plan.num_decode_rows == len(plan.rows) - 1, "what is recomputed is prefill"
+    world.run()
+    world.assert_right()
+
+
+def test_priority_decides_who_is_preempted() -> None:
+    world = World(make_config(policy="priority"), make_cache(7, caching=False))
+    (low,) = world.add(make_request("low", [1] * 8, max_tokens=16, priority=1))
+    (high,) = world.add(make_request("high", [2] * 8, max_tokens=12, priority=0))
+    while world.scheduler.stats().num_preemptions == 0:
+        world.step()
+    assert (low.status, high.status) == (Status.PREEMPTED, Status.RUNNING)
+    world.run()
+    world.assert_right()
+
+
+def test_blocks_on_their_way_back_stop_further_preemption() -> None:
+    """With steps in flight a victim's blocks come late: that must not cost the next one its blocks as well."""
+    world = World(make_config(pipeline_depth=2), make_cache(10, caching=False))
+    sequences = [world.add(make_request(name, [i + 1] * 11, max_tokens=16))[0] for i, name in enumerate("abc")]
+    while world.scheduler.stats().num_preemptions == 0:
+        world.step()
+    assert [seq.status for seq in sequences] == [Status.RUNNING, Status.RUNNING, Status.PREEMPTED]
+    world.step()
+    assert world.scheduler.stats().num_preemptions == 1
+    world.run()
+    world.assert_right()
+
+
+def test_nobody_is_let_in_while_a_running_sequence_waits_for_blocks() -> None:
+    world = World(make_config(), make_cache(6, caching=False))
+    first, second = (world.add(make_request(name, [1] * 8, max_tokens=8))[0] for name in "ab")
+    world.add(make_request("c", [1, 2], max_tokens=1))
+    world.step()
+    # Five blocks: two each, and c took the fifth and is done. The next block goes to the first, the second waits.
+    world.step()
+    assert not second.blocks.capacity > 12
+    world.run()
+    assert first.finished and second.finished
+    world.assert_right()
+
+
+def test_a_preempted_sequence_waits_for_its_tokens_in_flight() -> None:
+    world = World(make_config(pipeline_depth=2), make_cache(caching=False))
+    (seq,) = world.add(make_request("a", PROMPT, max_tokens=9))
+    world.launch()
+    world.launch()
+    assert seq.num_placeholders == 2
+    world.scheduler._preempt(seq)
+    world.collect()
+    assert seq.status is Status.PREEMPTED
+    assert world.launch() is None, "one token is still unknown"
+    world.collect()
+    plan = world.launch()
+    assert plan is not None
+    assert len(plan.new[0].token_ids) == len(PROMPT) + 2, "tokens sampled before count"
+    world.run()
+    world.assert_right()
+
+
+def test_a_sequence_stopped_while_preempted_does_not_come_back() -> None:
+    world = World(make_config(pipeline_depth=2), make_cache())
+    (seq,) = world.add(make_request("a", PROMPT, max_tokens=1))
+    world.launch()
+    world.scheduler._preempt(seq)
+    (update,) = world.collect()
+    assert (update.finish_reason, seq.finished) == ("length", True)
+    world.assert_right()
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_sequence_too_big_for_the_cache_fails_alone(depth: int) -> None:
+    world = World(make_config(pipeline_depth=depth), make_cache(5))
+    (big,) = world.add(make_request("big", [1] * 12, max_tokens=40))
+    world.add(make_request("small", [2] * 4, max_tokens=9))
+    world.run()
+    outcome = world.outcomes[big.seq_id]
+    assert outcome.reason == "error"
+    assert "too small for this sequence to grow beyond 17 tokens" in str(outcome.error)
+    world.assert_right()
+
+
+def test_a_preempted_sequence_too_big_for_the_cache_fails() -> None:
+    world = World(make_config(pipeline_depth=2), make_cache(3))
+    (seq,) = world.add(make_request("a", [1] * 7, max_tokens=40))
+    while len(seq.token_ids) + seq.num_placeholders < 9:
+        world.launch()
+        if len(world.launched) == 2:
+            world.collect()
+    world.scheduler._preempt(seq)
+    world.run()
+    assert world.outcomes[seq.seq_id].reason == "error"
+    world.assert_right()
+
+
+# ---------------------------------------------------------------------- pipeline
+
+
+def test_a_late_stop_is_cut_back() -> None:
+    request = next(
+        r
+        for seed in range(100)
+        if len(expected_outputs(r := make_request("a", PROMPT, 9, seed=seed, eos_token_ids=[EOS], ignore_eos=False), 0, 64)[0])
+        == 3
+    )
+    world = World(make_config(pipeline_depth=3), make_cache())
+    (seq,) = world.add(request)
+    world.run()
+    assert (len(seq.output_token_ids), seq.finish_reason) == (3, "stop")
+    assert sum(isinstance(event, bytes) for event in world.recording) == 5, "two steps too many were launched"
+    world.assert_right()
+
+
+def test_no_step_is_launched_beyond_max_tokens() -> None:
+    world = World(make_config(pipeline_depth=3), make_cache())
+    world.add(make_request("a", PROMPT, max_tokens=4))
+    world.run()
+    assert sum(isinstance(event, bytes) for event in world.recording) == 4
+
+
+def test_the_context_ends_a_sequence() -> None:
+    world = World(make_config(max_model_len=16, pipeline_depth=2), make_cache())
+    (seq,) = world.add(make_request("a", PROMPT, max_tokens=50))
+    world.run()
+    assert (len(seq.token_ids), seq.finish_reason) == (16, "length")
+    world.assert_right()
+
+
+def test_results_must_come_in_order() -> None:
+    world = World(make_config(pipeline_depth=2), make_cache())
+    world.add(make_request("a", PROMPT))
+    first, second = world.launch(), world.launch()
+    assert first is not None and second is not None
+    with pytest.raises(EngineError, match="oldest step in flight is 1"):
+        world.scheduler.update(second, StepResult(second.step, [], []))
+    assert world.launch() is None, "the pipeline is full"
+
+
+def test_a_row_without_its_token_fails_its_sequence_alone() -> None:
+    world = World(make_config(), make_cache())
+    bad, good = (world.add(make_request(name, PROMPT[:4]))[0] for name in "ab")
+    plan = world.launch()
+    assert plan is not None
+    updates = world.scheduler.update(plan, StepResult(plan.step, [good.seq_id], [[5]]))
+    assert [(u.seq, u.finish_reason) for u in updates] == [(bad, "error"), (good, None)]
+    assert "no token" in str(updates[0].error)
+    world.scheduler.check_integrity()
+
+
+def test_a_result_of_several_tokens_is_cut_at_the_stop() -> None:
+    world = World(make_config(), make_cache())
+    (seq,) = world.add(make_request("a", PROMPT[:4], max_tokens=9, stop_token_ids=[8]))
+    plan = world.launch()
+    assert plan is not None
+    (update,) = world.scheduler.update(plan, StepResult(plan.step, [seq.seq_id], [[5, 8, 9]]))
+    assert (update.token_ids, update.finish_reason, update.stop_reason) == ([5, 8], "stop", 8)
+    assert seq.output_token_ids == [5, 8]
+
+
+# ---------------------------------------------------------------------- aborts, errors, ends by the host
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("steps", range(7))
+def test_abort_at_any_step_frees_every_block_within_a_step(depth: int, steps: int) -> None:
+    world = World(make_config(pipeline_depth=depth, max_num_batched_tokens=4), make_cache(windows=(None, 5)))
+    world.add(make_request("a", PROMPT, max_tokens=9, n=2))
+    for _ in range(steps):
+        world.launch()
+        if len(world.launched) == depth:
+            world.collect()
+    ended = world.abort("a")
+    assert {seq.finish_reason for seq in ended} == {"abort"}
+    assert world.scheduler.kv.num_used == world.scheduler.kv.num_pending
+    while world.launched:
+        world.collect()
+    assert world.scheduler.kv.num_used == 0
+    assert not world.scheduler.has_work()
+    assert world.abort("a") == []
+    world.assert_right()
+
+
+def test_a_failing_row_takes_nobody_along() -> None:
+    world = World(make_config(pipeline_depth=2), make_cache())
+    (bad,) = world.add(make_request("bad", PROMPT, max_tokens=9))
+    world.add(make_request("good", PROMPT, max_tokens=9))
+    world.errors[bad.seq_id] = 12
+    world.run()
+    assert world.outcomes[bad.seq_id].error == "injected"
+    world.assert_right()
+
+
+def test_a_failed_row_leaves_no_kv_to_others() -> None:
+    world = World(make_config(), make_cache())
+    (bad,) = world.add(make_request("bad", PROMPT[:8]))
+    world.errors[bad.seq_id] = 8
+    world.run()
+    (seq,) = world.add(make_request("next", PROMPT))
+    world.run()
+    assert seq.num_cached_tokens == 0
+    world.assert_right()
+
+
+def test_ending_twice_does_nothing() -> None:
+    world = World(make_config(), make_cache())
+    (seq,) = world.add(make_request("a", PROMPT))
+    world.step()
+    world.scheduler.finish(seq, "stop", "END")
+    world.scheduler.finish(seq, "abort")
+    assert (seq.finish_reason, seq.stop_reason) == ("stop", "END")
+    assert world.scheduler.stats().finished == {"stop": 1}
+
+
+# ---------------------------------------------------------------------- spans
+
+
+def test_chunks_end_before_a_span_they_cannot_take_whole() -> None:
+    world = World(make_config(max_num_batched_tokens=8), make_cache())
+    world.add(make_request("a", [1] * 20, max_tokens=1, spans=[(5, 12), (13, 20)]))
+    rows = []
+    while (plan := world.launch()) is not None:
+        rows += [(row.num_computed, row.num_tokens) for row in plan.rows]
+        world.collect()
+    assert rows == [(0, 5), (5, 8), (13, 7)]
+    world.assert_right()
+
+
+@pytest.mark.parametrize("waiting", [True, False])
+def test_a_span_of_a_whole_step_gets_its_turn_beside_endless_decoding(waiting: bool) -> None:
+    world = World(make_config(max_num_batched_tokens=8, max_num_seqs=3), make_cache())
+    world.add(make_request("busy", [1], max_tokens=60))
+    world.step()
+    start = 0 if waiting else 3
+    (seq,) = world.add(make_request("a", [2] * 14, max_tokens=1, spans=[(start, start + 8)]))
+    for _ in range(6):
+        world.step()
+    assert seq.finished
+    world.run()
+    world.assert_right()
+
+
+# ---------------------------------------------------------------------- n > 1
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("windows", [(None,), (None, 5), (3,)])
+def test_samples_share_the_prompts_blocks(caching: bool, depth: int, windows: tuple[int | None, ...]) -> None:
+    world = World(make_config(pipeline_depth=depth), make_cache(windows=windows, caching=caching))
+    sequences = world.add(make_request("a", PROMPT, max_tokens=6, n=3, ignore_eos=True))
+    while sequences[2].status is Status.WAITING:
+        world.step()
+    shared = {sequence.blocks.tables[0][1] for sequence in sequences if sequence.blocks.num_passed[0] < 2}
+    assert len(shared) <= 1, "block 1 of the prompt is one block"
+    world.run()
+    stats = world.scheduler.stats()
+    assert world.runner.num_hit_tokens == 2 * 8, "each sample starts at the prompt's last, partial block"
+    assert stats.computed_prompt_tokens == 10 + 2 + 2
+    assert stats.prompt_tokens == 10
+    assert [seq.num_cached_tokens for seq in sequences] == [0, 0, 0]
+    world.assert_right()
+
+
+def test_more_samples_than_slots_take_turns() -> None:
+    world = World(make_config(max_num_seqs=2), make_cache())
+    world.add(make_request("a", PROMPT, n=7))
+    world.run()
+    world.assert_right()
+
+
+@pytest.mark.parametrize("end", ["error", "preempt", "finish"])
+def test_samples_proceed_when_the_first_goes_before_its_prompt_is_computed(end: str) -> None:
+    world = World(make_config(max_num_batched_tokens=4), make_cache(windows=(None, 5)))
+    first, *rest = world.add(make_request("a", PROMPT, n=3))
+    if end == "error":
+        world.errors[first.seq_id] = 8
+    world.step()
+    if end == "preempt":
+        world.scheduler._preempt(first)
+    elif end == "finish":
+        world.scheduler.finish(first, "abort")
+        world.outcomes[first.seq_id].reason = "abort"
+    world.run()
+    assert all(seq.finish_reason == "length" for seq in rest)
+    world.assert_right()
+
+
+def test_samples_proceed_when_the_first_is_preempted_with_its_token_in_flight() -> None:
+    """Its prompt is computed, but its blocks are gone: on its way back its windows may pass the point of the fork."""
+    world = World(make_config(pipeline_depth=2), make_cache(windows=(3,)))
+    first, *rest = world.add(make_request("a", PROMPT[:8], n=3, max_tokens=5))
+    world.launch()
+    world.scheduler._preempt(first)
+    world.run()
+    assert all(seq.finish_reason == "length" for seq in rest)
+    world.assert_right()
+
+
+def test_waiting_samples_give_up_shared_blocks_that_a_running_sequence_needs() -> None:
+    world = World(make_config(max_num_seqs=1), make_cache(6, caching=False))
+    sequences = world.add(make_request("a", [1] * 12, max_tokens=8, n=3))
+    world.run()
+    assert all(seq.finish_reason == "length" for seq in sequences)
+    world.assert_right()
+
+
+# ---------------------------------------------------------------------- prefix cache
+
+
+def test_a_hit_is_counted_and_reported() -> None:
+    world = World(make_config(), make_cache())
+    for name in "ab":
+        (seq,) = world.add(make_request(name, PROMPT, max_tokens=2))
+        world.run()
+    assert seq.num_cached_tokens == 8
+    stats = world.scheduler.stats()
+    assert (stats.prefix_query_tokens, stats.prefix_hit_tokens) == (20, 8)
+    assert (stats.prompt_tokens, stats.computed_prompt_tokens, stats.generation_tokens) == (20, 12, 4)
+    world.assert_right()
+
+
+def test_a_full_hit_recomputes_the_last_token() -> None:
+    world = World(make_config(), make_cache())
+    for name in "ab":
+        (seq,) = world.add(make_request(name, PROMPT[:8], max_tokens=2))
+        world.run()
+    assert seq.num_cached_tokens == 4
+    world.assert_right()
+
+
+def test_generated_tokens_can_be_hit_too() -> None:
+    world = World(make_config(), make_cache())
+    (seq,) = world.add(make_request("a", PROMPT, max_tokens=7))
+    world.run()
+    (follow_up,) = world.add(make_request("b", [*seq.token_ids, 5], max_tokens=3))
+    world.run()
+    assert follow_up.num_cached_tokens == 16
+    world.assert_right()
+
+
+def test_prompt_logprobs_take_no_hits_and_come_once() -> None:
+    world = World(make_config(max_num_batched_tokens=4), make_cache())
+    world.add(make_request("a", PROMPT))
+    world.run()
+    request = make_request("b", PROMPT, prompt_logprobs=0, n=2)
+    first, second = world.add(request)
+    updates = []
+    while world.scheduler.has_work():
+        updates += world.step()
+    assert [u.seq for u in updates if u.prompt_logprobs is not None] == [first]
+    assert world.outcomes[first.seq_id].prompt_logprobs == expected_prompt_logprobs(request)
+    assert first.num_cached_tokens == second.num_cached_tokens == 0
+    assert world.scheduler.stats().prefix_query_tokens == 10
+    world.assert_right()
+
+
+def test_prompt_logprobs_survive_preemption_at_any_step() -> None:
+    for steps in range(5):
+        world = World(make_config(max_num_batched_tokens=4), make_cache())
+        (seq,) = world.add(make_request("a", PROMPT, prompt_logprobs=0, max_tokens=5))
+        for _ in range(steps):
+            world.step()
+        if seq.status is Status.RUNNING:
+            world.scheduler._preempt(seq)
+        world.run()
+        world.assert_right()
+
+
+def test_a_prompt_of_one_token_has_no_prompt_logprobs_to_give() -> None:
+    world = World(make_config(), make_cache())
+    (seq,) = world.add(make_request("a", [5], prompt_logprobs=0))
+    world.run()
+    assert world.outcomes[seq.seq_id].prompt_logprobs == []
+
+
+def test_new_weights_share_nothing_with_old() -> None:
+    world = World(make_config(), make_cache())
+    world.add(make_request("a", PROMPT))
+    world.run()
+    assert world.scheduler.bump_weight_version() == 1
+    world.runner.weights = 1
+    (seq,) = world.add(make_request("b", PROMPT))
+    world.run()
+    assert seq.num_cached_tokens == 0
+    assert seq.output_token_ids == expected_outputs(seq.request, 0, 64, weights=1)[0]
+
+
+def test_reset_prefix_cache() -> None:
+    world = World(make_config(), make_cache())
+    world.add(make_request("a", PROMPT))
+    world.run()
+    assert world.scheduler.reset_prefix_cache()
+    (seq,) = world.add(make_request("b", PROMPT))
+    world.run()
+    assert seq.num_cached_tokens == 0
+    assert not World(make_config(), make_cache(caching=False)).scheduler.reset_prefix_cache()
+
+
+# ---------------------------------------------------------------------- books
+
+
+def test_times_are_kept_for_each_sequence() -> None:
+    world = World(make_config(max_num_seqs=1), make_cache())
+    first, second = (world.add(make_request(name, PROMPT, max_tokens=3, arrival_time=-2.0))[0] for name in "ab")
+    world.run()
+    assert first.times == type(first.times)(-2.0, 0.0, 1.0, 3.0)
+    assert second.times == type(second.times)(-2.0, 3.0, 4.0, 6.0)
+
+
+def test_stats_tell_what_is_so() -> None:
+    world = World(make_config(max_num_seqs=1), make_cache())
+    world.add(make_request("a", PROMPT, max_tokens=3, n=2))
+    stats = world.scheduler.stats()
+    assert (stats.num_running, stats.num_waiting, stats.kv_blocks_used) == (0, 2, 0)
+    world.step()
+    stats = world.scheduler.stats()
+    assert (stats.num_running, stats.num_waiting, stats.kv_blocks_used) == (1, 1, 3)
+    assert (stats.step, stats.kv_blocks_total) == (1, 63)
+    world.run()
+    stats = world.scheduler.stats()
+    assert (stats.num_running, stats.num_waiting, stats.kv_blocks_used) == (0, 0, 0)
+    assert stats.finished == {"length": 2}
+
+
+def test_nothing_to_do_is_no_plan() -> None:
+    world = World(make_config(), make_cache())
+    assert world.launch() is None
+    assert not world.scheduler.has_work()

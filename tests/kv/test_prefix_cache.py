@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.errors import EngineError
+from headrace.kv import prefix_cache
+from headrace.kv.prefix_cache import BlockKey, KeyChain, PrefixIndex, find_hit, first_visible_block, root_key
+
+SIZE = 2
+
+
+def chain(tokens: list[int], spans: list[tuple[int, int]] | None = None, root: BlockKey | None = None) -> KeyChain:
+    return KeyChain(root or root_key(None, 0, "dense"), tokens, spans or [], SIZE)
+
+
+def equal(a: BlockKey, b: BlockKey) -> bool:
+    assert (a.digest == b.digest) == a.same_history(b)
+    return a.same_history(b)
+
+
+def test_a_key_is_its_whole_history() -> None:
+    ours = chain([1, 2, 3, 4])
+    assert equal(ours[1], chain([1, 2, 3, 4, 5])[1])
+    assert not equal(ours[1], chain([9, 2, 3, 4])[1])
+    assert not equal(ours[1], chain([1, 2, 3, 5])[1])
+
+
+def test_salt_weights_and_mode_set_histories_apart() -> None:
+    roots = [
+        root_key(None, 0, "dense"), root_key("", 0, "dense"), root_key("a", 0, "dense"), root_key(None, 1, "dense"),
+        root_key(None, 0, "elastic"), root_key("0:dense", 0, ""), root_key("a", 1, "dense"),
+    ]  # fmt: skip
+    keys = [chain([1, 2], root=root)[0] for root in roots]
+    assert len({key.digest for key in keys}) == len(roots)
+    assert equal(chain([1, 2], root=root_key("a", 0, "dense"))[0], keys[2])
+
+
+def test_the_first_token_of_a_span_depends_on_its_last() -> None:
+    ours = chain([1, 2, 3, 4, 5, 6], [(1, 5)])
+    assert not equal(ours[0], chain([1, 2, 3, 4, 5, 6])[0])
+    assert not equal(ours[0], chain([1, 2, 3, 4, 9, 6], [(1, 5)])[0])
+    assert not equal(ours[0], chain([1, 2, 3, 4, 5, 6], [(1, 4)])[0])
+    assert equal(ours[0], chain([1, 2, 3, 4, 5, 9], [(1, 5)])[0])
+    assert not equal(ours[2], chain([1, 2, 3, 4, 5, 6])[2])
+    # A span that begins later does not matter to the blocks before it.
+    assert equal(ours[0], chain([1, 2, 3, 4, 5, 6, 7, 8], [(1, 5), (6, 8)])[0])
+
+
+def test_a_block_that_is_not_full_has_no_key() -> None:
+    with pytest.raises(EngineError, match="no key yet"):
+        chain([1, 2, 3])[1]
+
+
+def test_keys_follow_the_tokens_as_they_grow() -> None:
+    tokens = [1, 2]
+    ours = chain(tokens)
+    first = ours[0]
+    tokens += [3, 4]
+    assert ours[1].parent is first
+
+
+def test_equal_digests_are_told_apart_by_tokens_and_parents(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_cache, "_digest", lambda data: b"same")
+    index = PrefixIndex()
+    mine, parent_differs, tokens_differ = chain([1, 2, 3, 4]), chain([9, 2, 3, 4]), chain([1, 2, 3, 5])
+    assert index.put(mine[1], 7) is mine[1]
+    assert index.find(mine[1]) == (7, mine[1])
+    assert index.find(chain([1, 2, 3, 4])[1]) == (7, mine[1])
+    assert index.find(parent_differs[1]) is None
+    assert index.find(tokens_differ[1]) is None
+    assert index.find(chain([1, 2, 3, 4], root=root_key("salt", 0, "dense"))[1]) is None
+    assert index.put(parent_differs[1], 8) is parent_differs[1]
+    assert index.key_of(8) is None
+    index.check_integrity()
+
+
+def test_a_key_known_already_keeps_its_block() -> None:
+    index = PrefixIndex()
+    first, second = chain([1, 2]), chain([1, 2])
+    assert index.put(first[0], 3) is first[0]
+    assert index.put(second[0], 4) is first[0]
+    assert index.find(second[0]) == (3, first[0])
+    index.drop(3)
+    assert index.find(second[0]) is None
+
+
+def test_adopted_keys_end_comparisons_at_once() -> None:
+    known, ours = chain(list(range(8))), chain(list(range(8)))
+    assert ours[3] is not known[3]
+    ours.adopt(2, known[2])
+    assert ours[3].parent is known[2]
+    assert ours[3].same_history(known[3])
+
+
+@pytest.mark.parametrize(
+    ("position", "window", "block"), [(0, None, 0), (99, None, 0), (8, 1, 4), (8, 2, 3), (8, 3, 3), (8, 4, 2), (8, 20, 0)]
+)
+def test_first_visible_block(position: int, window: int | None, block: int) -> None:
+    assert first_visible_block(position, window, SIZE) == block
+
+
+def brute_force(present: list[list[bool]], windows: list[int | None], most: int) -> int:
+    """The longest boundary whose visible blocks are there in every group."""
+    for boundary in range(most, 0, -1):
+        ok = True
+        for there, window in zip(present, windows, strict=True):
+            seen_from = 0 if window is None else max(0, boundary * SIZE - window + 1)
+            ok = ok and all(there[p // SIZE] for p in range(seen_from, boundary * SIZE))
+        if ok:
+            return boundary
+    return 0
+
+
+@settings(max_examples=300, derandomize=True, deadline=None, database=None)
+@given(
+    st.lists(st.sampled_from([None, 1, 2, 3, 4, 5, 8, 30]), min_size=1, max_size=3),
+    st.integers(0, 10),
+    st.randoms(use_true_random=False),
+)
+def test_the_longest_usable_prefix_is_found(windows: list[int | None], most: int, random: object) -> None:
+    choose: Callable[[], float] = random.random  # type: ignore[attr-defined]
+    keys = chain(list(range(20)))
+    present = [[choose() < 0.7 for _ in range(10)] for _ in windows]
+    indexes = [PrefixIndex() for _ in windows]
+    for index, there in zip(indexes, present, strict=True):
+        for i in range(10):
+            if there[i]:
+                index.put(keys[i], 100 + i)
+    hit = find_hit(indexes, windows, chain(list(range(20))), most, SIZE)
+    boundary = brute_force(present, windows, most)
+    assert hit.num_tokens == boundary * SIZE
+    for blocks, window in zip(hit.blocks, windows, strict=True):
+        first = first_visible_block(hit.num_tokens, window, SIZE)
+        assert blocks == [0] * min(first, boundary) + [100 + i for i in range(first, boundary)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from headrace.attention.backend import AttentionBackend
+from headrace.attention.native import NativeAttention
 from headrace.attention.reference import ReferenceAttention
 from headrace.attention.torch_cpu import TorchAttention
 from headrace.errors import ConfigError
@@ -79,5 +80,6 @@ def _backend(name: str) -> type[AttentionBackend]:
     return _BACKENDS[name]
 
 
+register(NativeAttention)
 register(TorchAttention)
 register(ReferenceAttention)

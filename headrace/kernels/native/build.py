@@ -20,6 +20,7 @@ _FLAGS = (
     "-fopenmp-simd",  # The pragmas that allow vector code; threads come from torch's own OpenMP runtime.
     "-fno-math-errno",
     "-fno-trapping-math",
+    "-ffp-contract=fast",
     "-fvisibility=hidden",
     "-w",
 )

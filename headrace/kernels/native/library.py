@@ -21,6 +21,11 @@ _SIGNATURES: dict[str, list[type]] = {
     "init": [c_void_p, c_void_p],
     "tile": [],
     "matmul": [c_void_p, c_int, c_int64, c_void_p, c_void_p, c_void_p, c_int, c_int64, c_int64, c_int64, c_int],
+    "attention": [
+        *(c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p),
+        *(c_int64, c_int64, c_int64, c_int64, c_int64, c_int64, c_int64, c_int64),
+        *(c_float, c_float, c_int64, c_int),
+    ],
     "rms_norm": [c_void_p, c_void_p, c_float, c_void_p, c_int64, c_int64, c_int],
     "add_rms_norm": [c_void_p, c_void_p, c_void_p, c_float, c_void_p, c_void_p, c_int64, c_int64, c_int],
     "silu_mul": [c_void_p, c_void_p, c_int64, c_int64, c_int],
@@ -46,6 +51,7 @@ class NativeKernels:
             function.argtypes = arguments
             function.restype = ctypes.c_char_p if name == "tile" else None
         self.matmul = library.headrace_matmul
+        self.attention = library.headrace_attention
         self.rms_norm = library.headrace_rms_norm
         self.add_rms_norm = library.headrace_add_rms_norm
         self.silu_mul = library.headrace_silu_mul
@@ -82,17 +88,13 @@ def _openmp() -> str | None:
     return next((path for path in [*mapped, *beside] if Path(path).name.startswith(_OPENMP)), None)
 
 
+@functools.cache
 def load(march: str = "native") -> NativeKernels | None:
     """The kernels, compiled now if they never were; None, with one line in the log, where that cannot be done.
 
     ``HEADRACE_NATIVE=0`` in the environment does without them.
     """
-    return _load(march, os.environ.get("HEADRACE_NATIVE", "1") != "0")
-
-
-@functools.cache
-def _load(march: str, enabled: bool) -> NativeKernels | None:
-    if not enabled:
+    if os.environ.get("HEADRACE_NATIVE") == "0":
         return None
     try:
         return NativeKernels(build(march))

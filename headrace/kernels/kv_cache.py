@@ -1,0 +1,108 @@
+"""Writing to a paged KV cache as it is or in FP8, and reading it back.
+
+FP8 is dynamic, with one scale a token and head: ``scale = max(absmax / 448, 1e-12)``, ``stored = e4m3(x / scale)``. 448
+is the largest number of e4m3 (Micikevicius et al., "FP8 formats for deep learning", 2022).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from headrace.errors import ConfigError
+from headrace.kernels.support import MIN_SM, compute_capability
+
+FP8_MAX = 448.0
+FP8_MIN_SCALE = 1e-12
+FP8 = torch.float8_e4m3fn
+KV_CACHE_DTYPES = ("auto", "fp8_e4m3")
+
+
+def reshape_and_cache(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_cache_dtype: str = "auto",
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> None:
+    """Scatters new keys and values into the cache.
+
+    Args:
+        key: ``[T, kv_heads, d]``, float32, bfloat16 or float16.
+        value: ``[T, kv_heads, dv]``
+        key_cache: ``[blocks, block_size, kv_heads, d]`` of any strides: storage of ``[blocks, kv_heads, block_size, d]``
+            is passed as its ``transpose(1, 2)``.
+        value_cache: ``[blocks, block_size, kv_heads, dv]``
+        slot_mapping: ``[T]`` int64, ``block * block_size + offset``; -1 writes nothing.
+        kv_cache_dtype: ``auto`` copies, ``fp8_e4m3`` quantises.
+        k_scale, v_scale: ``[blocks, block_size, kv_heads]`` float32 of any strides, for ``fp8_e4m3``.
+
+    Raises:
+        ConfigError: the dtype is unknown, or the device cannot do it.
+        ValueError: a tensor does not fit the others.
+    """
+    check_cache(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale)
+    kept = slot_mapping >= 0
+    slots = slot_mapping[kept]
+    place = (slots // key_cache.shape[1], slots % key_cache.shape[1])
+    for new, cache, scales in ((key[kept], key_cache, k_scale), (value[kept], value_cache, v_scale)):
+        if scales is None:
+            cache[place] = new.to(cache.dtype)
+            continue
+        quantised, scale = quantize(new)
+        cache.view(torch.uint8)[place] = quantised.view(torch.uint8)
+        scales[place] = scale
+
+
+def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``[..., width]`` -> e4m3 numbers of the same shape, and a float32 scale for each of ``[...]``."""
+    wide = x.float()
+    scale = (wide.abs().amax(-1) / FP8_MAX).clamp(min=FP8_MIN_SCALE)
+    return (wide / scale.unsqueeze(-1)).clamp(-FP8_MAX, FP8_MAX).to(FP8), scale
+
+
+def dequantize(stored: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """``[..., width]`` e4m3 and ``[...]`` float32 -> float32."""
+    return stored.float() * scale.unsqueeze(-1)
+
+
+def check_cache(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_cache_dtype: str,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+) -> None:
+    """Raises what ``reshape_and_cache`` says it raises."""
+    if kv_cache_dtype not in KV_CACHE_DTYPES:
+        raise ConfigError(f"kv_cache_dtype {kv_cache_dtype!r} is not one of {', '.join(KV_CACHE_DTYPES)}", "kv_cache_dtype")
+    if slot_mapping.shape != key.shape[:1]:
+        raise ValueError(f"slot_mapping {list(slot_mapping.shape)} must have an entry for each of {key.shape[0]} tokens")
+    for name, new, cache in (("key", key, key_cache), ("value", value, value_cache)):
+        if new.ndim != 3 or cache.ndim != 4 or new.shape[1:] != cache.shape[2:]:
+            raise ValueError(f"{name} {list(new.shape)} does not fit {name}_cache {list(cache.shape)}")
+    if key.shape[:2] != value.shape[:2] or key_cache.shape[:3] != value_cache.shape[:3]:
+        raise ValueError("keys and values differ in tokens, heads or blocks")
+    if kv_cache_dtype == "auto":
+        if k_scale is not None or v_scale is not None or key_cache.dtype == FP8:
+            raise ValueError("scales and an e4m3 cache belong to kv_cache_dtype fp8_e4m3")
+        return
+    check_scales(key_cache, k_scale, v_scale)
+
+
+def check_scales(key_cache: torch.Tensor, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None) -> None:
+    """Raises ConfigError if the device cannot do FP8, ValueError if the scales do not fit the cache."""
+    capability = compute_capability(key_cache.device)
+    if capability is not None and capability < MIN_SM:
+        raise ConfigError(f"FP8 KV cache requires SM{MIN_SM}+, got SM{capability}", "kv_cache_dtype")
+    if key_cache.dtype != FP8:
+        raise ValueError(f"an fp8_e4m3 cache holds {FP8}, not {key_cache.dtype}")
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale is None or scale.dtype != torch.float32 or scale.shape != key_cache.shape[:3]:
+            got = "nothing" if scale is None else f"{list(scale.shape)} {scale.dtype}"
+            raise ValueError(f"{name} must be {list(key_cache.shape[:3])} float32, not {got}")

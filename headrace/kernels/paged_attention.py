@@ -1,0 +1,68 @@
+"""Attention over a paged cache, as the formula says it: a row at a time, in float64."""
+
+from __future__ import annotations
+
+import torch
+
+
+def paged_attention(
+    q: torch.Tensor,
+    rows: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_start: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    v_head_dim: int,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Causal attention of packed queries, which are the last tokens of their rows.
+
+    Args:
+        q: ``[T, num_heads, d]``
+        rows: ``[blocks, block_size, kv_heads, d + dv]``: K, then V of a token and head.
+        block_tables: ``[R, B]`` int32.
+        query_start: ``[R + 1]`` int32: first token of each row in the packed batch. Tokens of no row come out as 0.
+        seq_lens: ``[R]`` int32: tokens of each row in the cache, this step's included.
+        window: a token sees itself and the ``window - 1`` before it; None: all.
+        soft_cap: ``logits = soft_cap * tanh(logits / soft_cap)``
+        sinks: ``[num_heads]``: a logit a head that joins the softmax and carries no value.
+        k_scale, v_scale: ``[blocks, block_size, kv_heads]`` float32, for rows in e4m3.
+
+    Returns:
+        ``[T, num_heads, dv]`` in q's dtype.
+    """
+    num_heads, head_dim = q.shape[1:]
+    kv_heads = rows.shape[2]
+    out = q.new_zeros(len(q), num_heads, v_head_dim)
+    starts = query_start.tolist()
+    for row, length in enumerate(seq_lens.tolist()):
+        start, end = starts[row : row + 2]
+        if start == end or not length:
+            continue
+        blocks = block_tables[row].long()
+        kv = rows[blocks].double().flatten(0, 1)[:length]
+        k, v = kv[..., :head_dim], kv[..., head_dim:]
+        if k_scale is not None and v_scale is not None:
+            k = k * k_scale[blocks].flatten(0, 1)[:length].unsqueeze(-1)
+            v = v * v_scale[blocks].flatten(0, 1)[:length].unsqueeze(-1)
+        grouped = q[start:end].double().unflatten(1, (kv_heads, -1))
+        logits = torch.einsum("qhgd,khd->hgqk", grouped, k) * scale
+        if soft_cap is not None:
+            logits = soft_cap * torch.tanh(logits / soft_cap)
+        position = torch.arange(length - (end - start), length, device=q.device)[:, None]
+        key = torch.arange(length, device=q.device)
+        seen = key <= position
+        if window is not None:
+            seen &= key > position - window
+        logits = logits.masked_fill(~seen, -torch.inf)
+        if sinks is not None:
+            sink = sinks.double().view(kv_heads, -1, 1, 1).expand(*logits.shape[:-1], 1)
+            logits = torch.cat((logits, sink), dim=-1)
+        shares = logits.softmax(-1)[..., :length]
+        out[start:end] = torch.einsum("hgqk,khd->qhgd", shares, v).flatten(1, 2).to(q.dtype)
+    return out

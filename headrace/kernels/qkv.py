@@ -1,0 +1,85 @@
+"""From a layer's fused projection to attention: QK-norm, rotary embedding and the write to the KV cache in one."""
+
+from __future__ import annotations
+
+import torch
+
+from headrace.kernels.kv_cache import reshape_and_cache
+from headrace.kernels.norm import rms_norm
+from headrace.kernels.rotary import rotate
+
+
+def norm_rotate_and_cache(
+    qkv: torch.Tensor,
+    num_heads: int,
+    key_cache: torch.Tensor | None,
+    value_cache: torch.Tensor | None,
+    slot_mapping: torch.Tensor | None,
+    *,
+    cos_sin: torch.Tensor | None = None,
+    rotary_dim: int = 0,
+    q_weight: torch.Tensor | None = None,
+    k_weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    q_out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Norms and rotates q and k, and writes k and v to their slots.
+
+    Args:
+        qkv: ``[T, num_heads * d + kv_heads * d + kv_heads * dv]``, last axis contiguous: q, k, v of each token. With no
+            cache given (a layer that reads another's KV): ``[T, num_heads * d]``, q alone.
+        key_cache, value_cache: ``[blocks, block_size, kv_heads, d]`` and ``[..., dv]`` of any strides.
+        slot_mapping: ``[T]`` int64; -1 writes nothing to the cache.
+        cos_sin: ``[T, rotary_dim]`` float32: a token's cosines, then its sines; for a ``rotary_dim`` above 0.
+        q_weight, k_weight: ``[d]``, of qkv's dtype: weights of the RMS norm of each head; None: no norm.
+        k_scale, v_scale: ``[blocks, block_size, kv_heads]`` float32, for a cache in e4m3.
+        q_out: ``[T, num_heads, d]`` for the finished q; None: it takes the place of q in ``qkv``.
+
+    Returns:
+        ``[T, num_heads, d]``: the finished q.
+
+    Raises:
+        ConfigError: the device cannot do FP8.
+        ValueError: a tensor does not fit the others.
+    """
+    kv_heads, head_dim, v_head_dim = check_qkv(qkv, num_heads, key_cache, value_cache, cos_sin, rotary_dim)
+    q, k, v = qkv.split((num_heads * head_dim, kv_heads * head_dim, kv_heads * v_head_dim), dim=-1)
+    q_view = q.unflatten(-1, (num_heads, head_dim))
+    q, k = q_view, k.unflatten(-1, (kv_heads, head_dim))
+    if q_weight is not None:
+        q = rms_norm(q, q_weight, eps)
+    if k_weight is not None:
+        k = rms_norm(k, k_weight, eps)
+    if cos_sin is not None and rotary_dim:
+        q, k = rotate(q, k, cos_sin, rotary_dim)
+    if key_cache is not None and value_cache is not None and slot_mapping is not None:
+        v = v.unflatten(-1, (kv_heads, v_head_dim))
+        dtype = "auto" if k_scale is None and v_scale is None else "fp8_e4m3"
+        reshape_and_cache(k, v, key_cache, value_cache, slot_mapping, dtype, k_scale, v_scale)
+    return (q_view if q_out is None else q_out).copy_(q)
+
+
+def check_qkv(
+    qkv: torch.Tensor,
+    num_heads: int,
+    key_cache: torch.Tensor | None,
+    value_cache: torch.Tensor | None,
+    cos_sin: torch.Tensor | None,
+    rotary_dim: int,
+) -> tuple[int, int, int]:
+    """KV heads, head_dim and v_head_dim; 0, head_dim and 0 with no cache. Raises ValueError where they do not fit."""
+    if rotary_dim and (cos_sin is None or cos_sin.shape != (len(qkv), rotary_dim)):
+        got = "nothing" if cos_sin is None else list(cos_sin.shape)
+        raise ValueError(f"cos_sin must be [{len(qkv)}, {rotary_dim}], not {got}")
+    if key_cache is None or value_cache is None:
+        kv_heads, head_dim, v_head_dim = 0, qkv.shape[1] // num_heads, 0
+    else:
+        kv_heads, head_dim, v_head_dim = *key_cache.shape[2:], value_cache.shape[3]
+    width = (num_heads + kv_heads) * head_dim + kv_heads * v_head_dim
+    if qkv.shape[1] != width:
+        raise ValueError(f"qkv is {qkv.shape[1]} wide, not {width}")
+    if rotary_dim > head_dim or rotary_dim % 2:
+        raise ValueError(f"rotary_dim {rotary_dim} must be even and at most {head_dim}")
+    return kv_heads, head_dim, v_head_dim

@@ -1,0 +1,48 @@
+"""Where the Triton kernels can run. Importing this needs no Triton."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import torch
+
+MIN_SM = 80
+"""Compute capability, as major * 10 + minor: older devices have no bfloat16."""
+NATIVE_FP8_SM = 89
+"""From here on the device itself converts between float32 and e4m3."""
+
+
+def interpreted() -> bool:
+    """Whether Triton kernels that are imported now will be interpreted."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def compute_capability(device: torch.device | str) -> int | None:
+    """Major * 10 + minor; None: not a CUDA device."""
+    device = torch.device(device)
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    return major * 10 + minor
+
+
+def refusals(device: torch.device | str) -> list[str]:
+    """Reasons why Triton kernels cannot run on a device; empty: they can."""
+    if importlib.util.find_spec("triton") is None:
+        return ["Triton is not installed"]
+    if interpreted():
+        return []
+    capability = compute_capability(device)
+    if capability is None:
+        return [f"Triton kernels run on CUDA devices, or with TRITON_INTERPRET=1, not on {device}"]
+    if capability < MIN_SM:
+        return [f"Triton kernels need SM{MIN_SM} or newer, not SM{capability}"]
+    return []
+
+
+def multiprocessors(device: torch.device) -> int:
+    """How many programs the device runs side by side at the least."""
+    if device.type != "cuda":
+        return 8
+    return torch.cuda.get_device_properties(device).multi_processor_count

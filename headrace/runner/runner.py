@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
+import numpy as np
 import torch
 
 from headrace.attention.backend import AttentionBackend, LayerCache
@@ -20,15 +21,16 @@ from headrace.runner.clock import Stopwatch
 from headrace.runner.inputs import Batch, build_batch
 from headrace.runner.record import Recorder
 from headrace.runner.slots import RowArrays, SlotTables
-from headrace.sampling.device import Download
+from headrace.sampling.device import Download, upload
+from headrace.sampling.feature import Indices
 from headrace.sampling.logprobs import Measured, measure_in_slices
-from headrace.sampling.sampler import Sampled, Sampler
+from headrace.sampling.sampler import NOT_FINITE, Sampled, Sampler
 from headrace.spec import ModelSpec
 from headrace.text.vocab import TokenBytes
 
 _LOGITS_BYTES = 64 * 2**20
 """The most that the logits of prompt tokens take at a time."""
-_PROMPT_NOT_FINITE = "the model gave logits that are not finite for the prompt"
+BROKEN = "the model gave hidden states that are not finite"
 
 
 class Model(Protocol):
@@ -47,7 +49,9 @@ class Launched:
 
     step: int
     seq_ids: list[int]
-    """Of the rows that draw."""
+    """Of all rows."""
+    drawing: Indices
+    """The rows that draw."""
     refused: dict[int, str]
     """seq_id -> why it was not taken in at all."""
     stopwatch: Stopwatch
@@ -55,6 +59,8 @@ class Launched:
     sampled: Sampled | None
     """On the host once ``download`` is complete."""
     prompt_logprobs: dict[int, list[Measured]]
+    broken: torch.Tensor | None
+    """``[R]`` bool: rows whose hidden states are not finite. On the host once ``download`` is complete."""
 
 
 class ModelRunner:
@@ -96,6 +102,8 @@ class ModelRunner:
         """Sequences by slot that want logprobs of their prompt."""
         self._refused: dict[int, str] = {}
         """slot -> why its sequence cannot be served."""
+        self._tainted = False
+        """There may be KV that is not finite in blocks that are free, or will be."""
         self._slice = max(1, _LOGITS_BYTES // (4 * model.spec.vocab_size))
 
     def launch(self, plan: StepPlan) -> Launched:
@@ -115,14 +123,16 @@ class ModelRunner:
         self._change_slots(plan)
         if not plan.rows:
             download.sent()
-            return Launched(plan.step, [], {}, stopwatch, download, None, {})
+            return Launched(plan.step, [], np.empty(0, np.int64), {}, stopwatch, download, None, {}, None)
         rows = RowArrays(plan)
-        self.slots.begin(plan, rows)
+        fresh_blocks = self.slots.begin(plan, rows)
+        if self._tainted:
+            self._clear(fresh_blocks)
         batch = build_batch(rows, self.slots)
         stopwatch.mark()
         hidden = self._forward(batch)
-        drawing = len(batch.drawing) > 0
-        logits = self._model.logits(hidden[batch.logit_rows]) if drawing else None
+        broken = _broken_rows(hidden, batch)
+        logits = self._model.logits(hidden[batch.logit_rows]) if len(batch.drawing) else None
         stopwatch.mark()
         prompt_logprobs = self._measure_prompts(plan, hidden)
         sampled = None
@@ -134,12 +144,14 @@ class ModelRunner:
         stopwatch.mark()
         launched = Launched(
             step=plan.step,
-            seq_ids=rows.seq_ids[batch.drawing].tolist(),
+            seq_ids=rows.seq_ids.tolist(),
+            drawing=batch.drawing,
             refused=self._refusals(plan),
             stopwatch=stopwatch,
             download=download,
             sampled=None if sampled is None else sampled.download(download),
             prompt_logprobs={seq: [part.download(download) for part in parts] for seq, parts in prompt_logprobs.items()},
+            broken=download.copy(broken),
         )
         download.sent()
         return launched
@@ -147,22 +159,23 @@ class ModelRunner:
     def collect(self, launched: Launched) -> StepResult:
         """Waits for a step and reads its outcome."""
         launched.download.wait()
-        errors = dict(launched.refused)
-        prompt_logprobs = _read_prompts(launched.prompt_logprobs, errors)
+        errors = self._errors(launched)
+        sampled, seq_ids = launched.sampled, launched.seq_ids
+        drawing = [seq_ids[row] for row in launched.drawing.tolist()]
         token_ids: list[list[int]] = []
         logprobs: dict[int, list[TokenLogprobs]] = {}
-        if launched.sampled is not None:
-            faults = launched.sampled.errors()
-            errors = {launched.seq_ids[row]: fault for row, fault in faults.items()} | errors
-            token_ids = [[token] for token in launched.sampled.tokens.tolist()]
-            if launched.sampled.logprobs:
-                logprobs = {launched.seq_ids[row]: [entry] for row, entry in launched.sampled.lists().items()}
-        if errors:
-            token_ids = [[] if seq in errors else own for seq, own in zip(launched.seq_ids, token_ids, strict=True)]
-            logprobs = {seq: own for seq, own in logprobs.items() if seq not in errors}
-            prompt_logprobs = {seq: own for seq, own in prompt_logprobs.items() if seq not in errors}
+        if sampled is not None:
+            drawn = zip(drawing, sampled.tokens.tolist(), strict=True)
+            token_ids = [[token] if seq not in errors else [] for seq, token in drawn]
+            if sampled.logprobs:
+                logprobs = {drawing[row]: [entry] for row, entry in sampled.lists().items() if drawing[row] not in errors}
+        prompt_logprobs = {
+            seq: [entry for part in parts for entry in part.lists()]
+            for seq, parts in launched.prompt_logprobs.items()
+            if seq not in errors
+        }
         forward, sample = launched.stopwatch.seconds() or (0.0, 0.0)
-        return StepResult(launched.step, launched.seq_ids, token_ids, logprobs, prompt_logprobs, errors, forward, sample)
+        return StepResult(launched.step, drawing, token_ids, logprobs, prompt_logprobs, errors, forward, sample)
 
     def close(self) -> None:
         if self._recorder is not None:
@@ -216,6 +229,27 @@ class ModelRunner:
             backend.plan(batch.step)
         return self._model(batch.ids, batch.positions, ForwardContext(batch.step, self._caches, self._backends))
 
+    def _clear(self, blocks: list[list[int]]) -> None:
+        """Zeros blocks. What a row sees of its last block is masked beyond its end, but NaN times zero is NaN all the same."""
+        indices = [upload(np.array(own, dtype=np.int64), self.device) if own else None for own in blocks]
+        for cache in self._caches:
+            index = indices[cache.group]
+            if index is not None:
+                cache.rows.index_fill_(0, index, 0)
+
+    def _errors(self, launched: Launched) -> dict[int, str]:
+        """seq_id -> why it cannot go on. Read on the host."""
+        errors: dict[int, str] = {}
+        if launched.sampled is not None:
+            errors = {launched.seq_ids[launched.drawing[row]]: fault for row, fault in launched.sampled.errors().items()}
+        for seq_id, parts in launched.prompt_logprobs.items():
+            if any(bool(part.logprobs.isnan().any()) for part in parts):
+                errors[seq_id] = NOT_FINITE
+        if launched.broken is not None and bool(launched.broken.any()):
+            self._tainted = True
+            errors |= {launched.seq_ids[row]: BROKEN for row in launched.broken.nonzero().flatten().tolist()}
+        return errors | launched.refused
+
     def _measure_prompts(self, plan: StepPlan, hidden: torch.Tensor) -> dict[int, list[Measured]]:
         """seq_id -> logprobs of the prompt tokens after those of its chunk."""
         if not self._prompt_logprobs:
@@ -234,10 +268,14 @@ class ModelRunner:
         return measured
 
 
-def _read_prompts(measured: dict[int, list[Measured]], errors: dict[int, str]) -> dict[int, list[TokenLogprobs]]:
-    read = {}
-    for seq_id, parts in measured.items():
-        if any(bool(part.logprobs.isnan().any()) for part in parts):
-            errors.setdefault(seq_id, _PROMPT_NOT_FINITE)
-        read[seq_id] = [entry for part in parts for entry in part.lists()]
-    return read
+def _broken_rows(hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """``[R]`` bool: rows with any token whose hidden state ``[T, hidden]`` is not finite.
+
+    Chunks that draw nothing are looked at too: what they write must not be shared, or drawn from later.
+    """
+    broken = ~hidden.sum(-1, dtype=torch.float32).isfinite()
+    if len(broken) == len(batch.slots):
+        return broken
+    until = torch.nn.functional.pad(broken.cumsum(0), (1, 0))
+    starts = batch.step.query_start
+    return until[starts[1:]] > until[starts[:-1]]

@@ -110,14 +110,17 @@ class SlotTables:
         self._block_counts[:, slot] = 0
         self.token_ids.stage(slot, 0, seq.token_ids)
 
-    def begin(self, plan: StepPlan, rows: RowArrays) -> None:
+    def begin(self, plan: StepPlan, rows: RowArrays) -> list[list[int]]:
         """Checks the rows against what is known, appends their blocks, and brings the device up to date.
+
+        Returns:
+            Per cache group, the blocks that hold nothing of use yet: new ones that are not from the prefix cache.
 
         Raises:
             EngineError: the plan breaks the contract between scheduler and runner.
         """
         self._check_sequences(rows)
-        self._append_blocks(plan)
+        fresh_blocks = self._append_blocks(plan)
         self._check_blocks(rows)
         fresh = rows.slots[self.host_num_computed[rows.slots] == UNKNOWN]
         self.host_num_computed[rows.slots] = rows.starts
@@ -127,6 +130,7 @@ class SlotTables:
         self.token_ids.apply()
         for table in self.block_tables:
             table.apply()
+        return fresh_blocks
 
     def end(self, rows: RowArrays) -> None:
         """The host's side of ``advance``: as far as the plan alone tells."""
@@ -163,7 +167,8 @@ class SlotTables:
         _check(rows, past == rows.decode, "is out of order: decode rows come first, and it decodes from token", prefill)
         _check(rows, rows.ends <= self.max_len, "is longer than the longest sequence,", np.full(len(rows), self.max_len))
 
-    def _append_blocks(self, plan: StepPlan) -> None:
+    def _append_blocks(self, plan: StepPlan) -> list[list[int]]:
+        fresh: list[list[int]] = [[] for _ in self.block_tables]
         for row in plan.rows:
             if len(row.new_blocks) != len(self.block_tables):
                 raise EngineError(
@@ -171,9 +176,12 @@ class SlotTables:
                 )
             for group, blocks in enumerate(row.new_blocks):
                 if blocks:
-                    self._append(group, row.seq_id, row.slot, blocks)
+                    count = self._append(group, row.seq_id, row.slot, blocks)
+                    fresh[group] += blocks[max(0, row.num_computed // self.block_size - count) :]
+        return fresh
 
-    def _append(self, group: int, seq_id: int, slot: int, blocks: tuple[int, ...]) -> None:
+    def _append(self, group: int, seq_id: int, slot: int, blocks: tuple[int, ...]) -> int:
+        """Returns how many blocks there were before."""
         count = int(self._block_counts[group, slot])
         if count + len(blocks) > self._max_blocks:
             raise EngineError(f"sequence {seq_id} has {count + len(blocks)} blocks in group {group}; {self._max_blocks} fit")
@@ -181,6 +189,7 @@ class SlotTables:
             raise EngineError(f"sequence {seq_id} has blocks {blocks} in group {group}, which has {self._num_blocks[group]}")
         self.block_tables[group].stage(slot, count, blocks)
         self._block_counts[group, slot] += len(blocks)
+        return count
 
     def _check_blocks(self, rows: RowArrays) -> None:
         for group, counts in enumerate(self._block_counts):

@@ -1,0 +1,272 @@
+"""Tiny random models behind the real scheduler and runner, and one loop that drives them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from headrace.config import CacheConfig, EngineArgs, EngineConfig, SamplingLimits, SchedulerConfig
+from headrace.core.plan import StepPlan, StepResult
+from headrace.core.request import Request
+from headrace.core.scheduler import Scheduler
+from headrace.core.sequence import SequenceUpdate
+from headrace.models.decoder import Decoder
+from headrace.outputs import TokenLogprobs
+from headrace.runner.runner import ModelRunner
+from headrace.sampling_params import SamplingParams
+from headrace.spec import AttentionSpec, ModelSpec, RopeSpec, cache_groups
+from headrace.text.bad_words import compile_bad_words
+from headrace.text.vocab import TokenBytes
+
+VOCAB = 160
+EOS = 1
+SPECIAL = frozenset({0, EOS, 2})
+MAX_LEN = 96
+BLOCK = 4
+
+
+def _layer(
+    index: int, window: int | None = None, heads: int = 4, kv_heads: int = 2, dim: int = 8, v_dim: int = 8
+) -> AttentionSpec:
+    return AttentionSpec(
+        layer=index,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=dim,
+        v_head_dim=v_dim,
+        scale=dim**-0.5,
+        rotary_dim=dim,
+        window=window,
+    )
+
+
+def _spec(layers: Sequence[AttentionSpec], **changes: Any) -> ModelSpec:
+    fields: dict[str, Any] = {
+        "architecture": "Tiny",
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "layers": tuple(layers),
+        "rope": RopeSpec(10000.0),
+        "norm_eps": 1e-5,
+        "max_position": 4 * MAX_LEN,
+    }
+    return ModelSpec(**fields | changes)
+
+
+FAMILIES: dict[str, ModelSpec] = {
+    "llama": _spec([_layer(i) for i in range(2)]),
+    "qwen2": _spec([_layer(i) for i in range(2)], attention_bias=True),
+    "qwen3": _spec([_layer(i, dim=12, v_dim=12) for i in range(2)], qk_norm=True, tie_word_embeddings=True),
+    "mistral": _spec([_layer(i, window=9) for i in range(2)]),
+    "windows between": _spec([_layer(0), _layer(1, window=6), _layer(2, window=11)]),
+    "uneven": _spec([_layer(0, kv_heads=4, dim=8, v_dim=4), _layer(1, kv_heads=1, dim=8, v_dim=12, window=7)]),
+}
+"""What a layer's geometry may be: heterogeneous models stand in the same list as the plain ones."""
+
+
+@functools.cache
+def token_bytes() -> TokenBytes:
+    """A text of few letters, so that words come to be in many ways; and a byte that is no whole character."""
+    letters = [bytes([byte]) for byte in b"abcd"]
+    pieces = [b"<pad>", b"<eos>", b"<sep>", *letters, b"\xc3", b"\xa9", b""]
+    for length in (2, 3, 4):
+        pieces += [b"".join(parts) for parts in itertools.product(letters, repeat=length)]
+    return TokenBytes(tuple(pieces[: VOCAB - 4]), SPECIAL)
+
+
+def text_of(token_ids: Sequence[int]) -> bytes:
+    """Without special tokens. The model has tokens that the tokenizer lacks."""
+    visible = token_bytes().visible
+    return b"".join(visible[token] for token in token_ids if token < len(visible))
+
+
+@functools.cache
+def model(family: str) -> Decoder:
+    """Random weights whose outputs wander instead of repeating themselves."""
+    generator = torch.Generator().manual_seed(len(family))
+    decoder = Decoder(FAMILIES[family], torch.float32, "cpu").eval()
+    for name, parameter in decoder.named_parameters():
+        if "norm" in name:
+            parameter.data.uniform_(0.8, 1.2, generator=generator)
+        else:
+            width = parameter.shape[-1]
+            parameter.data.normal_(0.0, 2.0 / math.sqrt(width), generator=generator)
+    decoder.embed_tokens.weight.data.normal_(0.0, 1.0, generator=generator)
+    return decoder
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+    """How much room there is. The defaults are ample: nothing is chunked, preempted or shared."""
+
+    family: str = "llama"
+    max_num_seqs: int = 16
+    max_num_batched_tokens: int = 512
+    num_blocks: int = 400
+    caching: bool = False
+    depth: int = 1
+    backend: str = "torch"
+    record: str | None = None
+
+    def config(self) -> EngineConfig:
+        spec = FAMILIES[self.family]
+        groups = cache_groups(spec.layers, "float32")
+        args = EngineArgs(record_steps=self.record)
+        return EngineConfig(
+            args=args,
+            model=spec,
+            cache=CacheConfig(
+                block_size=BLOCK,
+                groups=groups,
+                num_blocks=(self.num_blocks,) * len(groups),
+                enable_prefix_caching=self.caching,
+                dtype="float32",
+            ),
+            scheduler=SchedulerConfig(
+                max_model_len=MAX_LEN,
+                max_num_seqs=self.max_num_seqs,
+                max_num_batched_tokens=self.max_num_batched_tokens,
+                max_queue_len=1000,
+                policy="fcfs",
+                pipeline_depth=self.depth,
+            ),
+            limits=SamplingLimits.of(args),
+            device="cpu",
+            dtype="float32",
+            quantization="none",
+            attention_backends=(self.backend,) * spec.num_layers,
+            num_threads=1,
+            decisions=(),
+        )
+
+    def runner(self) -> ModelRunner:
+        return ModelRunner(model(self.family), self.config(), token_bytes())
+
+
+def request(name: str, prompt: Sequence[int], *, eos: Sequence[int] = (EOS,), seed: int = 7, **sampling: Any) -> Request:
+    params = SamplingParams(**{"max_tokens": 12, "temperature": 0.0} | sampling)
+    table = None
+    if params.bad_words:
+        table = compile_bad_words(params.bad_words, token_bytes(), special_text=not params.skip_special_tokens)
+    return Request(
+        request_id=name,
+        prompt_token_ids=list(prompt),
+        sampling=params,
+        max_tokens=params.max_tokens or MAX_LEN,
+        seed=seed,
+        eos_token_ids=list(eos),
+        bad_words=table,
+    )
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCAB, (length,), generator=generator).tolist()
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What one sample came to."""
+
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    finish_reason: str | None = None
+    error: str | None = None
+
+    def take(self, update: SequenceUpdate) -> None:
+        self.token_ids += update.token_ids
+        self.logprobs += update.logprobs or []
+        self.prompt_logprobs = update.prompt_logprobs or self.prompt_logprobs
+        self.finish_reason = update.finish_reason or self.finish_reason
+        self.error = update.error or self.error
+
+
+Outcomes = dict[str, list[Outcome]]
+"""request_id -> its samples."""
+
+
+class Engine:
+    """Scheduler, runner, and what has come of the requests. ``before_step`` is called with the number of the next step."""
+
+    def __init__(self, world: World, runner: ModelRunner | None = None) -> None:
+        config = world.config()
+        self.world = world
+        self.runner = world.runner() if runner is None else runner
+        self.scheduler = Scheduler(config.scheduler, config.cache)
+        self.outcomes: Outcomes = {}
+        self.results: list[StepResult] = []
+        self._launched: deque[tuple[StepPlan, Any]] = deque()
+
+    def add(self, *requests: Request) -> None:
+        for each in requests:
+            self.scheduler.add(each)
+            self.outcomes[each.request_id] = [Outcome() for _ in range(each.sampling.n)]
+
+    def run(self, before_step: Callable[[int], None] = lambda step: None, arrivals: Sequence[Request] = ()) -> Outcomes:
+        """Until nothing is left to do. One of ``arrivals`` is added before every step."""
+        waiting = deque(arrivals)
+        for step in itertools.count():
+            if step > 5000:
+                raise AssertionError("the work does not end")
+            before_step(step)
+            if waiting:
+                self.add(waiting.popleft())
+            elif not self.scheduler.has_work():
+                break
+            while (plan := self.scheduler.schedule()) is not None:
+                self._launched.append((plan, self.runner.launch(plan)))
+            if self._launched:
+                self._collect()
+        self.scheduler.check_integrity()
+        assert self.scheduler.stats().kv_blocks_used == 0
+        return self.outcomes
+
+    def _collect(self) -> None:
+        plan, handle = self._launched.popleft()
+        result = self.runner.collect(handle)
+        assert result.seq_ids == [row.seq_id for row in plan.rows if row.samples], "a row that does not sample has no token"
+        self.results.append(result)
+        for update in self.scheduler.update(plan, result):
+            self.outcomes[update.seq.request.request_id][update.seq.index].take(update)
+
+
+def serve(world: World, requests: Sequence[Request], **options: Any) -> Outcomes:
+    engine = Engine(world)
+    engine.add(*requests)
+    return engine.run(**options)
+
+
+def alone(world: World, requests: Sequence[Request]) -> Outcomes:
+    """Each request in a world of its own."""
+    outcomes: Outcomes = {}
+    for each in requests:
+        outcomes |= serve(world, [each])
+    return outcomes
+
+
+def same(found: Outcomes, expected: Outcomes) -> None:
+    """Tokens are equal, logprobs to float32's rounding."""
+    assert found.keys() == expected.keys()
+    for name, samples in expected.items():
+        for index, (one, other) in enumerate(zip(found[name], samples, strict=True)):
+            where = f"{name}[{index}]"
+            assert (one.token_ids, one.finish_reason, one.error) == (other.token_ids, other.finish_reason, other.error), where
+            same_logprobs(one.logprobs, other.logprobs, where)
+            same_logprobs(one.prompt_logprobs or [], other.prompt_logprobs or [], where)
+
+
+def same_logprobs(found: list[TokenLogprobs], expected: list[TokenLogprobs], where: str) -> None:
+    assert len(found) == len(expected), where
+    for one, other in zip(found, expected, strict=True):
+        assert (one.token_ids, one.rank) == (other.token_ids, other.rank), where
+        assert one.logprobs == pytest.approx(other.logprobs, abs=2e-4), where

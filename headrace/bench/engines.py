@@ -10,6 +10,7 @@ from headrace.errors import ConfigError, EngineError
 
 if TYPE_CHECKING:
     from headrace.bench.worker import Job
+    from headrace.sources.files import ModelFiles
 
 NAMES = ("headrace", "transformers", "llama.cpp")
 
@@ -90,6 +91,17 @@ class HeadraceEngine:
         self._llm.close()
 
 
+def _gguf(transformers: Any, files: ModelFiles) -> dict[str, Any]:
+    """What ``from_pretrained`` must be told of a GGUF file: which, and that its weights are to be made plain."""
+    if files.kind != "gguf":
+        return {}
+    # Newer versions would keep them packed, for kernels that need a network to be fetched.
+    config = getattr(transformers, "GgufConfig", None)
+    return {"gguf_file": files.weight_files[0].name} | (
+        {} if config is None else {"quantization_config": config(dequantize=True)}
+    )
+
+
 class TransformersEngine:
     """transformers' ``generate``, on the same files; a GGUF is dequantised."""
 
@@ -108,8 +120,7 @@ class TransformersEngine:
         if files.kind == "dummy":
             self._model = factory.from_config(files.config, dtype=self._dtype)
         else:
-            gguf = {"gguf_file": files.weight_files[0].name} if files.kind == "gguf" else {}
-            self._model = factory.from_pretrained(str(files.directory), dtype=self._dtype, **gguf)
+            self._model = factory.from_pretrained(str(files.directory), dtype=self._dtype, **_gguf(transformers, files))
         self._model = self._model.to(self._device).eval()
         # No end of sequence: every prompt gets as many tokens as it is due.
         settings: Any = transformers.GenerationConfig

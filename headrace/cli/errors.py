@@ -23,6 +23,9 @@ def describe(error: HeadraceError) -> str:
     """The message, with the parameter before it where the message does not name it already."""
     param = getattr(error, "param", None)
     message = str(error)
+    if isinstance(error, EngineError):
+        # What follows is the engine's traceback, which its log has.
+        message = message.partition("\n")[0]
     names = {param, option_name(param)} if param else set()
     return message if not param or any(name in message for name in names) else f"{param}: {message}"
 

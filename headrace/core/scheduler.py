@@ -280,10 +280,8 @@ class Scheduler:
 
     def _fail(self, seq: Sequence) -> None:
         """The cache, though all of it is there for this sequence, is too small to go on."""
-        largest = max(pool.num_usable for pool in self.kv.pools) * self.kv.block_size
-        message = (
-            f"the KV cache (at most {largest} tokens) is too small for this sequence to grow beyond {seq.num_tokens} tokens"
-        )
+        reason = self.kv.too_small_for(seq.num_tokens, indivisible(seq.num_computed, seq.request.spans))
+        message = f"the KV cache is too small for this sequence to go on: {reason or 'it has the whole cache already'}"
         self._end(seq, "error", error=message)
         self._failed.append(SequenceUpdate(seq, finish_reason="error", error=message))
 

@@ -52,8 +52,8 @@ class StepBuilder:
 
     @property
     def spendable(self) -> int:
-        """Tokens a prefill chunk may take now."""
-        return self.budget - self.reserved
+        """Tokens a prefill chunk may take now: one at least, lest many decoding sequences stop one that goes before them."""
+        return max(self.budget - self.reserved, min(self.budget, 1))
 
     def add_new(self, seq: Sequence) -> None:
         """The sequence takes its slot in this step."""

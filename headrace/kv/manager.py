@@ -18,7 +18,7 @@ class SequenceBlocks:
     """The block tables of one sequence. Made by ``KVCacheManager.open``; changed by the manager alone.
 
     All groups' tables have the same length: entry ``i`` is for tokens ``[i * block_size, (i + 1) * block_size)``, and is
-    the null block where the group's window has passed.
+    the null block where the group's window has passed. The runner's copies keep the old number there: no row sees it.
     """
 
     __slots__ = (

@@ -14,6 +14,7 @@ from headrace.core.policies import FirstComeFirstServed, Priority, running_order
 from headrace.core.scheduler import Scheduler
 from headrace.core.sequence import Sequence, Status
 from headrace.core.slots import Slots
+from headrace.core.step import StepBuilder
 from headrace.core.stops import Stop, check_stop
 from headrace.errors import QueueFullError, RequestError
 from headrace.kv import KVCacheManager
@@ -123,6 +124,13 @@ def test_slots_are_reused_lowest_first_and_released_once() -> None:
     assert slots.take_released() == (0,)
     assert slots.take_released() == ()
     assert slots.num_free == 1
+
+
+@pytest.mark.parametrize(("budget", "reserved", "spendable"), [(8, 3, 5), (8, 8, 1), (3, 8, 1), (0, 8, 0)])
+def test_decoding_sequences_never_take_the_last_token_from_a_prompt_before_them(
+    budget: int, reserved: int, spendable: int
+) -> None:
+    assert StepBuilder(budget, reserved).spendable == spendable
 
 
 # ---------------------------------------------------------------------- admission

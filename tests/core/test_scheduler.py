@@ -123,15 +123,34 @@ def test_blocks_on_their_way_back_stop_further_preemption() -> None:
 
 
 def test_nobody_is_let_in_while_a_running_sequence_waits_for_blocks() -> None:
-    world = World(make_config(), make_cache(6, caching=False))
-    first, second = (world.add(make_request(name, [1] * 8, max_tokens=8))[0] for name in "ab")
-    world.add(make_request("c", [1, 2], max_tokens=1))
+    world = World(make_config(max_num_batched_tokens=8), make_cache(9))
+    world.add(make_request("a", [1], max_tokens=20))
+    (waits,) = world.add(make_request("b", [2] * 12, spans=[(4, 12)]))
     world.step()
-    # Five blocks: two each, and c took the fifth and is done. The next block goes to the first, the second waits.
     world.step()
-    assert not second.blocks.capacity > 12
+    pool = world.scheduler.kv.pools[0]
+    pool.allocate(pool.num_free - 1, owner=999)
+    world.add_unchecked(make_request("c", [3]))
+    plan = world.scheduler.schedule()
+    assert plan is not None
+    assert [row.seq_id for row in plan.rows] == [0], "b needs two blocks, and c must not take the one that is left"
+    assert waits.status is Status.RUNNING
+
+
+def test_a_row_of_this_step_is_not_preempted_in_it() -> None:
+    world = World(make_config(max_num_batched_tokens=8), make_cache(6, caching=False))
+    for name in "ab":
+        world.add(make_request(name, [1, 2], max_tokens=9))
+    world.step()
+    (span,) = world.add(make_request("span", [3] * 10, spans=[(3, 10)]))
+    world.step()
+    world.step()
+    plan = world.launch()
+    assert plan is not None
+    assert span.seq_id in [row.seq_id for row in plan.rows], "its span had to wait: it goes first"
+    assert span.status is Status.RUNNING
+    world.collect()
     world.run()
-    assert first.finished and second.finished
     world.assert_right()
 
 
@@ -171,7 +190,7 @@ def test_a_sequence_too_big_for_the_cache_fails_alone(depth: int) -> None:
     world.run()
     outcome = world.outcomes[big.seq_id]
     assert outcome.reason == "error"
-    assert "too small for this sequence to grow beyond 17 tokens" in str(outcome.error)
+    assert "17 tokens need 5 KV blocks of 4 tokens in the cache group 'full', which has 4" in str(outcome.error)
     world.assert_right()
 
 
@@ -386,6 +405,18 @@ def test_samples_proceed_when_the_first_is_preempted_with_its_token_in_flight() 
     first, *rest = world.add(make_request("a", PROMPT[:8], n=3, max_tokens=5))
     world.launch()
     world.scheduler._preempt(first)
+    world.run()
+    assert all(seq.finish_reason == "length" for seq in rest)
+    world.assert_right()
+
+
+def test_samples_that_can_no_longer_fork_start_on_their_own() -> None:
+    world = World(make_config(pipeline_depth=2), make_cache(windows=(3,)))
+    prompt = PROMPT[:8]
+    leader, *rest = world.add(make_request("a", prompt, n=3, max_tokens=5))
+    world.add(make_request("longer", [*prompt, 9, 1, 2, 3]))
+    world.launch()
+    world.scheduler._preempt(leader)
     world.run()
     assert all(seq.finish_reason == "length" for seq in rest)
     world.assert_right()

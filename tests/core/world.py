@@ -77,11 +77,15 @@ class World:
         self.recording: list[bytes | StepResult] = []
 
     def add(self, request: Request) -> list[Sequence]:
+        sequences = self.add_unchecked(request)
+        self.scheduler.check_integrity()
+        return sequences
+
+    def add_unchecked(self, request: Request) -> list[Sequence]:
         sequences = self.scheduler.add(request)
         for seq in sequences:
             self.requests[seq.seq_id] = request
             self.outcomes[seq.seq_id] = Outcome(request, seq.index)
-        self.scheduler.check_integrity()
         return sequences
 
     def abort(self, request_id: str) -> list[Sequence]:

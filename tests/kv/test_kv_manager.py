@@ -162,6 +162,17 @@ def test_reset_says_whether_there_is_a_cache() -> None:
     assert not make(caching=False).reset_prefix_cache()
 
 
+def test_after_a_reset_running_sequences_publish_nothing_more() -> None:
+    kv = make(4)
+    running = kv.open(1, TOKENS, None, [])
+    kv.attach(running, kv.match(running))
+    kv.allocate(running, 20)
+    kv.advance(running, 8)
+    kv.reset_prefix_cache()
+    kv.advance(running, 16)
+    assert hit_of(kv, TOKENS) == 0, "a window needs only the last block, which was computed before the reset"
+
+
 def test_without_caching_nothing_is_found() -> None:
     kv = make(caching=False)
     start(kv, 1, TOKENS)

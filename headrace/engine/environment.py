@@ -11,6 +11,7 @@ import torch
 import transformers
 
 import headrace
+from headrace.engine import wait
 from headrace.resolve import DeviceFacts
 
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -34,13 +35,14 @@ def describe(device: DeviceFacts, num_threads: int) -> dict[str, str]:
     return {
         "headrace": headrace.__version__,
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "transformers": transformers.__version__,
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "device": f"{device.device}: {device.name}",
         "instructions": " ".join(telling) or "none that matter here",
         "cores": str(device.num_cores),
         "threads": str(num_threads),
+        "waiting threads": wait.policy(),
         "free memory": f"{device.available_memory:,} bytes",
     }
 

@@ -89,15 +89,14 @@ class TorchAttention:
         self._layouts.clear()
 
     def run(self, q: torch.Tensor, cache: LayerCache, sinks: torch.Tensor | None = None) -> torch.Tensor:
-        if self._step is None:
-            raise RuntimeError("plan() comes before run()")
-        spec, step = cache.spec, self._step
+        spec, step = cache.spec, self._planned()
         parts, rows = self._layout(cache, q.dtype)
         out = q.new_empty(len(q), spec.num_kv_heads, spec.group_size, spec.v_head_dim)
         if len(q) > step.num_tokens:
             out[step.num_tokens :] = 0
         for part in parts:
-            kv = self._gather(cache, part.blocks).unflatten(0, (part.num_rows, -1))[:, : part.length]
+            kv = self._gather(cache, part.blocks)
+            kv = kv.view(part.num_rows, -1, *kv.shape[1:])[:, : part.length]
             out[part.tokens] = _attend_single(q[part.tokens], kv, part.mask, spec, sinks)
         for row in rows:
             kv = self._gather(cache, row.blocks)
@@ -123,12 +122,12 @@ class TorchAttention:
         key = (cache.group, cache.block_size, spec.window, token_bytes, dtype)
         layout = self._layouts.get(key)
         if layout is None:
-            planner = _Planner(self._require_step(), cache, dtype, self._staircases)
+            planner = _Planner(self._planned(), cache, dtype, self._staircases)
             layout = planner.parts(max(1, _PART_BYTES // token_bytes)), planner.rows()
             self._layouts[key] = layout
         return layout
 
-    def _require_step(self) -> StepMetadata:
+    def _planned(self) -> StepMetadata:
         if self._step is None:
             raise RuntimeError("plan() comes before run()")
         return self._step
@@ -266,7 +265,7 @@ def _attend_single(
     Returns:
         ``[R, num_kv_heads, group_size, v_head_dim]``
     """
-    q = q.unflatten(1, (spec.num_kv_heads, spec.group_size))
+    q = q.view(-1, spec.num_kv_heads, spec.group_size, spec.head_dim)
     kv = kv.transpose(1, 2)
     if not _plain(spec, sinks):
         wide_mask = None if mask is None else mask.unsqueeze(3)
@@ -293,13 +292,14 @@ def _attend_piece(
     if not _plain(spec, sinks):
         if mask is None:
             mask = torch.full((len(q), kv.shape[2]), -torch.inf, dtype=q.dtype, device=q.device).triu_(1)
-        grouped = q.unflatten(1, (spec.num_kv_heads, spec.group_size)).permute(1, 2, 0, 3).unsqueeze(0)
+        grouped = q.view(-1, spec.num_kv_heads, spec.group_size, spec.head_dim).permute(1, 2, 0, 3).unsqueeze(0)
         return _attend_in_full(grouped, kv, mask, spec, sinks)[0].permute(2, 0, 1, 3)
     q, keys, values = _widen(q.transpose(0, 1).unsqueeze(0), kv, spec)
     out = scaled_dot_product_attention(
         q, keys, values, attn_mask=mask, is_causal=mask is None, scale=spec.scale, enable_gqa=True
     )
-    return out[0, ..., -spec.v_head_dim :].transpose(0, 1).unflatten(1, (spec.num_kv_heads, spec.group_size))
+    out = out[0, ..., -spec.v_head_dim :].transpose(0, 1)
+    return out.reshape(-1, spec.num_kv_heads, spec.group_size, spec.v_head_dim)
 
 
 def _attend_in_full(
@@ -316,8 +316,9 @@ def _attend_in_full(
         ``[R, num_kv_heads, group_size, n, v_head_dim]`` in q's dtype.
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
-    keys, values = kv.to(dtype).split((spec.head_dim, spec.v_head_dim), dim=-1)
-    logits = (q.to(dtype).flatten(2, 3) @ keys.transpose(-1, -2)).unflatten(2, q.shape[2:4]).mul_(spec.scale)
+    kv = kv.to(dtype)
+    keys, values = kv[..., : spec.head_dim], kv[..., spec.head_dim :]
+    logits = (q.to(dtype).flatten(2, 3) @ keys.transpose(-1, -2)).view(*q.shape[:4], -1).mul_(spec.scale)
     if spec.soft_cap is not None:
         logits = logits.div_(spec.soft_cap).tanh_().mul_(spec.soft_cap)
     if mask is not None:
@@ -327,4 +328,4 @@ def _attend_in_full(
         sink = sinks.to(dtype).view(spec.num_kv_heads, spec.group_size, 1, 1).expand(*logits.shape[:-1], 1)
         logits = torch.cat((logits, sink), dim=-1)
     shares = logits.softmax(dim=-1)[..., :length]
-    return (shares.flatten(2, 3) @ values).unflatten(2, q.shape[2:4]).to(q.dtype)
+    return (shares.flatten(2, 3) @ values).view(*q.shape[:4], -1).to(q.dtype)

@@ -57,4 +57,5 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[T, hidden] -> [T, hidden]``"""
-        return self.down_proj(self.act_mul(self.gate_up_proj(x)))
+        out: torch.Tensor = self.down_proj(self.act_mul(self.gate_up_proj(x)))
+        return out

@@ -48,7 +48,8 @@ class SelfAttention(nn.Module):
             q = self.q_norm(q)
         if self.k_norm is not None and k is not None:
             k = self.k_norm(k)
-        return self.o_proj(self.attention(q, k, v, ctx, cos_sin))
+        out: torch.Tensor = self.o_proj(self.attention(q, k, v, ctx, cos_sin))
+        return out
 
 
 class DecoderLayer(nn.Module):
@@ -123,7 +124,8 @@ class Decoder(nn.Module):
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[N, hidden] -> [N, vocab]`` float32."""
-        return self.lm_head(hidden).float()
+        logits: torch.Tensor = self.lm_head(hidden)
+        return logits.float()
 
     def _angles(self, positions: torch.Tensor, ctx: ForwardContext) -> dict[int, torch.Tensor]:
         """Cosines and sines of the step's tokens, once for all layers of a width."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -199,19 +198,27 @@ def _share(layer: int, hidden: int, heads: Any) -> int | None:
     return hidden // heads if isinstance(heads, int) and 0 < heads <= hidden else None
 
 
-def decoder_spec(config: PretrainedConfig, architecture: str, windows: Sequence[int | None], **differences: bool) -> ModelSpec:
+def decoder_spec(
+    config: PretrainedConfig,
+    architecture: str,
+    windows: Sequence[int | None],
+    *,
+    attention_bias: bool = False,
+    output_bias: bool = False,
+    mlp_bias: bool = False,
+    qk_norm: bool = False,
+) -> ModelSpec:
     """What every family has in common.
 
     Args:
-        windows: each layer's window.
-        differences: the fields of ModelSpec in which families differ (biases, norms of q and k).
+        windows: each layer's window. The other arguments are ModelSpec's fields in which families differ.
     """
     refuse_unknown_maths(config)
     hidden_act = uniform(config, "hidden_act", "silu")
     if hidden_act not in ACTIVATIONS:
         raise ConfigError(f"hidden_act {hidden_act!r} is not supported; supported are: {', '.join(ACTIVATIONS)}", "hidden_act")
     rope = rope_spec(config)
-    spec = ModelSpec(
+    return ModelSpec(
         architecture=architecture,
         vocab_size=required(config, "vocab_size"),
         hidden_size=required(config, "hidden_size"),
@@ -222,6 +229,9 @@ def decoder_spec(config: PretrainedConfig, architecture: str, windows: Sequence[
         max_position=max_position(config, rope),
         hidden_act=hidden_act,
         tie_word_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
+        attention_bias=attention_bias,
+        output_bias=output_bias,
+        mlp_bias=mlp_bias,
+        qk_norm=qk_norm,
         dtype=str(getattr(config, "dtype", None) or "float32").removeprefix("torch."),
     )
-    return dataclasses.replace(spec, **differences)

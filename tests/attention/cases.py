@@ -1,0 +1,76 @@
+"""Paged attention problems of any geometry, with their metadata."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import torch
+
+from headrace.attention.backend import StepMetadata
+from headrace.cache.layer import LayerCache
+from headrace.spec import AttentionSpec
+
+
+def layer_spec(**changes: object) -> AttentionSpec:
+    values: dict = {"layer": 0, "num_heads": 6, "num_kv_heads": 2, "head_dim": 16, "v_head_dim": 16, "scale": 0.25}
+    return AttentionSpec(**{**values, **changes})
+
+
+@dataclasses.dataclass
+class Case:
+    q: torch.Tensor
+    cache: LayerCache
+    step: StepMetadata
+    sinks: torch.Tensor | None
+
+
+def make_case(
+    spec: AttentionSpec,
+    rows: list[tuple[int, int]],
+    *,
+    dtype: torch.dtype = torch.float32,
+    block_size: int = 4,
+    seed: int = 0,
+    wide: int = 0,
+    extra_tokens: int = 0,
+) -> Case:
+    """Rows of (query tokens, tokens in the cache with them), in blocks drawn at random.
+
+    Whatever no row owns is NaN, but for the null block; blocks behind a row's window are given back.
+
+    Args:
+        wide: columns of zeros at the end of the block table.
+        extra_tokens: tokens behind the last row's that belong to none.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    needed = [-(-length // block_size) for _, length in rows]
+    num_blocks = 1 + sum(needed) + 3
+    shape = (num_blocks, block_size, spec.num_kv_heads, spec.head_dim + spec.v_head_dim)
+    cache = torch.full(shape, torch.nan, dtype=dtype)
+    cache[0] = 0
+    free = (1 + torch.randperm(num_blocks - 1, generator=generator)).tolist()
+    table = torch.zeros(len(rows), max([*needed, 1]) + wide, dtype=torch.int32)
+    for row, (count, length) in enumerate(rows):
+        passed = 0 if spec.window is None else max(0, length - count + 1 - spec.window) // block_size
+        for column in range(passed, needed[row]):
+            table[row, column] = block = free.pop()
+            filled = min(block_size, length - column * block_size)
+            cache[block] = 0
+            cache[block, :filled] = torch.randn(filled, *shape[2:], generator=generator).to(dtype)
+    starts = np.concatenate(([0], np.cumsum([count for count, _ in rows]))).astype(np.int32)
+    lengths = np.array([length for _, length in rows], dtype=np.int32)
+    total = int(starts[-1]) + extra_tokens
+    step = StepMetadata(
+        num_decode_rows=sum(count == 1 for count, _ in rows),
+        query_start=torch.from_numpy(starts),
+        seq_lens=torch.from_numpy(lengths),
+        positions=torch.zeros(total, dtype=torch.int64),
+        slot_mapping=(),
+        block_tables=(table,),
+        query_start_host=starts,
+        seq_lens_host=lengths,
+    )
+    q = torch.randn(total, spec.num_heads, spec.head_dim, generator=generator).to(dtype)
+    sinks = torch.randn(spec.num_heads, generator=generator) if spec.sinks else None
+    return Case(q, LayerCache(spec, 0, cache), step, sinks)

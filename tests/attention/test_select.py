@@ -1,0 +1,71 @@
+"""Choosing a backend: by capability, with reasons, from an open list."""
+
+from __future__ import annotations
+
+import pytest
+from cases import layer_spec
+
+from headrace.attention import select
+from headrace.attention.reference import ReferenceAttention
+from headrace.errors import ConfigError
+
+
+def test_the_fast_one_is_chosen_on_the_cpu() -> None:
+    name, reason = select.choose(layer_spec(), "cpu", "bfloat16")
+    assert name == select.names()[0] and "fastest" in reason
+
+
+def test_the_oracle_takes_over_with_the_reason() -> None:
+    name, reason = select.choose(layer_spec(), "cuda", "float32", "auto")
+    assert name == "reference"
+    assert "torch (it is made for the CPU, not for cuda)" in reason
+
+
+def test_what_is_asked_for_is_taken() -> None:
+    assert select.choose(layer_spec(), "cpu", "float32", "reference") == ("reference", "asked for")
+
+
+def test_a_refusal_names_layer_and_reason() -> None:
+    with pytest.raises(ConfigError, match=r"layer 7: attention backend torch .* not in float8_e4m3") as caught:
+        select.choose(layer_spec(layer=7), "cpu", "float8_e4m3", "torch")
+    assert caught.value.param == "attention_backend"
+
+
+@pytest.mark.parametrize(
+    "call", [lambda: select.choose(layer_spec(), "cpu", "float32", "flesh"), lambda: select.create("flesh")]
+)
+def test_an_unknown_name_lists_the_known(call) -> None:
+    with pytest.raises(ConfigError, match=r"'flesh'; there are: .*torch, reference"):
+        call()
+
+
+def test_other_modes_are_refused() -> None:
+    for name in ("torch", "reference"):
+        assert select.create(name).supports(layer_spec(), "cpu", "float32", "sparse") != []
+
+
+def test_a_backend_can_be_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Faster(ReferenceAttention):
+        name = "faster"
+
+        @staticmethod
+        def supports(spec, device, dtype, mode="dense"):
+            return [] if spec.window is None else ["it has no windows"]
+
+    monkeypatch.setattr(select, "_BACKENDS", dict(select._BACKENDS))
+    select.register(Faster, before="torch")
+    assert select.names().index("faster") == select.names().index("torch") - 1
+    with pytest.raises(ValueError, match="already"):
+        select.register(Faster)
+    with pytest.raises(ValueError):
+        select.register(type("Other", (Faster,), {"name": "other"}), before="nothing")
+    assert isinstance(select.create("faster"), Faster)
+    assert select.refusals(layer_spec(window=3), "cpu", "float32")["faster"] == ["it has no windows"]
+
+
+def test_nobody_can() -> None:
+    only = {"torch": select._BACKENDS["torch"]}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(select, "_BACKENDS", only)
+        with pytest.raises(ConfigError, match="layer 0: no attention backend can run it: torch"):
+            select.choose(layer_spec(), "cuda", "float32")

@@ -1,0 +1,123 @@
+"""The KV cache: exact bytes, zeroes, sharing, and writes that touch nothing else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from headrace.cache.layer import LayerCache
+from headrace.cache.planes import allocate, cache_bytes, write
+from headrace.config import CacheConfig
+from headrace.errors import ConfigError
+from headrace.spec import AttentionSpec, ModelSpec, RopeSpec, cache_groups
+
+
+def layer(index: int, **changes: object) -> AttentionSpec:
+    values: dict = {"layer": index, "num_heads": 6, "num_kv_heads": 2, "head_dim": 8, "v_head_dim": 4, "scale": 1.0}
+    return AttentionSpec(**{**values, **changes})
+
+
+def model(*layers: AttentionSpec) -> ModelSpec:
+    return ModelSpec(
+        architecture="Test",
+        vocab_size=10,
+        hidden_size=16,
+        intermediate_size=16,
+        layers=layers,
+        rope=RopeSpec(1e4),
+        norm_eps=1e-6,
+        max_position=64,
+    )
+
+
+def config(spec: ModelSpec, dtype: str = "float32", block_size: int = 4) -> CacheConfig:
+    groups = cache_groups(spec.layers, dtype)
+    blocks = tuple(5 + 2 * group.index for group in groups)
+    return CacheConfig(block_size=block_size, groups=groups, num_blocks=blocks, enable_prefix_caching=True, dtype=dtype)
+
+
+MIXED = model(layer(0), layer(1, num_kv_heads=1), layer(2, num_kv_heads=3, v_head_dim=11, window=8), layer(3, kv_source=0))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bytes_are_exactly_the_tensors(dtype: str) -> None:
+    caches = allocate(config(MIXED, dtype), MIXED, "cpu", dtype)
+    storages = {cache.rows.data_ptr(): cache.rows.nbytes for cache in caches}
+    assert len(storages) == 3
+    assert sum(storages.values()) == cache_bytes(config(MIXED, dtype))
+
+
+def test_shapes_follow_each_layer() -> None:
+    caches = allocate(config(MIXED), MIXED, "cpu", torch.float32)
+    assert [tuple(cache.rows.shape) for cache in caches] == [(5, 4, 2, 12), (5, 4, 1, 12), (7, 4, 3, 19), (5, 4, 2, 12)]
+    assert [cache.group for cache in caches] == [0, 0, 1, 0]
+    assert caches[2].keys.shape == (7, 4, 3, 8) and caches[2].values.shape == (7, 4, 3, 11)
+    assert all(not cache.rows.any() for cache in caches)
+
+
+def test_a_layer_can_read_anothers_kv() -> None:
+    caches = allocate(config(MIXED), MIXED, "cpu", "float32")
+    assert caches[3].rows.data_ptr() == caches[0].rows.data_ptr()
+    assert caches[3].spec.layer == 3
+
+
+@pytest.mark.parametrize(
+    ("source", "reader", "message"),
+    [
+        (layer(0), layer(1, kv_source=1), "not an earlier layer"),
+        (layer(0), layer(1, kv_source=0, num_kv_heads=1), "has num_kv_heads 2, not 1"),
+        (layer(0), layer(1, kv_source=0, v_head_dim=8), "has v_head_dim 4, not 8"),
+        (layer(0, window=4), layer(1, kv_source=0), "too few"),
+        (layer(0, window=4), layer(1, kv_source=0, window=5), "too few"),
+    ],
+)
+def test_kv_that_cannot_be_read_is_refused(source: AttentionSpec, reader: AttentionSpec, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"layer 1: kv_source .*{message}"):
+        allocate(config(model(source, reader)), model(source, reader), "cpu", "float32")
+
+
+def test_no_chains() -> None:
+    chain = model(layer(0), layer(1, kv_source=0), layer(2, kv_source=1))
+    with pytest.raises(ConfigError, match="layer 2: kv_source 1 keeps no KV"):
+        allocate(config(chain), chain, "cpu", "float32")
+
+
+def test_a_narrower_window_may_read_full_kv() -> None:
+    spec = model(layer(0), layer(1, kv_source=0, window=4))
+    caches = allocate(config(spec), spec, "cpu", "float32")
+    assert caches[1].group == 0
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_a_dtype_that_was_not_accounted_for_is_refused(dtype: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        allocate(config(MIXED), MIXED, "cpu", dtype)
+    assert caught.value.param == "dtype"
+
+
+def fresh(spec: AttentionSpec, dtype: torch.dtype = torch.float32) -> LayerCache:
+    rows = torch.full((6, 4, spec.num_kv_heads, spec.head_dim + spec.v_head_dim), 7.0, dtype=dtype)
+    return LayerCache(spec, 0, rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("widths", [(8, 8), (8, 4), (5, 13)])
+def test_writes_go_where_they_should_and_nowhere_else(widths: tuple[int, int], dtype: torch.dtype) -> None:
+    spec = layer(0, head_dim=widths[0], v_head_dim=widths[1])
+    cache = fresh(spec, dtype)
+    slots = [9, -1, 22, 4, -1, 23]
+    # K and V as views of one projection's output, as in a model.
+    kv = torch.randn(6, 2 * sum(widths)).to(dtype)
+    k, v = (part.view(6, 2, -1) for part in kv.split([2 * width for width in widths], dim=1))
+    write(cache, k, v, torch.tensor(slots))
+    expected = torch.full_like(cache.rows, 7.0)
+    for token, slot in enumerate(slots):
+        if slot >= 0:
+            expected[slot // 4, slot % 4] = torch.cat((k[token], v[token]), dim=-1)
+    assert torch.equal(cache.rows, expected)
+
+
+def test_padding_alone_writes_nothing() -> None:
+    cache = fresh(layer(0))
+    write(cache, torch.randn(3, 2, 8), torch.randn(3, 2, 4), torch.full((3,), -1))
+    assert (cache.rows == 7).all()

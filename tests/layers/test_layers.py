@@ -1,0 +1,63 @@
+"""The small layers against torch's own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+from transformers.activations import ACT2FN
+
+from headrace.errors import ConfigError
+from headrace.layers.embedding import Embedding
+from headrace.layers.linear import Linear
+from headrace.layers.mlp import ACTIVATIONS, GatedMLP
+from headrace.layers.norm import RMSNorm
+
+PLACE = {"dtype": torch.float32, "device": "cpu"}
+
+
+def fill(module: torch.nn.Module) -> None:
+    for parameter in module.parameters():
+        parameter.data.normal_()
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_linear(bias: bool) -> None:
+    layer = Linear(6, 10, bias=bias, **PLACE)
+    fill(layer)
+    x = torch.randn(3, 6)
+    assert torch.equal(layer(x), functional.linear(x, layer.weight, layer.bias))
+    assert {name for name, _ in layer.named_parameters()} == ({"weight", "bias"} if bias else {"weight"})
+    assert layer.weight.shape == (10, 6) and not layer.weight.requires_grad
+    assert layer(torch.empty(0, 6)).shape == (0, 10)
+
+
+def test_norm_and_residual() -> None:
+    norm = RMSNorm(12, 1e-3, **PLACE)
+    fill(norm)
+    x, residual = torch.randn(5, 12), torch.randn(5, 12)
+    normed, total = norm.add(x, residual)
+    torch.testing.assert_close(total, x + residual)
+    torch.testing.assert_close(normed, functional.rms_norm(x + residual, (12,), norm.weight, 1e-3))
+    torch.testing.assert_close(norm(x), functional.rms_norm(x, (12,), norm.weight, 1e-3))
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_mlp_equals_transformers_activation(name: str) -> None:
+    mlp = GatedMLP(8, 12, name, bias=True, **PLACE)
+    fill(mlp)
+    x = torch.randn(4, 8)
+    gate, up = functional.linear(x, mlp.gate_up_proj.weight, mlp.gate_up_proj.bias).chunk(2, dim=-1)
+    expected = functional.linear(ACT2FN[name](gate) * up, mlp.down_proj.weight, mlp.down_proj.bias)
+    torch.testing.assert_close(mlp(x), expected)
+
+
+def test_an_unknown_activation_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'mish' is not one of silu"):
+        GatedMLP(8, 12, "mish", **PLACE)
+
+
+def test_embedding() -> None:
+    table = Embedding(5, 3, **PLACE)
+    fill(table)
+    assert torch.equal(table(torch.tensor([4, 0, 4])), table.weight[[4, 0, 4]])

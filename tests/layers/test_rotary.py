@@ -1,0 +1,105 @@
+"""Rotary tables equal transformers', number for number, for every way of scaling."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from headrace.errors import ConfigError
+from headrace.layers.rotary import RotaryTable, frequencies
+from headrace.models.hf_config import rope_spec
+from headrace.spec import RopeSpec
+
+SCALINGS = {
+    "default": {"rope_type": "default", "rope_theta": 123456.0},
+    "linear": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 10000.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "rope_theta": 500000.0,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0},
+    "yarn-mscale": {
+        "rope_type": "yarn",
+        "factor": 40.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.7,
+        "original_max_position_embeddings": 64,
+        "rope_theta": 10000.0,
+    },
+    "yarn-all": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "attention_factor": 1.3,
+        "beta_fast": 20.0,
+        "beta_slow": 2.0,
+        "truncate": False,
+        "original_max_position_embeddings": 64,
+        "rope_theta": 50000.0,
+    },
+}
+
+
+def llama(scaling: dict, head_dim: int = 64, length: int = 256) -> LlamaConfig:
+    return LlamaConfig(
+        hidden_size=4 * head_dim, num_attention_heads=4, max_position_embeddings=length, rope_parameters=dict(scaling)
+    )
+
+
+def theirs(module: LlamaRotaryEmbedding, positions: torch.Tensor, width: int) -> torch.Tensor:
+    cos, sin = module(torch.empty(1), positions[None])
+    return torch.cat((cos[0, :, : width // 2], sin[0, :, : width // 2]), dim=1)
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 6])
+@pytest.mark.parametrize("name", SCALINGS)
+def test_tables_equal_transformers(name: str, head_dim: int) -> None:
+    config = llama(SCALINGS[name], head_dim)
+    table = RotaryTable(rope_spec(config), head_dim, "cpu")
+    positions = torch.tensor([0, 1, 2, 63, 64, 200, 255])
+    table.reserve(256)
+    assert torch.equal(table(positions), theirs(LlamaRotaryEmbedding(config), positions, head_dim))
+
+
+def test_dynamic_grows_as_tokens_come_one_by_one() -> None:
+    config = llama(SCALINGS["dynamic"], length=16)
+    table = RotaryTable(rope_spec(config), 64, "cpu")
+    table.reserve(40)
+    module = LlamaRotaryEmbedding(config)
+    for position in range(40):
+        one = torch.tensor([position])
+        torch.testing.assert_close(table(one), theirs(module, one, 64), atol=5e-6, rtol=0)
+    assert not torch.equal(table(torch.tensor([39])), theirs(LlamaRotaryEmbedding(llama(SCALINGS["default"])), one, 64))
+
+
+def test_growing_keeps_what_was_there() -> None:
+    table = RotaryTable(RopeSpec(10000.0), 8, "cpu")
+    table.reserve(10)
+    before = table(torch.arange(10))
+    table.reserve(5000)
+    assert torch.equal(table(torch.arange(10)), before)
+    assert table(torch.tensor([4999])).shape == (1, 8)
+
+
+@pytest.mark.parametrize(
+    ("rope", "message"),
+    [
+        (RopeSpec(1e4, "longrope"), "'longrope' is not supported; supported are: default, linear"),
+        (RopeSpec(1e4, "linear"), "factor of rope_type 'linear' is missing"),
+        (RopeSpec(1e4, "linear", {"factor": "four"}), "'four', not a positive number"),
+        (RopeSpec(1e4, "linear", {"factor": 0}), "0, not a positive number"),
+        (RopeSpec(1e4, "llama3", {"factor": 8.0, "low_freq_factor": 1.0}), "high_freq_factor of rope_type 'llama3' is missing"),
+        (RopeSpec(1e4, "yarn", {"factor": 8.0}), "original_max_position_embeddings of rope_type 'yarn' is missing"),
+        (RopeSpec(1e4, "yarn", {"factor": float("nan")}), "not a positive number|missing"),
+    ],
+)
+def test_what_cannot_be_computed_is_refused_by_name(rope: RopeSpec, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        frequencies(rope, 8)
+    assert caught.value.param == "rope_parameters"

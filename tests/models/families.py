@@ -1,0 +1,109 @@
+"""Tiny models of every family with random weights, in transformers and in headrace."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from harness import copy_weights
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from headrace.models import registry
+from headrace.models.decoder import Decoder
+
+VOCAB = 89
+SMALL = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+
+
+def rope(kind: str, **parameters: object) -> dict:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **parameters}}
+
+
+LLAMA3 = rope("llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
+CASES: dict[str, tuple[type[PreTrainedModel], type, dict]] = {
+    "llama": (LlamaForCausalLM, LlamaConfig, {}),
+    "llama-tied": (LlamaForCausalLM, LlamaConfig, {"tie_word_embeddings": True}),
+    "llama-biases": (LlamaForCausalLM, LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
+    "llama-head-dim": (LlamaForCausalLM, LlamaConfig, {"head_dim": 20, "num_key_value_heads": 3}),
+    "llama-one-kv-head": (LlamaForCausalLM, LlamaConfig, {"num_key_value_heads": 1}),
+    "llama-gelu": (LlamaForCausalLM, LlamaConfig, {"hidden_act": "gelu_pytorch_tanh"}),
+    "llama-linear": (LlamaForCausalLM, LlamaConfig, rope("linear", factor=2.5)),
+    "llama-dynamic": (LlamaForCausalLM, LlamaConfig, rope("dynamic", factor=4.0) | {"max_position_embeddings": 32}),
+    "llama-llama3": (LlamaForCausalLM, LlamaConfig, LLAMA3),
+    "llama-yarn": (LlamaForCausalLM, LlamaConfig, rope("yarn", factor=4.0, original_max_position_embeddings=16)),
+    "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": None}),
+    "mistral-window": (MistralForCausalLM, MistralConfig, {"sliding_window": 9}),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {"tie_word_embeddings": True}),
+    "qwen2-windows": (
+        Qwen2ForCausalLM,
+        Qwen2Config,
+        {"use_sliding_window": True, "sliding_window": 11, "max_window_layers": 1},
+    ),
+    "qwen2-mixed": (
+        Qwen2ForCausalLM,
+        Qwen2Config,
+        {
+            "use_sliding_window": True,
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 16}),
+    "qwen3-window": (
+        Qwen3ForCausalLM,
+        Qwen3Config,
+        {"head_dim": 12, "attention_bias": True, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2},
+    ),
+}
+
+
+@functools.cache
+def pair(name: str) -> tuple[PreTrainedModel, Decoder]:
+    """The same model twice, in float32. Every parameter is random, norms and biases too."""
+    model_class, config_class, changes = CASES[name]
+    torch.manual_seed(sum(map(ord, name)))
+    theirs = model_class(config_class(**{**SMALL, **changes})).eval()
+    for parameter in theirs.parameters():
+        parameter.data += 0.15 * torch.randn_like(parameter)
+    ours = registry.build(registry.model_spec(theirs.config), "float32", "cpu")
+    copy_weights(ours, theirs.state_dict())
+    return theirs, ours
+
+
+def greedy(model: PreTrainedModel, prompt: list[int], steps: int) -> tuple[list[int], torch.Tensor]:
+    """transformers' own loop: tokens, and ``[steps, vocab]`` logits."""
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=steps,
+        min_new_tokens=steps,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    return out.sequences[0, len(prompt) :].tolist(), torch.cat(out.logits)
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return torch.randint(0, VOCAB, (length,), generator=torch.Generator().manual_seed(1000 * seed + length)).tolist()

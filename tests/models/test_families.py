@@ -1,0 +1,103 @@
+"""Every family says what transformers says, token for token, through a paged cache with shuffled blocks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from families import CASES, VOCAB, greedy, pair, prompt
+from harness import Bench, Seq, random_model
+
+from headrace.attention import select
+
+STEPS = 26
+LENGTHS = (1, 13, 30)
+
+
+def close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    torch.testing.assert_close(ours.log_softmax(-1), theirs.log_softmax(-1), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_greedy_equals_transformers(name: str) -> None:
+    theirs, ours = pair(name)
+    prompts = [prompt(length) for length in LENGTHS]
+    tokens, logits = Bench(ours).generate(prompts, STEPS)
+    for index, one in enumerate(prompts):
+        expected, expected_logits = greedy(theirs, one, STEPS)
+        assert tokens[index] == expected
+        close(logits[index], expected_logits)
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "mistral-window", "qwen2-mixed", "qwen3-window"])
+def test_every_backend_says_the_same(name: str) -> None:
+    _, ours = pair(name)
+    prompts = [prompt(length) for length in LENGTHS]
+    expected = Bench(ours, "reference").generate(prompts, 6)
+    for seed, (backend, reasons) in enumerate(select.refusals(ours.spec.layers[0], "cpu", "float32").items()):
+        if reasons or backend == "reference":
+            continue
+        tokens, logits = Bench(ours, backend, seed=seed).generate(prompts, 6)
+        assert tokens == expected[0]
+        for a, b in zip(logits, expected[1], strict=True):
+            close(a, b)
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 5, 16, 31])
+@pytest.mark.parametrize("name", ["llama-llama3", "llama-dynamic", "mistral-window", "qwen2-mixed", "qwen3"])
+def test_chunked_prefill_equals_one_shot(name: str, chunk: int) -> None:
+    _, ours = pair(name)
+    tokens = prompt(43)
+    whole = Bench(ours)
+    parts = Bench(ours, seed=7, block_size=5)
+    close(parts.prefill(parts.sequence(tokens), chunk), whole.prefill(whole.sequence(tokens)))
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "qwen2-windows"])
+@pytest.mark.parametrize("seed", range(3))
+def test_mixed_batches_equal_separate_runs(name: str, seed: int) -> None:
+    """Decodes, first chunks, later chunks and one-token chunks in one step, in any order, with padding."""
+    _, ours = pair(name)
+    together, alone = Bench(ours), Bench(ours, seed=seed + 1)
+    # (tokens computed before, tokens in the mixed step)
+    kinds = [(12, 1), (0, 9), (17, 6), (3, 1), (0, 1), (25, 1), (8, 20)]
+    sequences: list[tuple[Seq, int]] = []
+    expected = []
+    for index, (before, count) in enumerate(kinds):
+        tokens = prompt(before + count, seed=index + 1)
+        single = alone.sequence(tokens)
+        if before:
+            alone.step([(single, before)])
+        expected.append(alone.step([(single, count)]))
+        mixed = together.sequence(tokens)
+        if before:
+            together.step([(mixed, before)])
+        sequences.append((mixed, count))
+    order = torch.randperm(len(kinds), generator=torch.Generator().manual_seed(seed)).tolist()
+    out = together.step([sequences[index] for index in order], wide=seed, padding=seed)
+    close(out, torch.cat([expected[index] for index in order]))
+
+
+def test_a_long_prompt_in_pieces_with_a_window() -> None:
+    """More queries than one mask holds, behind a prefix."""
+    _, ours = pair("qwen2-mixed")
+    tokens = prompt(700)
+    whole, parts = Bench(ours, num_blocks=200), Bench(ours, num_blocks=200, seed=3)
+    close(parts.prefill(parts.sequence(tokens), 333), whole.prefill(whole.sequence(tokens)))
+
+
+def test_bfloat16_stays_near() -> None:
+    _, ours = pair("llama")
+    half = random_model(ours.spec, "bfloat16")
+    for mine, exact in zip(half.parameters(), ours.parameters(), strict=True):
+        mine.data.copy_(exact)
+    tokens = prompt(40)
+    a, b = Bench(half), Bench(ours)
+    got, expected = a.prefill(a.sequence(tokens)), b.prefill(b.sequence(tokens))
+    assert got.dtype == torch.float32
+    error = (got.log_softmax(-1) - expected.log_softmax(-1)).abs()
+    assert error.quantile(0.99) < 0.25
+
+
+def test_no_tokens_at_all() -> None:
+    _, ours = pair("llama")
+    assert ours.logits(torch.empty(0, ours.spec.hidden_size)).shape == (0, VOCAB)

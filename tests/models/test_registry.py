@@ -1,0 +1,171 @@
+"""Configurations become specs; what they ask for and we cannot do is refused by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from families import SMALL
+from transformers import BertConfig, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+
+from headrace.errors import ConfigError
+from headrace.models import registry
+from headrace.spec import ModelSpec
+
+
+def spec_of(config: PretrainedConfig) -> ModelSpec:
+    return registry.model_spec(config)
+
+
+def llama(**changes: object) -> LlamaConfig:
+    return LlamaConfig(**{**SMALL, **changes})
+
+
+def test_what_is_supported() -> None:
+    assert registry.supported() == ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
+
+
+@pytest.mark.parametrize("architectures", [None, ["BertModel"]])
+def test_an_unknown_architecture_lists_the_known(architectures: list[str] | None) -> None:
+    with pytest.raises(ConfigError, match=r"supported are: LlamaForCausalLM, MistralForCausalLM, Qwen2") as caught:
+        spec_of(BertConfig(architectures=architectures))
+    assert caught.value.param == "model"
+
+
+def test_another_head_on_the_same_body_is_not_the_model() -> None:
+    with pytest.raises(ConfigError, match="LlamaForSequenceClassification is not supported"):
+        spec_of(llama(architectures=["LlamaForSequenceClassification"]))
+
+
+def test_llama() -> None:
+    spec = spec_of(llama(architectures=["LlamaForCausalLM"], dtype=torch.bfloat16, attention_bias=True, mlp_bias=True))
+    assert (spec.architecture, spec.dtype, spec.max_position) == ("LlamaForCausalLM", "bfloat16", 256)
+    assert spec.attention_bias and spec.output_bias and spec.mlp_bias and not spec.qk_norm
+    assert {(one.num_heads, one.num_kv_heads, one.head_dim, one.rotary_dim, one.window) for one in spec.layers} == {
+        (6, 2, 8, 8, None)
+    }
+    assert spec.layers[2].scale == 8**-0.5
+
+
+def test_head_dim_of_its_own() -> None:
+    (first, *_) = spec_of(llama(head_dim=20)).layers
+    assert (first.head_dim, first.v_head_dim, first.q_size, first.out_size) == (20, 20, 120, 120)
+
+
+def test_windows() -> None:
+    assert [one.window for one in spec_of(MistralConfig(**SMALL, sliding_window=9)).layers] == [9, 9, 9]
+    assert [one.window for one in spec_of(MistralConfig(**SMALL, sliding_window=None)).layers] == [None] * 3
+    qwen = Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=5, max_window_layers=2)
+    assert [one.window for one in spec_of(qwen).layers] == [None, None, 5]
+    off = Qwen2Config(**SMALL, use_sliding_window=False, sliding_window=5, max_window_layers=0)
+    assert [one.window for one in spec_of(off).layers] == [None] * 3
+
+
+def test_qwen() -> None:
+    two, three = spec_of(Qwen2Config(**SMALL)), spec_of(Qwen3Config(**SMALL, head_dim=16))
+    assert (two.attention_bias, two.output_bias, two.qk_norm) == (True, False, False)
+    assert (three.attention_bias, three.output_bias, three.qk_norm) == (False, False, True)
+
+
+@pytest.mark.parametrize(
+    ("rope", "theta", "kind", "longest"),
+    [
+        ({}, 10000.0, "default", 256),
+        ({"rope_theta": 5e5}, 5e5, "default", 256),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 7e4}}, 7e4, "default", 256),
+        ({"rope_theta": 2e4, "rope_scaling": {"type": "linear", "factor": 2.0}}, 2e4, "linear", 512),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 3.0}}, 1e4, "dynamic", 768),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}}, 1e4, "yarn", 1024),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}}, 1e4, "yarn", 256),
+    ],
+)
+def test_rope_in_old_and_new_manner(rope: dict, theta: float, kind: str, longest: int) -> None:
+    spec = spec_of(llama(**rope))
+    assert (spec.rope.theta, spec.rope.kind, spec.max_position) == (theta, kind, longest)
+
+
+def test_per_layer_config() -> None:
+    config = llama(per_layer_config={1: {"num_key_value_heads": 3}, 2: {"num_key_value_heads": 1, "head_dim": 12}})
+    layers = spec_of(config).layers
+    assert [one.num_kv_heads for one in layers] == [2, 3, 1]
+    assert [one.head_dim for one in layers] == [8, 8, 12]
+    assert [one.v_head_dim for one in layers] == [8, 8, 12]
+
+
+def test_lists_of_the_layers() -> None:
+    config = llama()
+    config.num_key_value_heads_list = [1, 2, 6]
+    config.v_head_dim = 5
+    layers = spec_of(config).layers
+    assert [one.num_kv_heads for one in layers] == [1, 2, 6]
+    assert {one.v_head_dim for one in layers} == {5}
+
+
+@pytest.mark.parametrize(
+    ("changes", "param", "message"),
+    [
+        ({"num_key_value_heads_list": [1, 2]}, "num_key_value_heads", "2 entries for 3 layers"),
+        ({"num_key_value_heads_list": [1, 2, 4]}, "num_kv_heads", "layer 2: 6 query heads"),
+        ({"num_key_value_heads_list": [1, -2, 3]}, "num_key_value_heads", "layer 1: .* not -2"),
+        ({"num_key_value_heads_list": [1, 2, "3"]}, "num_key_value_heads", "layer 2: .* not '3'"),
+        ({"v_head_dim": [8, 8, 0]}, "v_head_dim", "layer 2: .* not 0"),
+        ({"pretraining_tp": 2}, "pretraining_tp", "pretraining_tp 2"),
+        ({"hidden_act": "relu6"}, "hidden_act", "'relu6' is not supported; supported are: silu"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor", "partial_rotary_factor 0.5"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config", "gptq"),
+        ({"attn_logit_softcapping": 30.0}, "attn_logit_softcapping", "30.0"),
+        ({"no_rope_layers": [1, 0, 1]}, "no_rope_layers", "layer 1"),
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "rope_parameters", "'longrope'"),
+        ({"rope_parameters": {"rope_type": "bent", "rope_theta": 1e4}}, "rope_parameters", "'bent'"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "rope_parameters", "factor .* missing"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters", "full_attention"),
+        ({"rope_parameters": {"rope_type": "default", "mrope_section": [1, 2]}}, "rope_parameters", "mrope_section"),
+        ({"rope_parameters": {"rope_theta": -1.0}}, "rope_parameters", "rope_theta must be"),
+        ({"vocab_size": 0}, "vocab_size", "not 0"),
+        ({"intermediate_size": None}, "intermediate_size", "not None"),
+        ({"head_dim": 7}, "head_dim", "layer 0: head_dim 7 is odd"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_by_name(changes: dict, param: str, message: str) -> None:
+    config = llama()
+    for name, value in changes.items():
+        object.__setattr__(config, name, value)
+    with pytest.raises(ConfigError, match=message) as caught:
+        spec_of(config)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("overrides", "param"),
+    [
+        ({"intermediate_size": 32}, "intermediate_size"),
+        ({"rms_norm_eps": 0.5}, "rms_norm_eps"),
+        ({"skip": ["mlp"]}, "per_layer_config"),
+    ],
+)
+def test_layers_that_differ_where_we_cannot_are_refused(overrides: dict, param: str) -> None:
+    with pytest.raises(ConfigError, match="layer 1: ") as caught:
+        spec_of(llama(per_layer_config={1: overrides}))
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("types", "window", "message"),
+    [
+        (["full_attention", "chunked_attention", "full_attention"], 8, "layer 1: layer_types 'chunked_attention'"),
+        (["full_attention", "full_attention", "sliding_attention"], None, "layer 2: .* without a sliding_window"),
+        (["full_attention"], 8, "1 entries for 3 layers"),
+    ],
+)
+def test_layer_types_are_checked(types: list[str], window: int | None, message: str) -> None:
+    config = Qwen2Config(**SMALL)
+    object.__setattr__(config, "layer_types", types)
+    object.__setattr__(config, "sliding_window", window)
+    with pytest.raises(ConfigError, match=message):
+        spec_of(config)
+
+
+def test_build_leaves_parameters_where_and_as_asked() -> None:
+    model = registry.build(spec_of(llama()), "bfloat16", "cpu")
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert not any(parameter.requires_grad or parameter.is_meta for parameter in model.parameters())
+    assert not model.training

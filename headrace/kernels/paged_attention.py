@@ -50,7 +50,7 @@ def paged_attention(
         if k_scale is not None and v_scale is not None:
             k = k * k_scale[blocks].flatten(0, 1)[:length].unsqueeze(-1)
             v = v * v_scale[blocks].flatten(0, 1)[:length].unsqueeze(-1)
-        grouped = q[start:end].double().unflatten(1, (kv_heads, -1))
+        grouped = q[start:end].double().view(end - start, kv_heads, -1, head_dim)
         logits = torch.einsum("qhgd,khd->hgqk", grouped, k) * scale
         if soft_cap is not None:
             logits = soft_cap * torch.tanh(logits / soft_cap)

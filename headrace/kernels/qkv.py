@@ -45,9 +45,9 @@ def norm_rotate_and_cache(
         ValueError: a tensor does not fit the others.
     """
     kv_heads, head_dim, v_head_dim = check_qkv(qkv, num_heads, key_cache, value_cache, cos_sin, rotary_dim)
-    q, k, v = qkv.split((num_heads * head_dim, kv_heads * head_dim, kv_heads * v_head_dim), dim=-1)
-    q_view = q.unflatten(-1, (num_heads, head_dim))
-    q, k = q_view, k.unflatten(-1, (kv_heads, head_dim))
+    q, k, v = torch.split(qkv, [num_heads * head_dim, kv_heads * head_dim, kv_heads * v_head_dim], dim=-1)
+    q_view = q.view(-1, num_heads, head_dim)
+    q, k = q_view, k.view(-1, kv_heads, head_dim)
     if q_weight is not None:
         q = rms_norm(q, q_weight, eps)
     if k_weight is not None:
@@ -55,7 +55,7 @@ def norm_rotate_and_cache(
     if cos_sin is not None and rotary_dim:
         q, k = rotate(q, k, cos_sin, rotary_dim)
     if key_cache is not None and value_cache is not None and slot_mapping is not None:
-        v = v.unflatten(-1, (kv_heads, v_head_dim))
+        v = v.view(-1, kv_heads, v_head_dim)
         dtype = "auto" if k_scale is None and v_scale is None else "fp8_e4m3"
         reshape_and_cache(k, v, key_cache, value_cache, slot_mapping, dtype, k_scale, v_scale)
     return (q_view if q_out is None else q_out).copy_(q)

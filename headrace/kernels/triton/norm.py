@@ -1,0 +1,105 @@
+"""RMS normalisation, alone and with the residual sum before it. Twins: ``headrace.kernels.norm``."""
+
+# A kernel's arguments have no types of Python's.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["inner"])
+def _rms_norm(
+    x,
+    residual,
+    weight,
+    out,
+    total,
+    eps,
+    inner,
+    x_outer: tl.int64,
+    x_inner: tl.int64,
+    residual_outer: tl.int64,
+    residual_inner: tl.int64,
+    WIDTH: tl.constexpr,
+    WIDTH_P: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    """One row of ``WIDTH`` channels; row r of x begins at ``(r // inner) * x_outer + (r % inner) * x_inner``."""
+    row = tl.program_id(0)
+    channel = tl.arange(0, WIDTH_P)
+    mask = channel < WIDTH
+    place = row.to(tl.int64) * WIDTH + channel
+    outer, within = row // inner, row % inner
+    value = tl.load(x + outer * x_outer + within * x_inner + channel, mask=mask, other=0.0)
+    if ADD:
+        added = tl.load(residual + outer * residual_outer + within * residual_inner + channel, mask=mask, other=0.0)
+        value = (value.to(tl.float32) + added.to(tl.float32)).to(value.dtype)
+        tl.store(total + place, value, mask=mask)
+    wide = value.to(tl.float32)
+    rms = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
+    normed = (wide * rms).to(value.dtype).to(tl.float32)
+    scaled = normed * tl.load(weight + channel, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + place, scaled.to(value.dtype), mask=mask)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """As its twin. ``x`` is ``[T, n]`` or ``[T, heads, n]`` of any strides with a contiguous last axis."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch(x, None, weight, out, None, eps)
+    return out
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As its twin. Strides as in ``rms_norm``."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch(x, residual, weight, out, total, eps)
+    return out, total
+
+
+def _launch(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    total: torch.Tensor | None,
+    eps: float,
+) -> None:
+    width = x.shape[-1]
+    if weight.shape != (width,) or weight.dtype != x.dtype:
+        raise ValueError(f"the weight must be [{width}] {x.dtype}, not {list(weight.shape)} {weight.dtype}")
+    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
+        raise ValueError(
+            f"the residual must be {list(x.shape)} {x.dtype}, as x is, not {list(residual.shape)} {residual.dtype}"
+        )
+    if not out.numel():
+        return
+    width_p = triton.next_power_of_2(width)
+    _rms_norm[(out.numel() // width,)](
+        x,
+        x if residual is None else residual,
+        weight,
+        out,
+        out if total is None else total,
+        eps,
+        x.shape[1] if x.ndim == 3 else 1,
+        *_row_strides(x),
+        *_row_strides(x if residual is None else residual),
+        WIDTH=width,
+        WIDTH_P=width_p,
+        ADD=residual is not None,
+        # Eight channels a thread: 16 bytes of a 16-bit type, the widest load there is.
+        num_warps=min(max(width_p // 256, 1), 16),
+    )
+
+
+def _row_strides(x: torch.Tensor) -> tuple[int, int]:
+    """From one token to the next, and from one head to the next."""
+    if x.ndim not in (2, 3) or x.stride(-1) != 1:
+        raise ValueError(f"rows must be [T, n] or [T, heads, n] with a contiguous last axis, not {list(x.shape)} {x.stride()}")
+    return x.stride(0), x.stride(1) if x.ndim == 3 else 0

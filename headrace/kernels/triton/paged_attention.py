@@ -1,0 +1,507 @@
+"""General paged attention: any group size, K and V of any width, windows, sinks, soft caps, FP8, prefill and decode.
+
+A program takes a tile of queries of one row, with the query heads that share a KV head side by side in the tile's rows,
+and walks over the keys of its split with a running softmax (Milakov and Gimelshein, 2018; Dao et al., 2022). Splits of one
+row are merged by a second kernel (Flash-Decoding: Dao, Haziza, Massa and Sizov, 2023).
+
+A head is cut into the largest power of two in its width and the rest (192 = 128 + 64), so that odd widths waste little.
+Twin: ``headrace.kernels.paged_attention``.
+"""
+
+# A kernel's arguments have no types of Python's.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from headrace.kernels.kv_cache import check_scales
+from headrace.kernels.triton.fp8 import OFF, as_bytes, gain, mode, to_half
+from headrace.kernels.triton.kv_cache import scale_strides
+from headrace.kernels.triton.tiling import Tiling
+
+_MERGED_CHANNELS = 128
+"""Of one program of the merge."""
+
+_VARYING = ["num_rows", "first_token", "window", "split_tokens", "table_row"]
+"""Numbers that change from step to step or layer to layer: a compiled kernel must not depend on them."""
+_UNALIGNED = ["tables", "query_start", "seq_lens"]
+"""Their views may begin anywhere, and a compiled kernel must not depend on where."""
+
+
+@triton.jit
+def _find_row(query_start, tile, num_rows, first_token, BLOCK_Q: tl.constexpr):
+    """The row that a tile of queries belongs to, and the row's first tile: ``tokens before it // BLOCK_Q + row``."""
+    low = 0
+    high = num_rows
+    while low < high:
+        middle = (low + high) // 2
+        if (tl.load(query_start + middle) - first_token) // BLOCK_Q + middle <= tile:
+            low = middle + 1
+        else:
+            high = middle
+    row = low - 1
+    return row, (tl.load(query_start + row) - first_token) // BLOCK_Q + row
+
+
+@triton.jit
+def _load(pointers, mask, MASKED: tl.constexpr):
+    if MASKED:
+        return tl.load(pointers, mask=mask, other=0)
+    else:
+        return tl.load(pointers)
+
+
+@triton.jit
+def _operand(stored, q, FP8: tl.constexpr):
+    """What came from the cache as a factor for a product with ``q``."""
+    if FP8 > 0:
+        return to_half(stored, FP8)
+    else:
+        return stored.to(q.dtype)
+
+
+@triton.jit
+def _walk(
+    begin,
+    end,
+    low,
+    high,
+    highest,
+    total,
+    acc_a,
+    acc_b,
+    unit,
+    q_a,
+    q_b,
+    factor,
+    position,
+    keys,
+    k_scales,
+    v_scales,
+    table,
+    soft_cap,
+    window,
+    row_block,
+    row_offset,
+    scale_block,
+    scale_offset,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    D: tl.constexpr,
+    D_A: tl.constexpr,
+    D_B: tl.constexpr,
+    DV: tl.constexpr,
+    DV_A: tl.constexpr,
+    DV_B: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    FP8: tl.constexpr,
+    PRECISION: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Takes in the keys ``[begin, end)``, tile after tile; of these only ``[low, high)`` count.
+
+    ``acc_a``, ``acc_b`` are sums of values in units of ``unit``; ``highest`` and ``total`` are the running maximum and sum
+    of ``exp2``. Not ``MASKED``: every query sees every key.
+    """
+    n = tl.arange(0, BLOCK_N)
+    a = tl.arange(0, D_A)
+    va = D + tl.arange(0, DV_A)
+    for start in range(begin, end, BLOCK_N):
+        key = start + n
+        present = key < high
+        block = _load(table + key // BLOCK_SIZE, present, MASKED).to(tl.int64)
+        offset = key % BLOCK_SIZE
+        base = keys + block * row_block + offset * row_offset
+        k_a = _load(base[None, :] + a[:, None], present[None, :] & (a < D)[:, None], MASKED or D_A > D)
+        scores = tl.dot(q_a, _operand(k_a, q_a, FP8), input_precision=PRECISION)
+        if D_B > 0:
+            b = D_A + tl.arange(0, D_B)
+            k_b = _load(base[None, :] + b[:, None], present[None, :] & (b < D)[:, None], MASKED or D_A + D_B > D)
+            scores = tl.dot(q_b, _operand(k_b, q_b, FP8), scores, input_precision=PRECISION)
+        if FP8 > 0:
+            place = block * scale_block + offset * scale_offset
+            scores = scores * factor[:, None] * _load(k_scales + place, present, MASKED)[None, :]
+        else:
+            scores = scores * factor
+        if SOFT_CAP:
+            # tanh x is 2 sigmoid(2 x) - 1.
+            scores = (soft_cap * 1.4426950408889634) * (2.0 * tl.sigmoid(2.0 * scores / soft_cap) - 1.0)
+        if MASKED:
+            visible = (key >= low)[None, :] & present[None, :] & (key[None, :] <= position[:, None])
+            if WINDOW:
+                visible = visible & (key[None, :] > position[:, None] - window)
+            scores = tl.where(visible, scores, float("-inf"))
+        new_highest = tl.maximum(highest, tl.max(scores, 1))
+        pivot = new_highest
+        if MASKED:
+            # A tile row that has seen nothing yet keeps weight 0 instead of exp2(-inf - -inf).
+            pivot = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+        weights = tl.exp2(scores - pivot[:, None])
+        decay = tl.exp2(highest - pivot)
+        total = total * decay + tl.sum(weights, 1)
+        highest = new_highest
+        if FP8 > 0:
+            # V's scales go into the weights, relative to the largest so far: float16 has few digits for small numbers.
+            v_scale = _load(v_scales + place, present, MASKED)
+            new_unit = tl.maximum(unit, tl.max(v_scale, 0))
+            weights = weights * (v_scale / new_unit)[None, :]
+            decay = decay * (unit / new_unit)
+            unit = new_unit
+        weights = weights.to(q_a.dtype)
+        v_a = _load(base[:, None] + va[None, :], present[:, None] & (va < D + DV)[None, :], MASKED or DV_A > DV)
+        acc_a = tl.dot(weights, _operand(v_a, q_a, FP8), acc_a * decay[:, None], input_precision=PRECISION)
+        if DV_B > 0:
+            vb = D + DV_A + tl.arange(0, DV_B)
+            v_b = _load(base[:, None] + vb[None, :], present[:, None] & (vb < D + DV)[None, :], MASKED or DV_A + DV_B > DV)
+            acc_b = tl.dot(weights, _operand(v_b, q_a, FP8), acc_b * decay[:, None], input_precision=PRECISION)
+    return highest, total, acc_a, acc_b, unit
+
+
+@triton.jit
+def _key_range(
+    split, first, last, context, window, split_tokens, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr
+):  # fmt: skip
+    """``[low, high)``: the keys that the queries ``first ... last`` of a row see and that belong to the split."""
+    low = 0
+    high = context + last + 1
+    if WINDOW:
+        low = tl.maximum(0, context + first - window + 1)
+    if SPLIT:
+        if split_tokens > 0:
+            low = tl.maximum(low, split * split_tokens)
+            high = tl.minimum(high, (split + 1) * split_tokens)
+        else:
+            splits = tl.num_programs(2)
+            begin = low // BLOCK_N * BLOCK_N
+            length = tl.cdiv(tl.cdiv(high - begin, splits), BLOCK_N) * BLOCK_N
+            low = tl.maximum(low, begin + split * length)
+            high = tl.minimum(high, begin + (split + 1) * length)
+    return low, high
+
+
+@triton.jit
+def _store(target, acc, inverse, valid, FIRST: tl.constexpr, WIDTH: tl.constexpr, WIDTH_P: tl.constexpr):
+    channel = FIRST + tl.arange(0, WIDTH_P)
+    result = acc * inverse[:, None]
+    mask = valid[:, None] & (channel < WIDTH)[None, :]
+    tl.store(target[:, None] + channel[None, :], result.to(target.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _load_queries(base, valid, factor, D: tl.constexpr, D_A: tl.constexpr, D_B: tl.constexpr, FP8: tl.constexpr):
+    """The tile's queries in two parts, and the factor on their scores: for FP8 one a tile row, else as it came."""
+    a = tl.arange(0, D_A)
+    q_a = tl.load(base[:, None] + a[None, :], mask=valid[:, None] & (a < D)[None, :], other=0.0)
+    q_b = q_a
+    if D_B > 0:
+        b = D_A + tl.arange(0, D_B)
+        q_b = tl.load(base[:, None] + b[None, :], mask=valid[:, None] & (b < D)[None, :], other=0.0)
+    if FP8 > 0:
+        # One instruction makes two e4m3 numbers float16, so q becomes float16 too, brought into its range.
+        peak = tl.max(tl.abs(q_a.to(tl.float32)), 1)
+        if D_B > 0:
+            peak = tl.maximum(peak, tl.max(tl.abs(q_b.to(tl.float32)), 1))
+        peak = tl.where(peak == 0.0, 1.0, peak)
+        q_a = (q_a.to(tl.float32) / peak[:, None]).to(tl.float16)
+        if D_B > 0:
+            q_b = (q_b.to(tl.float32) / peak[:, None]).to(tl.float16)
+        return q_a, q_b, peak * (factor * gain(FP8))
+    else:
+        return q_a, q_b, factor
+
+
+@triton.jit
+def _begin(
+    sinks, head, valid, split, position, split_tokens, BLOCK_M: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr
+):  # fmt: skip
+    """The running maximum and sum before the first key: empty, or the sink alone."""
+    highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    if SINKS:
+        sink = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) * 1.4426950408889634
+        if SPLIT:
+            # Of a query's splits one counts its sink: one that sees a key of the query's.
+            owner = tl.where(split_tokens > 0, position // tl.maximum(split_tokens, 1), 0)
+            highest = tl.where(owner == split, sink, highest)
+            total = tl.where(owner == split, 1.0, total)
+        else:
+            highest = sink
+            total += 1.0
+    return highest, total
+
+
+@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
+def _attend(
+    q,  # [T, H, D]
+    rows,  # [blocks, block_size, KV, D + DV]
+    k_scale,  # [blocks, block_size, KV] float32, FP8 only
+    v_scale,  # of k_scale's strides
+    tables,  # [R, B] int32
+    query_start,  # [R + 1] int32
+    seq_lens,  # [R] int32
+    sinks,  # [H] float32
+    out,  # [T, H, DV]; with SPLIT [tokens of the rows, H, splits, DV] float32
+    lse,  # [tokens of the rows, H, splits] float32, base 2
+    num_rows,
+    first_token,  # the rows' tokens are first_token and following
+    scale,
+    soft_cap,
+    window,
+    split_tokens,
+    q_token: tl.int64,
+    q_head: tl.int64,
+    row_block: tl.int64,
+    row_offset: tl.int64,
+    row_head: tl.int64,
+    scale_block: tl.int64,
+    scale_offset: tl.int64,
+    scale_head: tl.int64,
+    table_row: tl.int64,
+    BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,  # query heads in all
+    GROUP: tl.constexpr,  # of a KV head
+    SHARE: tl.constexpr,  # of a program
+    BLOCK_Q: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    D: tl.constexpr,
+    D_A: tl.constexpr,
+    D_B: tl.constexpr,
+    DV: tl.constexpr,
+    DV_A: tl.constexpr,
+    DV_B: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    SINKS: tl.constexpr,
+    FP8: tl.constexpr,
+    SINGLE: tl.constexpr,  # one query a row: row r's is token first_token + r
+    PHASED: tl.constexpr,  # whole tiles go without masks
+    SPLIT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    shares: tl.constexpr = (GROUP + SHARE - 1) // SHARE
+    kv_head = (tl.program_id(1) // shares).to(tl.int64)
+    split = tl.program_id(2)
+    if SINGLE:
+        row = tl.program_id(0)
+        row_start = first_token + row
+        num_queries = 1
+        first = 0
+    else:
+        # The last queries of a row see the most keys: they go first, so that no long program is left over at the end.
+        tile = tl.num_programs(0) - 1 - tl.program_id(0)
+        row, row_tile = _find_row(query_start, tile, num_rows, first_token, BLOCK_Q)
+        row_start = tl.load(query_start + row)
+        num_queries = tl.load(query_start + row + 1) - row_start
+        first = (tile - row_tile) * BLOCK_Q
+    if first < num_queries:
+        context = tl.load(seq_lens + row) - num_queries
+        last = tl.minimum(first + BLOCK_Q, num_queries) - 1
+        low, high = _key_range(split, first, last, context, window, split_tokens, BLOCK_N, WINDOW, SPLIT)
+
+        # Tile row m is query (first + m // SHARE), and of this program's heads number (m % SHARE).
+        m = tl.arange(0, BLOCK_M)
+        query = first + m // SHARE
+        in_group = tl.program_id(1) % shares * SHARE + m % SHARE
+        head = kv_head * GROUP + in_group
+        valid = (m < BLOCK_Q * SHARE) & (query < num_queries) & (in_group < GROUP)
+        position = context + query
+        token = (row_start + query).to(tl.int64)
+
+        # Scores are in base 2; where a soft cap comes first, after it.
+        factor = scale if SOFT_CAP else scale * 1.4426950408889634
+        q_a, q_b, factor = _load_queries(q + token * q_token + head * q_head, valid, factor, D, D_A, D_B, FP8)
+        highest, total = _begin(sinks, head, valid, split, position, split_tokens, BLOCK_M, SINKS, SPLIT)
+        acc_a = tl.zeros([BLOCK_M, DV_A], tl.float32)
+        # A part of width 0 is any tensor, and stays untouched.
+        acc_b = total
+        if DV_B > 0:
+            acc_b = tl.zeros([BLOCK_M, DV_B], tl.float32)
+        unit = 1e-30
+        keys = rows + kv_head * row_head
+        k_scales = k_scale + kv_head * scale_head
+        v_scales = v_scale + kv_head * scale_head
+        table = tables + row.to(tl.int64) * table_row
+        begin = low // BLOCK_N * BLOCK_N
+        if PHASED:
+            # Tiles that all queries see in full need no masks. Without a window, low is a tile's first key.
+            middle = tl.minimum(high, context + first + 1)
+            middle = tl.maximum(middle // BLOCK_N * BLOCK_N, begin)
+            highest, total, acc_a, acc_b, unit = _walk(
+                begin, middle, low, high, highest, total, acc_a, acc_b, unit, q_a, q_b, factor, position, keys,
+                k_scales, v_scales, table, soft_cap, window, row_block, row_offset, scale_block, scale_offset,
+                BLOCK_SIZE, BLOCK_N, D, D_A, D_B, DV, DV_A, DV_B, WINDOW, SOFT_CAP, FP8, PRECISION, False,
+            )  # fmt: skip
+            begin = middle
+        highest, total, acc_a, acc_b, unit = _walk(
+            begin, high, low, high, highest, total, acc_a, acc_b, unit, q_a, q_b, factor, position, keys,
+            k_scales, v_scales, table, soft_cap, window, row_block, row_offset, scale_block, scale_offset,
+            BLOCK_SIZE, BLOCK_N, D, D_A, D_B, DV, DV_A, DV_B, WINDOW, SOFT_CAP, FP8, PRECISION, True,
+        )  # fmt: skip
+
+        mass = tl.where(total == 0.0, 1.0, total)
+        inverse = 1.0 / mass
+        if FP8 > 0:
+            inverse = inverse * (unit * gain(FP8))
+        place = token * HEADS + head
+        if SPLIT:
+            place = (place - first_token * HEADS) * tl.num_programs(2) + split
+            tl.store(lse + place, tl.where(total == 0.0, float("-inf"), highest + tl.log2(mass)), mask=valid)
+            valid = valid & (low < high)
+        _store(out + place * DV, acc_a, inverse, valid, 0, DV, DV_A)
+        if DV_B > 0:
+            _store(out + place * DV, acc_b, inverse, valid, DV_A, DV, DV_B)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _merge(
+    partial,
+    lse,
+    out,
+    splits,
+    DV: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLITS_P: tl.constexpr,
+    ORDERED: tl.constexpr,
+):
+    """Weighs the splits of one (token, head) by their softmax mass, for a block of channels.
+
+    A split whose mass is 0 may hold anything. ``ORDERED``: sums one by one, so that empty splits at the end do not change
+    the order of the others.
+    """
+    place = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    present = channel < DV
+    s = tl.arange(0, SPLITS_P)
+    mass = tl.load(lse + place * splits + s, mask=s < splits, other=float("-inf"))
+    pivot = tl.max(mass, 0)
+    pivot = tl.where(pivot == float("-inf"), 0.0, pivot)
+    base = partial + place * splits * DV + channel
+    if ORDERED:
+        merged = tl.zeros([BLOCK], tl.float32)
+        total = tl.zeros([BLOCK], tl.float32)
+        for split in range(splits):
+            # The same number for each channel: blocks of one shape can be masks for each other.
+            weight = tl.exp2(tl.load(lse + place * splits + split + 0 * channel) - pivot)
+            part = tl.load(base + split * DV, mask=present & (weight > 0.0), other=0.0)
+            merged += weight * part
+            total += weight
+    else:
+        weights = tl.exp2(mass - pivot)
+        parts = tl.load(base[None, :] + s[:, None] * DV, mask=present[None, :] & (weights > 0.0)[:, None], other=0.0)
+        merged = tl.sum(parts * weights[:, None], 0)
+        total = tl.sum(weights, 0)
+    merged = merged / tl.where(total == 0.0, 1.0, total)
+    tl.store(out + place * DV + channel, merged.to(out.dtype.element_ty), mask=present)
+
+
+def partial_size(tiling: Tiling, num_tokens: int, num_heads: int, v_head_dim: int) -> int:
+    """Numbers of the float32 workspace that a launch needs: an output and a softmax mass for each token, head and split."""
+    return num_tokens * num_heads * tiling.splits * (v_head_dim + 1) if tiling.merges else 0
+
+
+def paged_attention(
+    q: torch.Tensor,
+    rows: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_start: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    v_head_dim: int,
+    scale: float,
+    tiling: Tiling,
+    tokens: range,
+    single: bool = False,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As its twin, in float32 inside; nothing here waits for what the device holds.
+
+    Args:
+        q: ``[T, num_heads, d]``, last axis contiguous.
+        rows: ``[blocks, block_size, kv_heads, d + dv]``, last axis contiguous.
+        block_tables: ``[R, B]`` int32, last axis contiguous.
+        seq_lens: a row of length 0 comes out as 0.
+        tiling: how to cut up the launch.
+        tokens: of q, those that the R rows hold. A batch may be done in parts, each with some of its rows.
+        single: every row has one query, and row r's is ``tokens[r]``; ``query_start`` is not read.
+        k_scale, v_scale: ``[blocks, block_size, kv_heads]`` float32 of the same strides.
+        out: ``[T, num_heads, dv]`` contiguous. Tokens of no row are left as they are.
+        workspace: float32, at least ``partial_size`` numbers, which nothing else uses meanwhile.
+    """
+    num_heads, head_dim = q.shape[1:]
+    block_size, kv_heads, width = rows.shape[1:]
+    group = num_heads // kv_heads
+    if width != head_dim + v_head_dim or kv_heads * group != num_heads or q.stride(2) != 1 or rows.stride(3) != 1:
+        raise ValueError(f"q {list(q.shape)} does not fit rows {list(rows.shape)} with v_head_dim {v_head_dim}")
+    if out is None:
+        out = torch.empty(len(q), num_heads, v_head_dim, dtype=q.dtype, device=q.device)
+    num_rows = len(seq_lens)
+    if not num_rows or not len(tokens):
+        return out
+    fp8 = OFF
+    if k_scale is not None and v_scale is not None:
+        check_scales(rows, k_scale, v_scale)
+        if k_scale.stride() != v_scale.stride():
+            raise ValueError(f"k_scale and v_scale differ in strides: {k_scale.stride()} and {v_scale.stride()}")
+        fp8, rows = mode(q.device), as_bytes(rows)
+    target = lse = out
+    if tiling.merges:
+        target, lse = _partials(tiling, len(tokens), out, workspace)
+    d_a, d_b = _cut(head_dim)
+    dv_a, dv_b = _cut(v_head_dim)
+    block_q = 1 if single else tiling.block_q
+    tiles = num_rows if single else len(tokens) // block_q + num_rows
+    _attend[(tiles, kv_heads * triton.cdiv(group, tiling.heads), tiling.splits)](
+        q, rows, q if k_scale is None else k_scale, q if v_scale is None else v_scale,
+        block_tables, query_start, seq_lens, q if sinks is None else sinks, target, lse,
+        num_rows, tokens.start, scale, soft_cap or 0.0, window or 0, tiling.split_tokens,
+        *q.stride()[:2], *rows.stride()[:3], *scale_strides(k_scale), block_tables.stride(0),
+        BLOCK_SIZE=block_size, HEADS=num_heads, GROUP=group, SHARE=tiling.heads, BLOCK_Q=block_q,
+        BLOCK_M=max(16, triton.next_power_of_2(block_q * tiling.heads)), BLOCK_N=tiling.block_n,
+        D=head_dim, D_A=d_a, D_B=d_b, DV=v_head_dim, DV_A=dv_a, DV_B=dv_b,
+        WINDOW=window is not None, SOFT_CAP=soft_cap is not None, SINKS=sinks is not None, FP8=fp8,
+        SINGLE=single, PHASED=not (single or tiling.invariant or window is not None), SPLIT=tiling.merges,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        num_warps=tiling.num_warps, num_stages=tiling.num_stages,
+    )  # fmt: skip
+    if tiling.merges:
+        block = min(_MERGED_CHANNELS, triton.next_power_of_2(v_head_dim))
+        _merge[(len(tokens) * num_heads, triton.cdiv(v_head_dim, block))](
+            target, lse, out[tokens.start : tokens.stop], tiling.splits,
+            DV=v_head_dim, BLOCK=block, SPLITS_P=triton.next_power_of_2(tiling.splits), ORDERED=tiling.invariant,
+        )  # fmt: skip
+    return out
+
+
+def _partials(
+    tiling: Tiling, num_tokens: int, out: torch.Tensor, workspace: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the splits' outputs and masses go: ``[tokens, H, splits, dv]`` and ``[tokens, H, splits]``, laid flat."""
+    size = partial_size(tiling, num_tokens, *out.shape[1:])
+    if workspace is None:
+        workspace = torch.empty(size, dtype=torch.float32, device=out.device)
+    if workspace.numel() < size or workspace.dtype != torch.float32:
+        raise ValueError(f"the workspace must hold {size} float32 numbers, not {workspace.numel()} {workspace.dtype}")
+    outputs = num_tokens * out.shape[1] * tiling.splits * out.shape[2]
+    return workspace[:outputs], workspace[outputs:size]
+
+
+def _cut(width: int) -> tuple[int, int]:
+    """A width as (power of two, rest rounded up to one): 192 -> (128, 64), 80 -> (64, 16), 128 -> (128, 0).
+
+    Both at least 16, which is what a matrix product takes.
+    """
+    if width <= 16:
+        return 16, 0
+    main = 1 << (width.bit_length() - 1)
+    return main, max(16, triton.next_power_of_2(width - main)) if width > main else 0

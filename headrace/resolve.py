@@ -20,7 +20,7 @@ from headrace.config import (
     SchedulerConfig,
 )
 from headrace.errors import ConfigError
-from headrace.quant import int4, int8
+from headrace.quant import int4, int8, native
 from headrace.quant.groups import GROUP
 from headrace.sampling_params import MAX_SEED
 from headrace.sources.files import ModelFiles
@@ -40,7 +40,9 @@ MAX_BLOCK_SIZE = 1024
 MAX_PIPELINE_DEPTH = 8
 _PLAIN_TYPES = frozenset({"F32", "F16", "BF16"})
 _INT4_TYPES = frozenset({"Q4_0", "Q4_1", "Q4_K"})
-"""GGUF types that PyTorch's packed int4 kernel holds exactly: groups of 32, each with a scale and a minimum."""
+"""GGUF types whose integers PyTorch's packed int4 kernel holds: groups of 32, each with a scale and a minimum."""
+_INT8_TYPES = frozenset({"Q5_0", "Q5_1", "Q5_K", "Q8_0"})
+"""Likewise the compiled kernels, beside those; PyTorch's int8 kernel has one scale a row."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,6 +57,8 @@ class DeviceFacts:
     """Physical cores, after affinity and control group limits."""
     available_memory: int
     """Bytes."""
+    native_kernels: str = ""
+    """The instructions that the compiled kernels use; empty: there are none here, PyTorch's own run."""
 
     @property
     def native_bfloat16(self) -> bool:
@@ -85,7 +89,7 @@ def resolve(args: EngineArgs, files: ModelFiles, model: ModelSpec, device: Devic
     book = _Book(files.decisions)
     types = _gguf_types(files)
     dtype = _dtype(args, model, types, device, book)
-    quantization = _quantization(args, model, types, dtype, book)
+    quantization = _quantization(args, model, types, dtype, device, book)
     num_seqs, num_batched = _batch(args, book)
     backends = _attention(args, model, device, dtype, book)
     free = device.available_memory - weight_bytes(model, dtype, quantization)
@@ -200,32 +204,39 @@ def _dtype(args: EngineArgs, model: ModelSpec, types: Counter[str] | None, devic
     return "bfloat16"
 
 
-def _quantization(args: EngineArgs, model: ModelSpec, types: Counter[str] | None, dtype: str, book: _Book) -> str:
+def _quantization(
+    args: EngineArgs, model: ModelSpec, types: Counter[str] | None, dtype: str, device: DeviceFacts, book: _Book
+) -> str:
     asked = args.quantization
     if asked == "none":
         return asked
-    kernel = int8 if asked == "int8" else int4
-    misfits = [why for outputs, inputs in _matrices(model) if (why := kernel.misfit(inputs, outputs))]
+    compiled = device.native_kernels not in ("", "portable")
+    kernel = native.misfit if compiled else int8.misfit if asked == "int8" else int4.misfit
+    misfits = [why for outputs, inputs in _matrices(model) if (why := kernel(inputs, outputs))]
     if asked in ("int8", "int4"):
         if dtype != "bfloat16":
             raise ConfigError(
-                f"{asked} computes in bfloat16 and cannot keep dtype {dtype}: leave dtype at auto, or set quantization none",
+                f"{asked} rounds, and dtype {dtype} is for results that are not: leave dtype at auto or bfloat16, or set "
+                "quantization none",
                 "quantization",
             )
         if misfits:
             raise ConfigError(f"no packed {asked} kernel fits this model: a matrix has {misfits[0]}", "quantization")
         return asked
+    held = _INT4_TYPES | _INT8_TYPES if compiled else _INT4_TYPES
     if types is None:
         book.note("quantization", "none", "the checkpoint is not a quantised GGUF file")
     elif dtype != "bfloat16":
-        book.note("quantization", "none", f"packed kernels compute in bfloat16, and dtype {dtype} stays exact")
-    elif others := sorted(types.keys() - _INT4_TYPES):
-        book.note("quantization", "none", f"no packed kernel holds {', '.join(others)} exactly")
+        book.note("quantization", "none", f"the weights are made {dtype}, for exact results")
+    elif others := sorted(types.keys() - held):
+        book.note("quantization", "none", f"no packed kernel here holds {', '.join(others)} as it is")
     elif misfits:
-        book.note("quantization", "none", f"no packed int4 kernel fits this model: a matrix has {misfits[0]}")
+        book.note("quantization", "none", f"no packed kernel fits this model: a matrix has {misfits[0]}")
     else:
-        book.note("quantization", "int4", f"packed int4 kernels hold {', '.join(sorted(types))} as it is")
-        return "int4"
+        bits = "int4" if types.keys() & _INT4_TYPES else "int8"
+        whose = f"compiled {device.native_kernels}" if compiled else "PyTorch's"
+        book.note("quantization", bits, f"{whose} kernels hold {', '.join(sorted(types))} as it is")
+        return bits
     return "none"
 
 

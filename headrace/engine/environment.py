@@ -12,6 +12,7 @@ import transformers
 
 import headrace
 from headrace.engine import wait
+from headrace.kernels import native
 from headrace.resolve import DeviceFacts
 
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -19,7 +20,7 @@ _TELLING = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_in
 
 
 def probe() -> DeviceFacts:
-    """The CPU, its cores and memory within affinity and control groups."""
+    """The CPU, its cores and memory within affinity and control groups. Compiles the native kernels if need be."""
     name, instructions = _cpu()
     return DeviceFacts(
         device="cpu",
@@ -27,6 +28,7 @@ def probe() -> DeviceFacts:
         instructions=instructions,
         num_cores=_cores(),
         available_memory=_available_memory(),
+        native_kernels=kernels.tile if (kernels := native.load()) is not None else "",
     )
 
 
@@ -40,6 +42,7 @@ def describe(device: DeviceFacts, num_threads: int) -> dict[str, str]:
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "device": f"{device.device}: {device.name}",
         "instructions": " ".join(telling) or "none that matter here",
+        "kernels": f"compiled for {device.native_kernels}" if device.native_kernels else "PyTorch's own",
         "cores": str(device.num_cores),
         "threads": str(num_threads),
         "waiting threads": wait.policy(),

@@ -23,6 +23,7 @@ from headrace.spec import AttentionSpec, ModelSpec, RopeSpec
 
 MIB = 2**20
 ZEN = DeviceFacts(device="cpu", name="x", instructions=frozenset({"avx512_bf16"}), num_cores=6, available_memory=1024 * MIB)
+NATIVE = dataclasses.replace(ZEN, native_kernels="avx512_vnni")
 OLD = dataclasses.replace(ZEN, instructions=frozenset({"avx2"}))
 
 
@@ -87,6 +88,9 @@ def reason(config: EngineConfig, name: str) -> str:
         ({"quantization": "int4"}, None, "float32", OLD, "bfloat16", "int4"),
         ({"quantization": "int8"}, None, "bfloat16", ZEN, "bfloat16", "int8"),
         ({"dtype": "bfloat16"}, None, "float32", OLD, "bfloat16", "none"),
+        ({}, ("Q8_0",), "float32", NATIVE, "bfloat16", "int8"),
+        ({}, ("Q4_K", "Q5_K", "Q8_0"), "float32", NATIVE, "bfloat16", "int4"),
+        ({}, ("Q4_K", "Q6_K"), "float32", NATIVE, "bfloat16", "none"),
     ],
 )
 def test_numbers(args: dict, types: tuple | None, checkpoint: str, device: DeviceFacts, dtype: str, quantization: str) -> None:
@@ -101,6 +105,7 @@ def test_numbers(args: dict, types: tuple | None, checkpoint: str, device: Devic
 def test_int4_needs_matrices_that_its_kernel_holds() -> None:
     assert decide(model(hidden=72), types=("Q4_1",)).quantization == "none"
     assert "multiple" in reason(decide(model(hidden=72), types=("Q4_1",)), "quantization")
+    assert decide(model(hidden=72), NATIVE, ("Q4_1",)).quantization == "none"
     with pytest.raises(ConfigError, match="multiple") as caught:
         decide(model(hidden=72), quantization="int4")
     assert caught.value.param == "quantization"

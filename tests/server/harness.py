@@ -8,6 +8,7 @@ import dataclasses
 import json
 import socket
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
@@ -101,7 +102,8 @@ def running(llm: Any, settings: ServerSettings | None = None) -> Iterator[Runnin
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     try:
-        wait_for(lambda: server.started and (app.state.serving.health()[0] or app.state.serving.failure is not None))
+        serving = app.state.serving
+        wait_for(lambda: server.started and (serving.health()[0] or serving.failure is not None), 120)
         yield Running(f"http://127.0.0.1:{port}", app, llm, loops[0])
     finally:
         server.should_exit = True
@@ -111,7 +113,8 @@ def running(llm: Any, settings: ServerSettings | None = None) -> Iterator[Runnin
 def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> None:
     """Waits until a condition holds that another thread brings about."""
     pause = threading.Event()
-    for _ in range(int(seconds / 0.01)):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
         if condition():
             return
         pause.wait(0.01)

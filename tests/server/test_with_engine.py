@@ -52,13 +52,13 @@ async def serving(llm: AsyncLLM) -> AsyncIterator[httpx.AsyncClient]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         while not condition():
             await asyncio.sleep(0.02)
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(work, 120))
+    asyncio.run(asyncio.wait_for(work, 240))
 
 
 @pytest.fixture(scope="module")

@@ -5,9 +5,22 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from headrace.kernels.native.library import DTYPES, kernels_for
+
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """``silu(gate) * up``: ``[..., 2n]`` (gate, then up) -> ``[..., n]``."""
+    native = kernels_for(gate_up)
+    if native is None:
+        return silu_mul_twin(gate_up)
+    gate_up = gate_up.contiguous()
+    n = gate_up.shape[-1] // 2
+    out = torch.empty(*gate_up.shape[:-1], n, dtype=gate_up.dtype)
+    native.silu_mul(gate_up.data_ptr(), out.data_ptr(), out.numel() // max(n, 1), n, DTYPES[gate_up.dtype])
+    return out
+
+
+def silu_mul_twin(gate_up: torch.Tensor) -> torch.Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
 

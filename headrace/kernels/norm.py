@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from headrace.kernels.native.library import DTYPES, kernels_for
+
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """``x / sqrt(mean(x ** 2) + eps) * weight`` over the last dimension.
@@ -14,9 +16,14 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         x: ``[..., n]``
         weight: ``[n]``
     """
-    wide = x.float()
-    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return weight * normed.to(x.dtype)
+    native = kernels_for(x)
+    if native is None or weight.dtype != x.dtype:
+        return rms_norm_twin(x, weight, eps)
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    n = x.shape[-1]
+    native.rms_norm(x.data_ptr(), weight.data_ptr(), eps, out.data_ptr(), x.numel() // n, n, DTYPES[x.dtype])
+    return out
 
 
 def add_rms_norm(
@@ -28,5 +35,34 @@ def add_rms_norm(
         x, residual: ``[..., n]``
         weight: ``[n]``
     """
+    native = kernels_for(x)
+    if native is None or not x.dtype == residual.dtype == weight.dtype:
+        return add_rms_norm_twin(x, residual, weight, eps)
+    x, residual = x.contiguous(), residual.contiguous()
+    out, total = torch.empty_like(x), torch.empty_like(x)
+    n = x.shape[-1]
+    native.add_rms_norm(
+        x.data_ptr(),
+        residual.data_ptr(),
+        weight.data_ptr(),
+        eps,
+        out.data_ptr(),
+        total.data_ptr(),
+        x.numel() // n,
+        n,
+        DTYPES[x.dtype],
+    )
+    return out, total
+
+
+def rms_norm_twin(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return weight * normed.to(x.dtype)
+
+
+def add_rms_norm_twin(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     total = x + residual
-    return rms_norm(total, weight, eps), total
+    return rms_norm_twin(total, weight, eps), total

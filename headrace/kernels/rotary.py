@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from headrace.kernels.native.library import DTYPES, NativeKernels, kernels_for
+
 
 def rotate(q: torch.Tensor, k: torch.Tensor, cos_sin: torch.Tensor, rotary_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotates the leading ``rotary_dim`` channels of every head; the others pass. Computed in float32, rounded once.
@@ -17,11 +19,100 @@ def rotate(q: torch.Tensor, k: torch.Tensor, cos_sin: torch.Tensor, rotary_dim: 
     Returns:
         Rotated q and k, new tensors in their own dtypes.
     """
+    native = kernels_for(q)
+    if native is None or k.dtype != q.dtype:
+        return rotate_twin(q, k, cos_sin, rotary_dim)
+    cos_sin = cos_sin.contiguous()
+    return _rotate(native, q, cos_sin, rotary_dim), _rotate(native, k, cos_sin, rotary_dim)
+
+
+def rotate_and_write(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos_sin: torch.Tensor,
+    rotary_dim: int,
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+) -> torch.Tensor:
+    """``rotate``, with k and v going straight to the KV cache.
+
+    Args:
+        q, k, cos_sin, rotary_dim: as for ``rotate``; with a ``rotary_dim`` of 0 nothing is rotated.
+        v: ``[T, num_kv_heads, dv]``
+        rows: ``[num_blocks, block_size, num_kv_heads, d + dv]``, contiguous; changed in place.
+        slots: ``[T]`` int64, ``block * block_size + offset``; a negative one writes nothing.
+
+    Returns:
+        The rotated q.
+    """
+    native = kernels_for(q)
+    if native is None or not q.dtype == k.dtype == v.dtype == rows.dtype:
+        return rotate_and_write_twin(q, k, v, cos_sin, rotary_dim, rows, slots)
+    k, v, cos_sin, slots = _by_heads(k), _by_heads(v), cos_sin.contiguous(), slots.contiguous()
+    native.write_kv(
+        k.data_ptr(),
+        k.stride(0),
+        v.data_ptr(),
+        v.stride(0),
+        cos_sin.data_ptr(),
+        slots.data_ptr(),
+        rows.data_ptr(),
+        len(k),
+        k.shape[1],
+        k.shape[2],
+        v.shape[2],
+        rotary_dim,
+        DTYPES[k.dtype],
+    )
+    return _rotate(native, q, cos_sin, rotary_dim) if rotary_dim else q
+
+
+def _by_heads(x: torch.Tensor) -> torch.Tensor:
+    """x with its heads side by side: ``[T, heads, d]`` may be a slice of wider rows."""
+    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+
+
+def _rotate(native: NativeKernels, x: torch.Tensor, cos_sin: torch.Tensor, rotary_dim: int) -> torch.Tensor:
+    x = _by_heads(x)
+    tokens, heads, width = x.shape
+    out = torch.empty(tokens, heads, width, dtype=x.dtype)
+    native.rotate(
+        x.data_ptr(),
+        x.stride(0),
+        cos_sin.data_ptr(),
+        out.data_ptr(),
+        tokens,
+        heads,
+        width,
+        rotary_dim,
+        DTYPES[x.dtype],
+    )
+    return out
+
+
+def rotate_twin(q: torch.Tensor, k: torch.Tensor, cos_sin: torch.Tensor, rotary_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     cos, sin = cos_sin.unsqueeze(1).chunk(2, dim=-1)
-    return _rotate(q, cos, sin, rotary_dim), _rotate(k, cos, sin, rotary_dim)
+    return _rotate_twin(q, cos, sin, rotary_dim), _rotate_twin(k, cos, sin, rotary_dim)
 
 
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotary_dim: int) -> torch.Tensor:
+def _rotate_twin(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotary_dim: int) -> torch.Tensor:
     first, second = x[..., :rotary_dim].float().chunk(2, dim=-1)
     rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
     return rotated if rotary_dim == x.shape[-1] else torch.cat((rotated, x[..., rotary_dim:]), dim=-1)
+
+
+def rotate_and_write_twin(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos_sin: torch.Tensor,
+    rotary_dim: int,
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+) -> torch.Tensor:
+    if rotary_dim:
+        q, k = rotate_twin(q, k, cos_sin, rotary_dim)
+    kept = slots >= 0
+    rows.view(-1, *rows.shape[2:]).index_copy_(0, slots[kept], torch.cat((k, v), dim=-1)[kept])
+    return q

@@ -101,3 +101,8 @@ def load(march: str = "native") -> NativeKernels | None:
     except (BuildError, OSError, AttributeError) as error:
         logger.warning("native kernels are not used, PyTorch's are: %s", error)
         return None
+
+
+def kernels_for(x: torch.Tensor) -> NativeKernels | None:
+    """The kernels, if they take tensors such as x."""
+    return load() if x.dtype in DTYPES and x.is_cpu else None

@@ -48,7 +48,8 @@ void add_rms_norm(const T* x, const T* residual, const T* weight, float eps, T* 
 
 // silu(g) = g / (1 + e^-g), through e^-|g| so that nothing overflows.
 inline float silu(float g) {
-    float e = exp_negative(-std::fabs(g));
+    float size = std::fabs(g);
+    float e = size > 87.0f ? 0.0f : exp_negative(-size);
     return g * (g >= 0 ? 1.0f : e) / (1.0f + e);
 }
 
@@ -119,7 +120,7 @@ API void headrace_init(void* parallel, void* threads) {
     omp_max_threads = reinterpret_cast<MaxThreads>(threads);
 }
 
-// The first call of a kernel in each process checks nothing: Python has checked dtypes, shapes and strides.
+// Nothing is checked here: Python has checked dtypes, shapes and strides.
 #define DISPATCH(type, call)             \
     if (type == FLOAT32) {               \
         using T = float;                 \

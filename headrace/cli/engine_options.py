@@ -87,7 +87,7 @@ _CACHE_KNOBS = (
         "prefixes for reuse.",
         parser=parse_size,
         metavar="SIZE",
-        default="a quarter of the memory that is free beside the weights, and no more than could be used",
+        default="up to 2GiB, within a quarter of the memory that is free beside the weights",
     ),
     Knob(
         "num_kv_blocks",

@@ -7,8 +7,8 @@ What a filter keeps is defined without reference to an order, so that equal logi
 * top_p keeps, of what the other two kept, a token if those with a larger logit have less than ``top_p`` of their mass.
 
 Each keeps whole logit values from the top down, so candidates from a bounded set suffice as soon as a value is dropped
-within it. A row whose candidates do not suffice is drawn again from a wider set: that is a check on the host. On a device
-where the host would have to wait for it, rows whose limit is not known beforehand take the whole vocabulary at once, and
+within it. A row whose candidates do not suffice is drawn again from all its tokens: that is a check on the host. On a device
+where the host would have to wait for it, rows whose limit is not known beforehand sort the whole vocabulary at once, and
 of the equals of the k-th logit those beyond the candidates are dropped.
 """
 
@@ -24,14 +24,19 @@ from headrace.sampling.device import upload
 from headrace.sampling.feature import Indices, Rows, take_rows
 from headrace.sampling.random import seed_words, uniform
 from headrace.sampling.vocabulary import argmax, block_maxima, block_sums, candidates, pick, pick_wide
+from headrace.sampling_params import SamplingParams
 
 _FEWEST = 64
 """Candidates of a row whose top_k asks for no more."""
 _SPARE = 8
 """Candidates beyond top_k, so that a few equals of the last one fit in."""
-_WIDEN = 8
+_MOST = 1024
+"""Beyond this many candidates, working from all tokens is faster than finding the best ones."""
+_BINS = 2048
+_BINS_A_NEPER = 64
+"""Of the histogram in which a floor is searched."""
 
-GREEDY, PLAIN, FILTERED = 0, 1, 2
+GREEDY, TOP_1, PLAIN, FILTERED = 0, 1, 2, 3
 
 
 class Drawn(NamedTuple):
@@ -67,13 +72,19 @@ class Draw:
         # Below this no float32 logits could differ by so little that the temperature would tell.
         temperature = max(p.temperature, 1e-30) if p.temperature else 0.0
         filtered = limited or p.top_p < 1.0 or p.min_p > 0.0
-        self._kind[slot] = GREEDY if p.greedy else FILTERED if filtered else PLAIN
-        self._width[slot] = _at_least(top_k + _SPARE) if limited or self._device.type != "cpu" else _FEWEST
+        self._kind[slot] = _kind_of(p, filtered)
+        self._width[slot] = self._first_width(top_k)
         self._by_mass[slot] = not limited and p.top_p < 1.0 and p.min_p == 0.0
         row = np.array([temperature, top_k, p.top_p, p.min_p])
         self.params[slot].copy_(upload(row, self._device), non_blocking=True)
         key = np.array([*seed_words(seq.seed), seq.sample_index])
         self._keys[slot].copy_(upload(key, self._device), non_blocking=True)
+
+    def _first_width(self, top_k: int) -> int:
+        width = _FEWEST
+        while width < top_k + _SPARE:
+            width *= 2
+        return width if width <= _MOST or self._device.type != "cpu" else _FEWEST
 
     def draw(self, logits: torch.Tensor, rows: Rows, maxima: torch.Tensor | None = None) -> Drawn:
         """``logits [N, vocab]`` float32 are left as they are; ``maxima`` are their ``block_maxima`` if known already."""
@@ -82,6 +93,8 @@ class Draw:
         kinds = self._kind[rows.slots]
         if not kinds.any():
             return drawn.result()
+        if len(picked := np.flatnonzero(kinds == TOP_1)):
+            drawn.limit(picked, take_rows(drawn.best, picked))
         params = self.params[rows.slots_device]
         numbers = uniform(self._keys[rows.slots_device], rows.positions)
         if len(picked := np.flatnonzero(kinds == PLAIN)):
@@ -101,19 +114,36 @@ class Draw:
         return mass
 
     def _filtered(self, drawn: _Draft, picked: Indices, known: tuple[torch.Tensor, ...], width: int) -> None:
-        """Draws for rows that take ``width`` candidates, and more where they turn out not to suffice.
+        """Draws for rows that take ``width`` candidates, and from all their tokens where those turn out not to suffice.
 
         ``known``: params ``[N, 4]``, mass ``[N]`` and numbers ``[N]`` of all rows.
         """
-        while len(picked):
-            logits, maxima = take_rows(drawn.logits, picked), take_rows(drawn.maxima, picked)
-            params, mass, numbers = (take_rows(tensor, picked) for tensor in known)
-            values, tokens = candidates(logits, maxima, min(width, self._vocab_size))
-            weights, floors, suffices = keep(values, params, mass)
-            drawn.put(picked, tokens.gather(1, pick(weights, numbers).unsqueeze(1)).squeeze(1), floors)
-            if width >= self._vocab_size or self._device.type != "cpu":
-                return
-            picked, width = picked[~suffices.numpy()], width * _WIDEN
+        logits, maxima = take_rows(drawn.logits, picked), take_rows(drawn.maxima, picked)
+        params, mass, numbers = (take_rows(tensor, picked) for tensor in known)
+        values, tokens = candidates(logits, maxima, min(width, self._vocab_size))
+        weights, floors, suffices = keep(values, params, mass)
+        drawn.put(picked, tokens.gather(1, pick(weights, numbers).unsqueeze(1)).squeeze(1))
+        drawn.limit(picked, floors)
+        if width < self._vocab_size and self._device.type == "cpu":
+            for place in np.flatnonzero(~suffices.numpy()).tolist():
+                self._from_all(drawn, picked[place : place + 1], known[0], known[2])
+
+    def _from_all(self, drawn: _Draft, picked: Indices, params: torch.Tensor, numbers: torch.Tensor) -> None:
+        """Draws for one row whose filters keep more than a few tokens."""
+        row = int(picked[0])
+        weights = _weights(drawn, picked, params)
+        floor = floor_of(drawn.logits[row], weights[0], params[row].tolist())
+        weights.masked_fill_(drawn.logits[row] < floor, 0.0)
+        drawn.put(picked, pick_wide(weights, numbers[row : row + 1]))
+        drawn.limit(picked, floor.unsqueeze(0))
+
+
+def _kind_of(params: SamplingParams, filtered: bool) -> int:
+    if params.temperature == 0.0:
+        return GREEDY
+    if params.greedy:
+        return TOP_1
+    return FILTERED if filtered else PLAIN
 
 
 def keep(values: torch.Tensor, params: torch.Tensor, mass: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -153,24 +183,58 @@ def keep(values: torch.Tensor, params: torch.Tensor, mass: torch.Tensor) -> tupl
     return weights * kept, floors, ~short
 
 
+def floor_of(logits: torch.Tensor, weights: torch.Tensor, params: list[float]) -> torch.Tensor:
+    """The smallest logit of one row that the filters keep.
+
+    A histogram of the weights over their logarithm tells in which bin the mass of top_p is reached; only what is in that
+    bin is sorted. On the host.
+
+    Args:
+        logits: ``[vocab]``
+        weights: ``[vocab]`` float32: 1 for the best token.
+        params: temperature, top_k, top_p, min_p.
+    """
+    temperature, top_k, top_p, min_p = params
+    limited = top_k < len(logits)
+    if limited or min_p > 0.0:
+        survives = (weights >= min_p) & (logits > -torch.inf)
+        if limited:
+            survives &= logits >= logits.kthvalue(len(logits) - int(top_k) + 1).values
+        logits, weights = logits[survives], weights[survives]
+    if top_p >= 1.0:
+        return logits.min()
+    mass = weights.double()
+    bins = ((logits.max() - logits) * (_BINS_A_NEPER / temperature)).clamp_(max=_BINS - 1).long()
+    masses = torch.bincount(bins, weights=mass, minlength=_BINS)
+    before = masses.cumsum(0) - masses
+    target = top_p * masses.sum()
+    reached = int(((before < target) & (masses > 0)).nonzero()[-1])
+    inside = bins == reached
+    values, order = logits[inside].sort(descending=True)
+    shares = mass[inside][order]
+    ahead = before[reached] + shares.cumsum(0) - shares
+    first = torch.ones_like(values, dtype=torch.bool)
+    torch.ne(values[1:], values[:-1], out=first[1:])
+    return values[first & (ahead < target)].min()
+
+
 class _Draft:
     """The rows' tokens while they are being drawn."""
 
     def __init__(self, logits: torch.Tensor, maxima: torch.Tensor, tokens: torch.Tensor, best: torch.Tensor) -> None:
         self.logits, self.maxima = logits, maxima
         self.tokens, self.best = tokens, best
-        self._floors: torch.Tensor | None = None
 
-    def put(self, picked: Indices, tokens: torch.Tensor, floors: torch.Tensor | None = None) -> None:
-        rows = upload(picked, tokens.device)
-        self.tokens.index_copy_(0, rows, tokens)
-        if floors is not None:
-            self._floors = torch.full_like(self.best, -torch.inf) if self._floors is None else self._floors
-            self._floors.index_copy_(0, rows, floors)
+        self.floors = torch.full_like(best, -torch.inf)
+
+    def put(self, picked: Indices, tokens: torch.Tensor) -> None:
+        self.tokens.index_copy_(0, upload(picked, tokens.device), tokens)
+
+    def limit(self, picked: Indices, floors: torch.Tensor) -> None:
+        self.floors.index_copy_(0, upload(picked, floors.device), floors)
 
     def result(self) -> Drawn:
-        floors = torch.full_like(self.best, -torch.inf) if self._floors is None else self._floors
-        return Drawn(self.tokens, self.best, floors)
+        return Drawn(self.tokens, self.best, self.floors)
 
 
 def _weights(drawn: _Draft, picked: Indices, params: torch.Tensor) -> torch.Tensor:
@@ -178,11 +242,3 @@ def _weights(drawn: _Draft, picked: Indices, params: torch.Tensor) -> torch.Tens
     best = take_rows(drawn.best, picked).unsqueeze(1)
     temperature = take_rows(params, picked)[:, :1].float()
     return (take_rows(drawn.logits, picked) - best).div_(temperature).exp_()
-
-
-def _at_least(count: int) -> int:
-    """The power of two, times ``_FEWEST``, that holds ``count``: few widths, so that rows share them."""
-    width = _FEWEST
-    while width < count:
-        width *= 2
-    return width

@@ -17,6 +17,8 @@ from headrace.sampling.vocabulary import block_maxima, candidates
 
 ALL = -1
 _NOT_ASKED = -2
+_SPARE = 8
+"""Candidates beyond those asked for, so that of equals at the end the lowest ids are taken."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,10 +51,11 @@ def measure(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> Measured:
     """
     total = logits.logsumexp(-1, keepdim=True)
     own = logits.gather(1, tokens.unsqueeze(1))
-    ranks = (logits > own).sum(-1) + 1
+    ranks = (logits > own).sum(-1, dtype=torch.int32) + 1
     count = logits.shape[1] if count == ALL else min(count, logits.shape[1])
     if count:
-        values, best = candidates(logits, block_maxima(logits), count)
+        values, best = candidates(logits, block_maxima(logits), min(count + _SPARE, logits.shape[1]))
+        values, best = values[:, :count], best[:, :count]
     else:
         values, best = own[:, :0], tokens.unsqueeze(1)[:, :0]
     return Measured(tokens, (own - total).squeeze(1), ranks, best, values - total)

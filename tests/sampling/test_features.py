@@ -1,0 +1,287 @@
+"""Each feature against its plain reference, alone, in company, and in a slot that somebody else had before."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.core.plan import NewSequence
+from headrace.errors import RequestError
+from headrace.sampling.logprobs import ALL
+from headrace.sampling.penalties import Penalties
+from headrace.sampling.sampler import NOT_FINITE, NOTHING_ALLOWED
+from headrace.sampling_params import SamplingParams
+from headrace.text.vocab import TokenBytes
+
+from .reference import CPU, Bench, probabilities, processed_logits, sequence
+
+VOCAB = 300
+EOS = [1, 2]
+TOKEN_BYTES = TokenBytes(
+    tuple([b"<pad>", b"<eos>", b"<sep>"] + [bytes([97 + i % 3]) * (1 + i % 2) + bytes([97 + i // 9 % 3]) for i in range(280)]),
+    frozenset({0, 1, 2}),
+)
+"""Few letters, so that words come to be in many ways; the model has more tokens than the tokenizer."""
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "none": {},
+    "repetition": {"repetition_penalty": 1.7},
+    "repetition below 1": {"repetition_penalty": 0.6},
+    "presence": {"presence_penalty": 1.5},
+    "frequency": {"frequency_penalty": -0.8},
+    "penalties": {"repetition_penalty": 1.2, "presence_penalty": 0.4, "frequency_penalty": 0.7},
+    "bias": {"logit_bias": {5: 4.0, 299: -100.0, 17: 2.5}},
+    "allowed": {"allowed_token_ids": [1, 2, 9, 30, 31, 250]},
+    "min tokens": {"min_tokens": 3, "stop_token_ids": [40, 41], "max_tokens": 20},
+    "bad words": {"bad_words": ["aba", "cc", "bcab"]},
+    "bad words and special": {"bad_words": ["s>a", "<p", "bb"], "skip_special_tokens": False},
+    "filters": {"top_k": 40, "top_p": 0.8, "min_p": 0.01},
+    "everything": {
+        "repetition_penalty": 1.3,
+        "presence_penalty": -0.5,
+        "frequency_penalty": 0.5,
+        "logit_bias": {5: 4.0, 1: 9.0},
+        "allowed_token_ids": list(range(1, 200)),
+        "min_tokens": 4,
+        "bad_words": ["ab", "ca"],
+        "top_k": 25,
+        "top_p": 0.9,
+    },
+}
+
+
+def params_of(name: str, **changes: Any) -> SamplingParams:
+    fields: dict[str, Any] = {"temperature": 0.9, "logprobs": ALL, "logprobs_mode": "processed"}
+    return SamplingParams(**fields | FEATURES[name] | changes)
+
+
+def make(name: str, slot: int = 0, outputs: list[int] | None = None, **changes: Any) -> NewSequence:
+    chance = random.Random(name)
+    prompt = [chance.randrange(VOCAB) for _ in range(25)]
+    params = params_of(name, **changes)
+    return sequence(params, prompt, outputs or [], slot=slot, seed=slot, eos=EOS, token_bytes=TOKEN_BYTES)
+
+
+def logits_of(step: int, row: int = 0) -> torch.Tensor:
+    """Some tokens are seen often enough to be penalised several times."""
+    generator = torch.Generator().manual_seed(1000 * step + row)
+    logits = torch.randn(VOCAB, generator=generator) * 1.5
+    logits[::50] += 3.0
+    return logits
+
+
+def expected(seq: NewSequence, outputs: list[int], logits: torch.Tensor) -> torch.Tensor:
+    prompt = seq.token_ids[: seq.prompt_len]
+    row = processed_logits(logits, seq.sampling, prompt, outputs, EOS, TOKEN_BYTES)
+    return probabilities(row, seq.sampling)
+
+
+def reported(entry: Any) -> torch.Tensor:
+    shares = torch.zeros(VOCAB, dtype=torch.float64)
+    shares[entry.token_ids[1:]] = torch.tensor(entry.logprobs[1:], dtype=torch.float64).exp()
+    return shares
+
+
+def check(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    assert ((found > 1e-37) == (wanted > 1e-37)).all()
+    torch.testing.assert_close(found, wanted, rtol=2e-4, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_a_feature_is_its_reference_step_by_step(name: str) -> None:
+    seq = make(name)
+    bench = Bench(VOCAB, TOKEN_BYTES)
+    bench.add(seq)
+    outputs: list[int] = []
+    for step in range(12):
+        sampled = bench.step(logits_of(step).unsqueeze(0), [0])
+        wanted = expected(seq, outputs, logits_of(step))
+        check(reported(sampled.lists()[0]), wanted)
+        outputs.append(int(sampled.tokens))
+        assert wanted[outputs[-1]] > 0
+    text = b"".join(
+        TOKEN_BYTES.pieces[t] if not seq.sampling.skip_special_tokens else TOKEN_BYTES.visible[t] for t in outputs if t < 283
+    )
+    assert not any(word.encode() in text for word in seq.sampling.bad_words or [])
+
+
+def run(bench: Bench, place: int, slots: list[int], steps: int) -> list[int]:
+    """What the row of ``place`` draws; its logits are those of row 0 wherever it stands."""
+    drawn = []
+    for step in range(steps):
+        batch = [logits_of(step, 0 if row == place else row + 1) for row in range(len(slots))]
+        drawn.append(int(bench.step(torch.stack(batch), slots).tokens[place]))
+    return drawn
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_company_and_a_used_slot_change_nothing(name: str) -> None:
+    """Beside all other features, in every slot; each slot had another feature before, with outputs of its own."""
+    alone = Bench(VOCAB, TOKEN_BYTES)
+    alone.add(make(name, slot=0))
+    wanted = run(alone, 0, [0], 8)
+    bench = Bench(VOCAB, TOKEN_BYTES, slots=len(FEATURES))
+    names = list(FEATURES)
+    for turn in range(2):
+        order = names[turn + 1 :] + names[: turn + 1]
+        for slot, other in enumerate(order):
+            bench.add(make(other, slot=slot))
+        if turn == 0:
+            run(bench, 0, list(range(len(names))), 5)
+            for slot in range(len(names)):
+                bench.remove(slot)
+    place = order.index(name)
+    bench.remove(place)
+    own = make(name, slot=0)
+    bench.add(NewSequence(99, place, own.token_ids, own.prompt_len, own.sampling, own.seed, 0, EOS, own.bad_words))
+    assert run(bench, place, list(range(len(names))), 8) == wanted
+
+
+@pytest.mark.parametrize("name", FEATURES)
+@pytest.mark.parametrize("at", [1, 4, 7])
+def test_resuming_with_outputs_changes_nothing(name: str, at: int) -> None:
+    whole = Bench(VOCAB, TOKEN_BYTES)
+    whole.add(make(name))
+    wanted = run(whole, 0, [0], 10)
+    resumed = Bench(VOCAB, TOKEN_BYTES)
+    resumed.add(make(name, outputs=wanted[:at]))
+    found = [int(resumed.step(logits_of(step).unsqueeze(0), [0]).tokens) for step in range(at, 10)]
+    assert found == wanted[at:]
+
+
+@settings(derandomize=True, max_examples=60, deadline=None)
+@given(
+    repetition=st.floats(0.3, 3.0),
+    presence=st.floats(-2.0, 2.0),
+    frequency=st.floats(-2.0, 2.0),
+    temperature=st.sampled_from([0.0, 0.5, 2.0]),
+    prompt=st.lists(st.integers(0, 40), min_size=1, max_size=30),
+    outputs=st.lists(st.integers(0, 40), max_size=30),
+)
+def test_penalties_of_any_strength(
+    repetition: float, presence: float, frequency: float, temperature: float, prompt: list[int], outputs: list[int]
+) -> None:
+    params = SamplingParams(
+        temperature=temperature,
+        repetition_penalty=repetition,
+        presence_penalty=presence,
+        frequency_penalty=frequency,
+        logprobs=ALL,
+        logprobs_mode="processed",
+    )
+    bench = Bench(VOCAB)
+    bench.add(sequence(params, prompt, outputs))
+    sampled = bench.step(logits_of(0).unsqueeze(0), [0])
+    row = processed_logits(logits_of(0), params, prompt, outputs)
+    # Nothing is drawn at temperature 0: the report is as at temperature 1.
+    check(reported(sampled.lists()[0]), (row / (temperature or 1.0)).softmax(-1))
+    if temperature == 0.0:
+        assert row[int(sampled.tokens)] == pytest.approx(float(row.max()), abs=1e-5)
+
+
+def test_histograms_are_made_when_needed_and_shared_in_turn() -> None:
+    penalties = Penalties(256, 150_000, CPU)
+    plain = sequence(SamplingParams())
+    for slot in range(256):
+        penalties.add(slot, plain)
+    assert penalties.nbytes == 0
+    fined = sequence(SamplingParams(presence_penalty=1.0), [5, 6], [7])
+    penalties.add(200, fined)
+    first = penalties.nbytes
+    assert 0 < first < 8 * 4 * 150_000
+    for slot in range(200):
+        penalties.add(slot, fined)
+        penalties.remove(slot)
+    assert penalties.nbytes == first
+
+
+def test_long_sequences_have_room_for_what_they_see() -> None:
+    """The lists of seen tokens grow, those of other rows with them."""
+    params = SamplingParams(temperature=0.0, frequency_penalty=2.0, presence_penalty=1.0)
+    bench = Bench(2000)
+    bench.add(sequence(params, [3], slot=0))
+    bench.add(sequence(params, list(range(1000, 1250)), slot=1))
+    logits = torch.arange(2000).float().expand(2, -1) / 100
+    seen: list[list[int]] = [[], []]
+    for _ in range(600):
+        for row, token in enumerate(bench.step(logits, [0, 1]).tokens.tolist()):
+            seen[row].append(token)
+    bench.add(sequence(params, list(range(900)), slot=2))
+    assert seen[0] == seen[1]
+    for row in range(2):
+        outputs = seen[row]
+        last = processed_logits(logits[0], params, [3], outputs[:-1])
+        assert outputs[-1] == int(last.argmax())
+    assert int(bench.step(logits[:1], [2]).tokens) == 1999
+
+
+def test_min_tokens_bans_until_then_and_not_longer() -> None:
+    params = SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=[7], ignore_eos=True)
+    bench = Bench(10)
+    bench.add(sequence(params, eos=[1]))
+    logits = torch.tensor([[0.0, 9, 1, 0, 0, 0, 0, 8, 0, 0]])
+    assert [int(bench.step(logits, [0]).tokens) for _ in range(4)] == [2, 2, 1, 1]
+    bench.add(sequence(SamplingParams(temperature=0.0, min_tokens=2), [0], [2, 2], slot=1, eos=[1]))
+    assert int(bench.step(logits, [1]).tokens) == 1
+
+
+def test_a_stop_token_that_the_model_lacks_is_no_matter() -> None:
+    bench = Bench(10)
+    bench.add(sequence(SamplingParams(temperature=0.0, min_tokens=1, stop_token_ids=[99]), eos=[1]))
+    assert int(bench.step(torch.tensor([[0.0, 9, 1, 0, 0, 0, 0, 8, 0, 0]]), [0]).tokens) == 7
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"logit_bias": {300: 1.0}},
+        {"allowed_token_ids": [3, 300]},
+        {"bad_words": ["ab"]},
+    ],
+    ids=str,
+)
+def test_what_cannot_be_done_is_refused_and_leaves_nothing(changes: dict[str, Any]) -> None:
+    """Here the sampler has no tokenizer, so bad words cannot be done either."""
+    bench = Bench(VOCAB)
+    params = SamplingParams(repetition_penalty=2.0, temperature=0.0, **changes)
+    with pytest.raises(RequestError) as caught:
+        bench.add(sequence(params, [299], token_bytes=TOKEN_BYTES))
+    assert caught.value.param == next(iter(changes))
+    bench.add(sequence(SamplingParams(temperature=0.0)))
+    assert int(bench.step(logits_of(0).unsqueeze(0), [0]).tokens) == int(logits_of(0).argmax())
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0.0}, {}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.5}], ids=str)
+def test_a_row_that_has_no_sense_fails_alone(params: dict[str, Any]) -> None:
+    bench = Bench(VOCAB)
+    for slot in range(5):
+        bench.add(sequence(SamplingParams(**params, logprobs=2), slot=slot, seed=slot))
+    bench.add(sequence(SamplingParams(**params, allowed_token_ids=[4], logit_bias={4: 1.0}), slot=5))
+    bench.add(sequence(SamplingParams(**params, allowed_token_ids=[4], min_tokens=1, stop_token_ids=[4]), slot=6))
+    logits = torch.stack([logits_of(0, row) for row in range(7)])
+    logits[0, 77] = torch.nan
+    logits[1, 77] = torch.inf
+    logits[2] = -torch.inf
+    logits[3, 100:] = -torch.inf  # Padding columns are no fault.
+    sampled = bench.step(logits, list(range(7)))
+    assert sampled.errors() == {0: NOT_FINITE, 1: NOT_FINITE, 2: NOT_FINITE, 6: NOTHING_ALLOWED}
+    assert sampled.tokens[[0, 1, 2, 6]].tolist() == [0] * 4
+    assert sampled.tokens[3] < 100 and sampled.tokens[5] == 4
+    alone = Bench(VOCAB)
+    alone.add(sequence(SamplingParams(**params), seed=4))
+    assert int(alone.step(logits[4:5], [0]).tokens) == int(sampled.tokens[4])
+
+
+def test_the_penalties_see_biased_logits() -> None:
+    """The order: what may come, then penalties. A bias that makes a logit positive is divided."""
+    params = SamplingParams(logit_bias={3: 5.0}, repetition_penalty=2.0, logprobs=ALL, logprobs_mode="processed")
+    bench = Bench(4)
+    bench.add(sequence(params, [3]))
+    entry = bench.step(torch.tensor([[0.0, 0.0, 0.0, -1.0]]), [0]).lists()[0]
+    shares = dict(zip(entry.token_ids[1:], entry.logprobs[1:], strict=True))
+    assert shares[3] - shares[0] == pytest.approx(2.0)

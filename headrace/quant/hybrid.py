@@ -19,8 +19,8 @@ class HybridLinear(PackedLinear):
 
     def __init__(self, packed: PackedLinear, copy: torch.Tensor, crossover: int) -> None:
         """Args: copy: ``[out_features, in_features]``. crossover: the most rows that go to ``packed``."""
-        super().__init__(packed.in_features, packed.out_features, None)
-        self.bias = packed.bias
+        bias = None if packed.bias is None else packed.bias.data.to(copy.dtype)
+        super().__init__(packed.in_features, packed.out_features, bias)
         self.packed = packed
         self.crossover = crossover
         self.format = f"{packed.format}; a copy in {str(copy.dtype).removeprefix('torch.')} above {crossover} rows"
@@ -36,7 +36,7 @@ class HybridLinear(PackedLinear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., in_features] -> [..., out_features]``"""
         if x.numel() <= self.crossover * self.in_features:
-            few: torch.Tensor = self.packed(x)
-            return few
-        y = linear(x, self.copy, self.bias)
-        return y if self.packed.out_dtype is None else y.to(self.packed.out_dtype)
+            y: torch.Tensor = self.packed(x)
+        else:
+            y = linear(x, self.copy, self.bias)
+        return y if self.out_dtype is None else y.to(self.out_dtype)

@@ -1,0 +1,96 @@
+"""Codes of 4 and 8 bits: decoded from GGUF number for number, or rounded from floats within half a step."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from blocks import HALVES, Type, random_blocks
+from gguf.quants import dequantize, quantize
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.quant import int4, native
+from headrace.quant.gguf_blocks import decode
+from headrace.quant.groups import GROUP, GroupCodes, concatenate, relative_error, round_to_groups
+
+GROUPED = [kind for kind in HALVES if kind != Type.Q6_K]
+
+
+@pytest.mark.parametrize("kind", GROUPED, ids=lambda kind: kind.name)
+def test_blocks_are_what_gguf_says(kind: Type) -> None:
+    blocks = random_blocks(kind, rows=6, columns=512)
+    weights = decode(blocks, kind)
+    assert weights is not None
+    assert weights.bits == (4 if kind in (Type.Q4_0, Type.Q4_1, Type.Q4_K) else 8)
+    assert weights.codes.dtype == torch.uint8
+    assert int(weights.codes.max()) < 2**weights.bits
+    assert np.array_equal(weights.dequantize().numpy(), dequantize(blocks, kind))
+
+
+def test_other_types_have_no_groups_of_32() -> None:
+    assert decode(random_blocks(Type.Q6_K, 2, 256), Type.Q6_K) is None
+
+
+@pytest.mark.parametrize("kind", [Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0], ids=lambda kind: kind.name)
+def test_what_gguf_rounds(kind: Type) -> None:
+    floats = np.random.default_rng(0).normal(size=(8, 128)).astype(np.float32)
+    blocks = quantize(floats, kind)
+    weights = decode(blocks, kind)
+    assert weights is not None
+    assert np.array_equal(weights.dequantize().numpy(), dequantize(blocks, kind))
+
+
+@pytest.mark.parametrize("kind", GROUPED, ids=lambda kind: kind.name)
+def test_what_each_kernel_makes_of_it(kind: Type) -> None:
+    """Half precision is exact for all but K blocks; bfloat16 costs some thousandths."""
+    weights = decode(random_blocks(kind, rows=32, columns=512), kind)
+    assert weights is not None
+    exact = weights.dequantize()
+    error = relative_error(native.held(weights).dequantize(), exact)
+    assert error == 0 if kind not in (Type.Q4_K, Type.Q5_K) else 0 < error < 5e-4
+    if weights.bits == 4:
+        assert relative_error(int4.held(weights, torch.bfloat16).dequantize(), exact) < 6e-3
+        assert relative_error(int4.held(weights, torch.float32).dequantize(), exact) < 1e-6
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    bits=st.sampled_from([4, 8]),
+    step=st.sampled_from([torch.float16, torch.bfloat16, torch.float32]),
+    middle=st.booleans(),
+    spread=st.sampled_from([0.0, 0.02, 1.0]),
+    shift=st.sampled_from([0.0, -0.5, 0.03]),
+    seed=st.integers(0, 99),
+)
+def test_rounding(bits: int, step: torch.dtype, middle: bool, spread: float, shift: float, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    weight = shift + spread * torch.randn(5, 96, generator=generator)
+    anchor = 2 ** (bits - 1) if middle else 0
+    weights = round_to_groups(weight, bits, step, anchor)
+    assert weights.codes.shape == weight.shape
+    fixed = weights.mins + anchor * weights.scales
+    assert torch.equal(weights.scales, weights.scales.to(step).float())
+    torch.testing.assert_close(fixed, fixed.to(step).float(), rtol=1e-6, atol=1e-7)
+    # Half a step; and at the ends of the range what rounding scale and anchor took from it.
+    eps = torch.finfo(step).eps
+    bound = 0.5 * weights.scales + eps * (2**bits * weights.scales + fixed.abs()) + 1e-7
+    error = (weights.dequantize() - weight).abs().view(5, -1, GROUP).amax(-1)
+    assert bool((error <= bound).all())
+
+
+def test_pieces() -> None:
+    first, second = (round_to_groups(torch.randn(rows, 64), 4, torch.float16) for rows in (3, 5))
+    whole = concatenate([first, second])
+    assert whole.shape == (8, 64)
+    assert torch.equal(whole.dequantize(), torch.cat((first.dequantize(), second.dequantize())))
+    assert torch.equal(whole.rows(slice(3, 8)).dequantize(), second.dequantize())
+    with pytest.raises(ValueError, match="4, 8"):
+        concatenate([first, second.widen()])
+    assert torch.equal(concatenate([first.widen(), second.widen()]).dequantize(), whole.dequantize())
+
+
+def test_relative_error() -> None:
+    assert relative_error(torch.zeros(3), torch.zeros(3)) == 0
+    assert relative_error(torch.tensor([1.1, 2.0]), torch.tensor([1.0, 2.0])) == pytest.approx(0.1 / 5**0.5, rel=1e-5)
+    assert isinstance(GroupCodes(4, *torch.zeros(3, 1, 1)).shape, tuple)

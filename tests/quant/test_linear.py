@@ -1,0 +1,170 @@
+"""The packed products against the product with the weights that they hold."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import linear
+
+from headrace.kernels.native import NativeKernels, load
+from headrace.quant import int4, int8, native
+from headrace.quant.groups import GroupCodes, relative_error, round_to_groups
+from headrace.quant.hybrid import HybridLinear
+from headrace.quant.int4 import Int4Linear
+from headrace.quant.int8 import Int8Linear
+from headrace.quant.native import NativeLinear
+
+FLOATS = [torch.float32, torch.bfloat16]
+ACTIVATION_ERROR = 0.006
+"""Of a product whose activations were rounded to int8 by groups of 32, against the exact one, with normal activations."""
+
+
+def weights(bits: int, rows: int, columns: int, seed: int = 0) -> GroupCodes:
+    generator = torch.Generator().manual_seed(seed)
+    return round_to_groups(0.02 * torch.randn(rows, columns, generator=generator), bits, torch.float16)
+
+
+def inputs(rows: int, columns: int, dtype: torch.dtype, seed: int = 1) -> torch.Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+# The native product
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("outputs", "columns"), [(16, 32), (40, 64), (7, 96), (960, 576)])
+def test_native_holds_what_it_was_given(kernels: NativeKernels, bits: int, outputs: int, columns: int) -> None:
+    given = weights(bits, outputs, columns)
+    module = NativeLinear(given, None, kernels)
+    assert torch.equal(module.dequantize(), native.held(given).dequantize())
+    assert module.nbytes == -(-outputs // 16) * columns // 32 * (64 + 64 * bits)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_native_product(kernels: NativeKernels, bits: int, dtype: torch.dtype) -> None:
+    outputs, columns = 200, 576
+    bias = torch.randn(outputs)
+    for add in (None, bias):
+        module = NativeLinear(weights(bits, outputs, columns), add, kernels)
+        exact = module.dequantize()
+        for rows in (1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 33, 300):
+            x = inputs(rows, columns, dtype)
+            y = module(x)
+            assert y.dtype == dtype
+            assert y.shape == (rows, outputs)
+            expected = linear(x.float(), exact) + (0 if add is None else add)
+            assert relative_error(y, expected) < ACTIVATION_ERROR + (2e-3 if dtype == torch.bfloat16 else 0)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_native_is_exact_for_activations_of_eight_bits(kernels: NativeKernels, bits: int) -> None:
+    """Integers up to 127 with 127 in each group lose nothing: what is left is float32's own rounding."""
+    x = torch.randint(-127, 128, (9, 128), generator=torch.Generator().manual_seed(0)).float()
+    x[:, ::32] = 127
+    module = NativeLinear(weights(bits, 48, 128), None, kernels)
+    expected = linear(x.double(), module.dequantize().double())
+    torch.testing.assert_close(module(x).double(), expected, rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_native_with_the_largest_codes(kernels: NativeKernels, bits: int) -> None:
+    """No intermediate sum overflows."""
+    top = 2**bits - 1
+    ones = torch.ones(16, 2)
+    module = NativeLinear(GroupCodes(bits, torch.full((16, 64), top, dtype=torch.uint8), ones, -3 * ones), None, kernels)
+    for sign in (1.0, -1.0):
+        x = torch.full((2, 64), sign * 5.0)
+        torch.testing.assert_close(module(x), torch.full((2, 16), sign * 5.0 * 64 * (top - 3)), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_row_does_not_depend_on_its_neighbours(kernels: NativeKernels, bits: int, dtype: torch.dtype) -> None:
+    """Bit for bit, so batching and chunking change nothing."""
+    module = NativeLinear(weights(bits, 80, 96), None, kernels)
+    x = inputs(300, 96, dtype)
+    whole = module(x)
+    for begin, end in ((0, 1), (5, 8), (17, 33), (100, 299), (290, 300)):
+        assert torch.equal(module(x[begin:end]), whole[begin:end])
+
+
+def test_native_shapes_and_dtypes(kernels: NativeKernels) -> None:
+    module = NativeLinear(weights(4, 48, 64), None, kernels)
+    x = inputs(6, 64, torch.float32)
+    assert torch.equal(module(x.view(2, 3, 64)), module(x).view(2, 3, 48))
+    wide = inputs(6, 200, torch.float32)
+    assert torch.equal(module(wide[:, 64:128]), module(wide[:, 64:128].contiguous()))
+    assert torch.equal(module(x.T.contiguous().T), module(x))
+    assert module(x[:0]).shape == (0, 48)
+    half = module(x.half())
+    assert half.dtype == torch.float16
+    assert relative_error(half, module(x)) < 5e-3
+    module.out_dtype = torch.float32
+    assert module(x.bfloat16()).dtype == torch.float32
+    assert module(x.half()).dtype == torch.float32
+
+
+def test_native_with_zeros_and_extremes(kernels: NativeKernels) -> None:
+    module = NativeLinear(weights(4, 16, 64), None, kernels)
+    assert (module(torch.zeros(3, 64)) == 0).all()
+    x = torch.zeros(1, 64)
+    x[0, 5] = 1e20
+    torch.testing.assert_close(module(x), 1e20 * module.dequantize()[:, 5][None], rtol=1e-3, atol=1e15)
+
+
+# PyTorch's own
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_int4(rows: int, dtype: torch.dtype) -> None:
+    given, bias = weights(4, 48, 96), torch.randn(48).to(dtype)
+    module = Int4Linear(given, bias, dtype)
+    held = int4.held(given, dtype).dequantize()
+    assert relative_error(module.dequantize(), held) < 1e-6
+    x = inputs(rows, 96, dtype)
+    assert relative_error(module(x), linear(x.float(), held, bias.float())) < (1e-5 if dtype == torch.float32 else 8e-3)
+    assert module(x.view(rows, 1, 96)).shape == (rows, 1, 48)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_int8(rows: int, dtype: torch.dtype) -> None:
+    weight, bias = torch.randn(40, 48), torch.randn(40).to(dtype)
+    weight[3] = 0
+    module = Int8Linear(weight, bias, dtype)
+    assert relative_error(module.dequantize(), weight) < 0.01
+    x = inputs(rows, 48, dtype)
+    expected = linear(x.float(), module.dequantize(), bias.float())
+    assert relative_error(module(x), expected) < (1e-5 if dtype == torch.float32 else 8e-3)
+
+
+def test_what_does_not_fit() -> None:
+    assert int4.misfit(64, 32) is None
+    assert "20 outputs" in str(int4.misfit(64, 20))
+    assert "48 inputs" in str(int4.misfit(48, 32))
+    assert int8.misfit(48, 20) is None
+    assert "40 inputs" in str(int8.misfit(40, 20))
+    assert native.misfit(64, 7) is None
+    assert "48 inputs" in str(native.misfit(48, 16))
+
+
+def test_hybrid_changes_over_at_its_crossover() -> None:
+    given = weights(4, 32, 64)
+    copy = given.dequantize().bfloat16()
+    module = HybridLinear(Int4Linear(given, None, torch.bfloat16), copy, crossover=4)
+    for rows in (1, 4, 5, 20):
+        x = inputs(rows, 64, torch.bfloat16)
+        assert torch.equal(module(x), module.packed(x) if rows <= 4 else linear(x, copy))
+    assert module.copy_nbytes == 2 * 32 * 64
+    module.out_dtype = torch.float32
+    assert {module(inputs(rows, 64, torch.bfloat16)).dtype for rows in (1, 20)} == {torch.float32}
+
+
+def test_this_machine_runs_one_of_them() -> None:
+    """The suite would say nothing of the native product if it were never there."""
+    kernels = load()
+    if kernels is None:
+        pytest.skip("no compiler here")
+    assert kernels.tile in ("avx512_vnni", "avx2", "portable")

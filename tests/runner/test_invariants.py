@@ -104,7 +104,7 @@ def test_the_backends_agree(family: str) -> None:
 
 
 @families
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_company_and_order_change_nothing(family: str, seed: int) -> None:
     same(serve(World(family, max_num_seqs=32), shuffled(seed)), expected(family))
 
@@ -116,7 +116,7 @@ def test_late_arrivals_change_nothing(family: str) -> None:
 
 
 @families
-@pytest.mark.parametrize("budget", [1, 3, 7, 20])
+@pytest.mark.parametrize("budget", [1, 5, 20])
 def test_chunks_change_nothing(family: str, budget: int) -> None:
     """The harness checks that a chunk which is not the last brings no token."""
     requests = shuffled(budget)
@@ -137,7 +137,7 @@ def test_preemption_for_want_of_blocks_changes_nothing(family: str, depth: int) 
 
 
 @families
-@pytest.mark.parametrize(("depth", "seed"), [(1, 0), (1, 1), (2, 2), (3, 3)])
+@pytest.mark.parametrize(("depth", "seed"), [(1, 0), (2, 1), (3, 2)])
 def test_preemption_at_any_step_changes_nothing(family: str, depth: int, seed: int) -> None:
     """In every other step somebody loses slot and blocks: while their prompt is computed, or while they decode."""
     engine = Engine(World(family, depth=depth, max_num_batched_tokens=64))
@@ -176,15 +176,13 @@ def test_cache_hits_under_pressure_change_nothing(family: str) -> None:
 @families
 @pytest.mark.parametrize("slots", [1, 2])
 def test_a_reused_slot_is_as_new(family: str, slots: int) -> None:
-    for seed in (1, 2):
-        same(serve(World(family, max_num_seqs=slots), shuffled(seed)), expected(family))
+    same(serve(World(family, max_num_seqs=slots), shuffled(slots)), expected(family))
 
 
 @families
 @pytest.mark.parametrize("depth", [2, 3])
 def test_pipelining_changes_nothing(family: str, depth: int) -> None:
-    same(serve(World(family, depth=depth), shuffled(depth)), expected(family))
-    same(serve(World(family, depth=depth, max_num_batched_tokens=9), shuffled(depth)), expected(family))
+    same(serve(World(family, depth=depth, max_num_batched_tokens=40), shuffled(depth)), expected(family))
 
 
 @families
@@ -210,7 +208,7 @@ def test_warming_up_leaves_nothing(family: str) -> None:
 @pytest.mark.parametrize("depth", [1, 2])
 def test_abort_at_any_step_frees_every_block(depth: int) -> None:
     """The harness checks at the end that no block is used; those who stay are not disturbed."""
-    for step in range(0, 30, 3):
+    for step in range(0, 28, 4):
         engine = Engine(World("windows between", depth=depth, num_blocks=60, max_num_batched_tokens=20, caching=True))
         names = [each.request_id for each in REQUESTS]
         gone = set(random.Random(step).sample(names, len(names) // 2))

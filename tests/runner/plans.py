@@ -1,0 +1,31 @@
+"""Plans written by hand, for what a scheduler would never ask."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from headrace.core.plan import NewSequence, Row, StepPlan
+from headrace.sampling_params import SamplingParams
+
+from .harness import BLOCK
+
+
+def new(seq_id: int, slot: int, token_ids: Sequence[int], prompt_len: int | None = None, **sampling: Any) -> NewSequence:
+    params = SamplingParams(**{"temperature": 0.0} | sampling)
+    length = len(token_ids) if prompt_len is None else prompt_len
+    return NewSequence(seq_id, slot, list(token_ids), length, params, 0, 0, [], None)
+
+
+def row(
+    seq_id: int, slot: int, start: int, count: int, blocks: Sequence[int] = (), *, samples: bool = True, groups: int = 1
+) -> Row:
+    return Row(seq_id, slot, start, count, samples, (tuple(blocks),) * groups)
+
+
+def plan(*rows: Row, new: Sequence[NewSequence] = (), released: Sequence[int] = (), decode: int = 0, step: int = 1) -> StepPlan:
+    return StepPlan(step, tuple(released), tuple(new), tuple(rows), decode)
+
+
+def blocks_for(length: int, first: int = 1) -> list[int]:
+    return list(range(first, first - (-length // BLOCK)))

@@ -1,0 +1,86 @@
+"""The record of plans: its file, and what it can be replayed on."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from headrace.errors import ConfigError
+from headrace.runner.record import Recorder, fingerprint, read_plans, replay
+
+from .harness import World, prompt
+from .plans import new, plan, row
+
+PLANS = [
+    plan(row(1, 0, 0, 3, [1]), new=[new(1, 0, prompt(1, 3), temperature=1.0, logit_bias={3: 1.5})], step=1),
+    plan(row(1, 0, 3, 1), decode=1, step=2),
+    plan(released=[0], step=3),
+]
+
+
+def recorded(path: Path) -> Path:
+    recorder = Recorder(path, World().config())
+    for each in PLANS:
+        recorder.write(each)
+    recorder.close()
+    return path
+
+
+def test_what_was_written_is_read(tmp_path: Path) -> None:
+    header, plans = read_plans(recorded(tmp_path / "plans"))
+    assert list(plans) == PLANS
+    assert header.fingerprint == fingerprint(World().config())
+
+
+def test_plans_are_in_the_file_before_the_recorder_is_closed(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "plans", World().config())
+    recorder.write(PLANS[0])
+    assert list(read_plans(tmp_path / "plans")[1]) == PLANS[:1]
+    recorder.close()
+
+
+@pytest.mark.parametrize("cut", [1, 3, 10])
+def test_a_record_cut_off_is_read_to_its_last_whole_plan(tmp_path: Path, cut: int) -> None:
+    path = recorded(tmp_path / "plans")
+    path.write_bytes(path.read_bytes()[:-cut])
+    found = list(read_plans(path)[1])
+    assert found == PLANS[: len(found)] and len(found) == 2
+
+
+@pytest.mark.parametrize("content", [b"", b"\x01", b"no record at all", b"\x02\x00\x00\x00\x81\xa1"])
+def test_other_files_are_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "other").write_bytes(content)
+    with pytest.raises(ConfigError, match="no recorded steps"):
+        read_plans(tmp_path / "other")
+
+
+def test_missing_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_plans(tmp_path / "none")
+    with pytest.raises(ConfigError, match="cannot be recorded"):
+        World(record=str(tmp_path / "none" / "plans")).runner()
+
+
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        (World("mistral"), "model"),
+        (World(num_blocks=401), "cache"),
+        (World(max_num_seqs=3), "max_num_seqs"),
+        (World(backend="reference"), "attention_backends"),
+    ],
+)
+def test_a_replay_elsewhere_names_what_differs(tmp_path: Path, other: World, named: str) -> None:
+    path = recorded(tmp_path / "plans")
+    with pytest.raises(ConfigError, match=named) as caught:
+        replay(path, other.runner())
+    assert "dtype" not in caught.value.message
+
+
+def test_a_replay_records_nothing(tmp_path: Path) -> None:
+    path = recorded(tmp_path / "plans")
+    runner = dataclasses.replace(World(), record=str(tmp_path / "second")).runner()
+    assert len(list(replay(path, runner))) == 3
+    assert list(read_plans(tmp_path / "second")[1]) == []

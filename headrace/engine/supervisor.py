@@ -72,7 +72,7 @@ class EngineSupervisor:
         self._ready: asyncio.Future[EngineInfo] | None = None
         self._fatal: Fatal | None = None
         self._deaths = 0
-        self._last_step = 0.0
+        self._num_steps = 0
         self._ready_at: float | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -173,15 +173,15 @@ class EngineSupervisor:
         """Ends when the engine is stuck and has been killed, and says so."""
         timeout = self._args.step_timeout
         interval = min(1.0, timeout / 4)
-        quiet = time.monotonic()
-        while True:
+        waited, seen = 0.0, self._num_steps
+        while waited <= timeout:
             await asyncio.sleep(interval)
-            now = time.monotonic()
             pending = self._client.pending()
-            if self._state != "running" or not pending:
-                quiet = now
-            elif now - max(quiet, self._last_step) > timeout:
-                break
+            if self._state != "running" or not pending or self._num_steps != seen:
+                waited, seen = 0.0, self._num_steps
+            else:
+                # Counted in turns of this loop: time in which we ourselves stood still says nothing of the engine.
+                waited += interval
         reason = f"no step finished for {timeout:g} s while work was pending"
         self._set("stuck", f"{reason}; the engine is being restarted")
         logger.error("%s; in flight: %s", reason, _listed(pending))
@@ -197,7 +197,7 @@ class EngineSupervisor:
                 if self._on_progress is not None:
                     self._on_progress(progress)
             case Ready(info):
-                self._ready_at = self._last_step = time.monotonic()
+                self._ready_at = time.monotonic()
                 if self._state in ("starting", "restarting"):
                     self._set("running", "")
                 if self._ready is not None and not self._ready.done():
@@ -207,7 +207,7 @@ class EngineSupervisor:
                 self._fatal = message
             case _:
                 if isinstance(message, Step):
-                    self._last_step = time.monotonic()
+                    self._num_steps += 1
                 if self._state == "running":
                     self._client.on_message(message)
 

@@ -267,8 +267,11 @@ def test_kill_under_load_answers_everyone_and_restarts(
 def test_a_stopped_engine_is_found_out_and_replaced(make: Callable[..., AsyncLLM], caplog: pytest.LogCaptureFixture) -> None:
     async def work() -> None:
         async with make(seconds=0.01, step_timeout=0.6) as llm:
-            task = asyncio.create_task(collect(llm.generate("a", params(200), "stuck-one")))
+            task = asyncio.create_task(collect(llm.generate("a", params(240), "stuck-one")))
             await until(lambda: llm.stats.num_running == 1)
+            time.sleep(1.0)  # Our own standing still is not the engine's.
+            await asyncio.sleep(0.05)
+            assert llm.health().ok
             os.kill(llm.engine_pid, signal.SIGSTOP)
             await until(lambda: not llm.health().ok)
             assert "no step finished" in llm.health().reason

@@ -67,7 +67,8 @@ class HeadraceEngine:
     def __init__(self, job: Job) -> None:
         from headrace.engine.llm import LLM
 
-        self._llm = LLM(**job.engine_args)
+        arguments: dict[str, Any] = job.engine_args
+        self._llm = LLM(**arguments)
 
     def generate(self, prompts: list[list[int]], output_lens: list[int]) -> None:
         from headrace.sampling_params import SamplingParams

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from headrace.bench.report import distribution, facts
+from headrace.bench.report import distribution, facts, load_average
 from headrace.bench.workloads import Workload
 from headrace.errors import EngineError
 from headrace.sampling_params import SamplingParams
@@ -30,6 +30,7 @@ class Times:
 
 async def run(llm: AsyncLLM, load: Workload, *, warm_up: int, repetitions: int, tell: Callable[[str], None]) -> dict[str, Any]:
     """Every prompt of the workload ``repetitions`` times, one after the other, after ``warm_up`` that do not count."""
+    load_before = load_average()
     pairs = list(zip(load.prompts, load.output_lens, strict=True))
     for index in range(warm_up):
         tell(f"warm-up {index + 1} of {warm_up}")
@@ -43,7 +44,7 @@ async def run(llm: AsyncLLM, load: Workload, *, warm_up: int, repetitions: int, 
     seconds = {
         name: getattr(after, f"{name}_seconds") - getattr(before, f"{name}_seconds") for name in ("forward", "sample", "host")
     }
-    return summary(load.name, times) | {"engine_seconds": seconds, "engine": _engine(llm)} | facts()
+    return summary(load.name, times) | {"engine_seconds": seconds, "engine": _engine(llm)} | facts(load_before)
 
 
 async def one(llm: AsyncLLM, prompt: list[int], output_len: int, *, request_id: str) -> Times:

@@ -43,9 +43,15 @@ def distribution(seconds: Sequence[float]) -> dict[str, float]:
     return {name: round(value * 1e3, 3) for name, value in result.items()}
 
 
-def facts() -> dict[str, Any]:
-    """Where and when this was measured, with what, and by which command."""
+def load_average() -> float:
+    """Processes that have wanted a CPU in the last minute. Ask before measuring, which adds to it."""
+    return round(os.getloadavg()[0], 2)
+
+
+def facts(load_before: float) -> dict[str, Any]:
+    """Where and when this was measured, with what, by which command, and beside how much else."""
     return {
+        "load_before": load_before,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": " ".join(["headrace", *sys.argv[1:]]),
         "machine": {
@@ -53,7 +59,6 @@ def facts() -> dict[str, Any]:
             "cpu": _cpu(),
             "cpus": os.cpu_count(),
             "cpus_usable": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-            "load_1min": round(os.getloadavg()[0], 2),
         },
         "versions": {"headrace": headrace.__version__, "python": platform.python_version()} | _versions(),
     }

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from headrace.bench.report import distribution, facts
+from headrace.bench.report import distribution, facts, load_average
 from headrace.errors import ConfigError, EngineError
 
 CONNECT_SECONDS = 10.0
@@ -86,6 +86,7 @@ async def run(load: Load, *, tell: Callable[[str], None]) -> dict[str, Any]:
     Raises:
         EngineError: the server cannot be reached before the first request.
     """
+    load_before = load_average()
     headers = {"Authorization": f"Bearer {load.api_key}"} if load.api_key else {}
     limit = load.concurrency or load.max_in_flight
     limits = httpx.Limits(max_connections=limit, max_keepalive_connections=limit)
@@ -96,7 +97,7 @@ async def run(load: Load, *, tell: Callable[[str], None]) -> dict[str, Any]:
         start = time.perf_counter()
         await (sender.closed_loop() if load.concurrency else sender.open_loop())
         seconds = time.perf_counter() - start
-    return summary(load, model, sender.exchanges, sender.dropped, seconds) | facts()
+    return summary(load, model, sender.exchanges, sender.dropped, seconds) | facts(load_before)
 
 
 async def _first_model(client: httpx.AsyncClient, base: str) -> str:

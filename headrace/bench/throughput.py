@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 from rich.table import Table
 
-from headrace.bench.report import facts, table
+from headrace.bench.report import facts, load_average, table
 from headrace.bench.worker import Case, Job, Measured, Outcome
 from headrace.bench.workloads import Encoder, Workload, prose, random_tokens
 
@@ -62,6 +62,7 @@ def case_of(load: Workload) -> Case:
 
 def run(jobs: Sequence[Job], repetitions: int, *, timeout: float, tell: Callable[[str], None]) -> dict[str, Any]:
     """Runs every job ``repetitions`` times, interleaved; ``jobs`` differ by engine and share their cases."""
+    load_before = load_average()
     outcomes: dict[str, list[Outcome]] = {job.engine: [] for job in jobs}
     broken: dict[str, str] = {}
     for repetition in range(repetitions):
@@ -87,7 +88,7 @@ def run(jobs: Sequence[Job], repetitions: int, *, timeout: float, tell: Callable
         "errors": broken,
         "repetitions": repetitions,
         "threads": jobs[0].num_threads,
-    } | facts()
+    } | facts(load_before)
 
 
 def _of(outcome: Outcome, name: str) -> Measured:
@@ -153,22 +154,11 @@ def tables(report: dict[str, Any]) -> list[Table]:
 
 
 def _rates_table(rows: Sequence[Row]) -> Table:
-    header = [
-        "case",
-        "engine",
-        "requests",
-        "tokens in",
-        "tokens out",
-        "prompt tok/s",
-        "decode tok/s",
-        "output tok/s",
-        "requests/s",
-    ]
+    header = ["case", "engine", "tokens in", "tokens out", "prompt", "decode", "output", "requests"]
     cells = [
         [
             row.case,
             row.engine,
-            f"{row.requests:,}",
             f"{row.input_tokens:,}",
             f"{row.output_tokens:,}",
             _rate(row.prompt_rate),
@@ -178,7 +168,7 @@ def _rates_table(rows: Sequence[Row]) -> Table:
         ]
         for row in rows
     ]
-    return table("Throughput", header, cells)
+    return table("Tokens a second: of prompts, decoded, of all output; requests a second", header, cells)
 
 
 def _rate(value: float | None) -> str:

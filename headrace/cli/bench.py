@@ -19,6 +19,7 @@ from rich.text import Text
 from headrace.cli.engine_options import ENGINE
 from headrace.cli.errors import EXIT_FAILURE, print_error
 from headrace.cli.options import Group, command
+from headrace.cli.startup import PLAIN_WIDTH
 from headrace.config import EngineArgs
 from headrace.errors import ConfigError
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
     from headrace.bench.workloads import Encoder, Workload
 
+BUSY = 0.5
+"""Load for each CPU beyond which a measurement is of the neighbours as much as of us."""
 WHAT, HOW, REPORT = "What is measured", "How it is measured", "Report"
 
 app = typer.Typer(
@@ -170,6 +173,7 @@ def throughput(
     from headrace.bench import throughput as bench
     from headrace.bench.engines import NAMES
     from headrace.bench.worker import Job
+    from headrace.engine.environment import probe
 
     others = list(dict.fromkeys(compare or []))
     for engine in others:
@@ -180,7 +184,7 @@ def throughput(
         cases = [bench.case_of(_workload(workload, encoder, vocab_size))]
     else:
         cases = bench.standard_cases(encoder, vocab_size, batch or [1, 8, 32], input_len, output_len)
-    threads = args.num_threads or _usable_cpus()
+    threads = args.num_threads or probe().num_cores
     jobs = [
         Job(engine=e, engine_args=_changed(args), reference_dtype=reference_dtype.value, num_threads=threads, cases=cases)
         for e in [bench.OURS, *others]
@@ -324,7 +328,12 @@ def _usable_cpus() -> int:
 @contextlib.contextmanager
 def _status(text: str) -> Iterator[Callable[[str], None]]:
     """A line on standard error that says what is going on; nothing where that is not a terminal."""
-    with Console(stderr=True).status(text) as status:
+    from headrace.bench.report import load_average
+
+    console = Console(stderr=True)
+    if (load := load_average()) > BUSY * _usable_cpus():
+        console.print(Text(f"note: this machine is busy (load {load}), and its numbers will say little", "yellow"))
+    with console.status(text) as status:
         yield status.update
 
 
@@ -340,6 +349,8 @@ def _emit(report: dict[str, Any], tables: Sequence[RenderableType], as_json: boo
         sys.stdout.write(encoded(report) + "\n")
         return
     console = Console()
+    if not console.is_terminal:
+        console.width = PLAIN_WIDTH
     for item in tables:
         console.print(item)
         console.print()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import sys
+import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -84,8 +85,8 @@ def _default(parameter: inspect.Parameter, info: ArgumentInfo | OptionInfo) -> s
 
 
 def _value(hint: Any) -> str:
-    arguments = getattr(hint, "__args__", ())
-    if getattr(hint, "__origin__", None) is list:
+    arguments = typing.get_args(hint)
+    if typing.get_origin(hint) is list:
         return _value(arguments[0])
     if arguments:
         return "|".join(map(str, arguments))

@@ -27,7 +27,8 @@ def test_distribution_is_in_milliseconds() -> None:
 
 
 def test_facts_say_where_and_with_what() -> None:
-    found = facts()
+    found = facts(0.25)
+    assert found["load_before"] == 0.25
     assert {"date", "command", "machine", "versions"} <= set(found)
     assert found["machine"]["cpus_usable"] >= 1
     assert {"headrace", "python", "torch"} <= set(found["versions"])

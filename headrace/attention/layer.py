@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from headrace.attention.context import ForwardContext
-from headrace.cache.planes import scatter
-from headrace.kernels.rotary import rotate
+from headrace.cache.planes import write
+from headrace.kernels.rotary import rotate, rotate_and_write
 from headrace.spec import AttentionSpec
 
 
@@ -57,9 +57,11 @@ class Attention(nn.Module):
             return ctx.backends[spec.layer].run(q, cache, self.sinks)
         if k is None or v is None:
             raise ValueError(f"layer {spec.layer} keeps its own KV: k or v is missing")
+        slots = ctx.step.slot_mapping[cache.group]
         if spec.rotary_dim:
-            q, k = rotate(q, k, self._angles(cos_sin), spec.rotary_dim)
-        scatter(cache, k, v, ctx.write_targets[cache.group])
+            q = rotate_and_write(q, k, v, self._angles(cos_sin), spec.rotary_dim, cache.rows, slots)
+        else:
+            write(cache, k, v, slots)
         return ctx.backends[spec.layer].run(q, cache, self.sinks)
 
     def _angles(self, cos_sin: torch.Tensor | None) -> torch.Tensor:

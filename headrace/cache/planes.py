@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 
 from headrace.cache.layer import LayerCache
@@ -11,16 +9,6 @@ from headrace.config import CacheConfig
 from headrace.errors import ConfigError
 from headrace.spec import AttentionSpec, ModelSpec
 from headrace.spec.kv import DTYPE_BYTES
-
-
-@dataclasses.dataclass(frozen=True)
-class WriteTarget:
-    """Where one step's KV goes in the layers of one cache group. Made once a step, used by every layer."""
-
-    slots: torch.Tensor
-    """``[W]`` int64, none negative: ``block * block_size + offset``."""
-    tokens: torch.Tensor | None
-    """``[W]`` int64: the token of the batch that goes to each slot; None: all of them, in order."""
 
 
 def cache_bytes(config: CacheConfig) -> int:
@@ -71,37 +59,14 @@ def _kv_source(spec: AttentionSpec, model: ModelSpec) -> int:
     return spec.kv_source
 
 
-def write_target(slot_mapping: torch.Tensor) -> WriteTarget:
-    """Leaves out the tokens whose slot is negative.
-
-    Args:
-        slot_mapping: ``[T]`` int64.
-    """
-    kept = slot_mapping >= 0
-    if bool(kept.all()):
-        return WriteTarget(slot_mapping, None)
-    tokens = kept.nonzero().squeeze(1)
-    return WriteTarget(slot_mapping[tokens], tokens)
-
-
-def scatter(cache: LayerCache, k: torch.Tensor, v: torch.Tensor, target: WriteTarget) -> None:
-    """Writes the target's tokens.
-
-    Args:
-        k: ``[T, num_kv_heads, head_dim]``
-        v: ``[T, num_kv_heads, v_head_dim]``
-    """
-    rows = cache.rows.view(-1, *cache.rows.shape[2:])
-    kv = torch.cat((k, v), dim=-1)
-    rows.index_copy_(0, target.slots, kv if target.tokens is None else kv[target.tokens])
-
-
 def write(cache: LayerCache, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor) -> None:
     """Writes each token's K and V to its slot; slot -1 writes nothing.
 
     Args:
         k: ``[T, num_kv_heads, head_dim]``
         v: ``[T, num_kv_heads, v_head_dim]``
-        slot_mapping: ``[T]`` int64.
+        slot_mapping: ``[T]`` int64: ``block * block_size + offset``.
     """
-    scatter(cache, k, v, write_target(slot_mapping))
+    kept = slot_mapping >= 0
+    rows = cache.rows.view(-1, *cache.rows.shape[2:])
+    rows.index_copy_(0, slot_mapping[kept], torch.cat((k, v), dim=-1)[kept])

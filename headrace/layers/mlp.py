@@ -10,13 +10,8 @@ from torch import nn
 from torch.nn.functional import gelu
 
 from headrace.errors import ConfigError
-from headrace.kernels.activation import silu_mul
+from headrace.kernels.activation import gelu_tanh_mul, silu_mul
 from headrace.layers.linear import Linear
-
-
-def _gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    gate, up = gate_up.chunk(2, dim=-1)
-    return gelu(gate, approximate="tanh") * up
 
 
 def _gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
@@ -28,8 +23,8 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": silu_mul,
     "swish": silu_mul,
     "gelu": _gelu_mul,
-    "gelu_new": _gelu_tanh_mul,
-    "gelu_pytorch_tanh": _gelu_tanh_mul,
+    "gelu_new": gelu_tanh_mul,
+    "gelu_pytorch_tanh": gelu_tanh_mul,
 }
 """Hugging Face's name -> ``act(gate) * up`` for ``[T, 2n] -> [T, n]``."""
 

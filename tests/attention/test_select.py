@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from cases import layer_spec
 
 from headrace.attention import select
 from headrace.attention.reference import ReferenceAttention
 from headrace.errors import ConfigError
+
+from .cases import layer_spec
 
 
 def test_the_fast_one_is_chosen_on_the_cpu() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 
 import torch
-from harness import copy_weights
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -20,6 +19,8 @@ from transformers import (
 
 from headrace.models import registry
 from headrace.models.decoder import Decoder
+
+from .harness import copy_weights
 
 VOCAB = 89
 SMALL = {

@@ -130,7 +130,7 @@ class Bench:
         counts = [count for _, count in rows] + [1] * padding
         starts = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
         lengths = np.array([s.computed + count for s, count in rows] + [0] * padding, dtype=np.int32)
-        columns = max(len(s.tables[0]) for s, _ in rows) + wide
+        columns = max([len(s.tables[0]) for s, _ in rows], default=1) + wide
         tables = []
         for group in range(len(self.groups)):
             table = torch.zeros(len(rows) + padding, columns, dtype=torch.int32)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import CASES, VOCAB, greedy, pair, prompt
-from harness import Bench, Seq, random_model
 
 from headrace.attention import select
+
+from .families import CASES, VOCAB, greedy, pair, prompt
+from .harness import Bench, Seq, random_model
 
 STEPS = 26
 LENGTHS = (1, 13, 30)
@@ -100,4 +101,5 @@ def test_bfloat16_stays_near() -> None:
 
 def test_no_tokens_at_all() -> None:
     _, ours = pair("llama")
+    assert Bench(ours).step([]).shape == (0, VOCAB)
     assert ours.logits(torch.empty(0, ours.spec.hidden_size)).shape == (0, VOCAB)

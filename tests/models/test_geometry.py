@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
-from harness import Bench, model_spec, random_model
 from torch.nn import functional
 
 from headrace.attention import select
 from headrace.models.decoder import Decoder
 from headrace.models.registry import name_table
 from headrace.spec import AttentionSpec, ModelSpec
+
+from .harness import Bench, model_spec, random_model
 
 
 def layer(index: int, **changes: object) -> AttentionSpec:
@@ -160,7 +163,8 @@ def test_missing_arguments_of_attention_are_named() -> None:
     model = random_model(GEOMETRIES["kv-heads"])
     attention = model.layers[0].self_attn.attention
     q, k = torch.randn(1, 6, 8), torch.randn(1, 2, 8)
-    ctx = type("Ctx", (), {"caches": Bench(model).caches})()
+    step = SimpleNamespace(slot_mapping=(torch.tensor([4]),))
+    ctx = SimpleNamespace(step=step, caches=Bench(model).caches)
     with pytest.raises(ValueError, match=r"layer 0 .*cos_sin is missing"):
         attention(q, k, k, ctx)
     with pytest.raises(ValueError, match=r"layer 0 .*k or v is missing"):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import SMALL
 from transformers import BertConfig, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from headrace.errors import ConfigError
 from headrace.models import registry
 from headrace.spec import ModelSpec
+
+from .families import SMALL
 
 
 def spec_of(config: PretrainedConfig) -> ModelSpec:

@@ -25,7 +25,8 @@ def held(weights: GroupCodes) -> GroupCodes:
 
 
 class NativeLinear(PackedLinear):
-    """``weight = scale * code + minimum``. Activations are rounded to int8, with a scale for each row and group of 32.
+    """``weight = scale * code + minimum``. Activations are rounded to 15 bits, with a scale for each row and group
+    of 32.
 
     A row's result is the same, bit for bit, whatever rows are beside it.
     """

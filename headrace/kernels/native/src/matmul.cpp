@@ -1,8 +1,9 @@
 // Products with weights of 4 or 8 bits in groups of 32: weight = scale * code + minimum.
 //
-// The activations are rounded to int8, a scale for each row and group of 32, so that a group's dot product is one of
-// integers (as llama.cpp's Q8_1 does it). The sum over the groups is kept in float32, always in the same order: a row's
-// result does not depend on the rows beside it.
+// The activations are rounded to 15 bits, a scale for each row and group of 32, so that a group's dot product is one of
+// integers. A code is 128 * high + low with both in int8, for which the CPU has products. int8 alone would lose the small
+// values of a group that holds one very large one, and language models have such groups. The sum over the groups is
+// kept in float32, always in the same order: a row's result does not depend on the rows beside it.
 //
 // Weights lie in blocks of 16 outputs. A block holds its groups one after the other; a group holds the codes (for eight
 // runs of four inputs, 16 outputs x 4 inputs; with 4 bits, runs 0-3 in the low nibbles and 4-7 in the high ones), then
@@ -20,6 +21,9 @@ constexpr int LANES = 16;
 constexpr int RUNS = 8;
 constexpr int64_t ROW_BLOCK = 256;  // Rows whose activations stay in the second-level cache.
 constexpr int MOST_ROWS = 16;
+constexpr int SHIFT = 7;  // Of the high part of an activation's code.
+constexpr int LARGEST = 127 << SHIFT;
+constexpr int PAIR = 2 * GROUP;  // Bytes of a group's codes: the high parts, then the low ones.
 
 template <int BITS>
 struct Layout {
@@ -28,7 +32,7 @@ struct Layout {
 };
 
 struct Activations {
-    const int8_t* codes;  // [rows, groups * 32]
+    const int8_t* codes;  // [rows, groups, high and low, 32]
     const float* scales;  // [rows, groups]
     const float* sums;    // [rows, groups]: scale times the sum of the codes
     int64_t groups;
@@ -36,7 +40,7 @@ struct Activations {
 
 template <class T>
 void quantize_row(const T* x, int64_t groups, int8_t* codes, float* scales, float* sums) {
-    for (int64_t g = 0; g < groups; ++g, x += GROUP, codes += GROUP) {
+    for (int64_t g = 0; g < groups; ++g, x += GROUP, codes += PAIR) {
         float values[GROUP];
         float largest = 0;
 #pragma omp simd reduction(max : largest)
@@ -44,7 +48,7 @@ void quantize_row(const T* x, int64_t groups, int8_t* codes, float* scales, floa
             values[i] = to_float(x[i]);
             largest = std::max(largest, std::fabs(values[i]));
         }
-        float inverse = largest > 0 ? 127.0f / largest : 0.0f;
+        float inverse = largest > 0 ? float(LARGEST) / largest : 0.0f;
         int32_t sum = 0;
         int32_t rounded[GROUP];
 #pragma omp simd reduction(+ : sum)
@@ -56,8 +60,12 @@ void quantize_row(const T* x, int64_t groups, int8_t* codes, float* scales, floa
             sum += rounded[i];
         }
 #pragma omp simd
-        for (int i = 0; i < GROUP; ++i) codes[i] = int8_t(rounded[i]);
-        scales[g] = largest / 127.0f;
+        for (int i = 0; i < GROUP; ++i) {
+            int32_t high = (rounded[i] + (1 << (SHIFT - 1))) >> SHIFT;  // -127 to 127, which leaves -64 to 63.
+            codes[i] = int8_t(high);
+            codes[GROUP + i] = int8_t(rounded[i] - (high << SHIFT));
+        }
+        scales[g] = largest / float(LARGEST);
         sums[g] = scales[g] * float(sum);
     }
 }
@@ -71,7 +79,7 @@ void tile(const uint8_t* w, const Activations& a, int64_t row, float* out) {
     const __m512i low = _mm512_set1_epi8(15);
     __m512 total[ROWS];
     for (int m = 0; m < ROWS; ++m) total[m] = _mm512_setzero_ps();
-    const int8_t* codes = a.codes + row * a.groups * GROUP;
+    const int8_t* codes = a.codes + row * a.groups * PAIR;
     const float* scales = a.scales + row * a.groups;
     const float* sums = a.sums + row * a.groups;
     for (int64_t g = 0; g < a.groups; ++g, w += Layout<BITS>::bytes) {
@@ -90,13 +98,16 @@ void tile(const uint8_t* w, const Activations& a, int64_t row, float* out) {
         __m512 minimum = _mm512_cvtph_ps(_mm256_loadu_si256(tail + 1));
 #pragma GCC unroll 16
         for (int m = 0; m < ROWS; ++m) {
-            const int8_t* x = codes + (m * a.groups + g) * GROUP;
+            const int8_t* x = codes + (m * a.groups + g) * PAIR;
             __m512i dot[CHAINS];
             for (int i = 0; i < CHAINS; ++i) dot[i] = _mm512_setzero_si512();
-            for (int p = 0; p < RUNS; ++p) {
-                int32_t four;
-                std::memcpy(&four, x + 4 * p, 4);
-                dot[p % CHAINS] = _mm512_dpbusd_epi32(dot[p % CHAINS], c[p], _mm512_set1_epi32(four));
+            for (int part = 0; part < 2; ++part) {
+                for (int i = 0; i < CHAINS; ++i) dot[i] = _mm512_slli_epi32(dot[i], SHIFT);
+                for (int p = 0; p < RUNS; ++p) {
+                    int32_t four;
+                    std::memcpy(&four, x + part * GROUP + 4 * p, 4);
+                    dot[p % CHAINS] = _mm512_dpbusd_epi32(dot[p % CHAINS], c[p], _mm512_set1_epi32(four));
+                }
             }
             if (CHAINS == 2) dot[0] = _mm512_add_epi32(dot[0], dot[CHAINS - 1]);
             __m512 factor = _mm512_mul_ps(scale, _mm512_set1_ps(scales[m * a.groups + g]));
@@ -123,7 +134,7 @@ void half_tile(const uint8_t* w, const Activations& a, int64_t row, int half, fl
     const __m256i low = _mm256_set1_epi8(15), flip = _mm256_set1_epi8(char(128));
     __m256 total[ROWS];
     for (int m = 0; m < ROWS; ++m) total[m] = _mm256_setzero_ps();
-    const int8_t* codes = a.codes + row * a.groups * GROUP;
+    const int8_t* codes = a.codes + row * a.groups * PAIR;
     const float* scales = a.scales + row * a.groups;
     const float* sums = a.sums + row * a.groups;
     for (int64_t g = 0; g < a.groups; ++g, w += Layout<BITS>::bytes) {
@@ -145,12 +156,15 @@ void half_tile(const uint8_t* w, const Activations& a, int64_t row, int half, fl
         __m256 minimum = _mm256_cvtph_ps(_mm_loadu_si128(tail + 2 + half));
         if (BITS == 8) minimum = _mm256_fmadd_ps(scale, _mm256_set1_ps(128.0f), minimum);
         for (int m = 0; m < ROWS; ++m) {
-            const int8_t* x = codes + (m * a.groups + g) * GROUP;
+            const int8_t* x = codes + (m * a.groups + g) * PAIR;
             __m256i dot = _mm256_setzero_si256();
-            for (int p = 0; p < RUNS; ++p) {
-                int32_t four;
-                std::memcpy(&four, x + 4 * p, 4);
-                dot = _mm256_add_epi32(dot, dot_four<BITS>(c[p], _mm256_set1_epi32(four)));
+            for (int part = 0; part < 2; ++part) {
+                dot = _mm256_slli_epi32(dot, SHIFT);
+                for (int p = 0; p < RUNS; ++p) {
+                    int32_t four;
+                    std::memcpy(&four, x + part * GROUP + 4 * p, 4);
+                    dot = _mm256_add_epi32(dot, dot_four<BITS>(c[p], _mm256_set1_epi32(four)));
+                }
             }
             __m256 factor = _mm256_mul_ps(scale, _mm256_set1_ps(scales[m * a.groups + g]));
             total[m] = _mm256_fmadd_ps(factor, _mm256_cvtepi32_ps(dot), total[m]);
@@ -184,7 +198,7 @@ inline float half_to_float(uint16_t h) {
 template <int ROWS, int BITS>
 void tile(const uint8_t* w, const Activations& a, int64_t row, float* out) {
     float total[ROWS][LANES] = {};
-    const int8_t* codes = a.codes + row * a.groups * GROUP;
+    const int8_t* codes = a.codes + row * a.groups * PAIR;
     const float* scales = a.scales + row * a.groups;
     const float* sums = a.sums + row * a.groups;
     for (int64_t g = 0; g < a.groups; ++g, w += Layout<BITS>::bytes) {
@@ -199,11 +213,14 @@ void tile(const uint8_t* w, const Activations& a, int64_t row, float* out) {
             for (int i = 0; i < LANES * 4; ++i) c[p][i] = uint8_t(from[i] >> shift) & (BITS == 4 ? 15 : 255);
         }
         for (int m = 0; m < ROWS; ++m) {
-            const int8_t* x = codes + (m * a.groups + g) * GROUP;
+            const int8_t* x = codes + (m * a.groups + g) * PAIR;
             int32_t dot[LANES] = {};
             for (int p = 0; p < RUNS; ++p)
                 for (int n = 0; n < LANES; ++n)
-                    for (int t = 0; t < 4; ++t) dot[n] += int32_t(c[p][4 * n + t]) * int32_t(x[4 * p + t]);
+                    for (int t = 0; t < 4; ++t) {
+                        int i = 4 * p + t;
+                        dot[n] += int32_t(c[p][4 * n + t]) * ((int32_t(x[i]) << SHIFT) + int32_t(x[GROUP + i]));
+                    }
             float xs = scales[m * a.groups + g], xc = sums[m * a.groups + g];
             for (int n = 0; n < LANES; ++n) {
                 total[m][n] += scale[n] * xs * float(dot[n]);
@@ -243,14 +260,14 @@ template <class X>
 Activations quantize(const X* x, int64_t stride, int64_t rows, int64_t groups) {
     // Kept from call to call; the other threads read it only while this one waits for them.
     static thread_local std::vector<char> space;
-    size_t need = size_t(rows * groups) * (GROUP + 8);
+    size_t need = size_t(rows * groups) * (PAIR + 8);
     if (space.size() < need) space.resize(need);
     float* scales = reinterpret_cast<float*>(space.data());
     float* sums = scales + rows * groups;
     int8_t* codes = reinterpret_cast<int8_t*>(sums + rows * groups);
     parallel(rows, std::max<int64_t>(1, 32768 / (groups * GROUP)), [&](int64_t begin, int64_t end) {
         for (int64_t m = begin; m < end; ++m)
-            quantize_row(x + m * stride, groups, codes + m * groups * GROUP, scales + m * groups, sums + m * groups);
+            quantize_row(x + m * stride, groups, codes + m * groups * PAIR, scales + m * groups, sums + m * groups);
     });
     return {codes, scales, sums, groups};
 }

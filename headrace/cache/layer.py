@@ -18,6 +18,10 @@ class LayerCache:
     """Index of the layer's cache group."""
     rows: torch.Tensor
     """``[num_blocks, block_size, num_kv_heads, head_dim + v_head_dim]``"""
+    k_scale: torch.Tensor | None = None
+    """``[num_blocks, block_size, num_kv_heads]`` float32, of any strides: a factor for each key of rows in e4m3."""
+    v_scale: torch.Tensor | None = None
+    """As ``k_scale``, of the same strides."""
 
     @property
     def keys(self) -> torch.Tensor:

@@ -44,18 +44,20 @@ def paged_attention(
         start, end = starts[row : row + 2]
         if start == end or not length:
             continue
+        # Behind the window of a row's first query, blocks may be another row's by now.
+        low = 0 if window is None else max(0, length - (end - start) + 1 - window)
         blocks = block_tables[row].long()
-        kv = rows[blocks].double().flatten(0, 1)[:length]
+        kv = rows[blocks].double().flatten(0, 1)[low:length]
         k, v = kv[..., :head_dim], kv[..., head_dim:]
         if k_scale is not None and v_scale is not None:
-            k = k * k_scale[blocks].flatten(0, 1)[:length].unsqueeze(-1)
-            v = v * v_scale[blocks].flatten(0, 1)[:length].unsqueeze(-1)
+            k = k * k_scale[blocks].flatten(0, 1)[low:length].unsqueeze(-1)
+            v = v * v_scale[blocks].flatten(0, 1)[low:length].unsqueeze(-1)
         grouped = q[start:end].double().view(end - start, kv_heads, -1, head_dim)
         logits = torch.einsum("qhgd,khd->hgqk", grouped, k) * scale
         if soft_cap is not None:
             logits = soft_cap * torch.tanh(logits / soft_cap)
         position = torch.arange(length - (end - start), length, device=q.device)[:, None]
-        key = torch.arange(length, device=q.device)
+        key = torch.arange(low, length, device=q.device)
         seen = key <= position
         if window is not None:
             seen &= key > position - window
@@ -63,6 +65,6 @@ def paged_attention(
         if sinks is not None:
             sink = sinks.double().view(kv_heads, -1, 1, 1).expand(*logits.shape[:-1], 1)
             logits = torch.cat((logits, sink), dim=-1)
-        shares = logits.softmax(-1)[..., :length]
+        shares = logits.softmax(-1)[..., : length - low]
         out[start:end] = torch.einsum("hgqk,khd->qhgd", shares, v).flatten(1, 2).to(q.dtype)
     return out

@@ -46,16 +46,16 @@ def norm_rotate_and_cache(
     """
     kv_heads, head_dim, v_head_dim = check_qkv(qkv, num_heads, key_cache, value_cache, cos_sin, rotary_dim)
     q, k, v = torch.split(qkv, [num_heads * head_dim, kv_heads * head_dim, kv_heads * v_head_dim], dim=-1)
-    q_view = q.view(-1, num_heads, head_dim)
-    q, k = q_view, k.view(-1, kv_heads, head_dim)
+    q_view = q.view(len(qkv), num_heads, head_dim)
+    q, k = q_view, k.view(len(qkv), kv_heads, head_dim)
     if q_weight is not None:
         q = rms_norm(q, q_weight, eps)
-    if k_weight is not None:
+    if k_weight is not None and kv_heads:
         k = rms_norm(k, k_weight, eps)
     if cos_sin is not None and rotary_dim:
         q, k = rotate(q, k, cos_sin, rotary_dim)
     if key_cache is not None and value_cache is not None and slot_mapping is not None:
-        v = v.view(-1, kv_heads, v_head_dim)
+        v = v.view(len(qkv), kv_heads, v_head_dim)
         dtype = "auto" if k_scale is None and v_scale is None else "fp8_e4m3"
         reshape_and_cache(k, v, key_cache, value_cache, slot_mapping, dtype, k_scale, v_scale)
     return (q_view if q_out is None else q_out).copy_(q)
@@ -77,9 +77,9 @@ def check_qkv(
         kv_heads, head_dim, v_head_dim = 0, qkv.shape[1] // num_heads, 0
     else:
         kv_heads, head_dim, v_head_dim = *key_cache.shape[2:], value_cache.shape[3]
+    if rotary_dim > head_dim or rotary_dim % 2:
+        raise ValueError(f"rotary_dim {rotary_dim} must be even and at most {head_dim}")
     width = (num_heads + kv_heads) * head_dim + kv_heads * v_head_dim
     if qkv.shape[1] != width:
         raise ValueError(f"qkv is {qkv.shape[1]} wide, not {width}")
-    if rotary_dim > head_dim or rotary_dim % 2:
-        raise ValueError(f"rotary_dim {rotary_dim} must be even and at most {head_dim}")
     return kv_heads, head_dim, v_head_dim

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import importlib.util
 import os
 
@@ -29,7 +31,9 @@ def compute_capability(device: torch.device | str) -> int | None:
 
 def refusals(device: torch.device | str) -> list[str]:
     """Reasons why Triton kernels cannot run on a device; empty: they can."""
-    if importlib.util.find_spec("triton") is None:
+    found = importlib.util.find_spec("triton")
+    # Any folder of that name on the path is found too, but has no origin.
+    if found is None or found.origin is None:
         return ["Triton is not installed"]
     if interpreted():
         return []
@@ -41,8 +45,19 @@ def refusals(device: torch.device | str) -> list[str]:
     return []
 
 
-def multiprocessors(device: torch.device) -> int:
-    """How many programs the device runs side by side at the least."""
+@dataclasses.dataclass(frozen=True)
+class Resources:
+    """What a launch can count on."""
+
+    multiprocessors: int
+    shared_memory: int
+    """Bytes that one program may have."""
+
+
+@functools.cache
+def resources(device: torch.device) -> Resources:
+    """Of a CUDA device; of any other, numbers with which the interpreter takes the same ways."""
     if device.type != "cuda":
-        return 8
-    return torch.cuda.get_device_properties(device).multi_processor_count
+        return Resources(8, 227 << 10)
+    properties = torch.cuda.get_device_properties(device)
+    return Resources(properties.multi_processor_count, properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]

@@ -100,19 +100,21 @@ def _walk(
     SOFT_CAP: tl.constexpr,
     FP8: tl.constexpr,
     PRECISION: tl.constexpr,
+    INVARIANT: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Takes in the keys ``[begin, end)``, tile after tile; of these only ``[low, high)`` count.
 
-    ``acc_a``, ``acc_b`` are sums of values in units of ``unit``; ``highest`` and ``total`` are the running maximum and sum
-    of ``exp2``. Not ``MASKED``: every query sees every key.
+    ``acc_a``, ``acc_b`` are sums of values in units of ``unit``, which is the tile's, or with ``INVARIANT`` each tile
+    row's; ``highest`` and ``total`` are the running maximum and sum of ``exp2``. Not ``MASKED``: every query sees every key.
     """
     n = tl.arange(0, BLOCK_N)
     a = tl.arange(0, D_A)
     va = D + tl.arange(0, DV_A)
     for start in range(begin, end, BLOCK_N):
         key = start + n
-        present = key < high
+        # Keys before low may be another row's by now: a window gives blocks back.
+        present = (key >= low) & (key < high)
         block = _load(table + key // BLOCK_SIZE, present, MASKED).to(tl.int64)
         offset = key % BLOCK_SIZE
         base = keys + block * row_block + offset * row_offset
@@ -131,7 +133,7 @@ def _walk(
             # tanh x is 2 sigmoid(2 x) - 1.
             scores = (soft_cap * 1.4426950408889634) * (2.0 * tl.sigmoid(2.0 * scores / soft_cap) - 1.0)
         if MASKED:
-            visible = (key >= low)[None, :] & present[None, :] & (key[None, :] <= position[:, None])
+            visible = present[None, :] & (key[None, :] <= position[:, None])
             if WINDOW:
                 visible = visible & (key[None, :] > position[:, None] - window)
             scores = tl.where(visible, scores, float("-inf"))
@@ -147,8 +149,12 @@ def _walk(
         if FP8 > 0:
             # V's scales go into the weights, relative to the largest so far: float16 has few digits for small numbers.
             v_scale = _load(v_scales + place, present, MASKED)
-            new_unit = tl.maximum(unit, tl.max(v_scale, 0))
-            weights = weights * (v_scale / new_unit)[None, :]
+            if INVARIANT:
+                new_unit = tl.maximum(unit, tl.max(tl.where(visible, v_scale[None, :], 0.0), 1))
+                weights = weights * (v_scale[None, :] / new_unit[:, None])
+            else:
+                new_unit = tl.maximum(unit, tl.max(v_scale, 0))
+                weights = weights * (v_scale / new_unit)[None, :]
             decay = decay * (unit / new_unit)
             unit = new_unit
         weights = weights.to(q_a.dtype)
@@ -280,6 +286,7 @@ def _attend(
     FP8: tl.constexpr,
     SINGLE: tl.constexpr,  # one query a row: row r's is token first_token + r
     PHASED: tl.constexpr,  # whole tiles go without masks
+    INVARIANT: tl.constexpr,  # no tile row's numbers depend on another's
     SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -321,7 +328,7 @@ def _attend(
         acc_b = total
         if DV_B > 0:
             acc_b = tl.zeros([BLOCK_M, DV_B], tl.float32)
-        unit = 1e-30
+        unit = tl.full([BLOCK_M], 1e-30, tl.float32) if INVARIANT else 1e-30
         keys = rows + kv_head * row_head
         k_scales = k_scale + kv_head * scale_head
         v_scales = v_scale + kv_head * scale_head
@@ -334,13 +341,13 @@ def _attend(
             highest, total, acc_a, acc_b, unit = _walk(
                 begin, middle, low, high, highest, total, acc_a, acc_b, unit, q_a, q_b, factor, position, keys,
                 k_scales, v_scales, table, soft_cap, window, row_block, row_offset, scale_block, scale_offset,
-                BLOCK_SIZE, BLOCK_N, D, D_A, D_B, DV, DV_A, DV_B, WINDOW, SOFT_CAP, FP8, PRECISION, False,
+                BLOCK_SIZE, BLOCK_N, D, D_A, D_B, DV, DV_A, DV_B, WINDOW, SOFT_CAP, FP8, PRECISION, INVARIANT, False,
             )  # fmt: skip
             begin = middle
         highest, total, acc_a, acc_b, unit = _walk(
             begin, high, low, high, highest, total, acc_a, acc_b, unit, q_a, q_b, factor, position, keys,
             k_scales, v_scales, table, soft_cap, window, row_block, row_offset, scale_block, scale_offset,
-            BLOCK_SIZE, BLOCK_N, D, D_A, D_B, DV, DV_A, DV_B, WINDOW, SOFT_CAP, FP8, PRECISION, True,
+            BLOCK_SIZE, BLOCK_N, D, D_A, D_B, DV, DV_A, DV_B, WINDOW, SOFT_CAP, FP8, PRECISION, INVARIANT, True,
         )  # fmt: skip
 
         mass = tl.where(total == 0.0, 1.0, total)
@@ -350,7 +357,8 @@ def _attend(
         place = token * HEADS + head
         if SPLIT:
             place = (place - first_token * HEADS) * tl.num_programs(2) + split
-            tl.store(lse + place, tl.where(total == 0.0, float("-inf"), highest + tl.log2(mass)), mask=valid)
+            # Without keys there is no output, and so no mass, not even a sink's.
+            tl.store(lse + place, tl.where((total > 0.0) & (low < high), highest + tl.log2(mass), float("-inf")), mask=valid)
             valid = valid & (low < high)
         _store(out + place * DV, acc_a, inverse, valid, 0, DV, DV_A)
         if DV_B > 0:
@@ -470,7 +478,8 @@ def paged_attention(
         BLOCK_M=max(16, triton.next_power_of_2(block_q * tiling.heads)), BLOCK_N=tiling.block_n,
         D=head_dim, D_A=d_a, D_B=d_b, DV=v_head_dim, DV_A=dv_a, DV_B=dv_b,
         WINDOW=window is not None, SOFT_CAP=soft_cap is not None, SINKS=sinks is not None, FP8=fp8,
-        SINGLE=single, PHASED=not (single or tiling.invariant or window is not None), SPLIT=tiling.merges,
+        SINGLE=single, PHASED=not (single or tiling.invariant or window is not None),
+        INVARIANT=tiling.invariant, SPLIT=tiling.merges,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=tiling.num_warps, num_stages=tiling.num_stages,
     )  # fmt: skip

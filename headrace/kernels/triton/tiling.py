@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from headrace.kernels.support import Resources
+
 MIN_SPLIT = 256
 """Tokens of the longest row for each split: more splits cost more in merging than they gain in company."""
 _PROGRAMS = 2
@@ -24,9 +26,7 @@ class Geometry:
     """Of one number of q."""
     kv_bytes: int
     """Of one number in the cache."""
-    multiprocessors: int
-    shared_memory: int
-    """Bytes that one program may have."""
+    device: Resources
 
     @property
     def max_block_m(self) -> int:
@@ -73,11 +73,18 @@ def choose_tiling(geometry: Geometry, *, num_rows: int, num_tokens: int, max_que
     block_m = min(max(16, _power_of_two(max_queries * geometry.group_size)), geometry.max_block_m)
     heads = min(geometry.group_size, block_m)
     block_q = block_m // heads
-    tiles = max(num_rows, num_tokens // block_q)
+    tiles = max(num_rows, -(-num_tokens // block_q))
     programs = max(tiles * geometry.num_kv_heads * -(-geometry.group_size // heads), 1)
-    splits = max(1, min(_PROGRAMS * geometry.multiprocessors // programs, max_seq_len // MIN_SPLIT))
+    splits = max(1, min(_PROGRAMS * geometry.device.multiprocessors // programs, max_seq_len // MIN_SPLIT))
     block_n, num_stages = _keys(geometry, block_m, 128 if block_m <= 32 else 64)
     return Tiling(block_q, heads, block_n, splits, 0, 4 if block_m <= 32 else 8, num_stages)
+
+
+def workspace_bound(geometry: Geometry) -> int:
+    """At least ``partial_size`` of every tiling that ``choose_tiling`` gives, whatever the batch: it splits only while the
+    programs do not fill the device, and a program leaves at most one partial output a tile row."""
+    programs = _PROGRAMS * geometry.device.multiprocessors
+    return programs * geometry.max_block_m * (geometry.v_head_dim + 1)
 
 
 def invariant_tiling(geometry: Geometry, *, max_seq_len: int, split_tokens: int) -> Tiling:
@@ -102,7 +109,7 @@ def _keys(geometry: Geometry, block_m: int, block_n: int) -> tuple[int, int]:
     if geometry.q_bytes > 2 or max(geometry.head_dim, geometry.v_head_dim) > 256:
         block_n = min(block_n, 32)
     width = geometry.head_dim + geometry.v_head_dim
-    room = geometry.shared_memory - _KEPT_FREE - block_m * geometry.head_dim * geometry.q_bytes
+    room = geometry.device.shared_memory - _KEPT_FREE - block_m * geometry.head_dim * geometry.q_bytes
     # What is stored in a narrower type than q's is converted on its way, and then there twice.
     converted = geometry.q_bytes if geometry.kv_bytes < geometry.q_bytes else 0
     while True:

@@ -1,0 +1,21 @@
+"""Triton kernels under test: compiled where there is a CUDA device, else run by Triton's interpreter on the CPU."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Triton asks for it when it is imported, and libraries import it, so it must be said before anything else.
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture(params=["interpreted", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Where to run a kernel. One process does either the one or the other."""
+    cuda = torch.cuda.is_available()
+    if cuda != (request.param == "cuda"):
+        pytest.skip("there is a CUDA device: kernels are compiled" if cuda else "there is no CUDA device")
+    return torch.device("cuda" if cuda else "cpu")

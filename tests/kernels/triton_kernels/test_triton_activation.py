@@ -1,0 +1,54 @@
+"""Gated activations against their twins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from closeness import STEP, close
+
+from headrace.kernels import activation as twin
+from headrace.kernels.triton import activation
+
+# The interpreter computes a sigmoid by numpy, whose exp says so when it overflows.
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+
+PAIRS = {"silu": (activation.silu_mul, twin.silu_mul), "gelu": (activation.gelu_tanh_mul, twin.gelu_tanh_mul)}
+Function = Callable[[torch.Tensor], torch.Tensor]
+
+
+@pytest.mark.parametrize("dtype", STEP, ids=str)
+@pytest.mark.parametrize("shape", [(1, 2), (3, 96), (2, 2600), (0, 64)], ids=str)
+@pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
+def test_matches_the_twin(
+    pair: tuple[Function, Function], shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> None:
+    torch.manual_seed(0)
+    gate_up = (4 * torch.randn(shape)).to(dtype)
+    got, expected = pair[0](gate_up.to(device)), pair[1](gate_up)
+    assert got.dtype == dtype
+    # The activation is rounded, and then the product.
+    close(got, expected, steps=2)
+
+
+@pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
+def test_far_from_zero(pair: tuple[Function, Function], device: torch.device) -> None:
+    """No overflow in between, and no digits lost where the result is tiny."""
+    gate = torch.tensor([-1e4, -60.0, -8.0, -1e-3, 0.0, 1e-3, 8.0, 1e4])
+    gate_up = torch.cat((gate, torch.ones(8))).unsqueeze(0)
+    got = pair[0](gate_up.to(device)).cpu()
+    expected = pair[1](gate_up.double())
+    torch.testing.assert_close(got.double(), expected, atol=1e-12, rtol=1e-5)
+
+
+@pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
+def test_rows_of_a_wider_tensor(pair: tuple[Function, Function], device: torch.device) -> None:
+    wide = torch.full((3, 30), torch.nan)
+    wide[:, 4:24] = torch.randn(3, 20)
+    torch.testing.assert_close(pair[0](wide.to(device)[:, 4:24]).cpu(), pair[1](wide[:, 4:24]))
+
+
+def test_odd_width(device: torch.device) -> None:
+    with pytest.raises(ValueError, match="2n"):
+        activation.silu_mul(torch.zeros(2, 5, device=device))

@@ -1,0 +1,241 @@
+"""reshape_and_cache against its twin, which is itself held to what it says; and what it must not touch."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from headrace.errors import ConfigError
+from headrace.kernels import kv_cache as twin
+from headrace.kernels import support
+from headrace.kernels.triton import kv_cache
+
+BLOCKS = 5
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclasses.dataclass
+class Written:
+    """The arguments of one write."""
+
+    key: torch.Tensor
+    value: torch.Tensor
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    slots: torch.Tensor
+    kind: str
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
+
+    def write(self, function: object) -> None:
+        assert callable(function)
+        function(*(getattr(self, field.name) for field in dataclasses.fields(self)))
+
+    def to(self, device: torch.device) -> Written:
+        """A copy, of the same strides."""
+        return Written(
+            *(
+                torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device).copy_(t)
+                if isinstance(t := getattr(self, field.name), torch.Tensor)
+                else t
+                for field in dataclasses.fields(self)
+            )
+        )
+
+    def state(self) -> list[torch.Tensor]:
+        """All that a write may change, as bytes."""
+        caches = (self.key_cache, self.value_cache, self.k_scale, self.v_scale)
+        return [cache.cpu().contiguous().view(torch.uint8) for cache in caches if cache is not None]
+
+
+def problem(
+    *,
+    heads: int = 2,
+    head_dim: int = 64,
+    v_head_dim: int | None = None,
+    layout: str = "NHD",
+    kind: str = "auto",
+    dtype: torch.dtype = torch.bfloat16,
+    block_size: int = 8,
+    tokens: int = 7,
+) -> Written:
+    """Tokens for slots drawn at random, the third of them for none; caches full of marks."""
+    generator = torch.Generator().manual_seed(0)
+    v_head_dim = v_head_dim or head_dim
+
+    def cache(*widths: int, of: torch.dtype) -> torch.Tensor:
+        order = (BLOCKS, heads, block_size) if layout == "HND" else (BLOCKS, block_size, heads)
+        new = torch.full((*order, *widths), 3.0).to(of)
+        return new.transpose(1, 2) if layout == "HND" else new
+
+    stored = torch.float8_e4m3fn if kind == "fp8_e4m3" else dtype
+    slots = torch.randperm(BLOCKS * block_size, generator=generator)[:tokens]
+    slots[2:3] = -1
+    return Written(
+        key=torch.randn(tokens, heads, head_dim, generator=generator).to(dtype),
+        value=torch.randn(tokens, heads, v_head_dim, generator=generator).to(dtype),
+        key_cache=cache(head_dim, of=stored),
+        value_cache=cache(v_head_dim, of=stored),
+        slots=slots,
+        kind=kind,
+        k_scale=cache(of=torch.float32) if kind == "fp8_e4m3" else None,
+        v_scale=cache(of=torch.float32) if kind == "fp8_e4m3" else None,
+    )
+
+
+def check(made: Written, device: torch.device) -> None:
+    """The kernel leaves the same bytes as its twin, everywhere."""
+    there = made.to(device)
+    there.write(kv_cache.reshape_and_cache)
+    made.write(twin.reshape_and_cache)
+    assert all(torch.equal(got, expected) for got, expected in zip(there.state(), made.state(), strict=True))
+
+
+@pytest.mark.parametrize("kind", twin.KV_CACHE_DTYPES)
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("head_dim", [40, 64, 80, 96, 128, 192])
+def test_widths_and_layouts(head_dim: int, layout: str, kind: str, device: torch.device) -> None:
+    check(problem(head_dim=head_dim, layout=layout, kind=kind), device)
+
+
+@pytest.mark.parametrize("kind", twin.KV_CACHE_DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("heads", "head_dim", "v_head_dim"), [(1, 192, 128), (3, 64, 80), (5, 24, 8), (1, 576, 512)])
+def test_values_of_their_own_width(
+    heads: int, head_dim: int, v_head_dim: int, dtype: torch.dtype, kind: str, device: torch.device
+) -> None:
+    check(problem(heads=heads, head_dim=head_dim, v_head_dim=v_head_dim, dtype=dtype, kind=kind), device)
+
+
+@pytest.mark.parametrize("kind", twin.KV_CACHE_DTYPES)
+@pytest.mark.parametrize("block_size", [1, 8, 16, 32])
+def test_block_sizes(block_size: int, kind: str, device: torch.device) -> None:
+    check(problem(block_size=block_size, tokens=3, kind=kind), device)
+
+
+@pytest.mark.parametrize("kind", twin.KV_CACHE_DTYPES)
+def test_strided_everything(kind: str, device: torch.device) -> None:
+    """Keys and values within a fused projection, K and V of a token side by side in the cache, scales by head."""
+    made = problem(heads=2, head_dim=48, v_head_dim=32, kind=kind, dtype=torch.float32)
+    packed = torch.cat((made.key.flatten(1), made.value.flatten(1)), dim=1)
+    rows = torch.cat((made.key_cache.view(torch.uint8), made.value_cache.view(torch.uint8)), dim=-1).view(made.key_cache.dtype)
+    scales = [None if s is None else s.transpose(1, 2).contiguous().transpose(1, 2) for s in (made.k_scale, made.v_scale)]
+
+    def views(packed: torch.Tensor, rows: torch.Tensor, scales: list[torch.Tensor | None]) -> Written:
+        key, value = packed[:, :96].unflatten(1, (2, 48)), packed[:, 96:].unflatten(1, (2, 32))
+        slots = made.slots.to(packed.device)
+        return Written(key, value, rows[..., :48], rows[..., 48:], slots, kind, *scales)
+
+    there = views(packed.to(device), rows.to(device), [None if s is None else s.to(device) for s in scales])
+    there.write(kv_cache.reshape_and_cache)
+    here = views(packed, rows.clone(), [None if s is None else s.clone() for s in scales])
+    here.write(twin.reshape_and_cache)
+    assert all(torch.equal(got, expected) for got, expected in zip(there.state(), here.state(), strict=True))
+
+
+@pytest.mark.parametrize("kind", twin.KV_CACHE_DTYPES)
+def test_the_twin_by_hand(kind: str) -> None:
+    """Slot by slot; what no slot names keeps its marks."""
+    made = problem(kind=kind, layout="HND", dtype=torch.float32)
+    before = [part.clone() for part in (made.key_cache, made.value_cache)]
+    made.write(twin.reshape_and_cache)
+    owners = {int(slot): token for token, slot in enumerate(made.slots) if slot >= 0}
+    assert len(owners) == 6
+    sides = ((made.key, made.key_cache, made.k_scale), (made.value, made.value_cache, made.v_scale))
+    for (new, cache, scales), old in zip(sides, before, strict=True):
+        for slot in range(BLOCKS * 8):
+            block, offset = divmod(slot, 8)
+            stored = cache[block, offset].float()
+            if slot not in owners:
+                assert torch.equal(stored, old[block, offset].float())
+                continue
+            expected = new[owners[slot]]
+            if scales is None:
+                assert torch.equal(stored, expected)
+                continue
+            peaks = expected.abs().amax(-1)
+            torch.testing.assert_close(scales[block, offset], peaks / 448)
+            torch.testing.assert_close(stored * scales[block, offset, :, None], expected, rtol=1 / 16, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", twin.KV_CACHE_DTYPES)
+def test_nothing_to_write(kind: str, device: torch.device) -> None:
+    made = problem(kind=kind, tokens=3)
+    made.slots.fill_(-1)
+    there = made.to(device)
+    there.write(kv_cache.reshape_and_cache)
+    assert all(torch.equal(got, before) for got, before in zip(there.state(), made.state(), strict=True))
+    problem(kind=kind, tokens=0).to(device).write(kv_cache.reshape_and_cache)
+
+
+def test_extremes_in_fp8(device: torch.device) -> None:
+    """Zeros get the smallest scale; infinities and NaN stay visible and in their own head."""
+    made = problem(kind="fp8_e4m3", dtype=torch.float32, head_dim=16)
+    made.slots = torch.arange(7)
+    made.key[0] = 0
+    made.key[1, 0, 3] = torch.nan
+    made.key[1, 1] = 1e30
+    there = made.to(device)
+    there.write(kv_cache.reshape_and_cache)
+    assert there.k_scale is not None
+    restored = twin.dequantize(there.key_cache.cpu(), there.k_scale.cpu())[0]
+    assert torch.equal(there.k_scale[0, 0].cpu(), torch.full((2,), 1e-12))
+    assert torch.equal(restored[0], torch.zeros(2, 16))
+    assert restored[1, 0].isnan().any()
+    torch.testing.assert_close(restored[1, 1], made.key[1, 1])
+    assert restored[2:].isfinite().all()
+
+
+@pytest.mark.parametrize("module", [kv_cache, twin], ids=["kernel", "twin"])
+@pytest.mark.parametrize("kind", ["bfloat16", "fp8_e5m2", "", "FP8_E4M3"])
+def test_unknown_dtypes(kind: str, module: object) -> None:
+    made = problem()
+    made.kind = kind
+    with pytest.raises(ConfigError, match="kv_cache_dtype"):
+        made.write(module.reshape_and_cache)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("module", [kv_cache, twin], ids=["kernel", "twin"])
+def test_old_devices_are_told(module: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would have written zeros."""
+    monkeypatch.setattr(twin, "compute_capability", lambda device: 75)
+    with pytest.raises(ConfigError, match=r"FP8 KV cache requires SM80\+, got SM75"):
+        problem(kind="fp8_e4m3").write(module.reshape_and_cache)  # type: ignore[attr-defined]
+    problem().write(twin.reshape_and_cache)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"slots": torch.zeros(3, dtype=torch.int64)}, "slot_mapping"),
+        ({"key": torch.zeros(7, 2, 63)}, "key "),
+        ({"value": torch.zeros(7, 1, 64)}, "value "),
+        ({"k_scale": None}, "k_scale must be"),
+        ({"v_scale": torch.zeros(BLOCKS, 8, 2, dtype=torch.float64)}, "v_scale must be"),
+        ({"kind": "auto"}, "scales"),
+        ({"key_cache": torch.zeros(BLOCKS, 8, 2, 64)}, "holds"),
+    ],
+)
+def test_what_does_not_fit(change: dict[str, object], message: str) -> None:
+    made = dataclasses.replace(problem(kind="fp8_e4m3"), **change)
+    with pytest.raises(ValueError, match=message):
+        made.write(kv_cache.reshape_and_cache)
+
+
+def test_last_axes_must_be_contiguous() -> None:
+    made = problem(head_dim=64)
+    with pytest.raises(ValueError, match="contiguous"):
+        dataclasses.replace(made, key=made.key.transpose(1, 2).contiguous().transpose(1, 2)).write(kv_cache.reshape_and_cache)
+
+
+def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert "not on cpu" in support.refusals("cpu")[0]
+    monkeypatch.setattr(support, "compute_capability", lambda device: 75)
+    assert "SM75" in support.refusals("cuda")[0]
+    monkeypatch.setattr(support, "compute_capability", lambda device: 90)
+    assert support.refusals("cuda") == []
+    monkeypatch.setattr(support.importlib.util, "find_spec", lambda name: None)
+    assert support.refusals("cuda") == ["Triton is not installed"]

@@ -1,0 +1,70 @@
+"""RMS norms against their twins, over odd widths, strides and types."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from closeness import STEP, close
+
+from headrace.kernels import norm as twin
+from headrace.kernels.triton import norm
+
+EPS = 1e-6
+
+
+@pytest.mark.parametrize("dtype", STEP, ids=str)
+@pytest.mark.parametrize("shape", [(1, 64), (3, 40), (2, 1000), (5, 3, 80), (0, 64), (2, 1)], ids=str)
+def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(shape).to(dtype), torch.randn(shape[-1]).to(dtype)
+    got = norm.rms_norm(x.to(device), weight.to(device), EPS)
+    assert got.dtype == dtype
+    # Rounded once before the weight and once after it.
+    close(got, twin.rms_norm(x, weight, EPS), steps=2)
+
+
+@pytest.mark.parametrize("dtype", STEP, ids=str)
+@pytest.mark.parametrize("shape", [(1, 64), (3, 40), (2, 1000), (0, 64)], ids=str)
+def test_add_rms_norm(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    torch.manual_seed(0)
+    x, residual, weight = (torch.randn(s).to(dtype) for s in (shape, shape, shape[-1:]))
+    normed, total = norm.add_rms_norm(x.to(device), residual.to(device), weight.to(device), EPS)
+    expected, expected_total = twin.add_rms_norm(x, residual, weight, EPS)
+    close(normed, expected, steps=2)
+    close(total, expected_total, steps=0 if dtype != torch.bfloat16 else 1)
+
+
+def test_rows_within_wider_ones(device: torch.device) -> None:
+    """Heads of a fused projection: what is beside them is neither read nor written."""
+    packed = torch.full((4, 3 * 48 + 7), torch.nan)
+    packed[:, 5 : 5 + 96] = torch.randn(4, 96)
+    heads = packed.to(device)[:, 5 : 5 + 96].unflatten(1, (2, 48))
+    weight = torch.randn(48)
+    close(norm.rms_norm(heads, weight.to(device), EPS), twin.rms_norm(packed[:, 5:101].unflatten(1, (2, 48)), weight, EPS))
+    flat = packed.to(device)[:, 5 : 5 + 48]
+    residual = torch.randn(48, 4).T
+    got = norm.add_rms_norm(flat, residual.contiguous().to(device), weight.to(device), EPS)
+    close(got[0], twin.add_rms_norm(packed[:, 5:53], residual.contiguous(), weight, EPS)[0])
+
+
+def test_extremes(device: torch.device) -> None:
+    """Zeros stay zeros; squares of the largest bfloat16 numbers a model has do not overflow; NaN stays in its row."""
+    x = torch.zeros(3, 64)
+    x[1] = 1e15
+    x[2, 7] = torch.nan
+    got = norm.rms_norm(x.to(device), torch.ones(64, device=device), EPS).cpu()
+    assert torch.equal(got[0], torch.zeros(64))
+    torch.testing.assert_close(got[1], torch.ones(64))
+    assert got[2].isnan().all()
+
+
+def test_refusals(device: torch.device) -> None:
+    x = torch.randn(4, 8, device=device)
+    with pytest.raises(ValueError, match="weight"):
+        norm.rms_norm(x, torch.ones(7, device=device), EPS)
+    with pytest.raises(ValueError, match="weight"):
+        norm.rms_norm(x, torch.ones(8, dtype=torch.float16, device=device), EPS)
+    with pytest.raises(ValueError, match="residual"):
+        norm.add_rms_norm(x, x[:3], torch.ones(8, device=device), EPS)
+    with pytest.raises(ValueError, match="contiguous"):
+        norm.rms_norm(x.T, torch.ones(4, device=device), EPS)

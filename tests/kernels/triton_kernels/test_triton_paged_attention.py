@@ -1,0 +1,342 @@
+"""Paged attention against the formula in float64, in every geometry and tiling."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from headrace.kernels.kv_cache import quantize
+from headrace.kernels.paged_attention import paged_attention as twin
+from headrace.kernels.support import Resources, resources
+from headrace.kernels.triton.paged_attention import paged_attention, partial_size
+from headrace.kernels.triton.tiling import Geometry, Tiling, choose_tiling, invariant_tiling, workspace_bound
+
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3}
+FEW = Tiling(block_q=4, heads=4, block_n=16, splits=1, split_tokens=0, num_warps=4, num_stages=2)
+"""Small tiles, so that short rows take many."""
+PROMPTS = [(5, 5), (1, 33), (14, 30), (3, 50)]
+"""Rows of (queries, tokens in the cache)."""
+DECODE = [(1, 1), (1, 16), (1, 47), (1, 130)]
+
+
+@dataclasses.dataclass
+class Problem:
+    q: torch.Tensor
+    rows: torch.Tensor
+    tables: torch.Tensor
+    query_start: torch.Tensor
+    seq_lens: torch.Tensor
+    v_head_dim: int
+    options: dict[str, object]
+
+    @property
+    def kv_heads(self) -> int:
+        return self.rows.shape[2]
+
+    def arguments(self, device: torch.device | str) -> tuple[list[torch.Tensor], dict[str, object]]:
+        tensors = [self.q, self.rows, self.tables, self.query_start, self.seq_lens]
+        options = {"v_head_dim": self.v_head_dim, "scale": self.q.shape[2] ** -0.5, **self.options}
+        moved = {name: _to(v, device) if isinstance(v, torch.Tensor) else v for name, v in options.items()}
+        return [_to(t, device) for t in tensors], moved
+
+    def expected(self) -> torch.Tensor:
+        tensors, options = self.arguments("cpu")
+        return twin(tensors[0].double(), *tensors[1:], **options)
+
+    def run(self, device: torch.device, tiling: Tiling, **launch: object) -> torch.Tensor:
+        tensors, options = self.arguments(device)
+        defaults = {"tokens": range(len(self.q)), "single": False}
+        return paged_attention(*tensors, **options, tiling=tiling, **{**defaults, **launch})
+
+    def check(self, device: torch.device, tiling: Tiling, **launch: object) -> None:
+        got, expected = self.run(device, tiling, **launch).cpu().double(), self.expected()
+        tolerance = TOLERANCE[self.q.dtype]
+        if "k_scale" in self.options:
+            # The formula has the same quantised keys and values: what is left is float16 inside.
+            tolerance = max(tolerance, 4e-3)
+        torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
+
+
+def _to(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """A copy elsewhere, of the same strides."""
+    moved = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    return moved.copy_(tensor)
+
+
+def problem(
+    lengths: Sequence[tuple[int, int]] = tuple(PROMPTS),
+    *,
+    kv_heads: int = 1,
+    group: int = 4,
+    head_dim: int = 32,
+    v_head_dim: int | None = None,
+    block_size: int = 8,
+    dtype: torch.dtype = torch.float32,
+    fp8: bool = False,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: bool = False,
+) -> Problem:
+    """Rows in blocks drawn at random. What no row may see is NaN, but for the null block."""
+    generator = torch.Generator().manual_seed(0)
+    v_head_dim = v_head_dim or head_dim
+    needed = [-(-length // block_size) for _, length in lengths]
+    count = 1 + sum(needed) + 2
+    shape = (count, block_size, kv_heads, head_dim + v_head_dim)
+    rows = torch.randn(shape, generator=generator)
+    options: dict[str, object] = {"window": window, "soft_cap": soft_cap}
+    if fp8:
+        # Of very different sizes from token to token.
+        rows[..., :head_dim] *= 10 ** (2 * torch.rand(*shape[:3], 1, generator=generator) - 1.5)
+        rows[..., head_dim:] *= 10 ** (4 * torch.rand(*shape[:3], 1, generator=generator) - 3)
+        parts = [quantize(rows[..., :head_dim]), quantize(rows[..., head_dim:])]
+        rows = torch.cat([stored.view(torch.uint8) for stored, _ in parts], dim=-1).view(torch.float8_e4m3fn)
+        # Stored by head, so that the scales of a block's tokens lie side by side.
+        scales = [scale.transpose(1, 2).contiguous().transpose(1, 2) for _, scale in parts]
+        options |= {"k_scale": scales[0], "v_scale": scales[1]}
+    else:
+        rows = rows.to(dtype)
+    order = (1 + torch.randperm(count - 1, generator=generator)).tolist()
+    tables = torch.zeros(len(lengths), max(needed) + 1, dtype=torch.int32)
+    visible = torch.zeros(count, block_size, dtype=torch.bool)
+    visible[0] = True
+    for row, (queries, length) in enumerate(lengths):
+        passed = 0 if window is None else max(0, length - queries + 1 - window) // block_size
+        for column in range(needed[row]):
+            tables[row, column] = block = order.pop()
+            visible[block, : length - column * block_size] = column >= passed
+    rows.view(torch.uint8 if fp8 else dtype)[~visible] = 0x7F if fp8 else torch.nan
+    total = sum(queries for queries, _ in lengths)
+    if sinks:
+        options["sinks"] = torch.randn(kv_heads * group, generator=generator)
+    return Problem(
+        q=torch.randn(total, kv_heads * group, head_dim, generator=generator).to(dtype),
+        rows=rows,
+        tables=tables,
+        query_start=torch.tensor([0, *itertools.accumulate(q for q, _ in lengths)], dtype=torch.int32),
+        seq_lens=torch.tensor([length for _, length in lengths], dtype=torch.int32),
+        v_head_dim=v_head_dim,
+        options=options,
+    )
+
+
+def geometry(made: Problem, device: Resources | None = None) -> Geometry:
+    heads, width = made.q.shape[1:]
+    device = device or resources(torch.device("cpu"))
+    group = heads // made.kv_heads
+    return Geometry(made.kv_heads, group, width, made.v_head_dim, made.q.itemsize, made.rows.itemsize, device)
+
+
+def chosen(made: Problem, device: Resources | None = None) -> Tiling:
+    queries = int(made.query_start.diff().max())
+    return choose_tiling(
+        geometry(made, device),
+        num_rows=len(made.seq_lens),
+        num_tokens=len(made.q),
+        max_queries=queries,
+        max_seq_len=int(made.seq_lens.max()),
+    )
+
+
+WIDTHS = [(40, 40), (64, 64), (80, 48), (96, 96), (128, 128), (192, 128), (576, 512)]
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["auto", "fp8"])
+@pytest.mark.parametrize(("head_dim", "v_head_dim"), WIDTHS)
+def test_widths(head_dim: int, v_head_dim: int, fp8: bool, device: torch.device) -> None:
+    prompts = problem([(6, 20), (3, 9)], head_dim=head_dim, v_head_dim=v_head_dim, fp8=fp8)
+    prompts.check(device, chosen(prompts, resources(device)))
+    decode = problem([(1, 20), (1, 37)], head_dim=head_dim, v_head_dim=v_head_dim, fp8=fp8)
+    decode.check(device, chosen(decode, resources(device)), single=True)
+
+
+@pytest.mark.parametrize(("group", "kv_heads"), [(1, 2), (3, 2), (5, 1), (7, 1), (12, 1)])
+def test_groups(group: int, kv_heads: int, device: torch.device) -> None:
+    made = problem(group=group, kv_heads=kv_heads)
+    tiling = dataclasses.replace(FEW, block_q=max(1, 32 // group), heads=group)
+    made.check(device, tiling)
+    # Several programs share the KV head, the last with fewer query heads than the others.
+    made.check(device, dataclasses.replace(tiling, block_q=8, heads=min(group, 4)))
+    decode = problem(DECODE, group=group, kv_heads=kv_heads)
+    decode.check(device, dataclasses.replace(tiling, heads=min(group, 4), block_n=32), single=True)
+
+
+FEATURES = {
+    "window": {"window": 7},
+    "narrow window": {"window": 1},
+    "wide window": {"window": 1000},
+    "sinks": {"sinks": True},
+    "soft cap": {"soft_cap": 1.5},
+    "all": {"window": 20, "soft_cap": 3.0, "sinks": True},
+}
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["auto", "fp8"])
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES)
+def test_features(features: dict[str, object], splits: int, fp8: bool, device: torch.device) -> None:
+    made = problem([(14, 30), (3, 50)], fp8=fp8, **features)
+    made.check(device, dataclasses.replace(FEW, splits=splits))
+    decode = problem([(1, 1), (1, 47), (1, 100)], fp8=fp8, **features)
+    decode.check(device, dataclasses.replace(FEW, block_n=32, splits=splits), single=True)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("fp8", [False, True], ids=["auto", "fp8"])
+def test_types(dtype: torch.dtype, fp8: bool, device: torch.device) -> None:
+    if dtype == torch.bfloat16 and not fp8 and device.type == "cpu":
+        pytest.skip("Triton's interpreter cannot multiply matrices in bfloat16")
+    made = problem(dtype=dtype, fp8=fp8, sinks=True)
+    made.check(device, chosen(made, resources(device)))
+    assert made.run(device, FEW).dtype == dtype
+
+
+@pytest.mark.parametrize("block_size", [1, 8, 16, 32])
+def test_block_sizes(block_size: int, device: torch.device) -> None:
+    problem(block_size=block_size).check(device, FEW)
+    problem(DECODE, block_size=block_size).check(device, dataclasses.replace(FEW, block_n=32), single=True)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 5])
+def test_more_splits_than_keys(splits: int, device: torch.device) -> None:
+    """A graph captured for long rows runs short ones too; rows of length 0 fill it up."""
+    made = problem([(1, 1), (1, 20), (1, 90), (1, 0)], sinks=True)
+    got = made.run(device, dataclasses.replace(FEW, splits=splits), single=True).cpu()
+    torch.testing.assert_close(got[:3].double(), made.expected()[:3], atol=2e-5, rtol=2e-5)
+    assert torch.equal(got[3], torch.zeros_like(got[3]))
+
+
+def test_a_workspace_may_hold_anything(device: torch.device) -> None:
+    made = problem(DECODE)
+    tiling = dataclasses.replace(FEW, splits=4)
+    size = partial_size(tiling, len(made.q), 4, 32)
+    made.check(device, tiling, single=True, workspace=torch.full((size + 5,), torch.nan, device=device))
+    with pytest.raises(ValueError, match="workspace"):
+        made.run(device, tiling, single=True, workspace=torch.empty(size - 1, device=device))
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_part_of_a_batch(splits: int, device: torch.device) -> None:
+    """Rows 1 and 2 of a batch, in place; the tokens of other rows keep what they have."""
+    made = problem()
+    (q, rows, tables, starts, lengths), options = made.arguments(device)
+    out = torch.full((len(q), 4, 32), 7.0, device=device)
+    tiling = dataclasses.replace(FEW, splits=splits)
+    some = (q, rows, tables[1:3], starts[1:4], lengths[1:3])
+    paged_attention(*some, **options, tiling=tiling, tokens=range(5, 20), out=out)
+    torch.testing.assert_close(out[5:20].cpu().double(), made.expected()[5:20], atol=2e-5, rtol=2e-5)
+    assert (out[:5] == 7).all() and (out[20:] == 7).all()
+
+
+def test_strided_queries_and_padded_rows(device: torch.device) -> None:
+    """Queries within a fused projection; rows without queries between the others and at the end."""
+    made = problem([(0, 12), (5, 5), (0, 0), (4, 9), (0, 0)])
+    packed = torch.full((9, 4 * 32 + 24), torch.nan)
+    packed[:, 8:136] = made.q.flatten(1)
+    made.q = packed.to(device)[:, 8:136].unflatten(1, (4, 32))
+    (rest, options), expected = made.arguments(device), dataclasses.replace(made, q=made.q.cpu().contiguous()).expected()
+    got = paged_attention(made.q, *rest[1:], **options, tiling=FEW, tokens=range(9))
+    torch.testing.assert_close(got.cpu().double(), expected, atol=2e-5, rtol=2e-5)
+
+
+def test_no_rows(device: torch.device) -> None:
+    made = problem([(2, 2)])
+    (q, rows, tables, starts, lengths), options = made.arguments(device)
+    got = paged_attention(q[:0], rows, tables[:0], starts[:1], lengths[:0], **options, tiling=FEW, tokens=range(0))
+    assert got.shape == (0, 4, 32)
+
+
+def test_large_logits(device: torch.device) -> None:
+    """No overflow where exp would have one, and a query in e4m3's company may be as large as its type allows."""
+    for fp8 in (False, True):
+        made = problem([(6, 20)], fp8=fp8)
+        made.q *= 1e5
+        made.check(device, FEW)
+
+
+def test_broken_rows_stay_alone(device: torch.device) -> None:
+    made = problem(PROMPTS)
+    expected = made.run(device, FEW).cpu()
+    made.q[:5] = torch.nan
+    got = made.run(device, FEW).cpu()
+    assert got[:5].isnan().all() and torch.equal(got[5:], expected[5:])
+
+
+@pytest.mark.parametrize("features", [{}, {"window": 30, "sinks": True}], ids=["plain", "window and sinks"])
+@pytest.mark.parametrize("fp8", [False, True], ids=["auto", "fp8"])
+def test_invariance(features: dict[str, object], fp8: bool, device: torch.device) -> None:
+    """Bitwise: one chunk, two chunks, a token at a time; alone, and with others that are longer."""
+    made = problem([(45, 70), (5, 130)], group=3, fp8=fp8, dtype=torch.float16, **features)
+    (q, rows, tables, _, _), options = made.arguments(device)
+    shape = geometry(made, resources(device))
+
+    def run(*pieces: tuple[int, int, int], longest: int) -> list[torch.Tensor]:
+        """Pieces of (row, first, end), in positions; the outputs of each."""
+        first_token = (-25, 45 - 125)
+        picked = torch.cat([q[first_token[row] + first : first_token[row] + end] for row, first, end in pieces])
+        counts = [end - first for _, first, end in pieces]
+        starts = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32, device=device)
+        lengths = torch.tensor([end for *_, end in pieces], dtype=torch.int32, device=device)
+        tiling = invariant_tiling(shape, max_seq_len=longest, split_tokens=64)
+        some = (picked, rows, tables[[row for row, *_ in pieces]], starts, lengths)
+        return list(paged_attention(*some, **options, tiling=tiling, tokens=range(len(picked))).split(counts))
+
+    whole, other = run((0, 25, 70), (1, 125, 130), longest=130)
+    torch.testing.assert_close(torch.cat((whole, other)).cpu().double(), made.expected(), atol=1e-2, rtol=1e-2)
+    chunks = run((0, 25, 33), longest=64) + run((0, 33, 70), longest=70)
+    assert torch.equal(torch.cat(chunks), whole)
+    mixed = run((1, 127, 130), (0, 69, 70), (0, 60, 63), longest=200)
+    assert torch.equal(torch.cat(mixed), torch.cat((other[2:], whole[-1:], whole[35:38])))
+
+
+def test_tilings() -> None:
+    """Every choice covers the group and fits the device; splits fill it and their workspace is bounded."""
+    for sizes in itertools.product((1, 8), (1, 3, 4, 12, 128), WIDTHS, ((2, 2), (4, 4), (2, 1)), ((132, 227), (108, 163))):
+        kv_heads, group, (width, v_width), (q_bytes, kv_bytes), (count, shared) = sizes
+        shape = Geometry(kv_heads, group, width, v_width, q_bytes, kv_bytes, Resources(count, shared << 10))
+        for rows, queries, longest in (
+            (1, 1, 40),
+            (1, 1, 100_000),
+            (64, 1, 4096),
+            (2, 5, 9000),
+            (1, 64, 50_000),
+            (3, 2048, 2048),
+        ):
+            tiling = choose_tiling(shape, num_rows=rows, num_tokens=rows * queries, max_queries=queries, max_seq_len=longest)
+            assert 1 <= tiling.heads <= group and tiling.block_q >= 1 and tiling.splits >= 1
+            assert tiling.block_q * tiling.heads <= shape.max_block_m
+            stages = tiling.num_stages * kv_bytes + (q_bytes if kv_bytes < q_bytes else 0)
+            assert tiling.block_n * (width + v_width) * stages + 16 * width * q_bytes <= shared << 10
+            needed = partial_size(tiling, rows * queries, kv_heads * group, v_width)
+            assert needed <= workspace_bound(shape)
+            programs = rows * kv_heads * tiling.splits
+            assert tiling.splits == 1 or programs <= 2 * count
+        fixed = invariant_tiling(shape, max_seq_len=5000, split_tokens=1000)
+        assert fixed.splits * fixed.split_tokens >= 5000 and fixed.split_tokens % fixed.block_n == 0
+
+
+def test_the_measured_choices() -> None:
+    """What the H200's fastest tiles were, for 32 query and 8 KV heads of 128."""
+    shape = Geometry(8, 4, 128, 128, 2, 2, Resources(132, 227 << 10))
+    one = choose_tiling(shape, num_rows=1, num_tokens=1, max_queries=1, max_seq_len=40_960)
+    assert (one.block_n, one.num_warps, one.num_stages, one.splits) == (128, 4, 3, 33)
+    many = choose_tiling(shape, num_rows=64, num_tokens=64, max_queries=1, max_seq_len=40_960)
+    assert (many.block_n, many.num_warps, many.num_stages, many.splits) == (128, 4, 3, 1)
+    prompt = choose_tiling(shape, num_rows=1, num_tokens=8192, max_queries=8192, max_seq_len=8192)
+    assert (prompt.block_q * prompt.heads, prompt.block_n, prompt.num_warps, prompt.splits) == (128, 64, 8, 1)
+
+
+def test_what_does_not_fit(device: torch.device) -> None:
+    made = problem([(2, 2)], kv_heads=2, fp8=True)
+    with pytest.raises(ValueError, match="does not fit"):
+        dataclasses.replace(made, v_head_dim=31).run(device, FEW)
+    scale = made.options["v_scale"]
+    assert isinstance(scale, torch.Tensor)
+    with pytest.raises(ValueError, match="strides"):
+        dataclasses.replace(made, options={**made.options, "v_scale": scale.contiguous()}).run(device, FEW)
+    with pytest.raises(ValueError, match="v_scale"):
+        dataclasses.replace(made, options={**made.options, "v_scale": scale.double()}).run(device, FEW)

@@ -105,7 +105,7 @@ def fresh(spec: AttentionSpec, dtype: torch.dtype = torch.float32) -> LayerCache
 def test_writes_go_where_they_should_and_nowhere_else(widths: tuple[int, int], dtype: torch.dtype) -> None:
     spec = layer(0, head_dim=widths[0], v_head_dim=widths[1])
     cache = fresh(spec, dtype)
-    slots = [9, -1, 22, 4, -1, 23]
+    slots = [9, -1, 22, 0, -1, 23]
     # K and V as views of one projection's output, as in a model.
     kv = torch.randn(6, 2 * sum(widths)).to(dtype)
     k, v = (part.view(6, 2, -1) for part in kv.split([2 * width for width in widths], dim=1))

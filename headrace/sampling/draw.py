@@ -6,7 +6,10 @@ What a filter keeps is defined without reference to an order, so that equal logi
 * min_p keeps a token if its probability is at least ``min_p`` times the best one's;
 * top_p keeps, of what the other two kept, a token if those with a larger logit have less than ``top_p`` of their mass.
 
-Each keeps whole logit values from the top down, so candidates from a bounded set suffice as soon as a value is dropped
+The number then falls on the tokens kept, in the order of their ids, each as wide as its probability: whichever way the
+kept ones were found, the same one is drawn.
+
+Each filter keeps whole logit values from the top down, so candidates from a bounded set suffice as soon as a value is dropped
 within it. A row whose candidates do not suffice is drawn again from all its tokens: that is a check on the host. On a device
 where the host would have to wait for it, rows whose limit is not known beforehand sort the whole vocabulary at once, and
 of the equals of the k-th logit those beyond the candidates are dropped.
@@ -122,7 +125,8 @@ class Draw:
         params, mass, numbers = (take_rows(tensor, picked) for tensor in known)
         values, tokens = candidates(logits, maxima, min(width, self._vocab_size))
         weights, floors, suffices = keep(values, params, mass)
-        drawn.put(picked, tokens.gather(1, pick(weights, numbers).unsqueeze(1)).squeeze(1))
+        tokens, order = tokens.sort(dim=-1)
+        drawn.put(picked, tokens.gather(1, pick(weights.gather(1, order), numbers).unsqueeze(1)).squeeze(1))
         drawn.limit(picked, floors)
         if width < self._vocab_size and self._device.type == "cpu":
             for place in np.flatnonzero(~suffices.numpy()).tolist():

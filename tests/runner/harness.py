@@ -89,8 +89,13 @@ def text_of(token_ids: Sequence[int]) -> bytes:
     return b"".join(visible[token] for token in token_ids if token < len(visible))
 
 
+def model(family: str, device: str = "cpu") -> Decoder:
+    """One for all tests."""
+    return _model(family, device)
+
+
 @functools.cache
-def model(family: str) -> Decoder:
+def _model(family: str, device: str) -> Decoder:
     """Random weights whose outputs wander instead of repeating themselves."""
     generator = torch.Generator().manual_seed(len(family))
     decoder = Decoder(FAMILIES[family], torch.float32, "cpu").eval()
@@ -101,7 +106,11 @@ def model(family: str) -> Decoder:
             width = parameter.shape[-1]
             parameter.data.normal_(0.0, 2.0 / math.sqrt(width), generator=generator)
     decoder.embed_tokens.weight.data.normal_(0.0, 1.0, generator=generator)
-    return decoder
+    if device == "cpu":
+        return decoder
+    elsewhere = Decoder(FAMILIES[family], torch.float32, device).eval()
+    elsewhere.load_state_dict(decoder.state_dict())
+    return elsewhere
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +124,7 @@ class World:
     caching: bool = False
     depth: int = 1
     backend: str = "torch"
+    device: str = "cpu"
     record: str | None = None
 
     def config(self) -> EngineConfig:
@@ -140,7 +150,7 @@ class World:
                 pipeline_depth=self.depth,
             ),
             limits=SamplingLimits.of(args),
-            device="cpu",
+            device=self.device,
             dtype="float32",
             quantization="none",
             attention_backends=(self.backend,) * spec.num_layers,
@@ -149,7 +159,7 @@ class World:
         )
 
     def runner(self) -> ModelRunner:
-        return ModelRunner(model(self.family), self.config(), token_bytes())
+        return ModelRunner(model(self.family, self.device), self.config(), token_bytes())
 
 
 def request(name: str, prompt: Sequence[int], *, eos: Sequence[int] = (EOS,), seed: int = 7, **sampling: Any) -> Request:

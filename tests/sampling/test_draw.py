@@ -192,3 +192,15 @@ def test_the_smallest_temperatures_are_greedy(temperature: float) -> None:
         bench = Bench(300)
         bench.add(sequence(SamplingParams(temperature=temperature, **extra)))
         assert bench.step(logits.unsqueeze(0), [0]).tokens.item() == logits.argmax()
+
+
+@pytest.mark.parametrize("kind", [{"top_p": 0.9}, {"top_k": 300}, {"min_p": 0.005}, {"top_p": 0.97, "min_p": 0.001}], ids=str)
+def test_every_way_to_the_tokens_kept_draws_the_same(kind: dict[str, float]) -> None:
+    """From the few best, from all tokens by a histogram, and from the whole vocabulary sorted."""
+    found = []
+    for width in (64, 512, 3000):
+        bench = Bench(3000)
+        bench.add(sequence(SamplingParams(**kind), seed=5))
+        bench.sampler._draw._width[:] = width
+        found.append([int(bench.step(random_logits(3000, 60, step).unsqueeze(0), [0]).tokens) for step in range(40)])
+    assert found[0] == found[1] == found[2]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from blocks import Type, random_blocks
 from gguf.quants import dequantize
 from torch.nn.functional import linear
 
@@ -19,6 +18,8 @@ from headrace.quant.hybrid import HybridLinear
 from headrace.quant.int4 import Int4Linear
 from headrace.quant.int8 import Int8Linear
 from headrace.quant.native import NativeLinear
+
+from .blocks import Type, random_blocks
 
 COLUMNS = 256
 

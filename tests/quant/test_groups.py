@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from blocks import HALVES, Type, random_blocks
 from gguf.quants import dequantize, quantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +12,8 @@ from hypothesis import strategies as st
 from headrace.quant import int4, native
 from headrace.quant.gguf_blocks import decode
 from headrace.quant.groups import GROUP, GroupCodes, concatenate, relative_error, round_to_groups
+
+from .blocks import HALVES, Type, random_blocks
 
 GROUPED = [kind for kind in HALVES if kind != Type.Q6_K]
 

@@ -1,0 +1,79 @@
+"""The name table works both ways."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from headrace.errors import ConfigError
+from headrace.weights.names import NameTable, Part
+
+
+def table() -> NameTable:
+    out = NameTable()
+    out.add("model.norm.weight", "norm.weight")
+    out.fuse("qkv.weight", {"q.weight": 4, "k.weight": 2, "v.weight": 3})
+    out.tie("lm_head.weight", "norm.weight")
+    return out
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(5, bias=False)
+        self.qkv = nn.Linear(2, 9, bias=False)
+
+
+def test_both_ways() -> None:
+    names = table()
+    assert names.part("k.weight") == Part("qkv.weight", 4, 6)
+    assert names.part("model.norm.weight") == Part("norm.weight")
+    assert names.part("lm_head.weight") is None
+    assert names.part("other") is None
+    assert names.names("qkv.weight") == ["q.weight", "k.weight", "v.weight"]
+    assert names.parameters() == ["norm.weight", "qkv.weight"]
+    assert names.tied("lm_head.weight") == "norm.weight"
+    assert names.tied("q.weight") is None
+    assert names.all_names() == ["model.norm.weight", "q.weight", "k.weight", "v.weight", "lm_head.weight"]
+    with pytest.raises(KeyError):
+        names.names("other")
+
+
+def test_parts_cover_their_parameter_once() -> None:
+    whole = torch.arange(9)
+    pieces = [part.view(whole) for name, part in table().items() if part.parameter == "qkv.weight"]
+    assert torch.equal(torch.cat(pieces), whole)
+    pieces[1][:] = -1
+    assert whole.tolist() == [0, 1, 2, 3, -1, -1, 6, 7, 8]
+
+
+def test_ignorable_names() -> None:
+    assert table().ignored("model.layers.3.self_attn.rotary_emb.inv_freq")
+    assert not table().ignored("model.layers.3.self_attn.rotary_emb.inv_freq.weight")
+    assert NameTable(ignorable=[r"mtp\..*"]).ignored("mtp.weight")
+    assert not NameTable(ignorable=[r"mtp\..*"]).ignored("x.rotary_emb.inv_freq")
+
+
+def test_a_name_stands_once() -> None:
+    names = table()
+    with pytest.raises(ValueError, match=r"k\.weight"):
+        names.add("k.weight", "k.weight")
+
+
+def test_export() -> None:
+    model = Model()
+    exported = dict(table().export(model))
+    assert list(exported) == ["model.norm.weight", "q.weight", "k.weight", "v.weight"]
+    assert torch.equal(exported["v.weight"], model.qkv.weight[6:9])
+    exported["q.weight"].zero_()
+    assert (model.qkv.weight[:4] == 0).all()
+    assert not exported["q.weight"].requires_grad
+
+
+def test_what_was_packed_is_not_exported() -> None:
+    model = Model()
+    model.qkv = nn.Identity()
+    with pytest.raises(ConfigError, match=r"qkv\.weight is quantised") as error:
+        dict(table().export(model))
+    assert error.value.param == "quantization"

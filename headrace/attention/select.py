@@ -6,6 +6,7 @@ from headrace.attention.backend import AttentionBackend
 from headrace.attention.native import NativeAttention
 from headrace.attention.reference import ReferenceAttention
 from headrace.attention.torch_cpu import TorchAttention
+from headrace.attention.triton import TritonAttention
 from headrace.errors import ConfigError
 from headrace.spec import AttentionSpec
 
@@ -82,4 +83,5 @@ def _backend(name: str) -> type[AttentionBackend]:
 
 register(NativeAttention)
 register(TorchAttention)
+register(TritonAttention)
 register(ReferenceAttention)

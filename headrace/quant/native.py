@@ -28,7 +28,8 @@ class NativeLinear(PackedLinear):
     """``weight = scale * code + minimum``. Activations are rounded to 15 bits, with a scale for each row and group
     of 32.
 
-    A row's result is the same, bit for bit, whatever rows are beside it.
+    Where the CPU multiplies bfloat16, activations in it meet weights rounded to it once there are ``kernels.wide_rows``
+    rows. On either side of that a row's result is the same, bit for bit, whatever rows are beside it.
     """
 
     packed: torch.Tensor

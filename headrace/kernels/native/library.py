@@ -20,6 +20,7 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _SIGNATURES: dict[str, list[type]] = {
     "init": [c_void_p, c_void_p],
     "tile": [],
+    "wide_rows": [],
     "matmul": [c_void_p, c_int, c_int64, c_void_p, c_void_p, c_void_p, c_int, c_int64, c_int64, c_int64, c_int],
     "attention": [
         *(c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p),
@@ -35,13 +36,15 @@ _SIGNATURES: dict[str, list[type]] = {
         *(c_int64, c_int64, c_int64, c_int64, c_int64, c_int),
     ],
 }
+_RESULTS = {"tile": ctypes.c_char_p, "wide_rows": c_int64}
 _OPENMP = ("libgomp", "libiomp5", "libomp")
 
 
 class NativeKernels:
     """The library's functions take addresses and check nothing: whoever calls one has checked dtypes, shapes and strides.
 
-    ``tile`` names the instructions that its matrix products use: avx512_vnni, avx2 or portable. Immutable.
+    ``tile`` names the instructions that its matrix products use: avx512_vnni, avx2 or portable. From ``wide_rows`` rows on
+    (None: never) they round weights to bfloat16, as products in bfloat16 do. Immutable.
     """
 
     def __init__(self, path: Path) -> None:
@@ -49,7 +52,7 @@ class NativeKernels:
         for name, arguments in _SIGNATURES.items():
             function = getattr(library, f"headrace_{name}")
             function.argtypes = arguments
-            function.restype = ctypes.c_char_p if name == "tile" else None
+            function.restype = _RESULTS.get(name)
         self.matmul = library.headrace_matmul
         self.attention = library.headrace_attention
         self.rms_norm = library.headrace_rms_norm
@@ -58,6 +61,7 @@ class NativeKernels:
         self.rotate = library.headrace_rotate
         self.write_kv = library.headrace_write_kv
         self.tile: str = library.headrace_tile().decode()
+        self.wide_rows: int | None = library.headrace_wide_rows() or None
         self.threads = _share_threads(library)
 
 

@@ -5,6 +5,9 @@
 // values of a group that holds one very large one, and language models have such groups. The sum over the groups is
 // kept in float32, always in the same order: a row's result does not depend on the rows beside it.
 //
+// For many rows in bfloat16, on a CPU that multiplies it, weights are rounded to bfloat16 on their way: half as many
+// products, and no second copy of the weights.
+//
 // Weights lie in blocks of 16 outputs. A block holds its groups one after the other; a group holds the codes (for eight
 // runs of four inputs, 16 outputs x 4 inputs; with 4 bits, runs 0-3 in the low nibbles and 4-7 in the high ones), then
 // 16 scales and 16 minima in half precision.
@@ -21,6 +24,7 @@ constexpr int LANES = 16;
 constexpr int RUNS = 8;
 constexpr int64_t ROW_BLOCK = 256;  // Rows whose activations stay in the second-level cache.
 constexpr int MOST_ROWS = 16;
+constexpr int64_t MANY_ROWS = 64;  // From so many on, products of bfloat16 are faster, where the CPU has them.
 constexpr int SHIFT = 7;  // Of the high part of an activation's code.
 constexpr int LARGEST = 127 << SHIFT;
 constexpr int PAIR = 2 * GROUP;  // Bytes of a group's codes: the high parts, then the low ones.
@@ -247,6 +251,69 @@ void tiles(int rows, const uint8_t* w, const Activations& a, int64_t row, float*
 
 int64_t tile_rows(int64_t left) { return left >= 16 ? 16 : left >= 8 ? 8 : left >= 4 ? 4 : left; }
 
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512BF16__)
+#define HEADRACE_WIDENS 1
+
+constexpr int SIDE = 2;  // Blocks side by side.
+
+// A pair of inputs in each lane: the weights of inputs 2i and 2i + 1 of a run, rounded to bfloat16.
+inline __m512i pair_of(__m512i codes, int shift, __m512 scale, __m512 minimum) {
+    const __m512i byte = _mm512_set1_epi32(255);
+    __m256bh halves[2];
+    for (int i = 0; i < 2; ++i) {
+        __m512i code = _mm512_and_si512(_mm512_srli_epi32(codes, unsigned(shift + 8 * i)), byte);
+        halves[i] = _mm512_cvtneps_pbh(_mm512_fmadd_ps(scale, _mm512_cvtepi32_ps(code), minimum));
+    }
+    __m512i even = _mm512_cvtepu16_epi32((__m256i)halves[0]), odd = _mm512_cvtepu16_epi32((__m256i)halves[1]);
+    return _mm512_or_si512(even, _mm512_slli_epi32(odd, 16));
+}
+
+// A block's weights in bfloat16: [groups * 16 pairs, 16 outputs], each row of 16 followed by that of the block beside it.
+template <int BITS>
+void widen(const uint8_t* w, int64_t groups, __m512i* out) {
+    const __m512i low = _mm512_set1_epi8(15);
+    for (int64_t g = 0; g < groups; ++g, w += Layout<BITS>::bytes) {
+        const __m256i* tail = reinterpret_cast<const __m256i*>(w + Layout<BITS>::codes);
+        __m512 scale = _mm512_cvtph_ps(_mm256_loadu_si256(tail)), minimum = _mm512_cvtph_ps(_mm256_loadu_si256(tail + 1));
+        for (int p = 0; p < RUNS; ++p) {
+            __m512i codes = _mm512_loadu_si512(w + 64 * (BITS == 4 ? p % (RUNS / 2) : p));
+            if (BITS == 4) codes = _mm512_and_si512(p < RUNS / 2 ? codes : _mm512_srli_epi16(codes, 4), low);
+            for (int half = 0; half < 2; ++half, out += SIDE)
+                _mm512_storeu_si512(out, pair_of(codes, 16 * half, scale, minimum));
+        }
+    }
+}
+
+// Two blocks at once, so that an activation that was fetched is used twice: out [ROWS, 32].
+template <int ROWS>
+void wide_tile(const __m512i* w, int64_t pairs, const bf16* x, int64_t stride, float* out) {
+    __m512 total[ROWS][SIDE];
+    for (int m = 0; m < ROWS; ++m)
+        for (int n = 0; n < SIDE; ++n) total[m][n] = _mm512_setzero_ps();
+    for (int64_t p = 0; p < pairs; ++p, w += SIDE) {
+        const __m512bh weights[SIDE] = {(__m512bh)_mm512_loadu_si512(w), (__m512bh)_mm512_loadu_si512(w + 1)};
+#pragma GCC unroll 16
+        for (int m = 0; m < ROWS; ++m) {
+            int32_t two;
+            std::memcpy(&two, x + m * stride + 2 * p, 4);
+            __m512bh both = (__m512bh)_mm512_set1_epi32(two);
+            total[m][0] = _mm512_dpbf16_ps(total[m][0], weights[0], both);
+            total[m][1] = _mm512_dpbf16_ps(total[m][1], weights[1], both);
+        }
+    }
+    for (int m = 0; m < ROWS; ++m)
+        for (int n = 0; n < SIDE; ++n) _mm512_storeu_ps(out + (m * SIDE + n) * LANES, total[m][n]);
+}
+
+int64_t wide_rows(int64_t left) { return left >= 12 ? 12 : left >= 4 ? 4 : 1; }
+
+void wide_tiles(int64_t rows, const __m512i* w, int64_t pairs, const bf16* x, int64_t stride, float* out) {
+    if (rows == 12) return wide_tile<12>(w, pairs, x, stride, out);
+    if (rows == 4) return wide_tile<4>(w, pairs, x, stride, out);
+    wide_tile<1>(w, pairs, x, stride, out);
+}
+#endif
+
 template <class T>
 void store(const float* values, const float* bias, int64_t count, T* y) {
     if (bias) {
@@ -294,6 +361,42 @@ void product(const Activations& a, int64_t rows, const uint8_t* weights, const f
     });
 }
 
+#ifdef HEADRACE_WIDENS
+// The same with weights rounded to bfloat16 in passing, for so many rows that this is soon paid for.
+template <int BITS, class Y>
+void wide_product(const bf16* x, int64_t stride, int64_t rows, const uint8_t* weights, int64_t groups, const float* bias,
+                  int64_t outputs, Y* y) {
+    constexpr int64_t WIDTH = SIDE * LANES;
+    int64_t blocks = (outputs + WIDTH - 1) / WIDTH, row_blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
+    int64_t pairs = groups * RUNS * 2, size = groups * Layout<BITS>::bytes;
+    parallel(row_blocks * blocks, chunk_of(row_blocks * blocks, 6, 1), [&](int64_t begin, int64_t end) {
+        static thread_local std::vector<char> space;
+        space.resize(size_t(pairs * SIDE * 64));
+        __m512i* wide = reinterpret_cast<__m512i*>(space.data());
+        float results[MOST_ROWS * WIDTH];
+        for (int64_t task = begin; task < end; ++task) {
+            int64_t column = task % blocks * WIDTH, first = task / blocks * ROW_BLOCK;
+            int64_t last = std::min(first + ROW_BLOCK, rows), width = std::min(WIDTH, outputs - column);
+            // Beside the last block there may be none: what stands there from before is not used.
+            for (int n = 0; n < SIDE && n * LANES < width; ++n) widen<BITS>(weights + (column / LANES + n) * size, groups, wide + n);
+            for (int64_t row = first, count; row < last; row += count) {
+                count = wide_rows(last - row);
+                wide_tiles(count, wide, pairs, x + row * stride, stride, results);
+                for (int64_t m = 0; m < count; ++m)
+                    store(results + m * WIDTH, bias ? bias + column : nullptr, width, y + (row + m) * outputs + column);
+            }
+        }
+    });
+}
+
+template <class Y>
+void wide_product(int bits, const bf16* x, int64_t stride, int64_t rows, const uint8_t* w, int64_t groups, const float* bias,
+                  int64_t outputs, Y* y) {
+    if (bits == 4) return wide_product<4>(x, stride, rows, w, groups, bias, outputs, y);
+    wide_product<8>(x, stride, rows, w, groups, bias, outputs, y);
+}
+#endif
+
 template <class Y>
 void product(int bits, const Activations& a, int64_t rows, const uint8_t* w, const float* bias, int64_t outputs, Y* y) {
     if (bits == 4) return product<4>(a, rows, w, bias, outputs, y);
@@ -304,14 +407,31 @@ void product(int bits, const Activations& a, int64_t rows, const uint8_t* w, con
 
 API const char* headrace_tile() { return HEADRACE_TILE; }
 
+// Rows from which bfloat16 activations meet weights rounded to bfloat16; 0: never.
+API int64_t headrace_wide_rows() {
+#ifdef HEADRACE_WIDENS
+    return MANY_ROWS;
+#else
+    return 0;
+#endif
+}
+
 // x [rows, 32 * groups] of x_type, `stride` elements from row to row -> y [rows, outputs] of y_type, contiguous.
 // bias: [outputs] float32, or null. bits: 4 or 8.
 API void headrace_matmul(const void* x, int x_type, int64_t stride, const void* weights, const float* bias, void* y, int y_type,
                          int64_t rows, int64_t outputs, int64_t groups, int bits) {
     if (rows <= 0) return;
+    const uint8_t* w = static_cast<const uint8_t*>(weights);
+#ifdef HEADRACE_WIDENS
+    if (x_type == BFLOAT16 && rows >= MANY_ROWS) {
+        const bf16* from = static_cast<const bf16*>(x);
+        if (y_type == FLOAT32)
+            return wide_product(bits, from, stride, rows, w, groups, bias, outputs, static_cast<float*>(y));
+        return wide_product(bits, from, stride, rows, w, groups, bias, outputs, static_cast<bf16*>(y));
+    }
+#endif
     Activations a = x_type == FLOAT32 ? quantize(static_cast<const float*>(x), stride, rows, groups)
                                       : quantize(static_cast<const bf16*>(x), stride, rows, groups);
-    const uint8_t* w = static_cast<const uint8_t*>(weights);
     if (y_type == FLOAT32) return product(bits, a, rows, w, bias, outputs, static_cast<float*>(y));
     product(bits, a, rows, w, bias, outputs, static_cast<bf16*>(y));
 }

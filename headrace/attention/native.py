@@ -26,6 +26,8 @@ class NativeAttention:
             raise RuntimeError("the native kernels are not available")
         self._attention = kernels.attention
         self._step: StepMetadata | None = None
+        self._addresses: tuple[int, int] = (0, 0)
+        """Of the planned step's ``query_start`` and ``seq_lens``."""
 
     @staticmethod
     def supports(spec: AttentionSpec, device: str, dtype: str, mode: Mode = "dense") -> list[str]:
@@ -43,6 +45,7 @@ class NativeAttention:
 
     def plan(self, step: StepMetadata) -> None:
         self._step = step
+        self._addresses = step.query_start.data_ptr(), step.seq_lens.data_ptr()
 
     def run(self, q: torch.Tensor, cache: LayerCache, sinks: torch.Tensor | None = None) -> torch.Tensor:
         step, spec = self._step, cache.spec
@@ -50,18 +53,17 @@ class NativeAttention:
             raise RuntimeError("plan() comes before run()")
         if q.stride(2) != 1 or q.stride(1) != spec.head_dim:
             q = q.contiguous()
-        table, tokens = step.block_tables[cache.group], len(q)
+        table, tokens = step.block_tables[cache.group], q.shape[0]
         out = torch.empty(tokens, spec.num_heads * spec.v_head_dim, dtype=q.dtype)
         self._attention(
             q.data_ptr(),
             q.stride(0),
             cache.rows.data_ptr(),
             table.data_ptr(),
-            step.query_start.data_ptr(),
-            step.seq_lens.data_ptr(),
+            *self._addresses,
             None if sinks is None else sinks.data_ptr(),
             out.data_ptr(),
-            len(table),
+            table.shape[0],
             tokens,
             spec.num_heads,
             spec.num_kv_heads,

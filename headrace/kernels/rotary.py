@@ -49,8 +49,12 @@ def rotate_and_write(
     native = kernels_for(q)
     if native is None or not q.dtype == k.dtype == v.dtype == rows.dtype:
         return rotate_and_write_twin(q, k, v, cos_sin, rotary_dim, rows, slots)
-    k, v, cos_sin, slots = _by_heads(k), _by_heads(v), cos_sin.contiguous(), slots.contiguous()
-    native.write_kv(
+    q, k, v, cos_sin, slots = _by_heads(q), _by_heads(k), _by_heads(v), cos_sin.contiguous(), slots.contiguous()
+    tokens, heads, width = q.shape
+    out = torch.empty(tokens, heads, width, dtype=q.dtype)
+    native.rotate_and_write(
+        q.data_ptr(),
+        q.stride(0),
         k.data_ptr(),
         k.stride(0),
         v.data_ptr(),
@@ -58,14 +62,16 @@ def rotate_and_write(
         cos_sin.data_ptr(),
         slots.data_ptr(),
         rows.data_ptr(),
-        len(k),
+        out.data_ptr(),
+        tokens,
+        heads,
         k.shape[1],
-        k.shape[2],
+        width,
         v.shape[2],
         rotary_dim,
-        DTYPES[k.dtype],
+        DTYPES[q.dtype],
     )
-    return _rotate(native, q, cos_sin, rotary_dim) if rotary_dim else q
+    return out
 
 
 def _by_heads(x: torch.Tensor) -> torch.Tensor:

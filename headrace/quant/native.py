@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 
@@ -42,6 +43,14 @@ class NativeLinear(PackedLinear):
         self.register_buffer("packed", _pack(weights))
         self._groups = columns // GROUP
         self._matmul = kernels.matmul
+        self._addresses = self._find()
+
+    def _find(self) -> tuple[int, int | None]:
+        """Of weights and bias, kept because asking a module for its tensors takes as long as a small product."""
+        return self.packed.data_ptr(), None if self.bias is None else self.bias.data_ptr()
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> NativeLinear:
+        raise TypeError("packed weights stay on the CPU and keep their format: pack them again")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., in_features] -> [..., out_features]``"""
@@ -49,14 +58,15 @@ class NativeLinear(PackedLinear):
         if kind is None:
             return self.forward(x.float()).to(self.out_dtype or x.dtype)
         rows = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, self.in_features).contiguous()
-        count, dtype = len(rows), self.out_dtype or x.dtype
+        count, dtype = rows.shape[0], self.out_dtype or x.dtype
         y = torch.empty(count, self.out_features, dtype=dtype)
+        packed, bias = self._addresses
         self._matmul(
             rows.data_ptr(),
             kind,
             rows.stride(0),
-            self.packed.data_ptr(),
-            None if self.bias is None else self.bias.data_ptr(),
+            packed,
+            bias,
             y.data_ptr(),
             DTYPES[dtype],
             count,

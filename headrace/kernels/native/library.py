@@ -31,9 +31,9 @@ _SIGNATURES: dict[str, list[type]] = {
     "add_rms_norm": [c_void_p, c_void_p, c_void_p, c_float, c_void_p, c_void_p, c_int64, c_int64, c_int],
     "silu_mul": [c_void_p, c_void_p, c_int64, c_int64, c_int],
     "rotate": [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64, c_int],
-    "write_kv": [
-        *(c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_void_p),
-        *(c_int64, c_int64, c_int64, c_int64, c_int64, c_int),
+    "rotate_and_write": [
+        *(c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_void_p),
+        *(c_int64, c_int64, c_int64, c_int64, c_int64, c_int64, c_int),
     ],
 }
 _RESULTS = {"tile": ctypes.c_char_p, "wide_rows": c_int64}
@@ -59,7 +59,7 @@ class NativeKernels:
         self.add_rms_norm = library.headrace_add_rms_norm
         self.silu_mul = library.headrace_silu_mul
         self.rotate = library.headrace_rotate
-        self.write_kv = library.headrace_write_kv
+        self.rotate_and_write = library.headrace_rotate_and_write
         self.tile: str = library.headrace_tile().decode()
         self.wide_rows: int | None = library.headrace_wide_rows() or None
         self.threads = _share_threads(library)

@@ -151,12 +151,15 @@ API void headrace_rotate(const void* x, int64_t stride, const float* cos_sin, vo
     DISPATCH(type, rotate(IN(x), stride, cos_sin, OUT(out), tokens, heads, width, rotary))
 }
 
-// Rotates k and writes it and v to the cache's rows [slots, kv_heads, width + v_width]; a negative slot writes nothing.
-API void headrace_write_kv(const void* k, int64_t k_stride, const void* v, int64_t v_stride, const float* cos_sin,
-                           const int64_t* slots, void* rows, int64_t tokens, int64_t kv_heads, int64_t width, int64_t v_width,
-                           int64_t rotary, int type) {
-    Heads shape{tokens, 0, kv_heads, width, v_width, rotary};
-    DISPATCH(type, write_kv(IN(k), k_stride, IN(v), v_stride, cos_sin, slots, OUT(rows), shape))
+// Rotates q to `out`, contiguous, and k to its slot among the cache's rows [slots, kv_heads, width + v_width], where v goes
+// too; a negative slot writes nothing.
+API void headrace_rotate_and_write(const void* q, int64_t q_stride, const void* k, int64_t k_stride, const void* v,
+                                   int64_t v_stride, const float* cos_sin, const int64_t* slots, void* rows, void* out,
+                                   int64_t tokens, int64_t heads, int64_t kv_heads, int64_t width, int64_t v_width,
+                                   int64_t rotary, int type) {
+    Heads shape{tokens, heads, kv_heads, width, v_width, rotary};
+    DISPATCH(type, rotate(IN(q), q_stride, cos_sin, OUT(out), tokens, heads, width, rotary);
+             write_kv(IN(k), k_stride, IN(v), v_stride, cos_sin, slots, OUT(rows), shape))
 }
 
 }  // namespace headrace

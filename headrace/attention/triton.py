@@ -92,11 +92,11 @@ class TritonAttention:
             tiling = self._tiling_of(number, part, q, cache)
             self._kernel.paged_attention(
                 q,
-                cache.rows,
+                cache.keys,
+                cache.values,
                 part.tables[cache.group],
                 part.query_start,
                 part.seq_lens,
-                v_head_dim=spec.v_head_dim,
                 scale=spec.scale,
                 tiling=tiling,
                 tokens=part.tokens,
@@ -114,9 +114,9 @@ class TritonAttention:
     def _tiling_of(self, number: int, part: _Part, q: torch.Tensor, cache: LayerCache) -> Tiling:
         """Chosen once a step for all layers of one geometry; with it, the workspace is large enough."""
         spec = cache.spec
-        key = (number, spec.num_kv_heads, spec.group_size, spec.head_dim, spec.v_head_dim, q.dtype, cache.rows.dtype)
+        key = (number, spec.num_kv_heads, spec.group_size, spec.head_dim, spec.v_head_dim, q.dtype, cache.keys.dtype)
         if key not in self._tilings:
-            geometry = Geometry(*key[1:5], q.itemsize, cache.rows.itemsize, support.resources(q.device))
+            geometry = Geometry(*key[1:5], q.itemsize, cache.keys.itemsize, support.resources(q.device))
             if self._invariant:
                 chosen = invariant_tiling(geometry, max_seq_len=part.max_seq_len, split_tokens=INVARIANT_SPLIT)
                 size = self._kernel.partial_size(chosen, len(part.tokens), spec.num_heads, spec.v_head_dim)

@@ -18,10 +18,6 @@ class LayerCache:
     """Index of the layer's cache group."""
     rows: torch.Tensor
     """``[num_blocks, block_size, num_kv_heads, head_dim + v_head_dim]``"""
-    k_scale: torch.Tensor | None = None
-    """``[num_blocks, block_size, num_kv_heads]`` float32, of any strides: a factor for each key of rows in e4m3."""
-    v_scale: torch.Tensor | None = None
-    """As ``k_scale``, of the same strides."""
 
     @property
     def keys(self) -> torch.Tensor:
@@ -36,3 +32,13 @@ class LayerCache:
     @property
     def block_size(self) -> int:
         return self.rows.shape[1]
+
+    @property
+    def k_scale(self) -> torch.Tensor | None:
+        """``[num_blocks, block_size, num_kv_heads]`` float32: factors of the keys, where they are stored in FP8."""
+        return None
+
+    @property
+    def v_scale(self) -> torch.Tensor | None:
+        """As ``k_scale``, of the same strides."""
+        return None

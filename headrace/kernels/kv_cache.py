@@ -1,7 +1,8 @@
 """Writing to a paged KV cache as it is or in FP8, and reading it back.
 
 FP8 is dynamic, with one scale a token and head: ``scale = max(absmax / 448, 1e-12)``, ``stored = e4m3(x / scale)``. 448
-is the largest number of e4m3 (Micikevicius et al., "FP8 formats for deep learning", 2022).
+is the largest number of e4m3 (Micikevicius et al., "FP8 formats for deep learning", 2022). NaN is stored in the scale
+alone: what is in a cache is finite, so that 0 times it is 0, whoever wrote it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def reshape_and_cache(
         value: ``[T, kv_heads, dv]``
         key_cache: ``[blocks, block_size, kv_heads, d]`` of any strides: storage of ``[blocks, kv_heads, block_size, d]``
             is passed as its ``transpose(1, 2)``.
-        value_cache: ``[blocks, block_size, kv_heads, dv]``
+        value_cache: ``[blocks, block_size, kv_heads, dv]`` of any strides.
         slot_mapping: ``[T]`` int64, ``block * block_size + offset``; -1 writes nothing.
         kv_cache_dtype: ``auto`` copies, ``fp8_e4m3`` quantises.
         k_scale, v_scale: ``[blocks, block_size, kv_heads]`` float32 of any strides, for ``fp8_e4m3``.
@@ -60,7 +61,7 @@ def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """``[..., width]`` -> e4m3 numbers of the same shape, and a float32 scale for each of ``[...]``."""
     wide = x.float()
     scale = (wide.abs().amax(-1) / FP8_MAX).clamp(min=FP8_MIN_SCALE)
-    return (wide / scale.unsqueeze(-1)).clamp(-FP8_MAX, FP8_MAX).to(FP8), scale
+    return (wide / scale.unsqueeze(-1)).clamp(-FP8_MAX, FP8_MAX).nan_to_num(0.0).to(FP8), scale
 
 
 def dequantize(stored: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

@@ -7,12 +7,12 @@ import torch
 
 def paged_attention(
     q: torch.Tensor,
-    rows: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
     block_tables: torch.Tensor,
     query_start: torch.Tensor,
     seq_lens: torch.Tensor,
     *,
-    v_head_dim: int,
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
@@ -24,21 +24,22 @@ def paged_attention(
 
     Args:
         q: ``[T, num_heads, d]``
-        rows: ``[blocks, block_size, kv_heads, d + dv]``: K, then V of a token and head.
+        keys: ``[blocks, block_size, kv_heads, d]``
+        values: ``[blocks, block_size, kv_heads, dv]``
         block_tables: ``[R, B]`` int32.
         query_start: ``[R + 1]`` int32: first token of each row in the packed batch. Tokens of no row come out as 0.
         seq_lens: ``[R]`` int32: tokens of each row in the cache, this step's included.
         window: a token sees itself and the ``window - 1`` before it; None: all.
         soft_cap: ``logits = soft_cap * tanh(logits / soft_cap)``
         sinks: ``[num_heads]``: a logit a head that joins the softmax and carries no value.
-        k_scale, v_scale: ``[blocks, block_size, kv_heads]`` float32, for rows in e4m3.
+        k_scale, v_scale: ``[blocks, block_size, kv_heads]`` float32, for keys and values in e4m3.
 
     Returns:
         ``[T, num_heads, dv]`` in q's dtype.
     """
     num_heads, head_dim = q.shape[1:]
-    kv_heads = rows.shape[2]
-    out = q.new_zeros(len(q), num_heads, v_head_dim)
+    kv_heads = keys.shape[2]
+    out = q.new_zeros(len(q), num_heads, values.shape[3])
     starts = query_start.tolist()
     for row, length in enumerate(seq_lens.tolist()):
         start, end = starts[row : row + 2]
@@ -47,8 +48,7 @@ def paged_attention(
         # Behind the window of a row's first query, blocks may be another row's by now.
         low = 0 if window is None else max(0, length - (end - start) + 1 - window)
         blocks = block_tables[row].long()
-        kv = rows[blocks].double().flatten(0, 1)[low:length]
-        k, v = kv[..., :head_dim], kv[..., head_dim:]
+        k, v = (side[blocks].double().flatten(0, 1)[low:length] for side in (keys, values))
         if k_scale is not None and v_scale is not None:
             k = k * k_scale[blocks].flatten(0, 1)[low:length].unsqueeze(-1)
             v = v * v_scale[blocks].flatten(0, 1)[low:length].unsqueeze(-1)

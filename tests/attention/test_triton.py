@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from headrace.attention import select, triton
-from headrace.attention.backend import LayerCache
 from headrace.attention.reference import ReferenceAttention
 from headrace.attention.triton import TritonAttention
+from headrace.cache.fp8 import allocate_fp8
+from headrace.cache.layer import LayerCache
 from headrace.kernels import support
-from headrace.kernels.kv_cache import dequantize, quantize
+from headrace.kernels.kv_cache import dequantize, reshape_and_cache
 
 from .cases import Case, layer_spec, make_case
 
@@ -32,12 +33,7 @@ def to(case: Case, device: torch.device) -> Case:
         positions=case.step.positions.to(device),
         block_tables=tuple(table.to(device) for table in case.step.block_tables),
     )
-    cache = dataclasses.replace(
-        case.cache,
-        rows=case.cache.rows.to(device),
-        k_scale=None if case.cache.k_scale is None else case.cache.k_scale.to(device),
-        v_scale=None if case.cache.v_scale is None else case.cache.v_scale.to(device),
-    )
+    cache = dataclasses.replace(case.cache, rows=case.cache.rows.to(device))
     return Case(case.q.to(device), cache, step, None if case.sinks is None else case.sinks.to(device))
 
 
@@ -95,13 +91,17 @@ def test_bfloat16() -> None:
 
 def test_fp8_caches(device: torch.device) -> None:
     case = make_case(layer_spec(head_dim=32, v_head_dim=16), decode_first(MIXED), block_size=8)
-    case.cache.rows.nan_to_num_(0.0)
-    (keys, k_scale), (values, v_scale) = quantize(case.cache.keys), quantize(case.cache.values)
-    rows = torch.cat((keys.view(torch.uint8), values.view(torch.uint8)), dim=-1).view(torch.float8_e4m3fn)
-    stored = dataclasses.replace(case, cache=LayerCache(case.cache.spec, 0, rows, k_scale, v_scale))
-    plain = torch.cat((dequantize(keys, k_scale), dequantize(values, v_scale)), dim=-1)
-    expected = run(ReferenceAttention(), dataclasses.replace(case, cache=LayerCache(case.cache.spec, 0, plain)))
-    got = run(TritonAttention(), to(stored, device)).cpu()
+    plain = case.cache
+    plain.rows.nan_to_num_(0.0)
+    stored = allocate_fp8(plain.spec, 0, len(plain.rows), 8, "cpu")
+    slots = torch.arange(plain.rows[..., 0, 0].numel())
+    keys, values = plain.keys.flatten(0, 1), plain.values.flatten(0, 1)
+    reshape_and_cache(keys, values, stored.keys, stored.values, slots, "fp8_e4m3", stored.k_scale, stored.v_scale)
+    sides = ((stored.keys, stored.k_scale), (stored.values, stored.v_scale))
+    restored = torch.cat([dequantize(side, scale) for side, scale in sides], dim=-1)
+    torch.testing.assert_close(restored, plain.rows, rtol=1 / 16, atol=0.01)
+    expected = run(ReferenceAttention(), dataclasses.replace(case, cache=LayerCache(plain.spec, 0, restored)))
+    got = run(TritonAttention(), to(dataclasses.replace(case, cache=stored), device)).cpu()
     torch.testing.assert_close(got, expected, atol=4e-3, rtol=4e-3)
 
 

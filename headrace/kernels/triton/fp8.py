@@ -48,7 +48,7 @@ def to_half(stored, MODE: tl.constexpr):
 
 @triton.jit
 def from_float(x, MODE: tl.constexpr):
-    """float32 of at most 448 in absolute value -> uint8 that hold e4m3, rounded to nearest, ties to even."""
+    """float32 of at most 448 in absolute value, or NaN -> uint8 that hold e4m3, rounded to nearest, ties to even."""
     if MODE == 1:
         return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     else:
@@ -81,7 +81,7 @@ def scale_of_peak(peak):
 
 @triton.jit
 def quantized(x, scale, MODE: tl.constexpr):
-    """``x / scale`` (of one shape) as uint8 that hold e4m3, saturated."""
+    """``x / scale`` (of one shape) as uint8 that hold e4m3, saturated; 0 for NaN."""
     ratio = tl.div_rn(x, scale)
     ratio = tl.where(ratio > 448.0, 448.0, tl.where(ratio < -448.0, -448.0, ratio))
-    return from_float(ratio, MODE)
+    return from_float(tl.where(ratio != ratio, 0.0, ratio), MODE)

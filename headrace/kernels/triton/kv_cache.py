@@ -30,10 +30,11 @@ def store_heads(
     scale_block,
     scale_offset,
     scale_head,
+    CACHE_LANE: tl.constexpr,
     FP8: tl.constexpr,
 ):
     """Stores ``new [heads, width]``, quantised a head at a time where FP8 is not 0."""
-    target = cache + block * cache_block + offset * cache_offset + head[:, None] * cache_head + lane[None, :]
+    target = cache + block * cache_block + offset * cache_offset + head[:, None] * cache_head + lane[None, :] * CACHE_LANE
     if FP8 == 0:
         tl.store(target, new.to(cache.dtype.element_ty), mask=mask)
     else:
@@ -75,6 +76,8 @@ def _reshape_and_cache(
     D_P: tl.constexpr,
     DV: tl.constexpr,
     DV_P: tl.constexpr,
+    K_LANE: tl.constexpr,
+    V_LANE: tl.constexpr,
     FP8: tl.constexpr,
 ):
     """All heads of one token."""
@@ -90,14 +93,14 @@ def _reshape_and_cache(
         new = tl.load(key + token * key_token + head[:, None] * key_head + lane[None, :], mask=mask, other=0.0)
         store_heads(
             new, key_cache, k_scale, block, offset, head, lane, mask, present,
-            kc_block, kc_offset, kc_head, ks_block, ks_offset, ks_head, FP8,
+            kc_block, kc_offset, kc_head, ks_block, ks_offset, ks_head, K_LANE, FP8,
         )  # fmt: skip
         lane = tl.arange(0, DV_P)
         mask = present[:, None] & (lane < DV)[None, :]
         new = tl.load(value + token * value_token + head[:, None] * value_head + lane[None, :], mask=mask, other=0.0)
         store_heads(
             new, value_cache, v_scale, block, offset, head, lane, mask, present,
-            vc_block, vc_offset, vc_head, vs_block, vs_offset, vs_head, FP8,
+            vc_block, vc_offset, vc_head, vs_block, vs_offset, vs_head, V_LANE, FP8,
         )  # fmt: skip
 
 
@@ -111,9 +114,9 @@ def reshape_and_cache(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> None:
-    """As its twin. The last axes of keys, values and caches must be contiguous; ``slot_mapping`` is int64 or int32."""
+    """As its twin. The last axes of keys and values must be contiguous; ``slot_mapping`` is int64 or int32."""
     check_cache(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale)
-    check_last_axes(key, value, key_cache, value_cache, slot_mapping)
+    check_last_axes(key, value, slot_mapping)
     tokens, heads, head_dim = key.shape
     if not tokens:
         return
@@ -141,6 +144,8 @@ def reshape_and_cache(
         D_P=d_p,
         DV=v_head_dim,
         DV_P=dv_p,
+        K_LANE=key_cache.stride(3),
+        V_LANE=value_cache.stride(3),
         FP8=fp8,
         num_warps=min(max(heads_p * max(d_p, dv_p) // 256, 1), 8),
     )

@@ -1,8 +1,11 @@
 """General paged attention: any group size, K and V of any width, windows, sinks, soft caps, FP8, prefill and decode.
 
-A program takes a tile of queries of one row, with the query heads that share a KV head side by side in the tile's rows,
-and walks over the keys of its split with a running softmax (Milakov and Gimelshein, 2018; Dao et al., 2022). Splits of one
-row are merged by a second kernel (Flash-Decoding: Dao, Haziza, Massa and Sizov, 2023).
+A program takes a tile of queries of one row, with the query heads that share a KV head side by side in it, and walks over
+the keys of its split with a running softmax (Milakov and Gimelshein, 2018; Dao et al., 2022). Splits of one row are merged
+by a second kernel (Flash-Decoding: Dao, Haziza, Massa and Sizov, 2023).
+
+A tile has queries along one axis and keys along the other. Matrix units take at least 16 of the first and 8 of the second
+axis: so keys come first (``KEYS_FIRST``) where a tile has up to 8 queries, and queries where it has more.
 
 A head is cut into the largest power of two in its width and the rest (192 = 128 + 64), so that odd widths waste little.
 Twin: ``headrace.kernels.paged_attention``.
@@ -20,7 +23,7 @@ import triton.language as tl
 from headrace.kernels.kv_cache import check_scales
 from headrace.kernels.triton.fp8 import OFF, as_bytes, gain, mode, to_half
 from headrace.kernels.triton.kv_cache import scale_strides
-from headrace.kernels.triton.tiling import Tiling
+from headrace.kernels.triton.tiling import KEYS_FIRST, Tiling
 
 _MERGED_CHANNELS = 128
 """Of one program of the merge."""
@@ -47,123 +50,163 @@ def _find_row(query_start, tile, num_rows, first_token, BLOCK_Q: tl.constexpr):
 
 
 @triton.jit
-def _load(pointers, mask, MASKED: tl.constexpr):
+def _per_query(x, KEYS_FIRST: tl.constexpr):
+    """``[queries]``, spread over a tile."""
+    if KEYS_FIRST:
+        return x[None, :]
+    else:
+        return x[:, None]
+
+
+@triton.jit
+def _per_key(x, KEYS_FIRST: tl.constexpr):
+    """``[keys]``, spread over a tile."""
+    if KEYS_FIRST:
+        return x[:, None]
+    else:
+        return x[None, :]
+
+
+@triton.jit
+def _load_part(
+    base, present, FIRST: tl.constexpr, WIDTH: tl.constexpr, WIDTH_P: tl.constexpr, LANE: tl.constexpr,
+    BASE_FIRST: tl.constexpr, MASKED: tl.constexpr
+):  # fmt: skip
+    """Channels ``FIRST ... FIRST + WIDTH_P`` of the heads that begin at ``base``: ``[base, channel]`` or the other way."""
+    channel = FIRST + tl.arange(0, WIDTH_P)
+    if BASE_FIRST:
+        pointers = base[:, None] + (channel * LANE)[None, :]
+        mask = present[:, None] & (channel < WIDTH)[None, :]
+        narrow = (channel < WIDTH)[None, :]
+    else:
+        pointers = base[None, :] + (channel * LANE)[:, None]
+        mask = present[None, :] & (channel < WIDTH)[:, None]
+        narrow = (channel < WIDTH)[:, None]
     if MASKED:
         return tl.load(pointers, mask=mask, other=0)
+    elif FIRST + WIDTH_P > WIDTH:
+        return tl.load(pointers, mask=narrow, other=0)
     else:
         return tl.load(pointers)
 
 
 @triton.jit
-def _operand(stored, q, FP8: tl.constexpr):
-    """What came from the cache as a factor for a product with ``q``."""
+def _operand(stored, DTYPE: tl.constexpr, FP8: tl.constexpr):
+    """What came from the cache as a factor of a matrix product."""
     if FP8 > 0:
         return to_half(stored, FP8)
     else:
-        return stored.to(q.dtype)
+        return stored.to(DTYPE)
+
+
+@triton.jit
+def _product(of_queries, of_keys, acc, KEYS_FIRST: tl.constexpr, PRECISION: tl.constexpr):
+    """A tile's matrix product, added to ``acc``; both factors stand as the tile does."""
+    if KEYS_FIRST:
+        return tl.dot(of_keys, of_queries, acc, input_precision=PRECISION)
+    else:
+        return tl.dot(of_queries, of_keys, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def _scores(
+    q_a, q_b, base, present, factor, soft_cap, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr,
+    D_A: tl.constexpr, D_B: tl.constexpr, SOFT_CAP: tl.constexpr, FP8: tl.constexpr, KEYS_FIRST: tl.constexpr,
+    PRECISION: tl.constexpr
+):  # fmt: skip
+    """Scores of the keys at ``base``, in base 2. What is no key gets any number: every address is a valid one."""
+    if KEYS_FIRST:
+        scores = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    else:
+        scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    k_a = _load_part(base, present, 0, D, D_A, 1, KEYS_FIRST, False)
+    scores = _product(q_a, _operand(k_a, q_a.dtype, FP8), scores, KEYS_FIRST, PRECISION)
+    if D_B > 0:
+        k_b = _load_part(base, present, D_A, D, D_B, 1, KEYS_FIRST, False)
+        scores = _product(q_b, _operand(k_b, q_b.dtype, FP8), scores, KEYS_FIRST, PRECISION)
+    scores = scores * factor
+    if SOFT_CAP:
+        # tanh x is 2 sigmoid(2 x) - 1.
+        scores = (soft_cap * 1.4426950408889634) * (2.0 * tl.sigmoid(2.0 * scores / soft_cap) - 1.0)
+    return scores
 
 
 @triton.jit
 def _walk(
-    begin,
-    end,
-    low,
-    high,
-    highest,
-    total,
-    acc_a,
-    acc_b,
-    unit,
-    q_a,
-    q_b,
-    factor,
-    position,
-    keys,
-    k_scales,
-    v_scales,
-    table,
-    soft_cap,
-    window,
-    row_block,
-    row_offset,
-    scale_block,
-    scale_offset,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    D: tl.constexpr,
-    D_A: tl.constexpr,
-    D_B: tl.constexpr,
-    DV: tl.constexpr,
-    DV_A: tl.constexpr,
-    DV_B: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    FP8: tl.constexpr,
-    PRECISION: tl.constexpr,
-    INVARIANT: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+    begin, end, low, high, highest, total, acc_a, acc_b, unit, q_a, q_b, peak, position, factor, soft_cap, window,
+    keys, values, k_scales, v_scales, table, k_block, k_offset, v_block, v_offset, scale_block, scale_offset,
+    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, D_A: tl.constexpr,
+    D_B: tl.constexpr, DV: tl.constexpr, DV_A: tl.constexpr, DV_B: tl.constexpr, WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr, FP8: tl.constexpr, V_LANE: tl.constexpr, KEYS_FIRST: tl.constexpr,
+    PRECISION: tl.constexpr, INVARIANT: tl.constexpr, MASKED: tl.constexpr
+):  # fmt: skip
     """Takes in the keys ``[begin, end)``, tile after tile; of these only ``[low, high)`` count.
 
-    ``acc_a``, ``acc_b`` are sums of values in units of ``unit``, which is the tile's, or with ``INVARIANT`` each tile
-    row's; ``highest`` and ``total`` are the running maximum and sum of ``exp2``. Not ``MASKED``: every query sees every key.
+    ``acc_a``, ``acc_b`` are sums of values in units of ``unit``, which is the tile's, or with ``INVARIANT`` each query's;
+    ``highest`` and ``total`` are the running maximum and sum of ``exp2``. Not ``MASKED``: every query sees every key.
     """
+    axis: tl.constexpr = 0 if KEYS_FIRST else 1
     n = tl.arange(0, BLOCK_N)
-    a = tl.arange(0, D_A)
-    va = D + tl.arange(0, DV_A)
+    # Behind the last key its block is loaded again. Cut to it after the division: that all tokens of a block have one
+    # number is what lets the compiler load the values of a block's tokens in one piece.
+    last_block = (high - 1) // BLOCK_SIZE
     for start in range(begin, end, BLOCK_N):
         key = start + n
         # Keys before low may be another row's by now: a window gives blocks back.
         present = (key >= low) & (key < high)
-        block = _load(table + key // BLOCK_SIZE, present, MASKED).to(tl.int64)
+        block = tl.load(table + tl.minimum(key // BLOCK_SIZE, last_block)).to(tl.int64)
         offset = key % BLOCK_SIZE
-        base = keys + block * row_block + offset * row_offset
-        k_a = _load(base[None, :] + a[:, None], present[None, :] & (a < D)[:, None], MASKED or D_A > D)
-        scores = tl.dot(q_a, _operand(k_a, q_a, FP8), input_precision=PRECISION)
-        if D_B > 0:
-            b = D_A + tl.arange(0, D_B)
-            k_b = _load(base[None, :] + b[:, None], present[None, :] & (b < D)[:, None], MASKED or D_A + D_B > D)
-            scores = tl.dot(q_b, _operand(k_b, q_b, FP8), scores, input_precision=PRECISION)
+        base = keys + block * k_block + offset * k_offset
         if FP8 > 0:
             place = block * scale_block + offset * scale_offset
-            scores = scores * factor[:, None] * _load(k_scales + place, present, MASKED)[None, :]
+            k_scale = tl.load(k_scales + place, mask=present, other=0.0) * (factor * gain(FP8))
+            tile_factor = _per_key(k_scale, KEYS_FIRST) * _per_query(peak, KEYS_FIRST)
         else:
-            scores = scores * factor
-        if SOFT_CAP:
-            # tanh x is 2 sigmoid(2 x) - 1.
-            scores = (soft_cap * 1.4426950408889634) * (2.0 * tl.sigmoid(2.0 * scores / soft_cap) - 1.0)
+            tile_factor = factor
+        scores = _scores(
+            q_a, q_b, base, present, tile_factor, soft_cap, BLOCK_M, BLOCK_N, D, D_A, D_B, SOFT_CAP, FP8, KEYS_FIRST, PRECISION
+        )  # fmt: skip
         if MASKED:
-            visible = present[None, :] & (key[None, :] <= position[:, None])
+            seen = _per_key(key, KEYS_FIRST) <= _per_query(position, KEYS_FIRST)
             if WINDOW:
-                visible = visible & (key[None, :] > position[:, None] - window)
-            scores = tl.where(visible, scores, float("-inf"))
-        new_highest = tl.maximum(highest, tl.max(scores, 1))
+                seen = seen & (_per_key(key, KEYS_FIRST) > _per_query(position - window, KEYS_FIRST))
+            seen = seen & _per_key(present, KEYS_FIRST)
+            scores = tl.where(seen, scores, float("-inf"))
+        new_highest = tl.maximum(highest, tl.max(scores, axis))
         pivot = new_highest
         if MASKED:
-            # A tile row that has seen nothing yet keeps weight 0 instead of exp2(-inf - -inf).
+            # A query that has seen nothing yet keeps weight 0 instead of exp2(-inf - -inf).
             pivot = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-        weights = tl.exp2(scores - pivot[:, None])
+        weights = tl.exp2(scores - _per_query(pivot, KEYS_FIRST))
         decay = tl.exp2(highest - pivot)
-        total = total * decay + tl.sum(weights, 1)
+        total = total * decay + tl.sum(weights, axis)
         highest = new_highest
         if FP8 > 0:
             # V's scales go into the weights, relative to the largest so far: float16 has few digits for small numbers.
-            v_scale = _load(v_scales + place, present, MASKED)
+            v_scale = tl.load(v_scales + place, mask=present, other=0.0)
             if INVARIANT:
-                new_unit = tl.maximum(unit, tl.max(tl.where(visible, v_scale[None, :], 0.0), 1))
-                weights = weights * (v_scale[None, :] / new_unit[:, None])
+                spread = tl.where(seen, _per_key(v_scale, KEYS_FIRST), 0.0)
+                new_unit = tl.maximum(unit, tl.max(spread, axis))
+                weights = weights * (spread / _per_query(new_unit, KEYS_FIRST))
             else:
                 new_unit = tl.maximum(unit, tl.max(v_scale, 0))
-                weights = weights * (v_scale / new_unit)[None, :]
+                weights = weights * _per_key(v_scale / new_unit, KEYS_FIRST)
             decay = decay * (unit / new_unit)
             unit = new_unit
         weights = weights.to(q_a.dtype)
-        v_a = _load(base[:, None] + va[None, :], present[:, None] & (va < D + DV)[None, :], MASKED or DV_A > DV)
-        acc_a = tl.dot(weights, _operand(v_a, q_a, FP8), acc_a * decay[:, None], input_precision=PRECISION)
+        # e4m3 in a cache is finite, so that weight 0 is enough for what is no key.
+        shielded: tl.constexpr = MASKED and FP8 == 0
+        if V_LANE == 1:
+            base = values + block * v_block + offset * v_offset
+        else:
+            base = values + block * v_block + offset
+        v_a = _load_part(base, present, 0, DV, DV_A, V_LANE, not KEYS_FIRST, shielded)
+        acc_a = acc_a * _per_query(decay, KEYS_FIRST)
+        acc_a = _product(weights, _operand(v_a, q_a.dtype, FP8), acc_a, KEYS_FIRST, PRECISION)
         if DV_B > 0:
-            vb = D + DV_A + tl.arange(0, DV_B)
-            v_b = _load(base[:, None] + vb[None, :], present[:, None] & (vb < D + DV)[None, :], MASKED or DV_A + DV_B > DV)
-            acc_b = tl.dot(weights, _operand(v_b, q_a, FP8), acc_b * decay[:, None], input_precision=PRECISION)
+            v_b = _load_part(base, present, DV_A, DV, DV_B, V_LANE, not KEYS_FIRST, shielded)
+            acc_b = acc_b * _per_query(decay, KEYS_FIRST)
+            acc_b = _product(weights, _operand(v_b, q_a.dtype, FP8), acc_b, KEYS_FIRST, PRECISION)
     return highest, total, acc_a, acc_b, unit
 
 
@@ -190,34 +233,27 @@ def _key_range(
 
 
 @triton.jit
-def _store(target, acc, inverse, valid, FIRST: tl.constexpr, WIDTH: tl.constexpr, WIDTH_P: tl.constexpr):
-    channel = FIRST + tl.arange(0, WIDTH_P)
-    result = acc * inverse[:, None]
-    mask = valid[:, None] & (channel < WIDTH)[None, :]
-    tl.store(target[:, None] + channel[None, :], result.to(target.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _load_queries(base, valid, factor, D: tl.constexpr, D_A: tl.constexpr, D_B: tl.constexpr, FP8: tl.constexpr):
-    """The tile's queries in two parts, and the factor on their scores: for FP8 one a tile row, else as it came."""
-    a = tl.arange(0, D_A)
-    q_a = tl.load(base[:, None] + a[None, :], mask=valid[:, None] & (a < D)[None, :], other=0.0)
+def _load_queries(
+    base, valid, BLOCK_M: tl.constexpr, D: tl.constexpr, D_A: tl.constexpr, D_B: tl.constexpr, FP8: tl.constexpr,
+    KEYS_FIRST: tl.constexpr
+):  # fmt: skip
+    """The tile's queries in two parts, and what they must be multiplied with."""
+    channels: tl.constexpr = 0 if KEYS_FIRST else 1
+    q_a = _load_part(base, valid, 0, D, D_A, 1, not KEYS_FIRST, True)
     q_b = q_a
     if D_B > 0:
-        b = D_A + tl.arange(0, D_B)
-        q_b = tl.load(base[:, None] + b[None, :], mask=valid[:, None] & (b < D)[None, :], other=0.0)
+        q_b = _load_part(base, valid, D_A, D, D_B, 1, not KEYS_FIRST, True)
+    peak = tl.full([BLOCK_M], 1.0, tl.float32)
     if FP8 > 0:
         # One instruction makes two e4m3 numbers float16, so q becomes float16 too, brought into its range.
-        peak = tl.max(tl.abs(q_a.to(tl.float32)), 1)
+        peak = tl.max(tl.abs(q_a.to(tl.float32)), channels)
         if D_B > 0:
-            peak = tl.maximum(peak, tl.max(tl.abs(q_b.to(tl.float32)), 1))
+            peak = tl.maximum(peak, tl.max(tl.abs(q_b.to(tl.float32)), channels))
         peak = tl.where(peak == 0.0, 1.0, peak)
-        q_a = (q_a.to(tl.float32) / peak[:, None]).to(tl.float16)
+        q_a = (q_a.to(tl.float32) / _per_query(peak, KEYS_FIRST)).to(tl.float16)
         if D_B > 0:
-            q_b = (q_b.to(tl.float32) / peak[:, None]).to(tl.float16)
-        return q_a, q_b, peak * (factor * gain(FP8))
-    else:
-        return q_a, q_b, factor
+            q_b = (q_b.to(tl.float32) / _per_query(peak, KEYS_FIRST)).to(tl.float16)
+    return q_a, q_b, peak
 
 
 @triton.jit
@@ -240,10 +276,31 @@ def _begin(
     return highest, total
 
 
+@triton.jit
+def _zeros(BLOCK_M: tl.constexpr, WIDTH_P: tl.constexpr, KEYS_FIRST: tl.constexpr):
+    """A sum of values for each query."""
+    if KEYS_FIRST:
+        return tl.zeros([WIDTH_P, BLOCK_M], tl.float32)
+    else:
+        return tl.zeros([BLOCK_M, WIDTH_P], tl.float32)
+
+
+@triton.jit
+def _store(
+    target, acc, inverse, valid, FIRST: tl.constexpr, WIDTH: tl.constexpr, WIDTH_P: tl.constexpr, KEYS_FIRST: tl.constexpr
+):  # fmt: skip
+    channel = FIRST + tl.arange(0, WIDTH_P)
+    result = acc * _per_query(inverse, KEYS_FIRST)
+    mask = _per_query(valid, KEYS_FIRST) & _per_key(channel < WIDTH, KEYS_FIRST)
+    pointers = _per_query(target, KEYS_FIRST) + _per_key(channel, KEYS_FIRST)
+    tl.store(pointers, result.to(target.dtype.element_ty), mask=mask)
+
+
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
 def _attend(
     q,  # [T, H, D]
-    rows,  # [blocks, block_size, KV, D + DV]
+    keys,  # [blocks, block_size, KV, D]
+    values,  # [blocks, block_size, KV, DV]
     k_scale,  # [blocks, block_size, KV] float32, FP8 only
     v_scale,  # of k_scale's strides
     tables,  # [R, B] int32
@@ -260,9 +317,12 @@ def _attend(
     split_tokens,
     q_token: tl.int64,
     q_head: tl.int64,
-    row_block: tl.int64,
-    row_offset: tl.int64,
-    row_head: tl.int64,
+    k_block: tl.int64,
+    k_offset: tl.int64,
+    k_head: tl.int64,
+    v_block: tl.int64,
+    v_offset: tl.int64,
+    v_head: tl.int64,
     scale_block: tl.int64,
     scale_offset: tl.int64,
     scale_head: tl.int64,
@@ -284,10 +344,12 @@ def _attend(
     SOFT_CAP: tl.constexpr,
     SINKS: tl.constexpr,
     FP8: tl.constexpr,
+    V_LANE: tl.constexpr,  # from one channel of a value to the next; where it is not 1, from token to token it is
     SINGLE: tl.constexpr,  # one query a row: row r's is token first_token + r
     PHASED: tl.constexpr,  # whole tiles go without masks
-    INVARIANT: tl.constexpr,  # no tile row's numbers depend on another's
+    INVARIANT: tl.constexpr,  # no query's numbers depend on another's
     SPLIT: tl.constexpr,
+    KEYS_FIRST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     shares: tl.constexpr = (GROUP + SHARE - 1) // SHARE
@@ -310,7 +372,7 @@ def _attend(
         last = tl.minimum(first + BLOCK_Q, num_queries) - 1
         low, high = _key_range(split, first, last, context, window, split_tokens, BLOCK_N, WINDOW, SPLIT)
 
-        # Tile row m is query (first + m // SHARE), and of this program's heads number (m % SHARE).
+        # Number m of the tile is query (first + m // SHARE), and of this program's heads number (m % SHARE).
         m = tl.arange(0, BLOCK_M)
         query = first + m // SHARE
         in_group = tl.program_id(1) % shares * SHARE + m % SHARE
@@ -319,19 +381,19 @@ def _attend(
         position = context + query
         token = (row_start + query).to(tl.int64)
 
+        q_base = q + token * q_token + head * q_head
+        q_a, q_b, peak = _load_queries(q_base, valid, BLOCK_M, D, D_A, D_B, FP8, KEYS_FIRST)
         # Scores are in base 2; where a soft cap comes first, after it.
         factor = scale if SOFT_CAP else scale * 1.4426950408889634
-        q_a, q_b, factor = _load_queries(q + token * q_token + head * q_head, valid, factor, D, D_A, D_B, FP8)
         highest, total = _begin(sinks, head, valid, split, position, split_tokens, BLOCK_M, SINKS, SPLIT)
-        acc_a = tl.zeros([BLOCK_M, DV_A], tl.float32)
+        acc_a = _zeros(BLOCK_M, DV_A, KEYS_FIRST)
         # A part of width 0 is any tensor, and stays untouched.
-        acc_b = total
-        if DV_B > 0:
-            acc_b = tl.zeros([BLOCK_M, DV_B], tl.float32)
+        acc_b = _zeros(BLOCK_M, DV_B, KEYS_FIRST) if DV_B > 0 else total
         unit = tl.full([BLOCK_M], 1e-30, tl.float32) if INVARIANT else 1e-30
-        keys = rows + kv_head * row_head
-        k_scales = k_scale + kv_head * scale_head
-        v_scales = v_scale + kv_head * scale_head
+        keys += kv_head * k_head
+        values += kv_head * v_head
+        k_scale += kv_head * scale_head
+        v_scale += kv_head * scale_head
         table = tables + row.to(tl.int64) * table_row
         begin = low // BLOCK_N * BLOCK_N
         if PHASED:
@@ -339,15 +401,17 @@ def _attend(
             middle = tl.minimum(high, context + first + 1)
             middle = tl.maximum(middle // BLOCK_N * BLOCK_N, begin)
             highest, total, acc_a, acc_b, unit = _walk(
-                begin, middle, low, high, highest, total, acc_a, acc_b, unit, q_a, q_b, factor, position, keys,
-                k_scales, v_scales, table, soft_cap, window, row_block, row_offset, scale_block, scale_offset,
-                BLOCK_SIZE, BLOCK_N, D, D_A, D_B, DV, DV_A, DV_B, WINDOW, SOFT_CAP, FP8, PRECISION, INVARIANT, False,
+                begin, middle, low, high, highest, total, acc_a, acc_b, unit, q_a, q_b, peak, position, factor, soft_cap,
+                window, keys, values, k_scale, v_scale, table, k_block, k_offset, v_block, v_offset, scale_block,
+                scale_offset, BLOCK_SIZE, BLOCK_M, BLOCK_N, D, D_A, D_B, DV, DV_A, DV_B, WINDOW, SOFT_CAP, FP8,
+                V_LANE, KEYS_FIRST, PRECISION, INVARIANT, False,
             )  # fmt: skip
             begin = middle
         highest, total, acc_a, acc_b, unit = _walk(
-            begin, high, low, high, highest, total, acc_a, acc_b, unit, q_a, q_b, factor, position, keys,
-            k_scales, v_scales, table, soft_cap, window, row_block, row_offset, scale_block, scale_offset,
-            BLOCK_SIZE, BLOCK_N, D, D_A, D_B, DV, DV_A, DV_B, WINDOW, SOFT_CAP, FP8, PRECISION, INVARIANT, True,
+            begin, high, low, high, highest, total, acc_a, acc_b, unit, q_a, q_b, peak, position, factor, soft_cap,
+            window, keys, values, k_scale, v_scale, table, k_block, k_offset, v_block, v_offset, scale_block,
+            scale_offset, BLOCK_SIZE, BLOCK_M, BLOCK_N, D, D_A, D_B, DV, DV_A, DV_B, WINDOW, SOFT_CAP, FP8,
+            V_LANE, KEYS_FIRST, PRECISION, INVARIANT, True,
         )  # fmt: skip
 
         mass = tl.where(total == 0.0, 1.0, total)
@@ -360,9 +424,9 @@ def _attend(
             # Without keys there is no output, and so no mass, not even a sink's.
             tl.store(lse + place, tl.where((total > 0.0) & (low < high), highest + tl.log2(mass), float("-inf")), mask=valid)
             valid = valid & (low < high)
-        _store(out + place * DV, acc_a, inverse, valid, 0, DV, DV_A)
+        _store(out + place * DV, acc_a, inverse, valid, 0, DV, DV_A, KEYS_FIRST)
         if DV_B > 0:
-            _store(out + place * DV, acc_b, inverse, valid, DV_A, DV, DV_B)
+            _store(out + place * DV, acc_b, inverse, valid, DV_A, DV, DV_B, KEYS_FIRST)
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -414,12 +478,12 @@ def partial_size(tiling: Tiling, num_tokens: int, num_heads: int, v_head_dim: in
 
 def paged_attention(
     q: torch.Tensor,
-    rows: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
     block_tables: torch.Tensor,
     query_start: torch.Tensor,
     seq_lens: torch.Tensor,
     *,
-    v_head_dim: int,
     scale: float,
     tiling: Tiling,
     tokens: range,
@@ -436,7 +500,8 @@ def paged_attention(
 
     Args:
         q: ``[T, num_heads, d]``, last axis contiguous.
-        rows: ``[blocks, block_size, kv_heads, d + dv]``, last axis contiguous.
+        keys: ``[blocks, block_size, kv_heads, d]``, last axis contiguous.
+        values: ``[blocks, block_size, kv_heads, dv]``: the last axis is contiguous, or the second.
         block_tables: ``[R, B]`` int32, last axis contiguous.
         seq_lens: a row of length 0 comes out as 0.
         tiling: how to cut up the launch.
@@ -447,21 +512,17 @@ def paged_attention(
         workspace: float32, at least ``partial_size`` numbers, which nothing else uses meanwhile.
     """
     num_heads, head_dim = q.shape[1:]
-    block_size, kv_heads, width = rows.shape[1:]
+    block_size, kv_heads, v_head_dim = values.shape[1:]
     group = num_heads // kv_heads
-    if width != head_dim + v_head_dim or kv_heads * group != num_heads or q.stride(2) != 1 or rows.stride(3) != 1:
-        raise ValueError(f"q {list(q.shape)} does not fit rows {list(rows.shape)} with v_head_dim {v_head_dim}")
+    _check(q, keys, values, k_scale, v_scale)
     if out is None:
         out = torch.empty(len(q), num_heads, v_head_dim, dtype=q.dtype, device=q.device)
     num_rows = len(seq_lens)
     if not num_rows or not len(tokens):
         return out
     fp8 = OFF
-    if k_scale is not None and v_scale is not None:
-        check_scales(rows, k_scale, v_scale)
-        if k_scale.stride() != v_scale.stride():
-            raise ValueError(f"k_scale and v_scale differ in strides: {k_scale.stride()} and {v_scale.stride()}")
-        fp8, rows = mode(q.device), as_bytes(rows)
+    if k_scale is not None:
+        fp8, keys, values = mode(q.device), as_bytes(keys), as_bytes(values)
     target = lse = out
     if tiling.merges:
         target, lse = _partials(tiling, len(tokens), out, workspace)
@@ -469,17 +530,18 @@ def paged_attention(
     dv_a, dv_b = _cut(v_head_dim)
     block_q = 1 if single else tiling.block_q
     tiles = num_rows if single else len(tokens) // block_q + num_rows
+    block_m = max(KEYS_FIRST if tiling.keys_first else 16, triton.next_power_of_2(block_q * tiling.heads))
     _attend[(tiles, kv_heads * triton.cdiv(group, tiling.heads), tiling.splits)](
-        q, rows, q if k_scale is None else k_scale, q if v_scale is None else v_scale,
+        q, keys, values, q if k_scale is None else k_scale, q if v_scale is None else v_scale,
         block_tables, query_start, seq_lens, q if sinks is None else sinks, target, lse,
         num_rows, tokens.start, scale, soft_cap or 0.0, window or 0, tiling.split_tokens,
-        *q.stride()[:2], *rows.stride()[:3], *scale_strides(k_scale), block_tables.stride(0),
-        BLOCK_SIZE=block_size, HEADS=num_heads, GROUP=group, SHARE=tiling.heads, BLOCK_Q=block_q,
-        BLOCK_M=max(16, triton.next_power_of_2(block_q * tiling.heads)), BLOCK_N=tiling.block_n,
+        *q.stride()[:2], *keys.stride()[:3], *values.stride()[:3], *scale_strides(k_scale), block_tables.stride(0),
+        BLOCK_SIZE=block_size, HEADS=num_heads, GROUP=group, SHARE=tiling.heads,
+        BLOCK_Q=block_q, BLOCK_M=block_m, BLOCK_N=tiling.block_n,
         D=head_dim, D_A=d_a, D_B=d_b, DV=v_head_dim, DV_A=dv_a, DV_B=dv_b,
-        WINDOW=window is not None, SOFT_CAP=soft_cap is not None, SINKS=sinks is not None, FP8=fp8,
+        WINDOW=window is not None, SOFT_CAP=soft_cap is not None, SINKS=sinks is not None, FP8=fp8, V_LANE=values.stride(3),
         SINGLE=single, PHASED=not (single or tiling.invariant or window is not None),
-        INVARIANT=tiling.invariant, SPLIT=tiling.merges,
+        INVARIANT=tiling.invariant, SPLIT=tiling.merges, KEYS_FIRST=tiling.keys_first,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=tiling.num_warps, num_stages=tiling.num_stages,
     )  # fmt: skip
@@ -490,6 +552,24 @@ def paged_attention(
             DV=v_head_dim, BLOCK=block, SPLITS_P=triton.next_power_of_2(tiling.splits), ORDERED=tiling.invariant,
         )  # fmt: skip
     return out
+
+
+def _check(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+) -> None:
+    fits = keys.shape[:3] == values.shape[:3] and keys.shape[3] == q.shape[2] and q.shape[1] % keys.shape[2] == 0
+    if not fits or q.stride(2) != 1 or keys.stride(3) != 1 or 1 not in (values.stride(3), values.stride(1)):
+        shapes = ", ".join(f"{list(t.shape)} by {t.stride()}" for t in (q, keys, values))
+        raise ValueError(f"q, keys and values do not fit each other: {shapes}")
+    if k_scale is None and v_scale is None:
+        return
+    check_scales(keys, k_scale, v_scale)
+    if k_scale is not None and v_scale is not None and k_scale.stride() != v_scale.stride():
+        raise ValueError(f"k_scale and v_scale differ in strides: {k_scale.stride()} and {v_scale.stride()}")
 
 
 def _partials(

@@ -27,10 +27,12 @@ def _load_part(base, present, FIRST: tl.constexpr, WIDTH: tl.constexpr, WIDTH_P:
 
 
 @triton.jit
-def _store_part(base, part, present, FIRST: tl.constexpr, WIDTH: tl.constexpr, WIDTH_P: tl.constexpr):
+def _store_part(
+    base, part, present, FIRST: tl.constexpr, WIDTH: tl.constexpr, WIDTH_P: tl.constexpr, LANE: tl.constexpr
+):  # fmt: skip
     lane = tl.arange(0, WIDTH_P)
     mask = present[:, None] & (lane < WIDTH)[None, :]
-    tl.store(base[:, None] + FIRST + lane[None, :], part.to(base.dtype.element_ty), mask=mask)
+    tl.store(base[:, None] + (FIRST + lane[None, :]) * LANE, part.to(base.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -154,6 +156,8 @@ def _norm_rotate_and_cache(
     REST_P: tl.constexpr,
     Q_NORM: tl.constexpr,
     K_NORM: tl.constexpr,
+    K_LANE: tl.constexpr,
+    V_LANE: tl.constexpr,
     FP8: tl.constexpr,
 ):
     """``TILE`` heads of one token: first the query heads, tile after tile, then the KV heads."""
@@ -169,10 +173,10 @@ def _norm_rotate_and_cache(
         first, second, rest = _prepared(base, present, q_weight, angles, eps, D, HALF, HALF_P, REST, REST_P, Q_NORM)
         target = q_out + token * q_token + head * q_head
         if HALF > 0:
-            _store_part(target, first, present, 0, HALF, HALF_P)
-            _store_part(target, second, present, HALF, HALF, HALF_P)
+            _store_part(target, first, present, 0, HALF, HALF_P, 1)
+            _store_part(target, second, present, HALF, HALF, HALF_P, 1)
         if REST > 0:
-            _store_part(target, rest, present, 2 * HALF, REST, REST_P)
+            _store_part(target, rest, present, 2 * HALF, REST, REST_P, 1)
     else:
         slot = tl.load(slot_mapping + token).to(tl.int64)
         if slot >= 0:
@@ -191,16 +195,16 @@ def _norm_rotate_and_cache(
                 rest = _quantized_part(rest, scale, FP8)
             target = key_cache + block * kc_block + offset * kc_offset + head * kc_head
             if HALF > 0:
-                _store_part(target, first, present, 0, HALF, HALF_P)
-                _store_part(target, second, present, HALF, HALF, HALF_P)
+                _store_part(target, first, present, 0, HALF, HALF_P, K_LANE)
+                _store_part(target, second, present, HALF, HALF, HALF_P, K_LANE)
             if REST > 0:
-                _store_part(target, rest, present, 2 * HALF, REST, REST_P)
+                _store_part(target, rest, present, 2 * HALF, REST, REST_P, K_LANE)
             v_base = qkv + token * qkv_token + (HEADS + KV_HEADS) * D + head * DV
             lane = tl.arange(0, DV_P)
             mask = present[:, None] & (lane < DV)[None, :]
             store_heads(
                 _load_part(v_base, present, 0, DV, DV_P), value_cache, v_scale, block, offset, head, lane, mask, present,
-                vc_block, vc_offset, vc_head, vs_block, vs_offset, vs_head, FP8,
+                vc_block, vc_offset, vc_head, vs_block, vs_offset, vs_head, V_LANE, FP8,
             )  # fmt: skip
 
 
@@ -220,7 +224,7 @@ def norm_rotate_and_cache(
     v_scale: torch.Tensor | None = None,
     q_out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As its twin. Last axes must be contiguous; ``slot_mapping`` is int64 or int32."""
+    """As its twin. Last axes must be contiguous, but for the caches'; ``slot_mapping`` is int64 or int32."""
     kv_heads, head_dim, v_head_dim = check_qkv(qkv, num_heads, key_cache, value_cache, cos_sin, rotary_dim)
     q = qkv[:, : num_heads * head_dim].unflatten(-1, (num_heads, head_dim)) if q_out is None else q_out
     if not len(qkv):
@@ -230,7 +234,7 @@ def norm_rotate_and_cache(
     keys = qkv[None, None] if key_cache is None else key_cache
     values = qkv[None, None] if value_cache is None else value_cache
     slots = qkv if slot_mapping is None else slot_mapping
-    check_last_axes(qkv, q, keys, values, slots, *(t for t in (cos_sin, q_weight, k_weight) if t is not None))
+    check_last_axes(qkv, q, slots, *(t for t in (cos_sin, q_weight, k_weight) if t is not None))
     fp8 = OFF
     if k_scale is not None or v_scale is not None:
         check_scales(keys, k_scale, v_scale)
@@ -271,6 +275,8 @@ def norm_rotate_and_cache(
         REST_P=rest_p,
         Q_NORM=q_weight is not None,
         K_NORM=k_weight is not None,
+        K_LANE=keys.stride(3),
+        V_LANE=values.stride(3),
         FP8=fp8,
         num_warps=min(max(tile * max(d_p, dv_p) // 256, 1), 4),
     )

@@ -8,10 +8,12 @@ from headrace.kernels.support import Resources
 
 MIN_SPLIT = 256
 """Tokens of the longest row for each split: more splits cost more in merging than they gain in company."""
+KEYS_FIRST = 8
+"""Queries of a tile, up to which its keys come first: matrix units take 8 along their second axis, 16 along their first."""
 _PROGRAMS = 2
 """For each multiprocessor; below that, rows are split."""
-_KEPT_FREE = 24 << 10
-"""Bytes of shared memory for reductions and layouts, beside the tiles."""
+_KEPT_FREE = 8 << 10
+"""Bytes of a program's shared memory for reductions and layouts, beside the tiles."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Geometry:
 
     @property
     def max_block_m(self) -> int:
-        """Tile rows whose sums and scores still fit in the registers."""
+        """Queries times heads of a tile whose sums and scores still fit in the registers."""
         widest = max(self.head_dim, self.v_head_dim)
         return 16 if widest > 256 or self.q_bytes > 2 else 64 if widest > 128 else 128
 
@@ -53,6 +55,11 @@ class Tiling:
     num_stages: int
 
     @property
+    def keys_first(self) -> bool:
+        """Which axis of a tile the keys have."""
+        return self.block_q * self.heads <= KEYS_FIRST
+
+    @property
     def invariant(self) -> bool:
         """A token's output is bitwise the same in any batch and chunking."""
         return self.split_tokens > 0
@@ -66,11 +73,11 @@ class Tiling:
 def choose_tiling(geometry: Geometry, *, num_rows: int, num_tokens: int, max_queries: int, max_seq_len: int) -> Tiling:
     """Tiles for rows of at most ``max_queries`` queries and ``max_seq_len`` tokens: upper bounds will do.
 
-    From measurements on an H200 with 32 query heads, 8 KV heads, heads of 128 in bfloat16. One query a row: 16 tile rows,
-    128 keys, 4 warps and 3 stages come within 1 % of the memory's speed, once there are two programs for each
-    multiprocessor: splits make up for missing rows. Many queries: 128 tile rows, 64 keys, 8 warps.
+    From measurements on an H200 with 32 query heads, 8 KV heads, heads of 128 in bfloat16. One query a row: 128 keys, 4
+    warps and 3 stages come within 1 % of the memory's speed, once there are two programs for each multiprocessor: splits
+    make up for missing rows. Many queries: 128 queries and heads, 64 keys, 8 warps.
     """
-    block_m = min(max(16, _power_of_two(max_queries * geometry.group_size)), geometry.max_block_m)
+    block_m = min(max(KEYS_FIRST, _power_of_two(max_queries * geometry.group_size)), geometry.max_block_m)
     heads = min(geometry.group_size, block_m)
     block_q = block_m // heads
     tiles = max(num_rows, -(-num_tokens // block_q))
@@ -82,7 +89,7 @@ def choose_tiling(geometry: Geometry, *, num_rows: int, num_tokens: int, max_que
 
 def workspace_bound(geometry: Geometry) -> int:
     """At least ``partial_size`` of every tiling that ``choose_tiling`` gives, whatever the batch: it splits only while the
-    programs do not fill the device, and a program leaves at most one partial output a tile row."""
+    programs do not fill the device, and a program leaves one partial output for each of its queries and heads."""
     programs = _PROGRAMS * geometry.device.multiprocessors
     return programs * geometry.max_block_m * (geometry.v_head_dim + 1)
 
@@ -90,8 +97,8 @@ def workspace_bound(geometry: Geometry) -> int:
 def invariant_tiling(geometry: Geometry, *, max_seq_len: int, split_tokens: int) -> Tiling:
     """Tiles of one shape for all rows, decode or prefill, for outputs that depend on nothing but a row's own tokens.
 
-    Tile rows do not see each other, tiles of keys begin at multiples of ``block_n``, and keys that a query does not see
-    add exact zeros: so only the shape and the splits could make a difference, and here neither depends on the batch.
+    The queries of a tile do not see each other, tiles of keys begin at multiples of ``block_n``, and keys that a query does
+    not see add exact zeros: so only the shape and the splits could make a difference, and here neither depends on the batch.
 
     Args:
         max_seq_len: of the launch; splits past a row's end add exact zeros too.
@@ -105,16 +112,23 @@ def invariant_tiling(geometry: Geometry, *, max_seq_len: int, split_tokens: int)
 
 
 def _keys(geometry: Geometry, block_m: int, block_n: int) -> tuple[int, int]:
-    """Keys at a time, at most ``block_n``, and stages of loads in flight: the most that shared memory holds."""
-    if geometry.q_bytes > 2 or max(geometry.head_dim, geometry.v_head_dim) > 256:
+    """Keys at a time, at most ``block_n``, and stages of loads in flight: the most that shared memory holds.
+
+    The first stage is the block table's, the next ones are tiles of keys and values; where queries come first, one more.
+    Where keys do, programs are small and wait for memory, so that several must have room side by side.
+    """
+    widest, width = max(geometry.head_dim, geometry.v_head_dim), geometry.head_dim + geometry.v_head_dim
+    keys_first = block_m <= KEYS_FIRST
+    # What is stored in a narrower type than q's is converted on its way; where queries come first, it is then there twice.
+    converted = geometry.q_bytes if geometry.kv_bytes < geometry.q_bytes and not keys_first else 0
+    if geometry.q_bytes > 2 or widest > 256 or (converted and widest > 128):
         block_n = min(block_n, 32)
-    width = geometry.head_dim + geometry.v_head_dim
-    room = geometry.device.shared_memory - _KEPT_FREE - block_m * geometry.head_dim * geometry.q_bytes
-    # What is stored in a narrower type than q's is converted on its way, and then there twice.
-    converted = geometry.q_bytes if geometry.kv_bytes < geometry.q_bytes else 0
+    room = geometry.device.shared_memory // (_PROGRAMS if keys_first else 1)
+    room -= _KEPT_FREE + block_m * geometry.head_dim * geometry.q_bytes
     while True:
-        for num_stages in (3, 2):
-            if block_n * width * (num_stages * geometry.kv_bytes + converted) <= room:
+        for num_stages in (3,) if keys_first else (3, 2):
+            tiles = num_stages - 2 if keys_first else num_stages
+            if block_n * width * (tiles * geometry.kv_bytes + converted) <= room:
                 return block_n, num_stages
         if block_n == 16:
             return block_n, 1

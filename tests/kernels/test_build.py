@@ -110,6 +110,7 @@ def test_the_notice_is_one_line(caplog: pytest.LogCaptureFixture, monkeypatch: p
     def fail(march: str) -> Path:
         raise BuildError("no C++ compiler was found")
 
+    monkeypatch.delenv("HEADRACE_NATIVE", raising=False)
     monkeypatch.setattr(library, "build", fail)
     library.load.cache_clear()
     try:
@@ -127,6 +128,7 @@ def test_the_notice_is_one_line(caplog: pytest.LogCaptureFixture, monkeypatch: p
 
 def test_a_broken_library_is_not_fatal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "broken.so").write_text("not a library")
+    monkeypatch.delenv("HEADRACE_NATIVE", raising=False)
     monkeypatch.setattr(library, "build", lambda march: tmp_path / "broken.so")
     library.load.cache_clear()
     try:

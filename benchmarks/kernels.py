@@ -1,0 +1,408 @@
+"""Times the GPU kernels at the shapes that serving has. One JSON line a measurement.
+
+    python benchmarks/kernels.py                    # all, about two minutes with compiling
+    python benchmarks/kernels.py --only decode      # decode, prefill, small or linear
+    python benchmarks/kernels.py --sweep            # other tilings: of attention the three fastest, of products all
+    python benchmarks/kernels.py --flashinfer       # FlashInfer beside ours, where it is installed; it compiles first
+
+Each measurement is a captured graph of calls that go round over copies of their data, as a step goes over its layers, so
+that nothing is found in the L2 cache that would not be there in service. Attention: 32 query heads, 8 KV heads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from headrace.cache.fp8 import allocate_fp8
+from headrace.cache.layer import LayerCache
+from headrace.kernels import activation as plain_activation
+from headrace.kernels import kv_cache as plain_kv_cache
+from headrace.kernels import norm as plain_norm
+from headrace.kernels import qkv as plain_qkv
+from headrace.kernels.support import resources
+from headrace.kernels.triton import activation, kv_cache, norm, qkv
+from headrace.kernels.triton.linear import LinearTiling, linear
+from headrace.kernels.triton.linear import choose_tiling as choose_linear
+from headrace.kernels.triton.paged_attention import paged_attention
+from headrace.kernels.triton.tiling import Geometry, Tiling, choose_tiling
+from headrace.spec import AttentionSpec
+
+CUDA = torch.device("cuda")
+BLOCK = 16
+HEADS, KV_HEADS = 32, 8
+BEYOND_L2 = 256 << 20
+"""Bytes that the copies take together at the least."""
+
+Call = Callable[[], object]
+
+
+def seconds(calls: list[Call]) -> float:
+    """Of one call, from the median of several replays of a graph that has each of them."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    times = []
+    for _ in range(7):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return sorted(times)[len(times) // 2] / len(calls)
+
+
+def report(name: str, calls: list[Call], *, nbytes: float = 0, flops: float = 0, **facts: object) -> float:
+    taken = seconds(calls)
+    line: dict[str, object] = {"name": name, **facts, "ms": round(taken * 1e3, 5)}
+    if nbytes:
+        line["TB/s"] = round(nbytes / taken / 1e12, 3)
+    if flops:
+        line["TFLOP/s"] = round(flops / taken / 1e12, 1)
+    print(json.dumps(line), flush=True)
+    return taken
+
+
+# ---------------------------------------------------------------------------------------------------- attention
+
+
+@dataclasses.dataclass
+class Shape:
+    """Rows of one length, of which the last ``queries`` tokens attend."""
+
+    rows: int
+    length: int
+    queries: int = 1
+    head_dim: int = 128
+    v_head_dim: int = 128
+    fp8: bool = False
+
+    @property
+    def spec(self) -> AttentionSpec:
+        return AttentionSpec(
+            layer=0,
+            num_heads=HEADS,
+            num_kv_heads=KV_HEADS,
+            head_dim=self.head_dim,
+            v_head_dim=self.v_head_dim,
+            scale=self.head_dim**-0.5,
+        )
+
+    @property
+    def kv_bytes(self) -> int:
+        token = KV_HEADS * (self.head_dim + self.v_head_dim)
+        return self.rows * self.length * (token + 8 * KV_HEADS if self.fp8 else 2 * token)
+
+    @property
+    def flops(self) -> float:
+        pairs = self.queries * (self.length - self.queries) + self.queries * (self.queries + 1) / 2
+        return 2.0 * self.rows * pairs * HEADS * (self.head_dim + self.v_head_dim)
+
+    @property
+    def facts(self) -> dict[str, object]:
+        kind = "fp8" if self.fp8 else "bf16"
+        return {"shape": f"{self.rows}x{self.length}", "heads": f"{self.head_dim}/{self.v_head_dim}", "kv": kind}
+
+    @property
+    def work(self) -> dict[str, float]:
+        return {"nbytes": self.kv_bytes} if self.queries == 1 else {"flops": self.flops}
+
+
+class Attention:
+    """The tensors of a shape: one step's, and a cache for each layer of a model that is too large for L2."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        blocks = -(-shape.length // BLOCK)
+        total = shape.rows * blocks + 1
+        self.caches = [self._cache(total) for _ in range(max(1, min(-(-BEYOND_L2 // shape.kv_bytes), 64)))]
+        order = torch.randperm(total - 1, device=CUDA).int() + 1
+        self.tables = order[: shape.rows * blocks].view(shape.rows, blocks)
+        self.starts = torch.arange(shape.rows + 1, dtype=torch.int32, device=CUDA) * shape.queries
+        self.lengths = torch.full((shape.rows,), shape.length, dtype=torch.int32, device=CUDA)
+        tokens = shape.rows * shape.queries
+        self.q = torch.randn(tokens, HEADS, shape.head_dim, dtype=torch.bfloat16, device=CUDA)
+        self.out = torch.empty(tokens, HEADS, shape.v_head_dim, dtype=torch.bfloat16, device=CUDA)
+        self.workspace = torch.empty(1 << 24, dtype=torch.float32, device=CUDA)
+
+    def _cache(self, blocks: int) -> LayerCache:
+        spec = self.shape.spec
+        if not self.shape.fp8:
+            size = (blocks, BLOCK, KV_HEADS, spec.head_dim + spec.v_head_dim)
+            return LayerCache(spec, 0, torch.randn(size, dtype=torch.bfloat16, device=CUDA))
+        cache = allocate_fp8(spec, 0, blocks, BLOCK, CUDA)
+        # Any bytes but those of NaN.
+        cache.rows.random_(0, 0x7F)
+        cache.k_scale.fill_(0.01)
+        cache.v_scale.fill_(0.01)
+        return cache
+
+    def geometry(self) -> Geometry:
+        shape = self.shape
+        group, kv_bytes = HEADS // KV_HEADS, 1 if shape.fp8 else 2
+        return Geometry(KV_HEADS, group, shape.head_dim, shape.v_head_dim, 2, kv_bytes, resources(self.q.device))
+
+    def tiling(self) -> Tiling:
+        shape = self.shape
+        return choose_tiling(
+            self.geometry(),
+            num_rows=shape.rows,
+            num_tokens=shape.rows * shape.queries,
+            max_queries=shape.queries,
+            max_seq_len=shape.length,
+        )
+
+    def call(self, tiling: Tiling, cache: LayerCache) -> None:
+        paged_attention(
+            self.q,
+            cache.keys,
+            cache.values,
+            self.tables,
+            self.starts,
+            self.lengths,
+            scale=self.shape.head_dim**-0.5,
+            tiling=tiling,
+            tokens=range(len(self.q)),
+            single=self.shape.queries == 1,
+            k_scale=cache.k_scale,
+            v_scale=cache.v_scale,
+            out=self.out,
+            workspace=self.workspace,
+        )
+
+    def calls(self, tiling: Tiling) -> list[Call]:
+        return [partial(self.call, tiling, cache) for cache in self.caches]
+
+
+DECODE = [
+    Shape(64, 4096),
+    Shape(8, 4096),
+    Shape(1, 4096),
+    Shape(1, 300),
+    Shape(16, 16384),
+    Shape(256, 1024),
+    Shape(64, 4096, head_dim=192),
+]
+PREFILL = [
+    Shape(1, 8192, 8192),
+    Shape(1, 32768, 32768),
+    Shape(1, 8192, 8192, head_dim=192),
+    Shape(1, 8192, 8192, fp8=True),
+    Shape(1, 32768, 512),
+]
+
+
+def attention(shapes: list[Shape], flashinfer: bool) -> None:
+    for shape in shapes:
+        name = "decode" if shape.queries == 1 else "prefill"
+        made = Attention(shape)
+        chosen = made.tiling()
+        report(name, made.calls(chosen), **shape.work, **shape.facts, tiling=dataclasses.astuple(chosen))
+        if flashinfer and not shape.fp8:
+            beside(made, name)
+        del made
+        torch.cuda.empty_cache()
+
+
+def beside(made: Attention, name: str) -> None:
+    """FlashInfer on the same caches: its paged prefill kernel, which serves decode too."""
+    import flashinfer
+
+    shape = made.shape
+    blocks = made.tables.shape[1]
+    backends = ("fa2",) if shape.queries == 1 or shape.head_dim != shape.v_head_dim else ("fa3", "fa2")
+    for backend in backends:
+        try:
+            space = torch.empty(256 << 20, dtype=torch.uint8, device=CUDA)
+            wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(space, "NHD", backend=backend)
+            wrapper.plan(
+                made.starts,
+                torch.arange(shape.rows + 1, dtype=torch.int32, device=CUDA) * blocks,
+                made.tables.reshape(-1),
+                torch.full((shape.rows,), (shape.length - 1) % BLOCK + 1, dtype=torch.int32, device=CUDA),
+                HEADS,
+                KV_HEADS,
+                shape.head_dim,
+                BLOCK,
+                head_dim_vo=shape.v_head_dim,
+                causal=True,
+                q_data_type=torch.bfloat16,
+            )
+            theirs = wrapper.run(made.q, (made.caches[0].keys, made.caches[0].values))
+            made.call(made.tiling(), made.caches[0])
+            apart = (theirs - made.out).abs().max().item()
+            calls: list[Call] = [partial(wrapper.run, made.q, (cache.keys, cache.values)) for cache in made.caches]
+            report(f"{name} flashinfer", calls, **shape.work, **shape.facts, backend=backend, largest_difference=apart)
+        except Exception as error:  # a library's refusal of a shape is a result too
+            print(json.dumps({"name": f"{name} flashinfer", **shape.facts, "backend": backend, "error": str(error)[:300]}))
+
+
+def sweep(wanted: list[str]) -> None:
+    if "decode" in wanted:
+        for shape in (Shape(64, 4096), Shape(64, 4096, fp8=True), Shape(1, 4096), Shape(1, 4096, fp8=True)):
+            swept("decode", Attention(shape), decode_tilings(shape))
+    if "prefill" in wanted:
+        for shape in (Shape(1, 8192, 8192), Shape(1, 8192, 8192, fp8=True)):
+            swept("prefill", Attention(shape), prefill_tilings())
+    if "linear" in wanted:
+        products(sweeping=True)
+
+
+def decode_tilings(shape: Shape) -> Iterator[Tiling]:
+    # Keys first with 2 queries of 4 heads, queries first with 4: a single query fills what it can.
+    programs = shape.rows * KV_HEADS
+    splits = sorted({max(1, round(132 * factor / programs)) for factor in (1, 2, 3, 4)})
+    for block_q, block_n, warps, stages in itertools.product((2, 4), (64, 128, 256), (4, 8), (3, 5)):
+        yield from (Tiling(block_q, 4, block_n, count, 0, warps, stages) for count in splits)
+
+
+def prefill_tilings() -> Iterator[Tiling]:
+    for block_q, block_n, warps, stages in itertools.product((16, 32), (32, 64, 128), (4, 8), (2, 3, 4)):
+        yield Tiling(block_q, 4, block_n, 1, 0, warps, stages)
+
+
+def swept(name: str, made: Attention, tilings: Iterator[Tiling]) -> None:
+    results = []
+    for tiling in tilings:
+        try:
+            results.append((seconds(made.calls(tiling)), dataclasses.astuple(tiling)))
+        except Exception:  # too large for the device
+            torch.cuda.synchronize()
+    work, ours = made.shape.work, made.tiling()
+    for taken, tiling in [*sorted(results)[:3], (seconds(made.calls(ours)), dataclasses.astuple(ours))]:
+        rate = {"TB/s": work["nbytes"] / taken / 1e12} if "nbytes" in work else {"TFLOP/s": work["flops"] / taken / 1e12}
+        facts = {"chosen": tiling == dataclasses.astuple(ours), "tiling": tiling, "ms": round(taken * 1e3, 5)}
+        print(json.dumps({"name": f"sweep {name}", **made.shape.facts, **facts, **rate}), flush=True)
+
+
+# ---------------------------------------------------------------------------------------------------- small kernels
+
+
+def small() -> None:
+    for tokens, hidden in ((1, 1024), (64, 1024), (64, 4096), (8192, 4096)):
+        count = max(1, min(64, BEYOND_L2 // (tokens * hidden * 8)))
+        copies = [torch.randn(2, tokens, hidden, dtype=torch.bfloat16, device=CUDA) for _ in range(count)]
+        weight = torch.ones(hidden, dtype=torch.bfloat16, device=CUDA)
+        nbytes = 8 * tokens * hidden
+        for kind, add in (("triton", norm.add_rms_norm), ("torch", plain_norm.add_rms_norm)):
+            calls: list[Call] = [partial(add, x, residual, weight, 1e-6) for x, residual in copies]
+            report("add_rms_norm", calls, nbytes=nbytes, kernel=kind, shape=f"{tokens}x{hidden}")
+        wide = [torch.randn(tokens, 6 * hidden, dtype=torch.bfloat16, device=CUDA) for _ in range(max(1, count // 3))]
+        for kind, act in (("triton", activation.silu_mul), ("torch", plain_activation.silu_mul)):
+            calls = [partial(act, gate_up) for gate_up in wide]
+            report("silu_mul", calls, nbytes=18 * tokens * hidden, kernel=kind, shape=f"{tokens}x{6 * hidden}")
+    for tokens, fp8 in itertools.product((1, 64, 8192), (False, True)):
+        written(tokens, fp8)
+
+
+def written(tokens: int, fp8: bool) -> None:
+    """Cache writes, alone and with QK-norm and rotary embedding before."""
+    shape = Shape(1, max(tokens, 4096), fp8=fp8)
+    cache = Attention(shape).caches[0]
+    packed = torch.randn(tokens, (HEADS + 2 * KV_HEADS) * 128, dtype=torch.bfloat16, device=CUDA)
+    key, value = packed[:, 4096:5120].unflatten(1, (8, 128)), packed[:, 5120:].unflatten(1, (8, 128))
+    slots = torch.randperm(max(tokens, 4096), device=CUDA)[:tokens] + BLOCK
+    angles = torch.rand(tokens, 128, device=CUDA)
+    weight = torch.ones(128, dtype=torch.bfloat16, device=CUDA)
+    scales = {"k_scale": cache.k_scale, "v_scale": cache.v_scale}
+    facts: dict[str, Any] = {"shape": f"{tokens}x{packed.shape[1]}", "kv": "fp8" if fp8 else "bf16"}
+    kept = tokens * 2 * KV_HEADS * 128 * (1 if fp8 else 2)
+    options = {"cos_sin": angles, "rotary_dim": 128, "q_weight": weight, "k_weight": weight, "eps": 1e-6, **scales}
+    fused = (packed, HEADS, cache.keys, cache.values, slots)
+    calls: list[Call] = [partial(qkv.norm_rotate_and_cache, *fused, **options)] * 8
+    report("norm_rotate_and_cache", calls, nbytes=tokens * 2 * 9216 + kept, kernel="triton", **facts)
+    kind = "fp8_e4m3" if fp8 else "auto"
+    alone = (key, value, cache.keys, cache.values, slots, kind, cache.k_scale, cache.v_scale)
+    calls = [partial(kv_cache.reshape_and_cache, *alone)] * 8
+    report("reshape_and_cache", calls, nbytes=tokens * 4096 + kept, kernel="triton", **facts)
+    # The twins leave out unused slots, which takes a look at them: they cannot be captured in a graph.
+    twins: dict[str, Call] = {
+        "norm_rotate_and_cache": partial(plain_qkv.norm_rotate_and_cache, *fused, **options),
+        "reshape_and_cache": partial(plain_kv_cache.reshape_and_cache, *alone),
+    }
+    for name, twin in twins.items():
+        twin()
+        torch.cuda.synchronize()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(8):
+            twin()
+        end.record()
+        end.synchronize()
+        print(json.dumps({"name": name, "kernel": "torch", **facts, "ms": round(start.elapsed_time(end) / 8, 5)}), flush=True)
+
+
+# ---------------------------------------------------------------------------------------------------- products
+
+
+LINEAR = [(1024, 4096), (1024, 6144), (3072, 1024), (4096, 6144), (4096, 24576), (12288, 4096), (1024, 151936)]
+"""(in, out) of Qwen3 0.6B and 8B."""
+
+
+def products(sweeping: bool) -> None:
+    for (size_in, size_out), rows in itertools.product(LINEAR, (1, 4, 8)):
+        nbytes = 2 * size_in * size_out
+        weights = [
+            torch.randn(size_out, size_in, dtype=torch.bfloat16, device=CUDA)
+            for _ in range(max(1, min(64, -(-BEYOND_L2 // nbytes))))
+        ]
+        x = torch.randn(rows, size_in, dtype=torch.bfloat16, device=CUDA)
+        facts = {"shape": f"{rows}x{size_in}x{size_out}"}
+        library: list[Call] = [partial(torch.nn.functional.linear, x, weight) for weight in weights]
+        report("linear", library, nbytes=nbytes, kernel="torch", **facts)
+        chosen = choose_linear(rows, size_in)
+        for tiling in linear_tilings(rows) if sweeping else [chosen]:
+            try:
+                ours: list[Call] = [partial(linear, x, weight, tiling=tiling) for weight in weights]
+                report("linear", ours, nbytes=nbytes, kernel="triton", **facts, tiling=dataclasses.astuple(tiling))
+            except Exception as error:  # too large for the device
+                print(json.dumps({"name": "linear", **facts, "tiling": dataclasses.astuple(tiling), "error": str(error)[:100]}))
+        del weights
+        torch.cuda.empty_cache()
+
+
+def linear_tilings(rows: int) -> list[LinearTiling]:
+    if rows == 1:
+        return [LinearTiling(o, c, w, 1) for o, c, w in ((2, 1024, 4), (4, 1024, 4), (8, 512, 4), (4, 512, 2), (8, 1024, 8))]
+    return [LinearTiling(o, c, 4, s) for o, c, s in ((16, 128, 4), (16, 256, 4), (16, 256, 3), (32, 128, 4), (16, 512, 3))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=["decode", "prefill", "small", "linear"], action="append")
+    parser.add_argument("--sweep", action="store_true", help="try tilings, print the fastest")
+    parser.add_argument("--flashinfer", action="store_true", help="time FlashInfer beside ours")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("there is no CUDA device here")
+    wanted = options.only or ["decode", "prefill", "small", "linear"]
+    torch.manual_seed(0)
+    print(json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__}), flush=True)
+    if options.sweep:
+        sweep(wanted)
+        return
+    if "decode" in wanted:
+        attention([*DECODE, *(dataclasses.replace(shape, fp8=True) for shape in DECODE)], options.flashinfer)
+    if "prefill" in wanted:
+        attention(PREFILL, options.flashinfer)
+    if "small" in wanted:
+        small()
+    if "linear" in wanted:
+        products(sweeping=False)
+
+
+if __name__ == "__main__":
+    main()

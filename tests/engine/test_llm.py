@@ -157,6 +157,15 @@ def test_chat(llm: LLM) -> None:
         llm.chat([{"role": "user", "content": 3}], greedy())
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A process that a shell has started in the background ignores SIGINT, and its children inherit that."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_interrupt_ends_the_call_and_leaves_the_engine_usable(llm: LLM) -> None:
     expected = tokens(llm.generate("hello", greedy()))
     steps = llm.stats.step

@@ -1,0 +1,190 @@
+"""The best token of each row, or one drawn at random, in three passes over the logits.
+
+Random numbers are Philox-4x32-10 (Salmon et al., 2011) of (seed, sample, position), as ``headrace.sampling.random`` has
+them to the last bit, and tokens are drawn by inverting the cumulative sum as ``headrace.sampling.vocabulary`` does: block
+by block, and then within one. Sums are taken in another order, so that a number that falls on the border of two tokens
+may give the other one.
+"""
+
+# A kernel's arguments have no types of Python's.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+_CHUNK = 4096
+"""Logits of one program."""
+_BLOCK = 128
+"""Logits of one partial sum."""
+
+
+class Drawn(NamedTuple):
+    """Per row, ``[N]``."""
+
+    tokens: torch.Tensor
+    """int64; any token of the vocabulary where ``best`` is not finite."""
+    best: torch.Tensor
+    """The row's largest logit, float32: NaN if there is a NaN, -inf if every token is banned."""
+    log_sums: torch.Tensor
+    """log of the sum of ``exp(logit)``, float32: a token's logprob is its logit less this."""
+
+
+@triton.jit
+def uniform(seed_low, seed_high, sample, position):
+    """A number in [0, 1) of 53 random bits, float64. The words are int64 that hold 32 bits."""
+    key_0 = seed_low.to(tl.uint32)
+    key_1 = seed_high.to(tl.uint32)
+    even_0 = position.to(tl.uint32)
+    odd_0 = sample.to(tl.uint32)
+    even_1 = even_0 * 0
+    odd_1 = even_0 * 0
+    for _ in tl.static_range(10):
+        product_0 = even_0.to(tl.uint64) * 0xD2511F53
+        product_1 = even_1.to(tl.uint64) * 0xCD9E8D57
+        even_0 = (product_1 >> 32).to(tl.uint32) ^ odd_0 ^ key_0
+        even_1 = (product_0 >> 32).to(tl.uint32) ^ odd_1 ^ key_1
+        odd_0 = product_1.to(tl.uint32)
+        odd_1 = product_0.to(tl.uint32)
+        key_0 = (key_0.to(tl.uint64) + 0x9E3779B9).to(tl.uint32)
+        key_1 = (key_1.to(tl.uint64) + 0xBB67AE85).to(tl.uint32)
+    bits = ((even_0 >> 5).to(tl.uint64) << 26) | (odd_0 >> 6).to(tl.uint64)
+    return bits.to(tl.float64) * 1.1102230246251565e-16
+
+
+@triton.jit
+def _search(totals, target, total, index):
+    """The first index whose cumulative sum exceeds the target, at most the last one of positive weight."""
+    last = tl.sum((totals < total).to(tl.int32), 0)
+    place = tl.sum((totals <= target).to(tl.int32), 0)
+    place = tl.minimum(place, last)
+    before = tl.sum(tl.where(index == place - 1, totals, 0.0), 0)
+    return place, before
+
+
+@triton.jit
+def _peaks(
+    logits, peaks, places, masses, row_stride: tl.int64, VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr
+):  # fmt: skip
+    """Of one row's chunk: the largest logit, NaN if there is one, the first place it is at, the sum of exp relative to it."""
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    token = chunk * CHUNK + tl.arange(0, CHUNK)
+    value = tl.load(logits + row * row_stride + token, mask=token < VOCAB, other=float("-inf"))
+    broken = tl.max((value != value).to(tl.int32), 0) > 0
+    value = tl.where(value != value, float("inf"), value)
+    peak = tl.max(value, 0)
+    place = tl.min(tl.where(value == peak, token, VOCAB - 1), 0)
+    pivot = tl.where(peak == float("-inf"), 0.0, peak)
+    tl.store(peaks + row * CHUNKS + chunk, tl.where(broken, float("nan"), peak))
+    tl.store(places + row * CHUNKS + chunk, place)
+    tl.store(masses + row * CHUNKS + chunk, tl.sum(tl.exp(value - pivot), 0))
+
+
+@triton.jit
+def _best(peaks, row, CHUNKS: tl.constexpr, CHUNKS_P: tl.constexpr):
+    """The largest logit of a row from its chunks', any large one if there is a NaN; and those."""
+    chunk = tl.arange(0, CHUNKS_P)
+    peak = tl.load(peaks + row * CHUNKS + chunk, mask=chunk < CHUNKS, other=float("-inf"))
+    whole = tl.where(peak != peak, float("inf"), peak)
+    return tl.max(whole, 0), peak, whole
+
+
+@triton.jit
+def _sums(
+    logits, peaks, temperatures, sums, row_stride: tl.int64, VOCAB: tl.constexpr, CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr, CHUNKS_P: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Sums of the weights ``exp((logit - best) / temperature)`` of a chunk's blocks, for rows that draw."""
+    row = tl.program_id(0).to(tl.int64)
+    temperature = tl.load(temperatures + row).to(tl.float32)
+    if temperature > 0.0:
+        best, _, _ = _best(peaks, row, CHUNKS, CHUNKS_P)
+        block = tl.arange(0, CHUNK // BLOCK)
+        token = tl.program_id(1) * CHUNK + block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+        value = tl.load(logits + row * row_stride + token, mask=token < VOCAB, other=float("-inf"))
+        weights = tl.exp((value - best) / temperature)
+        place = row * CHUNKS * (CHUNK // BLOCK) + tl.program_id(1) * (CHUNK // BLOCK) + block
+        tl.store(sums + place, tl.sum(weights, 1))
+
+
+@triton.jit
+def _choose(
+    logits, peaks, places, masses, temperatures, keys, positions, sums, tokens, bests, log_sums, row_stride: tl.int64,
+    VOCAB: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_P: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_P: tl.constexpr,
+    BLOCK: tl.constexpr, DRAW: tl.constexpr
+):  # fmt: skip
+    """One row from its chunks and blocks."""
+    row = tl.program_id(0).to(tl.int64)
+    best, peak, whole = _best(peaks, row, CHUNKS, CHUNKS_P)
+    chunk = tl.arange(0, CHUNKS_P)
+    inside = chunk < CHUNKS
+    pivot = tl.where(best == float("-inf"), 0.0, best)
+    mass = tl.load(masses + row * CHUNKS + chunk, mask=inside, other=0.0)
+    tl.store(log_sums + row, tl.log(tl.sum(mass * tl.exp(whole - pivot), 0)) + pivot)
+    broken = tl.max((peak != peak).to(tl.int32), 0) > 0
+    tl.store(bests + row, tl.where(broken, float("nan"), best))
+    place = tl.load(places + row * CHUNKS + chunk, mask=inside, other=VOCAB - 1)
+    token = tl.min(tl.where((whole == best) & inside, place, VOCAB - 1), 0)
+    if DRAW:
+        temperature = tl.load(temperatures + row).to(tl.float32)
+        if temperature > 0.0:
+            number = uniform(
+                tl.load(keys + row * 3), tl.load(keys + row * 3 + 1), tl.load(keys + row * 3 + 2), tl.load(positions + row)
+            )
+            block = tl.arange(0, BLOCKS_P)
+            totals = tl.cumsum(tl.load(sums + row * BLOCKS + block, mask=block < BLOCKS, other=0.0).to(tl.float64), 0)
+            total = tl.max(totals, 0)
+            picked, before = _search(totals, number * total, total, block)
+            picked = tl.minimum(picked, (VOCAB - 1) // BLOCK)
+            lane = tl.arange(0, BLOCK)
+            here = picked * BLOCK + lane
+            value = tl.load(logits + row * row_stride + here, mask=here < VOCAB, other=float("-inf"))
+            inner = tl.cumsum(tl.exp((value - best) / temperature).to(tl.float64), 0)
+            within, _ = _search(inner, number * total - before, tl.max(inner, 0), lane)
+            token = tl.minimum(picked * BLOCK + within, VOCAB - 1)
+    tl.store(tokens + row, token.to(tl.int64))
+
+
+def draw(
+    logits: torch.Tensor,
+    temperatures: torch.Tensor | None = None,
+    keys: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+) -> Drawn:
+    """Draws a token for each row in proportion to ``exp(logit / temperature)``.
+
+    Args:
+        logits: ``[N, vocab]`` float32, last axis contiguous; left as they are.
+        temperatures: ``[N]`` float; 0: the best token, of equals the first. None: the best token for all.
+        keys: ``[N, 3]`` int64: low and high word of the seed, and the sample's index.
+        positions: ``[N]`` int64: where in its sequence the token will stand.
+    """
+    rows, vocab = logits.shape
+    device = logits.device
+    chunks = triton.cdiv(vocab, _CHUNK)
+    blocks = chunks * (_CHUNK // _BLOCK)
+    tokens = torch.empty(rows, dtype=torch.int64, device=device)
+    best, log_sums = torch.empty(2, rows, dtype=torch.float32, device=device)
+    if not rows:
+        return Drawn(tokens, best, log_sums)
+    peaks, masses = torch.empty(2, rows, chunks, dtype=torch.float32, device=device)
+    places = torch.empty(rows, chunks, dtype=torch.int32, device=device)
+    sizes = {"VOCAB": vocab, "CHUNKS": chunks, "CHUNKS_P": triton.next_power_of_2(chunks)}
+    grid = (rows, chunks)
+    _peaks[grid](logits, peaks, places, masses, logits.stride(0), VOCAB=vocab, CHUNK=_CHUNK, CHUNKS=chunks, num_warps=8)
+    drawing = temperatures is not None and keys is not None and positions is not None
+    sums = torch.empty(rows, blocks, dtype=torch.float32, device=device) if drawing else best
+    if drawing:
+        _sums[grid](logits, peaks, temperatures, sums, logits.stride(0), **sizes, CHUNK=_CHUNK, BLOCK=_BLOCK, num_warps=8)
+    else:
+        temperatures = keys = positions = best
+    _choose[(rows,)](
+        logits, peaks, places, masses, temperatures, keys, positions, sums, tokens, best, log_sums, logits.stride(0),
+        **sizes, BLOCKS=blocks, BLOCKS_P=triton.next_power_of_2(blocks), BLOCK=_BLOCK, DRAW=drawing, num_warps=4,
+    )  # fmt: skip
+    return Drawn(tokens, best, log_sums)

@@ -1,0 +1,131 @@
+"""Compiles the kernels for a GPU that need not be there: the interpreter takes code that the compiler refuses.
+
+    python compile_kernels.py 90
+
+prints a JSON line for each compiled kernel: its name, and the bytes of shared memory that a program takes.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from headrace.cache.fp8 import allocate_fp8
+from headrace.kernels.support import NATIVE_FP8_SM, Resources
+from headrace.kernels.triton import activation, draw, fp8, inputs, kv_cache, linear, norm, paged_attention, qkv, tiling
+from headrace.spec import AttentionSpec
+
+BF16 = torch.bfloat16
+
+
+class Target:
+    """Stands in for the driver, and says what GPU there is."""
+
+    def __init__(self, capability: int) -> None:
+        self._capability = capability
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self._capability, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+
+def compile_only(capability: int) -> None:
+    """From now on a launch compiles the kernel, and no more."""
+    triton.runtime.driver.set_active(Target(capability))
+    run: Callable[..., Any] = JITFunction.run
+
+    def compiled(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        print(json.dumps({"kernel": self.fn.__name__, "shared": kernel.metadata.shared}), flush=True)
+
+    JITFunction.run = compiled
+    native = fp8.NATIVE if capability >= NATIVE_FP8_SM else fp8.BITS
+    for module in (paged_attention, kv_cache, qkv):
+        module.mode = lambda device: native
+
+
+def attend(
+    heads: tuple[int, int], widths: tuple[int, int], queries: int, resources: Resources, *, stored: torch.dtype, **options: Any
+) -> None:
+    """Two rows with so many queries each; half a batch's worth of programs, so that rows are split where they may be."""
+    kv_heads, group = heads
+    spec = AttentionSpec(
+        layer=0, num_heads=kv_heads * group, num_kv_heads=kv_heads, head_dim=widths[0], v_head_dim=widths[1], scale=1.0
+    )
+    q = torch.zeros(2 * queries, spec.num_heads, spec.head_dim, dtype=BF16 if stored == torch.uint8 else stored)
+    invariant = options.pop("invariant", False)
+    if stored == torch.uint8:
+        cache = allocate_fp8(spec, 0, 4, 16, "cpu")
+        keys, values = cache.keys, cache.values
+        options |= {"k_scale": cache.k_scale, "v_scale": cache.v_scale}
+    else:
+        keys, values = (torch.zeros(4, 16, kv_heads, width, dtype=stored) for width in widths)
+    geometry = tiling.Geometry(kv_heads, group, *widths, q.itemsize, keys.itemsize, resources)
+    if invariant:
+        chosen = tiling.invariant_tiling(geometry, max_seq_len=4096, split_tokens=2048)
+    else:
+        chosen = tiling.choose_tiling(
+            geometry, num_rows=2, num_tokens=2 * queries, max_queries=queries, max_seq_len=max(queries, 4096)
+        )
+    rows, starts = torch.zeros(2, 300, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
+    single = queries == 1 and not invariant
+    paged_attention.paged_attention(
+        q, keys, values, rows, starts, starts[:2], scale=1.0, tiling=chosen, tokens=range(len(q)), single=single, **options
+    )
+
+
+def attention(resources: Resources) -> None:
+    for stored in (BF16, torch.uint8):
+        for widths, queries in (((128, 128), 1), ((128, 128), 512), ((192, 128), 1), ((80, 40), 5), ((256, 256), 512)):
+            attend((8, 4), widths, queries, resources, stored=stored)
+        attend((1, 16), (576, 512), 1, resources, stored=stored)
+        attend((8, 4), (128, 128), 64, resources, stored=stored, invariant=True)
+        extras = {"window": 100, "soft_cap": 3.0, "sinks": torch.zeros(24)}
+        attend((2, 12), (64, 64), 1, resources, stored=stored, **extras)
+    attend((8, 4), (128, 128), 64, resources, stored=torch.float32)
+
+
+def others() -> None:
+    x, key, slots = torch.zeros(4, 4096, dtype=BF16), torch.zeros(4, 8, 128, dtype=BF16), torch.zeros(4, dtype=torch.int64)
+    rows = torch.zeros(8, 16, 8, 256, dtype=BF16)
+    spec = AttentionSpec(layer=0, num_heads=32, num_kv_heads=8, head_dim=128, v_head_dim=128, scale=1.0)
+    cache = allocate_fp8(spec, 0, 8, 16, "cpu")
+    scales = {"k_scale": cache.k_scale, "v_scale": cache.v_scale}
+    norm.rms_norm(x, x[0], 1e-6)
+    norm.add_rms_norm(x, x, x[0], 1e-6)
+    activation.silu_mul(x)
+    activation.gelu_tanh_mul(x)
+    kv_cache.reshape_and_cache(key, key, rows[..., :128], rows[..., 128:], slots)
+    kv_cache.reshape_and_cache(key, key, cache.keys, cache.values, slots, "fp8_e4m3", **scales)
+    packed, weight = torch.zeros(4, 48 * 128, dtype=BF16), x[0, :128]
+    for width in (128, 64, 0):
+        rotated = {"cos_sin": torch.zeros(4, width), "rotary_dim": width, "q_weight": weight, "k_weight": weight, "eps": 1e-6}
+        qkv.norm_rotate_and_cache(packed, 32, rows[..., :128], rows[..., 128:], slots, **rotated)
+        qkv.norm_rotate_and_cache(packed, 32, cache.keys, cache.values, slots, **rotated, **scales)
+    for count in (1, 8):
+        linear.linear(x[:count], torch.zeros(1024, 4096, dtype=BF16), x[0, :1024], x[:count, :1024])
+    logits, keys = torch.zeros(2, 50_000), torch.zeros(2, 3, dtype=torch.int64)
+    draw.draw(logits, torch.ones(2, dtype=torch.float64), keys, slots[:2])
+    draw.draw(logits)
+    table, starts = torch.zeros(4, 400, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
+    sizes = {"num_tokens": 2, "max_queries": 1, "table_width": 300, "block_size": 16}
+    inputs.step_inputs(table, slots, [table, table], slots[:2], starts, **sizes)
+
+
+if __name__ == "__main__":
+    asked = int(sys.argv[1])
+    compile_only(asked)
+    attention(Resources(132, (227 if asked >= 90 else 163) << 10))
+    others()

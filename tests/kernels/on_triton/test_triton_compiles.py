@@ -1,0 +1,29 @@
+"""Every kernel compiles for a Hopper GPU, and asks for no more shared memory than that has."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CAPABILITY, SHARED = 90, 227 << 10
+"""And the bytes of shared memory that a program may have. The script does other generations too, which takes its time."""
+
+
+@pytest.mark.slow
+def test_compiles(tmp_path: Path) -> None:
+    script = Path(__file__).with_name("compile_kernels.py")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    done = subprocess.run(
+        [sys.executable, str(script), str(CAPABILITY)], env=environment, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    compiled = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len({line["kernel"] for line in compiled}) == 12
+    for line in compiled:
+        assert line["shared"] <= SHARED, line

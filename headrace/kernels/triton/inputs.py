@@ -54,8 +54,9 @@ def _gather(
     else:
         count = tl.load(query_start + row + 1).to(tl.int64) - first
         slot = tl.load(slots + row)
-        held = slot >= 0
-        start = tl.load(num_computed + slot, mask=held, other=0)
+        # Asked for each place: a block of answers can be a mask for others.
+        held = slot + 0 * piece >= 0
+        start = tl.load(num_computed + tl.maximum(slot, 0))
         inside = piece < count
         position = tl.where(held, start + piece, 0)
         known = inside & held
@@ -70,7 +71,7 @@ def _gather(
             tl.store(ids + first + piece, token, mask=inside)
             tl.store(positions + first + piece, position, mask=inside)
             if tl.program_id(1) == 0:
-                tl.store(seq_lens + row, tl.where(held, start + count, 0).to(tl.int32))
+                tl.store(seq_lens + row, tl.where(slot >= 0, start + count, 0).to(tl.int32))
 
 
 def step_inputs(

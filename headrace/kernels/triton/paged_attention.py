@@ -421,9 +421,11 @@ def _attend(
         place = token * HEADS + head
         if SPLIT:
             place = (place - first_token * HEADS) * tl.num_programs(2) + split
-            # Without keys there is no output, and so no mass, not even a sink's.
-            tl.store(lse + place, tl.where((total > 0.0) & (low < high), highest + tl.log2(mass), float("-inf")), mask=valid)
-            valid = valid & (low < high)
+            # Without keys there is no output, and so no mass, not even a sink's. Asked for each query: a block of answers
+            # can be a mask for others.
+            any_key = low + 0 * m < high
+            tl.store(lse + place, tl.where((total > 0.0) & any_key, highest + tl.log2(mass), float("-inf")), mask=valid)
+            valid = valid & any_key
         _store(out + place * DV, acc_a, inverse, valid, 0, DV, DV_A, KEYS_FIRST)
         if DV_B > 0:
             _store(out + place * DV, acc_b, inverse, valid, DV_A, DV, DV_B, KEYS_FIRST)

@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +19,8 @@ from rich.text import Text
 
 import headrace
 
-PACKAGES = ("torch", "transformers", "tokenizers", "llama-cpp-python", "numpy")
+PACKAGES = ("torch", "triton", "flashinfer-python", "transformers", "tokenizers", "llama-cpp-python", "numpy")
+GPU_FIELDS = ("name", "uuid", "driver_version", "memory.total", "clocks.max.sm", "clocks.max.memory", "power.limit")
 PERCENTILES = (50, 90, 99)
 
 
@@ -59,9 +61,20 @@ def facts(load_before: float) -> dict[str, Any]:
             "cpu": _cpu(),
             "cpus": os.cpu_count(),
             "cpus_usable": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "gpus": gpus(),
         },
         "versions": {"headrace": headrace.__version__, "python": platform.python_version()} | _versions(),
     }
+
+
+def gpus() -> list[dict[str, str]]:
+    """What ``nvidia-smi`` tells of each GPU; empty where there is none."""
+    command = ["nvidia-smi", f"--query-gpu={','.join(GPU_FIELDS)}", "--format=csv,noheader"]
+    try:
+        listed = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [dict(zip(GPU_FIELDS, map(str.strip, line.split(",")), strict=False)) for line in listed.splitlines() if line]
 
 
 def _cpu() -> str:

@@ -129,7 +129,16 @@ def latency(
 @command(args=BENCH_ENGINE)
 def throughput(
     args: EngineArgs,
-    workload: WorkloadName = None,
+    workload: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--workload",
+            help="Workloads by name, as for latency. Repeatable, or several with commas between; all: every one of random "
+            "tokens. Without --compare, one engine loaded once runs them all.",
+            metavar="NAME",
+            rich_help_panel=WHAT,
+        ),
+    ] = None,
     batch: Annotated[
         list[int] | None,
         typer.Option(
@@ -158,9 +167,24 @@ def throughput(
     reference_dtype: Annotated[
         Dtype, typer.Option(help="Number format of transformers; a quantised file is dequantised.", rich_help_panel=HOW)
     ] = Dtype.bfloat16,
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            help="Sample at this temperature, with --workload and without --compare.",
+            show_default="0: greedy",
+            rich_help_panel=HOW,
+        ),
+    ] = None,
     repetitions: Annotated[
-        int, typer.Option(min=1, help="Sittings of each engine; the best one counts.", rich_help_panel=HOW)
-    ] = 3,
+        int | None,
+        typer.Option(
+            min=1,
+            help="Sittings of each engine, or repetitions of each workload in one; the best one counts.",
+            show_default="3; of large workloads 2",
+            rich_help_panel=HOW,
+        ),
+    ] = None,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds that one sitting may take.", rich_help_panel=HOW)] = 1800.0,
     as_json: AsJson = False,
     output: Output = None,
@@ -168,8 +192,13 @@ def throughput(
     """Offline: tokens a second of prompts and outputs, alone or beside other engines.
 
     Every engine gets the same token ids and generates the same number of tokens, greedily, in a process of its own; they run
-    one after the other, in turns.
+    one after the other, in turns. Named workloads without other engines share one engine, which is loaded once.
     """
+    if workload and not compare:
+        _suite(args, workload, temperature or 0.0, repetitions, as_json, output)
+        return
+    if temperature is not None:
+        raise ConfigError("all engines are compared greedily: it needs --workload, and no --compare", "--temperature")
     from headrace.bench import throughput as bench
     from headrace.bench.engines import NAMES
     from headrace.bench.worker import Job
@@ -180,8 +209,8 @@ def throughput(
         if engine not in NAMES[1:]:
             raise ConfigError(f"there is no engine {engine!r} to compare with; there are {', '.join(NAMES[1:])}", "--compare")
     encoder, vocab_size = _encoder(args)
-    if workload is not None:
-        cases = [bench.case_of(_workload(workload, encoder, vocab_size))]
+    if workload:
+        cases = [bench.case_of(_workload(name, encoder, vocab_size)) for name in _workload_names(workload)]
     else:
         cases = bench.standard_cases(encoder, vocab_size, batch or [1, 8, 32], input_len, output_len)
     threads = args.num_threads or probe().num_cores
@@ -190,12 +219,42 @@ def throughput(
         for e in [bench.OURS, *others]
     ]
     with _status("starting") as tell:
-        report = bench.run(jobs, repetitions, timeout=timeout, tell=tell)
+        report = bench.run(jobs, repetitions or 3, timeout=timeout, tell=tell)
     _emit(report, bench.tables(report), as_json, output)
     for engine, error in report["errors"].items():
         print_error(f"{engine}: {error}")
     if report["errors"]:
         raise typer.Exit(EXIT_FAILURE)
+
+
+def _suite(
+    args: EngineArgs, names: list[str], temperature: float, repetitions: int | None, as_json: bool, output: Path | None
+) -> None:
+    """Named workloads through one engine, in this process. The report is written after every row."""
+    from headrace.bench import suite
+
+    encoder, vocab_size = _encoder(args)
+    if encoder is None and not args.skip_tokenizer_init:
+        args = dataclasses.replace(args, skip_tokenizer_init=True)
+    loads = [_workload(name, encoder, vocab_size) for name in _workload_names(names)]
+    if output is not None:
+        _write({}, output)
+
+    def save(report: dict[str, Any]) -> None:
+        if output is not None:
+            _write(report, output)
+
+    with _status("starting the engine") as tell:
+        report = suite.run(args, loads, temperature=temperature, repetitions=repetitions, tell=tell, save=save)
+    _emit(report, suite.tables(report), as_json, None)
+
+
+def _workload_names(given: list[str]) -> list[str]:
+    """Each once, in order."""
+    from headrace.bench.workloads import RANDOM_WORKLOADS
+
+    names = [name.strip() for entry in given for name in entry.split(",") if name.strip()]
+    return list(dict.fromkeys(each for name in names for each in (RANDOM_WORKLOADS if name == "all" else [name])))
 
 
 @app.command("serve")
@@ -341,10 +400,7 @@ def _emit(report: dict[str, Any], tables: Sequence[RenderableType], as_json: boo
     from headrace.bench.report import as_json as encoded
 
     if output is not None:
-        try:
-            output.write_text(encoded(report) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"cannot write {output}: {error.strerror}", "--output") from None
+        _write(report, output)
     if as_json:
         sys.stdout.write(encoded(report) + "\n")
         return
@@ -354,3 +410,15 @@ def _emit(report: dict[str, Any], tables: Sequence[RenderableType], as_json: boo
     for item in tables:
         console.print(item)
         console.print()
+
+
+def _write(report: dict[str, Any], output: Path) -> None:
+    """Whole or not at all: whoever reads while we write finds the report before or the one after."""
+    from headrace.bench.report import as_json as encoded
+
+    partial = output.with_name(output.name + ".partial")
+    try:
+        partial.write_text(encoded(report) + "\n", encoding="utf-8")
+        partial.replace(output)
+    except OSError as error:
+        raise ConfigError(f"cannot write {output}: {error.strerror}", "--output") from None

@@ -1,0 +1,118 @@
+"""Named workloads through one engine: what counts, what is kept, and what the command writes."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from engine.tiny import write_config
+from rich.console import Console
+from typer.testing import CliRunner
+
+from headrace.bench import suite
+from headrace.bench.workloads import RANDOM_WORKLOADS, Workload
+from headrace.cli.main import app
+from headrace.errors import EngineError
+from headrace.metrics.stats import EngineStats
+from headrace.sampling_params import SamplingParams
+
+LOAD = Workload("little", [[1, 2, 3], [4, 5]], [4, 6])
+
+
+class Counting:
+    """An engine whose counters rise by themselves."""
+
+    info: Any = None
+
+    def __init__(self, short_by: int = 0) -> None:
+        self.calls = 0
+        self._short_by = short_by
+
+    @property
+    def stats(self) -> EngineStats:
+        return EngineStats(step=6 * self.calls, forward_seconds=0.5 * self.calls, num_running=3)
+
+    def generate(self, prompts: Any, sampling_params: Any = None) -> list[Any]:
+        self.calls += 1
+        tokens = [[0] * (params.max_tokens - self._short_by) for params in sampling_params]
+        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=each)]) for each in tokens]
+
+    def close(self) -> None: ...
+
+
+def params_of(load: Workload) -> list[SamplingParams]:
+    return [SamplingParams(max_tokens=length) for length in load.output_lens]
+
+
+def test_every_repetition_is_kept_and_counted_by_itself() -> None:
+    engine = Counting()
+    row = suite.measure(engine, LOAD, 3, params_of(LOAD))
+    assert engine.calls == 3 and len(row.seconds) == 3
+    assert row.best == min(row.seconds) <= row.median
+    assert row.counters["step"] == 6 and row.counters["forward_seconds"] == 0.5
+    assert "num_running" not in row.counters
+
+
+def test_an_output_of_another_length_is_no_row() -> None:
+    with pytest.raises(EngineError, match="generated 3 tokens where 4"):
+        suite.measure(Counting(short_by=1), LOAD, 1, params_of(LOAD))
+
+
+def test_the_best_repetition_counts() -> None:
+    row = suite.row_of(LOAD, [(4.0, {"step": 6}), (2.0, {"step": 5, "host_seconds": 0.5}), (2.5, {"step": 6})])
+    assert (row.best, row.median, row.seconds) == (2.0, 2.5, [4.0, 2.0, 2.5])
+    assert (row.output_rate, row.total_rate, row.prompt_rate, row.rate) == (5.0, 7.5, None, 5.0)
+    assert suite.step_milliseconds(row) == [400.0, 0.0, 0.0, 100.0]
+    prefill = Workload("prefill", [[1] * 10, [2] * 10], [1, 1])
+    assert suite.row_of(prefill, [(2.0, {})]).rate == 10.0
+
+
+def test_large_workloads_run_once_less() -> None:
+    runs = {name: suite.repetitions_of(make()) for name, make in RANDOM_WORKLOADS.items()}
+    assert {name for name, count in runs.items() if count == 3} == {"single", "batch8", "batch64", "prefill32k"}
+    assert set(runs.values()) == {2, 3}
+
+
+def test_the_command_writes_rows_and_reasons(tmp_path: Path) -> None:
+    """From a config alone: no tokenizer, no weights."""
+    folder = write_config(tmp_path / "tiny", max_position_embeddings=512)
+    for path in folder.iterdir():
+        if path.name != "config.json":
+            path.unlink()
+    output = tmp_path / "report.json"
+    words = ["bench", "throughput", str(folder), "--load-format", "dummy", "--num-kv-blocks", "64", "--max-num-seqs", "8"]
+    words += [
+        "--workload",
+        "single, prefill8k",
+        "--workload",
+        "single",
+        "--repetitions",
+        "2",
+        "--output",
+        str(output),
+        "--json",
+    ]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    report = json.loads(output.read_text())
+    assert json.loads(result.stdout) == report
+    (row,) = (msgspec.convert(row, suite.Row) for row in report["rows"])
+    assert (row.workload, row.output_tokens, len(row.seconds)) == ("single", 256, 2)
+    assert row.counters["generation_tokens"] == 256 and row.counters["prefix_hit_tokens"] == 0 and row.steps >= 256
+    assert set(report["skipped"]) == {"prefill8k"} and "8,193 tokens" in report["skipped"]["prefill8k"]
+    assert report["model"] == "tiny" and report["startup"]["seconds"] > 0 and report["engine"]["attention"]
+    assert not list(tmp_path.glob("*.partial"))
+    console = Console(width=160, file=io.StringIO())
+    for table in suite.tables(report):
+        console.print(table)
+    assert "prefill8k" in console.file.getvalue() and "single" in console.file.getvalue()
+
+
+def test_temperature_is_for_named_workloads_alone() -> None:
+    result = CliRunner().invoke(app, ["bench", "throughput", "--temperature", "0.5"])
+    assert result.exit_code == 2 and "--temperature" in result.stderr

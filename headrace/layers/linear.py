@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 from torch.nn.functional import linear
@@ -28,3 +30,17 @@ class Linear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.in_features} -> {self.out_features}{', bias' if self.bias is not None else ''}"
+
+
+class FusedLinear(Linear):
+    """Several matrices of one input as one: their outputs side by side.
+
+    Args:
+        parts: the last component of each matrix's name in a checkpoint -> its outputs, in order.
+    """
+
+    def __init__(
+        self, in_features: int, parts: Mapping[str, int], *, bias: bool = False, dtype: torch.dtype, device: str | torch.device
+    ) -> None:
+        super().__init__(in_features, sum(parts.values()), bias=bias, dtype=dtype, device=device)
+        self.parts = dict(parts)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import nn
@@ -11,7 +10,8 @@ from torch.nn.functional import gelu
 
 from headrace.errors import ConfigError
 from headrace.kernels.activation import gelu_tanh_mul, silu_mul
-from headrace.layers.linear import Linear
+from headrace.layers.linear import FusedLinear, Linear
+from headrace.spec import DenseSpec
 
 
 def _gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
@@ -32,23 +32,14 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 class GatedMLP(nn.Module):
     """``down(act(gate(x)) * up(x))``"""
 
-    def __init__(
-        self,
-        hidden_size: int,
-        intermediate_size: int,
-        hidden_act: str,
-        *,
-        bias: bool = False,
-        dtype: torch.dtype,
-        device: str | torch.device,
-    ) -> None:
+    def __init__(self, hidden_size: int, spec: DenseSpec, *, dtype: torch.dtype, device: str | torch.device) -> None:
         super().__init__()
-        if hidden_act not in ACTIVATIONS:
-            raise ConfigError(f"hidden_act {hidden_act!r} is not one of {', '.join(ACTIVATIONS)}", "hidden_act")
-        linear = partial(Linear, bias=bias, dtype=dtype, device=device)
-        self.gate_up_proj = linear(hidden_size, 2 * intermediate_size)
-        self.down_proj = linear(intermediate_size, hidden_size)
-        self.act_mul = ACTIVATIONS[hidden_act]
+        if spec.act not in ACTIVATIONS:
+            raise ConfigError(f"hidden_act {spec.act!r} is not one of {', '.join(ACTIVATIONS)}", "hidden_act")
+        parts = {"gate_proj": spec.intermediate_size, "up_proj": spec.intermediate_size}
+        self.gate_up_proj = FusedLinear(hidden_size, parts, bias=spec.bias, dtype=dtype, device=device)
+        self.down_proj = Linear(spec.intermediate_size, hidden_size, bias=spec.bias, dtype=dtype, device=device)
+        self.act_mul = ACTIVATIONS[spec.act]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[T, hidden] -> [T, hidden]``"""

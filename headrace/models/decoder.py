@@ -1,39 +1,53 @@
 """The common decoder: attention and a gated MLP around a residual stream, with RMS norms before both.
 
-A family is a way to read its configuration into a ModelSpec; this is what every ModelSpec becomes.
+A family that differs overrides the part in which it does: a class that builds another (``norm_class``, ``attention_class``,
+``layer_class``), or a small method. Parameters are named as in Hugging Face's checkpoints, but for the fused ones.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 from torch import nn
 
 from headrace.attention.context import ForwardContext
 from headrace.attention.layer import Attention
+from headrace.errors import ConfigError
 from headrace.layers.embedding import Embedding
-from headrace.layers.linear import Linear
-from headrace.layers.mlp import GatedMLP
+from headrace.layers.feed_forward import feed_forward
+from headrace.layers.linear import FusedLinear, Linear
 from headrace.layers.norm import RMSNorm
 from headrace.layers.rotary import RotaryTable
-from headrace.spec import AttentionSpec, ModelSpec
+from headrace.spec import AttentionSpec, ModelSpec, RopeSpec
 
 
 class SelfAttention(nn.Module):
     """One layer's projections around its attention. Every width comes from the layer's own spec."""
 
+    norm_class: type[RMSNorm] = RMSNorm
+    """Of q and k."""
+
     def __init__(self, model: ModelSpec, spec: AttentionSpec, dtype: torch.dtype, device: str | torch.device) -> None:
         super().__init__()
         self.spec = spec
-        self.widths = (spec.q_size, spec.k_size, spec.v_size) if spec.kv_source is None else (spec.q_size,)
-        self.qkv_proj = Linear(model.hidden_size, sum(self.widths), bias=model.attention_bias, dtype=dtype, device=device)
+        parts = self.parts(spec)
+        self.widths = tuple(parts.values())
+        self.qkv_proj = FusedLinear(model.hidden_size, parts, bias=model.attention_bias, dtype=dtype, device=device)
         self.o_proj = Linear(spec.out_size, model.hidden_size, bias=model.output_bias, dtype=dtype, device=device)
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         if model.qk_norm:
-            self.q_norm = RMSNorm(spec.head_dim, model.norm_eps, dtype=dtype, device=device)
+            self.q_norm = self.norm_class(spec.head_dim, model.norm_eps, dtype=dtype, device=device)
             if spec.kv_source is None:
-                self.k_norm = RMSNorm(spec.head_dim, model.norm_eps, dtype=dtype, device=device)
+                self.k_norm = self.norm_class(spec.head_dim, model.norm_eps, dtype=dtype, device=device)
         self.attention = Attention(spec)
+
+    def parts(self, spec: AttentionSpec) -> Mapping[str, int]:
+        """The matrices of ``qkv_proj``, by their names in a checkpoint -> their outputs."""
+        if spec.kv_source is not None:
+            return {"q_proj": spec.q_size}
+        return {"q_proj": spec.q_size, "k_proj": spec.k_size, "v_proj": spec.v_size}
 
     def forward(self, x: torch.Tensor, cos_sin: torch.Tensor | None, ctx: ForwardContext) -> torch.Tensor:
         """``[T, hidden] -> [T, hidden]``"""
@@ -53,23 +67,24 @@ class SelfAttention(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, model: ModelSpec, spec: AttentionSpec, dtype: torch.dtype, device: str | torch.device) -> None:
+    attention_class: type[nn.Module] = SelfAttention
+    norm_class: type[RMSNorm] = RMSNorm
+
+    def __init__(self, model: ModelSpec, index: int, dtype: torch.dtype, device: str | torch.device) -> None:
         super().__init__()
-        self.self_attn = SelfAttention(model, spec, dtype, device)
-        self.mlp = GatedMLP(
-            model.hidden_size, model.intermediate_size, model.hidden_act, bias=model.mlp_bias, dtype=dtype, device=device
-        )
-        self.input_layernorm = RMSNorm(model.hidden_size, model.norm_eps, dtype=dtype, device=device)
-        self.post_attention_layernorm = RMSNorm(model.hidden_size, model.norm_eps, dtype=dtype, device=device)
+        self.self_attn = self.attention_class(model, model.layers[index], dtype, device)
+        self.mlp = feed_forward(model.hidden_size, model.mlps[index], dtype=dtype, device=device)
+        self.input_layernorm = self.norm_class(model.hidden_size, model.norm_eps, dtype=dtype, device=device)
+        self.post_attention_layernorm = self.norm_class(model.hidden_size, model.norm_eps, dtype=dtype, device=device)
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, cos_sin: torch.Tensor | None, ctx: ForwardContext
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The residual stream is ``x + residual``: the sum is left to the next norm, which fuses it.
 
         Args:
             x: ``[T, hidden]``, what the layer before adds to the stream.
-            residual: ``[T, hidden]``, the stream before it; None for the first layer.
+            residual: ``[T, hidden]``, the stream before it; None: x is the whole stream, as before the first layer.
 
         Returns:
             The same two for the next layer.
@@ -84,25 +99,24 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Parameters are allocated and left empty; they are named as in Hugging Face checkpoints, with q, k, v fused to
-    ``qkv_proj`` and gate, up to ``gate_up_proj``. With tied embeddings ``lm_head`` holds the embedding's own parameter.
-    """
+    """Parameters are allocated and left empty. With tied embeddings ``lm_head`` holds the embedding's own parameter."""
+
+    layer_class: type[DecoderLayer] = DecoderLayer
+    norm_class: type[RMSNorm] = RMSNorm
+    """Of the hidden states that leave the last layer."""
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: str | torch.device) -> None:
         super().__init__()
         self.spec = spec
         self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, dtype=dtype, device=device)
-        self.layers = nn.ModuleList(DecoderLayer(spec, layer, dtype, device) for layer in spec.layers)
-        self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, dtype=dtype, device=device)
+        self.layers = nn.ModuleList(self.layer_class(spec, index, dtype, device) for index in range(spec.num_layers))
+        self.norm = self.norm_class(spec.hidden_size, spec.norm_eps, dtype=dtype, device=device)
         self.lm_head = Linear(
             spec.hidden_size, spec.vocab_size, dtype=dtype, device="meta" if spec.tie_word_embeddings else device
         )
         if spec.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
-        self._rotary = {
-            width: RotaryTable(spec.rope, width, device) for width in {layer.rotary_dim for layer in spec.layers} if width
-        }
-        """Width -> table: layers that rotate alike share one."""
+        self._rotary = _Rotary(spec.layers, device)
 
     @torch.inference_mode()
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
@@ -115,22 +129,52 @@ class Decoder(nn.Module):
         Returns:
             ``[T, hidden]``, normed.
         """
-        angles = self._angles(positions, ctx)
-        x, residual = self.embed_tokens(input_ids), None
-        for layer, spec in zip(self.layers, self.spec.layers, strict=True):
-            x, residual = layer(x, residual, angles.get(spec.rotary_dim), ctx)
+        angles = self._rotary(positions, ctx)
+        x, residual = self.embed(input_ids), None
+        for layer, cos_sin in zip(self.layers, angles, strict=True):
+            x, residual = layer(x, residual, cos_sin, ctx)
+        return self.last_norm(x, residual)
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """``[T]`` int64 ``-> [T, hidden]``, what enters the first layer."""
+        return self.embed_tokens(input_ids)  # type: ignore[no-any-return]
+
+    def last_norm(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        """``[T, hidden]`` of the stream that leaves the last layer."""
         return self.norm(x) if residual is None else self.norm.add(x, residual)[0]
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[N, hidden] -> [N, vocab]`` float32."""
-        logits: torch.Tensor = self.lm_head(hidden)
-        return logits.float()
+        logits: torch.Tensor = self.lm_head(hidden).float()
+        cap = self.spec.logit_soft_cap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
-    def _angles(self, positions: torch.Tensor, ctx: ForwardContext) -> dict[int, torch.Tensor]:
-        """Cosines and sines of the step's tokens, once for all layers of a width."""
+
+class _Rotary:
+    """The cosines and sines of a step's tokens, once for all layers that rotate alike."""
+
+    def __init__(self, layers: tuple[AttentionSpec, ...], device: str | torch.device) -> None:
+        self._tables: list[RotaryTable] = []
+        self._of_layer: list[int | None] = []
+        known: dict[tuple[RopeSpec, int], int] = {}
+        for layer in layers:
+            if not layer.rotary_dim:
+                self._of_layer.append(None)
+                continue
+            if layer.rope is None:
+                raise ConfigError(f"layer {layer.layer} rotates {layer.rotary_dim} channels and has no rope", "rope_parameters")
+            key = (layer.rope, layer.rotary_dim)
+            if key not in known:
+                known[key] = len(self._tables)
+                self._tables.append(RotaryTable(layer.rope, layer.rotary_dim, device))
+            self._of_layer.append(known[key])
+
+    def __call__(self, positions: torch.Tensor, ctx: ForwardContext) -> list[torch.Tensor | None]:
+        """Per layer ``[T, rotary_dim]`` float32, or None for one that does not rotate."""
         lengths = ctx.step.seq_lens_host
         longest = int(lengths.max()) if len(lengths) else 0
-        for table in self._rotary.values():
+        for table in self._tables:
             table.reserve(longest)
-        return {width: table(positions) for width, table in self._rotary.items()}
+        angles = [table(positions) for table in self._tables]
+        return [None if index is None else angles[index] for index in self._of_layer]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 from headrace.errors import ConfigError
 from headrace.layers.mlp import ACTIVATIONS
 from headrace.layers.rotary import frequencies
-from headrace.spec import AttentionSpec, ModelSpec, RopeSpec
+from headrace.spec import AttentionSpec, DenseSpec, MlpSpec, ModelSpec, RopeSpec
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention_chunk_size": (None,),
@@ -93,45 +93,65 @@ def uniform(config: PretrainedConfig, name: str, default: Any = None) -> Any:
     return values[0]
 
 
-def refuse_unknown_maths(config: PretrainedConfig) -> None:
-    """Raises ConfigError for fields that change what the model computes and that nobody here reads."""
+def refuse_unknown_maths(config: PretrainedConfig, reads: Collection[str] = ()) -> None:
+    """Raises ConfigError for fields that change what the model computes and that nobody reads.
+
+    Args:
+        reads: those of ``_NEUTRAL`` that the family does read.
+    """
     for name, neutral in _NEUTRAL.items():
+        if name in reads:
+            continue
         for layer, value in enumerate(per_layer(config, name)):
             if value not in neutral:
                 raise ConfigError(f"layer {layer}: {name} {value!r} is not supported", name)
 
 
-def rope_spec(config: PretrainedConfig) -> RopeSpec:
-    """The rotary embedding, in transformers 5's manner (``rope_parameters``) or the older (``rope_theta``, ``rope_scaling``).
+def rope_specs(config: PretrainedConfig) -> list[RopeSpec]:
+    """Each layer's rotary embedding, in transformers 5's manner (``rope_parameters``, one set or one for each of the
+    ``layer_types``) or the older (``rope_theta``, ``rope_scaling``).
 
     Raises:
-        ConfigError: it is not one for all layers, or not of a kind we know.
+        ConfigError: it is not of a kind we know, or a layer's type has none; the message names the layer.
     """
     given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    nested = [key for key, value in given.items() if isinstance(value, dict)]
-    if nested:
-        raise ConfigError(f"rope_parameters: a set for each of {', '.join(nested)} is not supported", "rope_parameters")
+    if not any(isinstance(value, dict) for value in given.values()):
+        return [_rope_spec(config, given, "rope_parameters")] * _num_layers(config)
+    made: dict[str, RopeSpec] = {}
+    specs = []
+    for layer, kind in enumerate(per_layer(config, "layer_types", "full_attention")):
+        if not isinstance(given.get(kind), dict):
+            raise ConfigError(f"layer {layer}: rope_parameters has no set for {kind}", "rope_parameters")
+        if kind not in made:
+            made[kind] = _rope_spec(config, given[kind], f"rope_parameters.{kind}")
+        specs.append(made[kind])
+    return specs
+
+
+def _rope_spec(config: PretrainedConfig, given: Mapping[str, Any], where: str) -> RopeSpec:
     parameters = {name: value for name, value in given.items() if value is not None}
     kind = parameters.pop("rope_type", parameters.pop("type", "default"))
     parameters.pop("type", None)
     theta = parameters.pop("rope_theta", None) or getattr(config, "rope_theta", None) or 10000.0
-    if parameters.get("partial_rotary_factor", 1) != 1:
-        raise ConfigError("rope_parameters.partial_rotary_factor other than 1 is not supported", "rope_parameters")
     if parameters.get("mrope_section"):
-        raise ConfigError("rope_parameters.mrope_section is not supported", "rope_parameters")
+        raise ConfigError(f"{where}.mrope_section is not supported", "rope_parameters")
     parameters.setdefault("max_position_embeddings", required(config, "max_position_embeddings"))
     if kind in ("llama3", "yarn"):
         parameters.setdefault("original_max_position_embeddings", parameters["max_position_embeddings"])
     if not isinstance(theta, int | float) or not theta > 1:
-        raise ConfigError(f"rope_parameters.rope_theta must be a number above 1, not {theta!r}", "rope_parameters")
+        raise ConfigError(f"{where}.rope_theta must be a number above 1, not {theta!r}", "rope_parameters")
     rope = RopeSpec(float(theta), kind, parameters)
     frequencies(rope, 2)
     return rope
 
 
-def max_position(config: PretrainedConfig, rope: RopeSpec) -> int:
-    """The longest context: what the config says, stretched where its rotary embedding stretches it."""
+def max_position(config: PretrainedConfig, layers: Sequence[AttentionSpec]) -> int:
+    """The longest context: what the config says, stretched where the layers' rotary embeddings all stretch it."""
     given = required(config, "max_position_embeddings")
+    return min((_stretched(given, layer.rope) for layer in layers if layer.rope is not None), default=given)
+
+
+def _stretched(given: int, rope: RopeSpec) -> int:
     factor = rope.parameters.get("factor") or 1
     if rope.kind in ("linear", "dynamic"):
         return int(given * factor)
@@ -158,8 +178,14 @@ def windows_by_type(config: PretrainedConfig) -> list[int | None]:
     return result
 
 
-def attention_specs(config: PretrainedConfig, windows: Sequence[int | None]) -> tuple[AttentionSpec, ...]:
-    """The geometry of every layer, each from its own numbers.
+def attention_specs(
+    config: PretrainedConfig, *, windows: Sequence[int | None] | None = None, partial_rotary: bool = False
+) -> tuple[AttentionSpec, ...]:
+    """The geometry of every layer, each from its own numbers. A family adds what is its own with ``dataclasses.replace``.
+
+    Args:
+        windows: each layer's; None: none has one.
+        partial_rotary: the family rotates ``partial_rotary_factor`` of a head's channels; the others refuse one.
 
     Raises:
         ConfigError: a layer's numbers do not fit together; the message names it.
@@ -175,9 +201,6 @@ def attention_specs(config: PretrainedConfig, windows: Sequence[int | None]) -> 
     for name, values in fields.items():
         for layer, value in enumerate(values):
             _checked(f"layer {layer}", name, value)
-    for layer, width in enumerate(fields["head_dim"]):
-        if width % 2:
-            raise ConfigError(f"layer {layer}: head_dim {width} is odd, which cannot be rotated", "head_dim")
     return tuple(
         AttentionSpec(
             layer=layer,
@@ -186,10 +209,11 @@ def attention_specs(config: PretrainedConfig, windows: Sequence[int | None]) -> 
             head_dim=fields["head_dim"][layer],
             v_head_dim=fields["v_head_dim"][layer],
             scale=fields["head_dim"][layer] ** -0.5,
-            rotary_dim=fields["head_dim"][layer],
-            window=window,
+            rotary_dim=_rotary_dim(layer, fields["head_dim"][layer], rope, partial_rotary),
+            rope=rope,
+            window=None if windows is None else windows[layer],
         )
-        for layer, window in enumerate(windows)
+        for layer, rope in enumerate(rope_specs(config))
     )
 
 
@@ -198,40 +222,66 @@ def _share(layer: int, hidden: int, heads: Any) -> int | None:
     return hidden // heads if isinstance(heads, int) and 0 < heads <= hidden else None
 
 
+def _rotary_dim(layer: int, head_dim: int, rope: RopeSpec, partial: bool) -> int:
+    """How many of a head's channels are rotated."""
+    share = rope.parameters.get("partial_rotary_factor", 1)
+    if share != 1 and not partial:
+        raise ConfigError(f"layer {layer}: partial_rotary_factor {share!r} is not supported", "rope_parameters")
+    if not isinstance(share, int | float) or not 0 < share <= 1:
+        raise ConfigError(f"layer {layer}: partial_rotary_factor {share!r} is no share of a head", "rope_parameters")
+    width = head_dim if rope.kind == "proportional" else int(head_dim * share)
+    if width % 2 or not width:
+        what = f"head_dim {head_dim}" if width == head_dim else f"{share} of head_dim {head_dim}, which is {width},"
+        raise ConfigError(f"layer {layer}: {what} is odd, which cannot be rotated", "head_dim")
+    return width
+
+
+def dense_specs(config: PretrainedConfig, *, act: str = "hidden_act", bias: bool = False) -> tuple[DenseSpec, ...]:
+    """The gated MLP of every layer, each as wide as its own ``intermediate_size``.
+
+    Args:
+        act: the field that names the activation.
+    """
+    names = per_layer(config, act, "silu")
+    for layer, name in enumerate(names):
+        if name not in ACTIVATIONS:
+            raise ConfigError(
+                f"layer {layer}: {act} {name!r} is not supported; supported are: {', '.join(ACTIVATIONS)}", "hidden_act"
+            )
+    widths = per_layer(config, "intermediate_size")
+    return tuple(
+        DenseSpec(_checked(f"layer {layer}", "intermediate_size", width), name, bias)
+        for layer, (width, name) in enumerate(zip(widths, names, strict=True))
+    )
+
+
 def decoder_spec(
     config: PretrainedConfig,
     architecture: str,
-    windows: Sequence[int | None],
+    layers: tuple[AttentionSpec, ...],
+    mlps: Sequence[MlpSpec],
     *,
-    attention_bias: bool = False,
-    output_bias: bool = False,
-    mlp_bias: bool = False,
-    qk_norm: bool = False,
+    reads: Collection[str] = (),
+    kind: type[ModelSpec] = ModelSpec,
+    **facts: Any,
 ) -> ModelSpec:
     """What every family has in common.
 
     Args:
-        windows: each layer's window. The other arguments are ModelSpec's fields in which families differ.
+        reads: fields that change the maths and that the family reads itself; those of them that nobody reads are refused.
+        kind: the class of the spec, for a family with facts of its own.
+        facts: fields of the spec in which the family differs.
     """
-    refuse_unknown_maths(config)
-    hidden_act = uniform(config, "hidden_act", "silu")
-    if hidden_act not in ACTIVATIONS:
-        raise ConfigError(f"hidden_act {hidden_act!r} is not supported; supported are: {', '.join(ACTIVATIONS)}", "hidden_act")
-    rope = rope_spec(config)
-    return ModelSpec(
-        architecture=architecture,
-        vocab_size=required(config, "vocab_size"),
-        hidden_size=required(config, "hidden_size"),
-        intermediate_size=required(config, "intermediate_size"),
-        layers=attention_specs(config, windows),
-        rope=rope,
-        norm_eps=float(uniform(config, "rms_norm_eps", 1e-6)),
-        max_position=max_position(config, rope),
-        hidden_act=hidden_act,
-        tie_word_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
-        attention_bias=attention_bias,
-        output_bias=output_bias,
-        mlp_bias=mlp_bias,
-        qk_norm=qk_norm,
-        dtype=str(getattr(config, "dtype", None) or "float32").removeprefix("torch."),
-    )
+    refuse_unknown_maths(config, reads)
+    values: dict[str, Any] = {
+        "architecture": architecture,
+        "vocab_size": required(config, "vocab_size"),
+        "hidden_size": required(config, "hidden_size"),
+        "layers": layers,
+        "mlps": tuple(mlps),
+        "norm_eps": float(uniform(config, "rms_norm_eps", 1e-6)),
+        "max_position": max_position(config, layers),
+        "tie_word_embeddings": bool(getattr(config, "tie_word_embeddings", False)),
+        "dtype": str(getattr(config, "dtype", None) or "float32").removeprefix("torch."),
+    }
+    return kind(**values | facts)

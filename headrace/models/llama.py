@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from transformers import PretrainedConfig
 
-from headrace.models.hf_config import decoder_spec, required, uniform
+from headrace.models.family import Family
+from headrace.models.hf_config import attention_specs, decoder_spec, dense_specs, uniform
 from headrace.spec import ModelSpec
 
 ARCHITECTURE = "LlamaForCausalLM"
-MODEL_TYPE = "llama"
 
 
 def model_spec(config: PretrainedConfig) -> ModelSpec:
@@ -16,8 +16,11 @@ def model_spec(config: PretrainedConfig) -> ModelSpec:
     return decoder_spec(
         config,
         ARCHITECTURE,
-        windows=[None] * required(config, "num_hidden_layers"),
+        attention_specs(config),
+        dense_specs(config, bias=bool(uniform(config, "mlp_bias", False))),
         attention_bias=bias,
         output_bias=bias,
-        mlp_bias=bool(uniform(config, "mlp_bias", False)),
     )
+
+
+FAMILY = Family(architectures=(ARCHITECTURE,), model_types=("llama",), model_spec=model_spec)

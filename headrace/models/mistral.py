@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from transformers import PretrainedConfig
 
-from headrace.models.hf_config import decoder_spec, per_layer
+from headrace.models.family import Family
+from headrace.models.hf_config import attention_specs, decoder_spec, dense_specs, per_layer
 from headrace.spec import ModelSpec
 
 ARCHITECTURE = "MistralForCausalLM"
-MODEL_TYPE = "mistral"
 
 
 def model_spec(config: PretrainedConfig) -> ModelSpec:
-    return decoder_spec(config, ARCHITECTURE, windows=per_layer(config, "sliding_window"))
+    layers = attention_specs(config, windows=per_layer(config, "sliding_window"))
+    return decoder_spec(config, ARCHITECTURE, layers, dense_specs(config))
+
+
+FAMILY = Family(architectures=(ARCHITECTURE,), model_types=("mistral",), model_spec=model_spec)

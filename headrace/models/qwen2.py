@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from transformers import PretrainedConfig
 
-from headrace.models.hf_config import decoder_spec, windows_by_type
+from headrace.models.family import Family
+from headrace.models.hf_config import attention_specs, decoder_spec, dense_specs, windows_by_type
 from headrace.spec import ModelSpec
 
 ARCHITECTURE = "Qwen2ForCausalLM"
-MODEL_TYPE = "qwen2"
 
 
 def model_spec(config: PretrainedConfig) -> ModelSpec:
-    return decoder_spec(config, ARCHITECTURE, windows=windows_by_type(config), attention_bias=True)
+    layers = attention_specs(config, windows=windows_by_type(config))
+    return decoder_spec(config, ARCHITECTURE, layers, dense_specs(config), attention_bias=True)
+
+
+FAMILY = Family(architectures=(ARCHITECTURE,), model_types=("qwen2",), model_spec=model_spec)

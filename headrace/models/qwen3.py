@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from transformers import PretrainedConfig
 
-from headrace.models.hf_config import decoder_spec, uniform, windows_by_type
+from headrace.models.family import Family
+from headrace.models.hf_config import attention_specs, decoder_spec, dense_specs, uniform, windows_by_type
 from headrace.spec import ModelSpec
 
 ARCHITECTURE = "Qwen3ForCausalLM"
-MODEL_TYPE = "qwen3"
 
 
 def model_spec(config: PretrainedConfig) -> ModelSpec:
@@ -16,8 +16,12 @@ def model_spec(config: PretrainedConfig) -> ModelSpec:
     return decoder_spec(
         config,
         ARCHITECTURE,
-        windows=windows_by_type(config),
+        attention_specs(config, windows=windows_by_type(config)),
+        dense_specs(config),
         attention_bias=bias,
         output_bias=bias,
         qk_norm=True,
     )
+
+
+FAMILY = Family(architectures=(ARCHITECTURE,), model_types=("qwen3",), model_spec=model_spec)

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Literal
 
 from headrace.errors import ConfigError
+from headrace.spec.rope import RopeSpec
 
 Mode = Literal["dense", "elastic", "sparse"]
 """How a row attends in a step. Not geometry: any layer may be run in any mode its backend supports."""
@@ -31,6 +32,8 @@ class AttentionSpec:
     """Factor on q.k before the softmax."""
     rotary_dim: int = 0
     """How many leading channels of q and k are rotated; 0: the layer is handed q and k already in their final form."""
+    rope: RopeSpec | None = None
+    """How those channels turn with the position; needed by whoever makes the cosines and sines."""
     window: int | None = None
     """A token sees itself and the ``window - 1`` tokens before it; None: all."""
     soft_cap: float | None = None

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
 
+from headrace.errors import ConfigError
 from headrace.spec.attention import AttentionSpec
+from headrace.spec.mlp import MlpSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,40 +17,47 @@ class Span:
     end: int
 
 
-@dataclasses.dataclass(frozen=True)
-class RopeSpec:
-    """Rotary embedding: the base and, where the model scales it, the parameters under their Hugging Face names."""
-
-    theta: float
-    kind: str = "default"
-    parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """A decoder-only model. ``layers[i].layer == i``."""
+    """A decoder-only model: what every family has. One with facts of its own adds them in a subclass.
+
+    ``layers[i].layer == i``, and ``mlps[i]`` belongs to layer i.
+
+    Raises:
+        ConfigError: there are not as many MLPs as layers, or the layers are not numbered 0, 1, 2 ...
+    """
 
     architecture: str
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
     layers: tuple[AttentionSpec, ...]
-    rope: RopeSpec
+    mlps: tuple[MlpSpec, ...]
     norm_eps: float
     max_position: int
     """Longest context the model was made for."""
-    hidden_act: str = "silu"
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     """q, k and v have a bias."""
     output_bias: bool = False
     """o_proj has a bias."""
-    mlp_bias: bool = False
     qk_norm: bool = False
     """q and k are RMS-normed a head before they are rotated."""
+    logit_soft_cap: float | None = None
+    """logits = logit_soft_cap * tanh(logits / logit_soft_cap), of the head."""
     dtype: str = "float32"
     """The dtype the checkpoint says it was saved in."""
+
+    def __post_init__(self) -> None:
+        if [layer.layer for layer in self.layers] != list(range(len(self.layers))):
+            raise ConfigError("the layers must be numbered 0, 1, 2 ... in order", "layers")
+        if len(self.mlps) != len(self.layers):
+            raise ConfigError(f"there are {len(self.mlps)} MLPs for {len(self.layers)} layers", "mlps")
 
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def intermediate_size(self) -> int:
+        """The widest MLP: for estimates."""
+        return max(mlp.intermediate_size for mlp in self.mlps)

@@ -18,10 +18,13 @@ class Part:
     parameter: str
     start: int = 0
     stop: int | None = None
+    index: int | None = None
+    """Of a parameter that stacks many alike, such as experts: which of them; None: it does not."""
 
     def view(self, parameter: torch.Tensor) -> torch.Tensor:
         """The rows of the parameter, a view."""
-        return parameter if self.stop is None else parameter[self.start : self.stop]
+        whole = parameter if self.index is None else parameter[self.index]
+        return whole if self.stop is None else whole[self.start : self.stop]
 
 
 class NameTable:
@@ -37,15 +40,17 @@ class NameTable:
         self._ties: dict[str, str] = {}
         self._ignorable = [re.compile(pattern) for pattern in ignorable]
 
-    def add(self, name: str, parameter: str) -> None:
-        """The tensor ``name`` is the whole of ``parameter``."""
-        self._insert(name, Part(parameter))
+    def add(self, name: str, parameter: str, index: int | None = None) -> None:
+        """The tensor ``name`` is the whole of ``parameter``, or of ``parameter[index]``."""
+        self._insert(name, Part(parameter, index=index))
 
-    def fuse(self, parameter: str, names: Mapping[str, int]) -> None:
-        """The tensors ``names`` (name -> rows), one below the other in this order, are the whole of ``parameter``."""
+    def fuse(self, parameter: str, names: Mapping[str, int], index: int | None = None) -> None:
+        """The tensors ``names`` (name -> rows), one below the other in this order, are the whole of ``parameter``, or of
+        ``parameter[index]``.
+        """
         start = 0
         for name, rows in names.items():
-            self._insert(name, Part(parameter, start, start + rows))
+            self._insert(name, Part(parameter, start, start + rows, index))
             start += rows
 
     def tie(self, name: str, parameter: str) -> None:

@@ -9,7 +9,7 @@ from headrace.cache.layer import LayerCache
 from headrace.cache.planes import allocate, cache_bytes, write
 from headrace.config import CacheConfig
 from headrace.errors import ConfigError
-from headrace.spec import AttentionSpec, ModelSpec, RopeSpec, cache_groups
+from headrace.spec import AttentionSpec, DenseSpec, ModelSpec, cache_groups
 
 
 def layer(index: int, **changes: object) -> AttentionSpec:
@@ -22,9 +22,8 @@ def model(*layers: AttentionSpec) -> ModelSpec:
         architecture="Test",
         vocab_size=10,
         hidden_size=16,
-        intermediate_size=16,
         layers=layers,
-        rope=RopeSpec(1e4),
+        mlps=(DenseSpec(16),) * len(layers),
         norm_eps=1e-6,
         max_position=64,
     )

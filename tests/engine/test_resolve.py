@@ -19,7 +19,7 @@ from headrace.errors import ConfigError
 from headrace.kv import KVCacheManager
 from headrace.resolve import DeviceFacts, resolve
 from headrace.sources.files import ModelFiles
-from headrace.spec import AttentionSpec, ModelSpec, RopeSpec
+from headrace.spec import AttentionSpec, DenseSpec, ModelSpec
 
 MIB = 2**20
 ZEN = DeviceFacts(device="cpu", name="x", instructions=frozenset({"avx512_bf16"}), num_cores=6, available_memory=1024 * MIB)
@@ -40,9 +40,8 @@ def model(
         architecture="LlamaForCausalLM",
         vocab_size=300,
         hidden_size=hidden,
-        intermediate_size=128,
         layers=layers,
-        rope=RopeSpec(10000.0),
+        mlps=(DenseSpec(128),) * len(layers),
         norm_eps=1e-5,
         max_position=context,
         dtype=dtype,

@@ -12,6 +12,7 @@ from headrace.layers.embedding import Embedding
 from headrace.layers.linear import Linear
 from headrace.layers.mlp import ACTIVATIONS, GatedMLP
 from headrace.layers.norm import RMSNorm
+from headrace.spec import DenseSpec
 
 PLACE = {"dtype": torch.float32, "device": "cpu"}
 
@@ -44,7 +45,7 @@ def test_norm_and_residual() -> None:
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_mlp_equals_transformers_activation(name: str) -> None:
-    mlp = GatedMLP(8, 12, name, bias=True, **PLACE)
+    mlp = GatedMLP(8, DenseSpec(12, name, bias=True), **PLACE)
     fill(mlp)
     x = torch.randn(4, 8)
     gate, up = functional.linear(x, mlp.gate_up_proj.weight, mlp.gate_up_proj.bias).chunk(2, dim=-1)
@@ -54,7 +55,7 @@ def test_mlp_equals_transformers_activation(name: str) -> None:
 
 def test_an_unknown_activation_is_refused() -> None:
     with pytest.raises(ConfigError, match="'mish' is not one of silu"):
-        GatedMLP(8, 12, "mish", **PLACE)
+        GatedMLP(8, DenseSpec(12, "mish"), **PLACE)
 
 
 def test_embedding() -> None:

@@ -9,7 +9,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from headrace.errors import ConfigError
 from headrace.layers.rotary import RotaryTable, frequencies
-from headrace.models.hf_config import rope_spec
+from headrace.models.hf_config import rope_specs
 from headrace.spec import RopeSpec
 
 SCALINGS = {
@@ -61,7 +61,7 @@ def theirs(module: LlamaRotaryEmbedding, positions: torch.Tensor, width: int) ->
 @pytest.mark.parametrize("name", SCALINGS)
 def test_tables_equal_transformers(name: str, head_dim: int) -> None:
     config = llama(SCALINGS[name], head_dim)
-    table = RotaryTable(rope_spec(config), head_dim, "cpu")
+    table = RotaryTable(rope_specs(config)[0], head_dim, "cpu")
     positions = torch.tensor([0, 1, 2, 63, 64, 200, 255])
     table.reserve(256)
     assert torch.equal(table(positions), theirs(LlamaRotaryEmbedding(config), positions, head_dim))
@@ -69,7 +69,7 @@ def test_tables_equal_transformers(name: str, head_dim: int) -> None:
 
 def test_dynamic_grows_as_tokens_come_one_by_one() -> None:
     config = llama(SCALINGS["dynamic"], length=16)
-    table = RotaryTable(rope_spec(config), 64, "cpu")
+    table = RotaryTable(rope_specs(config)[0], 64, "cpu")
     table.reserve(40)
     module = LlamaRotaryEmbedding(config)
     for position in range(40):

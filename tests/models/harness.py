@@ -15,7 +15,7 @@ from headrace.cache.planes import allocate
 from headrace.config import CacheConfig
 from headrace.models.decoder import Decoder
 from headrace.models.registry import build, name_table
-from headrace.spec import AttentionSpec, ModelSpec, RopeSpec, cache_groups
+from headrace.spec import AttentionSpec, DenseSpec, ModelSpec, cache_groups
 
 
 def copy_weights(model: Decoder, state: dict[str, torch.Tensor]) -> None:
@@ -45,13 +45,13 @@ def random_model(spec: ModelSpec, dtype: str = "float32", seed: int = 0) -> Deco
 
 
 def model_spec(layers: Sequence[AttentionSpec], **changes: object) -> ModelSpec:
+    count = len(layers)
     values: dict = {
-        "architecture": "Test",
+        "architecture": "LlamaForCausalLM",
         "vocab_size": 61,
         "hidden_size": 24,
-        "intermediate_size": 40,
         "layers": tuple(layers),
-        "rope": RopeSpec(10000.0),
+        "mlps": (DenseSpec(40),) * count,
         "norm_eps": 1e-5,
         "max_position": 512,
     }

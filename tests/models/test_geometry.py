@@ -11,7 +11,7 @@ from torch.nn import functional
 from headrace.attention import select
 from headrace.models.decoder import Decoder
 from headrace.models.registry import name_table
-from headrace.spec import AttentionSpec, ModelSpec
+from headrace.spec import AttentionSpec, DenseSpec, ModelSpec, RopeSpec
 
 from .harness import Bench, model_spec, random_model
 
@@ -19,7 +19,7 @@ from .harness import Bench, model_spec, random_model
 def layer(index: int, **changes: object) -> AttentionSpec:
     values: dict = {"layer": index, "num_heads": 6, "num_kv_heads": 2, "head_dim": 8, "v_head_dim": 8, "rotary_dim": 8}
     values |= changes
-    return AttentionSpec(scale=values["head_dim"] ** -0.5, **values)
+    return AttentionSpec(scale=values["head_dim"] ** -0.5, rope=RopeSpec(10000.0), **values)
 
 
 def usable() -> list[str]:
@@ -30,7 +30,9 @@ def usable() -> list[str]:
 GEOMETRIES: dict[str, ModelSpec] = {
     "kv-heads": model_spec([layer(0, num_kv_heads=2), layer(1, num_kv_heads=1), layer(2, num_kv_heads=3)]),
     "narrow-v": model_spec([layer(0, v_head_dim=4), layer(1, num_kv_heads=6, v_head_dim=5)]),
-    "wide-v": model_spec([layer(0, v_head_dim=20), layer(1)], attention_bias=True, output_bias=True, mlp_bias=True),
+    "wide-v": model_spec(
+        [layer(0, v_head_dim=20), layer(1)], attention_bias=True, output_bias=True, mlps=(DenseSpec(40, bias=True),) * 2
+    ),
     "all-apart": model_spec(
         [
             layer(0, num_kv_heads=2, v_head_dim=12),

@@ -40,7 +40,7 @@ def test_another_head_on_the_same_body_is_not_the_model() -> None:
 def test_llama() -> None:
     spec = spec_of(llama(architectures=["LlamaForCausalLM"], dtype=torch.bfloat16, attention_bias=True, mlp_bias=True))
     assert (spec.architecture, spec.dtype, spec.max_position) == ("LlamaForCausalLM", "bfloat16", 256)
-    assert spec.attention_bias and spec.output_bias and spec.mlp_bias and not spec.qk_norm
+    assert spec.attention_bias and spec.output_bias and all(mlp.bias for mlp in spec.mlps) and not spec.qk_norm
     assert {(one.num_heads, one.num_kv_heads, one.head_dim, one.rotary_dim, one.window) for one in spec.layers} == {
         (6, 2, 8, 8, None)
     }
@@ -81,7 +81,20 @@ def test_qwen() -> None:
 )
 def test_rope_in_old_and_new_manner(rope: dict, theta: float, kind: str, longest: int) -> None:
     spec = spec_of(llama(**rope))
-    assert (spec.rope.theta, spec.rope.kind, spec.max_position) == (theta, kind, longest)
+    for layer in spec.layers:
+        assert layer.rope is not None
+        assert (layer.rope.theta, layer.rope.kind, spec.max_position) == (theta, kind, longest)
+
+
+def test_rope_by_the_layers_type() -> None:
+    config = Qwen2Config(**SMALL, layer_types=["sliding_attention", "full_attention", "sliding_attention"])
+    sets = {"full_attention": {"rope_theta": 5e5}, "sliding_attention": {"rope_type": "linear", "factor": 2.0}}
+    object.__setattr__(config, "rope_parameters", sets)
+    object.__setattr__(config, "sliding_window", 8)
+    spec = spec_of(config)
+    ropes = [layer.rope for layer in spec.layers]
+    assert [rope and (rope.theta, rope.kind) for rope in ropes] == [(1e4, "linear"), (5e5, "default"), (1e4, "linear")]
+    assert spec.max_position == 256
 
 
 def test_per_layer_config() -> None:
@@ -90,6 +103,13 @@ def test_per_layer_config() -> None:
     assert [one.num_kv_heads for one in layers] == [2, 3, 1]
     assert [one.head_dim for one in layers] == [8, 8, 12]
     assert [one.v_head_dim for one in layers] == [8, 8, 12]
+
+
+def test_mlps_of_their_own_width() -> None:
+    spec = spec_of(llama(per_layer_config={1: {"intermediate_size": 32, "hidden_act": "gelu"}}))
+    assert [(mlp.intermediate_size, mlp.act) for mlp in spec.mlps] == [(80, "silu"), (32, "gelu"), (80, "silu")]
+    model = registry.build(spec, "float32", "cpu")
+    assert [layer.mlp.down_proj.in_features for layer in model.layers] == [80, 32, 80]
 
 
 def test_lists_of_the_layers() -> None:
@@ -118,7 +138,7 @@ def test_lists_of_the_layers() -> None:
         ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "rope_parameters", "'longrope'"),
         ({"rope_parameters": {"rope_type": "bent", "rope_theta": 1e4}}, "rope_parameters", "'bent'"),
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "rope_parameters", "factor .* missing"),
-        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters", "full_attention"),
+        ({"rope_parameters": {"sliding_attention": {}}}, "rope_parameters", "layer 0: .* no set for full_attention"),
         ({"rope_parameters": {"rope_type": "default", "mrope_section": [1, 2]}}, "rope_parameters", "mrope_section"),
         ({"rope_parameters": {"rope_theta": -1.0}}, "rope_parameters", "rope_theta must be"),
         ({"vocab_size": 0}, "vocab_size", "not 0"),
@@ -138,7 +158,6 @@ def test_what_cannot_be_done_is_refused_by_name(changes: dict, param: str, messa
 @pytest.mark.parametrize(
     ("overrides", "param"),
     [
-        ({"intermediate_size": 32}, "intermediate_size"),
         ({"rms_norm_eps": 0.5}, "rms_norm_eps"),
         ({"skip": ["mlp"]}, "per_layer_config"),
     ],

@@ -22,7 +22,7 @@ from headrace.models.decoder import Decoder
 from headrace.outputs import TokenLogprobs
 from headrace.runner.runner import ModelRunner
 from headrace.sampling_params import SamplingParams
-from headrace.spec import AttentionSpec, ModelSpec, RopeSpec, cache_groups
+from headrace.spec import AttentionSpec, DenseSpec, ModelSpec, RopeSpec, cache_groups
 from headrace.text.bad_words import compile_bad_words
 from headrace.text.vocab import TokenBytes
 
@@ -44,6 +44,7 @@ def _layer(
         v_head_dim=v_dim,
         scale=dim**-0.5,
         rotary_dim=dim,
+        rope=RopeSpec(10000.0),
         window=window,
     )
 
@@ -53,9 +54,8 @@ def _spec(layers: Sequence[AttentionSpec], **changes: Any) -> ModelSpec:
         "architecture": "Tiny",
         "vocab_size": VOCAB,
         "hidden_size": 32,
-        "intermediate_size": 48,
         "layers": tuple(layers),
-        "rope": RopeSpec(10000.0),
+        "mlps": (DenseSpec(48),) * len(layers),
         "norm_eps": 1e-5,
         "max_position": 4 * MAX_LEN,
     }

@@ -48,6 +48,18 @@ def test_parts_cover_their_parameter_once() -> None:
     assert whole.tolist() == [0, 1, 2, 3, -1, -1, 6, 7, 8]
 
 
+def test_parts_of_a_stack() -> None:
+    names = NameTable()
+    for expert in range(3):
+        names.fuse("gate_up", {f"{expert}.gate": 2, f"{expert}.up": 2}, index=expert)
+        names.add(f"{expert}.down", "down", index=expert)
+    gate_up, down = torch.zeros(3, 4, 5), torch.zeros(3, 5, 2)
+    for value, (_, part) in enumerate(names.items(), start=1):
+        part.view({"gate_up": gate_up, "down": down}[part.parameter]).fill_(value)
+    assert gate_up[..., 0].tolist() == [[1, 1, 2, 2], [4, 4, 5, 5], [7, 7, 8, 8]]
+    assert down[:, 0, 0].tolist() == [3, 6, 9]
+
+
 def test_ignorable_names() -> None:
     assert table().ignored("model.layers.3.self_attn.rotary_emb.inv_freq")
     assert not table().ignored("model.layers.3.self_attn.rotary_emb.inv_freq.weight")

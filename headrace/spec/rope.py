@@ -1,0 +1,16 @@
+"""RopeSpec: how the positions of a layer's tokens turn its queries and keys."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeSpec:
+    """Rotary embedding: the base and, where the model scales it, the parameters under their Hugging Face names."""
+
+    theta: float
+    kind: str = "default"
+    parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)

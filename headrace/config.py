@@ -15,6 +15,7 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["none", "auto", "int8", "int4"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 Policy = Literal["fcfs", "priority"]
+Device = Literal["auto", "cpu", "cuda"]
 
 
 def _limit(variable: str, default: int) -> int:
@@ -31,6 +32,8 @@ class EngineArgs:
     revision: str | None = None
     tokenizer: str | None = None
     skip_tokenizer_init: bool = False
+    device: Device = "auto"
+    """auto: the first CUDA device if there is one, else the CPU."""
     load_format: LoadFormat = "auto"
     dtype: DType = "auto"
     quantization: Quantization = "auto"
@@ -42,6 +45,8 @@ class EngineArgs:
     num_kv_blocks: int | None = None
     kv_cache_memory: int | None = None
     """Bytes for KV cache."""
+    gpu_memory_utilization: float = 0.9
+    """Share of a GPU's memory that the engine may take in all."""
     enable_prefix_caching: bool = True
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
@@ -49,8 +54,12 @@ class EngineArgs:
     policy: Policy = "fcfs"
     attention_backend: str = "auto"
     num_threads: int | None = None
-    pipeline_depth: int = 1
+    pipeline_depth: int | None = None
     """How many steps may be launched before the first one's results are read."""
+    enforce_eager: bool = False
+    """Launch every kernel of a step by itself: no CUDA graphs."""
+    graph_capture_seconds: float = 20.0
+    """How long a start-up may capture CUDA graphs; those that it did not come to are captured when first needed."""
     step_timeout: float = 120.0
     """Seconds without a finished step, while work is pending, after which the engine counts as stuck."""
     record_steps: str | None = None
@@ -123,4 +132,6 @@ class EngineConfig:
     attention_backends: tuple[str, ...]
     """Name of the backend of each layer."""
     num_threads: int
+    graph_rows: tuple[int, ...] = ()
+    """Batch sizes of decode steps for which a CUDA graph may be captured, rising; empty: none."""
     decisions: tuple[Decision, ...]

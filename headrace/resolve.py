@@ -11,6 +11,7 @@ from headrace.attention import select
 from headrace.config import (
     CacheConfig,
     Decision,
+    Device,
     DType,
     EngineArgs,
     EngineConfig,
@@ -30,6 +31,12 @@ from headrace.spec.kv import DTYPE_BYTES
 
 CPU_NUM_SEQS = 64
 CPU_BATCHED_TOKENS = 2048
+CUDA_NUM_SEQS = 256
+CUDA_BATCHED_TOKENS = 16384
+CUDA_PIPELINE_DEPTH = 2
+CUDA_SLACK = 1 << 30
+"""Bytes of a GPU kept for what no profile shows: CUDA graphs, workspaces of libraries, fragments."""
+MAX_GRAPH_ROWS = 512
 KV_SHARE = 0.25
 """Of the memory that is free beside the weights, what the KV cache takes at most unless told otherwise."""
 KV_MODEST = 2 * 2**30
@@ -59,10 +66,16 @@ class DeviceFacts:
     """Bytes."""
     native_kernels: str = ""
     """The instructions that the compiled kernels use; empty: there are none here, PyTorch's own run."""
+    total_memory: int = 0
+    """Bytes that a GPU has in all."""
+
+    @property
+    def cuda(self) -> bool:
+        return self.device == "cuda"
 
     @property
     def native_bfloat16(self) -> bool:
-        return bool(self.instructions & {"avx512_bf16", "amx_bf16", "bf16"})
+        return self.cuda or bool(self.instructions & {"avx512_bf16", "amx_bf16", "bf16"})
 
 
 class _Book:
@@ -78,8 +91,13 @@ class _Book:
         return tuple(self._decisions)
 
 
-def resolve(args: EngineArgs, files: ModelFiles, model: ModelSpec, device: DeviceFacts) -> EngineConfig:
+def resolve(
+    args: EngineArgs, files: ModelFiles, model: ModelSpec, device: DeviceFacts, *, kv_room: int | None = None
+) -> EngineConfig:
     """Decides everything that the engine is built from.
+
+    Args:
+        kv_room: bytes that the KV cache may take at most, measured with the weights in place; None: estimated.
 
     Raises:
         ConfigError: the arguments contradict each other, the model or the machine. Names the parameter, and says what
@@ -90,10 +108,11 @@ def resolve(args: EngineArgs, files: ModelFiles, model: ModelSpec, device: Devic
     types = _gguf_types(files)
     dtype = _dtype(args, model, types, device, book)
     quantization = _quantization(args, model, types, dtype, device, book)
-    num_seqs, num_batched = _batch(args, book)
+    num_seqs, num_batched = _batch(args, device, book)
     backends = _attention(args, model, device, dtype, book)
-    free = device.available_memory - weight_bytes(model, dtype, quantization)
-    cache, max_model_len = _KVPlan(args, model, dtype, num_seqs, num_batched, free).choose(book)
+    room = _kv_room(args, model, dtype, quantization, device) if kv_room is None else kv_room
+    cache, max_model_len = _KVPlan(args, model, dtype, num_seqs, num_batched, room, device.cuda).choose(book)
+    depth = _pipeline_depth(args, device, book)
     num_threads = args.num_threads or device.num_cores
     if args.num_threads is None:
         book.note("num_threads", num_threads, "the physical cores that this process may use")
@@ -107,7 +126,7 @@ def resolve(args: EngineArgs, files: ModelFiles, model: ModelSpec, device: Devic
             max_num_batched_tokens=num_batched,
             max_queue_len=args.max_queue_len,
             policy=args.policy,
-            pipeline_depth=args.pipeline_depth,
+            pipeline_depth=depth,
         ),
         limits=SamplingLimits.of(args),
         device=device.device,
@@ -115,6 +134,7 @@ def resolve(args: EngineArgs, files: ModelFiles, model: ModelSpec, device: Devic
         quantization=quantization,
         attention_backends=backends,
         num_threads=num_threads,
+        graph_rows=_graph_rows(args, num_seqs, device, book),
         decisions=book.close(),
     )
 
@@ -142,12 +162,13 @@ def _matrices(model: ModelSpec) -> Iterator[tuple[int, int]]:
 
 def _check_arguments(args: EngineArgs) -> None:
     """Values that no model and no machine could make sense of."""
-    for name, kind in (("dtype", DType), ("quantization", Quantization), ("policy", Policy)):
+    for name, kind in (("dtype", DType), ("quantization", Quantization), ("policy", Policy), ("device", Device)):
         allowed = typing.get_args(kind)
         if getattr(args, name) not in allowed:
             raise ConfigError(f"{name} must be one of {', '.join(allowed)}, not {getattr(args, name)!r}", name)
     _check_integer(args, "block_size", 1, MAX_BLOCK_SIZE)
-    _check_integer(args, "pipeline_depth", 1, MAX_PIPELINE_DEPTH)
+    if args.pipeline_depth is not None:
+        _check_integer(args, "pipeline_depth", 1, MAX_PIPELINE_DEPTH)
     _check_integer(args, "seed", 0, MAX_SEED)
     _check_integer(args, "max_logprobs", -1)
     for name in ("max_queue_len", "max_bad_words_num", "bad_words_max_len", "max_stop_seqs_num", "stop_seqs_max_len"):
@@ -159,8 +180,16 @@ def _check_arguments(args: EngineArgs) -> None:
         _check_integer(args, "max_model_len", 2)
     if not isinstance(args.step_timeout, (int, float)) or not args.step_timeout > 0:
         raise ConfigError(f"step_timeout must be a number of seconds above 0, not {args.step_timeout!r}", "step_timeout")
+    for name, low, high in (("gpu_memory_utilization", 0.0, 1.0), ("graph_capture_seconds", 0.0, 3600.0)):
+        _check_number(args, name, low, high)
     if args.num_kv_blocks is not None and args.kv_cache_memory is not None:
         raise ConfigError("give num_kv_blocks or kv_cache_memory, not both: each says how large the cache is", "num_kv_blocks")
+
+
+def _check_number(args: EngineArgs, name: str, low: float, high: float) -> None:
+    value = getattr(args, name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise ConfigError(f"{name} must be a number from {low:g} to {high:g}, not {value!r}", name)
 
 
 def _check_integer(args: EngineArgs, name: str, low: int, high: int | None = None) -> None:
@@ -194,6 +223,10 @@ def _dtype(args: EngineArgs, model: ModelSpec, types: Counter[str] | None, devic
         book.note("dtype", "bfloat16", f"the packed {args.quantization} kernels compute in bfloat16")
         return "bfloat16"
     source = "quantised" if quantised else model.dtype
+    if device.cuda:
+        dtype = source if source in ("bfloat16", "float16") else "bfloat16"
+        book.note("dtype", dtype, f"the checkpoint is {source}, and a GPU's matrix units compute in 16 bits")
+        return dtype
     if not device.native_bfloat16:
         book.note("dtype", "float32", "this CPU has no bfloat16 instructions (avx512_bf16, amx_bf16)")
         return "float32"
@@ -210,6 +243,11 @@ def _quantization(
     asked = args.quantization
     if asked == "none":
         return asked
+    if device.cuda:
+        if asked != "auto":
+            raise ConfigError(f"quantization {asked} is for CPUs: the packed kernels do not run on a GPU", "quantization")
+        book.note("quantization", "none", f"the packed kernels are the CPU's: weights are made {dtype}")
+        return "none"
     compiled = device.native_kernels not in ("", "portable")
     kernel = native.misfit if compiled else int8.misfit if asked == "int8" else int4.misfit
     misfits = [why for outputs, inputs in _matrices(model) if (why := kernel(inputs, outputs))]
@@ -240,8 +278,9 @@ def _quantization(
     return "none"
 
 
-def _batch(args: EngineArgs, book: _Book) -> tuple[int, int]:
+def _batch(args: EngineArgs, device: DeviceFacts, book: _Book) -> tuple[int, int]:
     """Sequences at once, and tokens a step."""
+    most, chunk = (CUDA_NUM_SEQS, CUDA_BATCHED_TOKENS) if device.cuda else (CPU_NUM_SEQS, CPU_BATCHED_TOKENS)
     seqs, tokens = args.max_num_seqs, args.max_num_batched_tokens
     if seqs is not None and tokens is not None and tokens < seqs:
         raise ConfigError(
@@ -249,11 +288,11 @@ def _batch(args: EngineArgs, book: _Book) -> tuple[int, int]:
             "max_num_batched_tokens",
         )
     if seqs is None:
-        seqs = CPU_NUM_SEQS if tokens is None else min(CPU_NUM_SEQS, tokens)
-        why = "larger batches gain little on a CPU" if seqs == CPU_NUM_SEQS else "as many as tokens a step"
-        book.note("max_num_seqs", seqs, why)
+        seqs = most if tokens is None else min(most, tokens)
+        gain = "each token waits longer beyond it" if device.cuda else "larger batches gain little on a CPU"
+        book.note("max_num_seqs", seqs, gain if seqs == most else "as many as tokens a step")
     if tokens is None:
-        tokens = max(CPU_BATCHED_TOKENS, seqs)
+        tokens = max(chunk, seqs)
         book.note("max_num_batched_tokens", tokens, "long chunks fill the matrix units; running requests wait for one at most")
     return seqs, tokens
 
@@ -266,18 +305,52 @@ def _attention(args: EngineArgs, model: ModelSpec, device: DeviceFacts, dtype: s
     return tuple(backend for backend, _ in choices)
 
 
+def _pipeline_depth(args: EngineArgs, device: DeviceFacts, book: _Book) -> int:
+    if args.pipeline_depth is not None:
+        return args.pipeline_depth
+    depth = CUDA_PIPELINE_DEPTH if device.cuda else 1
+    why = "the host plans a step while the GPU runs the one before" if device.cuda else "host and device share their cores"
+    book.note("pipeline_depth", depth, why)
+    return depth
+
+
+def _graph_rows(args: EngineArgs, num_seqs: int, device: DeviceFacts, book: _Book) -> tuple[int, ...]:
+    if not device.cuda:
+        return ()
+    if args.enforce_eager:
+        book.note("CUDA graphs", "none", "enforce_eager")
+        return ()
+    most = min(num_seqs, MAX_GRAPH_ROWS)
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, MAX_GRAPH_ROWS + 1, 32)]
+    rows = tuple(sorted({*(size for size in sizes if size < most), most}))
+    book.note("CUDA graphs", f"{len(rows)} batch sizes", f"decode steps of up to {most} rows are launched as a whole")
+    return rows
+
+
 # The KV cache
+
+
+def _kv_room(args: EngineArgs, model: ModelSpec, dtype: str, quantization: str, device: DeviceFacts) -> int:
+    """Bytes left for KV beside the weights, before these are there."""
+    room = device.available_memory - weight_bytes(model, dtype, quantization)
+    if device.cuda:
+        room -= CUDA_SLACK + int((1 - args.gpu_memory_utilization) * device.total_memory)
+    return room
 
 
 class _KVPlan:
     """How long sequences may be and how many blocks each cache group gets."""
 
-    def __init__(self, args: EngineArgs, model: ModelSpec, dtype: str, num_seqs: int, num_batched: int, free: int) -> None:
+    def __init__(
+        self, args: EngineArgs, model: ModelSpec, dtype: str, num_seqs: int, num_batched: int, free: int, whole: bool
+    ) -> None:
+        """``whole``: all that is free is the cache's to take, as on a GPU that serves nothing else."""
         self._args = args
         self._model = model
         self._dtype = dtype
         self._num_seqs = num_seqs
         self._num_batched = num_batched
+        self._whole = whole
         self._free = max(0, free)
         """Bytes left beside the weights."""
         self._groups = cache_groups(model.layers, dtype)
@@ -327,6 +400,8 @@ class _KVPlan:
     def _from_memory(self, length: int | None, book: _Book) -> tuple[int, tuple[int, ...]]:
         given = self._args.kv_cache_memory
         share, most = min(int(self._free * KV_SHARE), KV_MODEST), int(self._free * KV_SHARE_MOST)
+        if self._whole:
+            share = most = self._free
         if length is None:
             budget = share if given is None else given
             longest = self._longest(lambda candidate: self._least_bytes(candidate) <= budget)
@@ -339,12 +414,14 @@ class _KVPlan:
         useful = sum(
             (1 + self._useful(group, length)) * size for group, size in zip(self._groups, self._block_bytes, strict=True)
         )
-        budget = min(useful, max(share, least))
+        budget = share if self._whole else min(useful, max(share, least))
         num_blocks = self._split(length, budget)
         if budget == useful:
             why = f"{self._num_seqs} sequences of {length} tokens could use no more"
         elif budget == least:
             why = f"one sequence of {length} tokens needs as much"
+        elif self._whole:
+            why = "all that is left of gpu_memory_utilization: more requests run at once, more prefixes are kept"
         elif share == KV_MODEST:
             why = "what is taken without being asked for; more lets more requests run at once and keeps more prefixes"
         else:

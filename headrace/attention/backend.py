@@ -48,6 +48,9 @@ class AttentionBackend(Protocol):
     """Computes attention over the paged cache. One instance serves all layers that chose it."""
 
     name: str
+    capturable: bool
+    """True if ``run`` of a planned step of decode rows can be captured in a CUDA graph and replayed for other rows of any
+    lengths: of the step, only the tensors count then, and host mirrors are upper bounds."""
     needs_exact_lengths: bool
     """True if ``plan`` reads the host mirrors, so that they must not be mere upper bounds."""
 

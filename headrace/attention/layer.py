@@ -7,6 +7,9 @@ from torch import nn
 
 from headrace.attention.context import ForwardContext
 from headrace.cache.planes import write
+from headrace.kernels import gpu
+from headrace.kernels.norm import rms_norm
+from headrace.kernels.qkv import norm_rotate_and_cache
 from headrace.kernels.rotary import rotate, rotate_and_write
 from headrace.spec import AttentionSpec
 
@@ -58,11 +61,57 @@ class Attention(nn.Module):
         if k is None or v is None:
             raise ValueError(f"layer {spec.layer} keeps its own KV: k or v is missing")
         slots = ctx.step.slot_mapping[cache.group]
-        if spec.rotary_dim:
+        if spec.rotary_dim and gpu.takes(q):
+            q, k = rotate(q, k, self._angles(cos_sin), spec.rotary_dim)
+            write(cache, k, v, slots)
+        elif spec.rotary_dim:
             q = rotate_and_write(q, k, v, self._angles(cos_sin), spec.rotary_dim, cache.rows, slots)
         else:
             write(cache, k, v, slots)
         return ctx.backends[spec.layer].run(q, cache, self.sinks)
+
+    def of_projection(
+        self,
+        qkv: torch.Tensor,
+        ctx: ForwardContext,
+        cos_sin: torch.Tensor | None,
+        q_norm: torch.Tensor | None = None,
+        k_norm: torch.Tensor | None = None,
+        eps: float = 0.0,
+    ) -> torch.Tensor:
+        """As ``forward``, from a fused projection: on a GPU its norms, its rotation and the write to the cache are one kernel.
+
+        Args:
+            qkv: ``[T, q_size + k_size + v_size]``: q, k, v of each token; q alone where the layer reads another's KV.
+            q_norm, k_norm: ``[head_dim]``: weights of the RMS norm of each head, with ``eps``; None: no norm.
+        """
+        spec, cache, tokens = self.spec, ctx.caches[self.spec.layer], len(qkv)
+        if gpu.takes(qkv):
+            own = spec.kv_source is None
+            q = norm_rotate_and_cache(
+                qkv,
+                spec.num_heads,
+                cache.keys if own else None,
+                cache.values if own else None,
+                ctx.step.slot_mapping[cache.group] if own else None,
+                cos_sin=self._angles(cos_sin) if spec.rotary_dim else None,
+                rotary_dim=spec.rotary_dim,
+                q_weight=q_norm,
+                k_weight=k_norm,
+                eps=eps,
+                k_scale=cache.k_scale if own else None,
+                v_scale=cache.v_scale if own else None,
+                q_out=torch.empty(tokens, spec.num_heads, spec.head_dim, dtype=qkv.dtype, device=qkv.device),
+            )
+            return ctx.backends[spec.layer].run(q, cache, self.sinks)
+        q = qkv[:, : spec.q_size].view(tokens, spec.num_heads, spec.head_dim)
+        if q_norm is not None:
+            q = rms_norm(q, q_norm, eps)
+        if spec.kv_source is not None:
+            return self(q, None, None, ctx, cos_sin)
+        k = qkv[:, spec.q_size : spec.q_size + spec.k_size].view(tokens, spec.num_kv_heads, spec.head_dim)
+        v = qkv[:, spec.q_size + spec.k_size :].view(tokens, spec.num_kv_heads, spec.v_head_dim)
+        return self(q, k if k_norm is None else rms_norm(k, k_norm, eps), v, ctx, cos_sin)
 
     def _angles(self, cos_sin: torch.Tensor | None) -> torch.Tensor:
         if cos_sin is None:

@@ -18,6 +18,7 @@ class NativeAttention:
     """
 
     name = "native"
+    capturable = False
     needs_exact_lengths = False
 
     def __init__(self) -> None:

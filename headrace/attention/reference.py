@@ -12,6 +12,7 @@ class ReferenceAttention:
     """Slow and meant to be obviously right; any geometry, any device. The other backends are tested against it."""
 
     name = "reference"
+    capturable = False
     needs_exact_lengths = True
 
     def __init__(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from headrace.attention.backend import AttentionBackend
+from headrace.attention.flashinfer import FlashInferAttention
 from headrace.attention.native import NativeAttention
 from headrace.attention.reference import ReferenceAttention
 from headrace.attention.torch_cpu import TorchAttention
@@ -83,5 +84,6 @@ def _backend(name: str) -> type[AttentionBackend]:
 
 register(NativeAttention)
 register(TorchAttention)
+register(FlashInferAttention)
 register(TritonAttention)
 register(ReferenceAttention)

@@ -65,6 +65,7 @@ class TorchAttention:
     """
 
     name = "torch"
+    capturable = False
     needs_exact_lengths = True
 
     def __init__(self) -> None:

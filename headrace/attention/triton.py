@@ -44,6 +44,7 @@ class TritonAttention:
     """
 
     name = "triton"
+    capturable = True
     needs_exact_lengths = False
 
     def __init__(self, invariant: bool = False) -> None:
@@ -88,7 +89,17 @@ class TritonAttention:
         out = torch.empty(len(q), spec.num_heads, spec.v_head_dim, dtype=q.dtype, device=q.device)
         if len(q) > self._step.num_tokens:
             out[self._step.num_tokens :].zero_()
+        self.run_into(out, q, cache, sinks)
+        return out.flatten(1)
+
+    def run_into(
+        self, out: torch.Tensor, q: torch.Tensor, cache: LayerCache, sinks: torch.Tensor | None, *, decode_only: bool = False
+    ) -> None:
+        """Fills ``out [T, num_heads, v_head_dim]``; with ``decode_only`` the tokens of decode rows alone."""
+        spec = cache.spec
         for number, part in enumerate(self._parts):
+            if decode_only and part.tokens.start > 0:
+                break
             tiling = self._tiling_of(number, part, q, cache)
             self._kernel.paged_attention(
                 q,
@@ -109,7 +120,6 @@ class TritonAttention:
                 out=out,
                 workspace=self._workspace,
             )
-        return out.flatten(1)
 
     def _tiling_of(self, number: int, part: _Part, q: torch.Tensor, cache: LayerCache) -> Tiling:
         """Chosen once a step for all layers of one geometry; with it, the workspace is large enough."""

@@ -7,6 +7,8 @@ import torch
 from headrace.cache.layer import LayerCache
 from headrace.config import CacheConfig
 from headrace.errors import ConfigError
+from headrace.kernels import gpu
+from headrace.kernels.kv_cache import reshape_and_cache
 from headrace.spec import AttentionSpec, ModelSpec
 from headrace.spec.kv import DTYPE_BYTES
 
@@ -67,6 +69,9 @@ def write(cache: LayerCache, k: torch.Tensor, v: torch.Tensor, slot_mapping: tor
         v: ``[T, num_kv_heads, v_head_dim]``
         slot_mapping: ``[T]`` int64: ``block * block_size + offset``.
     """
+    if gpu.takes(k):
+        reshape_and_cache(k, v, cache.keys, cache.values, slot_mapping)
+        return
     kept = slot_mapping >= 0
     rows = cache.rows.view(-1, *cache.rows.shape[2:])
     rows.index_copy_(0, slot_mapping[kept], torch.cat((k, v), dim=-1)[kept])

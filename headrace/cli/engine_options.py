@@ -16,6 +16,11 @@ _MODEL_KNOBS = (
         metavar="MODEL",
     ),
     Knob(
+        "device",
+        MODEL,
+        "Where the model runs: cpu, cuda, or auto: the first CUDA device if there is one, else the CPU.",
+    ),
+    Knob(
         "revision",
         MODEL,
         "Branch, tag or commit of a hub model. Pin a commit where results must not change under you.",
@@ -90,6 +95,13 @@ _CACHE_KNOBS = (
         default="up to 2GiB, within a quarter of the memory that is free beside the weights",
     ),
     Knob(
+        "gpu_memory_utilization",
+        CACHE,
+        "Share of the GPU's memory that the engine takes in all, from 0 to 1: weights, what a step needs at its largest, and "
+        "the rest for KV cache. Lower it where other programs use the GPU.",
+        metavar="SHARE",
+    ),
+    Knob(
         "num_kv_blocks",
         CACHE,
         "KV blocks to allocate, in place of --kv-cache-memory. A block holds --block-size tokens of every layer. For tests "
@@ -121,7 +133,7 @@ _SCHEDULING_KNOBS = (
         "Sequences that run at once. More raises throughput and the time between the tokens of each.",
         parser=positive_int,
         metavar="INTEGER",
-        default="64 on a CPU",
+        default="64 on a CPU, 256 on a GPU",
     ),
     Knob(
         "max_num_batched_tokens",
@@ -130,7 +142,7 @@ _SCHEDULING_KNOBS = (
         "between tokens even while prompts come in; larger finishes prompts sooner.",
         parser=positive_int,
         metavar="INTEGER",
-        default="2048 on a CPU",
+        default="2048 on a CPU, 16384 on a GPU",
     ),
     Knob(
         "max_queue_len",
@@ -152,6 +164,20 @@ _SCHEDULING_KNOBS = (
         "device still runs this one; worth it where the device does not run on the host's own cores.",
         parser=positive_int,
         metavar="INTEGER",
+        default="1 on a CPU, 2 on a GPU",
+    ),
+    Knob(
+        "enforce_eager",
+        SCHEDULING,
+        "Launch each kernel of a step by itself. Starts sooner and eases debugging; decoding is slower, because CUDA graphs "
+        "launch a step as a whole.",
+        flags=("--enforce-eager",),
+    ),
+    Knob(
+        "graph_capture_seconds",
+        SCHEDULING,
+        "How long a start-up may capture CUDA graphs. Sizes that it did not come to are captured when they first come up.",
+        metavar="SECONDS",
     ),
     Knob(
         "attention_backend",

@@ -12,6 +12,7 @@ import transformers
 
 import headrace
 from headrace.engine import wait
+from headrace.errors import ConfigError
 from headrace.kernels import native
 from headrace.resolve import DeviceFacts
 
@@ -19,7 +20,34 @@ _CGROUPS = Path("/sys/fs/cgroup")
 _TELLING = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8", "asimd", "sve", "bf16", "i8mm")
 
 
-def probe() -> DeviceFacts:
+def probe(device: str = "auto") -> DeviceFacts:
+    """The device that an engine shall run on, its memory, and the cores that this process may use.
+
+    Args:
+        device: cpu, cuda, or auto: a CUDA device if there is one.
+
+    Raises:
+        ConfigError: there is no such device here.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device is cuda, but PyTorch finds no CUDA device here", "device")
+    return _cuda() if device != "cpu" and torch.cuda.is_available() else _host()
+
+
+def _cuda() -> DeviceFacts:
+    free, total = torch.cuda.mem_get_info()
+    major, minor = torch.cuda.get_device_capability()
+    return DeviceFacts(
+        device="cuda",
+        name=torch.cuda.get_device_name(),
+        instructions=frozenset({f"sm{major}{minor}"}),
+        num_cores=_cores(),
+        available_memory=free,
+        total_memory=total,
+    )
+
+
+def _host() -> DeviceFacts:
     """The CPU, its cores and memory within affinity and control groups. Compiles the native kernels if need be."""
     name, instructions = _cpu()
     return DeviceFacts(
@@ -33,7 +61,7 @@ def probe() -> DeviceFacts:
 
 
 def describe(device: DeviceFacts, num_threads: int) -> dict[str, str]:
-    telling = [name for name in _TELLING if name in device.instructions]
+    telling = [name for name in _TELLING if name in device.instructions] or sorted(device.instructions if device.cuda else ())
     return {
         "headrace": headrace.__version__,
         "python": platform.python_version(),
@@ -42,7 +70,11 @@ def describe(device: DeviceFacts, num_threads: int) -> dict[str, str]:
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "device": f"{device.device}: {device.name}",
         "instructions": " ".join(telling) or "none that matter here",
-        "kernels": f"compiled for {device.native_kernels}" if device.native_kernels else "PyTorch's own",
+        "kernels": "Triton's"
+        if device.cuda
+        else f"compiled for {device.native_kernels}"
+        if device.native_kernels
+        else "PyTorch's",
         "cores": str(device.num_cores),
         "threads": str(num_threads),
         "waiting threads": wait.policy(),

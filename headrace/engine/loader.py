@@ -18,6 +18,7 @@ from headrace.engine.frontend import load_frontend
 from headrace.engine.info import EngineInfo, MemoryLine, Progress, StartupPhase
 from headrace.engine.inputs import InputProcessor
 from headrace.engine.outputs import OutputProcessor
+from headrace.engine.profile import kv_room
 from headrace.engine.report import cache_lines, engine_info
 from headrace.models import registry
 from headrace.resolve import resolve
@@ -96,7 +97,7 @@ def load_engine(args: EngineArgs, on_progress: Callable[[Progress], None] | None
         frontend = load_frontend(args)
     files, tokenizer = frontend.files, frontend.tokenizer
     with timeline.phase("config"):
-        device = environment.probe()
+        device = environment.probe(args.device)
         config = resolve(args, files, registry.model_spec(files.config), device)
         torch.set_num_threads(config.num_threads)
     with timeline.phase("weights") as phase:
@@ -110,10 +111,21 @@ def load_engine(args: EngineArgs, on_progress: Callable[[Progress], None] | None
             progress=phase.bytes,
         )
         phase.detail = f"{report.num_tensors:,} tensors, {report.nbytes_read:,} bytes read"
+    if device.cuda:
+        with timeline.phase("profile") as phase:
+            room = kv_room(model, config)
+            config = resolve(args, files, config.model, device, kv_room=room)
+            phase.detail = f"{room:,} bytes left for KV cache"
     with timeline.phase("cache"):
         runner = ModelRunner(model, config, tokenizer.token_bytes if tokenizer is not None else None)
         scheduler = Scheduler(config.scheduler, config.cache)
-        core = EngineCore(scheduler, runner, OutputProcessor(scheduler, tokenizer), pipeline_depth=args.pipeline_depth)
+        core = EngineCore(
+            scheduler, runner, OutputProcessor(scheduler, tokenizer), pipeline_depth=config.scheduler.pipeline_depth
+        )
+    if config.graph_rows:
+        with timeline.phase("CUDA graphs") as phase:
+            count = runner.capture_graphs(args.graph_capture_seconds, phase.progress)
+            phase.detail = f"{count} of {len(config.graph_rows)} batch sizes"
     with timeline.phase("warm-up"):
         core.warm_up(_warm_up_requests(config))
     inputs = frontend.inputs(args, vocab_size=config.model.vocab_size, max_model_len=config.scheduler.max_model_len)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from headrace.kernels import gpu
 from headrace.kernels.native.library import DTYPES, kernels_for
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """``silu(gate) * up``: ``[..., 2n]`` (gate, then up) -> ``[..., n]``."""
+    if gpu.takes(gate_up):
+        return gpu.kernels("activation").silu_mul(gate_up)  # type: ignore[no-any-return]
     native = kernels_for(gate_up)
     if native is None:
         return silu_mul_twin(gate_up)
@@ -27,5 +30,11 @@ def silu_mul_twin(gate_up: torch.Tensor) -> torch.Tensor:
 
 def gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """``gelu(gate) * up`` with the tanh approximation: ``[..., 2n]`` (gate, then up) -> ``[..., n]``."""
+    if gpu.takes(gate_up):
+        return gpu.kernels("activation").gelu_tanh_mul(gate_up)  # type: ignore[no-any-return]
+    return gelu_tanh_mul_twin(gate_up)
+
+
+def gelu_tanh_mul_twin(gate_up: torch.Tensor) -> torch.Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh") * up

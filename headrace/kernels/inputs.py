@@ -67,3 +67,34 @@ def step_inputs(
         slot_mapping=tuple(torch.nn.functional.pad(slot, (0, rest), value=-1) for slot in mapping),
         block_tables=tuple(gathered),
     )
+
+
+def advance(
+    slots: torch.Tensor,
+    seq_lens: torch.Tensor,
+    drawn: torch.Tensor,
+    best: torch.Tensor,
+    token_ids: torch.Tensor,
+    num_tokens: torch.Tensor,
+    num_computed: torch.Tensor,
+) -> torch.Tensor:
+    """Takes note of what rows have computed and drawn; rows without a slot change nothing.
+
+    Args:
+        slots: ``[R]`` int64: row -> slot; -1: nobody's.
+        seq_lens: ``[R]`` int32: tokens computed with this step, behind which the drawn one goes.
+        drawn: ``[R]`` int64
+        best: ``[R]`` float32: the row's largest logit; where it is not finite, nothing was drawn, and token 0 stands in.
+        token_ids: ``[S, L]`` int32, changed in place.
+        num_tokens, num_computed: ``[S]`` int64, changed in place.
+
+    Returns:
+        ``[R]`` int64: the tokens drawn; -1 where there is none.
+    """
+    finite = best.isfinite()
+    for row in (slots >= 0).nonzero().flatten().tolist():
+        slot, length = int(slots[row]), int(seq_lens[row])
+        token_ids[slot, length] = drawn[row] if finite[row] else 0
+        num_tokens[slot] = length + 1
+        num_computed[slot] = length
+    return torch.where((slots >= 0) & finite, drawn, -1)

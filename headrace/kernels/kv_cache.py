@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from headrace.errors import ConfigError
+from headrace.kernels import gpu
 from headrace.kernels.support import MIN_SM, compute_capability
 
 FP8_MAX = 448.0
@@ -44,6 +45,20 @@ def reshape_and_cache(
         ConfigError: the dtype is unknown, or the device cannot do it.
         ValueError: a tensor does not fit the others.
     """
+    run = gpu.kernels("kv_cache").reshape_and_cache if gpu.takes(key) else reshape_and_cache_twin
+    run(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale)
+
+
+def reshape_and_cache_twin(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_cache_dtype: str = "auto",
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> None:
     check_cache(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale)
     kept = slot_mapping >= 0
     slots = slot_mapping[kept]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from headrace.kernels import gpu
 from headrace.kernels.native.library import DTYPES, kernels_for
 
 
@@ -16,6 +17,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         x: ``[..., n]``
         weight: ``[n]``
     """
+    if gpu.takes(x) and weight.dtype == x.dtype:
+        return gpu.kernels("norm").rms_norm(x, weight, eps)  # type: ignore[no-any-return]
     native = kernels_for(x)
     if native is None or weight.dtype != x.dtype:
         return rms_norm_twin(x, weight, eps)
@@ -35,6 +38,8 @@ def add_rms_norm(
         x, residual: ``[..., n]``
         weight: ``[n]``
     """
+    if gpu.takes(x) and x.dtype == residual.dtype == weight.dtype:
+        return gpu.kernels("norm").add_rms_norm(x, residual, weight, eps)  # type: ignore[no-any-return]
     native = kernels_for(x)
     if native is None or not x.dtype == residual.dtype == weight.dtype:
         return add_rms_norm_twin(x, residual, weight, eps)

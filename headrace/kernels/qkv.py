@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from headrace.kernels.kv_cache import reshape_and_cache
-from headrace.kernels.norm import rms_norm
-from headrace.kernels.rotary import rotate
+from headrace.kernels import gpu
+from headrace.kernels.kv_cache import reshape_and_cache_twin
+from headrace.kernels.norm import rms_norm_twin
+from headrace.kernels.rotary import rotate_twin
 
 
 def norm_rotate_and_cache(
@@ -44,20 +45,54 @@ def norm_rotate_and_cache(
         ConfigError: the device cannot do FP8.
         ValueError: a tensor does not fit the others.
     """
+    run = gpu.kernels("qkv").norm_rotate_and_cache if gpu.takes(qkv) else norm_rotate_and_cache_twin
+    return run(
+        qkv,
+        num_heads,
+        key_cache,
+        value_cache,
+        slot_mapping,
+        cos_sin=cos_sin,
+        rotary_dim=rotary_dim,
+        q_weight=q_weight,
+        k_weight=k_weight,
+        eps=eps,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        q_out=q_out,
+    )
+
+
+def norm_rotate_and_cache_twin(
+    qkv: torch.Tensor,
+    num_heads: int,
+    key_cache: torch.Tensor | None,
+    value_cache: torch.Tensor | None,
+    slot_mapping: torch.Tensor | None,
+    *,
+    cos_sin: torch.Tensor | None = None,
+    rotary_dim: int = 0,
+    q_weight: torch.Tensor | None = None,
+    k_weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    q_out: torch.Tensor | None = None,
+) -> torch.Tensor:
     kv_heads, head_dim, v_head_dim = check_qkv(qkv, num_heads, key_cache, value_cache, cos_sin, rotary_dim)
     q, k, v = torch.split(qkv, [num_heads * head_dim, kv_heads * head_dim, kv_heads * v_head_dim], dim=-1)
     q_view = q.view(len(qkv), num_heads, head_dim)
     q, k = q_view, k.view(len(qkv), kv_heads, head_dim)
     if q_weight is not None:
-        q = rms_norm(q, q_weight, eps)
+        q = rms_norm_twin(q, q_weight, eps)
     if k_weight is not None and kv_heads:
-        k = rms_norm(k, k_weight, eps)
+        k = rms_norm_twin(k, k_weight, eps)
     if cos_sin is not None and rotary_dim:
-        q, k = rotate(q, k, cos_sin, rotary_dim)
+        q, k = rotate_twin(q, k, cos_sin, rotary_dim)
     if key_cache is not None and value_cache is not None and slot_mapping is not None:
         v = v.view(len(qkv), kv_heads, v_head_dim)
         dtype = "auto" if k_scale is None and v_scale is None else "fp8_e4m3"
-        reshape_and_cache(k, v, key_cache, value_cache, slot_mapping, dtype, k_scale, v_scale)
+        reshape_and_cache_twin(k, v, key_cache, value_cache, slot_mapping, dtype, k_scale, v_scale)
     return (q_view if q_out is None else q_out).copy_(q)
 
 

@@ -22,6 +22,14 @@ class Stopwatch:
         else:
             self._marks.append(time.perf_counter())
 
+    @property
+    def last(self) -> torch.cuda.Event:
+        """The last mark, on a GPU."""
+        event = self._marks[-1]
+        if isinstance(event, float):
+            raise TypeError("only a GPU's marks are events")
+        return event
+
     def seconds(self) -> list[float]:
         """Between each mark and the next."""
         return [_between(first, second) for first, second in zip(self._marks, self._marks[1:], strict=False)]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
@@ -18,29 +17,20 @@ from headrace.errors import RequestError
 from headrace.outputs import TokenLogprobs
 from headrace.runner.build import make_backends, make_caches, make_recorder
 from headrace.runner.clock import Stopwatch
+from headrace.runner.graphs import DecodeGraphs, Replayed
 from headrace.runner.inputs import Batch, build_batch
+from headrace.runner.model import Model
 from headrace.runner.record import Recorder
 from headrace.runner.slots import RowArrays, SlotTables
 from headrace.sampling.device import Download, upload
 from headrace.sampling.feature import Indices
 from headrace.sampling.logprobs import Measured, measure_in_slices
 from headrace.sampling.sampler import NOT_FINITE, Sampled, Sampler
-from headrace.spec import ModelSpec
 from headrace.text.vocab import TokenBytes
 
 _LOGITS_BYTES = 64 * 2**20
 """The most that the logits of prompt tokens take at a time."""
 BROKEN = "the model gave hidden states that are not finite"
-
-
-class Model(Protocol):
-    """What the runner asks of a model."""
-
-    spec: ModelSpec
-
-    def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor: ...
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +51,15 @@ class Launched:
     prompt_logprobs: dict[int, list[Measured]]
     broken: torch.Tensor | None
     """``[R]`` bool: rows whose hidden states are not finite. On the host once ``download`` is complete."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoding:
+    """A step under way that was launched as a whole: every row draws."""
+
+    step: int
+    seq_ids: list[int]
+    replayed: Replayed
 
 
 class ModelRunner:
@@ -104,9 +103,20 @@ class ModelRunner:
         """slot -> why its sequence cannot be served."""
         self._tainted = False
         """There may be KV that is not finite in blocks that are free, or will be."""
+        self._graphs = self._make_graphs()
         self._slice = max(1, _LOGITS_BYTES // (4 * model.spec.vocab_size))
 
-    def launch(self, plan: StepPlan) -> Launched:
+    def _make_graphs(self) -> DecodeGraphs | None:
+        if not self.config.graph_rows or any(not backend.capturable for backend in self._to_plan):
+            return None
+        return DecodeGraphs(self._model, self._caches, self._backends, self.slots, self.sampler, self.config)
+
+    @torch.inference_mode()
+    def capture_graphs(self, seconds: float, progress: Callable[[float, str], None]) -> int:
+        """Captures the graphs of decode steps, as many as come within the time. Returns how many there are."""
+        return 0 if self._graphs is None else self._graphs.capture(seconds, progress)
+
+    def launch(self, plan: StepPlan) -> Launched | Decoding:
         """Starts a step.
 
         Raises:
@@ -117,17 +127,37 @@ class ModelRunner:
         return self.execute(plan)
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> Launched:
+    def execute(self, plan: StepPlan) -> Launched | Decoding:
         """``launch`` without recording."""
-        stopwatch, download = Stopwatch(self.device), Download(self.device)
         self._change_slots(plan)
         if not plan.rows:
-            download.sent()
-            return Launched(plan.step, [], np.empty(0, np.int64), {}, stopwatch, download, None, {}, None)
+            return self._nothing(plan)
         rows = RowArrays(plan)
         fresh_blocks = self.slots.begin(plan, rows)
         if self._tainted:
             self._clear(fresh_blocks)
+        if self._graphs is not None and len(rows) <= self._graphs.max_rows and self._plain(plan, rows):
+            replayed = self._graphs.launch(rows.slots)
+            self.slots.end(rows)
+            return Decoding(plan.step, rows.seq_ids.tolist(), replayed)
+        return self._launch_each(plan, rows)
+
+    def _plain(self, plan: StepPlan, rows: RowArrays) -> bool:
+        """Each row computes one token and draws the next, and wants nothing more."""
+        return (
+            plan.num_decode_rows == len(rows)
+            and not self._refused
+            and bool((rows.counts == 1).all() and rows.samples.all() and self.sampler.plain(rows.slots))
+        )
+
+    def _nothing(self, plan: StepPlan) -> Launched:
+        stopwatch, download = Stopwatch(self.device), Download(self.device)
+        download.sent()
+        return Launched(plan.step, [], np.empty(0, np.int64), {}, stopwatch, download, None, {}, None)
+
+    def _launch_each(self, plan: StepPlan, rows: RowArrays) -> Launched:
+        """A step of any rows, kernel by kernel."""
+        stopwatch, download = Stopwatch(self.device), Download(self.device)
         batch = build_batch(rows, self.slots)
         stopwatch.mark()
         hidden = self._forward(batch)
@@ -156,8 +186,10 @@ class ModelRunner:
         download.sent()
         return launched
 
-    def collect(self, launched: Launched) -> StepResult:
+    def collect(self, launched: Launched | Decoding) -> StepResult:
         """Waits for a step and reads its outcome."""
+        if isinstance(launched, Decoding):
+            return self._collect_decoding(launched)
         launched.download.wait()
         errors = self._errors(launched)
         sampled, seq_ids = launched.sampled, launched.seq_ids
@@ -177,6 +209,17 @@ class ModelRunner:
         forward, sample = launched.stopwatch.seconds() or (0.0, 0.0)
         return StepResult(launched.step, drawing, token_ids, logprobs, prompt_logprobs, errors, forward, sample)
 
+    def _collect_decoding(self, launched: Decoding) -> StepResult:
+        launched.replayed.done.synchronize()
+        tokens = launched.replayed.tokens.tolist()
+        errors: dict[int, str] = {}
+        if min(tokens) < 0:
+            self._tainted = True
+            errors = {seq: BROKEN for seq, token in zip(launched.seq_ids, tokens, strict=True) if token < 0}
+        token_ids = [[token] if token >= 0 else [] for token in tokens]
+        (seconds,) = launched.replayed.stopwatch.seconds()
+        return StepResult(launched.step, launched.seq_ids, token_ids, errors=errors, forward_seconds=seconds)
+
     def close(self) -> None:
         if self._recorder is not None:
             self._recorder.close()
@@ -188,6 +231,7 @@ class ModelRunner:
             ("KV cache", sum(caches.values())),
             ("slots", self.slots.nbytes),
             ("penalty histograms", self.sampler.nbytes),
+            ("CUDA graphs", 0 if self._graphs is None else self._graphs.nbytes),
         ]
 
     # ------------------------------------------------------------------ parts of a step

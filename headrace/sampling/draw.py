@@ -65,7 +65,9 @@ class Draw:
         """Filters by top_p alone, which takes the mass of the whole vocabulary."""
         self.params = torch.zeros(num_slots, 4, dtype=torch.float64, device=device)
         """temperature (0: argmax), top_k (vocab_size: no limit), top_p, min_p."""
-        self._keys = torch.zeros(num_slots, 3, dtype=torch.int64, device=device)
+        self.temperatures = torch.zeros(num_slots, dtype=torch.float32, device=device)
+        """0 where the best token is taken, whatever the temperature."""
+        self.keys = torch.zeros(num_slots, 3, dtype=torch.int64, device=device)
         """Low and high word of the seed, and the sample's index."""
 
     def add(self, slot: int, seq: NewSequence) -> None:
@@ -80,8 +82,14 @@ class Draw:
         self._by_mass[slot] = not limited and p.top_p < 1.0 and p.min_p == 0.0
         row = np.array([temperature, top_k, p.top_p, p.min_p])
         self.params[slot].copy_(upload(row, self._device), non_blocking=True)
+        best = self._kind[slot] in (GREEDY, TOP_1)
+        self.temperatures[slot : slot + 1].fill_(0.0 if best else temperature)
         key = np.array([*seed_words(seq.seed), seq.sample_index])
-        self._keys[slot].copy_(upload(key, self._device), non_blocking=True)
+        self.keys[slot].copy_(upload(key, self._device), non_blocking=True)
+
+    def plain(self, slot: int) -> bool:
+        """No filter is asked for, or only the best token counts."""
+        return self._kind[slot] != FILTERED
 
     def _first_width(self, top_k: int) -> int:
         width = _FEWEST
@@ -99,7 +107,7 @@ class Draw:
         if len(picked := np.flatnonzero(kinds == TOP_1)):
             drawn.limit(picked, take_rows(drawn.best, picked))
         params = self.params[rows.slots_device]
-        numbers = uniform(self._keys[rows.slots_device], rows.positions)
+        numbers = uniform(self.keys[rows.slots_device], rows.positions)
         if len(picked := np.flatnonzero(kinds == PLAIN)):
             drawn.put(picked, pick_wide(_weights(drawn, picked, params), take_rows(numbers, picked)))
         widths = np.where(kinds == FILTERED, self._width[rows.slots], 0)

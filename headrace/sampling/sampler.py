@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import torch
 
 from headrace.core.plan import NewSequence
@@ -71,6 +72,18 @@ class Sampler:
         )
         self._logprobs = Logprobs(num_slots)
         self._draw = Draw(num_slots, vocab_size, device)
+        self._plain = np.zeros(num_slots, dtype=np.bool_)
+        """Index space: slot. Nothing is asked but a temperature."""
+
+    def plain(self, slots: Indices) -> bool:
+        """True if every slot's sequence draws from the logits as they are, at its temperature, and wants nothing more."""
+        return bool(self._plain[slots].all())
+
+    @property
+    def plain_state(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What plain draws take, in tensors that stay where they are: temperatures ``[S]`` float32, 0 for the best token, and
+        keys ``[S, 3]`` int64 of the random numbers."""
+        return self._draw.temperatures, self._draw.keys
 
     @property
     def nbytes(self) -> int:
@@ -91,8 +104,10 @@ class Sampler:
         except RequestError:
             self.remove(slot)
             raise
+        self._plain[slot] = self._draw.plain(slot) and _asks_nothing(seq)
 
     def remove(self, slot: int) -> None:
+        self._plain[slot] = False
         for feature in self._features:
             feature.remove(slot)
         self._logprobs.remove(slot)
@@ -114,6 +129,14 @@ class Sampler:
         for feature in self._features:
             feature.update(rows, tokens)
         return Sampled(tokens, faults, logprobs)
+
+
+def _asks_nothing(seq: NewSequence) -> bool:
+    """Of the features and of logprobs."""
+    p = seq.sampling
+    untouched = p.repetition_penalty == 1.0 and p.presence_penalty == 0.0 and p.frequency_penalty == 0.0
+    lists = (p.logit_bias, p.allowed_token_ids, p.bad_words, seq.bad_words)
+    return untouched and p.logprobs is None and not p.min_tokens and not any(lists) and p.allowed_token_ids is None
 
 
 def _faults(given: torch.Tensor, drawn: Drawn) -> torch.Tensor:

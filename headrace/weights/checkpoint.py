@@ -43,23 +43,26 @@ class Checkpoint(Protocol):
 
 
 class DummyCheckpoint:
-    """Random weights in place of a file: normal with a deviation of 0.02, norms 1. The same for the same seed and names.
+    """Random weights in place of a file: normal with a deviation of 0.02, norms 1. The same for the same seed and names on
+    devices of one kind.
 
     Args:
         shapes: name -> shape of every tensor there shall be.
+        device: where they are made.
     """
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], seed: int) -> None:
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], seed: int, device: str | torch.device = "cpu") -> None:
         self.tensors = {name: StoredTensor(shape, "F32", 4 * torch.Size(shape).numel(), name) for name, shape in shapes.items()}
         self._seed = seed
+        self._device = device
 
     def read(self, name: str) -> torch.Tensor:
         shape = self.tensors[name].shape
         if name.endswith("norm.weight"):
-            return torch.ones(shape)
+            return torch.ones(shape, device=self._device)
         key = hashlib.blake2b(f"{self._seed}/{name}".encode(), digest_size=8).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(key, "little") >> 1)
-        return torch.empty(shape).normal_(std=DUMMY_STD, generator=generator)
+        generator = torch.Generator(self._device).manual_seed(int.from_bytes(key, "little") >> 1)
+        return torch.empty(shape, device=self._device).normal_(std=DUMMY_STD, generator=generator)
 
     def codes(self, name: str) -> GroupCodes | None:
         return None

@@ -76,7 +76,7 @@ def _open(model: nn.Module, table: NameTable, files: ModelFiles, seed: int) -> I
         else:
             parameters = dict(model.named_parameters())
             shapes = {name: tuple(part.view(parameters[part.parameter]).shape) for name, part in table.items()}
-            yield DummyCheckpoint(shapes, seed)
+            yield DummyCheckpoint(shapes, seed, next(iter(parameters.values())).device)
 
 
 class _Loader:

@@ -57,6 +57,15 @@ def uniform(seed_low, seed_high, sample, position):
 
 
 @triton.jit
+def _of_slot(values, slots, row, WIDTH: tl.constexpr, COLUMN: tl.constexpr, SLOTS: tl.constexpr):
+    """A row's value: its own or its slot's; nobody's row takes slot 0's, and nothing of what it draws is kept."""
+    place = row
+    if SLOTS:
+        place = tl.maximum(tl.load(slots + row), 0).to(tl.int64)
+    return tl.load(values + place * WIDTH + COLUMN)
+
+
+@triton.jit
 def _search(totals, target, total, index):
     """The first index whose cumulative sum exceeds the target, at most the last one of positive weight."""
     last = tl.sum((totals < total).to(tl.int32), 0)
@@ -74,7 +83,7 @@ def _peaks(
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     token = chunk * CHUNK + tl.arange(0, CHUNK)
-    value = tl.load(logits + row * row_stride + token, mask=token < VOCAB, other=float("-inf"))
+    value = tl.load(logits + row * row_stride + token, mask=token < VOCAB, other=float("-inf")).to(tl.float32)
     broken = tl.max((value != value).to(tl.int32), 0) > 0
     value = tl.where(value != value, float("inf"), value)
     peak = tl.max(value, 0)
@@ -96,17 +105,17 @@ def _best(peaks, row, CHUNKS: tl.constexpr, CHUNKS_P: tl.constexpr):
 
 @triton.jit
 def _sums(
-    logits, peaks, temperatures, sums, row_stride: tl.int64, VOCAB: tl.constexpr, CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr, CHUNKS_P: tl.constexpr, BLOCK: tl.constexpr
+    logits, peaks, temperatures, slots, sums, row_stride: tl.int64, VOCAB: tl.constexpr, CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr, CHUNKS_P: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr
 ):  # fmt: skip
     """Sums of the weights ``exp((logit - best) / temperature)`` of a chunk's blocks, for rows that draw."""
     row = tl.program_id(0).to(tl.int64)
-    temperature = tl.load(temperatures + row).to(tl.float32)
+    temperature = _of_slot(temperatures, slots, row, 1, 0, SLOTS).to(tl.float32)
     if temperature > 0.0:
         best, _, _ = _best(peaks, row, CHUNKS, CHUNKS_P)
         block = tl.arange(0, CHUNK // BLOCK)
         token = tl.program_id(1) * CHUNK + block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-        value = tl.load(logits + row * row_stride + token, mask=token < VOCAB, other=float("-inf"))
+        value = tl.load(logits + row * row_stride + token, mask=token < VOCAB, other=float("-inf")).to(tl.float32)
         weights = tl.exp((value - best) / temperature)
         place = row * CHUNKS * (CHUNK // BLOCK) + tl.program_id(1) * (CHUNK // BLOCK) + block
         tl.store(sums + place, tl.sum(weights, 1))
@@ -114,9 +123,9 @@ def _sums(
 
 @triton.jit
 def _choose(
-    logits, peaks, places, masses, temperatures, keys, positions, sums, tokens, bests, log_sums, row_stride: tl.int64,
-    VOCAB: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_P: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_P: tl.constexpr,
-    BLOCK: tl.constexpr, DRAW: tl.constexpr
+    logits, peaks, places, masses, temperatures, keys, slots, positions, sums, tokens, bests, log_sums,
+    row_stride: tl.int64, VOCAB: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_P: tl.constexpr, BLOCKS: tl.constexpr,
+    BLOCKS_P: tl.constexpr, BLOCK: tl.constexpr, DRAW: tl.constexpr, SLOTS: tl.constexpr
 ):  # fmt: skip
     """One row from its chunks and blocks."""
     row = tl.program_id(0).to(tl.int64)
@@ -131,10 +140,13 @@ def _choose(
     place = tl.load(places + row * CHUNKS + chunk, mask=inside, other=VOCAB - 1)
     token = tl.min(tl.where((whole == best) & inside, place, VOCAB - 1), 0)
     if DRAW:
-        temperature = tl.load(temperatures + row).to(tl.float32)
+        temperature = _of_slot(temperatures, slots, row, 1, 0, SLOTS).to(tl.float32)
         if temperature > 0.0:
             number = uniform(
-                tl.load(keys + row * 3), tl.load(keys + row * 3 + 1), tl.load(keys + row * 3 + 2), tl.load(positions + row)
+                _of_slot(keys, slots, row, 3, 0, SLOTS),
+                _of_slot(keys, slots, row, 3, 1, SLOTS),
+                _of_slot(keys, slots, row, 3, 2, SLOTS),
+                tl.load(positions + row),
             )
             block = tl.arange(0, BLOCKS_P)
             totals = tl.cumsum(tl.load(sums + row * BLOCKS + block, mask=block < BLOCKS, other=0.0).to(tl.float64), 0)
@@ -143,7 +155,7 @@ def _choose(
             picked = tl.minimum(picked, (VOCAB - 1) // BLOCK)
             lane = tl.arange(0, BLOCK)
             here = picked * BLOCK + lane
-            value = tl.load(logits + row * row_stride + here, mask=here < VOCAB, other=float("-inf"))
+            value = tl.load(logits + row * row_stride + here, mask=here < VOCAB, other=float("-inf")).to(tl.float32)
             inner = tl.cumsum(tl.exp((value - best) / temperature).to(tl.float64), 0)
             within, _ = _search(inner, number * total - before, tl.max(inner, 0), lane)
             token = tl.minimum(picked * BLOCK + within, VOCAB - 1)
@@ -155,14 +167,17 @@ def draw(
     temperatures: torch.Tensor | None = None,
     keys: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
+    slots: torch.Tensor | None = None,
 ) -> Drawn:
     """Draws a token for each row in proportion to ``exp(logit / temperature)``.
 
     Args:
-        logits: ``[N, vocab]`` float32, last axis contiguous; left as they are.
+        logits: ``[N, vocab]`` float32 or 16-bit, last axis contiguous; left as they are.
         temperatures: ``[N]`` float; 0: the best token, of equals the first. None: the best token for all.
         keys: ``[N, 3]`` int64: low and high word of the seed, and the sample's index.
-        positions: ``[N]`` int64: where in its sequence the token will stand.
+        positions: ``[N]`` int: where in its sequence the token will stand.
+        slots: ``[N]`` int64, row -> its place in ``temperatures [S]`` and ``keys [S, 3]``; -1: nobody's row. None: rows
+            are their own places.
     """
     rows, vocab = logits.shape
     device = logits.device
@@ -180,11 +195,15 @@ def draw(
     drawing = temperatures is not None and keys is not None and positions is not None
     sums = torch.empty(rows, blocks, dtype=torch.float32, device=device) if drawing else best
     if drawing:
-        _sums[grid](logits, peaks, temperatures, sums, logits.stride(0), **sizes, CHUNK=_CHUNK, BLOCK=_BLOCK, num_warps=8)
+        _sums[grid](
+            logits, peaks, temperatures, best if slots is None else slots, sums, logits.stride(0), **sizes,
+            CHUNK=_CHUNK, BLOCK=_BLOCK, SLOTS=slots is not None, num_warps=8,
+        )  # fmt: skip
     else:
         temperatures = keys = positions = best
     _choose[(rows,)](
-        logits, peaks, places, masses, temperatures, keys, positions, sums, tokens, best, log_sums, logits.stride(0),
-        **sizes, BLOCKS=blocks, BLOCKS_P=triton.next_power_of_2(blocks), BLOCK=_BLOCK, DRAW=drawing, num_warps=4,
+        logits, peaks, places, masses, temperatures, keys, best if slots is None else slots, positions, sums, tokens,
+        best, log_sums, logits.stride(0), **sizes, BLOCKS=blocks, BLOCKS_P=triton.next_power_of_2(blocks), BLOCK=_BLOCK,
+        DRAW=drawing, SLOTS=slots is not None, num_warps=4,
     )  # fmt: skip
     return Drawn(tokens, best, log_sums)

@@ -117,3 +117,48 @@ def step_inputs(
             num_warps=4,
         )
     return StepInputs(ids, positions, seq_lens, mapping, gathered)
+
+
+@triton.jit
+def _advance(
+    slots, seq_lens, drawn, best, token_ids, num_tokens, num_computed, outcome, rows, ids_slot: tl.int64, BLOCK: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    present = row < rows
+    slot = tl.load(slots + row, mask=present, other=-1)
+    held = slot >= 0
+    length = tl.load(seq_lens + row, mask=present, other=0).to(tl.int64)
+    token = tl.load(drawn + row, mask=present, other=0)
+    highest = tl.load(best + row, mask=present, other=0.0)
+    finite = (highest == highest) & (tl.abs(highest) != float("inf"))
+    tl.store(outcome + row, tl.where(held & finite, token, -1), mask=present)
+    tl.store(token_ids + slot * ids_slot + length, tl.where(finite, token, 0).to(tl.int32), mask=held)
+    tl.store(num_tokens + slot, length + 1, mask=held)
+    tl.store(num_computed + slot, length, mask=held)
+
+
+def advance(
+    slots: torch.Tensor,
+    seq_lens: torch.Tensor,
+    drawn: torch.Tensor,
+    best: torch.Tensor,
+    token_ids: torch.Tensor,
+    num_tokens: torch.Tensor,
+    num_computed: torch.Tensor,
+) -> torch.Tensor:
+    """As its twin, in one launch."""
+    outcome = torch.empty(len(slots), dtype=torch.int64, device=slots.device)
+    _advance[(triton.cdiv(len(slots), _BLOCK),)](
+        slots,
+        seq_lens,
+        drawn,
+        best,
+        token_ids,
+        num_tokens,
+        num_computed,
+        outcome,
+        len(slots),
+        token_ids.stride(0),
+        BLOCK=_BLOCK,
+    )
+    return outcome

@@ -15,7 +15,7 @@ from .closeness import STEP, close
 # The interpreter computes a sigmoid by numpy, whose exp says so when it overflows.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 
-PAIRS = {"silu": (activation.silu_mul, twin.silu_mul), "gelu": (activation.gelu_tanh_mul, twin.gelu_tanh_mul)}
+PAIRS = {"silu": (activation.silu_mul, twin.silu_mul_twin), "gelu": (activation.gelu_tanh_mul, twin.gelu_tanh_mul_twin)}
 Function = Callable[[torch.Tensor], torch.Tensor]
 
 

@@ -1,0 +1,227 @@
+"""Attention on GPUs with FlashInfer's kernels for prompts, beside our own for decode rows.
+
+FlashInfer (Ye et al., 2025) compiles a kernel for each combination of widths when it is first wanted, which takes a minute
+or more unless the disk has it. That happens in a thread: until it is done, our own kernel does prompts too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import logging
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+from headrace.attention.backend import LayerCache, StepMetadata
+from headrace.attention.triton import TritonAttention
+from headrace.kernels import support
+from headrace.spec import AttentionSpec, Mode
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = ("bfloat16", "float16")
+_WIDTHS = (64, 128, 256)
+_HOPPER = 90
+_WORKSPACE = 256 << 20
+"""Bytes for partial results; FlashInfer's advice is 128 MiB and more."""
+_RING = 3
+"""Wrappers of one geometry that take turns: a plan is written to host memory, from which the device may still read the last."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kernel:
+    """What FlashInfer compiles for."""
+
+    variant: str
+    """fa2 or fa3."""
+    dtype: torch.dtype
+    head_dim: int
+    v_head_dim: int
+    windowed: bool
+    capped: bool
+
+    def arguments(self) -> tuple[Any, ...]:
+        """As FlashInfer's own ``plan`` asks for its module."""
+        kinds = (self.dtype, self.dtype, self.dtype, torch.int32)
+        return self.variant, *kinds, self.head_dim, self.v_head_dim, 0, self.windowed, self.capped, False
+
+
+class _Compiling:
+    """A kernel on its way, in a thread of its own."""
+
+    def __init__(self, kernel: _Kernel) -> None:
+        self.ready = False
+        self._kernel = kernel
+        self._thread = threading.Thread(target=self._compile, name="flashinfer", daemon=True)
+        self._thread.start()
+
+    def wait(self, seconds: float) -> None:
+        self._thread.join(seconds)
+
+    def _compile(self) -> None:
+        from flashinfer.prefill import get_batch_prefill_module
+
+        start = time.perf_counter()
+        try:
+            get_batch_prefill_module(*self._kernel.arguments())
+        except Exception as error:
+            logger.warning("FlashInfer's prefill kernel cannot be built, headrace's own is used: %s", error)
+            return
+        self.ready = True
+        logger.info("FlashInfer's prefill kernel (%s) is ready after %.0f s", self._kernel.variant, time.perf_counter() - start)
+
+
+@functools.cache
+def _compiling(kernel: _Kernel) -> _Compiling:
+    return _Compiling(kernel)
+
+
+class _Wrapper:
+    """A wrapper of FlashInfer's and the mark in the stream behind which its host memory may be written again."""
+
+    def __init__(self, variant: str, workspace: torch.Tensor) -> None:
+        from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
+
+        self.run = BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=variant)
+        self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+
+class _Prompts:
+    """The prefill rows of a step, as FlashInfer wants them."""
+
+    def __init__(self, step: StepMetadata, block_size: int) -> None:
+        first = step.num_decode_rows
+        starts = step.query_start_host[first:]
+        lengths = step.seq_lens_host[first:]
+        self.first_token = int(starts[0])
+        self.end_token = int(starts[-1])
+        self.most_queries = int(np.diff(starts).max())
+        counts = -(-lengths // block_size)
+        ends = np.cumsum(counts)
+        row = np.repeat(np.arange(len(lengths)), counts)
+        column = np.arange(int(ends[-1])) - np.repeat(ends - counts, counts)
+        self._places = (row + first, column)
+        self._device = step.seq_lens.device
+        self.query_start = torch.from_numpy((starts - starts[0]).astype(np.int32))
+        self.page_start = torch.from_numpy(np.append(0, ends).astype(np.int32))
+        self.last_page = torch.from_numpy(((lengths - 1) % block_size + 1).astype(np.int32))
+        self._tables = step.block_tables
+        self._pages: dict[int, torch.Tensor] = {}
+
+    def pages(self, group: int) -> torch.Tensor:
+        """``[pages]`` int32: the rows' blocks in a cache group, one row behind the other."""
+        if group not in self._pages:
+            row, column = self._places
+            table = self._tables[group]
+            places = torch.from_numpy(row * table.shape[1] + column).pin_memory().to(self._device, non_blocking=True)
+            self._pages[group] = table.reshape(-1)[places]
+        return self._pages[group]
+
+
+class FlashInferAttention:
+    """Prompts by FlashInfer's paged prefill (fa3 on Hopper where K and V are equally wide, else fa2), decode rows by ours."""
+
+    name = "flashinfer"
+    capturable = True
+    needs_exact_lengths = True
+
+    def __init__(self) -> None:
+        self._own = TritonAttention()
+        self._step: StepMetadata | None = None
+        self._prompts: _Prompts | None = None
+        self._workspace: torch.Tensor | None = None
+        self._rings: dict[object, list[_Wrapper]] = {}
+        self._turn = 0
+        self._planned: dict[object, _Wrapper] = {}
+        """Of this step."""
+
+    @staticmethod
+    def supports(spec: AttentionSpec, device: str, dtype: str, mode: Mode = "dense") -> list[str]:
+        reasons = TritonAttention.supports(spec, device, dtype, mode)
+        if importlib.util.find_spec("flashinfer") is None:
+            reasons.append("FlashInfer is not installed: pip install 'headrace[cuda]'")
+        if torch.device(device).type != "cuda":
+            reasons.append(f"it runs on CUDA devices, not on {device}")
+        if dtype not in _DTYPES:
+            reasons.append(f"it computes in {' and '.join(_DTYPES)}, not in {dtype}")
+        if spec.head_dim not in (*_WIDTHS, 192) or spec.v_head_dim not in _WIDTHS:
+            reasons.append(f"it has no kernel for heads {spec.head_dim} and {spec.v_head_dim} wide")
+        if spec.sinks:
+            reasons.append("it has no sinks")
+        return reasons
+
+    def plan(self, step: StepMetadata) -> None:
+        self._own.plan(step)
+        self._step, self._prompts = step, None
+        self._planned.clear()
+        self._turn += 1
+
+    def run(self, q: torch.Tensor, cache: LayerCache, sinks: torch.Tensor | None = None) -> torch.Tensor:
+        step, spec = self._step, cache.spec
+        if step is None:
+            raise RuntimeError("plan() comes before run()")
+        if step.num_rows == step.num_decode_rows:
+            return self._own.run(q, cache, sinks)
+        kernel = _kernel_of(spec, q)
+        if not _compiling(kernel).ready:
+            return self._own.run(q, cache, sinks)
+        if self._prompts is None:
+            self._prompts = _Prompts(step, cache.block_size)
+        prompts = self._prompts
+        out = torch.empty(len(q), spec.num_heads, spec.v_head_dim, dtype=q.dtype, device=q.device)
+        if prompts.first_token:
+            self._own.run_into(out, q, cache, sinks, decode_only=True)
+        part = slice(prompts.first_token, prompts.end_token)
+        wrapper = self._wrapper(kernel, prompts, cache, q)
+        wrapper.run.run(q[part], (cache.keys, cache.values), out=out[part])
+        return out.flatten(1)
+
+    def _wrapper(self, kernel: _Kernel, prompts: _Prompts, cache: LayerCache, q: torch.Tensor) -> _Wrapper:
+        """Planned once a step for all layers of one geometry."""
+        spec = cache.spec
+        key = (cache.group, spec.num_heads, spec.num_kv_heads, spec.scale, spec.window, spec.soft_cap, kernel)
+        if key in self._planned:
+            return self._planned[key]
+        if key not in self._rings:
+            if self._workspace is None:
+                self._workspace = torch.zeros(_WORKSPACE, dtype=torch.uint8, device=q.device)
+            self._rings[key] = [_Wrapper(kernel.variant, self._workspace) for _ in range(_RING)]
+        wrapper = self._planned[key] = self._rings[key][self._turn % _RING]
+        wrapper.copied.synchronize()
+        wrapper.run.plan(
+            prompts.query_start,
+            prompts.page_start,
+            prompts.pages(cache.group),
+            prompts.last_page,
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_dim,
+            cache.block_size,
+            head_dim_vo=spec.v_head_dim,
+            causal=True,
+            sm_scale=spec.scale,
+            window_left=-1 if spec.window is None else spec.window - 1,
+            logits_soft_cap=spec.soft_cap,
+            q_data_type=q.dtype,
+            kv_data_type=cache.keys.dtype,
+            max_token_per_sequence=prompts.most_queries,
+        )
+        wrapper.copied.record()
+        return wrapper
+
+
+def _kernel_of(spec: AttentionSpec, q: torch.Tensor) -> _Kernel:
+    hopper = support.compute_capability(q.device) == _HOPPER and spec.head_dim == spec.v_head_dim
+    return _Kernel(
+        variant="fa3" if hopper else "fa2",
+        dtype=q.dtype,
+        head_dim=spec.head_dim,
+        v_head_dim=spec.v_head_dim,
+        windowed=spec.window is not None,
+        capped=spec.soft_cap is not None,
+    )

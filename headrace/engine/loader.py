@@ -21,6 +21,7 @@ from headrace.engine.outputs import OutputProcessor
 from headrace.engine.profile import kv_room
 from headrace.engine.report import cache_lines, engine_info
 from headrace.models import registry
+from headrace.models.fused import fuse
 from headrace.resolve import resolve
 from headrace.runner.runner import ModelRunner
 from headrace.sampling_params import SamplingParams
@@ -110,6 +111,7 @@ def load_engine(args: EngineArgs, on_progress: Callable[[Progress], None] | None
             seed=args.seed,
             progress=phase.bytes,
         )
+        layers = fuse(model)
         phase.detail = f"{report.num_tensors:,} tensors, {report.nbytes_read:,} bytes read"
     if device.cuda:
         with timeline.phase("profile") as phase:
@@ -132,7 +134,8 @@ def load_engine(args: EngineArgs, on_progress: Callable[[Progress], None] | None
     weights = [MemoryLine(line.name, line.nbytes, line.detail) for line in report.memory]
     rest = [MemoryLine(name, nbytes) for name, nbytes in runner.memory() if name != "KV cache" and nbytes]
     memory = [*weights, *cache_lines(config), *rest]
-    config = dataclasses.replace(config, quantization=report.quantization, decisions=(*config.decisions, *report.decisions))
+    decisions = (*config.decisions, *report.decisions, *([] if layers is None else [layers]))
+    config = dataclasses.replace(config, quantization=report.quantization, decisions=decisions)
     info = engine_info(files, config, device, timeline.phases, memory)
     return Engine(core, inputs, info, config, files, tokenizer)
 

@@ -6,7 +6,8 @@ A family that differs overrides the part in which it does: a class that builds a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -98,6 +99,18 @@ class DecoderLayer(nn.Module):
         return self.mlp(x), residual
 
 
+class LayersAtOnce(Protocol):
+    """Another way to run all layers of a decoder."""
+
+    def takes(self, ctx: ForwardContext) -> bool: ...
+
+    def __call__(
+        self, stream: torch.Tensor, angles: Sequence[torch.Tensor | None], ctx: ForwardContext
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first layer's input, and each layer's angles -> what the layers return. ``stream`` may be overwritten."""
+        ...
+
+
 class Decoder(nn.Module):
     """Parameters are allocated and left empty. With tied embeddings ``lm_head`` holds the embedding's own parameter."""
 
@@ -116,6 +129,8 @@ class Decoder(nn.Module):
         )
         if spec.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
+        self.fused: LayersAtOnce | None = None
+        """Runs the layers in place of their modules, with the same result, in steps that it takes."""
         self._rotary = _Rotary(spec.layers, device)
 
     @torch.inference_mode()
@@ -131,12 +146,15 @@ class Decoder(nn.Module):
         """
         angles = self._rotary(positions, ctx)
         x, residual = self.embed(input_ids), None
-        for layer, cos_sin in zip(self.layers, angles, strict=True):
-            x, residual = layer(x, residual, cos_sin, ctx)
+        if self.fused is not None and self.fused.takes(ctx):
+            x, residual = self.fused(x, angles, ctx)
+        else:
+            for layer, cos_sin in zip(self.layers, angles, strict=True):
+                x, residual = layer(x, residual, cos_sin, ctx)
         return self.last_norm(x, residual)
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """``[T]`` int64 ``-> [T, hidden]``, what enters the first layer."""
+        """``[T]`` int64 ``-> [T, hidden]``, what enters the first layer: a new tensor."""
         return self.embed_tokens(input_ids)  # type: ignore[no-any-return]
 
     def last_norm(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:

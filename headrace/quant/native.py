@@ -41,9 +41,9 @@ class NativeLinear(PackedLinear):
         self.bits = weights.bits
         self.format = f"{weights.bits} bits, groups of {GROUP}, native"
         self.register_buffer("packed", _pack(weights))
-        self._groups = columns // GROUP
+        self.groups = columns // GROUP
         self._matmul = kernels.matmul
-        self._addresses = self._find()
+        self.addresses = self._find()
 
     def _find(self) -> tuple[int, int | None]:
         """Of weights and bias, kept because asking a module for its tensors takes as long as a small product."""
@@ -60,7 +60,7 @@ class NativeLinear(PackedLinear):
         rows = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, self.in_features).contiguous()
         count, dtype = rows.shape[0], self.out_dtype or x.dtype
         y = torch.empty(count, self.out_features, dtype=dtype)
-        packed, bias = self._addresses
+        packed, bias = self.addresses
         self._matmul(
             rows.data_ptr(),
             kind,
@@ -71,15 +71,15 @@ class NativeLinear(PackedLinear):
             DTYPES[dtype],
             count,
             self.out_features,
-            self._groups,
+            self.groups,
             self.bits,
         )
         return y if x.dim() == 2 else y.view(*x.shape[:-1], self.out_features)
 
     def dequantize(self) -> torch.Tensor:
-        blocks = self.packed.view(-1, self._groups, self.packed.shape[-1])
+        blocks = self.packed.view(-1, self.groups, self.packed.shape[-1])
         tail = blocks[..., -4 * _LANES :].contiguous().view(torch.float16).float()
-        scales, mins = tail.view(*tail.shape[:2], 2, _LANES).permute(2, 0, 3, 1).reshape(2, -1, self._groups)
+        scales, mins = tail.view(*tail.shape[:2], 2, _LANES).permute(2, 0, 3, 1).reshape(2, -1, self.groups)
         codes = blocks[..., : -4 * _LANES]
         if self.bits == 4:
             codes = torch.cat((codes & 15, codes >> 4), dim=-1)

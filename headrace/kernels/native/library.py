@@ -35,6 +35,7 @@ _SIGNATURES: dict[str, list[type]] = {
         *(c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_void_p),
         *(c_int64, c_int64, c_int64, c_int64, c_int64, c_int64, c_int),
     ],
+    "layers": [c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int],
 }
 _RESULTS = {"tile": ctypes.c_char_p, "wide_rows": c_int64}
 _OPENMP = ("libgomp", "libiomp5", "libomp")
@@ -60,6 +61,7 @@ class NativeKernels:
         self.silu_mul = library.headrace_silu_mul
         self.rotate = library.headrace_rotate
         self.rotate_and_write = library.headrace_rotate_and_write
+        self.layers = library.headrace_layers
         self.tile: str = library.headrace_tile().decode()
         self.wide_rows: int | None = library.headrace_wide_rows() or None
         self.threads = _share_threads(library)

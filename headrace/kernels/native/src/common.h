@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <thread>
 
 #if defined(__x86_64__) || defined(_M_X64)
 #include <immintrin.h>
@@ -80,6 +81,83 @@ extern MaxThreads omp_max_threads;
 
 inline int max_threads() { return omp_max_threads && gomp_parallel ? omp_max_threads() : 1; }
 
+// The threads of one parallel region, which take pieces of work from their leader one job after another, and spin for the
+// next: a fork for each of a few microseconds of work would cost as much as the work. `with_team` makes one.
+class Team {
+public:
+    using Piece = void (*)(const void* f, int64_t begin, int64_t end);
+
+    // By the leader: as `parallel` below. Waits for the pieces, not for the threads: one that the system holds up before
+    // it took a piece delays nobody.
+    void run(Piece piece, const void* f, int64_t tasks, int64_t chunk) {
+        uint32_t pieces = uint32_t((tasks + chunk - 1) / chunk);
+        job.piece.store(piece, std::memory_order_relaxed);
+        job.f.store(f, std::memory_order_relaxed);
+        job.tasks.store(tasks, std::memory_order_relaxed);
+        job.chunk.store(chunk, std::memory_order_relaxed);
+        job.pieces.store(pieces, std::memory_order_relaxed);
+        finished.store(0, std::memory_order_relaxed);
+        state.store(((state.load(std::memory_order_relaxed) >> 32) + 1) << 32 | pieces, std::memory_order_release);
+        while (take()) {
+        }
+        for (int spins = 0; finished.load(std::memory_order_acquire) != pieces;) rest(spins);
+    }
+
+    // By the others, until `stop`.
+    void serve() {
+        for (int spins = 0; !over.load(std::memory_order_relaxed);) {
+            if (take()) {
+                spins = 0;
+            } else {
+                rest(spins);
+            }
+        }
+    }
+
+    void stop() { over.store(true, std::memory_order_relaxed); }
+
+private:
+    // Does a piece of the job, if one is left. What is read of the job belongs to the state that is exchanged: a job's
+    // fields change only while no piece is left, and no state comes twice.
+    bool take() {
+        uint64_t seen = state.load(std::memory_order_acquire);
+        uint32_t left = uint32_t(seen);
+        if (left == 0) return false;
+        Piece piece = job.piece.load(std::memory_order_relaxed);
+        const void* f = job.f.load(std::memory_order_relaxed);
+        int64_t tasks = job.tasks.load(std::memory_order_relaxed), chunk = job.chunk.load(std::memory_order_relaxed);
+        int64_t begin = int64_t(job.pieces.load(std::memory_order_relaxed) - left) * chunk;
+        if (!state.compare_exchange_strong(seen, seen - 1, std::memory_order_acq_rel)) return true;  // Perhaps the next.
+        piece(f, begin, std::min(begin + chunk, tasks));
+        finished.fetch_add(1, std::memory_order_release);
+        return true;
+    }
+
+    // Leaves the core to others, the one waited for perhaps among them, after some microseconds.
+    static void rest(int& spins) {
+        if (++spins % 256 == 0) {
+            std::this_thread::yield();
+            return;
+        }
+#if defined(__x86_64__)
+        _mm_pause();
+#endif
+    }
+
+    struct {
+        std::atomic<Piece> piece{nullptr};
+        std::atomic<const void*> f{nullptr};
+        std::atomic<int64_t> tasks{0}, chunk{0};
+        std::atomic<uint32_t> pieces{0};
+    } job;
+    alignas(64) std::atomic<uint64_t> state{0};  // The job's number, and how many of its pieces are left to take.
+    alignas(64) std::atomic<uint32_t> finished{0};
+    std::atomic<bool> over{false};
+};
+
+// The team that this thread leads.
+extern thread_local Team* own_team;
+
 // Calls f(begin, end) for pieces of [0, tasks) of at most `chunk`, in parallel if there is more than one piece.
 // Which thread runs a piece is left to chance, so that a thread that the system holds up delays nobody.
 template <class F>
@@ -88,6 +166,11 @@ void parallel(int64_t tasks, int64_t chunk, const F& f) {
     int threads = int(std::min<int64_t>(max_threads(), pieces));
     if (threads <= 1) {
         if (tasks > 0) f(int64_t(0), tasks);
+        return;
+    }
+    if (own_team) {
+        own_team->run([](const void* f, int64_t begin, int64_t end) { (*static_cast<const F*>(f))(begin, end); }, &f, tasks,
+                      chunk);
         return;
     }
     struct Job {
@@ -105,6 +188,28 @@ void parallel(int64_t tasks, int64_t chunk, const F& f) {
             }
         },
         &job, unsigned(threads), 0);
+}
+
+// Calls f() once, with a team for all that it does in parallel.
+template <class F>
+void with_team(const F& f) {
+    if (max_threads() <= 1) return f();
+    struct Region {
+        const F* f;
+        Team team;
+        std::atomic<int> came{0};
+    } region{&f};
+    gomp_parallel(
+        [](void* data) {
+            Region& region = *static_cast<Region*>(data);
+            // Whoever comes first leads: the others may still be asleep.
+            if (region.came.fetch_add(1, std::memory_order_relaxed)) return region.team.serve();
+            own_team = &region.team;
+            (*region.f)();
+            own_team = nullptr;
+            region.team.stop();
+        },
+        &region, unsigned(max_threads()), 0);
 }
 
 // A chunk such that each thread gets about `share` pieces, none of less work than `least` tasks.

@@ -1,11 +1,12 @@
 // Norms, gated activation, rotary embedding with the write to the KV cache; and what the library is set up with.
 
-#include "common.h"
+#include "kernels.h"
 
 namespace headrace {
 
 Parallel gomp_parallel = nullptr;
 MaxThreads omp_max_threads = nullptr;
+thread_local Team* own_team = nullptr;
 
 namespace {
 
@@ -134,6 +135,16 @@ API void headrace_init(void* parallel, void* threads) {
 
 API void headrace_rms_norm(const void* x, const void* weight, float eps, void* out, int64_t rows, int64_t n, int type) {
     DISPATCH(type, rms_norm(IN(x), IN(weight), eps, OUT(out), rows, n))
+}
+
+void norm_heads(void* x, int64_t stride, const void* weight, float eps, int64_t tokens, int64_t heads, int64_t width, int type) {
+    DISPATCH(type, parallel(tokens, rows_of(heads * width), [&](int64_t begin, int64_t end) {
+                 for (int64_t t = begin; t < end; ++t)
+                     for (int64_t h = 0; h < heads; ++h) {
+                         T* head = OUT(x) + t * stride + h * width;
+                         norm_row(head, IN(weight), eps, width, head);
+                     }
+             }))
 }
 
 API void headrace_add_rms_norm(const void* x, const void* residual, const void* weight, float eps, void* out, void* total,

@@ -1,0 +1,35 @@
+"""The structures that ``decoder.cpp`` takes, field for field."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_float, c_int64, c_void_p
+
+
+class Matrix(ctypes.Structure):
+    """A packed matrix."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("weights", "bias")),
+        *((name, c_int64) for name in ("outputs", "groups", "bits")),
+    ]
+
+
+class Layer(ctypes.Structure):
+    """A decoder layer: its weights, its cache and its geometry. What it does not have is null, or 0."""
+
+    _fields_ = [
+        *((name, Matrix) for name in ("qkv", "o", "gate_up", "down")),
+        *((name, c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm", "sinks", "rows")),
+        *((name, c_int64) for name in ("heads", "kv_heads", "width", "v_width", "rotary", "window", "block_size", "group")),
+        *((name, c_float) for name in ("input_eps", "post_eps", "q_eps", "k_eps", "scale", "soft_cap")),
+    ]
+
+
+class Step(ctypes.Structure):
+    """One step: addresses of its tensors, and of the arrays of addresses a cache group, and a layer, has."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("starts", "lengths", "slots", "tables", "table_widths", "angles")),
+        *((name, c_int64) for name in ("batch", "tokens")),
+    ]

@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import nn
 
 from headrace.attention.context import ForwardContext
 from headrace.cache.planes import write
 from headrace.kernels import gpu
-from headrace.kernels.norm import rms_norm
 from headrace.kernels.qkv import norm_rotate_and_cache
 from headrace.kernels.rotary import rotate, rotate_and_write
 from headrace.spec import AttentionSpec
+
+
+class HeadNorm(Protocol):
+    """A norm of each head of q or k."""
+
+    eps: float
+    plain: bool
+    """It is ``kernels.norm.rms_norm`` with ``weight`` and nothing else, so that a kernel may do it on its way."""
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """``[head_dim]``"""
+        ...
+
+    def __call__(self, heads: torch.Tensor) -> torch.Tensor:
+        """``[T, heads, head_dim]`` normed."""
+        ...
 
 
 class Attention(nn.Module):
@@ -75,43 +93,55 @@ class Attention(nn.Module):
         qkv: torch.Tensor,
         ctx: ForwardContext,
         cos_sin: torch.Tensor | None,
-        q_norm: torch.Tensor | None = None,
-        k_norm: torch.Tensor | None = None,
-        eps: float = 0.0,
+        q_norm: HeadNorm | None = None,
+        k_norm: HeadNorm | None = None,
     ) -> torch.Tensor:
         """As ``forward``, from a fused projection: on a GPU its norms, its rotation and the write to the cache are one kernel.
 
         Args:
             qkv: ``[T, q_size + k_size + v_size]``: q, k, v of each token; q alone where the layer reads another's KV.
-            q_norm, k_norm: ``[head_dim]``: weights of the RMS norm of each head, with ``eps``; None: no norm.
+            q_norm, k_norm: what each head goes through before it is rotated.
         """
-        spec, cache, tokens = self.spec, ctx.caches[self.spec.layer], len(qkv)
-        if gpu.takes(qkv):
-            own = spec.kv_source is None
-            q = norm_rotate_and_cache(
-                qkv,
-                spec.num_heads,
-                cache.keys if own else None,
-                cache.values if own else None,
-                ctx.step.slot_mapping[cache.group] if own else None,
-                cos_sin=self._angles(cos_sin) if spec.rotary_dim else None,
-                rotary_dim=spec.rotary_dim,
-                q_weight=q_norm,
-                k_weight=k_norm,
-                eps=eps,
-                k_scale=cache.k_scale if own else None,
-                v_scale=cache.v_scale if own else None,
-                q_out=torch.empty(tokens, spec.num_heads, spec.head_dim, dtype=qkv.dtype, device=qkv.device),
-            )
-            return ctx.backends[spec.layer].run(q, cache, self.sinks)
+        spec, tokens = self.spec, len(qkv)
+        if gpu.takes(qkv) and all(norm is None or norm.plain for norm in (q_norm, k_norm)):
+            q = self._norm_rotate_and_cache(qkv, ctx, cos_sin, q_norm, k_norm)
+            return ctx.backends[spec.layer].run(q, ctx.caches[spec.layer], self.sinks)
         q = qkv[:, : spec.q_size].view(tokens, spec.num_heads, spec.head_dim)
         if q_norm is not None:
-            q = rms_norm(q, q_norm, eps)
+            q = q_norm(q)
         if spec.kv_source is not None:
             return self(q, None, None, ctx, cos_sin)
         k = qkv[:, spec.q_size : spec.q_size + spec.k_size].view(tokens, spec.num_kv_heads, spec.head_dim)
         v = qkv[:, spec.q_size + spec.k_size :].view(tokens, spec.num_kv_heads, spec.v_head_dim)
-        return self(q, k if k_norm is None else rms_norm(k, k_norm, eps), v, ctx, cos_sin)
+        return self(q, k if k_norm is None else k_norm(k), v, ctx, cos_sin)
+
+    def _norm_rotate_and_cache(
+        self,
+        qkv: torch.Tensor,
+        ctx: ForwardContext,
+        cos_sin: torch.Tensor | None,
+        q_norm: HeadNorm | None,
+        k_norm: HeadNorm | None,
+    ) -> torch.Tensor:
+        """``[T, num_heads, head_dim]``: the finished q; k and v are in the cache."""
+        spec, cache = self.spec, ctx.caches[self.spec.layer]
+        own = spec.kv_source is None
+        norm = q_norm or k_norm
+        return norm_rotate_and_cache(
+            qkv,
+            spec.num_heads,
+            cache.keys if own else None,
+            cache.values if own else None,
+            ctx.step.slot_mapping[cache.group] if own else None,
+            cos_sin=self._angles(cos_sin) if spec.rotary_dim else None,
+            rotary_dim=spec.rotary_dim,
+            q_weight=None if q_norm is None else q_norm.weight,
+            k_weight=None if k_norm is None else k_norm.weight,
+            eps=0.0 if norm is None else norm.eps,
+            k_scale=cache.k_scale if own else None,
+            v_scale=cache.v_scale if own else None,
+            q_out=torch.empty(len(qkv), spec.num_heads, spec.head_dim, dtype=qkv.dtype, device=qkv.device),
+        )
 
     def _angles(self, cos_sin: torch.Tensor | None) -> torch.Tensor:
         if cos_sin is None:

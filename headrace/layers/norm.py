@@ -11,6 +11,9 @@ from headrace.kernels.norm import add_rms_norm, rms_norm
 class RMSNorm(nn.Module):
     """``x / rms(x) * weight`` over the last dimension, in float32 inside."""
 
+    plain = True
+    """False in a class that computes anything else: kernels must then leave the norm to it."""
+
     def __init__(self, width: int, eps: float, *, dtype: torch.dtype, device: str | torch.device) -> None:
         super().__init__()
         self.eps = eps

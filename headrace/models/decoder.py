@@ -33,7 +33,6 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.spec = spec
         parts = self.parts(spec)
-        self.widths = tuple(parts.values())
         self.qkv_proj = FusedLinear(model.hidden_size, parts, bias=model.attention_bias, dtype=dtype, device=device)
         self.o_proj = Linear(spec.out_size, model.hidden_size, bias=model.output_bias, dtype=dtype, device=device)
         self.q_norm: RMSNorm | None = None
@@ -52,18 +51,8 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: torch.Tensor, cos_sin: torch.Tensor | None, ctx: ForwardContext) -> torch.Tensor:
         """``[T, hidden] -> [T, hidden]``"""
-        spec, tokens = self.spec, len(x)
-        q, *kv = self.qkv_proj(x).split(self.widths, dim=-1)
-        q = q.view(tokens, spec.num_heads, spec.head_dim)
-        k = v = None
-        if kv:
-            k = kv[0].view(tokens, spec.num_kv_heads, spec.head_dim)
-            v = kv[1].view(tokens, spec.num_kv_heads, spec.v_head_dim)
-        if self.q_norm is not None:
-            q = self.q_norm(q)
-        if self.k_norm is not None and k is not None:
-            k = self.k_norm(k)
-        out: torch.Tensor = self.o_proj(self.attention(q, k, v, ctx, cos_sin))
+        qkv = self.qkv_proj(x)
+        out: torch.Tensor = self.o_proj(self.attention.of_projection(qkv, ctx, cos_sin, self.q_norm, self.k_norm))
         return out
 
 

@@ -1,9 +1,9 @@
 """Times the GPU kernels at the shapes that serving has. One JSON line a measurement.
 
-    python benchmarks/kernels.py                    # all, about two minutes with compiling
-    python benchmarks/kernels.py --only decode      # decode, prefill, small or linear
-    python benchmarks/kernels.py --sweep            # other tilings: of attention the three fastest, of products all
-    python benchmarks/kernels.py --flashinfer       # FlashInfer beside ours, where it is installed; it compiles first
+    python benchmarks/gpu_kernels.py                    # all, about two minutes with compiling
+    python benchmarks/gpu_kernels.py --only decode      # decode, prefill, small or linear
+    python benchmarks/gpu_kernels.py --sweep            # other tilings: of attention the three fastest, of products all
+    python benchmarks/gpu_kernels.py --flashinfer       # FlashInfer beside ours, where it is installed; it compiles first
 
 Each measurement is a captured graph of calls that go round over copies of their data, as a step goes over its layers, so
 that nothing is found in the L2 cache that would not be there in service. Attention: 32 query heads, 8 KV heads.

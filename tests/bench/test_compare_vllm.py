@@ -1,0 +1,118 @@
+"""The comparison with vLLM: what makes a pair, what the table says, and what is left when an engine fails."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from engine.tiny import write_config
+
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "compare_vllm.py"
+PEER = """
+import argparse, json, sys
+parser = argparse.ArgumentParser()
+for name in ("--model", "--workloads", "--max-len"):
+    parser.add_argument(name)
+given = parser.parse_args()
+print("a word of the library")
+print(json.dumps({"engine": "vllm", "model": "tiny", "startup_s": 3.0}), flush=True)
+row = {"engine": "vllm", "model": "tiny", "workload": given.workloads.split(",")[0], "seconds": 1.0}
+print(json.dumps({**row, "in_tok": 128, "out_tok": 256}), flush=True)
+sys.exit("out of memory in /some/folder/kernel.cu")
+"""
+
+
+@pytest.fixture(scope="module")
+def compare() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("compare_vllm", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def row(engine: str, seconds: float, at: float, gpu: str = "a", workload: str = "single", **changes: Any) -> dict[str, Any]:
+    counts = {"input_tokens": 128, "output_tokens": 256} | ({"requests": 1} if engine == "headrace" else {})
+    return {"engine": engine, "model": "m", "workload": workload, "gpu": gpu, "at": at, "seconds": seconds, **counts, **changes}
+
+
+def test_a_pair_is_of_one_gpu_and_one_hour(compare: ModuleType) -> None:
+    rows = [row("headrace", 1.0, 0.0), row("headrace", 2.0, 9000.0), row("vllm", 3.0, 100.0), row("vllm", 4.0, 3000.0)]
+    ours, theirs = compare.pair(rows, ("m", "single"))
+    assert (ours["seconds"], theirs["seconds"]) == (1.0, 3.0)
+    assert compare.pair([row("headrace", 1.0, 0.0), row("vllm", 1.0, 10.0, gpu="b")], ("m", "single")) is None
+    assert compare.pair([row("headrace", 1.0, 0.0), row("vllm", 1.0, 10.0, workload="batch8")], ("m", "single")) is None
+    later = [*rows, row("vllm", 5.0, 9100.0)]
+    assert [each["seconds"] for each in compare.pair(later, ("m", "single"))] == [2.0, 5.0]
+
+
+def test_ratios(compare: ModuleType) -> None:
+    prefill = {"workload": "prefill", "input_tokens": 1000, "output_tokens": 2, "requests": 2}
+    data = {
+        "sittings": [{"asked": [["m", "single"], ["m", "prefill"], ["m", "batch8"]]}],
+        "starts": [row("headrace", 5.0, 0.0, workload=None), row("vllm", 30.0, 0.0, workload=None)],
+        "rows": [
+            row("headrace", 0.5, 0.0),
+            row("vllm", 1.0, 0.0),
+            row("headrace", 4.0, 0.0, **prefill),
+            row("vllm", 2.0, 0.0, **prefill),
+        ],
+    }
+    for start in data["starts"]:
+        del start["workload"]
+    made = compare.table(data)
+    assert [(r["workload"], r["of"], r["headrace"], r["vllm"], r["ratio"]) for r in made["rows"]] == [
+        ("single", "output", 512.0, 256.0, 2.0),
+        ("prefill", "input", 250.0, 500.0, 0.5),
+    ]
+    assert (made["geometric_mean"], made["minimum"]) == (1.0, 0.5)
+    assert made["missing"] == [["m", "batch8"]]
+    assert made["starts"] == [{"model": "m", "headrace": 5.0, "vllm": 30.0}]
+    data["rows"][1]["output_tokens"] = 255
+    with pytest.raises(ValueError, match="different token counts"):
+        compare.table(data)
+
+
+def test_an_engine_that_fails_costs_its_own_rows(tmp_path: Path) -> None:
+    folder = write_config(tmp_path / "tiny", max_position_embeddings=512)
+    (tmp_path / "bench.py").write_text(PEER)
+    output = tmp_path / "results" / "raw.json"
+    words = ["--peer", str(tmp_path / "bench.py"), "--models", str(folder), "--workloads", "single,batch8", "--max-len", "512"]
+    words += ["--ours", "--repetitions 1 --num-kv-blocks 160 --seed 1", "--engines", "vllm,headrace"]
+    subprocess.run([sys.executable, str(SCRIPT), *words, "--output", str(output)], check=True, timeout=120)
+    data = json.loads(output.read_text())
+    assert [(each["engine"], each["workload"]) for each in data["rows"]] == [
+        ("vllm", "single"),
+        ("headrace", "single"),
+        ("headrace", "batch8"),
+    ]
+    assert [each["workload"] for each in data["table"]["rows"]] == ["single"]
+    assert data["table"]["missing"] == [["tiny", "batch8"]]
+    (error,) = data["errors"]
+    assert error["engine"] == "vllm" and "status 1" in error["error"] and "out of memory in kernel.cu" in error["error"]
+    assert {each["engine"] for each in data["starts"]} == {"headrace", "vllm"}
+    text = output.with_suffix(".md").read_text()
+    assert "| tiny | single | output |" in text and "out of memory" in text and str(tmp_path) not in text
+    again = tmp_path / "merged.json"
+    subprocess.run([sys.executable, str(SCRIPT), "--merge", str(output), "--output", str(again)], check=True, timeout=60)
+    merged = json.loads(again.read_text())
+    assert merged["table"] == data["table"] and len(merged["rows"]) == 3
+
+
+def test_an_engine_that_outlives_the_budget_is_ended(tmp_path: Path) -> None:
+    folder = write_config(tmp_path / "tiny")
+    (tmp_path / "bench.py").write_text(PEER.replace("sys.exit", "import time; time.sleep(60); print"))
+    output = tmp_path / "raw.json"
+    words = ["--peer", str(tmp_path / "bench.py"), "--models", str(folder), "--workloads", "single", "--budget", "3"]
+    words += ["--engines", "vllm", "--output", str(output)]
+    subprocess.run([sys.executable, str(SCRIPT), *words], check=True, timeout=40)
+    data = json.loads(output.read_text())
+    assert [each["workload"] for each in data["rows"]] == ["single"]
+    assert "the budget" in data["errors"][0]["error"]

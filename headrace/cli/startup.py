@@ -100,13 +100,12 @@ def layers(info: EngineInfo) -> Table:
         groups.setdefault(_kind(line), []).append(line)
     for members in groups.values():
         first = members[0]
-        width = str(first.head_dim) if first.head_dim == first.v_head_dim else f"K {first.head_dim} / V {first.v_head_dim}"
         _add(
             table,
             ranges([line.layer for line in members]),
             f"{first.num_heads} / {first.num_kv_heads} KV",
-            width,
-            "all" if first.window is None else f"{first.window:,} tokens",
+            _width(first),
+            _sees(first),
             f"{first.kv_bytes_per_token:,} B",
             first.backend,
             first.reason,
@@ -115,6 +114,22 @@ def layers(info: EngineInfo) -> Table:
     table.add_section()
     _add(table, "all", "", "", "", f"{total:,} B", "", "")
     return table
+
+
+def _width(line: LayerLine) -> str:
+    width = str(line.head_dim) if line.head_dim == line.v_head_dim else f"K {line.head_dim} / V {line.v_head_dim}"
+    return width if line.rotary_dim in (0, line.head_dim) else f"{width}, {line.rotary_dim} rotated"
+
+
+def _sees(line: LayerLine) -> str:
+    words = ["all" if line.window is None else f"{line.window:,} tokens"]
+    if line.sinks:
+        words.append("sinks")
+    if line.soft_cap is not None:
+        words.append(f"soft cap {line.soft_cap:g}")
+    if line.kv_source is not None:
+        words.append(f"KV of layer {line.kv_source}")
+    return ", ".join(words)
 
 
 def decisions(info: EngineInfo) -> Table:

@@ -42,6 +42,12 @@ class LayerLine(msgspec.Struct, frozen=True, array_like=True):
     kv_bytes_per_token: int
     backend: str
     reason: str
+    rotary_dim: int = 0
+    """Channels of q and k that the layer's attention rotates."""
+    soft_cap: float | None = None
+    sinks: bool = False
+    kv_source: int | None = None
+    """The layer whose KV this one reads; its own bytes are then 0."""
 
 
 class DecisionLine(msgspec.Struct, frozen=True, array_like=True):

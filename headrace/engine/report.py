@@ -50,6 +50,10 @@ def _layer_lines(config: EngineConfig) -> list[LayerLine]:
                 kv_bytes_per_token=layer_kv(spec, config.cache.dtype).bytes_per_token,
                 backend=backend,
                 reason=reason,
+                rotary_dim=spec.rotary_dim,
+                soft_cap=spec.soft_cap,
+                sinks=spec.sinks,
+                kv_source=spec.kv_source,
             )
         )
     return lines

@@ -76,6 +76,15 @@ def test_values_of_another_width_are_told() -> None:
     assert "K 64 / V 32" in printed(info([line(0, v_head_dim=32)]))
 
 
+def test_what_else_a_layer_does_is_told() -> None:
+    odd = LayerLine(0, 64, 8, 192, 128, 129, 5120, "torch", WHY, rotary_dim=64, soft_cap=50.0, sinks=True)
+    reader = LayerLine(1, 8, 1, 256, 256, None, 0, "torch", WHY, rotary_dim=256, kv_source=13)
+    text = printed(info([odd, reader]))
+    assert "K 192 / V 128, 64 rotated" in text
+    assert "129 tokens, sinks, soft cap 50" in text
+    assert "all, KV of layer 13" in text and "256 rotated" not in text
+
+
 def test_json_names_every_value() -> None:
     report = json.loads(as_json(info([line(0)])))
     assert report["layers"][0]["num_kv_heads"] == 3

@@ -21,6 +21,7 @@ from headrace.layers.linear import FusedLinear, Linear
 from headrace.layers.norm import RMSNorm
 from headrace.layers.rotary import RotaryTable
 from headrace.spec import AttentionSpec, ModelSpec, RopeSpec
+from headrace.spec.projection import input_matrices
 
 
 class SelfAttention(nn.Module):
@@ -45,15 +46,23 @@ class SelfAttention(nn.Module):
 
     def parts(self, spec: AttentionSpec) -> Mapping[str, int]:
         """The matrices of ``qkv_proj``, by their names in a checkpoint -> their outputs."""
-        if spec.kv_source is not None:
-            return {"q_proj": spec.q_size}
-        return {"q_proj": spec.q_size, "k_proj": spec.k_size, "v_proj": spec.v_size}
+        return {f"{matrix.name}_proj": matrix.size for matrix in input_matrices(spec)}
 
     def forward(self, x: torch.Tensor, cos_sin: torch.Tensor | None, ctx: ForwardContext) -> torch.Tensor:
         """``[T, hidden] -> [T, hidden]``"""
-        qkv = self.qkv_proj(x)
-        out: torch.Tensor = self.o_proj(self.attention.of_projection(qkv, ctx, cos_sin, self.q_norm, self.k_norm))
+        qkv, gate = self.project(x), None
+        if self.spec.output_gate:
+            gate = qkv[:, qkv.shape[1] - self.spec.out_size :]
+            qkv = qkv[:, : qkv.shape[1] - self.spec.out_size]
+        mixed = self.attention.of_projection(qkv, ctx, cos_sin, self.q_norm, self.k_norm)
+        if gate is not None:
+            mixed = mixed * torch.sigmoid(gate)
+        out: torch.Tensor = self.o_proj(mixed)
         return out
+
+    def project(self, x: torch.Tensor) -> torch.Tensor:
+        """``[T, hidden] -> [T, q_size + k_size + v_size]`` (and the gate's), in this order."""
+        return self.qkv_proj(x)  # type: ignore[no-any-return]
 
 
 class DecoderLayer(nn.Module):

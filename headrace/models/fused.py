@@ -133,6 +133,8 @@ def _objections(layer: torch.nn.Module, dtype: torch.dtype) -> list[str]:
         return ["its attention has projections of its own kind"]
     if attention.spec.kv_source is not None:
         reasons.append("it keeps no KV of its own")
+    if attention.spec.output_gate:
+        reasons.append("its output is gated")
     if type(mlp) is not GatedMLP or mlp.act_mul is not silu_mul:
         reasons.append("its MLP is not gated by SiLU")
     matrices = {"qkv_proj": attention.qkv_proj, "o_proj": attention.o_proj}

@@ -40,6 +40,8 @@ class AttentionSpec:
     """logits = soft_cap * tanh(logits / soft_cap)."""
     sinks: bool = False
     """One learned logit a head joins the softmax's denominator."""
+    output_gate: bool = False
+    """The attention's output is multiplied by the sigmoid of a projection of the hidden states that is as wide."""
     kv_source: int | None = None
     """The layer whose KV this one reads in place of its own."""
 

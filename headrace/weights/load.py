@@ -24,6 +24,7 @@ from headrace.weights.gguf import GGUFCheckpoint
 from headrace.weights.names import NameTable
 from headrace.weights.report import LoadReport, RoundingError, WeightMemory
 from headrace.weights.safetensors import SafetensorsCheckpoint
+from headrace.weights.sharded import ShardedCheckpoint, is_sharded
 
 HEAD = "lm_head"
 """The module that makes logits of hidden states."""
@@ -57,7 +58,7 @@ def load_weights(
             weights (the message names it), or a matrix cannot be packed.
     """
     with _open(model, table, files, seed) as checkpoint:
-        loader = _Loader(model, table, checkpoint, progress)
+        loader = _Loader(model, table.chosen(checkpoint.tensors), checkpoint, progress)
         loader.check()
         return loader.load(quantization)
 
@@ -65,17 +66,21 @@ def load_weights(
 @contextmanager
 def _open(model: nn.Module, table: NameTable, files: ModelFiles, seed: int) -> Iterator[Checkpoint]:
     with ExitStack() as stack:
+        spec: ModelSpec = model.spec  # type: ignore[assignment]
         if files.kind == "safetensors":
-            checkpoint = SafetensorsCheckpoint(files.weight_files)
+            checkpoint: SafetensorsCheckpoint | ShardedCheckpoint
+            if is_sharded(files.weight_files):
+                checkpoint = ShardedCheckpoint(files.weight_files, spec)
+            else:
+                checkpoint = SafetensorsCheckpoint(files.weight_files)
             stack.callback(checkpoint.close)
             yield checkpoint
         elif files.kind == "gguf":
             (file,) = files.weight_files
-            spec: ModelSpec = model.spec  # type: ignore[assignment]
             yield GGUFCheckpoint(file, spec, table.all_names())
         else:
             parameters = dict(model.named_parameters())
-            shapes = {name: tuple(part.view(parameters[part.parameter]).shape) for name, part in table.items()}
+            shapes = {name: part.stored_shape(parameters[part.parameter]) for name, part in table.items()}
             yield DummyCheckpoint(shapes, seed, next(iter(parameters.values())).device)
 
 
@@ -106,7 +111,7 @@ class _Loader:
         if unexpected:
             raise ConfigError(f"the checkpoint has tensors that the model has no place for: {_listed(unexpected)}", "model")
         for name, part in self._table.items():
-            self._check_shape(name, tuple(part.view(self._parameters[part.parameter]).shape))
+            self._check_shape(name, part.stored_shape(self._parameters[part.parameter]))
         for name in tensors:
             if tied := self._table.tied(name):
                 self._check_shape(name, tuple(self._parameters[tied].shape))
@@ -155,17 +160,13 @@ class _Loader:
         for name in self._table.names(parameter):
             part = self._table.part(name)
             if part is not None:
-                part.view(target).copy_(self._checkpoint.read(name))
+                part.fill(target, self._checkpoint.read(name))
             self._read(name)
 
     def _pack(self, path: str, linear: Linear, converter: Converter) -> Conversion:
         parameter = next(name for name, value in self._parameters.items() if value is linear.weight)
         names = self._table.names(parameter)
-        checkpoint = self._checkpoint
-        pieces = [
-            Piece(checkpoint.tensors[name].kind, checkpoint.codes(name), lambda name=name: checkpoint.read(name))  # type: ignore[misc]
-            for name in names
-        ]
+        pieces = [self._piece(name) for name in names]
         conversion = converter.convert(path, linear, pieces, is_head=path == HEAD)
         if path == HEAD:
             # Logits are wanted in float32: what the product rounded away could not be had back.
@@ -176,6 +177,13 @@ class _Loader:
             for name in names:
                 self._read(name)
         return conversion
+
+    def _piece(self, name: str) -> Piece:
+        checkpoint, part = self._checkpoint, self._table.part(name)
+        kind, layout = checkpoint.tensors[name].kind, None if part is None else part.layout
+        if layout is None:
+            return Piece(kind, checkpoint.codes(name), lambda: checkpoint.read(name))
+        return Piece(kind, None, lambda: layout.take(checkpoint.read(name)))
 
     def _check_ties(self) -> None:
         """A tied tensor that the checkpoint has nevertheless must be what it is tied to."""

@@ -4,11 +4,38 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 
 from headrace.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How a checkpoint holds a matrix in another way than its parameter does."""
+
+    rows: tuple[int, ...] | None = None
+    """For each row of the parameter's part, the row of the stored tensor: a permutation. None: they are in order."""
+    transposed: bool = False
+    """It is stored as ``[..., inputs, outputs]``; ``rows`` are those of its transpose."""
+
+    def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The stored tensor's shape, of the part's."""
+        return (*shape[:-2], shape[-1], shape[-2]) if self.transposed else shape
+
+    def take(self, stored: torch.Tensor) -> torch.Tensor:
+        """From the stored tensor to the parameter's part."""
+        whole = stored.mT if self.transposed else stored
+        return whole if self.rows is None else whole[torch.tensor(self.rows, device=whole.device)]
+
+    def give(self, part: torch.Tensor) -> torch.Tensor:
+        """Back: what ``take`` makes this part of."""
+        whole = part
+        if self.rows is not None:
+            whole = torch.empty_like(part)
+            whole[torch.tensor(self.rows, device=part.device)] = part
+        return whole.mT if self.transposed else whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,15 +47,32 @@ class Part:
     stop: int | None = None
     index: int | None = None
     """Of a parameter that stacks many alike, such as experts: which of them; None: it does not."""
+    layout: Layout | None = None
+    """None: the checkpoint's tensor is laid out like the rows it fills."""
 
     def view(self, parameter: torch.Tensor) -> torch.Tensor:
         """The rows of the parameter, a view."""
         whole = parameter if self.index is None else parameter[self.index]
         return whole if self.stop is None else whole[self.start : self.stop]
 
+    def stored_shape(self, parameter: torch.Tensor) -> tuple[int, ...]:
+        """The shape that the checkpoint's tensor must have."""
+        shape = tuple(self.view(parameter).shape)
+        return shape if self.layout is None else self.layout.stored_shape(shape)
+
+    def fill(self, parameter: torch.Tensor, stored: torch.Tensor) -> None:
+        """Copies the checkpoint's tensor to its place."""
+        self.view(parameter).copy_(stored if self.layout is None else self.layout.take(stored))
+
+    def stored(self, parameter: torch.Tensor) -> torch.Tensor:
+        """What the checkpoint's tensor would be: a view of the parameter where both are laid out alike."""
+        view = self.view(parameter)
+        return view if self.layout is None else self.layout.give(view)
+
 
 class NameTable:
-    """Checkpoint name <-> (parameter, rows), for one model. Built once a family, with ``add``, ``fuse`` and ``tie``.
+    """Checkpoint name <-> (parameter, rows), for one model. Built once a family, with ``add``, ``fuse``, ``tie`` and, for
+    checkpoints that hold the same in other tensors, ``instead``.
 
     Args:
         ignorable: regular expressions of checkpoint names that carry nothing to load, matched in full.
@@ -38,11 +82,12 @@ class NameTable:
         self._parts: dict[str, Part] = {}
         self._names: dict[str, list[str]] = {}
         self._ties: dict[str, str] = {}
+        self._instead: dict[str, dict[str, Part]] = {}
         self._ignorable = [re.compile(pattern) for pattern in ignorable]
 
-    def add(self, name: str, parameter: str, index: int | None = None) -> None:
+    def add(self, name: str, parameter: str, index: int | None = None, layout: Layout | None = None) -> None:
         """The tensor ``name`` is the whole of ``parameter``, or of ``parameter[index]``."""
-        self._insert(name, Part(parameter, index=index))
+        self._insert(name, Part(parameter, index=index, layout=layout))
 
     def fuse(self, parameter: str, names: Mapping[str, int], index: int | None = None) -> None:
         """The tensors ``names`` (name -> rows), one below the other in this order, are the whole of ``parameter``, or of
@@ -52,6 +97,27 @@ class NameTable:
         for name, rows in names.items():
             self._insert(name, Part(parameter, start, start + rows, index))
             start += rows
+
+    def instead(self, name: str, parameter: str, layout: Layout | None = None) -> None:
+        """A checkpoint may have one tensor ``name`` in place of all those that make up ``parameter``.
+
+        ``chosen`` takes it where it is there.
+        """
+        self._instead.setdefault(parameter, {})[name] = Part(parameter, layout=layout)
+
+    def chosen(self, names: Collection[str]) -> NameTable:
+        """The table for a checkpoint of these names: with the tensors that it has in place of others."""
+        table = NameTable()
+        table._ignorable, table._ties = self._ignorable, self._ties
+        for parameter, usual in self._names.items():
+            others = self._instead.get(parameter, {})
+            other = next((name for name in others if name in names), None)
+            if other is None:
+                for name in usual:
+                    table._insert(name, self._parts[name])
+            else:
+                table._insert(other, others[other])
+        return table
 
     def tie(self, name: str, parameter: str) -> None:
         """The tensor ``name`` may be in a checkpoint, equal to the tied ``parameter``; nothing is made of it."""
@@ -96,7 +162,7 @@ class NameTable:
         return list(self._names)
 
     def export(self, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        """The model's weights under their checkpoint names: views, in the order of the table.
+        """The model's weights under their checkpoint names, in the order of the table: views, but where a layout differs.
 
         Raises:
             ConfigError: a parameter is not there under its name, because it was quantised when it was loaded.
@@ -108,4 +174,4 @@ class NameTable:
                     f"{part.parameter} is quantised, so it cannot be exported as {name}: load the model with quantization none",
                     "quantization",
                 )
-            yield name, part.view(parameters[part.parameter].detach())
+            yield name, part.stored(parameters[part.parameter].detach())

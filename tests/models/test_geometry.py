@@ -18,8 +18,8 @@ from .harness import Bench, model_spec, random_model
 
 def layer(index: int, **changes: object) -> AttentionSpec:
     values: dict = {"layer": index, "num_heads": 6, "num_kv_heads": 2, "head_dim": 8, "v_head_dim": 8, "rotary_dim": 8}
-    values |= changes
-    return AttentionSpec(scale=values["head_dim"] ** -0.5, rope=RopeSpec(10000.0), **values)
+    values |= {"rope": RopeSpec(10000.0)} | changes
+    return AttentionSpec(scale=values["head_dim"] ** -0.5, **values)
 
 
 def usable() -> list[str]:
@@ -47,6 +47,17 @@ GEOMETRIES: dict[str, ModelSpec] = {
         qk_norm=True,
         attention_bias=True,
     ),
+    "gated": model_spec(
+        [
+            layer(0, v_head_dim=4, output_gate=True),
+            layer(1, num_kv_heads=3, v_head_dim=12, output_gate=True, window=6),
+            layer(2, num_kv_heads=3, v_head_dim=12, output_gate=True, kv_source=1, window=6),
+        ],
+        attention_bias=True,
+    ),
+    "partial-rotary": model_spec(
+        [layer(0, rotary_dim=4), layer(1, rotary_dim=6, rope=RopeSpec(500.0)), layer(2, rotary_dim=2)]
+    ),
     "caps-and-sinks": model_spec([layer(0, soft_cap=1.5), layer(1, sinks=True, window=9), layer(2, sinks=True, soft_cap=3.0)]),
 }
 
@@ -55,11 +66,11 @@ def norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return functional.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
-def turn(x: torch.Tensor, width: int) -> torch.Tensor:
+def turn(x: torch.Tensor, width: int, theta: float) -> torch.Tensor:
     """Rotates ``[T, heads, d]`` at positions 0, 1 ... by complex multiplication."""
     if not width:
         return x
-    angles = torch.arange(len(x)).double()[:, None] * 10000.0 ** (-torch.arange(0, width, 2).double() / width)
+    angles = torch.arange(len(x)).double()[:, None] * theta ** (-torch.arange(0, width, 2).double() / width)
     first, second = x[..., : width // 2], x[..., width // 2 : width]
     turned = torch.complex(first, second) * torch.polar(torch.ones_like(angles), angles)[:, None]
     return torch.cat((turned.real, turned.imag, x[..., width:]), dim=-1)
@@ -81,13 +92,14 @@ def eager(model: Decoder, tokens: list[int]) -> torch.Tensor:
         q = project(y, "self_attn.q_proj").view(len(x), one.num_heads, one.head_dim)
         if spec.qk_norm:
             q = norm(q, weights[here + "self_attn.q_norm.weight"], spec.norm_eps)
-        q = turn(q, one.rotary_dim)
+        theta = 1.0 if one.rope is None else one.rope.theta
+        q = turn(q, one.rotary_dim, theta)
         if one.kv_source is None:
             k = project(y, "self_attn.k_proj").view(len(x), one.num_kv_heads, one.head_dim)
             if spec.qk_norm:
                 k = norm(k, weights[here + "self_attn.k_norm.weight"], spec.norm_eps)
             v = project(y, "self_attn.v_proj").view(len(x), one.num_kv_heads, one.v_head_dim)
-            kept[one.layer] = turn(k, one.rotary_dim), v
+            kept[one.layer] = turn(k, one.rotary_dim, theta), v
         k, v = (
             part.repeat_interleave(one.group_size, 1) for part in kept[one.layer if one.kv_source is None else one.kv_source]
         )
@@ -101,6 +113,8 @@ def eager(model: Decoder, tokens: list[int]) -> torch.Tensor:
         if one.sinks:
             total = total + weights[here + "self_attn.sinks"].exp()[:, None, None]
         mixed = torch.einsum("hqk,khd->qhd", mass / total, v).flatten(1)
+        if one.output_gate:
+            mixed = mixed * torch.sigmoid(project(y, "self_attn.gate_proj"))
         x = x + project(mixed, "self_attn.o_proj")
         y = norm(x, weights[here + "post_attention_layernorm.weight"], spec.norm_eps)
         x = x + project(functional.silu(project(y, "mlp.gate_proj")) * project(y, "mlp.up_proj"), "mlp.down_proj")

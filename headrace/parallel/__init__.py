@@ -1,0 +1,1 @@
+"""How a model is cut among ranks, and how they speak to each other."""

@@ -1,0 +1,121 @@
+"""Which part of each matrix a tensor-parallel rank holds. Pure arithmetic on specs.
+
+Query heads are dealt out evenly, in order. KV heads likewise; where there are more ranks than KV heads each rank holds one
+of them, and neighbours hold the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+from headrace.errors import ConfigError
+from headrace.spec import AttentionSpec, DenseSpec
+from headrace.spec.projection import Matrix, input_matrices, output_matrix
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """One rank's part of a matrix: ``[start, stop)`` of its outputs or of its inputs, or of a vector's entries."""
+
+    along: Literal["outputs", "inputs"]
+    start: int
+    stop: int
+    whole: int
+    """Outputs (or inputs) of the whole matrix."""
+
+    def of(self, weight: torch.Tensor) -> torch.Tensor:
+        """The part of a weight ``[outputs, inputs]`` or a vector ``[outputs]``, a view.
+
+        Raises:
+            ValueError: the weight is not of the whole's size.
+        """
+        axis = self._axis(weight)
+        if weight.shape[axis] != self.whole:
+            raise ValueError(f"a matrix of {weight.shape[axis]} {self.along} cannot be cut as one of {self.whole}")
+        return weight.narrow(axis, self.start, self.stop - self.start)
+
+    def _axis(self, weight: torch.Tensor) -> int:
+        return 0 if self.along == "outputs" else weight.ndim - 1
+
+
+def join(cuts: Sequence[Cut], parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The whole of what all ranks hold. Where ranks hold the same, the first one's counts.
+
+    Args:
+        cuts: of every rank; parts: what each holds.
+
+    Raises:
+        ValueError: a part is not as large as its cut, or they do not make up the whole.
+    """
+    pieces, at = [], 0
+    for cut, part in zip(cuts, parts, strict=True):
+        axis = cut._axis(part)
+        if part.shape[axis] != cut.stop - cut.start:
+            raise ValueError(f"a part of {part.shape[axis]} {cut.along} is not the cut of {cut.stop - cut.start}")
+        if cut.start > at:
+            raise ValueError(f"no rank holds {cut.along} {at} to {cut.start}")
+        if cut.stop > at:
+            pieces.append(part.narrow(axis, at - cut.start, cut.stop - at))
+            at = cut.stop
+    if at != cuts[-1].whole:
+        raise ValueError(f"no rank holds {cuts[-1].along} {at} to {cuts[-1].whole}")
+    return torch.cat(pieces, dim=cuts[0]._axis(parts[0]))
+
+
+def shard_attention(spec: AttentionSpec, size: int) -> AttentionSpec:
+    """The layer as each of ``size`` ranks sees it: fewer heads, the same widths.
+
+    Raises:
+        ConfigError: the heads cannot be dealt out; names the layer.
+    """
+    where = f"layer {spec.layer}"
+    if size < 1 or spec.num_heads % size:
+        raise ConfigError(f"{where}: {spec.num_heads} query heads cannot be dealt to {size} ranks", "tensor_parallel_size")
+    if spec.num_kv_heads % size and size % spec.num_kv_heads:
+        raise ConfigError(f"{where}: {spec.num_kv_heads} KV heads cannot be dealt to {size} ranks", "tensor_parallel_size")
+    return dataclasses.replace(spec, num_heads=spec.num_heads // size, num_kv_heads=max(1, spec.num_kv_heads // size))
+
+
+def attention_cuts(spec: AttentionSpec, rank: int, size: int) -> dict[str, Cut]:
+    """By matrix (q, gate, k, v, o) and ``sinks``: what the rank holds of the layer, each by its own heads and width.
+
+    Norms of q and k, and the bias of o_proj, which is added once, are not cut.
+    """
+    local = shard_attention(spec, size)
+    if not 0 <= rank < size:
+        raise ConfigError(f"rank {rank} is not one of {size}", "tensor_parallel_size")
+    first = rank * local.num_heads
+    kv_first = rank * spec.num_kv_heads // size
+    cuts = {}
+    for matrix, mine in zip(input_matrices(spec), input_matrices(local), strict=True):
+        cuts[matrix.name] = _heads(matrix, mine, kv_first if matrix.name in ("k", "v") else first, "outputs")
+    cuts["o"] = _heads(output_matrix(spec), output_matrix(local), first, "inputs")
+    if spec.sinks:
+        cuts["sinks"] = Cut("outputs", first, first + local.num_heads, spec.num_heads)
+    return cuts
+
+
+def _heads(whole: Matrix, mine: Matrix, first: int, along: Literal["outputs", "inputs"]) -> Cut:
+    return Cut(along, first * whole.width, (first + mine.heads) * whole.width, whole.size)
+
+
+def shard_dense(spec: DenseSpec, size: int) -> DenseSpec:
+    """The MLP as each of ``size`` ranks sees it.
+
+    Raises:
+        ConfigError: it cannot be cut evenly.
+    """
+    if size < 1 or spec.intermediate_size % size:
+        raise ConfigError(f"intermediate_size {spec.intermediate_size} cannot be cut for {size} ranks", "tensor_parallel_size")
+    return dataclasses.replace(spec, intermediate_size=spec.intermediate_size // size)
+
+
+def dense_cuts(spec: DenseSpec, rank: int, size: int) -> dict[str, Cut]:
+    """By matrix (gate, up, down): what the rank holds of a gated MLP. The bias of down, added once, is not cut."""
+    width = shard_dense(spec, size).intermediate_size
+    mine = (rank * width, (rank + 1) * width, spec.intermediate_size)
+    return {"gate": Cut("outputs", *mine), "up": Cut("outputs", *mine), "down": Cut("inputs", *mine)}

@@ -1,0 +1,83 @@
+"""The matrices around a layer's attention, each with its own heads and width. Nothing infers one width from another."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from headrace.errors import ConfigError
+from headrace.spec.attention import AttentionSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Matrix:
+    """A projection: ``heads`` heads of ``width`` outputs each (of inputs, for o)."""
+
+    name: str
+    """q, k, v, gate or o."""
+    heads: int
+    width: int
+
+    @property
+    def size(self) -> int:
+        return self.heads * self.width
+
+
+def input_matrices(spec: AttentionSpec) -> tuple[Matrix, ...]:
+    """What hidden states are projected with, in the order in which the fused projection holds them.
+
+    A layer that reads another's KV has no k and v.
+    """
+    made = [Matrix("q", spec.num_heads, spec.head_dim)]
+    if spec.kv_source is None:
+        made.append(Matrix("k", spec.num_kv_heads, spec.head_dim))
+        made.append(Matrix("v", spec.num_kv_heads, spec.v_head_dim))
+    if spec.output_gate:
+        made.append(Matrix("gate", spec.num_heads, spec.v_head_dim))
+    return tuple(made)
+
+
+def output_matrix(spec: AttentionSpec) -> Matrix:
+    """o_proj by its inputs."""
+    return Matrix("o", spec.num_heads, spec.v_head_dim)
+
+
+def grouped_rows(spec: AttentionSpec, order: Sequence[str] = ("q", "gate", "k", "v")) -> list[int]:
+    """Where a checkpoint that interleaves the matrices by KV group holds the rows of the fused projection.
+
+    Args:
+        order: of the matrices within a group; those that the layer lacks are skipped. A group has its share of the query
+            heads, of their gates, and one K and one V head, each of its own width.
+
+    Returns:
+        For each row of the fused projection, the row of the checkpoint's tensor: a permutation.
+    """
+    groups = spec.num_kv_heads
+    matrices = {matrix.name: matrix for matrix in input_matrices(spec)}
+    members = [matrices[name] for name in order if name in matrices]
+    if len(members) != len(matrices):
+        raise ConfigError(f"layer {spec.layer}: {', '.join(matrices)} are not all in the order {', '.join(order)}", "order")
+    starts: dict[tuple[str, int], int] = {}
+    at = 0
+    for group in range(groups):
+        for matrix in members:
+            starts[matrix.name, group] = at
+            at += matrix.size // groups
+    return [
+        starts[matrix.name, group] + row
+        for matrix in matrices.values()
+        for group in range(groups)
+        for row in range(matrix.size // groups)
+    ]
+
+
+def paired_rows(spec: AttentionSpec) -> list[int]:
+    """Where a checkpoint whose q_proj holds each head's queries and then its gate has the rows of q, then of the gate."""
+    q, gate = (matrix for matrix in input_matrices(spec) if matrix.name in ("q", "gate"))
+    both = q.width + gate.width
+    return [
+        head * both + shift + row
+        for matrix, shift in ((q, 0), (gate, q.width))
+        for head in range(matrix.heads)
+        for row in range(matrix.width)
+    ]

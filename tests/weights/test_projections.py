@@ -1,0 +1,208 @@
+"""One heterogeneous model, loaded from every way in which checkpoints hold q, k and v: each by its own layer's widths."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig, PretrainedConfig
+
+from headrace.errors import ConfigError
+from headrace.models import registry
+from headrace.models.decoder import Decoder
+from headrace.parallel.shards import attention_cuts, dense_cuts
+from headrace.spec.projection import grouped_rows
+from headrace.weights.load import load_weights
+from headrace.weights.names import Layout, NameTable
+
+from .models import config, expected_parameters, files, parameters_of, spec, tensors, write_safetensors
+
+HEADS, HEAD_DIM, V_HEAD_DIM = 12, 32, 16
+KV_HEADS = [6, 2, 1]
+
+
+@pytest.fixture(scope="module")
+def uneven() -> PretrainedConfig:
+    made = config(
+        LlamaConfig,
+        hidden_size=96,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=HEADS,
+        head_dim=HEAD_DIM,
+        attention_bias=True,
+    )
+    made.num_key_value_heads_list = KV_HEADS
+    made.v_head_dim = V_HEAD_DIM
+    return made
+
+
+def load(hf_config: PretrainedConfig, paths: list[Path], **options: str) -> Decoder:
+    model = registry.build(spec(hf_config), "float32", "cpu")
+    load_weights(model, registry.name_table(model.spec), files(hf_config, "safetensors", paths), **options)
+    return model
+
+
+def check(model: Decoder, hf_config: PretrainedConfig, weights: Mapping[str, torch.Tensor]) -> None:
+    held = parameters_of(model)
+    for name, expected in expected_parameters(hf_config, weights).items():
+        assert torch.equal(held[name], expected), name
+
+
+def by_hand(weight: Mapping[str, torch.Tensor], kv_heads: int) -> torch.Tensor:
+    """[q ... | k | v] of each KV group, by slicing."""
+    group = HEADS // kv_heads * HEAD_DIM
+    rows = []
+    for index in range(kv_heads):
+        rows.append(weight["q"][index * group : (index + 1) * group])
+        rows.append(weight["k"][index * HEAD_DIM : (index + 1) * HEAD_DIM])
+        rows.append(weight["v"][index * V_HEAD_DIM : (index + 1) * V_HEAD_DIM])
+    return torch.cat(rows)
+
+
+def fused(weights: Mapping[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
+    """The same checkpoint with q, k and v in one tensor: ``plain`` below each other, ``grouped`` by KV group."""
+    out = {name: tensor for name, tensor in weights.items() if not any(f".{part}_proj." in name for part in "qkv")}
+    for layer, kv_heads in enumerate(KV_HEADS):
+        here = f"model.layers.{layer}.self_attn."
+        for end in ("weight", "bias"):
+            parts = {part: weights[f"{here}{part}_proj.{end}"] for part in "qkv"}
+            if kind == "plain":
+                out[f"{here}qkv_proj.{end}"] = torch.cat(list(parts.values()))
+            else:
+                out[f"{here}query_key_value.{end}"] = by_hand(parts, kv_heads)
+    return out
+
+
+def test_widths_are_the_layers_own(uneven: PretrainedConfig) -> None:
+    weights = tensors(uneven)
+    assert [len(weights[f"model.layers.{i}.self_attn.v_proj.weight"]) for i in range(3)] == [6 * 16, 2 * 16, 16]
+    assert [len(weights[f"model.layers.{i}.self_attn.k_proj.weight"]) for i in range(3)] == [6 * 32, 2 * 32, 32]
+    assert weights["model.layers.1.self_attn.o_proj.weight"].shape == (96, 12 * 16)
+
+
+@pytest.mark.parametrize("kind", ["split", "plain", "grouped"])
+def test_fused_split_and_interleaved(uneven: PretrainedConfig, kind: str, tmp_path: Path) -> None:
+    weights = tensors(uneven)
+    stored = weights if kind == "split" else fused(weights, kind)
+    check(load(uneven, write_safetensors(tmp_path, stored)), uneven, weights)
+
+
+def test_an_interleaved_matrix_is_packed_in_order(uneven: PretrainedConfig, tmp_path: Path) -> None:
+    weights = tensors(uneven)
+    for kind in ("split", "grouped"):
+        (tmp_path / kind).mkdir()
+    split = load(uneven, write_safetensors(tmp_path / "split", weights), quantization="int8")
+    grouped = load(uneven, write_safetensors(tmp_path / "grouped", fused(weights, "grouped")), quantization="int8")
+    x = torch.randn(3, 96)
+    for a, b in zip(split.layers, grouped.layers, strict=True):
+        assert torch.equal(a.self_attn.qkv_proj(x), b.self_attn.qkv_proj(x))
+
+
+def test_a_fused_tensor_of_another_width_is_refused(uneven: PretrainedConfig, tmp_path: Path) -> None:
+    """V as wide as K: what a loader that knows one width would make of it."""
+    stored = fused(tensors(uneven), "grouped")
+    stored["model.layers.1.self_attn.query_key_value.weight"] = torch.zeros((HEADS + 2 * 2) * HEAD_DIM, 96)
+    with pytest.raises(ConfigError, match=r"layers\.1\.self_attn\.query_key_value\.weight .* \[512, 96\].*means \[480, 96\]"):
+        load(uneven, write_safetensors(tmp_path, stored))
+
+
+def shards(
+    hf_config: PretrainedConfig, weights: Mapping[str, torch.Tensor], size: int, *, fuse: bool, padding: int = 0
+) -> list[dict[str, torch.Tensor]]:
+    """What each rank of an engine would save."""
+    model = spec(hf_config)
+    vocabulary = model.vocab_size + padding
+    ranks: list[dict[str, torch.Tensor]] = []
+    for rank in range(size):
+        out: dict[str, torch.Tensor] = {}
+        for name, tensor in weights.items():
+            if "embed_tokens" in name or "lm_head" in name:
+                padded = torch.nn.functional.pad(tensor, (0, 0, 0, padding))
+                out[name] = padded[rank * vocabulary // size : (rank + 1) * vocabulary // size]
+                continue
+            words = name.split(".")
+            if "_proj" not in name:
+                out[name] = tensor
+                continue
+            layer, part, matrix = int(words[2]), words[3], words[4].removesuffix("_proj")
+            cuts = (
+                attention_cuts(model.layers[layer], rank, size)
+                if part == "self_attn"
+                else dense_cuts(model.mlps[layer], rank, size)
+            )
+            whole = words[5] == "bias" and matrix in ("o", "down")
+            out[name] = tensor if whole else cuts[matrix].of(tensor)
+        if fuse:
+            for layer in range(model.num_layers):
+                here = f"model.layers.{layer}."
+                for end in ("weight", "bias"):
+                    out[f"{here}self_attn.qkv_proj.{end}"] = torch.cat(
+                        [out.pop(f"{here}self_attn.{p}_proj.{end}") for p in "qkv"]
+                    )
+                out[f"{here}mlp.gate_up_proj.weight"] = torch.cat(
+                    [out.pop(f"{here}mlp.{p}_proj.weight") for p in ("gate", "up")]
+                )
+        ranks.append(out)
+    return ranks
+
+
+def write_shards(folder: Path, ranks: list[dict[str, torch.Tensor]]) -> list[Path]:
+    paths = []
+    for rank, held in enumerate(ranks):
+        for part, names in enumerate((list(held)[::2], list(held)[1::2])):
+            paths.append(folder / f"model-rank-{rank}-part-{part}.safetensors")
+            save_file({name: held[name].contiguous() for name in names}, paths[-1])
+    return paths
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_parts_that_ranks_saved(uneven: PretrainedConfig, size: int, fuse: bool, tmp_path: Path) -> None:
+    """KV heads 6, 2 and 1 for two ranks; four ranks hold 2 and 1, which makes replicas of both."""
+    if size == 4:
+        uneven = type(uneven)(**uneven.to_dict())
+        uneven.num_key_value_heads_list = [4, 2, 1]
+    weights = tensors(uneven)
+    ranks = shards(uneven, weights, size, fuse=fuse)
+    check(load(uneven, write_shards(tmp_path, ranks)), uneven, weights)
+
+
+def test_a_padded_vocabulary(uneven: PretrainedConfig, tmp_path: Path) -> None:
+    weights = tensors(uneven)
+    check(load(uneven, write_shards(tmp_path, shards(uneven, weights, 2, fuse=True, padding=32))), uneven, weights)
+
+
+def test_parts_that_are_wrong_are_refused(uneven: PretrainedConfig, tmp_path: Path) -> None:
+    ranks = shards(uneven, tensors(uneven), 2, fuse=True)
+    paths = write_shards(tmp_path, ranks)
+    with pytest.raises(ConfigError, match=r"parts of ranks \[1\]: one is missing"):
+        load(uneven, [path for path in paths if "rank-1" in path.name])
+    right = ranks[1]["model.layers.2.self_attn.qkv_proj.weight"]
+    ranks[1]["model.layers.2.self_attn.qkv_proj.weight"] = torch.zeros(6 * 32 + 2 * 32, 96)
+    with pytest.raises(ConfigError, match=r"layers\.2\.self_attn\.qkv_proj\.weight of rank 1 .* each holds 240"):
+        load(uneven, write_shards(tmp_path, ranks))
+    ranks[1]["model.layers.2.self_attn.qkv_proj.weight"] = right
+    del ranks[1]["model.norm.weight"]
+    with pytest.raises(ConfigError, match=r"the part of rank 1 lacks model\.norm\.weight"):
+        load(uneven, write_shards(tmp_path, ranks))
+
+
+def test_layouts_there_and_back(uneven: PretrainedConfig) -> None:
+    rows = tuple(grouped_rows(spec(uneven).layers[1]))
+    stored = torch.randn(len(rows), 5)
+    for layout in (Layout(rows), Layout(rows, transposed=True), Layout(transposed=True)):
+        there = stored.mT.contiguous() if layout.transposed else stored
+        part = layout.take(there)
+        assert layout.stored_shape(tuple(part.shape)) == there.shape
+        assert torch.equal(layout.give(part), there)
+    table = NameTable()
+    table.add("w", "weight", layout=Layout(rows))
+    module = torch.nn.Linear(5, len(rows), bias=False)
+    part = table.part("w")
+    assert part is not None
+    part.fill(module.weight.data, stored)
+    assert torch.equal(dict(table.export(module))["w"], stored)

@@ -13,6 +13,7 @@ from rich.console import Console
 from headrace.cli.engine_options import ENGINE
 from headrace.cli.options import command
 from headrace.config import EngineArgs
+from headrace.sources.locate import locate
 
 if TYPE_CHECKING:
     from headrace.engine.info import EngineInfo
@@ -31,6 +32,7 @@ def doctor(
 
     Without --load it reads no weights: the memory of the weights is then an estimate.
     """
+    locate(args.model)  # A mistyped name is told before anything heavy is imported.
     from headrace.cli.startup import as_json as encoded
     from headrace.cli.startup import print_report
 

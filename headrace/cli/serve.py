@@ -13,6 +13,7 @@ from headrace.cli.options import DEBUGGING, command
 from headrace.cli.server_options import SERVER
 from headrace.config import EngineArgs
 from headrace.server.settings import ServerSettings
+from headrace.sources.locate import locate
 
 
 class LogLevel(StrEnum):
@@ -39,6 +40,7 @@ def serve(
 
     Without MODEL it serves a small embedded one, so that `headrace serve` works on a machine with no GPU and no network.
     """
+    locate(args.model)  # A mistyped name is told before anything heavy is imported, and before the port is taken.
     from headrace.cli import logs
     from headrace.cli.announce import AnnouncedLLM
     from headrace.server.run import run

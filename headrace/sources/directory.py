@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,8 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from headrace.errors import ConfigError
+from headrace.sources.locate import PICKLES, refuse_pickles
 
-PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _INDEX = "model.safetensors.index.json"
 _DESCRIPTION = ["*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt"]
 _SECOND_COPIES = ["*/*", "consolidated*"]
@@ -116,12 +115,6 @@ def _indexed_files(path: Path) -> list[Path]:
     if missing:
         raise ConfigError(f"{path} lacks {', '.join(missing)}, which {_INDEX} names", "model")
     return [path / name for name in names]
-
-
-def refuse_pickles(files: Sequence[Path]) -> str:
-    """Why pickled weights are not read."""
-    names = ", ".join(file.name for file in files)
-    return f"{names}: pickled weights can run code when they are read, so they are not; convert them to safetensors"
 
 
 def generation_config(path: Path, config: PreTrainedConfig) -> dict[str, Any]:

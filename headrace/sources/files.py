@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,10 +11,10 @@ from transformers import PreTrainedConfig
 from headrace.config import Decision, EngineArgs
 from headrace.errors import ConfigError
 from headrace.sources import directory, embedded, gguf
+from headrace.sources.locate import locate
 
 Kind = Literal["safetensors", "gguf", "dummy"]
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 
 
@@ -51,17 +50,11 @@ def find_model(args: EngineArgs) -> ModelFiles:
     if args.model is None:
         decision = Decision("model", embedded.NAME, "no model was named: the embedded default is served")
         return _from_gguf(args, embedded.NAME, embedded.find(), (decision,))
-    path = Path(args.model).expanduser()
-    if path.is_file():
-        if not gguf.is_gguf(path):
-            raise ConfigError(_not_a_model(path), "model")
-        return _from_gguf(args, args.model, path)
-    if path.is_dir():
-        return _from_directory(args, path)
-    if path.suffix == ".gguf" or not _HUB_ID.fullmatch(args.model):
-        raise ConfigError(f"there is no file or directory {args.model}", "model")
-    snapshot = directory.download(args.model, args.revision, weights=args.load_format != "dummy")
-    return _from_directory(args, snapshot, from_hub=True)
+    path = locate(args.model)
+    if path is None:
+        snapshot = directory.download(args.model, args.revision, weights=args.load_format != "dummy")
+        return _from_directory(args, snapshot, from_hub=True)
+    return _from_directory(args, path) if path.is_dir() else _from_gguf(args, args.model, path)
 
 
 def _from_gguf(args: EngineArgs, name: str, path: Path, decisions: tuple[Decision, ...] = ()) -> ModelFiles:
@@ -106,11 +99,3 @@ def _from_directory(args: EngineArgs, path: Path, *, from_hub: bool = False) -> 
         config=config,
         generation_config=directory.generation_config(path, config),
     )
-
-
-def _not_a_model(path: Path) -> str:
-    if path.suffix in directory.PICKLES:
-        return directory.refuse_pickles([path])
-    if path.suffix == ".gguf":
-        return f"{path} is not a GGUF file: its first bytes are not GGUF's"
-    return f"{path} is a file, but not a GGUF file; name a GGUF file, a Hugging Face directory, or a hub id"

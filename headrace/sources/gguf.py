@@ -83,12 +83,6 @@ class Reader(GGUFReader):
         return parts, start
 
 
-def is_gguf(path: Path) -> bool:
-    """Whether a file begins as GGUF files do."""
-    with path.open("rb") as file:
-        return file.read(4) == b"GGUF"
-
-
 def open_gguf(path: Path) -> Reader:
     """Opens a GGUF file: its fields, and its tensors as memory maps.
 

@@ -11,7 +11,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from headrace.errors import ConfigError, RequestError
 from headrace.sources.files import ModelFiles
-from headrace.sources.gguf import is_gguf, read_metadata
+from headrace.sources.gguf import read_metadata
+from headrace.sources.locate import is_gguf
 from headrace.text import chat
 from headrace.text.gguf_vocab import build_tokenizer
 from headrace.text.pieces import decoder_rules, token_bytes

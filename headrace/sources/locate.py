@@ -1,0 +1,53 @@
+"""Where a model is, by its name alone: needs no library, so that a mistyped name is told at once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from headrace.errors import ConfigError
+from headrace.sources import embedded
+
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+def locate(model: str | None) -> Path | None:
+    """The GGUF file or the directory that ``model`` names; of None, the embedded default's file; None: a hub id.
+
+    Raises:
+        ConfigError: there is no such file or directory, and it cannot be a hub id; or it is another kind of file.
+    """
+    if model is None:
+        return embedded.find()
+    path = Path(model).expanduser()
+    if path.is_file():
+        if not is_gguf(path):
+            raise ConfigError(_not_a_model(path), "model")
+        return path
+    if path.is_dir():
+        return path
+    if path.suffix == ".gguf" or not _HUB_ID.fullmatch(model):
+        raise ConfigError(f"there is no file or directory {model}", "model")
+    return None
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a file begins as GGUF files do."""
+    with path.open("rb") as file:
+        return file.read(4) == b"GGUF"
+
+
+def refuse_pickles(files: Sequence[Path]) -> str:
+    """Why pickled weights are not read."""
+    names = ", ".join(file.name for file in files)
+    return f"{names}: pickled weights can run code when they are read, so they are not; convert them to safetensors"
+
+
+def _not_a_model(path: Path) -> str:
+    if path.suffix in PICKLES:
+        return refuse_pickles([path])
+    if path.suffix == ".gguf":
+        return f"{path} is not a GGUF file: its first bytes are not GGUF's"
+    return f"{path} is a file, but not a GGUF file; name a GGUF file, a Hugging Face directory, or a hub id"

@@ -220,7 +220,7 @@ def _dtype(args: EngineArgs, model: ModelSpec, types: Counter[str] | None, devic
         return args.dtype
     quantised = types is not None and not types.keys() <= _PLAIN_TYPES
     if args.quantization in ("int8", "int4"):
-        book.note("dtype", "bfloat16", f"the packed {args.quantization} kernels compute in bfloat16")
+        book.note("dtype", "bfloat16", f"the packed {args.quantization} kernels are fastest in bfloat16")
         return "bfloat16"
     source = "quantised" if quantised else model.dtype
     if device.cuda:
@@ -252,10 +252,10 @@ def _quantization(
     kernel = native.misfit if compiled else int8.misfit if asked == "int8" else int4.misfit
     misfits = [why for outputs, inputs in _matrices(model) if (why := kernel(inputs, outputs))]
     if asked in ("int8", "int4"):
-        if dtype != "bfloat16":
+        if dtype != "bfloat16" and not compiled:
             raise ConfigError(
-                f"{asked} rounds, and dtype {dtype} is for results that are not: leave dtype at auto or bfloat16, or set "
-                "quantization none",
+                f"{asked} with dtype {dtype} needs the native kernels, which are not available here, and PyTorch's packed "
+                f"{asked} kernel is made for bfloat16: leave dtype at auto or bfloat16, or set quantization none",
                 "quantization",
             )
         if misfits:
@@ -264,8 +264,10 @@ def _quantization(
     held = _INT4_TYPES | _INT8_TYPES if compiled else _INT4_TYPES
     if types is None:
         book.note("quantization", "none", "the checkpoint is not a quantised GGUF file")
-    elif dtype != "bfloat16":
+    elif dtype != "bfloat16" and args.dtype != "auto":
         book.note("quantization", "none", f"the weights are made {dtype}, for exact results")
+    elif dtype != "bfloat16" and not compiled:
+        book.note("quantization", "none", f"PyTorch's packed kernels are made for bfloat16, and this CPU computes in {dtype}")
     elif others := sorted(types.keys() - held):
         book.note("quantization", "none", f"no packed kernel here holds {', '.join(others)} as it is")
     elif misfits:

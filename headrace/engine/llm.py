@@ -67,6 +67,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool = False,
+        use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
         """Generates for one prompt or many, all batched together; results are in the order of the prompts.
 
@@ -74,18 +75,20 @@ class LLM:
             prompts: strings, or ``{"prompt_token_ids": [...]}``.
             sampling_params: for all prompts, or one each; None: the model's own defaults.
             progress: show a bar on standard error.
+            use_tqdm: vLLM's name for ``progress``, which it replaces where it is given.
 
         Raises:
             RequestError: a prompt or its parameters cannot be served; then none was run.
             EngineError: the engine failed, and cannot be used any more.
         """
+        shown = _shown(progress, use_tqdm)
         several = [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
         each = self._params(sampling_params, len(several))
         requests = [
             self.inputs.request(prompt, params, request_id=f"llm-{next(self._ids)}")
             for prompt, params in zip(several, each, strict=True)
         ]
-        return self._run(requests, progress)
+        return self._run(requests, shown)
 
     def chat(
         self,
@@ -98,6 +101,7 @@ class LLM:
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         progress: bool = False,
+        use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
         """Generates the next message of one conversation or many.
 
@@ -105,6 +109,7 @@ class LLM:
             messages: ``[{"role": ..., "content": ...}, ...]``, or a list of such conversations.
             chat_template: a template, or the path of one, in place of the model's.
             chat_template_kwargs: further variables for the template.
+            progress, use_tqdm: as for ``generate``.
 
         Raises: as ``generate``.
         """
@@ -123,7 +128,7 @@ class LLM:
             # Templates write bos and eos themselves.
             tokens = tokenizer.encode(text, add_special_tokens=False, param="messages")
             prompts.append({"prompt": text, "prompt_token_ids": tokens})
-        return self.generate(prompts, sampling_params, progress=progress)
+        return self.generate(prompts, sampling_params, progress=progress, use_tqdm=use_tqdm)
 
     def default_sampling_params(self) -> SamplingParams:
         """The model's own, of its ``generation_config.json``."""
@@ -225,6 +230,14 @@ class LLM:
                     break
                 held = next(waiting, None)
             yield from core.step()
+
+
+def _shown(progress: bool, use_tqdm: bool | None) -> bool:
+    if use_tqdm is None:
+        return progress
+    if not isinstance(use_tqdm, bool):
+        raise RequestError("use_tqdm must be true or false: the bar is headrace's own, and takes no class", "use_tqdm")
+    return use_tqdm
 
 
 @contextlib.contextmanager

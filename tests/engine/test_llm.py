@@ -16,6 +16,7 @@ from engine.tiny import EOS
 from headrace import LLM, SamplingParams
 from headrace.engine.info import Progress
 from headrace.errors import ConfigError, EngineError, RequestError
+from headrace.kernels import native
 
 
 def build(folder: Path, **args: Any) -> LLM:
@@ -86,6 +87,19 @@ def test_more_prompts_than_the_queue_takes(tiny_folder: Path) -> None:
         assert caught.value.param == "n"
         llm.check_integrity()
         assert llm.stats.num_running == llm.stats.num_waiting == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [({}, False), ({"progress": True}, True), ({"use_tqdm": True}, True), ({"use_tqdm": False, "progress": True}, False)],
+)
+def test_the_bar_has_two_names(given: dict[str, bool], shown: bool, llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    llm.generate("one", greedy(2), **given)
+    llm.chat([{"role": "user", "content": "two"}], greedy(2), **given)
+    assert ("1/1" in capsys.readouterr().err) == shown
+    with pytest.raises(RequestError) as caught:
+        llm.generate("one", greedy(2), use_tqdm=Path)  # type: ignore[arg-type]
+    assert caught.value.param == "use_tqdm"
 
 
 def test_seeds(tiny_folder: Path, llm: LLM) -> None:
@@ -247,3 +261,24 @@ def test_after_close_and_after_a_failure(tiny_folder: Path, monkeypatch: pytest.
     llm.close()
     with pytest.raises(EngineError, match="closed"):
         llm.generate("a", greedy())
+
+
+@pytest.mark.skipif(
+    getattr(native.load(), "tile", "portable") == "portable", reason="no native kernels with vector instructions"
+)
+@pytest.mark.parametrize("bits", ["int4", "int8"])
+def test_packed_weights_with_any_activations(bits: str, tiny_folder: Path) -> None:
+    """The same packed weights whatever the activations' dtype is: what differs is its rounding."""
+    found, chosen = {}, {}
+    for dtype in ("float32", "bfloat16", "float16"):
+        with build(tiny_folder, dtype=dtype, quantization=bits, seed=3) as llm:
+            (result,) = llm.generate("to be packed", greedy(1, prompt_logprobs=0))
+            chosen[dtype] = {decision.name: decision.value for decision in llm.info.decisions}
+        positions = [next(iter(entry.values())).logprob for entry in result.prompt_logprobs if entry]
+        found[dtype] = positions
+    assert found["float32"] != found["bfloat16"]
+    for dtype, bound in (("bfloat16", 0.05), ("float16", 0.01)):
+        assert found[dtype] == pytest.approx(found["float32"], abs=bound)
+    layers = {dtype: decisions["decoder layers"] for dtype, decisions in chosen.items()}
+    fused = "all in one native call"
+    assert layers == {"float32": fused, "bfloat16": fused, "float16": "module by module"}

@@ -25,6 +25,7 @@ MIB = 2**20
 ZEN = DeviceFacts(device="cpu", name="x", instructions=frozenset({"avx512_bf16"}), num_cores=6, available_memory=1024 * MIB)
 NATIVE = dataclasses.replace(ZEN, native_kernels="avx512_vnni")
 OLD = dataclasses.replace(ZEN, instructions=frozenset({"avx2"}))
+OLD_NATIVE = dataclasses.replace(OLD, native_kernels="avx2")
 
 
 def model(
@@ -88,6 +89,10 @@ def reason(config: EngineConfig, name: str) -> str:
         ({"quantization": "int8"}, None, "bfloat16", ZEN, "bfloat16", "int8"),
         ({"dtype": "bfloat16"}, None, "float32", OLD, "bfloat16", "none"),
         ({}, ("Q8_0",), "float32", NATIVE, "bfloat16", "int8"),
+        ({}, ("Q4_1",), "float32", OLD_NATIVE, "float32", "int4"),
+        ({"dtype": "float32"}, ("Q4_1",), "float32", OLD_NATIVE, "float32", "none"),
+        ({"dtype": "float32", "quantization": "int4"}, ("Q4_1",), "float32", NATIVE, "float32", "int4"),
+        ({"dtype": "float16", "quantization": "int8"}, None, "float16", NATIVE, "float16", "int8"),
         ({}, ("Q4_K", "Q5_K", "Q8_0"), "float32", NATIVE, "bfloat16", "int4"),
         ({}, ("Q4_K", "Q6_K"), "float32", NATIVE, "bfloat16", "none"),
     ],

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 MISSING = """
-import sys
+import os, sys
 from headrace.cli.main import app
+os.chdir({folder!r})
 try:
     app({arguments!r})
 except SystemExit as error:
@@ -31,8 +32,8 @@ except SystemExit as error:
 def test_a_wrong_model_is_told_before_anything_is_imported(command: str, name: str, why: str, tmp_path: Path) -> None:
     for file in ("model.bin", "notes.txt"):
         (tmp_path / file).write_text("x")
-    code = MISSING.format(arguments=[command, name])
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    code = MISSING.format(folder=str(tmp_path), arguments=[command, name])
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert why in " ".join(done.stderr.split())
     assert "listening" not in done.stderr
     assert done.stdout.strip() == "2 []"

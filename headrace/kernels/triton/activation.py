@@ -9,12 +9,17 @@ import torch
 import triton
 import triton.language as tl
 
+from headrace.kernels.triton.pdl import begin, options
+
 _BLOCK = 1024
 
 
 @triton.jit
-def _gated(gate_up, out, token_stride: tl.int64, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr):
+def _gated(
+    gate_up, out, token_stride: tl.int64, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr, PDL: tl.constexpr
+):
     """A block of one token's channels."""
+    begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = channel < WIDTH
@@ -49,6 +54,13 @@ def _launch(gate_up: torch.Tensor, *, gelu: bool) -> torch.Tensor:
     if out.numel():
         block = min(_BLOCK, triton.next_power_of_2(width))
         _gated[(tokens, triton.cdiv(width, block))](
-            gate_up, out, gate_up.stride(0), WIDTH=width, BLOCK=block, GELU=gelu, num_warps=max(block // 256, 1)
+            gate_up,
+            out,
+            gate_up.stride(0),
+            WIDTH=width,
+            BLOCK=block,
+            GELU=gelu,
+            num_warps=max(block // 256, 1),
+            **options(gate_up.device),
         )
     return out

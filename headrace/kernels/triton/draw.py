@@ -17,6 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
+from headrace.kernels.triton.pdl import begin, options
+
 _CHUNK = 4096
 """Logits of one program."""
 _BLOCK = 128
@@ -77,9 +79,11 @@ def _search(totals, target, total, index):
 
 @triton.jit
 def _peaks(
-    logits, peaks, places, masses, row_stride: tl.int64, VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr
+    logits, peaks, places, masses, row_stride: tl.int64, VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+    PDL: tl.constexpr
 ):  # fmt: skip
     """Of one row's chunk: the largest logit, NaN if there is one, the first place it is at, the sum of exp relative to it."""
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     token = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -106,9 +110,10 @@ def _best(peaks, row, CHUNKS: tl.constexpr, CHUNKS_P: tl.constexpr):
 @triton.jit
 def _sums(
     logits, peaks, temperatures, slots, sums, row_stride: tl.int64, VOCAB: tl.constexpr, CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr, CHUNKS_P: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr
+    CHUNKS: tl.constexpr, CHUNKS_P: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """Sums of the weights ``exp((logit - best) / temperature)`` of a chunk's blocks, for rows that draw."""
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     temperature = _of_slot(temperatures, slots, row, 1, 0, SLOTS).to(tl.float32)
     if temperature > 0.0:
@@ -125,9 +130,11 @@ def _sums(
 def _choose(
     logits, peaks, places, masses, temperatures, keys, slots, positions, sums, tokens, bests, log_sums,
     row_stride: tl.int64, VOCAB: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_P: tl.constexpr, BLOCKS: tl.constexpr,
-    BLOCKS_P: tl.constexpr, BLOCK: tl.constexpr, DRAW: tl.constexpr, SLOTS: tl.constexpr
+    BLOCKS_P: tl.constexpr, BLOCK: tl.constexpr, DRAW: tl.constexpr, SLOTS: tl.constexpr,
+    PDL: tl.constexpr
 ):  # fmt: skip
     """One row from its chunks and blocks."""
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     best, peak, whole = _best(peaks, row, CHUNKS, CHUNKS_P)
     chunk = tl.arange(0, CHUNKS_P)
@@ -190,20 +197,20 @@ def draw(
     peaks, masses = torch.empty(2, rows, chunks, dtype=torch.float32, device=device)
     places = torch.empty(rows, chunks, dtype=torch.int32, device=device)
     sizes = {"VOCAB": vocab, "CHUNKS": chunks, "CHUNKS_P": triton.next_power_of_2(chunks)}
-    grid = (rows, chunks)
-    _peaks[grid](logits, peaks, places, masses, logits.stride(0), VOCAB=vocab, CHUNK=_CHUNK, CHUNKS=chunks, num_warps=8)
+    grid, pdl = (rows, chunks), options(device)
+    _peaks[grid](logits, peaks, places, masses, logits.stride(0), VOCAB=vocab, CHUNK=_CHUNK, CHUNKS=chunks, num_warps=8, **pdl)
     drawing = temperatures is not None and keys is not None and positions is not None
     sums = torch.empty(rows, blocks, dtype=torch.float32, device=device) if drawing else best
     if drawing:
         _sums[grid](
             logits, peaks, temperatures, best if slots is None else slots, sums, logits.stride(0), **sizes,
-            CHUNK=_CHUNK, BLOCK=_BLOCK, SLOTS=slots is not None, num_warps=8,
+            CHUNK=_CHUNK, BLOCK=_BLOCK, SLOTS=slots is not None, num_warps=8, **pdl,
         )  # fmt: skip
     else:
         temperatures = keys = positions = best
     _choose[(rows,)](
         logits, peaks, places, masses, temperatures, keys, best if slots is None else slots, positions, sums, tokens,
         best, log_sums, logits.stride(0), **sizes, BLOCKS=blocks, BLOCKS_P=triton.next_power_of_2(blocks), BLOCK=_BLOCK,
-        DRAW=drawing, SLOTS=slots is not None, num_warps=4,
+        DRAW=drawing, SLOTS=slots is not None, num_warps=4, **pdl,
     )  # fmt: skip
     return Drawn(tokens, best, log_sums)

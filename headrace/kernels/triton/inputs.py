@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from headrace.kernels.inputs import StepInputs
+from headrace.kernels.triton.pdl import begin, options
 
 _BLOCK = 256
 """Tokens, or columns of a block table, of one program."""
@@ -39,8 +40,10 @@ def _gather(
     BLOCK_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     FIRST_GROUP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """A piece of one row's tokens and of its block table; row ``num_rows`` is what comes behind the last one."""
+    begin(PDL)
     row = tl.program_id(0)
     piece = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     first = tl.load(query_start + row).to(tl.int64)
@@ -115,14 +118,17 @@ def step_inputs(
             BLOCK=_BLOCK,
             FIRST_GROUP=group == 0,
             num_warps=4,
+            **options(device),
         )
     return StepInputs(ids, positions, seq_lens, mapping, gathered)
 
 
 @triton.jit
 def _advance(
-    slots, seq_lens, drawn, best, token_ids, num_tokens, num_computed, outcome, rows, ids_slot: tl.int64, BLOCK: tl.constexpr
+    slots, seq_lens, drawn, best, token_ids, num_tokens, num_computed, outcome, rows, ids_slot: tl.int64,
+    BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
+    begin(PDL)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     present = row < rows
     slot = tl.load(slots + row, mask=present, other=-1)
@@ -149,16 +155,7 @@ def advance(
     """As its twin, in one launch."""
     outcome = torch.empty(len(slots), dtype=torch.int64, device=slots.device)
     _advance[(triton.cdiv(len(slots), _BLOCK),)](
-        slots,
-        seq_lens,
-        drawn,
-        best,
-        token_ids,
-        num_tokens,
-        num_computed,
-        outcome,
-        len(slots),
-        token_ids.stride(0),
-        BLOCK=_BLOCK,
-    )
+        slots, seq_lens, drawn, best, token_ids, num_tokens, num_computed, outcome, len(slots), token_ids.stride(0),
+        BLOCK=_BLOCK, **options(slots.device),
+    )  # fmt: skip
     return outcome

@@ -15,6 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
+from headrace.kernels.triton.pdl import announce, begin, options, wait
+
 MAX_ROWS = 16
 """More rows are for a library's matrix product."""
 
@@ -63,17 +65,25 @@ def _single(
     CHANNELS: tl.constexpr,
     BIAS: tl.constexpr,
     ADD: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    announce(PDL)
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     present = output < OUT
     channel = tl.arange(0, CHANNELS)
     base = weight + output.to(tl.int64)[:, None] * weight_row
     sums = tl.zeros([OUTPUTS, CHANNELS], tl.float32)
-    for start in range(0, IN, CHANNELS):
+    # A tile of the weight is on its way while the one before is summed up; the first, while the last kernel still runs.
+    part = tl.load(base + channel[None, :], mask=present[:, None] & (channel < IN)[None, :], other=0.0)
+    wait(PDL)
+    for start in tl.static_range(0, IN, CHANNELS):
         inside = start + channel
         factor = tl.load(x + inside, mask=inside < IN, other=0.0).to(tl.float32)
-        mask = present[:, None] & (inside < IN)[None, :]
-        sums += tl.load(base + inside[None, :], mask=mask, other=0.0).to(tl.float32) * factor[None, :]
+        here = part
+        if start + CHANNELS < IN:
+            ahead = inside + CHANNELS
+            part = tl.load(base + ahead[None, :], mask=present[:, None] & (ahead < IN)[None, :], other=0.0)
+        sums += here.to(tl.float32) * factor[None, :]
     result = tl.sum(sums, 1)
     result = _finish(result, bias, residual, output, output, present, y.dtype.element_ty, BIAS, ADD)
     tl.store(y + output, result, mask=present)
@@ -98,7 +108,9 @@ def _several(
     BIAS: tl.constexpr,
     ADD: tl.constexpr,
     PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin(PDL)
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     present = output < OUT
     channel = tl.arange(0, CHANNELS)
@@ -155,7 +167,7 @@ def linear(
     grid = (triton.cdiv(out_features, tiling.outputs),)
     sizes = {"IN": in_features, "OUT": out_features, "OUTPUTS": tiling.outputs, "CHANNELS": tiling.channels}
     flags = {"BIAS": bias is not None, "ADD": residual is not None}
-    launch = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
+    launch = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages, **options(x.device)}
     tensors = (x, weight, x if bias is None else bias, x if residual is None else residual, y)
     if rows == 1:
         _single[grid](*tensors, weight.stride(0), **sizes, **flags, **launch)

@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from headrace.kernels.triton.pdl import begin, options
+
 
 @triton.jit(do_not_specialize=["inner"])
 def _rms_norm(
@@ -26,8 +28,10 @@ def _rms_norm(
     WIDTH: tl.constexpr,
     WIDTH_P: tl.constexpr,
     ADD: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One row of ``WIDTH`` channels; row r of x begins at ``(r // inner) * x_outer + (r % inner) * x_inner``."""
+    begin(PDL)
     row = tl.program_id(0)
     channel = tl.arange(0, WIDTH_P)
     mask = channel < WIDTH
@@ -95,6 +99,7 @@ def _launch(
         ADD=residual is not None,
         # Eight channels a thread: 16 bytes of a 16-bit type, the widest load there is.
         num_warps=min(max(width_p // 256, 1), 16),
+        **options(x.device),
     )
 
 

@@ -23,6 +23,8 @@ import triton.language as tl
 from headrace.kernels.kv_cache import check_scales
 from headrace.kernels.triton.fp8 import OFF, as_bytes, gain, mode, to_half
 from headrace.kernels.triton.kv_cache import scale_strides
+from headrace.kernels.triton.pdl import begin as begin_launch
+from headrace.kernels.triton.pdl import options
 from headrace.kernels.triton.tiling import KEYS_FIRST, Tiling
 
 _MERGED_CHANNELS = 128
@@ -351,7 +353,9 @@ def _attend(
     SPLIT: tl.constexpr,
     KEYS_FIRST: tl.constexpr,
     PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin_launch(PDL)
     shares: tl.constexpr = (GROUP + SHARE - 1) // SHARE
     kv_head = (tl.program_id(1) // shares).to(tl.int64)
     split = tl.program_id(2)
@@ -441,12 +445,14 @@ def _merge(
     BLOCK: tl.constexpr,
     SPLITS_P: tl.constexpr,
     ORDERED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Weighs the splits of one (token, head) by their softmax mass, for a block of channels.
 
     A split whose mass is 0 may hold anything. ``ORDERED``: sums one by one, so that empty splits at the end do not change
     the order of the others.
     """
+    begin_launch(PDL)
     place = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     present = channel < DV
@@ -545,13 +551,14 @@ def paged_attention(
         SINGLE=single, PHASED=not (single or tiling.invariant or window is not None),
         INVARIANT=tiling.invariant, SPLIT=tiling.merges, KEYS_FIRST=tiling.keys_first,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        num_warps=tiling.num_warps, num_stages=tiling.num_stages,
+        num_warps=tiling.num_warps, num_stages=tiling.num_stages, **options(q.device),
     )  # fmt: skip
     if tiling.merges:
         block = min(_MERGED_CHANNELS, triton.next_power_of_2(v_head_dim))
         _merge[(len(tokens) * num_heads, triton.cdiv(v_head_dim, block))](
             target, lse, out[tokens.start : tokens.stop], tiling.splits,
             DV=v_head_dim, BLOCK=block, SPLITS_P=triton.next_power_of_2(tiling.splits), ORDERED=tiling.invariant,
+            **options(q.device),
         )  # fmt: skip
     return out
 

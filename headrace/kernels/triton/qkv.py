@@ -13,6 +13,7 @@ from headrace.kernels.kv_cache import check_scales
 from headrace.kernels.qkv import check_qkv
 from headrace.kernels.triton.fp8 import OFF, as_bytes, mode, quantized, scale_of_peak
 from headrace.kernels.triton.kv_cache import check_last_axes, scale_strides, store_heads
+from headrace.kernels.triton.pdl import begin, options
 
 _ELEMENTS = 1024
 """Of one program: 16 bytes for each thread of four warps."""
@@ -159,8 +160,10 @@ def _norm_rotate_and_cache(
     K_LANE: tl.constexpr,
     V_LANE: tl.constexpr,
     FP8: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """``TILE`` heads of one token: first the query heads, tile after tile, then the KV heads."""
+    begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     q_tiles: tl.constexpr = (HEADS + TILE - 1) // TILE
@@ -279,5 +282,6 @@ def norm_rotate_and_cache(
         V_LANE=values.stride(3),
         FP8=fp8,
         num_warps=min(max(tile * max(d_p, dv_p) // 256, 1), 4),
+        **options(qkv.device),
     )
     return q

@@ -6,23 +6,16 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from torch.nn.functional import gelu
 
 from headrace.errors import ConfigError
-from headrace.kernels.activation import gelu_tanh_mul, silu_mul
+from headrace.kernels.activation import gelu_mul, gelu_tanh_mul, silu_mul
 from headrace.layers.linear import FusedLinear, Linear
 from headrace.spec import DenseSpec
-
-
-def _gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    gate, up = gate_up.chunk(2, dim=-1)
-    return gelu(gate) * up
-
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": silu_mul,
     "swish": silu_mul,
-    "gelu": _gelu_mul,
+    "gelu": gelu_mul,
     "gelu_new": gelu_tanh_mul,
     "gelu_pytorch_tanh": gelu_tanh_mul,
 }

@@ -2,11 +2,12 @@
 
 from headrace.spec.attention import AttentionSpec, Mode
 from headrace.spec.kv import CacheGroup, LayerKV, Plane, cache_groups, layer_kv
-from headrace.spec.mlp import DenseSpec, MlpSpec
+from headrace.spec.mlp import CLAMPED_SWIGLU, DenseSpec, MlpSpec, MoeSpec
 from headrace.spec.model import ModelSpec, Span
 from headrace.spec.rope import RopeSpec
 
 __all__ = [
+    "CLAMPED_SWIGLU",
     "AttentionSpec",
     "CacheGroup",
     "DenseSpec",
@@ -14,6 +15,7 @@ __all__ = [
     "MlpSpec",
     "Mode",
     "ModelSpec",
+    "MoeSpec",
     "Plane",
     "RopeSpec",
     "Span",

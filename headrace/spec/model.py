@@ -56,8 +56,3 @@ class ModelSpec:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
-
-    @property
-    def intermediate_size(self) -> int:
-        """The widest MLP: for estimates."""
-        return max(mlp.intermediate_size for mlp in self.mlps)

@@ -19,8 +19,8 @@ from triton.runtime.jit import JITFunction
 
 from headrace.cache.fp8 import allocate_fp8
 from headrace.kernels.support import NATIVE_FP8_SM, Resources
-from headrace.kernels.triton import activation, draw, fp8, inputs, kv_cache, linear, norm, paged_attention, qkv, tiling
-from headrace.spec import AttentionSpec
+from headrace.kernels.triton import activation, draw, fp8, inputs, kv_cache, linear, moe, norm, paged_attention, qkv, tiling
+from headrace.spec import AttentionSpec, MoeSpec
 
 BF16 = torch.bfloat16
 
@@ -124,8 +124,19 @@ def others() -> None:
     inputs.step_inputs(table, slots, [table, table], slots[:2], starts, **sizes)
 
 
+def mixtures() -> None:
+    spec = MoeSpec(
+        num_experts=160, top_k=6, intermediate_size=512, num_groups=8, top_groups=3, group_score="top2", correction_bias=True
+    )
+    for tokens, dtype in ((1, BF16), (8192, BF16), (8192, torch.float32)):
+        gate_up, down = torch.zeros(160, 1024, 256, dtype=dtype), torch.zeros(160, 256, 512, dtype=dtype)
+        experts, weights = moe.route(torch.zeros(tokens, 160), spec, torch.zeros(160))
+        moe.moe_mlp(torch.zeros(tokens, 256, dtype=dtype), experts, weights, gate_up, down, spec)
+
+
 if __name__ == "__main__":
     asked = int(sys.argv[1])
     compile_only(asked)
     attention(Resources(132, (227 if asked >= 90 else 163) << 10))
     others()
+    mixtures()

@@ -1,0 +1,182 @@
+"""Mixture of experts: which experts a token goes to, and the product of every token with its experts' weights."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import linear
+
+from headrace.errors import ConfigError
+from headrace.kernels import support
+from headrace.kernels.activation import clamped_swiglu, gelu_mul, gelu_tanh_mul, silu_mul
+from headrace.spec import CLAMPED_SWIGLU, MoeSpec
+
+GATES = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", CLAMPED_SWIGLU)
+"""What ``MoeSpec.act`` may be."""
+
+
+def route(
+    logits: torch.Tensor, spec: MoeSpec, correction_bias: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Chooses each token's experts.
+
+    Groups as in DeepSeek-V2 and V3 (2024): scores of experts outside the best groups do not count.
+
+    Args:
+        logits: ``[T, num_experts]`` float32.
+        correction_bias: ``[num_experts]`` float32, for a spec that has it.
+
+    Returns:
+        Experts ``[T, top_k]`` int32, in no particular order, and their weights ``[T, top_k]`` float32.
+
+    Raises:
+        ValueError: a tensor does not fit the spec.
+    """
+    check_route(logits, spec, correction_bias)
+    if triton_runs(logits):
+        from headrace.kernels.triton import moe
+
+        return moe.route(logits, spec, correction_bias)
+    return route_twin(logits, spec, correction_bias)
+
+
+def route_twin(
+    logits: torch.Tensor, spec: MoeSpec, correction_bias: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    scores = logits.softmax(-1) if spec.scoring == "softmax" else logits.sigmoid()
+    ranked = scores if correction_bias is None else scores + correction_bias
+    if spec.top_groups < spec.num_groups:
+        groups = ranked.view(len(ranked), spec.num_groups, spec.group_size)
+        best = groups.amax(-1) if spec.group_score == "max" else groups.topk(2, dim=-1).values.sum(-1)
+        left_out = torch.ones_like(best, dtype=torch.bool).scatter_(1, best.topk(spec.top_groups, dim=-1).indices, False)
+        ranked = groups.masked_fill(left_out.unsqueeze(-1), -torch.inf).flatten(1)
+    experts = ranked.topk(spec.top_k, dim=-1).indices
+    weights = scores.gather(1, experts)
+    if spec.normalize:
+        weights = weights / weights.sum(-1, keepdim=True).clamp(min=spec.least_sum)
+    return experts.int(), weights * spec.routed_scale
+
+
+def check_route(logits: torch.Tensor, spec: MoeSpec, correction_bias: torch.Tensor | None) -> None:
+    """Raises ValueError where ``route`` must."""
+    if logits.ndim != 2 or logits.shape[1] != spec.num_experts or logits.dtype != torch.float32:
+        raise ValueError(f"logits must be [T, {spec.num_experts}] float32, not {list(logits.shape)} {logits.dtype}")
+    if (correction_bias is not None) != spec.correction_bias:
+        raise ValueError(f"correction_bias is {'missing' if spec.correction_bias else 'given to a spec without it'}")
+    if correction_bias is not None and (correction_bias.shape != (spec.num_experts,) or correction_bias.dtype != torch.float32):
+        raise ValueError(f"correction_bias must be [{spec.num_experts}] float32")
+
+
+def moe_mlp(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    spec: MoeSpec,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The weighted sum of each token's experts.
+
+    Each product is rounded to x's dtype, as is each output times its weight; the sum of those is rounded once.
+
+    Args:
+        x: ``[T, hidden]``, last axis contiguous.
+        experts: ``[T, top_k]`` int32.
+        weights: ``[T, top_k]`` float32.
+        gate_up: ``[num_experts, 2 * intermediate_size, hidden]`` of x's dtype, contiguous: an expert's gate, then its up.
+        down: ``[num_experts, hidden, intermediate_size]`` likewise.
+        gate_up_bias: ``[num_experts, 2 * intermediate_size]``
+        down_bias: ``[num_experts, hidden]``
+
+    Returns:
+        ``[T, hidden]``
+
+    Raises:
+        ValueError: a tensor does not fit the others.
+    """
+    check_moe_mlp(x, experts, weights, gate_up, down, spec, gate_up_bias, down_bias)
+    if triton_runs(x):
+        from headrace.kernels.triton import moe
+
+        return moe.moe_mlp(x, experts, weights, gate_up, down, spec, gate_up_bias, down_bias)
+    return moe_mlp_twin(x, experts, weights, gate_up, down, spec, gate_up_bias, down_bias)
+
+
+def moe_mlp_twin(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    spec: MoeSpec,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Choices sorted by expert, then an expert at a time; experts that nobody chose cost nothing."""
+    tokens, top_k = experts.shape
+    flat = experts.flatten().long()
+    order = flat.argsort(stable=True)
+    counts = torch.bincount(flat, minlength=spec.num_experts).tolist()
+    weighted = x.new_empty(tokens * top_k, x.shape[1])
+    factors = weights.flatten().unsqueeze(1)
+    start = 0
+    for expert, count in enumerate(counts):
+        if not count:
+            continue
+        choices = order[start : start + count]
+        start += count
+        hidden = linear(x[choices // top_k], gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
+        out = linear(gated(hidden, spec), down[expert], None if down_bias is None else down_bias[expert])
+        weighted[choices] = (out.float() * factors[choices]).to(x.dtype)
+    return weighted.view(tokens, top_k, x.shape[1]).sum(1)
+
+
+def check_moe_mlp(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    spec: MoeSpec,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+) -> None:
+    """Raises ValueError where ``moe_mlp`` must."""
+    tokens, hidden = x.shape
+    count, inner = spec.num_experts, spec.intermediate_size
+    expected: list[tuple[str, torch.Tensor | None, tuple[int, ...], torch.dtype]] = [
+        ("experts", experts, (tokens, spec.top_k), torch.int32),
+        ("weights", weights, (tokens, spec.top_k), torch.float32),
+        ("gate_up", gate_up, (count, 2 * inner, hidden), x.dtype),
+        ("down", down, (count, hidden, inner), x.dtype),
+        ("gate_up_bias", gate_up_bias, (count, 2 * inner), x.dtype),
+        ("down_bias", down_bias, (count, hidden), x.dtype),
+    ]
+    for name, tensor, shape, dtype in expected:
+        if tensor is not None and (tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous()):
+            raise ValueError(f"{name} must be {list(shape)} {dtype} and contiguous, not {list(tensor.shape)} {tensor.dtype}")
+    if tokens and x.stride(1) != 1:
+        raise ValueError("the last axis of x must be contiguous")
+
+
+def gated(gate_up: torch.Tensor, spec: MoeSpec) -> torch.Tensor:
+    """``[N, 2 * intermediate_size] -> [N, intermediate_size]``
+
+    Raises:
+        ConfigError: there is no such activation.
+    """
+    if spec.act == CLAMPED_SWIGLU:
+        return clamped_swiglu(gate_up, spec.alpha, spec.limit)
+    if spec.act in ("silu", "swish"):
+        return silu_mul(gate_up)
+    if spec.act == "gelu":
+        return gelu_mul(gate_up)
+    if spec.act in ("gelu_new", "gelu_pytorch_tanh"):
+        return gelu_tanh_mul(gate_up)
+    raise ConfigError(f"activation {spec.act!r} is not one of {', '.join(GATES)}", "hidden_act")
+
+
+def triton_runs(x: torch.Tensor) -> bool:
+    """Whether the Triton kernels take such a tensor: on the CPU their twins do."""
+    return x.is_cuda and not support.refusals(x.device)

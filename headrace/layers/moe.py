@@ -1,0 +1,79 @@
+"""The mixture of experts in place of a layer's MLP."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+from headrace.errors import ConfigError
+from headrace.kernels.moe import GATES, moe_mlp, route
+from headrace.layers.mlp import GatedMLP
+from headrace.spec import MoeSpec
+
+
+def _empty(*shape: int, dtype: torch.dtype, device: str | torch.device) -> nn.Parameter:
+    return nn.Parameter(torch.empty(*shape, dtype=dtype, device=device), requires_grad=False)
+
+
+class Router(nn.Module):
+    """Chooses a token's experts. Its parameters are float32 in any model, and so is what is computed with them."""
+
+    def __init__(self, hidden_size: int, spec: MoeSpec, *, device: str | torch.device) -> None:
+        super().__init__()
+        self.spec = spec
+        self.weight = _empty(spec.num_experts, hidden_size, dtype=torch.float32, device=device)
+        """``[num_experts, hidden]``"""
+        self.bias: nn.Parameter | None = None
+        self.e_score_correction_bias: nn.Parameter | None = None
+        if spec.router_bias:
+            self.bias = _empty(spec.num_experts, dtype=torch.float32, device=device)
+        if spec.correction_bias:
+            self.e_score_correction_bias = _empty(spec.num_experts, dtype=torch.float32, device=device)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """``[T, hidden]`` -> experts ``[T, top_k]`` int32, weights ``[T, top_k]`` float32."""
+        return route(linear(x.float(), self.weight, self.bias), self.spec, self.e_score_correction_bias)
+
+
+class Experts(nn.Module):
+    """The experts' weights, stacked."""
+
+    def __init__(self, hidden_size: int, spec: MoeSpec, *, dtype: torch.dtype, device: str | torch.device) -> None:
+        super().__init__()
+        if spec.act not in GATES:
+            raise ConfigError(f"hidden_act {spec.act!r} is not one of {', '.join(GATES)}", "hidden_act")
+        self.spec = spec
+        count, inner = spec.num_experts, spec.intermediate_size
+        self.gate_up_proj = _empty(count, 2 * inner, hidden_size, dtype=dtype, device=device)
+        """``[num_experts, 2 * intermediate_size, hidden]``: an expert's gate, then its up."""
+        self.down_proj = _empty(count, hidden_size, inner, dtype=dtype, device=device)
+        """``[num_experts, hidden, intermediate_size]``"""
+        self.gate_up_proj_bias: nn.Parameter | None = None
+        self.down_proj_bias: nn.Parameter | None = None
+        if spec.bias:
+            self.gate_up_proj_bias = _empty(count, 2 * inner, dtype=dtype, device=device)
+            self.down_proj_bias = _empty(count, hidden_size, dtype=dtype, device=device)
+
+    def forward(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """``[T, hidden] -> [T, hidden]``; experts and weights as a Router gives them."""
+        return moe_mlp(
+            x, experts, weights, self.gate_up_proj, self.down_proj, self.spec, self.gate_up_proj_bias, self.down_proj_bias
+        )
+
+
+class MoeMLP(nn.Module):
+    """A router, its experts, and the shared experts that see every token."""
+
+    def __init__(self, hidden_size: int, spec: MoeSpec, *, dtype: torch.dtype, device: str | torch.device) -> None:
+        super().__init__()
+        self.gate = Router(hidden_size, spec, device=device)
+        self.experts = Experts(hidden_size, spec, dtype=dtype, device=device)
+        self.shared_experts: GatedMLP | None = None
+        if spec.shared is not None:
+            self.shared_experts = GatedMLP(hidden_size, spec.shared, dtype=dtype, device=device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[T, hidden] -> [T, hidden]``"""
+        out: torch.Tensor = self.experts(x, *self.gate(x))
+        return out if self.shared_experts is None else out + self.shared_experts(x)

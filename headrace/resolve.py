@@ -151,8 +151,7 @@ def weight_bytes(model: ModelSpec, dtype: str, quantization: str) -> int:
 def _matrices(model: ModelSpec) -> Iterator[tuple[int, int]]:
     """(outputs, inputs) of every matrix of the layers."""
     for spec, mlp in zip(model.layers, model.mlps, strict=True):
-        yield spec.q_size + (spec.k_size + spec.v_size if spec.kv_source is None else 0), model.hidden_size
-        yield model.hidden_size, spec.out_size
+        yield from spec.matrices(model.hidden_size)
         yield from mlp.matrices(model.hidden_size)
 
 

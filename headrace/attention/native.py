@@ -40,6 +40,8 @@ class NativeAttention:
         names = [str(kind).removeprefix("torch.") for kind in DTYPES]
         if dtype not in names:
             reasons.append(f"it computes in {', '.join(names)}, not in {dtype}")
+        if spec.latent is not None:
+            reasons.append("it reads values beside the keys, not among a compressed key's channels")
         if mode != "dense":
             reasons.append(f"it attends densely only, not {mode}")
         return reasons

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from headrace.attention.backend import AttentionBackend
 from headrace.attention.flashinfer import FlashInferAttention
+from headrace.attention.latent import LatentBackend
 from headrace.attention.native import NativeAttention
 from headrace.attention.reference import ReferenceAttention
 from headrace.attention.torch_cpu import TorchAttention
@@ -74,6 +77,32 @@ def create(name: str) -> AttentionBackend:
         ConfigError: there is no such backend.
     """
     return _backend(name)()
+
+
+def create_for(specs: Sequence[AttentionSpec], names: Sequence[str], device: str, dtype: str) -> list[AttentionBackend]:
+    """The backend of each layer: one instance of a name, and one of each geometry of compressed KV.
+
+    Args:
+        names: chosen for each layer.
+
+    Raises:
+        ConfigError: there is no such backend, or none that can run a layer's uncompressed prompts.
+    """
+    made: dict[object, AttentionBackend] = {}
+    backends = []
+    for spec, name in zip(specs, names, strict=True):
+        key = (name, spec.latent, spec.num_heads, spec.v_head_dim, spec.rotary_dim) if spec.latent is not None else name
+        if key not in made:
+            made[key] = create(name) if spec.latent is None else _latent(spec, name, device, dtype)
+        backends.append(made[key])
+    return backends
+
+
+def _latent(spec: AttentionSpec, name: str, device: str, dtype: str) -> AttentionBackend:
+    """Prompts are attended to by the most preferred backend, or by ``name`` where that is the oracle."""
+    wanted = name if name == ReferenceAttention.name else "auto"
+    prompts, _ = choose(spec.uncompressed, device, dtype, wanted)
+    return LatentBackend(spec, create(name), create(prompts))
 
 
 def _backend(name: str) -> type[AttentionBackend]:

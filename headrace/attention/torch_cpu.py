@@ -106,7 +106,7 @@ class TorchAttention:
         return out.flatten(1)
 
     def _gather(self, cache: LayerCache, blocks: torch.Tensor) -> torch.Tensor:
-        """``[len(blocks) * block_size, num_kv_heads, head_dim + v_head_dim]``, valid until the next call."""
+        """``[len(blocks) * block_size, num_kv_heads, row_width]``, valid until the next call."""
         num_blocks, block_size, heads, width = cache.rows.shape
         shape = (len(blocks), block_size * heads * width)
         size = math.prod(shape) * cache.rows.itemsize
@@ -246,8 +246,10 @@ def _widen(q: torch.Tensor, kv: torch.Tensor, spec: AttentionSpec) -> tuple[torc
     """q, keys and values of one width, as PyTorch's fused kernel wants them.
 
     Where K and V differ in width, whole rows serve as both: zeros in q leave V out of the logits, and the leading columns
-    of the result, which are K's, are for the caller to drop.
+    of the result, which are K's, are for the caller to drop. So do they of compressed KV, where V is a part of K.
     """
+    if spec.latent is not None:
+        return q, kv, kv
     if spec.head_dim == spec.v_head_dim:
         return q, kv[..., : spec.head_dim], kv[..., spec.head_dim :]
     return pad(q, (0, spec.v_head_dim)), kv, kv
@@ -260,7 +262,7 @@ def _attend_single(
 
     Args:
         q: ``[R, num_heads, head_dim]``
-        kv: ``[R, length, num_kv_heads, head_dim + v_head_dim]``
+        kv: ``[R, length, num_kv_heads, row_width]``
         mask: ``[R, 1, 1, length]``
 
     Returns:
@@ -283,7 +285,7 @@ def _attend_piece(
 
     Args:
         q: ``[n, num_heads, head_dim]``
-        kv: ``[length, num_kv_heads, head_dim + v_head_dim]``
+        kv: ``[length, num_kv_heads, row_width]``
         mask: ``[n, length]``; None: causal.
 
     Returns:
@@ -318,7 +320,7 @@ def _attend_in_full(
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
     kv = kv.to(dtype)
-    keys, values = kv[..., : spec.head_dim], kv[..., spec.head_dim :]
+    keys, values = kv[..., : spec.head_dim], kv[..., spec.row_width - spec.v_head_dim :]
     logits = (q.to(dtype).flatten(2, 3) @ keys.transpose(-1, -2)).view(*q.shape[:4], -1).mul_(spec.scale)
     if spec.soft_cap is not None:
         logits = logits.div_(spec.soft_cap).tanh_().mul_(spec.soft_cap)

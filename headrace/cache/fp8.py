@@ -73,8 +73,10 @@ def allocate_fp8(
     """Zeroed.
 
     Raises:
-        ConfigError: the layer's runs of bytes would not be aligned.
+        ConfigError: the layer's runs of bytes would not be aligned, or it keeps compressed KV.
     """
+    if spec.latent is not None:
+        raise ConfigError(f"layer {spec.layer}: compressed KV cannot be kept in FP8", "kv_cache_dtype")
     runs = (block_size * spec.k_size, block_size * spec.v_size, block_bytes(spec, block_size))
     if math.gcd(*runs) % _ALIGNMENT:
         raise ConfigError(

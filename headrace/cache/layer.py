@@ -11,13 +11,16 @@ from headrace.spec import AttentionSpec
 
 @dataclasses.dataclass(frozen=True)
 class LayerCache:
-    """One layer's paged KV: ``rows[block, offset, kv_head]`` is K then V of one token and head, side by side."""
+    """One layer's paged KV: ``rows[block, offset, kv_head]`` is K then V of one token and head, side by side.
+
+    Of compressed KV it is K, whose last channels are V too.
+    """
 
     spec: AttentionSpec
     group: int
     """Index of the layer's cache group."""
     rows: torch.Tensor
-    """``[num_blocks, block_size, num_kv_heads, head_dim + v_head_dim]``"""
+    """``[num_blocks, block_size, num_kv_heads, row_width]``"""
 
     @property
     def keys(self) -> torch.Tensor:
@@ -27,7 +30,7 @@ class LayerCache:
     @property
     def values(self) -> torch.Tensor:
         """``[num_blocks, block_size, num_kv_heads, v_head_dim]``, a view."""
-        return self.rows[..., self.spec.head_dim :]
+        return self.rows[..., self.spec.row_width - self.spec.v_head_dim :]
 
     @property
     def block_size(self) -> int:

@@ -40,7 +40,7 @@ def allocate(config: CacheConfig, model: ModelSpec, device: str | torch.device, 
             caches.append(LayerCache(spec, caches[source].group, caches[source].rows))
             continue
         group = group_of[spec.layer]
-        shape = (config.num_blocks[group], config.block_size, spec.num_kv_heads, spec.head_dim + spec.v_head_dim)
+        shape = (config.num_blocks[group], config.block_size, spec.num_kv_heads, spec.row_width)
         caches.append(LayerCache(spec, group, torch.zeros(shape, dtype=getattr(torch, name), device=device)))
     return caches
 
@@ -75,3 +75,15 @@ def write(cache: LayerCache, k: torch.Tensor, v: torch.Tensor, slot_mapping: tor
     kept = slot_mapping >= 0
     rows = cache.rows.view(-1, *cache.rows.shape[2:])
     rows.index_copy_(0, slot_mapping[kept], torch.cat((k, v), dim=-1)[kept])
+
+
+def write_compressed(cache: LayerCache, row: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    """``write`` of compressed KV: ``row [T, 1, row_width]``."""
+    rotated = cache.spec.rotary_dim
+    if gpu.takes(row) and rotated:
+        rows = cache.rows
+        reshape_and_cache(row[..., :rotated], row[..., rotated:], rows[..., :rotated], rows[..., rotated:], slot_mapping)
+        return
+    kept = slot_mapping >= 0
+    slots, size = slot_mapping[kept], cache.block_size
+    cache.rows[slots // size, slots % size] = row[kept]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace.attention.backend import AttentionBackend, LayerCache
-from headrace.attention.select import create
+from headrace.attention.select import create_for
 from headrace.cache.planes import allocate
 from headrace.config import EngineConfig
 from headrace.runner.record import Recorder
@@ -15,9 +15,8 @@ def make_caches(config: EngineConfig) -> list[LayerCache]:
 
 
 def make_backends(config: EngineConfig) -> list[AttentionBackend]:
-    """The attention of each layer: one instance of a name. Raises ConfigError for an unknown name."""
-    made = {name: create(name) for name in dict.fromkeys(config.attention_backends)}
-    return [made[name] for name in config.attention_backends]
+    """The attention of each layer. Raises ConfigError for an unknown name."""
+    return create_for(config.model.layers, config.attention_backends, config.device, config.dtype)
 
 
 def make_recorder(config: EngineConfig) -> Recorder | None:

@@ -1,6 +1,6 @@
 """Geometry of a model, layer by layer. No tensors."""
 
-from headrace.spec.attention import AttentionSpec, Mode
+from headrace.spec.attention import AttentionSpec, LatentSpec, Mode
 from headrace.spec.kv import CacheGroup, LayerKV, Plane, cache_groups, layer_kv
 from headrace.spec.mlp import CLAMPED_SWIGLU, DenseSpec, MlpSpec, MoeSpec
 from headrace.spec.model import ModelSpec, Span
@@ -11,6 +11,7 @@ __all__ = [
     "AttentionSpec",
     "CacheGroup",
     "DenseSpec",
+    "LatentSpec",
     "LayerKV",
     "MlpSpec",
     "Mode",

@@ -13,6 +13,21 @@ Mode = Literal["dense", "elastic", "sparse"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class LatentSpec:
+    """Multi-head latent attention (DeepSeek-V2, 2024): a token keeps one vector from which the keys and values of all heads
+    are projected. The products with those projections can be absorbed into q and the output: then that vector is the one
+    KV head there is.
+    """
+
+    head_dim: int
+    """Width of a query or key head that is not compressed: its rotated channels, then the others."""
+    v_head_dim: int
+    """Width of a value head that is not compressed."""
+    q_rank: int | None = None
+    """Queries are projected by way of so many channels; None: directly."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
     """One layer's attention. Projection widths, cache shapes and backend choice derive from it and nothing else.
 
@@ -44,6 +59,11 @@ class AttentionSpec:
     """The attention's output is multiplied by the sigmoid of a projection of the hidden states that is as wide."""
     kv_source: int | None = None
     """The layer whose KV this one reads in place of its own."""
+    latent: LatentSpec | None = None
+    """The layer keeps compressed KV. Its one KV head is ``rotary_dim`` rotated channels, which all heads share, and then
+    the ``v_head_dim`` channels that keys and values are made of: the values are those channels of the key, no copy.
+    ``num_kv_heads``, ``head_dim`` and ``v_head_dim`` are those of the absorbed products, ``uncompressed`` has the others.
+    """
 
     def __post_init__(self) -> None:
         where = f"layer {self.layer}"
@@ -61,6 +81,60 @@ class AttentionSpec:
         if self.window is not None and self.window < 1:
             raise ConfigError(f"{where}: window must be at least 1, not {self.window}", "sliding_window")
 
+        if self.latent is not None:
+            self._check_latent(self.latent)
+
+    def _check_latent(self, latent: LatentSpec) -> None:
+        where = f"layer {self.layer}"
+        if self.num_kv_heads != 1:
+            raise ConfigError(f"{where}: compressed KV is one head, not {self.num_kv_heads}", "num_kv_heads")
+        if self.head_dim != self.rotary_dim + self.v_head_dim:
+            raise ConfigError(
+                f"{where}: a compressed key has {self.rotary_dim} rotated channels and {self.v_head_dim} others, which are not "
+                f"{self.head_dim}",
+                "kv_lora_rank",
+            )
+        if latent.head_dim <= self.rotary_dim or latent.v_head_dim < 1 or (latent.q_rank is not None and latent.q_rank < 1):
+            raise ConfigError(
+                f"{where}: an uncompressed head needs more than the {self.rotary_dim} rotated channels, and values",
+                "qk_head_dim",
+            )
+        if self.kv_source is not None:
+            raise ConfigError(f"{where}: compressed KV of another layer cannot be read", "kv_source")
+
+    @property
+    def uncompressed(self) -> AttentionSpec:
+        """The same attention with the keys and values of every head: what is computed, whatever is kept.
+
+        Raises:
+            ValueError: the layer keeps no compressed KV.
+        """
+        if self.latent is None:
+            raise ValueError(f"layer {self.layer} keeps no compressed KV")
+        return dataclasses.replace(
+            self,
+            num_kv_heads=self.num_heads,
+            head_dim=self.latent.head_dim,
+            v_head_dim=self.latent.v_head_dim,
+            latent=None,
+        )
+
+    @property
+    def row_width(self) -> int:
+        """Numbers that one KV head keeps of a token."""
+        return self.head_dim if self.latent is not None else self.head_dim + self.v_head_dim
+
+    def matrices(self, hidden_size: int) -> list[tuple[int, int]]:
+        """(outputs, inputs) of every matrix around the attention."""
+        output = (hidden_size, self.out_size)
+        if self.latent is None:
+            kept = self.k_size + self.v_size if self.kv_source is None else 0
+            return [(self.q_size + kept, hidden_size), output]
+        rank = self.latent.q_rank
+        query = [(self.q_size, hidden_size)] if rank is None else [(rank, hidden_size), (self.q_size, rank)]
+        up = self.num_heads * (self.latent.head_dim - self.rotary_dim + self.latent.v_head_dim)
+        return [*query, (self.head_dim, hidden_size), (up, self.v_head_dim), output]
+
     @property
     def group_size(self) -> int:
         """Query heads that share one KV head."""
@@ -68,7 +142,7 @@ class AttentionSpec:
 
     @property
     def q_size(self) -> int:
-        return self.num_heads * self.head_dim
+        return self.num_heads * (self.head_dim if self.latent is None else self.latent.head_dim)
 
     @property
     def k_size(self) -> int:
@@ -76,9 +150,9 @@ class AttentionSpec:
 
     @property
     def v_size(self) -> int:
-        return self.num_kv_heads * self.v_head_dim
+        return 0 if self.latent is not None else self.num_kv_heads * self.v_head_dim
 
     @property
     def out_size(self) -> int:
         """Width of the attention output, which is the input of o_proj."""
-        return self.num_heads * self.v_head_dim
+        return self.num_heads * (self.v_head_dim if self.latent is None else self.latent.v_head_dim)

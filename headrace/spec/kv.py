@@ -55,9 +55,11 @@ class CacheGroup:
 
 
 def layer_kv(spec: AttentionSpec, dtype: str) -> LayerKV:
-    """The planes that plain attention keeps: none at all if the layer reads another layer's."""
+    """The planes that a layer keeps: K and V, or one for compressed KV, or none if it reads another layer's."""
     if spec.kv_source is not None:
         return LayerKV(spec.layer, ())
+    if spec.latent is not None:
+        return LayerKV(spec.layer, (Plane("latent", 1, spec.row_width, dtype),))
     return LayerKV(
         spec.layer,
         (Plane("k", spec.num_kv_heads, spec.head_dim, dtype), Plane("v", spec.num_kv_heads, spec.v_head_dim, dtype)),

@@ -46,7 +46,7 @@ def make_case(
     generator = torch.Generator().manual_seed(seed)
     needed = [-(-length // block_size) for _, length in rows]
     num_blocks = 1 + sum(needed) + 3
-    shape = (num_blocks, block_size, spec.num_kv_heads, spec.head_dim + spec.v_head_dim)
+    shape = (num_blocks, block_size, spec.num_kv_heads, spec.row_width)
     cache = torch.full(shape, torch.nan, dtype=dtype)
     cache[0] = 0
     free = (1 + torch.randperm(num_blocks - 1, generator=generator)).tolist()
@@ -71,6 +71,6 @@ def make_case(
         query_start_host=starts,
         seq_lens_host=lengths,
     )
-    q = torch.randn(total, spec.num_heads, spec.head_dim, generator=generator).to(dtype)
+    q = torch.randn(total, spec.num_heads, spec.q_size // spec.num_heads, generator=generator).to(dtype)
     sinks = torch.randn(spec.num_heads, generator=generator) if spec.sinks else None
     return Case(q, LayerCache(spec, 0, cache), step, sinks)

@@ -10,7 +10,7 @@ import torch
 
 from headrace.attention.backend import StepMetadata
 from headrace.attention.context import ForwardContext
-from headrace.attention.select import create
+from headrace.attention.select import create_for
 from headrace.cache.planes import allocate
 from headrace.config import CacheConfig
 from headrace.models.decoder import Decoder
@@ -79,7 +79,8 @@ class Bench:
         config = CacheConfig(block_size=block_size, groups=groups, num_blocks=sizes, enable_prefix_caching=False, dtype=dtype)
         self.groups, self.block_size = groups, block_size
         self.caches = allocate(config, model.spec, "cpu", dtype)
-        self.backend = create(backend)
+        layers = model.spec.layers
+        self.backends = create_for(layers, [backend] * len(layers), "cpu", dtype)
         shuffle = np.random.default_rng(seed)
         self.free = [list(1 + shuffle.permutation(size - 1)) for size in sizes]
 
@@ -103,8 +104,9 @@ class Bench:
             positions += range(sequence.computed, sequence.computed + count)
         total = len(ids)
         step = self._metadata(rows, positions, decodes, wide, padding)
-        self.backend.plan(step)
-        ctx = ForwardContext(step, self.caches, [self.backend] * self.model.spec.num_layers)
+        for one in {id(one): one for one in self.backends}.values():
+            one.plan(step)
+        ctx = ForwardContext(step, self.caches, self.backends)
         hidden = self.model(torch.tensor(ids + [0] * padding, dtype=torch.int64), step.positions, ctx)
         for sequence, count in rows:
             sequence.computed += count

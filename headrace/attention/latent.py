@@ -1,0 +1,286 @@
+"""Attention over compressed KV: absorbed for rows of few queries, uncompressed for prompts, by whatever backends there are.
+
+Both compute the same (DeepSeek-V2, 2024). Absorbed, the projections to keys and values go into q and the output, and all
+heads share one wide KV head: little to read, much to multiply. Uncompressed, each head gets its own narrow keys and values
+first: that pays where many queries meet them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import torch
+from torch import nn
+
+from headrace.attention.backend import AttentionBackend, LayerCache, StepMetadata
+from headrace.attention.context import ForwardContext
+from headrace.cache.planes import write_compressed
+from headrace.kernels.rotary import rotate
+from headrace.spec import AttentionSpec, Mode
+
+UNCOMPRESSED_BYTES = 512 << 20
+"""Of uncompressed keys and values there may be at a time: more heads than fit take turns."""
+
+
+class LatentAttention(nn.Module):
+    """The inner attention of a layer that keeps compressed KV: rotates, writes to the cache and attends over it."""
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        if spec.latent is None or spec.sinks:
+            raise ValueError(f"layer {spec.layer}: sinks, or no compressed KV")
+        self._latent = spec.latent
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        compressed: torch.Tensor | None,
+        up: torch.Tensor,
+        ctx: ForwardContext,
+        cos_sin: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention of one step's tokens.
+
+        Args:
+            q: ``[T, num_heads, latent.head_dim]``: a head's rotary_dim channels to rotate, then the others.
+            compressed: ``[T, row_width]``: rotary_dim channels to rotate, then the normed latent.
+            up: ``[num_heads * (latent.head_dim - rotary_dim + latent.v_head_dim), v_head_dim]``: makes of the latent each
+                head's key channels that are not rotated, and then its values.
+            cos_sin: ``[T, rotary_dim]`` float32, the cosines and then the sines of each token's position.
+
+        Returns:
+            ``[T, num_heads * latent.v_head_dim]``
+
+        Raises:
+            ValueError: an argument is missing or of another shape.
+        """
+        spec, latent, tokens = self.spec, self._latent, len(q)
+        where = f"layer {spec.layer}"
+        if compressed is None:
+            raise ValueError(f"{where} keeps compressed KV: compressed is missing")
+        widths = spec.num_heads * (latent.head_dim - spec.rotary_dim + latent.v_head_dim), spec.v_head_dim
+        expected = {
+            "q": (q, (tokens, spec.num_heads, latent.head_dim)),
+            "compressed": (compressed, (tokens, spec.row_width)),
+            "up": (up, widths),
+        }
+        for name, (tensor, shape) in expected.items():
+            if tensor.shape != shape:
+                raise ValueError(f"{where}: {name} must be {list(shape)}, not {list(tensor.shape)}")
+        row = compressed.unsqueeze(1)
+        if spec.rotary_dim:
+            if cos_sin is None:
+                raise ValueError(f"{where} rotates q and k: cos_sin is missing")
+            q, row = rotate(q, row, cos_sin, spec.rotary_dim)
+        cache, backend = ctx.caches[spec.layer], ctx.backends[spec.layer]
+        if not isinstance(backend, LatentBackend):
+            raise ValueError(f"{where} keeps compressed KV, which {backend.name} alone does not attend over")
+        write_compressed(cache, row, ctx.step.slot_mapping[cache.group])
+        return backend.attend(q, cache, up)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """Some rows of a step."""
+
+    step: StepMetadata
+    tokens: slice | torch.Tensor
+    """Where their tokens stand in the step."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Prompts(_Part):
+    """Rows that see uncompressed KV, in blocks that are made for them, numbered row after row from 0."""
+
+    places: torch.Tensor
+    """``[blocks]`` int64: of each, where its number stands in a flattened block table of the whole step."""
+
+
+class LatentBackend:
+    """Runs layers of compressed KV with two backends that know nothing of it. One instance serves layers of one geometry.
+
+    Args:
+        absorbed: supports the layers' spec.
+        uncompressed: another instance, which supports ``spec.uncompressed``.
+    """
+
+    def __init__(self, spec: AttentionSpec, absorbed: AttentionBackend, uncompressed: AttentionBackend) -> None:
+        if spec.latent is None:
+            raise ValueError(f"layer {spec.layer} keeps no compressed KV")
+        self._spec, self._latent = spec, spec.latent
+        self._absorbed, self._uncompressed = absorbed, uncompressed
+        self.name = absorbed.name
+        self.capturable = absorbed.capturable
+        self.needs_exact_lengths = absorbed.needs_exact_lengths or uncompressed.needs_exact_lengths
+        self._step: StepMetadata | None = None
+        self._few: _Part | None = None
+        self._many = np.empty(0, dtype=np.int64)
+        """The rows that see uncompressed KV."""
+        self._prompts: _Prompts | None = None
+
+    @staticmethod
+    def supports(spec: AttentionSpec, device: str, dtype: str, mode: Mode = "dense") -> list[str]:
+        """It is made of backends that were asked."""
+        return [] if spec.latent is not None else ["it is for compressed KV"]
+
+    def plan(self, step: StepMetadata) -> None:
+        """Decode rows are absorbed, and so are prompts' rows for which that is less work."""
+        self._step, self._prompts, self._few = step, None, None
+        self._many = self._worth_uncompressing(step)
+        few = np.setdiff1d(np.arange(step.num_rows), self._many, assume_unique=True)
+        if len(few):
+            self._few = _rows_of(step, few)
+            self._absorbed.plan(self._few.step)
+
+    def run(self, q: torch.Tensor, cache: LayerCache, sinks: torch.Tensor | None = None) -> torch.Tensor:
+        raise ValueError(f"layer {cache.spec.layer} keeps compressed KV: attend() is for it")
+
+    def attend(self, q: torch.Tensor, cache: LayerCache, up: torch.Tensor) -> torch.Tensor:
+        """As ``LatentAttention.forward``, with the step's KV in the cache and q rotated."""
+        step, spec = self._step, self._spec
+        if step is None:
+            raise RuntimeError("plan() comes before attend()")
+        width = spec.rotary_dim + spec.v_head_dim
+        if (cache.spec.num_heads, cache.spec.row_width, cache.spec.latent) != (spec.num_heads, width, spec.latent):
+            raise ValueError(f"layer {cache.spec.layer} is not of the geometry that this instance was made for")
+        if self._few is not None and not len(self._many):
+            return self._attend_absorbed(q, cache, up)
+        out = q.new_zeros(len(q), spec.out_size)
+        if self._few is not None:
+            out[self._few.tokens] = self._attend_absorbed(q[self._few.tokens], cache, up)
+        if len(self._many):
+            prompts = self._planned_prompts(step, cache.block_size)
+            out[prompts.tokens] = self._attend_uncompressed(q[prompts.tokens], cache, up, step, prompts)
+        return out
+
+    def _worth_uncompressing(self, step: StepMetadata) -> np.ndarray:
+        """The rows, of those that prefill, for which multiplying less saves more than uncompressing costs."""
+        first, spec, latent = step.num_decode_rows, self._spec, self._latent
+        counts = np.diff(step.query_start_host[first:]).astype(np.int64)
+        lengths = step.seq_lens_host[first:].astype(np.int64)
+        pairs = counts * (lengths - counts) + counts * (counts + 1) // 2
+        made = latent.head_dim - spec.rotary_dim + latent.v_head_dim
+        saved = pairs * (2 * spec.v_head_dim - made)
+        return first + np.nonzero(saved > lengths * spec.v_head_dim * made)[0]
+
+    # ---------------------------------------------------------------------------------------------------------- absorbed
+
+    def _attend_absorbed(self, q: torch.Tensor, cache: LayerCache, up: torch.Tensor) -> torch.Tensor:
+        """``[T, num_heads, latent.head_dim] -> [T, out_size]``"""
+        spec, rotated = self._spec, self._spec.rotary_dim
+        to_keys, to_values = self._projections(up)
+        wide = q.new_empty(len(q), spec.num_heads, spec.head_dim)
+        wide[..., :rotated] = q[..., :rotated]
+        wide[..., rotated:] = torch.bmm(q[..., rotated:].transpose(0, 1), to_keys).transpose(0, 1)
+        mixed = self._absorbed.run(wide, cache).view(len(q), spec.num_heads, spec.v_head_dim)
+        return torch.bmm(mixed.transpose(0, 1), to_values.transpose(1, 2)).transpose(0, 1).flatten(1)
+
+    def _projections(self, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """``[num_heads, key channels that are not rotated, v_head_dim]`` and ``[num_heads, latent.v_head_dim, v_head_dim]``"""
+        spec, latent = self._spec, self._latent
+        parts = [latent.head_dim - spec.rotary_dim, latent.v_head_dim]
+        to_keys, to_values = torch.split(up.view(spec.num_heads, sum(parts), spec.v_head_dim), parts, dim=1)
+        return to_keys, to_values
+
+    # ------------------------------------------------------------------------------------------------------ uncompressed
+
+    def _planned_prompts(self, step: StepMetadata, block_size: int) -> _Prompts:
+        """Planned by the first layer of a step, which knows the size of blocks."""
+        if self._prompts is None:
+            self._prompts = _with_own_blocks(step, self._many, block_size)
+            self._uncompressed.plan(self._prompts.step)
+        return self._prompts
+
+    def _attend_uncompressed(
+        self, q: torch.Tensor, cache: LayerCache, up: torch.Tensor, step: StepMetadata, prompts: _Prompts
+    ) -> torch.Tensor:
+        """``[T, num_heads, latent.head_dim] -> [T, out_size]`` of the prompts' tokens, prefix in the cache included."""
+        full = self._spec.uncompressed
+        table = step.block_tables[cache.group]
+        blocks = table.reshape(-1).index_select(0, prompts.places)
+        held = cache.rows.index_select(0, blocks).squeeze(2)
+        per_head = held.shape[0] * held.shape[1] * full.row_width * held.itemsize
+        at_once = min(full.num_heads, max(1, UNCOMPRESSED_BYTES // per_head))
+        made = full.row_width - full.rotary_dim
+        out = q.new_empty(len(q), full.num_heads, full.v_head_dim)
+        for first in range(0, full.num_heads, at_once):
+            heads = min(at_once, full.num_heads - first)
+            rows = held.new_empty(*held.shape[:2], heads, full.row_width)
+            rows[..., : full.rotary_dim] = held[..., None, : full.rotary_dim]
+            # A head's other key channels and its values come out side by side, as a row wants them.
+            here = up[first * made : (first + heads) * made]
+            others = nn.functional.linear(held[..., full.rotary_dim :], here)
+            rows[..., full.rotary_dim :] = others.view(*held.shape[:2], heads, made)
+            part = dataclasses.replace(full, num_heads=heads, num_kv_heads=heads)
+            mixed = self._uncompressed.run(q[:, first : first + heads].contiguous(), LayerCache(part, 0, rows))
+            out[:, first : first + heads] = mixed.view(len(q), heads, full.v_head_dim)
+        return out.flatten(1)
+
+
+def _rows_of(step: StepMetadata, rows: np.ndarray) -> _Part:
+    """The step of some rows alone. All of them, or the first: nothing is copied, so that it can be captured in a graph."""
+    if int(rows[-1]) == len(rows) - 1:
+        end = len(rows)
+        tokens = slice(0, int(step.query_start_host[end]))
+        if end == step.num_rows:
+            return _Part(step, slice(0, None))
+        chosen: slice | torch.Tensor = slice(0, end)
+        starts = step.query_start[: end + 1]
+        return _Part(_step_of(step, rows, chosen, tokens, starts), tokens)
+    device = step.seq_lens.device
+    return _Part(
+        _step_of(step, rows, _sent(rows, device), _sent(_tokens_of(step, rows), device), None),
+        _sent(_tokens_of(step, rows), device),
+    )
+
+
+def _step_of(
+    step: StepMetadata,
+    rows: np.ndarray,
+    chosen: slice | torch.Tensor,
+    tokens: slice | torch.Tensor,
+    starts: torch.Tensor | None,
+) -> StepMetadata:
+    starts_host = np.concatenate(([0], np.cumsum(np.diff(step.query_start_host)[rows]))).astype(np.int32)
+    return StepMetadata(
+        num_decode_rows=int((rows < step.num_decode_rows).sum()),
+        query_start=_sent(starts_host, step.seq_lens.device) if starts is None else starts,
+        seq_lens=step.seq_lens[chosen],
+        positions=step.positions[tokens],
+        slot_mapping=tuple(slots[tokens] for slots in step.slot_mapping),
+        block_tables=tuple(table[chosen] for table in step.block_tables),
+        query_start_host=starts_host,
+        seq_lens_host=step.seq_lens_host[rows],
+    )
+
+
+def _with_own_blocks(step: StepMetadata, rows: np.ndarray, block_size: int) -> _Prompts:
+    """The rows' step with block tables of its own, where each row's blocks follow the row's before."""
+    device = step.seq_lens.device
+    lengths = step.seq_lens_host[rows]
+    counts = -(-lengths // block_size)
+    ends = np.cumsum(counts)
+    column = np.arange(int(ends[-1])) - np.repeat(ends - counts, counts)
+    width = step.block_tables[0].shape[1]
+    places = np.repeat(rows, counts) * width + column
+    own = (ends - counts)[:, None] + np.arange(int(counts.max()))
+    table = np.where(own < ends[:, None], own, 0).astype(np.int32)
+    part = _rows_of(step, rows)
+    return _Prompts(
+        dataclasses.replace(part.step, num_decode_rows=0, block_tables=(_sent(table, device),)),
+        part.tokens,
+        _sent(places.astype(np.int64), device),
+    )
+
+
+def _tokens_of(step: StepMetadata, rows: np.ndarray) -> np.ndarray:
+    """Indices of the rows' tokens, row after row."""
+    starts = step.query_start_host
+    return np.concatenate([np.arange(starts[row], starts[row + 1]) for row in rows]).astype(np.int64)
+
+
+def _sent(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

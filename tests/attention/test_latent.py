@@ -1,0 +1,239 @@
+"""Compressed KV: absorbed or uncompressed, a layer attends as the formula says over the keys and values of all its heads."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from headrace.attention import latent, select
+from headrace.attention.context import ForwardContext
+from headrace.attention.latent import LatentAttention, LatentBackend
+from headrace.attention.reference import ReferenceAttention
+from headrace.cache.layer import LayerCache
+from headrace.cache.planes import write_compressed
+from headrace.errors import ConfigError
+from headrace.spec import AttentionSpec, LatentSpec, layer_kv
+
+from .cases import Case, make_case
+
+HERE = [
+    name
+    for name in ("reference", "torch")
+    if not select.refusals(
+        AttentionSpec(layer=0, num_heads=1, num_kv_heads=1, head_dim=2, v_head_dim=2, scale=1.0), "cpu", "float32"
+    )[name]
+]
+MIXED = [(1, 9), (1, 1), (1, 30), (5, 5), (24, 24), (3, 40), (20, 51), (1, 7), (40, 40)]
+"""Decode rows, short chunks and long ones, with and without a prefix. The one-token row behind them is a prompt's."""
+
+
+def latent_spec(**changes: object) -> AttentionSpec:
+    values: dict = {
+        "layer": 0,
+        "num_heads": 3,
+        "num_kv_heads": 1,
+        "head_dim": 36,
+        "v_head_dim": 32,
+        "rotary_dim": 4,
+        "scale": 0.3,
+        "latent": LatentSpec(head_dim=10, v_head_dim=5),
+    }
+    return AttentionSpec(**{**values, **changes})
+
+
+def projection(spec: AttentionSpec, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    assert spec.latent is not None
+    width = spec.latent.head_dim - spec.rotary_dim + spec.latent.v_head_dim
+    generator = torch.Generator().manual_seed(3)
+    return (torch.randn(spec.num_heads * width, spec.v_head_dim, generator=generator) * spec.v_head_dim**-0.5).to(dtype)
+
+
+def oracle(case: Case, up: torch.Tensor) -> torch.Tensor:
+    """The reference over a cache in which every head has its own keys and values."""
+    spec = case.cache.spec
+    full, rows = spec.uncompressed, case.cache.rows.double()
+    others = (rows[..., spec.rotary_dim :] @ up.double().T).view(*rows.shape[:2], full.num_heads, -1)
+    rotated = rows[..., : spec.rotary_dim].expand(-1, -1, full.num_heads, -1)
+    backend = ReferenceAttention()
+    backend.plan(case.step)
+    return backend.run(case.q.double(), LayerCache(full, 0, torch.cat((rotated, others), dim=-1)))
+
+
+def make_backend(spec: AttentionSpec, name: str, dtype: str = "float32") -> LatentBackend:
+    (backend,) = select.create_for([spec], [name], "cpu", dtype)
+    assert isinstance(backend, LatentBackend)
+    return backend
+
+
+def check(case: Case, name: str = "torch", tolerance: float = 2e-5) -> LatentBackend:
+    up = projection(case.cache.spec, case.q.dtype)
+    backend = make_backend(case.cache.spec, name, str(case.q.dtype).removeprefix("torch."))
+    backend.plan(case.step)
+    got = backend.attend(case.q, case.cache, up)
+    assert got.dtype == case.q.dtype
+    total = case.step.num_tokens
+    torch.testing.assert_close(got[:total].double(), oracle(case, up)[:total], atol=tolerance, rtol=1e-3)
+    return backend
+
+
+def prompts_of(backend: LatentBackend) -> list[int]:
+    return backend._many.tolist()
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+@pytest.mark.parametrize("name", HERE)
+def test_mixed_rows(name: str, block_size: int) -> None:
+    case = make_case(latent_spec(), MIXED, block_size=block_size)
+    case.step = dataclasses.replace(case.step, num_decode_rows=3)
+    assert prompts_of(check(case, name)) == [4, 6, 8]
+
+
+@pytest.mark.parametrize("name", HERE)
+@pytest.mark.parametrize("rows", [[(1, 5), (1, 12)], [(30, 30), (25, 60)], [(1, 3), (2, 9)], [(1, 1), (33, 33)]], ids=str)
+def test_rows_of_one_kind(rows: list[tuple[int, int]], name: str) -> None:
+    check(make_case(latent_spec(), rows, seed=2, wide=2), name)
+
+
+def test_no_rows() -> None:
+    check(make_case(latent_spec(), []))
+
+
+def test_tokens_of_nobody_come_out_as_zeros() -> None:
+    for rows in ([(1, 4)], [(1, 4), (30, 30)]):
+        case = make_case(latent_spec(), rows, extra_tokens=2)
+        backend = check(case)
+        assert (backend.attend(case.q, case.cache, projection(case.cache.spec))[-2:] == 0).all()
+
+
+def test_decode_rows_are_absorbed_however_long() -> None:
+    """So that a step of them runs the same kernels for any lengths."""
+    case = make_case(latent_spec(), [(1, 500), (1, 3)])
+    assert prompts_of(check(case)) == []
+
+
+def test_what_would_not_pay_is_not_uncompressed() -> None:
+    """Where the latent is no wider than what is made of it."""
+    spec = latent_spec(head_dim=9, v_head_dim=5)
+    assert prompts_of(check(make_case(spec, [(50, 50)]))) == []
+
+
+def test_heads_take_turns_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case(latent_spec(num_heads=5), MIXED)
+    per_head = sum(-(-length // 4) * 4 for count, length in MIXED if count >= 20) * 15 * 4
+    for budget in (1, 2 * per_head):
+        monkeypatch.setattr(latent, "UNCOMPRESSED_BYTES", budget)
+        check(case)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_narrow_types(dtype: torch.dtype) -> None:
+    check(make_case(latent_spec(), MIXED, dtype=dtype), tolerance=4e-2)
+
+
+@pytest.mark.parametrize("rotary_dim", [0, 4])
+def test_windows_and_caps(rotary_dim: int) -> None:
+    spec = latent_spec(window=7, soft_cap=1.5, rotary_dim=rotary_dim, head_dim=32 + rotary_dim)
+    check(make_case(spec, MIXED))
+
+
+def test_the_inner_attention() -> None:
+    """Rotates, writes one row a token and attends: token by token as all at once."""
+    spec = latent_spec()
+    layer, up = LatentAttention(spec), projection(spec)
+    generator = torch.Generator().manual_seed(1)
+    q, compressed = torch.randn(26, 3, 10, generator=generator), torch.randn(26, 36, generator=generator)
+    angles = torch.arange(26)[:, None] * torch.tensor([1.0, 0.1])
+    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)
+
+    def forward(chunks: list[int]) -> torch.Tensor:
+        cache = LayerCache(spec, 0, torch.zeros(8, 4, 1, 36))
+        backend, out, start = make_backend(spec, "torch"), [], 0
+        for count in chunks:
+            here, end = slice(start, start + count), start + count
+            step = make_case(spec, [(count, end)]).step
+            table = torch.arange(1, 8, dtype=torch.int32)[None]
+            step = dataclasses.replace(
+                step,
+                num_decode_rows=int(count == 1),
+                block_tables=(table,),
+                slot_mapping=(torch.arange(4 + start, 4 + end),),
+            )
+            backend.plan(step)
+            ctx = ForwardContext(step, [cache], [backend])
+            out.append(layer(q[here], compressed[here], up, ctx, cos_sin[here]))
+            start = end
+        return torch.cat(out)
+
+    whole = forward([26])
+    assert whole.shape == (26, 15)
+    for chunks in ([1] * 26, [9, 17], [20, 1, 1, 4]):
+        torch.testing.assert_close(forward(chunks), whole, atol=2e-5, rtol=1e-4)
+
+
+def test_one_row_a_token_and_no_slot_no_write() -> None:
+    spec = latent_spec()
+    cache = LayerCache(spec, 0, torch.zeros(3, 2, 1, 36))
+    assert layer_kv(spec, "bfloat16").bytes_per_token == 72
+    assert cache.keys.data_ptr() == cache.rows.data_ptr()
+    assert cache.values.data_ptr() == cache.rows.data_ptr() + 4 * 4
+    row = torch.randn(3, 1, 36)
+    write_compressed(cache, row, torch.tensor([5, -1, 2]))
+    flat = cache.rows.view(6, 1, 36)
+    assert torch.equal(flat[[5, 2]], row[[0, 2]])
+    assert (flat[[0, 1, 3, 4]] == 0).all()
+    assert torch.equal(cache.values[1, 0], row[2][:, 4:])
+
+
+def test_missing_and_misshapen_arguments() -> None:
+    spec = latent_spec()
+    layer, up = LatentAttention(spec), projection(spec)
+    case = make_case(spec, [(1, 1)])
+    step = dataclasses.replace(case.step, slot_mapping=(torch.zeros(1, dtype=torch.int64),))
+    ctx = ForwardContext(step, [case.cache], [make_backend(spec, "torch")])
+    row, cos_sin = torch.zeros(1, 36), torch.zeros(1, 4)
+    with pytest.raises(ValueError, match="compressed is missing"):
+        layer(case.q, None, up, ctx, cos_sin)
+    with pytest.raises(ValueError, match="cos_sin is missing"):
+        layer(case.q, row, up, ctx)
+    with pytest.raises(ValueError, match="compressed must be"):
+        layer(case.q, row[:, 1:], up, ctx, cos_sin)
+    with pytest.raises(ValueError, match="up must be"):
+        layer(case.q, row, up[1:], ctx, cos_sin)
+    with pytest.raises(ValueError, match="torch alone"):
+        layer(case.q, row, up, ForwardContext(step, [case.cache], [select.create("torch")]), cos_sin)
+
+
+@pytest.mark.parametrize(
+    ("changes", "parameter"),
+    [
+        ({"num_kv_heads": 3}, "num_kv_heads"),
+        ({"head_dim": 40}, "kv_lora_rank"),
+        ({"latent": LatentSpec(head_dim=4, v_head_dim=5)}, "qk_head_dim"),
+        ({"kv_source": 0, "layer": 1}, "kv_source"),
+    ],
+)
+def test_specs_that_make_no_sense(changes: dict, parameter: str) -> None:
+    with pytest.raises(ConfigError, match=r"layer \d") as error:
+        latent_spec(**changes)
+    assert error.value.param == parameter
+
+
+def test_widths() -> None:
+    spec = latent_spec(latent=LatentSpec(head_dim=10, v_head_dim=5, q_rank=7))
+    assert (spec.q_size, spec.k_size, spec.v_size, spec.out_size, spec.row_width) == (30, 36, 0, 15, 36)
+    assert spec.matrices(20) == [(7, 20), (30, 7), (36, 20), (33, 32), (20, 15)]
+    assert latent_spec().matrices(20)[0] == (30, 20)
+    assert np.prod(projection(spec).shape) == 33 * 32
+    with pytest.raises(ValueError, match="layer 0"):
+        _ = spec.uncompressed.uncompressed
+
+
+def test_the_choice_of_backends_says_why() -> None:
+    name, reason = select.choose(latent_spec(), "cpu", "float32")
+    assert name == "torch"
+    assert "native" in reason
+    with pytest.raises(ConfigError, match="native cannot run it"):
+        select.choose(latent_spec(), "cpu", "float32", "native")

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Sequence
+from functools import cached_property
 from typing import Literal
 
-from headrace.spec import CacheGroup, ModelSpec
+from headrace.spec import Arena, CacheGroup, ModelSpec, block_sizes
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["none", "auto", "int8", "int4"]
@@ -82,13 +84,32 @@ class Decision:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CacheConfig:
-    """``num_blocks[g]`` and ``groups[g]`` belong together. Block 0 of each group is the null block and holds no data."""
+    """``nbytes`` are shared by all groups: ``arena`` says how. Block 0 of each group is the null block and holds no data."""
 
     block_size: int
     groups: tuple[CacheGroup, ...]
-    num_blocks: tuple[int, ...]
+    nbytes: int
     enable_prefix_caching: bool
     dtype: str
+
+    @classmethod
+    def holding(
+        cls, counts: Sequence[int], *, block_size: int, groups: tuple[CacheGroup, ...], enable_prefix_caching: bool, dtype: str
+    ) -> CacheConfig:
+        """With as many bytes as it takes to hold ``counts[g]`` blocks of each group at once, and the null block."""
+        nbytes = Arena.holding(block_sizes(groups, block_size), counts).nbytes
+        return cls(
+            block_size=block_size, groups=groups, nbytes=nbytes, enable_prefix_caching=enable_prefix_caching, dtype=dtype
+        )
+
+    @cached_property
+    def arena(self) -> Arena:
+        return Arena(self.nbytes, block_sizes(self.groups, self.block_size))
+
+    @property
+    def num_blocks(self) -> tuple[int, ...]:
+        """Per group, what its block numbers stay below."""
+        return self.arena.num_blocks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ from headrace.quant.groups import GROUP
 from headrace.sampling_params import MAX_SEED
 from headrace.sources.files import ModelFiles
 from headrace.sources.gguf import open_gguf
-from headrace.spec import CacheGroup, ModelSpec, cache_groups
+from headrace.spec import Arena, CacheGroup, ModelSpec, block_sizes, cache_groups
 from headrace.spec.kv import DTYPE_BYTES
 
 CPU_NUM_SEQS = 64
@@ -339,7 +339,7 @@ def _kv_room(args: EngineArgs, model: ModelSpec, dtype: str, quantization: str, 
 
 
 class _KVPlan:
-    """How long sequences may be and how many blocks each cache group gets."""
+    """How long sequences may be and how many bytes the cache groups share."""
 
     def __init__(
         self, args: EngineArgs, model: ModelSpec, dtype: str, num_seqs: int, num_batched: int, free: int, whole: bool
@@ -354,19 +354,19 @@ class _KVPlan:
         self._free = max(0, free)
         """Bytes left beside the weights."""
         self._groups = cache_groups(model.layers, dtype)
-        self._block_bytes = [args.block_size * group.bytes_per_token for group in self._groups]
+        self._sizes = block_sizes(self._groups, args.block_size)
 
     def choose(self, book: _Book) -> tuple[CacheConfig, int]:
         length = self._asked_length()
         if self._args.num_kv_blocks is not None:
-            length, num_blocks = self._from_blocks(length, self._args.num_kv_blocks, book)
+            length, nbytes = self._from_blocks(length, self._args.num_kv_blocks, book)
         else:
-            length, num_blocks = self._from_memory(length, book)
+            length, nbytes = self._from_memory(length, book)
         args = self._args
         cache = CacheConfig(
             block_size=args.block_size,
             groups=self._groups,
-            num_blocks=num_blocks,
+            nbytes=nbytes,
             enable_prefix_caching=args.enable_prefix_caching,
             dtype=self._dtype,
         )
@@ -383,21 +383,22 @@ class _KVPlan:
             raise ConfigError(f"max_model_len {asked} is longer than the model's context of {most} tokens", "max_model_len")
         return asked
 
-    def _from_blocks(self, length: int | None, count: int, book: _Book) -> tuple[int, tuple[int, ...]]:
-        """``count`` blocks for each group, and the null block."""
-        longest = self._longest(lambda candidate: all(self._fewest(group, candidate) <= count for group in self._groups))
+    def _from_blocks(self, length: int | None, count: int, book: _Book) -> tuple[int, int]:
+        """Room for ``count`` blocks of each group, and the null block. In bytes; groups may divide it otherwise."""
+        nbytes = Arena.holding(self._sizes, [count] * len(self._sizes)).nbytes
+        longest = self._longest(lambda candidate: self._least_bytes(candidate) <= nbytes)
         if length is None:
             length = self._auto_length(longest, f"{count} KV blocks", book)
         elif length > longest:
-            needed = max(self._fewest(group, length) for group in self._groups)
+            least = sum(self._fewest(group, length) * size for group, size in zip(self._groups, self._sizes, strict=True))
             raise ConfigError(
                 f"{count} KV blocks of {self._args.block_size} tokens do not hold one sequence of {length} tokens: set "
-                f"num_kv_blocks to {needed} or more, or max_model_len to {longest} or less, or to auto",
+                f"num_kv_blocks to {-(-least // sum(self._sizes))} or more, or max_model_len to {longest} or less, or to auto",
                 "num_kv_blocks",
             )
-        return length, tuple(count + 1 for _ in self._groups)
+        return length, nbytes
 
-    def _from_memory(self, length: int | None, book: _Book) -> tuple[int, tuple[int, ...]]:
+    def _from_memory(self, length: int | None, book: _Book) -> tuple[int, int]:
         given = self._args.kv_cache_memory
         share, most = min(int(self._free * KV_SHARE), KV_MODEST), int(self._free * KV_SHARE_MOST)
         if self._whole:
@@ -410,12 +411,9 @@ class _KVPlan:
         if least > (most if given is None else given):
             raise self._does_not_fit(length, least, most if given is None else given)
         if given is not None:
-            return length, self._split(length, given)
-        useful = sum(
-            (1 + self._useful(group, length)) * size for group, size in zip(self._groups, self._block_bytes, strict=True)
-        )
+            return length, Arena(given, self._sizes).fitted(given).nbytes
+        useful = Arena.holding(self._sizes, [self._useful(group, length) for group in self._groups]).nbytes
         budget = share if self._whole else min(useful, max(share, least))
-        num_blocks = self._split(length, budget)
         if budget == useful:
             why = f"{self._num_seqs} sequences of {length} tokens could use no more"
         elif budget == least:
@@ -426,8 +424,9 @@ class _KVPlan:
             why = "what is taken without being asked for; more lets more requests run at once and keeps more prefixes"
         else:
             why = f"{KV_SHARE:.0%} of the memory that is free beside the weights"
-        book.note("kv_cache_memory", f"{self._bytes(num_blocks):,}", why)
-        return length, num_blocks
+        nbytes = Arena(budget, self._sizes).fitted(budget).nbytes
+        book.note("kv_cache_memory", f"{nbytes:,}", why)
+        return length, nbytes
 
     def _does_not_fit(self, length: int, least: int, there: int) -> ConfigError:
         longest = self._longest(lambda candidate: self._least_bytes(candidate) <= there)
@@ -472,18 +471,4 @@ class _KVPlan:
         return self._num_seqs * self._blocks(group, length, min(self._num_batched, length))
 
     def _least_bytes(self, length: int) -> int:
-        sizes = zip(self._groups, self._block_bytes, strict=True)
-        return sum((1 + self._fewest(group, length)) * size for group, size in sizes)
-
-    def _bytes(self, num_blocks: Sequence[int]) -> int:
-        return sum(count * size for count, size in zip(num_blocks, self._block_bytes, strict=True))
-
-    def _split(self, length: int, budget: int) -> tuple[int, ...]:
-        """Blocks of each group, null block included: what one sequence needs, then in proportion to use. Never over budget."""
-        least = [1 + self._fewest(group, length) for group in self._groups]
-        wanted = [self._useful(group, length) for group in self._groups]
-        rest = budget - self._bytes(least)
-        each = rest / sum(count * size for count, size in zip(wanted, self._block_bytes, strict=True))
-        num_blocks = [have + int(each * more) for have, more in zip(least, wanted, strict=True)]
-        num_blocks[0] += (budget - self._bytes(num_blocks)) // self._block_bytes[0]
-        return tuple(num_blocks)
+        return Arena.holding(self._sizes, [self._fewest(group, length) for group in self._groups]).nbytes

@@ -73,6 +73,7 @@ class NativeAttention:
             spec.head_dim,
             spec.v_head_dim,
             cache.block_size,
+            cache.rows.stride(0),
             table.stride(0),
             spec.scale,
             spec.soft_cap or 0.0,

@@ -44,7 +44,7 @@ class Fp8LayerCache(LayerCache):
         spec = self.spec
         strides = (self.rows.stride(0), 1, spec.v_head_dim * self.tokens, self.tokens)
         shape = (len(self.rows), self.tokens, spec.num_kv_heads, spec.v_head_dim)
-        return self.rows.view(_FP8).as_strided(shape, strides, self.tokens * spec.k_size)
+        return self.rows.view(_FP8).as_strided(shape, strides, self.rows.storage_offset() + self.tokens * spec.k_size)
 
     @cached_property
     def k_scale(self) -> torch.Tensor:
@@ -57,7 +57,7 @@ class Fp8LayerCache(LayerCache):
     def _scale(self, side: int) -> torch.Tensor:
         spec = self.spec
         count = self.tokens * spec.num_kv_heads
-        first = self.tokens * (spec.k_size + spec.v_size) // 4 + side * count
+        first = (self.rows.storage_offset() + self.tokens * (spec.k_size + spec.v_size)) // 4 + side * count
         strides = (self.rows.stride(0) // 4, 1, self.tokens)
         return self.rows.view(torch.float32).as_strided((len(self.rows), self.tokens, spec.num_kv_heads), strides, first)
 

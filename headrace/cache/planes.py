@@ -13,16 +13,12 @@ from headrace.spec import AttentionSpec, ModelSpec
 from headrace.spec.kv import DTYPE_BYTES
 
 
-def cache_bytes(config: CacheConfig) -> int:
-    """Bytes that ``allocate`` takes: the sum over groups, layers and planes, and nothing more."""
-    return sum(
-        blocks * config.block_size * group.bytes_per_token
-        for blocks, group in zip(config.num_blocks, config.groups, strict=True)
-    )
-
-
 def allocate(config: CacheConfig, model: ModelSpec, device: str | torch.device, dtype: str | torch.dtype) -> list[LayerCache]:
-    """One zeroed tensor a layer; a layer that reads another's KV shares that one's tensor.
+    """Zeroed: ``config.nbytes`` in all. A layer that reads another's KV has that one's tensor.
+
+    With one cache group each layer has a tensor of its own. Several groups share one run of bytes, in which a block has
+    the KV of all layers of its group, one layer after the other: the layers' tensors are views of it, block by block at a
+    stride of the group's, and those of different groups overlap.
 
     Zeros, because a masked position still meets the softmax's zero in a product, and zero times garbage may be NaN.
 
@@ -32,17 +28,32 @@ def allocate(config: CacheConfig, model: ModelSpec, device: str | torch.device, 
     name = str(dtype).removeprefix("torch.")
     if name != config.dtype or name not in DTYPE_BYTES:
         raise ConfigError(f"the KV cache was sized for {config.dtype}, not for {name}", "dtype")
+    sources = [None if spec.kv_source is None else _kv_source(spec, model) for spec in model.layers]
     group_of = {layer: group.index for group in config.groups for layer in group.layers}
+    rows = _views(config, model, device, getattr(torch, name))
     caches: list[LayerCache] = []
-    for spec in model.layers:
-        if spec.kv_source is not None:
-            source = _kv_source(spec, model)
-            caches.append(LayerCache(spec, caches[source].group, caches[source].rows))
-            continue
-        group = group_of[spec.layer]
-        shape = (config.num_blocks[group], config.block_size, spec.num_kv_heads, spec.row_width)
-        caches.append(LayerCache(spec, group, torch.zeros(shape, dtype=getattr(torch, name), device=device)))
+    for spec, source in zip(model.layers, sources, strict=True):
+        kept = spec.layer if source is None else source
+        caches.append(LayerCache(spec, group_of[kept], rows[kept]))
     return caches
+
+
+def _views(config: CacheConfig, model: ModelSpec, device: str | torch.device, dtype: torch.dtype) -> dict[int, torch.Tensor]:
+    """``[num_blocks, block_size, num_kv_heads, head_dim + v_head_dim]`` by layer, of those that keep KV."""
+    arena = None
+    if len(config.groups) > 1:
+        arena = torch.zeros(config.nbytes, dtype=torch.uint8, device=device).view(dtype)
+    views = {}
+    for group, block_bytes, num_blocks in zip(config.groups, config.arena.block_bytes, config.num_blocks, strict=True):
+        for layer, offset in zip(group.layers, group.layer_offsets(config.block_size), strict=True):
+            spec = model.layers[layer]
+            shape = (num_blocks, config.block_size, spec.num_kv_heads, spec.row_width)
+            if arena is None:
+                views[layer] = torch.zeros(shape, dtype=dtype, device=device)
+                continue
+            strides = (block_bytes // dtype.itemsize, shape[2] * shape[3], shape[3], 1)
+            views[layer] = arena.as_strided(shape, strides, offset // dtype.itemsize)
+    return views
 
 
 def _kv_source(spec: AttentionSpec, model: ModelSpec) -> int:
@@ -73,8 +84,8 @@ def write(cache: LayerCache, k: torch.Tensor, v: torch.Tensor, slot_mapping: tor
         reshape_and_cache(k, v, cache.keys, cache.values, slot_mapping)
         return
     kept = slot_mapping >= 0
-    rows = cache.rows.view(-1, *cache.rows.shape[2:])
-    rows.index_copy_(0, slot_mapping[kept], torch.cat((k, v), dim=-1)[kept])
+    slots, size = slot_mapping[kept], cache.block_size
+    cache.rows[slots // size, slots % size] = torch.cat((k, v), dim=-1)[kept]
 
 
 def write_compressed(cache: LayerCache, row: torch.Tensor, slot_mapping: torch.Tensor) -> None:

@@ -45,7 +45,7 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
-    """What to do in one step. May be empty. Applied in order: ``released``, ``new``, ``rows``."""
+    """What to do in one step. May be empty. Applied in order: ``moves``, ``released``, ``new``, ``rows``."""
 
     step: int
     released: tuple[int, ...]
@@ -55,6 +55,10 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     """Decode rows first, then prefill rows: the one order that every index of the step uses."""
     num_decode_rows: int
     """Rows past their prefill. A one-token last chunk of a prompt is prefill."""
+    moves: tuple[tuple[int, int, int], ...] = ()
+    """Cache group, from, to: one after the other, the content of a block is copied to another, which takes its place in every
+    block table. Rows have the new numbers already. Steps launched before may still write the old places, so that the copies
+    come after those steps; and the old places may belong to any group now."""
 
     @property
     def num_tokens(self) -> int:

@@ -108,7 +108,7 @@ class Scheduler:
         """
         if len(self._in_flight) >= self.config.pipeline_depth:
             return None
-        step = StepBuilder(self.config.max_num_batched_tokens, sum(seq.decoding for seq in self._running))
+        step = StepBuilder(self.config.max_num_batched_tokens, sum(seq.decoding for seq in self._running), self.kv.moves)
         self._schedule_urgent(step)
         self._schedule_running(step)
         self._admit_waiting(step)
@@ -116,7 +116,7 @@ class Scheduler:
             return None
         self._last_step += 1
         self._in_flight.append(Flight(self._last_step, step.flight))
-        return step.build(self._last_step, self._slots.take_released())
+        return step.build(self._last_step, self._slots.take_released(), self.kv.take_moves())
 
     def update(self, plan: StepPlan, result: StepResult) -> list[SequenceUpdate]:
         """Takes in the result of the oldest launched step; returns what changed for sequences with news.

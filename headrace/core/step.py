@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence as Listing
 from typing import NamedTuple
 
 import msgspec
 
 from headrace.core.plan import NewSequence, Row, StepPlan
 from headrace.core.sequence import Sequence
-from headrace.kv.manager import NewBlocks
+from headrace.kv.manager import Move, NewBlocks
 
 
 class FlightRow(NamedTuple):
@@ -33,7 +34,7 @@ class Flight:
 class StepBuilder:
     """Collects the rows of one step against its token budget."""
 
-    def __init__(self, budget: int, reserved: int) -> None:
+    def __init__(self, budget: int, reserved: int, moves: Listing[Move] = ()) -> None:
         self.budget = budget
         """Tokens not yet spent."""
         self.reserved = reserved
@@ -43,6 +44,10 @@ class StepBuilder:
         """seq_ids that have a row; those are not preempted in this step."""
         self.short_of_blocks = False
         """A running sequence waits for blocks: nobody new is let in."""
+        self._moves = moves
+        """Of KV blocks, up to now: the list grows while the step is built."""
+        self._moves_before: dict[int, int] = {}
+        """seq_id -> how many moves its row's blocks have been through."""
         self._new: list[NewSequence] = []
         self._decode: list[Row] = []
         self._prefill: list[Row] = []
@@ -82,13 +87,24 @@ class StepBuilder:
         (self._decode if seq.decoding else self._prefill).append(row)
         self.flight.append(FlightRow(seq, seq.incarnation, start, end, samples))
         self.scheduled.add(seq.seq_id)
+        self._moves_before[seq.seq_id] = len(self._moves)
         self.budget -= num_tokens
         seq.num_computed = end
         seq.num_placeholders += samples
         seq.num_in_flight += 1
 
-    def build(self, step: int, released: tuple[int, ...]) -> StepPlan:
-        return StepPlan(step, released, tuple(self._new), tuple(self._decode + self._prefill), len(self._decode))
+    def build(self, step: int, released: tuple[int, ...], moves: tuple[Move, ...] = ()) -> StepPlan:
+        rows = self._decode + self._prefill
+        if moves:
+            rows = [self._moved(row, moves) for row in rows]
+        return StepPlan(step, released, tuple(self._new), tuple(rows), len(self._decode), moves)
+
+    def _moved(self, row: Row, moves: tuple[Move, ...]) -> Row:
+        """The row with the numbers that its blocks have after the moves that were made for rows behind it."""
+        tables = [list(blocks) for blocks in row.new_blocks]
+        for group, source, target in moves[self._moves_before[row.seq_id] :]:
+            tables[group] = [target if block == source else block for block in tables[group]]
+        return msgspec.structs.replace(row, new_blocks=tuple(map(tuple, tables)))
 
 
 def _slot_of(seq: Sequence) -> int:

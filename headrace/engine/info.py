@@ -66,7 +66,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int
     block_size: int
     num_blocks: list[int]
-    """Per cache group."""
+    """Per cache group, how many blocks it would have, the null block included, if it had the whole cache to itself."""
     dtype: str
     quantization: str
     device: str

@@ -21,7 +21,7 @@ def kv_room(model: Model, config: EngineConfig) -> int:
     """Bytes that the KV cache may take: ``gpu_memory_utilization`` of the GPU, less what others have of it, the weights, the
     most that a step takes beside them, and a slack for CUDA graphs and libraries' workspaces.
     """
-    few = dataclasses.replace(config.cache, num_blocks=(2,) * len(config.cache.groups))
+    few = dataclasses.replace(config.cache, nbytes=config.cache.arena.reserved)
     caches = allocate(few, config.model, config.device, few.dtype)
     torch.cuda.reset_peak_memory_stats()
     _largest_step(model, config, caches, make_backends(config))

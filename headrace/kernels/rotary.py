@@ -40,7 +40,7 @@ def rotate_and_write(
     Args:
         q, k, cos_sin, rotary_dim: as for ``rotate``; with a ``rotary_dim`` of 0 nothing is rotated.
         v: ``[T, num_kv_heads, dv]``
-        rows: ``[num_blocks, block_size, num_kv_heads, d + dv]``, contiguous; changed in place.
+        rows: ``[num_blocks, block_size, num_kv_heads, d + dv]``, each block contiguous; changed in place.
         slots: ``[T]`` int64, ``block * block_size + offset``; a negative one writes nothing.
 
     Returns:
@@ -69,6 +69,8 @@ def rotate_and_write(
         width,
         v.shape[2],
         rotary_dim,
+        rows.shape[1],
+        rows.stride(0),
         DTYPES[q.dtype],
     )
     return out
@@ -120,5 +122,6 @@ def rotate_and_write_twin(
     if rotary_dim:
         q, k = rotate_twin(q, k, cos_sin, rotary_dim)
     kept = slots >= 0
-    rows.view(-1, *rows.shape[2:]).index_copy_(0, slots[kept], torch.cat((k, v), dim=-1)[kept])
+    blocks, offsets = slots[kept] // rows.shape[1], slots[kept] % rows.shape[1]
+    rows[blocks, offsets] = torch.cat((k, v), dim=-1)[kept]
     return q

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from headrace.errors import EngineError
+from headrace.kv.holes import Holes
 from headrace.kv.prefix_cache import BlockKey, PrefixIndex
 
 NULL_BLOCK = 0
@@ -13,7 +15,7 @@ NULL_BLOCK = 0
 
 
 class BlockPool:
-    """Blocks ``1 .. num_blocks - 1``, each in exactly one state:
+    """A run of block numbers, each in exactly one state:
 
     * held: owned by one or more sequences;
     * pending: owned by nobody, but a launched step may still write it (a *fence* says which);
@@ -21,26 +23,44 @@ class BlockPool:
     * empty: free, and holds nothing of use.
 
     Pending and held blocks may have a key as well. Allocation takes empty blocks first. Every operation on a
-    block is O(1).
+    block is O(1), but for ``cede``, which is rare.
+
+    Args:
+        blocks: its block numbers at first.
+        holes: to keep the empty ones in, if ``extend`` and ``cede`` are to be used; else they are a simple stack.
+        ticks: the clock of ``ages``; pools that are to be compared share it.
     """
 
-    def __init__(self, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
+    def __init__(self, blocks: range, holes: Holes | None = None, ticks: Iterator[int] | None = None) -> None:
+        self.blocks = blocks
         self.index = PrefixIndex()
         self._owners: dict[int, set[int]] = {}
-        self._empty: list[int] = list(range(num_blocks - 1, NULL_BLOCK, -1))
-        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._empty: list[int] | Holes = [] if holes is None else holes
+        self._empty.extend(reversed(blocks))
+        self._cached: dict[int, int] = {}
+        """block -> the tick at which it became free."""
+        self._lru: OrderedDict[int, int] = OrderedDict()
+        """The other way round, oldest first."""
+        self._ticks = itertools.count() if ticks is None else ticks
         self._pending: dict[int, int] = {}
         self._fences: deque[tuple[int, int]] = deque()
 
     @property
     def num_usable(self) -> int:
-        return self.num_blocks - 1
+        return len(self.blocks)
 
     @property
     def num_free(self) -> int:
         """Blocks that ``allocate`` can hand out now."""
         return len(self._empty) + len(self._cached)
+
+    @property
+    def num_empty(self) -> int:
+        return len(self._empty)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
 
     @property
     def num_pending(self) -> int:
@@ -49,7 +69,13 @@ class BlockPool:
 
     @property
     def num_used(self) -> int:
-        return self.num_usable - self.num_free
+        """Blocks held or pending."""
+        return len(self._owners) + len(self._pending)
+
+    @property
+    def ages(self) -> tuple[int, int]:
+        """The ticks of the cached blocks that would be evicted first and last. There must be one."""
+        return next(iter(self._lru)), next(reversed(self._lru))
 
     def owners(self, block: int) -> frozenset[int]:
         return frozenset(self._owners.get(block, ()))
@@ -68,7 +94,9 @@ class BlockPool:
             raise EngineError(f"sequence {owner} asked for {count} KV blocks; {self.num_free} of {self.num_usable} are free")
         blocks = []
         for _ in range(count):
-            block = self._empty.pop() if self._empty else self._evict()
+            if not self._empty:
+                self.evict()
+            block = self._empty.pop()
             self._owners[block] = {owner}
             blocks.append(block)
         return blocks
@@ -84,7 +112,7 @@ class BlockPool:
         if block in self._pending:
             del self._pending[block]
         elif block in self._cached:
-            del self._cached[block]
+            del self._lru[self._cached.pop(block)]
         else:
             raise EngineError(f"KV block {block} holds nothing that sequence {owner} could share")
         self._owners[block] = {owner}
@@ -129,17 +157,79 @@ class BlockPool:
     def forget(self) -> None:
         """Drops every key: nothing computed so far can be found again."""
         self.index.clear()
-        self._empty.extend(reversed(self._cached))
+        self._empty.extend(reversed(self._lru.values()))
         self._cached.clear()
+        self._lru.clear()
+
+    def evict(self) -> None:
+        """Empties the least recently used cached block. There must be one."""
+        _, block = self._lru.popitem(last=False)
+        del self._cached[block]
+        self.index.drop(block)
+        self._empty.append(block)
+
+    # ------------------------------------------------------------------ the run of numbers
+
+    def extend(self, blocks: range) -> None:
+        """Adds empty blocks at either end of the run."""
+        old = self.blocks
+        if blocks.stop == old.start:
+            self.blocks = range(blocks.start, old.stop)
+        elif blocks.start == old.stop:
+            self.blocks = range(old.start, blocks.stop)
+        else:
+            raise EngineError(f"KV blocks {blocks} do not continue {old}")
+        self._empty.extend(blocks)
+
+    def cede(self, blocks: range) -> list[tuple[int, int]]:
+        """Gives up blocks at either end of the run; what lives there moves to empty blocks, of which there must be enough.
+
+        Returns:
+            ``(from, to)`` of each that moved.
+        """
+        old = self.blocks
+        if blocks.start == old.start:
+            kept = range(blocks.stop, old.stop)
+        elif blocks.stop == old.stop:
+            kept = range(old.start, blocks.start)
+        else:
+            raise EngineError(f"KV blocks {blocks} are not at an end of {old}")
+        if not isinstance(self._empty, Holes):
+            raise EngineError("this pool's blocks are its own for good")
+        living = [block for block in blocks if not self._empty.discard(block)]
+        if len(living) > len(self._empty):
+            raise EngineError(f"{len(living)} KV blocks are to move to {len(self._empty)} empty ones")
+        self.blocks = kept
+        moves = [(block, self._empty.pop()) for block in living]
+        for source, target in moves:
+            self._move(source, target)
+        return moves
+
+    def _move(self, source: int, target: int) -> None:
+        """``target``, which is nothing yet, becomes what ``source`` was."""
+        if source in self._owners:
+            self._owners[target] = self._owners.pop(source)
+        elif source in self._cached:
+            tick = self._cached.pop(source)
+            self._cached[target] = tick
+            self._lru[tick] = target
+        else:
+            fence = self._pending.pop(source)
+            self._pending[target] = fence
+            renamed = ((at, target if (at, block) == (fence, source) else block) for at, block in self._fences)
+            self._fences = deque(renamed)
+        self.index.move(source, target)
 
     def check_integrity(self) -> None:
         """Raises EngineError unless every block is in exactly one state and every key belongs to one block."""
         states = [*self._owners, *self._pending, *self._cached, *self._empty]
-        if len(states) != self.num_usable or set(states) != set(range(1, self.num_blocks)):
+        if len(states) != self.num_usable or set(states) != set(self.blocks):
             seen: set[int] = set()
             doubled = sorted({block for block in states if block in seen or seen.add(block)})  # type: ignore[func-returns-value]
-            lost = sorted(set(range(1, self.num_blocks)) - set(states))
+            lost = sorted(set(self.blocks) - set(states))
             raise EngineError(f"KV blocks in two states: {doubled}; in none: {lost}")
+        if {tick: block for block, tick in self._cached.items()} != self._lru or sorted(self._lru) != list(self._lru):
+            raise EngineError("the order in which cached KV blocks are evicted is not that in which they became free")
         if unowned := [block for block, owners in self._owners.items() if not owners]:
             raise EngineError(f"KV blocks held by an empty set of owners: {unowned}")
         if stray := [block for block in self._empty if self.index.key_of(block) is not None]:
@@ -154,9 +244,5 @@ class BlockPool:
         if self.index.key_of(block) is None:
             self._empty.append(block)
         else:
-            self._cached[block] = None
-
-    def _evict(self) -> int:
-        block, _ = self._cached.popitem(last=False)
-        self.index.drop(block)
-        return block
+            self._cached[block] = tick = next(self._ticks)
+            self._lru[tick] = block

@@ -6,12 +6,15 @@ from collections.abc import Sequence
 
 from headrace.config import CacheConfig
 from headrace.errors import EngineError
-from headrace.kv.block_pool import NULL_BLOCK, BlockPool
+from headrace.kv.block_pool import NULL_BLOCK
 from headrace.kv.prefix_cache import Hit, KeyChain, find_hit, first_visible_block, root_key
+from headrace.kv.strips import Strips
 from headrace.spec import CacheGroup, Mode
 
 NewBlocks = tuple[tuple[int, ...], ...]
 """Per cache group, what to append to a sequence's block table."""
+Move = tuple[int, int, int]
+"""Cache group, and the numbers of two of its blocks: the content of the first is to be copied to the second."""
 
 
 class SequenceBlocks:
@@ -72,10 +75,15 @@ class KVCacheManager:
         self.block_size = config.block_size
         self.groups: tuple[CacheGroup, ...] = config.groups
         self.caching = config.enable_prefix_caching
-        self.pools = tuple(BlockPool(count) for count in config.num_blocks)
+        self._strips = Strips(config.arena, self._moved)
+        self.pools = self._strips.pools
+        self.moves: list[Move] = []
+        """Blocks that have moved since ``take_moves``, in order."""
         self._windows = tuple(group.window for group in config.groups)
         self._window_groups = tuple((i, window) for i, window in enumerate(self._windows) if window is not None)
         self._indexes = tuple(pool.index for pool in self.pools)
+        self._bytes_per_block = sum(config.arena.block_bytes)
+        """Of one block in every group."""
         self._mode = mode
         self._weight_version = 0
         self._generation = 0
@@ -113,14 +121,14 @@ class KVCacheManager:
         A window group needs room only for the first chunk it must take (``first_tokens``): it gives back as it goes.
         """
         start = blocks.capacity if hit is None else hit.num_tokens
+        counts = []
         for group, pool in enumerate(self.pools):
             end = num_tokens if self._windows[group] is None else min(num_tokens, start + first_tokens)
             needed = self._blocks_for(end) - start // self.block_size
             if hit is not None:
                 needed += sum(block != NULL_BLOCK and pool.is_free(block) for block in hit.blocks[group])
-            if needed > pool.num_free:
-                return False
-        return True
+            counts.append(needed)
+        return self._strips.bytes_of(counts) <= self._strips.free_bytes
 
     def attach(self, blocks: SequenceBlocks, hit: Hit) -> None:
         """Makes a hit the beginning of a sequence's tables, which must be empty."""
@@ -164,8 +172,8 @@ class KVCacheManager:
 
     def room(self, blocks: SequenceBlocks, start: int, *, pending: bool = False) -> int:
         """How many tokens from ``start`` on could get blocks now (``pending``: once the launched steps are collected)."""
-        free = min(pool.num_free + (pool.num_pending if pending else 0) for pool in self.pools)
-        return blocks.capacity + free * self.block_size - start
+        free = self._strips.free_bytes + (self._strips.pending_bytes if pending else 0)
+        return blocks.capacity + free // self._bytes_per_block * self.block_size - start
 
     def allocate(self, blocks: SequenceBlocks, end: int) -> NewBlocks | None:
         """Room for the tokens up to ``end``; returns what to append to the runner's tables, or None if blocks are short.
@@ -175,7 +183,7 @@ class KVCacheManager:
         if end <= blocks.capacity and blocks.unsent * self.block_size == blocks.capacity:
             return self._nothing
         count = max(0, self._blocks_for(end) - len(blocks.tables[0]))
-        if any(pool.num_free < count for pool in self.pools):
+        if not self._strips.provide([count] * len(self.pools)):
             return None
         self._sequences[blocks.seq_id] = blocks
         for table, pool in zip(blocks.tables, self.pools, strict=True):
@@ -237,44 +245,63 @@ class KVCacheManager:
 
     @property
     def num_used(self) -> int:
-        """Blocks that sequences hold or a launched step may still write, over all groups."""
-        return sum(pool.num_used for pool in self.pools)
+        """Blocks that sequences hold or a launched step may still write, over all groups; where groups' blocks differ in
+        bytes, as many of average size as have as many bytes."""
+        return -(-self._strips.used_bytes * len(self.groups) // self._bytes_per_block)
 
     @property
     def num_total(self) -> int:
-        return sum(pool.num_usable for pool in self.pools)
+        """Blocks that there is room for, counted likewise."""
+        return self._strips.arena.capacity * len(self.groups) // self._bytes_per_block
 
     @property
     def num_pending(self) -> int:
         return sum(pool.num_pending for pool in self.pools)
+
+    def take_moves(self) -> tuple[Move, ...]:
+        """What is to be copied, in this order, before anything that was allocated since is written or read."""
+        moves = tuple(self.moves)
+        self.moves.clear()
+        return moves
 
     def too_small_for(self, num_tokens: int, first_tokens: int) -> str | None:
         """Why a sequence of ``num_tokens`` cannot fit in an empty cache, or None.
 
         ``first_tokens`` is the longest chunk that cannot be cut further.
         """
-        for group, pool in zip(self.groups, self.pools, strict=True):
+        counts = []
+        for group in self.groups:
             needed = self._blocks_for(num_tokens)
             if group.window is not None:
                 seen = group.window - 1 + first_tokens
                 needed = min(needed, (seen + self.block_size - 2) // self.block_size + 1)
-            if needed > pool.num_usable:
-                return (
-                    f"{num_tokens} tokens need {needed} KV blocks of {self.block_size} tokens "
-                    f"in the cache group '{group.name}', which has {pool.num_usable}"
-                )
-        return None
+            counts.append(needed)
+        needed_bytes, capacity = self._strips.bytes_of(counts), self._strips.arena.capacity
+        if needed_bytes <= capacity:
+            return None
+        if len(counts) == 1:
+            return (
+                f"{num_tokens} tokens need {counts[0]} KV blocks of {self.block_size} tokens "
+                f"in the cache group '{self.groups[0].name}', which has {self.pools[0].num_usable}"
+            )
+        where = " and ".join(f"{count} in '{group.name}'" for count, group in zip(counts, self.groups, strict=True))
+        return (
+            f"{num_tokens} tokens need KV blocks of {self.block_size} tokens as follows: {where}; "
+            f"these are {needed_bytes:,} bytes, and all groups share {capacity:,}"
+        )
 
     def check_integrity(self) -> None:
         """Raises EngineError unless pools are sound and their owners are exactly the sequences' tables."""
+        self._strips.check_integrity()
         for group, pool in enumerate(self.pools):
-            pool.check_integrity()
             owners: dict[int, set[int]] = {}
             for seq_id, blocks in self._sequences.items():
                 for block in blocks.tables[group]:
                     if block != NULL_BLOCK:
                         owners.setdefault(block, set()).add(seq_id)
-            for block in range(1, pool.num_blocks):
+            if stray := owners.keys() - set(pool.blocks):
+                raise EngineError(f"KV blocks {sorted(stray)} of group {group} stand in tables, and are outside its strip")
+            for block in pool.blocks:
                 if pool.owners(block) != owners.get(block, set()):
                     raise EngineError(
                         f"KV block {block} of group {group} is owned by {sorted(pool.owners(block))}, "
@@ -285,6 +312,13 @@ class KVCacheManager:
                 raise EngineError(f"the block tables of sequence {blocks.seq_id} differ in length")
 
     # ------------------------------------------------------------------ parts
+
+    def _moved(self, group: int, source: int, target: int) -> None:
+        """A block has another number now: every table that has the old one gets it, and the runner is told to copy."""
+        for seq_id in self.pools[group].owners(target):
+            table = self._sequences[seq_id].tables[group]
+            table[table.index(source)] = target
+        self.moves.append((group, source, target))
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

@@ -78,6 +78,13 @@ class PrefixIndex:
     def drop(self, block: int) -> None:
         del self._blocks[self._keys.pop(block).digest]
 
+    def move(self, source: int, target: int) -> None:
+        """What ``source`` held, if it had a key, is in ``target`` now."""
+        key = self._keys.pop(source, None)
+        if key is not None:
+            self._keys[target] = key
+            self._blocks[key.digest] = target
+
     def clear(self) -> None:
         self._blocks.clear()
         self._keys.clear()

@@ -56,11 +56,12 @@ class FusedLayers:
         self._caches, self._backends = ctx.caches, ctx.backends
         own = [(ctx.caches[index], ctx.backends[index]) for index in range(len(self._structs))]
         self._bound = all(
-            type(backend) is NativeAttention and cache.rows.dtype == self._dtype and cache.rows.is_contiguous()
+            type(backend) is NativeAttention and cache.rows.dtype == self._dtype and cache.rows[0].is_contiguous()
             for cache, backend in own
         )
         for struct, (cache, _) in zip(self._structs, own, strict=True):
             struct.rows, struct.block_size, struct.group = cache.rows.data_ptr(), cache.block_size, cache.group
+            struct.block_stride = cache.rows.stride(0)
 
     def __call__(
         self, stream: torch.Tensor, angles: Sequence[torch.Tensor | None], ctx: ForwardContext

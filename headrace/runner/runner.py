@@ -11,9 +11,10 @@ import torch
 
 from headrace.attention.backend import AttentionBackend, LayerCache
 from headrace.attention.context import ForwardContext
+from headrace.cache.blocks import ArenaBlocks
 from headrace.config import EngineConfig
 from headrace.core.plan import NewSequence, StepPlan, StepResult
-from headrace.errors import RequestError
+from headrace.errors import EngineError, RequestError
 from headrace.outputs import TokenLogprobs
 from headrace.runner.build import make_backends, make_caches, make_recorder
 from headrace.runner.clock import Stopwatch
@@ -91,6 +92,7 @@ class ModelRunner:
         self.device = torch.device(config.device)
         self._model = model
         self._caches = make_caches(config) if caches is None else caches
+        self._blocks = ArenaBlocks(config.cache, self._caches) if len(config.cache.groups) > 1 else None
         self._backends = make_backends(config) if backends is None else backends
         self._to_plan = list({id(backend): backend for backend in self._backends}.values())
         self._recorder = make_recorder(config) if recorder is None else recorder
@@ -129,6 +131,8 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> Launched | Decoding:
         """``launch`` without recording."""
+        if plan.moves:
+            self._move_blocks(plan)
         self._change_slots(plan)
         if not plan.rows:
             return self._nothing(plan)
@@ -226,15 +230,22 @@ class ModelRunner:
 
     def memory(self) -> list[tuple[str, int]]:
         """(what, bytes) of everything that the runner itself holds on the device now."""
-        caches = {cache.rows.data_ptr(): cache.rows.nbytes for cache in self._caches}
+        storages = [cache.rows.untyped_storage() for cache in self._caches]
         return [
-            ("KV cache", sum(caches.values())),
+            ("KV cache", sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())),
             ("slots", self.slots.nbytes),
             ("penalty histograms", self.sampler.nbytes),
             ("CUDA graphs", 0 if self._graphs is None else self._graphs.nbytes),
         ]
 
     # ------------------------------------------------------------------ parts of a step
+
+    def _move_blocks(self, plan: StepPlan) -> None:
+        """Behind what was launched before, which may still write the old places, and before what this step writes there."""
+        if self._blocks is None:
+            raise EngineError("the plan moves KV blocks, and there is one cache group alone")
+        self._blocks.move(plan.moves)
+        self.slots.rename(plan.moves)
 
     def _change_slots(self, plan: StepPlan) -> None:
         for slot in plan.released:

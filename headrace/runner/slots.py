@@ -57,6 +57,9 @@ class SlotTables:
         """Prompt and outputs."""
         self.block_tables = [StagedTable(slots, self._max_blocks, device) for _ in config.cache.groups]
         """Per cache group, ``[S, max_blocks]``; 0 past a sequence's end."""
+        # Of a group that shares its memory with others: block -> block, the identity but while blocks move.
+        counts = self._num_blocks if len(self.block_tables) > 1 else ()
+        self._renamed = [torch.arange(count, dtype=torch.int32, device=device) for count in counts]
         self.num_tokens = torch.zeros(slots, dtype=torch.int64, device=device)
         self.num_computed = torch.zeros(slots, dtype=torch.int64, device=device)
         # Mirrors on the host.
@@ -71,8 +74,8 @@ class SlotTables:
 
     @property
     def nbytes(self) -> int:
-        tables = [self.token_ids, *self.block_tables]
-        return sum(table.tensor.nbytes for table in tables) + self.num_tokens.nbytes + self.num_computed.nbytes
+        tables = [self.token_ids.tensor, *(table.tensor for table in self.block_tables), *self._renamed]
+        return sum(table.nbytes for table in tables) + self.num_tokens.nbytes + self.num_computed.nbytes
 
     @property
     def idle(self) -> bool:
@@ -109,6 +112,20 @@ class SlotTables:
         self.host_num_computed[slot] = UNKNOWN
         self._block_counts[:, slot] = 0
         self.token_ids.stage(slot, 0, seq.token_ids)
+
+    def rename(self, moves: Sequence[tuple[int, int, int]]) -> None:
+        """Blocks (group, from, to) have moved, one after the other: tables get the new numbers."""
+        for group, (table, names) in enumerate(zip(self.block_tables, self._renamed, strict=True)):
+            own = [(source, target) for moved, source, target in moves if moved == group]
+            if not own:
+                continue
+            ends: dict[int, int] = {}
+            for source, target in reversed(own):
+                ends[source] = ends.get(target, target)
+            old = upload(np.array(list(ends), dtype=np.int64), self.device)
+            names.index_copy_(0, old, upload(np.array(list(ends.values()), dtype=np.int32), self.device))
+            table.tensor.copy_(names[table.tensor])
+            names.index_copy_(0, old, old.to(torch.int32))
 
     def begin(self, plan: StepPlan, rows: RowArrays) -> list[list[int]]:
         """Checks the rows against what is known, appends their blocks, and brings the device up to date.

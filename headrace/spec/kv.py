@@ -8,6 +8,8 @@ from typing import Literal
 
 from headrace.spec.attention import AttentionSpec
 
+ALIGNMENT = 16
+"""Bytes: the widest load of a GPU, at which FlashInfer's kernels want rows to begin."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3": 1, "float64": 8}
 
 
@@ -47,11 +49,43 @@ class CacheGroup:
     window: int | None
     """None: every position is kept. W: only positions that a later token can still see."""
     layers: tuple[int, ...]
+    """Those that keep KV of their own."""
     bytes_per_token: int
+    layer_bytes: tuple[int, ...] = ()
+    """``bytes_per_token`` of each of ``layers``; none given: it is one run of bytes."""
 
     @property
     def name(self) -> str:
         return "full" if self.window is None else f"window {self.window}"
+
+    def block_bytes(self, block_size: int) -> int:
+        """Of one block in all layers: their sum, no layer padded to another.
+
+        Only where some layers' runs of bytes are multiples of ``ALIGNMENT`` and others' are not, the block ends with what
+        the former need to be aligned in every block.
+        """
+        total = block_size * self.bytes_per_token
+        aligned = any(block_size * size % ALIGNMENT == 0 for size in self.layer_bytes)
+        return -(-total // ALIGNMENT) * ALIGNMENT if aligned else total
+
+    def layer_offsets(self, block_size: int) -> tuple[int, ...]:
+        """Where in a block each of ``layers`` has its run of bytes.
+
+        The larger the power of two that divides a run, the earlier it comes: so each begins at a multiple of its own.
+        """
+        sizes = [block_size * size for size in self.layer_bytes]
+        offsets, end = [0] * len(sizes), 0
+        for place in sorted(range(len(sizes)), key=lambda place: -(sizes[place] & -sizes[place])):
+            offsets[place] = end
+            end += sizes[place]
+        return tuple(offsets)
+
+
+def block_sizes(groups: Sequence[CacheGroup], block_size: int) -> tuple[int, ...]:
+    """Bytes of a block of each group. The layers of a model's only group have a tensor each: nothing is to be aligned."""
+    if len(groups) == 1:
+        return (block_size * groups[0].bytes_per_token,)
+    return tuple(group.block_bytes(block_size) for group in groups)
 
 
 def layer_kv(spec: AttentionSpec, dtype: str) -> LayerKV:
@@ -67,12 +101,15 @@ def layer_kv(spec: AttentionSpec, dtype: str) -> LayerKV:
 
 
 def cache_groups(specs: Sequence[AttentionSpec], dtype: str) -> tuple[CacheGroup, ...]:
-    """Groups layers by the positions they keep; full attention first, then windows from wide to narrow."""
-    windows = {spec.window for spec in specs}
-    order = sorted(windows, key=lambda window: (window is not None, -(window or 0)))
+    """Groups layers by the positions they keep; full attention first, then windows from wide to narrow.
+
+    A layer that reads another's KV is in no group: it costs nothing.
+    """
+    keepers = [spec for spec in specs if spec.kv_source is None]
+    order = sorted({spec.window for spec in keepers}, key=lambda window: (window is not None, -(window or 0)))
     groups = []
     for index, window in enumerate(order):
-        members = [spec for spec in specs if spec.window == window]
-        size = sum(layer_kv(spec, dtype).bytes_per_token for spec in members)
-        groups.append(CacheGroup(index, window, tuple(spec.layer for spec in members), size))
+        members = [spec for spec in keepers if spec.window == window]
+        sizes = tuple(layer_kv(spec, dtype).bytes_per_token for spec in members)
+        groups.append(CacheGroup(index, window, tuple(spec.layer for spec in members), sum(sizes), sizes))
     return tuple(groups)

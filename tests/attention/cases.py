@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import numpy as np
 import torch
@@ -47,7 +48,10 @@ def make_case(
     needed = [-(-length // block_size) for _, length in rows]
     num_blocks = 1 + sum(needed) + 3
     shape = (num_blocks, block_size, spec.num_kv_heads, spec.row_width)
-    cache = torch.full(shape, torch.nan, dtype=dtype)
+    # Other layers' KV lies between the blocks of one, as in an arena that cache groups share.
+    between = 24 * (seed % 2)
+    arena = torch.full((num_blocks, math.prod(shape[1:]) + between), torch.nan, dtype=dtype)
+    cache = arena[:, between:].unflatten(1, shape[1:])
     cache[0] = 0
     free = (1 + torch.randperm(num_blocks - 1, generator=generator)).tolist()
     table = torch.zeros(len(rows), max([*needed, 1]) + wide, dtype=torch.int32)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from headrace.cache.layer import LayerCache
-from headrace.cache.planes import allocate, cache_bytes, write
+from headrace.cache.planes import allocate, write
 from headrace.config import CacheConfig
 from headrace.errors import ConfigError
 from headrace.spec import AttentionSpec, DenseSpec, ModelSpec, cache_groups
@@ -31,26 +31,36 @@ def model(*layers: AttentionSpec) -> ModelSpec:
 
 def config(spec: ModelSpec, dtype: str = "float32", block_size: int = 4) -> CacheConfig:
     groups = cache_groups(spec.layers, dtype)
-    blocks = tuple(5 + 2 * group.index for group in groups)
-    return CacheConfig(block_size=block_size, groups=groups, num_blocks=blocks, enable_prefix_caching=True, dtype=dtype)
+    counts = [4 + 2 * group.index for group in groups]
+    return CacheConfig.holding(counts, block_size=block_size, groups=groups, enable_prefix_caching=True, dtype=dtype)
 
 
 MIXED = model(layer(0), layer(1, num_kv_heads=1), layer(2, num_kv_heads=3, v_head_dim=11, window=8), layer(3, kv_source=0))
 
 
+ALONE = model(layer(0), layer(1, num_kv_heads=1), layer(2, num_kv_heads=3, v_head_dim=11), layer(3, kv_source=0))
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_bytes_are_exactly_the_tensors(dtype: str) -> None:
-    caches = allocate(config(MIXED, dtype), MIXED, "cpu", dtype)
-    storages = {cache.rows.data_ptr(): cache.rows.nbytes for cache in caches}
-    assert len(storages) == 3
-    assert sum(storages.values()) == cache_bytes(config(MIXED, dtype))
+@pytest.mark.parametrize("spec", [ALONE, MIXED])
+def test_bytes_are_exactly_the_tensors(spec: ModelSpec, dtype: str) -> None:
+    sized = config(spec, dtype)
+    storages = {
+        cache.rows.untyped_storage().data_ptr(): cache.rows.untyped_storage() for cache in allocate(sized, spec, "cpu", dtype)
+    }
+    assert len(storages) == (3 if spec is ALONE else 1)
+    assert sum(storage.nbytes() for storage in storages.values()) == sized.nbytes
 
 
 def test_shapes_follow_each_layer() -> None:
+    caches = allocate(config(ALONE), ALONE, "cpu", torch.float32)
+    assert [tuple(cache.rows.shape) for cache in caches] == [(5, 4, 2, 12), (5, 4, 1, 12), (5, 4, 3, 19), (5, 4, 2, 12)]
+    assert all(cache.rows.is_contiguous() and not cache.rows.any() for cache in caches)
     caches = allocate(config(MIXED), MIXED, "cpu", torch.float32)
-    assert [tuple(cache.rows.shape) for cache in caches] == [(5, 4, 2, 12), (5, 4, 1, 12), (7, 4, 3, 19), (5, 4, 2, 12)]
+    # Blocks of 576 and 912 bytes: 912 for the null block, 4 * 576 + 6 * 912 of others, and not quite another 576.
+    assert [tuple(cache.rows.shape) for cache in caches] == [(16, 4, 2, 12), (16, 4, 1, 12), (10, 4, 3, 19), (16, 4, 2, 12)]
     assert [cache.group for cache in caches] == [0, 0, 1, 0]
-    assert caches[2].keys.shape == (7, 4, 3, 8) and caches[2].values.shape == (7, 4, 3, 11)
+    assert caches[2].keys.shape == (10, 4, 3, 8) and caches[2].values.shape == (10, 4, 3, 11)
     assert all(not cache.rows.any() for cache in caches)
 
 

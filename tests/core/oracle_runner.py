@@ -1,8 +1,9 @@
 """A runner without a model that checks every plan it is given.
 
-It keeps its state from the stream of plans alone, as a real runner does. In place of KV it stores, for each (group, block,
-offset), a fingerprint of the token history that wrote it; each row must then find the fingerprints of its own history at
-every position it can see. Wrong prefix hits, blocks reused too early and forks with missing data all end in PlanError.
+It keeps its state from the stream of plans alone, as a real runner does. In place of KV it stores, in each byte of the
+arena, a fingerprint of the token history that wrote it; each row must then find the fingerprints of its own history at
+every position it can see. Wrong prefix hits, blocks reused too early, blocks of two groups that overlap, moves that lose
+something and forks with missing data all end in PlanError.
 """
 
 from __future__ import annotations
@@ -92,17 +93,20 @@ class OracleRunner:
         self.errors = {} if errors is None else errors
         self.weights = 0
         self.slots: dict[int, Slot] = {}
-        self.memory: dict[tuple[int, int, int], tuple[int, int]] = {}
-        self.in_flight: deque[tuple[StepPlan, StepResult, dict[tuple[int, int], int]]] = deque()
-        """Launched steps: plan, result, and (group, block) -> the sequence that writes it."""
+        self.memory: list[object] = [None] * cache.nbytes
+        self.in_flight: deque[tuple[StepPlan, StepResult, dict[int, int]]] = deque()
+        """Launched steps: plan, result, and byte -> the sequence that writes the block it is in."""
         self.last_step = 0
         self.num_hit_tokens = 0
+        self.num_moves = 0
 
     def launch(self, plan: StepPlan) -> int:
         check(plan.step == self.last_step + 1, f"step {plan.step} after step {self.last_step}")
         self.last_step = plan.step
         check(len(self.in_flight) < self.config.pipeline_depth, "more steps in flight than the pipeline is deep")
         check(plan.num_tokens <= self.config.max_num_batched_tokens, "more tokens than the budget")
+        for move in plan.moves:
+            self._move(*move)
         for slot in plan.released:
             check(slot in self.slots, f"slot {slot} was released but is vacant")
             del self.slots[slot]
@@ -125,6 +129,26 @@ class OracleRunner:
 
     def close(self) -> None:
         pass
+
+    def _bytes(self, group: int, block: int) -> range:
+        size = self.cache.arena.block_bytes[group]
+        check(0 < block < self.cache.num_blocks[group], f"block {block} of group {group} does not exist")
+        return range(block * size, (block + 1) * size)
+
+    def _move(self, group: int, source: int, target: int) -> None:
+        """Comes after all that was launched before: what a step in flight writes is at the new place already."""
+        self.num_moves += 1
+        old, new = self._bytes(group, source), self._bytes(group, target)
+        self.memory[new.start : new.stop] = self.memory[old.start : old.stop]
+        for _, _, writes in self.in_flight:
+            moved = [writes.pop(byte, None) for byte in old]
+            for byte, writer in zip(new, moved, strict=True):
+                writes.pop(byte, None)
+                if writer is not None:
+                    writes[byte] = writer
+        for slot in self.slots.values():
+            table = slot.tables[group]
+            table[:] = [target if block == source else block for block in table]
 
     def _take_slot(self, new: NewSequence) -> None:
         check(0 <= new.slot < self.config.max_num_seqs, f"slot {new.slot} does not exist")
@@ -160,30 +184,38 @@ class OracleRunner:
         window = self.cache.groups[group].window
         return 0 if window is None else max(0, start - window + 1)
 
-    def _write(self, plan: StepPlan) -> dict[tuple[int, int], int]:
+    def _write(self, plan: StepPlan) -> dict[int, int]:
         size, writes = self.cache.block_size, {}
         for row in plan.rows:
             slot = self.slots[row.slot]
             for group, table in enumerate(slot.tables):
-                for p in range(row.num_computed, row.num_computed + row.num_tokens):
-                    block = table[p // size]
-                    check(0 < block < self.cache.num_blocks[group], f"token {p} would be written to block {block}")
-                    check(writes.setdefault((group, block), row.seq_id) == row.seq_id, f"two rows write block {block}")
-                    self.memory[group, block, p % size] = slot.history.kv(p)
+                start, end = row.num_computed, row.num_computed + row.num_tokens
+                for block in table[start // size : -(-end // size)]:
+                    for byte in self._bytes(group, block):
+                        check(writes.setdefault(byte, row.seq_id) == row.seq_id, f"two rows write byte {byte}")
+                for p in range(start, end):
+                    for place, byte in enumerate(self._cell(group, table[p // size], p)):
+                        self.memory[byte] = group, place, slot.history.kv(p)
         for _, _, earlier in self.in_flight:
-            for block, seq_id in writes.items():
-                check(earlier.get(block, seq_id) == seq_id, f"{block} is rewritten while a step in flight writes it")
+            for byte, seq_id in writes.items():
+                check(earlier.get(byte, seq_id) == seq_id, f"{byte} is rewritten while a step in flight writes it")
         self._check_sole_holders(writes)
         return writes
 
-    def _check_sole_holders(self, writes: dict[tuple[int, int], int]) -> None:
+    def _cell(self, group: int, block: int, position: int) -> range:
+        """The bytes of one token."""
+        width = self.cache.groups[group].bytes_per_token
+        start = self._bytes(group, block).start + position % self.cache.block_size * width
+        return range(start, start + width)
+
+    def _check_sole_holders(self, writes: dict[int, int]) -> None:
         """A block that is written is in no other live sequence's visible table."""
         for slot in self.slots.values():
             for group, table in enumerate(slot.tables):
                 first = self._visible(group, slot.num_computed or 0) // self.cache.block_size
                 for block in table[first:]:
-                    writer = writes.get((group, block), slot.new.seq_id)
-                    check(writer == slot.new.seq_id, f"sequence {writer} writes block {block} of {slot.new.seq_id}")
+                    writers = {writes[byte] for byte in self._bytes(group, block) if byte in writes}
+                    check(writers <= {slot.new.seq_id}, f"sequences {writers} write block {block} of {slot.new.seq_id}")
 
     def _read(self, plan: StepPlan) -> None:
         size = self.cache.block_size
@@ -191,9 +223,9 @@ class OracleRunner:
             slot = self.slots[row.slot]
             for group, table in enumerate(slot.tables):
                 for p in range(self._visible(group, row.num_computed), row.num_computed + row.num_tokens):
-                    found = self.memory.get((group, table[p // size], p % size))
+                    cell = self._cell(group, table[p // size], p)
                     check(
-                        table[p // size] != 0 and found == slot.history.kv(p),
+                        [self.memory[byte] for byte in cell] == [(group, i, slot.history.kv(p)) for i in range(len(cell))],
                         f"step {plan.step}: sequence {row.seq_id} sees another history at position {p} of group {group}",
                     )
 

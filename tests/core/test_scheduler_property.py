@@ -83,10 +83,11 @@ def worlds(draw: st.DrawFn) -> tuple[World, list[Arrival]]:
         policy=draw(st.sampled_from(["fcfs", "priority"])),
         pipeline_depth=draw(st.integers(1, 3)),
     )
-    windows = draw(st.sampled_from([(None,), (None,), (None, 5), (6,), (1,), (None, 9, 3)]))
+    windows = draw(st.sampled_from([(None,), (None,), (None, 5), (None, 5), (6,), (1,), (None, 9, 3), (None, 12, 7, 2)]))
     block_size = draw(st.sampled_from([1, 2, 4]))
     blocks = tuple(1 + draw(st.integers(16, 72)) // block_size for _ in windows)
-    cache = make_cache(blocks, block_size, windows, caching=draw(st.integers(0, 3)) > 0)
+    widths = tuple(draw(st.sampled_from([1, 1, 2, 3, 5])) for _ in windows)
+    cache = make_cache(blocks, block_size, windows, caching=draw(st.integers(0, 3)) > 0, widths=widths)
     count = draw(st.integers(1, 9))
     return World(config, cache), [draw(arrivals(number, config)) for number in range(count)]
 

@@ -18,11 +18,19 @@ from .oracle_runner import EOS, OracleRunner, expected_outputs, expected_prompt_
 
 
 def make_cache(
-    num_blocks: int | tuple[int, ...] = 64, block_size: int = 4, windows: tuple[int | None, ...] = (None,), caching: bool = True
+    num_blocks: int | tuple[int, ...] = 64,
+    block_size: int = 4,
+    windows: tuple[int | None, ...] = (None,),
+    caching: bool = True,
+    widths: tuple[int, ...] | None = None,
 ) -> CacheConfig:
+    """As much memory as so many blocks of each group take, null block included; ``widths`` are bytes a token."""
     counts = (num_blocks,) * len(windows) if isinstance(num_blocks, int) else num_blocks
-    groups = tuple(CacheGroup(i, window, (i,), 1) for i, window in enumerate(windows))
-    return CacheConfig(block_size=block_size, groups=groups, num_blocks=counts, enable_prefix_caching=caching, dtype="float32")
+    widths = (1,) * len(windows) if widths is None else widths
+    groups = tuple(CacheGroup(i, window, (i,), width) for i, (window, width) in enumerate(zip(windows, widths, strict=True)))
+    return CacheConfig.holding(
+        [count - 1 for count in counts], block_size=block_size, groups=groups, enable_prefix_caching=caching, dtype="float32"
+    )
 
 
 def make_config(**changes: object) -> SchedulerConfig:
@@ -98,7 +106,7 @@ class World:
 
     def assert_owns_nothing(self, seq: Sequence) -> None:
         for pool in self.scheduler.kv.pools:
-            assert all(seq.seq_id not in pool.owners(block) for block in range(pool.num_blocks))
+            assert not any(seq.seq_id in pool.owners(block) for block in pool.blocks)
 
     def launch(self) -> StepPlan | None:
         plan = self.scheduler.schedule()

@@ -83,8 +83,8 @@ def make_core(
 ) -> EngineCore:
     numbers = {"max_model_len": CONTEXT, "max_num_seqs": 8, "max_num_batched_tokens": 64, "max_queue_len": 128} | limits
     group = CacheGroup(0, None, (0,), 64)
-    cache = CacheConfig(
-        block_size=BLOCK, groups=(group,), num_blocks=(num_blocks,), enable_prefix_caching=True, dtype="float32"
+    cache = CacheConfig.holding(
+        [num_blocks - 1], block_size=BLOCK, groups=(group,), enable_prefix_caching=True, dtype="float32"
     )
     scheduler = Scheduler(SchedulerConfig(policy="fcfs", pipeline_depth=depth, **numbers), cache)
     return EngineCore(scheduler, FakeRunner(seconds), OutputProcessor(scheduler, tokenizer), pipeline_depth=depth)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -101,22 +103,26 @@ def test_rotation_is_hugging_faces() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("between", [0, 10])
 @pytest.mark.parametrize(("width", "v_width", "rotary_dim"), [(64, 64, 64), (24, 8, 12), (7, 13, 0)])
-def test_rotate_and_write(width: int, v_width: int, rotary_dim: int, dtype: torch.dtype) -> None:
+def test_rotate_and_write(width: int, v_width: int, rotary_dim: int, between: int, dtype: torch.dtype) -> None:
+    """``between``: numbers of other layers between two blocks of the cache."""
     heads, kv_heads, tokens = 6, 2, 9
     q, k = torch.randn(tokens, heads, width).to(dtype), torch.randn(tokens, kv_heads, width).to(dtype)
     v = torch.randn(tokens, kv_heads, v_width).to(dtype)
     angles = torch.randn(tokens, rotary_dim // 2)
     cos_sin = torch.cat((angles.cos(), angles.sin()), 1)
     slots = torch.tensor([3, 17, -1, 4, 0, 30, -1, 31, 9])
-    rows = [torch.full((8, 4, kv_heads, width + v_width), 7.0, dtype=dtype) for _ in range(2)]
+    shape = (4, kv_heads, width + v_width)
+    arenas = [torch.full((8, math.prod(shape) + between), 7.0, dtype=dtype) for _ in range(2)]
+    rows = [arena[:, between:].unflatten(1, shape) for arena in arenas]
     got = rotary.rotate_and_write(q, k, v, cos_sin, rotary_dim, rows[0], slots)
     expected = rotary.rotate_and_write_twin(q, k, v, cos_sin, rotary_dim, rows[1], slots)
     close(got, expected)
     torch.testing.assert_close(rows[0], rows[1], rtol=ulps(dtype), atol=1e-6)
     untouched = torch.ones(32, dtype=torch.bool)
     untouched[slots[slots >= 0]] = False
-    assert (rows[0].flatten(0, 1)[untouched] == 7).all()
+    assert (rows[0].flatten(0, 1)[untouched] == 7).all() and (arenas[0][:, :between] == 7).all()
 
 
 @pytest.mark.usefixtures("without_native")

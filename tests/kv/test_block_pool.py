@@ -17,7 +17,7 @@ def key(name: str) -> BlockKey:
 
 
 def test_null_block_is_never_handed_out() -> None:
-    pool = BlockPool(5)
+    pool = BlockPool(range(1, 5))
     assert sorted(pool.allocate(4, owner=1)) == [1, 2, 3, 4]
     assert NULL_BLOCK not in pool.allocate(0, owner=1)
     with pytest.raises(EngineError, match="sequence 2 asked for 1"):
@@ -25,7 +25,7 @@ def test_null_block_is_never_handed_out() -> None:
 
 
 def test_a_block_is_free_when_its_last_owner_lets_go() -> None:
-    pool = BlockPool(3)
+    pool = BlockPool(range(1, 3))
     (block,) = pool.allocate(1, owner=1)
     pool.share(block, owner=2)
     assert pool.owners(block) == {1, 2}
@@ -37,7 +37,7 @@ def test_a_block_is_free_when_its_last_owner_lets_go() -> None:
 
 
 def test_freeing_what_one_does_not_hold_is_an_error_that_names_the_owners() -> None:
-    pool = BlockPool(3)
+    pool = BlockPool(range(1, 3))
     (block,) = pool.allocate(1, owner=7)
     with pytest.raises(EngineError, match=r"sequence 8 freed KV block \d+, which is held by \[7\]"):
         pool.release([block], 8, None)
@@ -47,7 +47,7 @@ def test_freeing_what_one_does_not_hold_is_an_error_that_names_the_owners() -> N
 
 
 def test_sharing_needs_content_and_happens_once() -> None:
-    pool = BlockPool(3)
+    pool = BlockPool(range(1, 3))
     with pytest.raises(EngineError, match="holds nothing"):
         pool.share(1, owner=1)
     (block,) = pool.allocate(1, owner=1)
@@ -56,7 +56,7 @@ def test_sharing_needs_content_and_happens_once() -> None:
 
 
 def test_eviction_is_least_recently_used_and_takes_tails_first() -> None:
-    pool = BlockPool(5)
+    pool = BlockPool(range(1, 5))
     old = pool.allocate(2, owner=1)
     young = pool.allocate(2, owner=2)
     keys = {block: key(str(block)) for block in old + young}
@@ -71,7 +71,7 @@ def test_eviction_is_least_recently_used_and_takes_tails_first() -> None:
 
 
 def test_cached_blocks_survive_while_empty_ones_are_left() -> None:
-    pool = BlockPool(4)
+    pool = BlockPool(range(1, 4))
     cached, other = pool.allocate(2, owner=1)
     pool.publish(cached, key("a"))
     pool.release([cached, other], 1, None)
@@ -82,7 +82,7 @@ def test_cached_blocks_survive_while_empty_ones_are_left() -> None:
 
 
 def test_a_fenced_block_waits_for_its_step() -> None:
-    pool = BlockPool(3)
+    pool = BlockPool(range(1, 3))
     first, second = pool.allocate(2, owner=1)
     pool.release([first], 1, fence=4)
     pool.release([second], 1, fence=5)
@@ -98,7 +98,7 @@ def test_a_fenced_block_waits_for_its_step() -> None:
 
 @pytest.mark.parametrize("again", [4, 6])
 def test_a_fenced_block_that_is_shared_again_waits_for_its_last_fence(again: int) -> None:
-    pool = BlockPool(2)
+    pool = BlockPool(range(1, 2))
     (block,) = pool.allocate(1, owner=1)
     pool.publish(block, key("a"))
     pool.release([block], 1, fence=4)
@@ -114,7 +114,7 @@ def test_a_fenced_block_that_is_shared_again_waits_for_its_last_fence(again: int
 
 
 def test_forget_drops_keys_and_nothing_else() -> None:
-    pool = BlockPool(4)
+    pool = BlockPool(range(1, 4))
     held, cached = pool.allocate(2, owner=1)
     for block in (held, cached):
         pool.publish(block, key(str(block)))
@@ -128,7 +128,7 @@ def test_forget_drops_keys_and_nothing_else() -> None:
 
 @pytest.mark.parametrize("damage", ["lost", "doubled", "stale key", "unfenced"])
 def test_integrity_check_finds_damage(damage: str) -> None:
-    pool = BlockPool(4)
+    pool = BlockPool(range(1, 4))
     (block,) = pool.allocate(1, owner=1)
     if damage == "lost":
         del pool._owners[block]
@@ -148,7 +148,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @initialize(size=st.integers(2, 8))
     def start(self, size: int) -> None:
-        self.pool = BlockPool(size)
+        self.pool = BlockPool(range(1, size))
         self.held: dict[int, set[int]] = {}
         self.fences: dict[int, int] = {}
         self.step = self.done = 0
@@ -187,7 +187,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), owner=st.integers(1, 3))
     def share_cached(self, data: st.DataObject, owner: int) -> None:
-        known = [b for b in range(1, self.pool.num_blocks) if self.pool.index.key_of(b) and owner not in self.held.get(b, ())]
+        known = [b for b in self.pool.blocks if self.pool.index.key_of(b) and owner not in self.held.get(b, ())]
         if known:
             block = data.draw(st.sampled_from(known))
             self.pool.share(block, owner)
@@ -209,7 +209,7 @@ class PoolMachine(RuleBasedStateMachine):
     @invariant()
     def agrees(self) -> None:
         self.pool.check_integrity()
-        for block in range(1, self.pool.num_blocks):
+        for block in self.pool.blocks:
             assert self.pool.owners(block) == self.held.get(block, set())
         waiting = sum(1 for b, fence in self.fences.items() if b not in self.held and fence > self.done)
         assert self.pool.num_free >= self.pool.num_usable - len(self.held) - waiting

@@ -10,12 +10,21 @@ from headrace.spec import CacheGroup
 SIZE = 4
 
 
-def make(*windows: int | None, num_blocks: int | tuple[int, ...] = 32, caching: bool = True) -> KVCacheManager:
+def make(
+    *windows: int | None,
+    num_blocks: int | tuple[int, ...] = 32,
+    caching: bool = True,
+    widths: tuple[int, ...] | None = None,
+) -> KVCacheManager:
+    """As much memory as so many blocks of each group take, null block included; ``widths`` are bytes a token."""
     windows = windows or (None,)
     counts = (num_blocks,) * len(windows) if isinstance(num_blocks, int) else num_blocks
-    groups = tuple(CacheGroup(i, window, (i,), 1) for i, window in enumerate(windows))
+    widths = widths or (1,) * len(windows)
+    groups = tuple(CacheGroup(i, window, (i,), width) for i, (window, width) in enumerate(zip(windows, widths, strict=True)))
     return KVCacheManager(
-        CacheConfig(block_size=SIZE, groups=groups, num_blocks=counts, enable_prefix_caching=caching, dtype="float32")
+        CacheConfig.holding(
+            [count - 1 for count in counts], block_size=SIZE, groups=groups, enable_prefix_caching=caching, dtype="float32"
+        )
     )
 
 
@@ -211,12 +220,13 @@ def test_a_window_hit_needs_only_what_the_window_sees() -> None:
     assert hit.blocks[1][:2] == [NULL_BLOCK, NULL_BLOCK]
     assert all(hit.blocks[1][2:])
     # Evict one of the visible blocks of the window group: the full group alone is no hit there.
-    kv.pools[1].allocate(3, owner=50)
+    for _ in range(3):
+        kv.pools[1].evict()
     assert hit_of(kv, TOKENS) < 16
 
 
 def test_allocation_is_all_or_nothing_over_groups() -> None:
-    kv = make(None, 100, num_blocks=(32, 4))
+    kv = make(None, 100, num_blocks=(4, 4), widths=(3, 1))
     blocks = kv.open(1, TOKENS, None, [])
     kv.attach(blocks, kv.match(blocks))
     assert kv.allocate(blocks, 16) is None
@@ -288,10 +298,14 @@ def test_freed_blocks_wait_for_their_fence() -> None:
 
 
 def test_too_small_for() -> None:
-    kv = make(None, 6, num_blocks=(6, 4))
+    assert make(num_blocks=6).too_small_for(20, 1) is None
+    assert "need 6 KV blocks of 4 tokens in the cache group 'full', which has 5" in str(make(num_blocks=6).too_small_for(21, 1))
+    kv = make(None, 6, num_blocks=(6, 4), widths=(1, 2))
     assert kv.too_small_for(20, 1) is None
-    assert "cache group 'full', which has 5" in str(kv.too_small_for(21, 1))
-    assert "cache group 'window 6', which has 3" in str(kv.too_small_for(20, 6))
+    assert "6 in 'full' and 3 in 'window 6'; these are 48 bytes, and all groups share 44" in str(kv.too_small_for(21, 1))
+    # What one group does not need is the other's.
+    assert kv.too_small_for(16, 4) is None
+    assert "5 in 'full' and 4 in 'window 6'" in str(kv.too_small_for(20, 6))
 
 
 def test_integrity_check_compares_owners_with_tables() -> None:

@@ -15,7 +15,7 @@ from headrace.cache.planes import allocate
 from headrace.config import CacheConfig
 from headrace.models.decoder import Decoder
 from headrace.models.registry import build, name_table
-from headrace.spec import AttentionSpec, DenseSpec, ModelSpec, cache_groups
+from headrace.spec import Arena, AttentionSpec, DenseSpec, ModelSpec, cache_groups
 
 
 def copy_weights(model: Decoder, state: dict[str, torch.Tensor]) -> None:
@@ -65,6 +65,18 @@ class Seq:
     tables: list[list[int]] = dataclasses.field(default_factory=list)
 
 
+def disjoint_blocks(arena: Arena, counts: Sequence[int]) -> list[range]:
+    """``counts[g]`` block numbers of each group such that no bytes are in two blocks."""
+    numbers, end = [range(0)] * len(counts), arena.reserved
+    for group in arena.order:
+        size = arena.block_bytes[group]
+        start = -(-end // size)
+        numbers[group] = range(start, start + counts[group])
+        end = numbers[group].stop * size
+    assert end <= arena.nbytes
+    return numbers
+
+
 class Bench:
     """A model, a paged cache with shuffled blocks, and sequences that advance as told."""
 
@@ -74,15 +86,14 @@ class Bench:
         self.model = model
         dtype = str(model.norm.weight.dtype).removeprefix("torch.")
         groups = cache_groups(model.spec.layers, dtype)
-        # Groups of different sizes: a table used with the wrong group's tensor would show.
-        sizes = tuple(num_blocks + 3 * group.index for group in groups)
-        config = CacheConfig(block_size=block_size, groups=groups, num_blocks=sizes, enable_prefix_caching=False, dtype=dtype)
+        counts = [num_blocks + 3 * group.index for group in groups]
+        config = CacheConfig.holding(counts, block_size=block_size, groups=groups, enable_prefix_caching=False, dtype=dtype)
         self.groups, self.block_size = groups, block_size
         self.caches = allocate(config, model.spec, "cpu", dtype)
         layers = model.spec.layers
         self.backends = create_for(layers, [backend] * len(layers), "cpu", dtype)
         shuffle = np.random.default_rng(seed)
-        self.free = [list(1 + shuffle.permutation(size - 1)) for size in sizes]
+        self.free = [list(shuffle.permutation(numbers)) for numbers in disjoint_blocks(config.arena, counts)]
 
     def sequence(self, tokens: list[int]) -> Seq:
         return Seq(list(tokens), 0, [[] for _ in self.groups])

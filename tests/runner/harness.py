@@ -134,10 +134,10 @@ class World:
         return EngineConfig(
             args=args,
             model=spec,
-            cache=CacheConfig(
+            cache=CacheConfig.holding(
+                (self.num_blocks - 1,) * len(groups),
                 block_size=BLOCK,
                 groups=groups,
-                num_blocks=(self.num_blocks,) * len(groups),
                 enable_prefix_caching=self.caching,
                 dtype="float32",
             ),

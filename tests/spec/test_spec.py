@@ -39,7 +39,7 @@ def test_bytes_are_the_sum_over_layers_and_planes() -> None:
     assert [layer_kv(one, "bfloat16").bytes_per_token for one in layers] == [48, 144, 64, 0]
     groups = cache_groups(layers, "float32")
     assert [(group.window, group.layers, group.bytes_per_token) for group in groups] == [
-        (None, (0, 1, 3), 2 * (48 + 144)),
+        (None, (0, 1), 2 * (48 + 144)),
         (32, (2,), 2 * 64),
     ]
 

@@ -21,7 +21,8 @@ class Layer(ctypes.Structure):
     _fields_ = [
         *((name, Matrix) for name in ("qkv", "o", "gate_up", "down")),
         *((name, c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm", "sinks", "rows")),
-        *((name, c_int64) for name in ("heads", "kv_heads", "width", "v_width", "rotary", "window", "block_size", "group")),
+        *((name, c_int64) for name in ("heads", "kv_heads", "width", "v_width", "rotary", "window", "block_size")),
+        *((name, c_int64) for name in ("block_stride", "group")),
         *((name, c_float) for name in ("input_eps", "post_eps", "q_eps", "k_eps", "scale", "soft_cap")),
     ]
 

@@ -43,7 +43,7 @@ def context(layer: AttentionSpec, tokens: int) -> ForwardContext:
     """One prompt from its beginning, in a cache of its own."""
     layers = [dataclasses.replace(layer, layer=0, kv_source=None)] if layer.kv_source is None else [spec(0), layer]
     groups = cache_groups(layers, "float32")
-    config = CacheConfig(block_size=16, groups=groups, num_blocks=(4,), enable_prefix_caching=False, dtype="float32")
+    config = CacheConfig.holding([3], block_size=16, groups=groups, enable_prefix_caching=False, dtype="float32")
     caches = allocate(config, model_spec(layers), "cpu", "float32")
     starts = np.array([0, tokens], dtype=np.int32)
     positions = torch.arange(tokens)

@@ -22,7 +22,7 @@ constexpr int64_t LEAST_SPLIT = 256;
 constexpr int64_t MOST_SPLITS = 64;
 
 struct Shape {
-    int64_t heads, kv_heads, width, v_width, block_size, table_width;
+    int64_t heads, kv_heads, width, v_width, block_size, block_stride, table_width;
     float scale, soft_cap;  // No cap: 0.
     int64_t window;         // No window: 0.
 };
@@ -31,7 +31,7 @@ template <class T>
 struct Problem {
     const T* q;  // [tokens, heads, width], `q_stride` from token to token
     int64_t q_stride;
-    const T* rows;         // [blocks, block_size, kv_heads, width + v_width]
+    const T* rows;         // [blocks, block_size, kv_heads, width + v_width], `block_stride` from block to block
     const int32_t* table;  // [batch, table_width]
     const int32_t* starts;
     const int32_t* lengths;
@@ -43,8 +43,8 @@ struct Problem {
 
     const T* row(int64_t sequence, int64_t position, int64_t kv_head) const {
         int64_t block = table[sequence * s.table_width + position / s.block_size];
-        int64_t place = block * s.block_size + position % s.block_size;
-        return rows + (place * s.kv_heads + kv_head) * (s.width + s.v_width);
+        int64_t place = (position % s.block_size) * s.kv_heads + kv_head;
+        return rows + block * s.block_stride + place * (s.width + s.v_width);
     }
 };
 
@@ -478,13 +478,13 @@ void attention(const Problem<T>& p, int64_t batch, int64_t tokens) {
 
 }  // namespace
 
-// table: the batch's block numbers. window and soft_cap: 0 for none; sinks: null for none. Tokens behind the last row's
+// rows: `block_stride` elements from block to block. table: the batch's block numbers. window and soft_cap: 0 for none; sinks: null for none. Tokens behind the last row's
 // get zeros, and so does a query without keys.
 API void headrace_attention(const void* q, int64_t q_stride, const void* rows, const int32_t* table, const int32_t* starts,
                             const int32_t* lengths, const float* sinks, void* out, int64_t batch, int64_t tokens, int64_t heads,
-                            int64_t kv_heads, int64_t width, int64_t v_width, int64_t block_size, int64_t table_width,
-                            float scale, float soft_cap, int64_t window, int type) {
-    Shape s{heads, kv_heads, width, v_width, block_size, table_width, scale, soft_cap, window};
+                            int64_t kv_heads, int64_t width, int64_t v_width, int64_t block_size, int64_t block_stride,
+                            int64_t table_width, float scale, float soft_cap, int64_t window, int type) {
+    Shape s{heads, kv_heads, width, v_width, block_size, block_stride, table_width, scale, soft_cap, window};
     if (type == FLOAT32) {
         attention(Problem<float>{static_cast<const float*>(q), q_stride, static_cast<const float*>(rows), table, starts, lengths,
                                  sinks, static_cast<float*>(out), s},

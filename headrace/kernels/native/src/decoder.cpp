@@ -21,6 +21,7 @@ struct Layer {
     const float* sinks;           // [heads], or null.
     void* rows;                   // The layer's cache.
     int64_t heads, kv_heads, width, v_width, rotary, window, block_size;
+    int64_t block_stride;  // Elements from block to block of `rows`.
     int64_t group;  // Of caches, by which the step's slots and tables are found.
     float input_eps, post_eps, q_eps, k_eps, scale, soft_cap;
 };
@@ -54,10 +55,10 @@ struct Runner {
         if (l.q_norm) norm_heads(wide, stride, l.q_norm, l.q_eps, step.tokens, l.heads, l.width, type);
         if (l.k_norm) norm_heads(k, stride, l.k_norm, l.k_eps, step.tokens, l.kv_heads, l.width, type);
         headrace_rotate_and_write(wide, stride, k, stride, v, stride, angles, step.slots[l.group], l.rows, q, step.tokens,
-                                  l.heads, l.kv_heads, l.width, l.v_width, l.rotary, type);
+                                  l.heads, l.kv_heads, l.width, l.v_width, l.rotary, l.block_size, l.block_stride, type);
         headrace_attention(q, q_size, l.rows, step.tables[l.group], step.starts, step.lengths, l.sinks, wide, step.batch,
-                           step.tokens, l.heads, l.kv_heads, l.width, l.v_width, l.block_size, step.table_widths[l.group],
-                           l.scale, l.soft_cap, l.window, type);
+                           step.tokens, l.heads, l.kv_heads, l.width, l.v_width, l.block_size, l.block_stride,
+                           step.table_widths[l.group], l.scale, l.soft_cap, l.window, type);
     }
 
     // x is what the layer before added to the stream, and then what this one adds. The first layer has only the stream.

@@ -83,6 +83,7 @@ void rotate_head(const T* x, const float* cos, const float* sin, int64_t half, i
 
 struct Heads {
     int64_t tokens, heads, kv_heads, width, v_width, rotary;
+    int64_t block_size, block_stride;  // Of the cache.
 };
 
 template <class T>
@@ -104,8 +105,9 @@ void write_kv(const T* k, int64_t k_stride, const T* v, int64_t v_stride, const 
         for (int64_t t = begin; t < end; ++t) {
             if (slots[t] < 0) continue;
             const float* cos = cos_sin + t * s.rotary;
+            T* first = rows + slots[t] / s.block_size * s.block_stride + slots[t] % s.block_size * s.kv_heads * row;
             for (int64_t h = 0; h < s.kv_heads; ++h) {
-                T* to = rows + (slots[t] * s.kv_heads + h) * row;
+                T* to = first + h * row;
                 const T* from = k + t * k_stride + h * s.width;
                 rotate_head(from, cos, cos + s.rotary / 2, s.rotary / 2, s.width, to);
                 std::memcpy(to + s.width, v + t * v_stride + h * s.v_width, size_t(s.v_width) * sizeof(T));
@@ -162,13 +164,13 @@ API void headrace_rotate(const void* x, int64_t stride, const float* cos_sin, vo
     DISPATCH(type, rotate(IN(x), stride, cos_sin, OUT(out), tokens, heads, width, rotary))
 }
 
-// Rotates q to `out`, contiguous, and k to its slot among the cache's rows [slots, kv_heads, width + v_width], where v goes
-// too; a negative slot writes nothing.
+// Rotates q to `out`, contiguous, and k to its slot among the cache's rows [blocks, block_size, kv_heads, width + v_width],
+// `block_stride` elements from block to block, where v goes too; a negative slot writes nothing.
 API void headrace_rotate_and_write(const void* q, int64_t q_stride, const void* k, int64_t k_stride, const void* v,
                                    int64_t v_stride, const float* cos_sin, const int64_t* slots, void* rows, void* out,
                                    int64_t tokens, int64_t heads, int64_t kv_heads, int64_t width, int64_t v_width,
-                                   int64_t rotary, int type) {
-    Heads shape{tokens, heads, kv_heads, width, v_width, rotary};
+                                   int64_t rotary, int64_t block_size, int64_t block_stride, int type) {
+    Heads shape{tokens, heads, kv_heads, width, v_width, rotary, block_size, block_stride};
     DISPATCH(type, rotate(IN(q), q_stride, cos_sin, OUT(out), tokens, heads, width, rotary);
              write_kv(IN(k), k_stride, IN(v), v_stride, cos_sin, slots, OUT(rows), shape))
 }

@@ -1,0 +1,26 @@
+"""Blocks of a shared arena as plain bytes: to move one needs to know nothing of its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from headrace.cache.layer import LayerCache
+from headrace.config import CacheConfig
+
+
+class ArenaBlocks:
+    """The arena under the tensors that ``planes.allocate`` made for several cache groups."""
+
+    def __init__(self, config: CacheConfig, caches: Sequence[LayerCache]) -> None:
+        rows = caches[0].rows
+        arena = torch.empty(0, dtype=torch.uint8, device=rows.device).set_(rows.untyped_storage())
+        shapes = zip(config.num_blocks, config.arena.block_bytes, strict=True)
+        self._groups = [arena[: count * size].view(count, size) for count, size in shapes]
+
+    def move(self, moves: Iterable[tuple[int, int, int]]) -> None:
+        """Copies blocks (group, from, to) one after the other: what one leaves another may take, of any group."""
+        for group, source, target in moves:
+            blocks = self._groups[group]
+            blocks[target].copy_(blocks[source])

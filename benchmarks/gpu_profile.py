@@ -5,14 +5,16 @@
     python benchmarks/gpu_profile.py MODEL --batch 1 --host --set enforce_eager=true --json profile.json
 
 MODEL is a folder with a config.json; its weights are random. Sequences of --context random tokens are brought to their
-first output token; then --steps decode steps run three times: unwatched, for the true time of a step; under torch.profiler,
-for the kernels; and with --host under cProfile, for the Python functions. Watching slows what is watched: take times from the
+first output token; then --steps decode steps run several times: unwatched, for the true time of a step; with a clock around
+each part of the engine's step; under torch.profiler, for the kernels; and with --host under cProfile, for Python's functions.
+Watching slows what is watched: take times from the
 first, shares from the others. Without a GPU the second lists PyTorch's operations in place of kernels.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import cProfile
 import dataclasses
 import itertools
@@ -25,6 +27,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.autograd import DeviceType
@@ -103,6 +106,18 @@ class Bench:
         spent = {name.removesuffix("_seconds"): getattr(gained, name) for name in COUNTERS}
         return {"steps": gained.step} | {name: 1e3 * value / steps for name, value in ({"wall": wall} | spent).items()}
 
+    def parts(self, count: int) -> dict[str, float]:
+        """Milliseconds of a step that the host spends in each part of it; to collect is also to wait for the device."""
+        core, spent = self._core, {"whole": 0.0}
+        places = {"schedule": core.scheduler, "launch": core.runner, "collect": core.runner, "update": core.scheduler}
+        with contextlib.ExitStack() as stack:
+            for name, owner in (*places.items(), ("process", core.outputs)):
+                spent[name] = 0.0
+                stack.enter_context(mock.patch.object(owner, name, clocked(getattr(owner, name), spent, name)))
+            clocked(self.steps, spent, "whole")(count)
+        result = {name: 1e3 * seconds / count for name, seconds in spent.items()}
+        return result | {"rest": 2 * result["whole"] - sum(result.values())}
+
     def facts(self) -> dict[str, Any]:
         info = self._llm.info
         chosen = {line.name: line.value for line in info.decisions}
@@ -112,6 +127,19 @@ class Bench:
 
     def close(self) -> None:
         self._llm.close()
+
+
+def clocked(function: Callable[..., Any], spent: dict[str, float], name: str) -> Callable[..., Any]:
+    """The function, adding to ``spent[name]`` what it takes."""
+
+    def call(*args: Any, **options: Any) -> Any:
+        start = time.perf_counter()
+        try:
+            return function(*args, **options)
+        finally:
+            spent[name] += time.perf_counter() - start
+
+    return call
 
 
 def synchronize() -> None:
@@ -236,14 +264,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def decode_passes(bench: Bench, options: argparse.Namespace) -> dict[str, Any]:
-    steps, rounds = options.steps, 3 if options.host else 2
+    steps, rounds = options.steps, 4 if options.host else 3
     bench.fill(rounds * steps + 4 * SETTLING)
     bench.decode()
 
     def work() -> None:
         bench.steps(steps)
 
-    result: dict[str, Any] = {"step_ms": bench.timed(work)}
+    result: dict[str, Any] = {"step_ms": bench.timed(work), "host_ms": bench.parts(steps)}
     result["device"] = on_gpu(watched(work, options.trace), steps, options.top)
     if options.host:
         result["host"] = on_host(work, steps, options.top)
@@ -270,6 +298,8 @@ def show(report: dict[str, Any]) -> None:
     step, device = report["step_ms"], report["device"]
     print(f"{report['model']}, {report['phase']}, batch {report['batch']}, context {report['context']}: {report['engine']}")
     print("a step, ms: " + ", ".join(f"{name} {value:.3f}" for name, value in step.items() if name != "steps"))
+    if "host_ms" in report:
+        print("the host's share, ms: " + ", ".join(f"{name} {value:.3f}" for name, value in report["host_ms"].items()))
     print(
         f"watched, us of a step: span {device['span_us']:.0f}, busy {device['busy_us']:.0f}, idle {device['idle_us']:.0f}, "
         f"{device['launches']:.1f} launches"

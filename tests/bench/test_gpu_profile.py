@@ -59,5 +59,8 @@ def test_a_run(phase: str, tmp_path: Path) -> None:
     steps = report["step_ms"]
     assert steps["steps"] == (6 if phase == "decode" else 1)
     assert steps["wall"] >= steps["forward"] > 0 and steps["host"] > 0
+    if phase == "decode":
+        parts = report["host_ms"]
+        assert 0 < parts["schedule"] < parts["whole"] and 0 <= parts["rest"] < parts["whole"]
     assert report["device"]["top"] and report["device"]["busy_us"] > 0
     assert any("engine/core.py" in row["name"] for row in report["host"])

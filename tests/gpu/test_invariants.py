@@ -1,0 +1,310 @@
+"""The invariants of whole engines, with graphs and overlap on: company, order, chunks, preemption, cache hits, reused slots
+and aborts never change what a request gets.
+
+What plain steps bring, each request alone, no graph and nothing overlapped, is what every other way of serving must bring:
+the same tokens in float32; logprobs within a bound in bfloat16, where fast kernels round differently for different shapes;
+every bit under ``deterministic``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import random
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from runner.harness import prompt, request
+from runner.test_invariants import FEATURES
+
+from headrace.config import EngineArgs
+from headrace.core.request import Request
+
+from .conftest import CUDA
+from .driver import Driver, Sample, Samples, chosen, driving, of_prompt
+from .tiny import FAMILIES
+
+MAX_LEN = 96
+EXACT = 2e-4
+"""Of a logprob in float32."""
+BOUND, MEAN = 0.6, 0.06
+"""Of differences between logprobs in bfloat16, in nats: the largest, and their mean."""
+
+FORCED = [
+    request(f"forced {token}", prompt(token, 11 * token % 50 + 1), allowed_token_ids=[token], logprobs=0, max_tokens=24)
+    for token in (5, 60, 121, 150)
+]
+"""What they draw is settled whatever the model says, so that their logprobs can be compared to the end."""
+GIVEN = [
+    request(f"given {length}", prompt(length, length), prompt_logprobs=0, logprobs=0, max_tokens=2)
+    for length in (2, 17, 33, 80)
+]
+REQUESTS = [*FEATURES.values(), *FORCED, *GIVEN]
+BY_NAME = {each.request_id: each for each in REQUESTS}
+
+
+def with_logprobs(each: Request) -> Request:
+    counted = each.sampling.logprobs is not None
+    return each if counted else msgspec.structs.replace(each, sampling=msgspec.structs.replace(each.sampling, logprobs=0))
+
+
+def shuffled(seed: int) -> list[Request]:
+    requests = [with_logprobs(each) if place % 2 else each for place, each in enumerate(REQUESTS)]
+    random.Random(seed).shuffle(requests)
+    return requests
+
+
+# ------------------------------------------------------------------ ways of serving
+
+
+def together(driver: Driver) -> Samples:
+    driver.add(*shuffled(0))
+    return driver.run()
+
+
+def arriving(driver: Driver) -> Samples:
+    return driver.run(arrivals=shuffled(1))
+
+
+def one_by_one(driver: Driver) -> Samples:
+    for each in shuffled(2):
+        driver.add(with_logprobs(each))
+        driver.run()
+    return driver.samples
+
+
+def preempting(driver: Driver) -> Samples:
+    """Every other step somebody loses slot and blocks, in the middle of a prompt or of an output."""
+    chance = random.Random(3)
+
+    def preempt(step: int) -> None:
+        # Not for ever: a prompt in many chunks would never get to its end.
+        running = list(driver.scheduler._running)
+        if running and step % 2 == 0 and driver.scheduler.stats().num_preemptions < 30:
+            driver.scheduler._preempt(chance.choice(running))
+
+    driver.add(*shuffled(3))
+    driver.run(before_step=preempt)
+    assert driver.scheduler.stats().num_preemptions > 12
+    return driver.samples
+
+
+def short_of_blocks(driver: Driver) -> Samples:
+    driver.add(*shuffled(4))
+    return driver.run()
+
+
+def twice(driver: Driver) -> Samples:
+    """The second time, prompts are found in the cache."""
+    for seed in (5, 6):
+        for each in shuffled(seed):
+            driver.add(each)
+            driver.run()
+    assert driver.scheduler.stats().prefix_hit_tokens > 50
+    return driver.samples
+
+
+def twice_at_once(driver: Driver) -> Samples:
+    for seed in (7, 8):
+        driver.add(*shuffled(seed))
+        driver.run()
+    return driver.samples
+
+
+def aborting(driver: Driver) -> Samples:
+    """A request goes in every third step; the others, and those that come after, are not disturbed."""
+    requests = shuffled(9)
+    gone = [f"gone {place}" for place in range(12)]
+    doomed = [msgspec.structs.replace(each, request_id=name) for name, each in zip(gone, shuffled(10), strict=False)]
+    for pair in zip(requests, doomed, strict=False):
+        driver.add(*pair)
+    driver.add(*requests[len(doomed) :])
+
+    def abort(step: int) -> None:
+        if step % 3 == 1 and gone:
+            driver.abort(gone.pop(step % len(gone)))
+
+    driver.run(before_step=abort)
+    assert any(sample.finish_reason == "abort" for each in doomed for sample in driver.samples[each.request_id])
+    return {name: samples for name, samples in driver.samples.items() if name in BY_NAME}
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    serve: Callable[[Driver], Samples]
+    args: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+WAYS = {
+    "together": Way(together),
+    "without graphs": Way(together, {"enforce_eager": True}),
+    "without overlap": Way(together, {"pipeline_depth": 1}),
+    "three steps ahead": Way(arriving, {"pipeline_depth": 3}),
+    "arriving": Way(arriving),
+    "chunks of 20": Way(together, {"max_num_batched_tokens": 20, "max_num_seqs": 16}),
+    "chunks of 5": Way(arriving, {"max_num_batched_tokens": 5, "max_num_seqs": 5}),
+    "preempted": Way(preempting),
+    "preempted in chunks": Way(preempting, {"max_num_batched_tokens": 24, "max_num_seqs": 8}),
+    "short of blocks": Way(short_of_blocks, {"num_kv_blocks": 8}),
+    "cached": Way(twice, {"enable_prefix_caching": True}),
+    "cached, short of blocks": Way(
+        twice_at_once, {"enable_prefix_caching": True, "num_kv_blocks": 10, "max_num_batched_tokens": 32}
+    ),
+    "one slot": Way(one_by_one, {"max_num_seqs": 1}),
+    "two slots": Way(together, {"max_num_seqs": 2}),
+    "aborting": Way(aborting, {"enable_prefix_caching": True}),
+}
+
+
+def arguments(folder: Path, device: str, dtype: str, **changes: Any) -> EngineArgs:
+    plain: dict[str, Any] = {"num_kv_blocks": 400, "max_num_seqs": 32, "enable_prefix_caching": False, "pipeline_depth": 2}
+    plain |= {"max_model_len": MAX_LEN, "quantization": "none", "num_threads": 1, "max_queue_len": 1000}
+    return EngineArgs(model=str(folder), device=device, dtype=dtype, **plain | changes)
+
+
+@functools.cache
+def expected(folder: Path, device: str, dtype: str, more: tuple[tuple[str, Any], ...] = ()) -> Samples:
+    """Every request alone, in plain steps."""
+    plain = arguments(folder, device, dtype, enforce_eager=True, pipeline_depth=1, **dict(more))
+    with driving(plain) as driver:
+        samples = one_by_one(driver)
+    assert all(sample.error is None for each in samples.values() for sample in each)
+    return samples
+
+
+def null_blocks_are_untouched(driver: Driver) -> None:
+    """Padded rows of a graph, and tokens without a slot, write nowhere."""
+    assert all(not cache.rows[0].any() for cache in driver.runner._caches)
+
+
+# ------------------------------------------------------------------ what must be the same
+
+
+def same(found: Samples, wanted: Samples) -> None:
+    """Tokens, texts and reasons are equal; logprobs to float32's rounding."""
+    assert found.keys() == wanted.keys()
+    for name, where, one, other in pairs(found, wanted):
+        parts = ("token_ids", "text", "finish_reason", "error")
+        assert all(getattr(one, part) == getattr(other, part) for part in parts), where
+        if one.logprobs:
+            assert chosen(one) == pytest.approx(chosen(other), abs=EXACT), where
+        given = BY_NAME[name].prompt_token_ids
+        assert of_prompt(one, given) == pytest.approx(of_prompt(other, given), abs=EXACT), where
+
+
+def pairs(found: Samples, wanted: Samples) -> list[tuple[str, str, Sample, Sample]]:
+    return [
+        (name, f"{name}[{index}]", one, other)
+        for name, samples in wanted.items()
+        for index, (one, other) in enumerate(zip(found[name], samples, strict=True))
+    ]
+
+
+def differences(found: Samples, wanted: Samples) -> list[float]:
+    """Between logprobs of the same tokens after the same tokens: of prompts, and of outputs until they part."""
+    result: list[float] = []
+    for name, _, one, other in pairs(found, wanted):
+        given = BY_NAME[name].prompt_token_ids
+        both = list(zip(of_prompt(one, given), of_prompt(other, given), strict=False))
+        if one.logprobs:
+            tokens = zip(one.token_ids, other.token_ids, strict=False)
+            length = next((place for place, (a, b) in enumerate(tokens) if a != b), len(one.token_ids))
+            both += zip(chosen(one)[:length], chosen(other)[:length], strict=False)
+        result += [abs(a - b) for a, b in both if max(a, b) > -20.0]
+    return result
+
+
+def close(found: Samples, wanted: Samples) -> None:
+    apart = differences(found, wanted)
+    assert len(apart) > 300
+    assert max(apart) < BOUND and statistics.fmean(apart) < MEAN
+    for _, where, one, other in pairs(found, wanted):
+        assert one.error is None, where
+        if where.startswith("forced"):
+            assert one.token_ids == other.token_ids, where
+
+
+# ------------------------------------------------------------------ tests
+
+families = pytest.mark.parametrize("family", FAMILIES)
+ways = pytest.mark.parametrize("way", WAYS)
+CASES = [pytest.param("cuda", family, marks=CUDA.marks) for family in FAMILIES]
+on_both = pytest.mark.parametrize(("device", "family"), [("cpu", "groups of 3, width 80"), *CASES])
+
+
+@on_both
+@ways
+def test_float32(family: str, device: str, way: str, folder_of: Callable[[str], Path]) -> None:
+    wanted = expected(folder_of(family), device, "float32")
+    with driving(arguments(folder_of(family), device, "float32", **WAYS[way].args)) as driver:
+        same(WAYS[way].serve(driver), wanted)
+        null_blocks_are_untouched(driver)
+
+
+@on_both
+@ways
+def test_bfloat16(family: str, device: str, way: str, folder_of: Callable[[str], Path]) -> None:
+    if device == "cpu" and way not in ("together", "chunks of 20", "cached, short of blocks"):
+        pytest.skip("what the CPU has to show, float32 shows")
+    wanted = expected(folder_of(family), device, "bfloat16")
+    with driving(arguments(folder_of(family), device, "bfloat16", **WAYS[way].args)) as driver:
+        close(WAYS[way].serve(driver), wanted)
+        null_blocks_are_untouched(driver)
+
+
+@pytest.mark.skipif("deterministic" not in EngineArgs.__dataclass_fields__, reason="the engine has no such mode")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("device", [CUDA])
+@families
+@ways
+def test_deterministic(family: str, device: str, dtype: str, way: str, folder_of: Callable[[str], Path]) -> None:
+    """Every bit of every logprob."""
+    wanted = expected(folder_of(family), device, dtype, (("deterministic", True),))
+    changes = WAYS[way].args | {"deterministic": True}
+    with driving(arguments(folder_of(family), device, dtype, **changes)) as driver:
+        found = WAYS[way].serve(driver)
+    for name, where, one, other in pairs(found, wanted):
+        assert (one.token_ids, one.text, one.finish_reason) == (other.token_ids, other.text, other.finish_reason), where
+        if one.logprobs and BY_NAME[name].sampling.logprobs is not None:
+            assert one.logprobs == other.logprobs, where
+        elif one.logprobs:
+            assert chosen(one) == chosen(other), where
+        assert one.prompt_logprobs == other.prompt_logprobs, where
+
+
+@pytest.mark.parametrize("device", [CUDA])
+@families
+def test_both_devices_agree_in_float32(family: str, device: str, folder_of: Callable[[str], Path]) -> None:
+    same(expected(folder_of(family), device, "float32"), expected(folder_of(family), "cpu", "float32"))
+
+
+@pytest.mark.parametrize("device", [CUDA])
+@families
+def test_bfloat16_is_near_float32(family: str, device: str, folder_of: Callable[[str], Path]) -> None:
+    close(expected(folder_of(family), device, "bfloat16"), expected(folder_of(family), "cpu", "float32"))
+
+
+@families
+def test_the_features_and_the_cache_matter(family: str, folder_of: Callable[[str], Path]) -> None:
+    """Equality of what depends on nothing would prove nothing. That each feature binds is shown where it is tested alone."""
+    samples = expected(folder_of(family), "cpu", "float32")
+    for name in ("bias", "allowed"):
+        own = FEATURES[name]
+        plain = request(
+            name, own.prompt_token_ids, seed=own.seed, temperature=own.sampling.temperature, max_tokens=own.max_tokens
+        )
+        with driving(arguments(folder_of(family), "cpu", "float32")) as driver:
+            driver.add(plain)
+            assert driver.run()[name][0].token_ids != samples[name][0].token_ids, name
+    # Another first token far back, and the prompt's last tokens have other logprobs.
+    own = BY_NAME["given 17"]
+    changed = msgspec.structs.replace(own, prompt_token_ids=[9 + own.prompt_token_ids[0], *own.prompt_token_ids[1:]])
+    with driving(arguments(folder_of(family), "cpu", "float32")) as driver:
+        driver.add(changed)
+        found = of_prompt(driver.run()["given 17"][0], changed.prompt_token_ids)
+    wanted = of_prompt(samples["given 17"][0], own.prompt_token_ids)
+    assert all(abs(one - other) > 100 * EXACT for one, other in zip(found[-8:], wanted[-8:], strict=True))

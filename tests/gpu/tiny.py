@@ -1,0 +1,41 @@
+"""Small random models on disk, of the widths that the GPU's attention kernels know and of one that they do not."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from engine.tiny import write_config
+
+MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"head_dim": 64},
+    "qwen3": QWEN3 | {"head_dim": 128, "num_key_value_heads": 1, "tie_word_embeddings": True},
+    "windows": MISTRAL | {"head_dim": 64, "sliding_window": 19},
+    "groups of 3, width 80": {"head_dim": 80, "num_attention_heads": 6, "hidden_size": 96},
+}
+
+
+def write_family(folder: Path, **changes: Any) -> Path:
+    """Weights that make every token depend on many before it, so that a wrong one of them shows."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    write_config(folder, **changes)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).float()
+    generator = torch.Generator().manual_seed(len(changes))
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.data.uniform_(0.8, 1.2, generator=generator)
+        elif "embed" in name:
+            parameter.data.normal_(0.0, 1.0, generator=generator)
+        else:
+            parameter.data.normal_(0.0, 2.0 / math.sqrt(parameter.shape[-1]), generator=generator)
+    if changes.get("tie_word_embeddings"):
+        # One matrix for both: as an output layer it should be as narrow as the others'.
+        model.get_input_embeddings().weight.data.mul_(2.0 / math.sqrt(model.config.hidden_size))
+    model.save_pretrained(folder)
+    write_config(folder, **changes)
+    return folder

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.nn.functional import rms_norm as wide_rms_norm
 
 from headrace.kernels.norm import add_rms_norm, rms_norm
 
@@ -28,3 +29,29 @@ class RMSNorm(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{len(self.weight)}, eps={self.eps}"
+
+
+class OffsetRMSNorm(RMSNorm):
+    """``x / rms(x) * (1 + weight)``, rounded once: Gemma 1 to 3."""
+
+    plain = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return wide_rms_norm(x.float(), self.weight.shape, 1 + self.weight.float(), self.eps).to(x.dtype)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        total = x + residual
+        return self(total), total
+
+
+class UnitRMSNorm(nn.Module):
+    """``x / rms(x)`` over the last dimension: a norm without weights."""
+
+    def __init__(self, width: int, eps: float, *, dtype: torch.dtype, device: str | torch.device) -> None:
+        super().__init__()
+        self.eps = eps
+        self.ones: torch.Tensor
+        self.register_buffer("ones", torch.ones(width, dtype=dtype, device=device), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.ones, self.eps)

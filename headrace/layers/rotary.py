@@ -79,6 +79,13 @@ def _default(rope: RopeSpec, dim: int) -> tuple[Frequencies, float]:
     return _fixed(_inverse(rope.theta, dim))
 
 
+def _proportional(rope: RopeSpec, dim: int) -> tuple[Frequencies, float]:
+    """The first ``partial_rotary_factor`` of the angles as for all of the head, the others zero: Gemma 4."""
+    turned = int(_number(rope, "partial_rotary_factor", 1.0) * dim // 2)
+    inverse = _inverse(rope.theta, dim) / _number(rope, "factor", 1.0)
+    return _fixed(torch.where(torch.arange(dim // 2) < turned, inverse, 0.0))
+
+
 def _linear(rope: RopeSpec, dim: int) -> tuple[Frequencies, float]:
     """Position interpolation (Chen et al., 2023)."""
     return _fixed(_inverse(rope.theta, dim) / _number(rope, "factor"))
@@ -158,6 +165,7 @@ def _yarn_attention_factor(parameters: Mapping[str, Any], factor: float) -> floa
 _KINDS: dict[str, Callable[[RopeSpec, int], tuple[Frequencies, float]]] = {
     "default": _default,
     "linear": _linear,
+    "proportional": _proportional,
     "dynamic": _dynamic,
     "llama3": _llama3,
     "yarn": _yarn,

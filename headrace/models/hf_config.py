@@ -27,6 +27,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
     "residual_multiplier": (None, 1),
     "rope_interleaved": (None, False),
+    "use_bidirectional_attention": (None, False),
     "use_mrope": (None, False),
 }
 """Fields that change the maths of a decoder -> the values at which they do not."""

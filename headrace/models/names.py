@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 from torch import nn
 
 from headrace.layers.linear import FusedLinear
 from headrace.models.decoder import SelfAttention
 from headrace.spec.projection import grouped_rows
-from headrace.weights.names import Layout, NameTable
+from headrace.weights.names import IGNORABLE, Layout, NameTable
 
 GROUPED = ("query_key_value", "linear_qkv")
 """Names of fused projections that hold, for each KV group, its query heads, its gates, its K head and its V head."""
@@ -17,13 +18,14 @@ _MOVED = {".attention.sinks": ".sinks"}
 """Endings of our names -> of a checkpoint's."""
 
 
-def decoder_names(model: nn.Module, moved: Mapping[str, str] = _MOVED) -> NameTable:
+def decoder_names(model: nn.Module, moved: Mapping[str, str] = _MOVED, ignorable: Sequence[str] = ()) -> NameTable:
     """Checkpoint names, as Hugging Face saves a causal language model, and the parameters they fill.
 
     Args:
         moved: endings of the model's names -> of the checkpoint's, where they differ.
+        ignorable: regular expressions of names that a checkpoint may have and that carry nothing to load.
     """
-    table = NameTable()
+    table = NameTable((*IGNORABLE, *ignorable))
     first: dict[int, str] = {}
     for path, module in model.named_modules():
         if isinstance(module, SelfAttention):
@@ -54,7 +56,7 @@ def checkpoint_name(name: str, moved: Mapping[str, str] = _MOVED) -> str:
 
 def _add_grouped(table: NameTable, theirs: str, ours: str, module: SelfAttention) -> None:
     """What a checkpoint may have in place of q, k and v: one tensor with their rows interleaved by KV group."""
-    layout = Layout(tuple(grouped_rows(module.spec)))
+    layout = Layout(partial(grouped_rows, module.spec))
     for kind, _ in module.qkv_proj.named_parameters(recurse=False):
         for name in GROUPED:
             table.instead(f"{theirs}.{name}.{kind}", f"{ours}.qkv_proj.{kind}", layout)

@@ -6,13 +6,20 @@ import torch
 from transformers import PretrainedConfig
 
 from headrace.errors import ConfigError
-from headrace.models import llama, mistral, qwen2, qwen3
+from headrace.models import gemma3, gemma4, llama, mistral, qwen2, qwen3
 from headrace.models.decoder import Decoder
 from headrace.models.family import Family
 from headrace.spec import ModelSpec
 from headrace.weights.names import NameTable
 
-_FAMILIES: tuple[Family, ...] = (llama.FAMILY, mistral.FAMILY, qwen2.FAMILY, qwen3.FAMILY)
+_FAMILIES: tuple[Family, ...] = (
+    llama.FAMILY,
+    mistral.FAMILY,
+    qwen2.FAMILY,
+    qwen3.FAMILY,
+    gemma3.FAMILY,
+    gemma4.FAMILY,
+)
 _BY_ARCHITECTURE = {architecture: family for family in _FAMILIES for architecture in family.architectures}
 _BY_TYPE = {kind: family for family in _FAMILIES for kind in family.model_types}
 

@@ -55,6 +55,8 @@ class AttentionSpec:
     """logits = soft_cap * tanh(logits / soft_cap)."""
     sinks: bool = False
     """One learned logit a head joins the softmax's denominator."""
+    v_from_k: bool = False
+    """There is no projection of values: they are the keys' own, before those are normed and rotated."""
     output_gate: bool = False
     """The attention's output is multiplied by the sigmoid of a projection of the hidden states that is as wide."""
     kv_source: int | None = None
@@ -74,6 +76,8 @@ class AttentionSpec:
             raise ConfigError(
                 f"{where}: {self.num_heads} query heads cannot be shared evenly by {self.num_kv_heads} KV heads", "num_kv_heads"
             )
+        if self.v_from_k and self.v_head_dim != self.head_dim:
+            raise ConfigError(f"{where}: values of {self.v_head_dim} cannot be keys of {self.head_dim}", "v_head_dim")
         if not 0 <= self.rotary_dim <= self.head_dim or self.rotary_dim % 2:
             raise ConfigError(
                 f"{where}: rotary_dim {self.rotary_dim} must be even and at most head_dim {self.head_dim}", "rotary_dim"

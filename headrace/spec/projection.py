@@ -26,12 +26,13 @@ class Matrix:
 def input_matrices(spec: AttentionSpec) -> tuple[Matrix, ...]:
     """What hidden states are projected with, in the order in which the fused projection holds them.
 
-    A layer that reads another's KV has no k and v.
+    A layer that reads another's KV has no k and v; one whose values are its keys' has no v.
     """
     made = [Matrix("q", spec.num_heads, spec.head_dim)]
     if spec.kv_source is None:
         made.append(Matrix("k", spec.num_kv_heads, spec.head_dim))
-        made.append(Matrix("v", spec.num_kv_heads, spec.v_head_dim))
+        if not spec.v_from_k:
+            made.append(Matrix("v", spec.num_kv_heads, spec.v_head_dim))
     if spec.output_gate:
         made.append(Matrix("gate", spec.num_heads, spec.v_head_dim))
     return tuple(made)

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 
 from headrace.errors import ConfigError
+
+IGNORABLE = (r".*\.rotary_emb\.inv_freq",)
+"""Checkpoint names, in full, of what can be computed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """How a checkpoint holds a matrix in another way than its parameter does."""
 
-    rows: tuple[int, ...] | None = None
-    """For each row of the parameter's part, the row of the stored tensor: a permutation. None: they are in order."""
+    rows: Callable[[], Sequence[int]] | None = None
+    """Gives for each row of the parameter's part the row of the stored tensor: a permutation. None: they are in order."""
     transposed: bool = False
     """It is stored as ``[..., inputs, outputs]``; ``rows`` are those of its transpose."""
 
@@ -27,14 +30,14 @@ class Layout:
     def take(self, stored: torch.Tensor) -> torch.Tensor:
         """From the stored tensor to the parameter's part."""
         whole = stored.mT if self.transposed else stored
-        return whole if self.rows is None else whole[torch.tensor(self.rows, device=whole.device)]
+        return whole if self.rows is None else whole[torch.tensor(self.rows(), device=whole.device)]
 
     def give(self, part: torch.Tensor) -> torch.Tensor:
         """Back: what ``take`` makes this part of."""
         whole = part
         if self.rows is not None:
             whole = torch.empty_like(part)
-            whole[torch.tensor(self.rows, device=part.device)] = part
+            whole[torch.tensor(self.rows(), device=part.device)] = part
         return whole.mT if self.transposed else whole
 
 
@@ -78,7 +81,7 @@ class NameTable:
         ignorable: regular expressions of checkpoint names that carry nothing to load, matched in full.
     """
 
-    def __init__(self, ignorable: Sequence[str] = (r".*\.rotary_emb\.inv_freq",)) -> None:
+    def __init__(self, ignorable: Sequence[str] = IGNORABLE) -> None:
         self._parts: dict[str, Part] = {}
         self._names: dict[str, list[str]] = {}
         self._ties: dict[str, str] = {}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import Gemma4TextConfig, LlamaConfig
+from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from headrace.errors import ConfigError
@@ -65,6 +66,25 @@ def test_tables_equal_transformers(name: str, head_dim: int) -> None:
     positions = torch.tensor([0, 1, 2, 63, 64, 200, 255])
     table.reserve(256)
     assert torch.equal(table(positions), theirs(LlamaRotaryEmbedding(config), positions, head_dim))
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5, 1.0])
+def test_proportional_equals_transformers(share: float) -> None:
+    """The angles of the whole head, those beyond the share zero: the pairs are half a head apart all the same."""
+    sets = {
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": share, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    types = ["sliding_attention", "full_attention"]
+    config = Gemma4TextConfig(num_hidden_layers=2, layer_types=types, head_dim=16, global_head_dim=40, rope_parameters=sets)
+    module = Gemma4TextRotaryEmbedding(config)
+    positions = torch.tensor([0, 1, 2, 63, 200])
+    for kind, width, rope in zip(types, (16, 40), rope_specs(config), strict=True):
+        table = RotaryTable(rope, width, "cpu")
+        table.reserve(201)
+        cos, sin = module(torch.empty(1), positions[None], kind)
+        expected = torch.cat((cos[0, :, : width // 2], sin[0, :, : width // 2]), dim=1)
+        assert torch.equal(table(positions), expected)
 
 
 def test_dynamic_grows_as_tokens_come_one_by_one() -> None:

@@ -6,6 +6,10 @@ import functools
 
 import torch
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -21,6 +25,7 @@ from headrace.models import registry
 from headrace.models.decoder import Decoder
 
 from .harness import copy_weights
+from .uneven import replace_projections
 
 VOCAB = 89
 SMALL = {
@@ -38,6 +43,17 @@ def rope(kind: str, **parameters: object) -> dict:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **parameters}}
 
 
+GEMMA_TYPES = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+GEMMA3 = {"num_hidden_layers": 5, "layer_types": GEMMA_TYPES, "head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 24}
+GEMMA4 = {
+    "num_hidden_layers": 5,
+    "layer_types": GEMMA_TYPES,
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "sliding_window": 7,
+    "hidden_size_per_layer_input": 6,
+    "vocab_size_per_layer_input": VOCAB,
+}
 LLAMA3 = rope("llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
 CASES: dict[str, tuple[type[PreTrainedModel], type, dict]] = {
     "llama": (LlamaForCausalLM, LlamaConfig, {}),
@@ -73,6 +89,50 @@ CASES: dict[str, tuple[type[PreTrainedModel], type, dict]] = {
         Qwen3Config,
         {"head_dim": 12, "attention_bias": True, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2},
     ),
+    "llama-uneven": (LlamaForCausalLM, LlamaConfig, {"num_key_value_heads_list": [6, 2, 1]}),
+    "llama-uneven-narrow-v": (
+        LlamaForCausalLM,
+        LlamaConfig,
+        {"num_key_value_heads_list": [2, 1, 3], "head_dim": 16, "v_head_dim": 10, "attention_bias": True},
+    ),
+    "qwen3-uneven": (Qwen3ForCausalLM, Qwen3Config, {"num_key_value_heads_list": [2, 1, 3], "head_dim": 16}),
+    "qwen3-uneven-wide-v": (
+        Qwen3ForCausalLM,
+        Qwen3Config,
+        {
+            "num_key_value_heads_list": [6, 2, 1],
+            "head_dim": 8,
+            "v_head_dim": 20,
+            "use_sliding_window": True,
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig, GEMMA3),
+    "gemma3-capped": (
+        Gemma3ForCausalLM,
+        Gemma3TextConfig,
+        GEMMA3
+        | {
+            "final_logit_softcapping": 3.0,
+            "tie_word_embeddings": False,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+            },
+        },
+    ),
+    "gemma4": (Gemma4ForCausalLM, Gemma4TextConfig, GEMMA4 | {"final_logit_softcapping": 4.0}),
+    "gemma4-shared": (
+        Gemma4ForCausalLM,
+        Gemma4TextConfig,
+        GEMMA4 | {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "attention_bias": True},
+    ),
+    "gemma4-k-is-v": (
+        Gemma4ForCausalLM,
+        Gemma4TextConfig,
+        GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0},
+    ),
 }
 
 
@@ -82,8 +142,13 @@ def pair(name: str) -> tuple[PreTrainedModel, Decoder]:
     model_class, config_class, changes = CASES[name]
     torch.manual_seed(sum(map(ord, name)))
     theirs = model_class(config_class(**{**SMALL, **changes})).eval()
+    if "num_key_value_heads_list" in changes:
+        replace_projections(theirs)
     for parameter in theirs.parameters():
         parameter.data += 0.15 * torch.randn_like(parameter)
+    for name, buffer in theirs.named_buffers():
+        if name.endswith("layer_scalar"):
+            buffer += 0.3 * torch.rand_like(buffer)
     ours = registry.build(registry.model_spec(theirs.config), "float32", "cpu")
     copy_weights(ours, theirs.state_dict())
     return theirs, ours

@@ -28,7 +28,7 @@ def copy_weights(model: Decoder, state: dict[str, torch.Tensor]) -> None:
         if part is None:
             assert table.tied(name) or table.ignored(name), name
             continue
-        part.view(parameters[part.parameter].data).copy_(tensor)
+        part.fill(parameters[part.parameter].data, tensor)
         missing.discard(part.parameter)
     assert not missing, missing
 
@@ -94,9 +94,41 @@ class Bench:
         self.backends = create_for(layers, [backend] * len(layers), "cpu", dtype)
         shuffle = np.random.default_rng(seed)
         self.free = [list(shuffle.permutation(numbers)) for numbers in disjoint_blocks(config.arena, counts)]
+        self.users: list[dict[int, int]] = [{} for _ in groups]
+        """Per group, block -> sequences that hold it."""
 
     def sequence(self, tokens: list[int]) -> Seq:
         return Seq(list(tokens), 0, [[] for _ in self.groups])
+
+    def share(self, owner: Seq, tokens: list[int]) -> Seq:
+        """A prefix hit: a sequence that holds the blocks of another whose computed tokens, whole blocks of them, are its
+        first ones.
+        """
+        assert owner.computed % self.block_size == 0 and owner.tokens[: owner.computed] == tokens[: owner.computed]
+        sequence = Seq(list(tokens), owner.computed, [list(table) for table in owner.tables])
+        for group, table in enumerate(sequence.tables):
+            for block in table:
+                if block:
+                    self.users[group][block] += 1
+        return sequence
+
+    def preempt(self, sequence: Seq) -> None:
+        """Takes its blocks away. It starts anew with the tokens that it has."""
+        for group, table in enumerate(sequence.tables):
+            for block in table:
+                if block:
+                    self._drop(group, block)
+        sequence.computed, sequence.tables = 0, [[] for _ in self.groups]
+
+    def _drop(self, group: int, block: int) -> None:
+        """A block that nobody holds is poisoned: whoever still reads it will know. Then it may be used again."""
+        self.users[group][block] -= 1
+        if self.users[group][block]:
+            return
+        for cache in self.caches:
+            if cache.group == group:
+                cache.rows[block] = torch.nan
+        self.free[group].insert(0, block)
 
     def step(self, rows: list[tuple[Seq, int]], *, decodes: int = 0, wide: int = 0, padding: int = 0) -> torch.Tensor:
         """Computes the next ``n`` tokens of each row's sequence.
@@ -130,7 +162,12 @@ class Bench:
         for sequence, count in rows:
             for group, table in enumerate(sequence.tables):
                 while len(table) * self.block_size < sequence.computed + count:
-                    table.append(int(self.free[group].pop()))
+                    block = int(self.free[group].pop())
+                    self.users[group][block] = 1
+                    for cache in self.caches:
+                        if cache.group == group:
+                            cache.rows[block] = 0
+                    table.append(block)
         slots = [
             [
                 sequence.tables[group][position // self.block_size] * self.block_size + position % self.block_size
@@ -162,16 +199,14 @@ class Bench:
         )
 
     def _give_back(self, sequence: Seq) -> None:
-        """Blocks behind every later token's window go, and are poisoned: whoever still reads them will know."""
+        """Blocks behind every later token's window go."""
         for group in self.groups:
             if group.window is None:
                 continue
             for index in range((sequence.computed - group.window + 1) // self.block_size):
                 block = sequence.tables[group.index][index]
                 if block:
-                    for cache in self.caches:
-                        if cache.group == group.index:
-                            cache.rows[block] = torch.nan
+                    self._drop(group.index, block)
                     sequence.tables[group.index][index] = 0
 
     def prefill(self, sequence: Seq, chunk: int | None = None) -> torch.Tensor:

@@ -29,7 +29,9 @@ def test_greedy_equals_transformers(name: str) -> None:
         close(logits[index], expected_logits)
 
 
-@pytest.mark.parametrize("name", ["llama-tied", "mistral-window", "qwen2-mixed", "qwen3-window"])
+@pytest.mark.parametrize(
+    "name", ["llama-tied", "mistral-window", "qwen2-mixed", "qwen3-uneven-wide-v", "gemma3", "gemma4-shared"]
+)
 def test_every_backend_says_the_same(name: str) -> None:
     _, ours = pair(name)
     prompts = [prompt(length) for length in LENGTHS]
@@ -43,8 +45,41 @@ def test_every_backend_says_the_same(name: str) -> None:
             close(a, b)
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_chunks_hits_preemption_and_company_change_nothing(name: str) -> None:
+    """Four sequences in one cache: in chunks beside others, from another's blocks, and taken away and resumed."""
+    _, ours = pair(name)
+    tokens = [prompt(33), prompt(21)]
+    steps = 7
+    (one, two), (one_logits, two_logits) = Bench(ours, seed=5).generate(tokens, steps)
+    bench = Bench(ours, block_size=4, seed=1)
+    chunked, late = bench.sequence(tokens[0]), bench.sequence(tokens[1])
+    bench.step([(chunked, 1)])
+    bench.step([(chunked, 19), (late, 2)])
+    hit = bench.share(chunked, tokens[0])
+    bench.step([(late, 5), (hit, 6), (chunked, 4)])
+    bench.preempt(late)
+    first = bench.step([(hit, 7), (late, 21), (chunked, 9)])
+    got = [[first[6]], [first[27]], [first[36]]]
+    rows = [hit, late, chunked]
+    for step in range(1, steps):
+        for sequence, logits in zip(rows, got, strict=True):
+            sequence.tokens.append(int(logits[-1].argmax()))
+        if step == 3:
+            bench.preempt(hit)
+            resumed = bench.step([(chunked, 1), (hit, len(hit.tokens)), (late, 1)])
+            out = torch.stack((resumed[-2], resumed[-1], resumed[0]))
+        else:
+            out = bench.step([(sequence, 1) for sequence in rows], decodes=3)
+        for logits, row in zip(got, out, strict=True):
+            logits.append(row)
+    for logits, wanted, wanted_logits in zip(got, (one, two, one), (one_logits, two_logits, one_logits), strict=True):
+        assert [int(row.argmax()) for row in logits] == wanted
+        close(torch.stack(logits), wanted_logits)
+
+
 @pytest.mark.parametrize("chunk", [1, 2, 5, 16, 31])
-@pytest.mark.parametrize("name", ["llama-llama3", "llama-dynamic", "mistral-window", "qwen2-mixed", "qwen3"])
+@pytest.mark.parametrize("name", ["llama-dynamic", "qwen2-mixed", "qwen3", "llama-uneven-narrow-v", "gemma3", "gemma4-shared"])
 def test_chunked_prefill_equals_one_shot(name: str, chunk: int) -> None:
     _, ours = pair(name)
     tokens = prompt(43)

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import BertConfig, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    BertConfig,
+    Gemma3TextConfig,
+    Gemma4TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from headrace.errors import ConfigError
 from headrace.models import registry
+from headrace.models.gemma4 import Gemma4Spec
 from headrace.spec import ModelSpec
 
-from .families import SMALL
+from .families import CASES, GEMMA3, GEMMA4, SMALL
 
 
 def spec_of(config: PretrainedConfig) -> ModelSpec:
@@ -22,7 +32,13 @@ def llama(**changes: object) -> LlamaConfig:
 
 
 def test_what_is_supported() -> None:
-    assert registry.supported() == ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
+    names = registry.supported()
+    assert names[:3] == ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"]
+    assert {"Qwen3ForCausalLM", "Gemma3ForCausalLM", "Gemma4ForCausalLM"} <= set(names)
+
+
+def test_every_family_is_tested_against_transformers() -> None:
+    assert {model_class.__name__ for model_class, _, _ in CASES.values()} == set(registry.supported())
 
 
 @pytest.mark.parametrize("architectures", [None, ["BertModel"]])
@@ -189,3 +205,48 @@ def test_build_leaves_parameters_where_and_as_asked() -> None:
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert not any(parameter.requires_grad or parameter.is_meta for parameter in model.parameters())
     assert not model.training
+
+
+def test_gemma3() -> None:
+    spec = spec_of(Gemma3TextConfig(**SMALL | GEMMA3 | {"max_position_embeddings": 256, "final_logit_softcapping": 30.0}))
+    assert [one.window for one in spec.layers] == [7, None, 7, 7, None]
+    assert {one.scale for one in spec.layers} == {24**-0.5}
+    assert [one.rope and one.rope.theta for one in spec.layers[:2]] == [1e4, 1e6]
+    assert (spec.max_position, spec.logit_soft_cap, spec.mlps[0].act) == (256, 30.0, "gelu_pytorch_tanh")
+    assert spec.tie_word_embeddings
+    assert hash(spec.layers[0]) == hash(spec_of(Gemma3TextConfig(**SMALL | GEMMA3)).layers[0])
+
+
+def test_gemma4() -> None:
+    config = Gemma4TextConfig(**SMALL | GEMMA4 | {"num_kv_shared_layers": 2, "use_double_wide_mlp": True})
+    spec = spec_of(config)
+    assert isinstance(spec, Gemma4Spec)
+    assert [(one.head_dim, one.rotary_dim, one.window) for one in spec.layers] == [
+        (8, 8, 7),
+        (16, 16, None),
+        (8, 8, 7),
+        (8, 8, 7),
+        (16, 16, None),
+    ]
+    assert [one.kv_source for one in spec.layers] == [None, None, None, 2, 1]
+    assert [mlp.intermediate_size for mlp in spec.mlps] == [80, 80, 80, 160, 160]
+    assert (spec.token_width, spec.layers[1].scale) == (6, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("config", "param", "message"),
+    [
+        (Gemma3TextConfig(**SMALL | GEMMA3 | {"use_bidirectional_attention": True}), "use_bidirectional_attention", "True"),
+        (Gemma3TextConfig(**SMALL | GEMMA3 | {"attn_logit_softcapping": 20.0}), "attn_logit_softcapping", "20.0"),
+        (Gemma4TextConfig(**SMALL | GEMMA4 | {"use_bidirectional_attention": "all"}), "use_bidirectional_attention", "text"),
+        (
+            Gemma4TextConfig(**SMALL | GEMMA4 | {"num_kv_shared_layers": 4}),
+            "num_kv_shared_layers",
+            "layer 1: .* no full_attention",
+        ),
+    ],
+)
+def test_what_gemma_does_not_do_is_refused(config: PretrainedConfig, param: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        spec_of(config)
+    assert caught.value.param == param

@@ -19,6 +19,8 @@ from headrace.core.request import Request
 from headrace.core.scheduler import Scheduler
 from headrace.core.sequence import SequenceUpdate
 from headrace.models.decoder import Decoder
+from headrace.models.gemma4 import Gemma4Spec
+from headrace.models.registry import build
 from headrace.outputs import TokenLogprobs
 from headrace.runner.runner import ModelRunner
 from headrace.sampling_params import SamplingParams
@@ -34,7 +36,7 @@ BLOCK = 4
 
 
 def _layer(
-    index: int, window: int | None = None, heads: int = 4, kv_heads: int = 2, dim: int = 8, v_dim: int = 8
+    index: int, window: int | None = None, heads: int = 4, kv_heads: int = 2, dim: int = 8, v_dim: int = 8, **changes: Any
 ) -> AttentionSpec:
     return AttentionSpec(
         layer=index,
@@ -46,12 +48,13 @@ def _layer(
         rotary_dim=dim,
         rope=RopeSpec(10000.0),
         window=window,
+        **changes,
     )
 
 
-def _spec(layers: Sequence[AttentionSpec], **changes: Any) -> ModelSpec:
+def _spec(layers: Sequence[AttentionSpec], kind: type[ModelSpec] = ModelSpec, **changes: Any) -> ModelSpec:
     fields: dict[str, Any] = {
-        "architecture": "Tiny",
+        "architecture": "LlamaForCausalLM",
         "vocab_size": VOCAB,
         "hidden_size": 32,
         "layers": tuple(layers),
@@ -59,7 +62,7 @@ def _spec(layers: Sequence[AttentionSpec], **changes: Any) -> ModelSpec:
         "norm_eps": 1e-5,
         "max_position": 4 * MAX_LEN,
     }
-    return ModelSpec(**fields | changes)
+    return kind(**fields | changes)
 
 
 FAMILIES: dict[str, ModelSpec] = {
@@ -69,6 +72,22 @@ FAMILIES: dict[str, ModelSpec] = {
     "mistral": _spec([_layer(i, window=9) for i in range(2)]),
     "windows between": _spec([_layer(0), _layer(1, window=6), _layer(2, window=11)]),
     "uneven": _spec([_layer(0, kv_heads=4, dim=8, v_dim=4), _layer(1, kv_heads=1, dim=8, v_dim=12, window=7)]),
+    "gemma 4 of text": _spec(
+        [
+            _layer(0, window=7),
+            _layer(1, kv_heads=1, dim=12, v_dim=12, v_from_k=True),
+            _layer(2, window=7),
+            _layer(3, window=7, kv_source=2),
+            _layer(4, kv_heads=1, dim=12, v_dim=12, kv_source=1),
+        ],
+        Gemma4Spec,
+        architecture="Gemma4ForCausalLM",
+        qk_norm=True,
+        logit_soft_cap=20.0,
+        token_width=6,
+        token_vocab_size=VOCAB,
+        token_act="gelu_pytorch_tanh",
+    ),
 }
 """What a layer's geometry may be: heterogeneous models stand in the same list as the plain ones."""
 
@@ -98,9 +117,9 @@ def model(family: str, device: str = "cpu") -> Decoder:
 def _model(family: str, device: str) -> Decoder:
     """Random weights whose outputs wander instead of repeating themselves."""
     generator = torch.Generator().manual_seed(len(family))
-    decoder = Decoder(FAMILIES[family], torch.float32, "cpu").eval()
+    decoder = build(FAMILIES[family], torch.float32, "cpu")
     for name, parameter in decoder.named_parameters():
-        if "norm" in name:
+        if "norm" in name or name.endswith("layer_scalar"):
             parameter.data.uniform_(0.8, 1.2, generator=generator)
         else:
             width = parameter.shape[-1]
@@ -108,7 +127,7 @@ def _model(family: str, device: str) -> Decoder:
     decoder.embed_tokens.weight.data.normal_(0.0, 1.0, generator=generator)
     if device == "cpu":
         return decoder
-    elsewhere = Decoder(FAMILIES[family], torch.float32, device).eval()
+    elsewhere = build(FAMILIES[family], torch.float32, device)
     elsewhere.load_state_dict(decoder.state_dict())
     return elsewhere
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -192,8 +193,8 @@ def test_parts_that_are_wrong_are_refused(uneven: PretrainedConfig, tmp_path: Pa
 
 
 def test_layouts_there_and_back(uneven: PretrainedConfig) -> None:
-    rows = tuple(grouped_rows(spec(uneven).layers[1]))
-    stored = torch.randn(len(rows), 5)
+    rows = partial(grouped_rows, spec(uneven).layers[1])
+    stored = torch.randn(len(rows()), 5)
     for layout in (Layout(rows), Layout(rows, transposed=True), Layout(transposed=True)):
         there = stored.mT.contiguous() if layout.transposed else stored
         part = layout.take(there)
@@ -201,7 +202,7 @@ def test_layouts_there_and_back(uneven: PretrainedConfig) -> None:
         assert torch.equal(layout.give(part), there)
     table = NameTable()
     table.add("w", "weight", layout=Layout(rows))
-    module = torch.nn.Linear(5, len(rows), bias=False)
+    module = torch.nn.Linear(5, len(rows()), bias=False)
     part = table.part("w")
     assert part is not None
     part.fill(module.weight.data, stored)

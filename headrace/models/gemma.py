@@ -1,0 +1,45 @@
+"""What Gemma 3 and 4 share: scaled embeddings, and norms before and after attention and MLP."""
+
+from __future__ import annotations
+
+import torch
+
+from headrace.attention.context import ForwardContext
+from headrace.models.decoder import Decoder, DecoderLayer
+from headrace.spec import ModelSpec
+
+
+class GemmaLayer(DecoderLayer):
+    """What attention and MLP give is normed once more before it joins the residual stream."""
+
+    def __init__(self, model: ModelSpec, index: int, dtype: torch.dtype, device: str | torch.device) -> None:
+        super().__init__(model, index, dtype, device)
+        self.pre_feedforward_layernorm = self.norm_class(model.hidden_size, model.norm_eps, dtype=dtype, device=device)
+        self.post_feedforward_layernorm = self.norm_class(model.hidden_size, model.norm_eps, dtype=dtype, device=device)
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, cos_sin: torch.Tensor | None, ctx: ForwardContext
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if residual is None:
+            x, residual = self.input_layernorm(x), x
+        else:
+            x, residual = self.input_layernorm.add(x, residual)
+        x = self.post_attention_layernorm(self.self_attn(x, cos_sin, ctx))
+        x, residual = self.pre_feedforward_layernorm.add(x, residual)
+        return self.post_feedforward_layernorm(self.mlp(x)), residual
+
+
+class GemmaDecoder(Decoder):
+    layer_class = GemmaLayer
+
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: str | torch.device) -> None:
+        super().__init__(spec, dtype, device)
+        self.embed_scale = rounded(spec.hidden_size**0.5, dtype)
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.embed_tokens(input_ids) * self.embed_scale  # type: ignore[no-any-return]
+
+
+def rounded(factor: float, dtype: torch.dtype) -> float:
+    """The factor as the model was trained with it: in the weights' dtype."""
+    return float(torch.tensor(factor).to(dtype))

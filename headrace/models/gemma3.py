@@ -1,0 +1,63 @@
+"""Gemma 3, text: windows in five layers of six, each kind with its own rope; every norm's weight is stored less 1."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from transformers import PretrainedConfig
+
+from headrace.layers.norm import OffsetRMSNorm
+from headrace.models.decoder import SelfAttention
+from headrace.models.family import Family
+from headrace.models.gemma import GemmaDecoder, GemmaLayer
+from headrace.models.hf_config import (
+    attention_specs,
+    decoder_spec,
+    dense_specs,
+    per_layer,
+    required,
+    uniform,
+    windows_by_type,
+)
+from headrace.spec import ModelSpec
+
+ARCHITECTURE = "Gemma3ForCausalLM"
+
+
+class Gemma3Attention(SelfAttention):
+    norm_class = OffsetRMSNorm
+
+
+class Gemma3Layer(GemmaLayer):
+    attention_class = Gemma3Attention
+    norm_class = OffsetRMSNorm
+
+
+class Gemma3Decoder(GemmaDecoder):
+    layer_class = Gemma3Layer
+    norm_class = OffsetRMSNorm
+
+
+def model_spec(config: PretrainedConfig) -> ModelSpec:
+    scalars = per_layer(config, "query_pre_attn_scalar", 256)
+    layers = tuple(
+        dataclasses.replace(layer, scale=scalar**-0.5)
+        for layer, scalar in zip(attention_specs(config, windows=windows_by_type(config)), scalars, strict=True)
+    )
+    bias = bool(uniform(config, "attention_bias", False))
+    return decoder_spec(
+        config,
+        ARCHITECTURE,
+        layers,
+        dense_specs(config, act="hidden_activation"),
+        reads=("final_logit_softcapping",),
+        attention_bias=bias,
+        output_bias=bias,
+        qk_norm=True,
+        logit_soft_cap=uniform(config, "final_logit_softcapping"),
+        # It includes what the ropes of the full layers stretch.
+        max_position=required(config, "max_position_embeddings"),
+    )
+
+
+FAMILY = Family(architectures=(ARCHITECTURE,), model_types=("gemma3_text",), model_spec=model_spec, decoder=Gemma3Decoder)

@@ -1,0 +1,204 @@
+"""Gemma 4, text: heads of another width in full layers, values without weights in their norm, layers at the end that read an
+earlier layer's KV, and an embedding of each token for each layer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from headrace.attention.context import ForwardContext
+from headrace.errors import ConfigError
+from headrace.layers.embedding import Embedding
+from headrace.layers.linear import Linear
+from headrace.layers.mlp import ACTIVATIONS
+from headrace.layers.norm import RMSNorm, UnitRMSNorm
+from headrace.models.decoder import Decoder, SelfAttention
+from headrace.models.family import Family
+from headrace.models.gemma import GemmaDecoder, GemmaLayer, rounded
+from headrace.models.hf_config import (
+    attention_specs,
+    decoder_spec,
+    dense_specs,
+    per_layer,
+    required,
+    uniform,
+    windows_by_type,
+)
+from headrace.models.names import decoder_names
+from headrace.spec import AttentionSpec, DenseSpec, ModelSpec
+from headrace.weights.names import NameTable
+
+ARCHITECTURE = "Gemma4ForCausalLM"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gemma4Spec(ModelSpec):
+    token_width: int
+    """Numbers that each layer has for each token of the vocabulary; 0: none."""
+    token_vocab_size: int
+    token_act: str
+    """What gates them, by Hugging Face's name."""
+
+
+class Gemma4Attention(SelfAttention):
+    """K and V are normed, V without a weight; where V has no projection of its own it is K's, as it comes."""
+
+    def __init__(self, model: ModelSpec, spec: AttentionSpec, dtype: torch.dtype, device: str | torch.device) -> None:
+        super().__init__(model, spec, dtype, device)
+        self.v_norm = UnitRMSNorm(spec.v_head_dim, model.norm_eps, dtype=dtype, device=device)
+
+    def forward(self, x: torch.Tensor, cos_sin: torch.Tensor | None, ctx: ForwardContext) -> torch.Tensor:
+        spec, tokens = self.spec, len(x)
+        qkv = self.qkv_proj(x)
+        q = self._heads(qkv[:, : spec.q_size], spec.num_heads, self.q_norm)
+        k = v = None
+        if spec.kv_source is None:
+            keys = qkv[:, spec.q_size : spec.q_size + spec.k_size]
+            values = keys if spec.v_from_k else qkv[:, spec.q_size + spec.k_size :]
+            k = self._heads(keys, spec.num_kv_heads, self.k_norm)
+            v = self.v_norm(values.reshape(tokens, spec.num_kv_heads, spec.v_head_dim))
+        out: torch.Tensor = self.o_proj(self.attention(q, k, v, ctx, cos_sin))
+        return out
+
+    def _heads(self, x: torch.Tensor, heads: int, norm: RMSNorm | None) -> torch.Tensor:
+        each = x.reshape(len(x), heads, self.spec.head_dim)
+        return each if norm is None else norm(each)
+
+
+class Gemma4Layer(GemmaLayer):
+    attention_class = Gemma4Attention
+
+    def __init__(self, model: ModelSpec, index: int, dtype: torch.dtype, device: str | torch.device) -> None:
+        super().__init__(model, index, dtype, device)
+        if not isinstance(model, Gemma4Spec):
+            raise TypeError(f"a Gemma 4 layer is built from a Gemma4Spec, not from a {type(model).__name__}")
+        self.layer_scalar = nn.Parameter(torch.empty(1, dtype=dtype, device=device), requires_grad=False)
+        if model.token_width:
+            self.act_mul = ACTIVATIONS[model.token_act]
+            self.per_layer_input_gate = Linear(model.hidden_size, model.token_width, dtype=dtype, device=device)
+            self.per_layer_projection = Linear(model.token_width, model.hidden_size, dtype=dtype, device=device)
+            self.post_per_layer_input_norm = self.norm_class(model.hidden_size, model.norm_eps, dtype=dtype, device=device)
+
+    def with_tokens(
+        self, x: torch.Tensor, tokens: torch.Tensor | None, cos_sin: torch.Tensor | None, ctx: ForwardContext
+    ) -> torch.Tensor:
+        """The whole stream through the layer: ``[T, hidden] -> [T, hidden]``.
+
+        Args:
+            tokens: ``[T, token_width]``, what this layer has for each token; None: nothing.
+        """
+        added, stream = self(x, None, cos_sin, ctx)
+        stream = stream + added
+        if tokens is not None:
+            gated = self.act_mul(torch.cat((self.per_layer_input_gate(stream), tokens), dim=-1))
+            stream = stream + self.post_per_layer_input_norm(self.per_layer_projection(gated))
+        return stream * self.layer_scalar  # type: ignore[no-any-return]
+
+
+class Gemma4Decoder(GemmaDecoder):
+    layer_class = Gemma4Layer
+
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: str | torch.device) -> None:
+        super().__init__(spec, dtype, device)
+        if not isinstance(spec, Gemma4Spec):
+            raise TypeError(f"a Gemma 4 decoder is built from a Gemma4Spec, not from a {type(spec).__name__}")
+        self.token_width = spec.token_width
+        if not spec.token_width:
+            return
+        width = spec.num_layers * spec.token_width
+        self.embed_tokens_per_layer = Embedding(spec.token_vocab_size, width, dtype=dtype, device=device)
+        self.token_scale = rounded(spec.token_width**0.5, dtype)
+        self.per_layer_model_projection = Linear(spec.hidden_size, width, dtype=dtype, device=device)
+        self.per_layer_projection_norm = self.norm_class(spec.token_width, spec.norm_eps, dtype=dtype, device=device)
+
+    @torch.inference_mode()
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
+        angles = self._rotary(positions, ctx)
+        x = self.embed(input_ids)
+        tokens = self._tokens(input_ids, x)
+        for layer, cos_sin, own in zip(self.layers, angles, tokens, strict=True):
+            x = layer.with_tokens(x, own, cos_sin, ctx)  # type: ignore[operator]
+        return self.last_norm(x, None)
+
+    def _tokens(self, input_ids: torch.Tensor, x: torch.Tensor) -> Sequence[torch.Tensor | None]:
+        """For each layer ``[T, token_width]``: by the token's identity, and by its embedding."""
+        count = self.spec.num_layers
+        if not self.token_width:
+            return [None] * count
+        shape = (len(x), count, self.token_width)
+        identity = self.embed_tokens_per_layer(input_ids).view(shape) * self.token_scale
+        context = self.per_layer_model_projection(x) * self.spec.hidden_size**-0.5
+        both = (self.per_layer_projection_norm(context.view(shape)) + identity) * 2**-0.5
+        return tuple(both.unbind(dim=1))
+
+
+def names(model: Decoder) -> NameTable:
+    """Checkpoints have k, v and their norms of layers that read another's KV too; they are of no use."""
+    readers = "|".join(str(layer.layer) for layer in model.spec.layers if layer.kv_source is not None)
+    unused = [rf"model\.layers\.(?:{readers})\.self_attn\.(?:[kv]_proj|[kv]_norm)\.weight"] if readers else []
+    return decoder_names(model, ignorable=unused)
+
+
+def model_spec(config: PretrainedConfig) -> Gemma4Spec:
+    kinds = per_layer(config, "layer_types", "full_attention")
+    own = len(kinds) - (uniform(config, "num_kv_shared_layers") or 0)
+    same = bool(uniform(config, "attention_k_eq_v", False))
+    layers = []
+    for layer in attention_specs(config, windows=windows_by_type(config), partial_rotary=True):
+        kind = kinds[layer.layer]
+        source = None if layer.layer < own else _source(layer.layer, kinds[:own], kind)
+        v_from_k = same and kind == "full_attention" and source is None
+        layers.append(dataclasses.replace(layer, scale=1.0, kv_source=source, v_from_k=v_from_k))
+    if uniform(config, "enable_moe_block", False):
+        raise ConfigError("enable_moe_block: experts beside the MLP of Gemma 4 are not supported", "enable_moe_block")
+    if uniform(config, "use_bidirectional_attention") not in (None, False, "vision"):
+        raise ConfigError(
+            "use_bidirectional_attention: text that sees what follows it is not supported", "use_bidirectional_attention"
+        )
+    width = uniform(config, "hidden_size_per_layer_input") or 0
+    bias = bool(uniform(config, "attention_bias", False))
+    spec = decoder_spec(
+        config,
+        ARCHITECTURE,
+        tuple(layers),
+        _mlps(config, layers),
+        reads=("final_logit_softcapping", "use_bidirectional_attention"),
+        kind=Gemma4Spec,
+        attention_bias=bias,
+        output_bias=bias,
+        qk_norm=True,
+        logit_soft_cap=uniform(config, "final_logit_softcapping"),
+        max_position=required(config, "max_position_embeddings"),
+        token_width=width,
+        token_vocab_size=required(config, "vocab_size_per_layer_input") if width else 0,
+        token_act=uniform(config, "hidden_activation"),
+    )
+    return spec  # type: ignore[return-value]
+
+
+def _source(layer: int, own: list[str], kind: str) -> int:
+    """The last layer of the kind that keeps KV."""
+    if kind not in own:
+        raise ConfigError(f"layer {layer}: num_kv_shared_layers leaves no {kind} layer that keeps KV", "num_kv_shared_layers")
+    return len(own) - 1 - own[::-1].index(kind)
+
+
+def _mlps(config: PretrainedConfig, layers: Sequence[AttentionSpec]) -> list[DenseSpec]:
+    """Layers that read another's KV may have an MLP of twice the width."""
+    mlps = dense_specs(config, act="hidden_activation")
+    if not uniform(config, "use_double_wide_mlp", False):
+        return list(mlps)
+    return [
+        mlp if layer.kv_source is None else dataclasses.replace(mlp, intermediate_size=2 * mlp.intermediate_size)
+        for mlp, layer in zip(mlps, layers, strict=True)
+    ]
+
+
+FAMILY = Family(
+    architectures=(ARCHITECTURE,), model_types=("gemma4_text",), model_spec=model_spec, decoder=Gemma4Decoder, names=names
+)

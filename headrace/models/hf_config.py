@@ -24,7 +24,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "no_rope_layers": (None, 1),
     "partial_rotary_factor": (None, 1),
     "pretraining_tp": (None, 0, 1),
-    "quantization_config": (None,),
     "residual_multiplier": (None, 1),
     "rope_interleaved": (None, False),
     "use_bidirectional_attention": (None, False),
@@ -106,6 +105,22 @@ def refuse_unknown_maths(config: PretrainedConfig, reads: Collection[str] = ()) 
         for layer, value in enumerate(per_layer(config, name)):
             if value not in neutral:
                 raise ConfigError(f"layer {layer}: {name} {value!r} is not supported", name)
+    _check_scheme(getattr(config, "quantization_config", None))
+
+
+def _check_scheme(scheme: Any) -> None:
+    """Refuses a checkpoint whose weights are in a number format that is not read."""
+    if scheme is None:
+        return
+    method = scheme.get("quant_method") if isinstance(scheme, dict) else scheme
+    if method == "mxfp4":
+        return
+    tile = scheme.get("weight_block_size") if method == "fp8" else None
+    if not isinstance(tile, list | tuple) or len(tile) != 2 or not all(isinstance(size, int) and size > 0 for size in tile):
+        raise ConfigError(
+            f"quantization_config {method!r} is not supported; what is: mxfp4, and fp8 with a weight_block_size of two numbers",
+            "quantization_config",
+        )
 
 
 def rope_specs(config: PretrainedConfig) -> list[RopeSpec]:

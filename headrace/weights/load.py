@@ -24,6 +24,7 @@ from headrace.weights.gguf import GGUFCheckpoint
 from headrace.weights.names import NameTable
 from headrace.weights.report import LoadReport, RoundingError, WeightMemory
 from headrace.weights.safetensors import SafetensorsCheckpoint
+from headrace.weights.scaled import ScaledCheckpoint
 from headrace.weights.sharded import ShardedCheckpoint, is_sharded
 
 HEAD = "lm_head"
@@ -68,11 +69,7 @@ def _open(model: nn.Module, table: NameTable, files: ModelFiles, seed: int) -> I
     with ExitStack() as stack:
         spec: ModelSpec = model.spec  # type: ignore[assignment]
         if files.kind == "safetensors":
-            checkpoint: SafetensorsCheckpoint | ShardedCheckpoint
-            if is_sharded(files.weight_files):
-                checkpoint = ShardedCheckpoint(files.weight_files, spec)
-            else:
-                checkpoint = SafetensorsCheckpoint(files.weight_files)
+            checkpoint = _open_safetensors(files, spec)
             stack.callback(checkpoint.close)
             yield checkpoint
         elif files.kind == "gguf":
@@ -82,6 +79,17 @@ def _open(model: nn.Module, table: NameTable, files: ModelFiles, seed: int) -> I
             parameters = dict(model.named_parameters())
             shapes = {name: part.stored_shape(parameters[part.parameter]) for name, part in table.items()}
             yield DummyCheckpoint(shapes, seed, next(iter(parameters.values())).device)
+
+
+def _open_safetensors(files: ModelFiles, spec: ModelSpec) -> SafetensorsCheckpoint | ShardedCheckpoint | ScaledCheckpoint:
+    if is_sharded(files.weight_files):
+        return ShardedCheckpoint(files.weight_files, spec)
+    checkpoint = SafetensorsCheckpoint(files.weight_files)
+    scheme = getattr(files.config, "quantization_config", None)
+    if scheme is None:
+        return checkpoint
+    tile = scheme.get("weight_block_size")
+    return ScaledCheckpoint(checkpoint, None if tile is None else (tile[0], tile[1]))
 
 
 class _Loader:

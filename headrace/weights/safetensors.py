@@ -16,6 +16,7 @@ from headrace.weights.checkpoint import StoredTensor
 
 _FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
 """The types that are weights as they stand, and their bytes. Integers need a scheme to make weights of them."""
+_BYTES = _FLOATS | {"U8": 1, "I8": 1, "I16": 2, "I32": 4, "I64": 8, "BOOL": 1}
 
 
 class SafetensorsCheckpoint:
@@ -44,7 +45,7 @@ class SafetensorsCheckpoint:
                     raise ConfigError(f"{name} is in {self.tensors[name].origin} and in {file.name} too", "model")
                 part = handle.get_slice(name)
                 shape, kind = tuple(part.get_shape()), part.get_dtype()
-                nbytes = torch.Size(shape).numel() * _FLOATS.get(kind, 0)
+                nbytes = torch.Size(shape).numel() * _BYTES.get(kind, 0)
                 self.tensors[name] = StoredTensor(shape, kind, nbytes, file.name)
                 self._handles[name] = handle
         except (SafetensorError, OSError) as error:
@@ -58,6 +59,10 @@ class SafetensorsCheckpoint:
                 f"{', '.join(_FLOATS)} are",
                 "model",
             )
+        return self.raw(name)
+
+    def raw(self, name: str) -> torch.Tensor:
+        """The tensor as it is stored, of whatever type: for a scheme that makes weights of it."""
         tensor: torch.Tensor = self._handles[name].get_tensor(name)
         return tensor
 

@@ -155,4 +155,6 @@ class EngineConfig:
     num_threads: int
     graph_rows: tuple[int, ...] = ()
     """Batch sizes of decode steps for which a CUDA graph may be captured, rising; empty: none."""
+    graph_prompt_tokens: tuple[int, ...] = ()
+    """Tokens of prompts, beside decode rows or without, for which one may be captured, rising; empty: none."""
     decisions: tuple[Decision, ...]

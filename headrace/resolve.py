@@ -37,6 +37,9 @@ CUDA_PIPELINE_DEPTH = 2
 CUDA_SLACK = 1 << 30
 """Bytes of a GPU kept for what no profile shows: CUDA graphs, workspaces of libraries, fragments."""
 MAX_GRAPH_ROWS = 512
+GRAPH_PROMPT_TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048)
+GRAPH_WORTH = 8e12
+"""Operations of a step beyond which a GPU is busy for longer than the host takes to launch the kernels one by one."""
 KV_SHARE = 0.25
 """Of the memory that is free beside the weights, what the KV cache takes at most unless told otherwise."""
 KV_MODEST = 2 * 2**30
@@ -134,7 +137,8 @@ def resolve(
         quantization=quantization,
         attention_backends=backends,
         num_threads=num_threads,
-        graph_rows=_graph_rows(args, num_seqs, device, book),
+        graph_rows=(graph_rows := _graph_rows(args, num_seqs, device, book)),
+        graph_prompt_tokens=_graph_prompt_tokens(model, num_batched) if graph_rows else (),
         decisions=book.close(),
     )
 
@@ -325,6 +329,11 @@ def _graph_rows(args: EngineArgs, num_seqs: int, device: DeviceFacts, book: _Boo
     rows = tuple(sorted({*(size for size in sizes if size < most), most}))
     book.note("CUDA graphs", f"{len(rows)} batch sizes", f"decode steps of up to {most} rows are launched as a whole")
     return rows
+
+
+def _graph_prompt_tokens(model: ModelSpec, num_batched: int) -> tuple[int, ...]:
+    operations = 2 * sum(outputs * inputs for outputs, inputs in _matrices(model))
+    return tuple(size for size in GRAPH_PROMPT_TOKENS if size <= num_batched and size * operations <= GRAPH_WORTH)
 
 
 # The KV cache

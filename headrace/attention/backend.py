@@ -34,6 +34,8 @@ class StepMetadata:
     """Per cache group, ``[R, B]`` int32: block numbers of the row, 0 (the null block) past its end."""
     query_start_host: np.ndarray
     seq_lens_host: np.ndarray
+    bounded: bool = False
+    """Host mirrors are upper bounds: the step may be captured in a CUDA graph, and replayed for other rows."""
 
     @property
     def num_rows(self) -> int:
@@ -49,8 +51,7 @@ class AttentionBackend(Protocol):
 
     name: str
     capturable: bool
-    """True if ``run`` of a planned step of decode rows can be captured in a CUDA graph and replayed for other rows of any
-    lengths: of the step, only the tensors count then, and host mirrors are upper bounds."""
+    """True if ``run`` of a ``bounded`` step can be captured in a CUDA graph: of the step, only the tensors count then."""
     needs_exact_lengths: bool
     """True if ``plan`` reads the host mirrors, so that they must not be mere upper bounds."""
 

@@ -126,8 +126,8 @@ def load_engine(args: EngineArgs, on_progress: Callable[[Progress], None] | None
         )
     if config.graph_rows:
         with timeline.phase("CUDA graphs") as phase:
-            count = runner.capture_graphs(args.graph_capture_seconds, phase.progress)
-            phase.detail = f"{count} of {len(config.graph_rows)} batch sizes"
+            count, most = runner.capture_graphs(args.graph_capture_seconds, phase.progress)
+            phase.detail = f"{count} of {most} shapes of steps; the others are captured when they first come up"
     with timeline.phase("warm-up"):
         core.warm_up(_warm_up_requests(config))
     inputs = frontend.inputs(args, vocab_size=config.model.vocab_size, max_model_len=config.scheduler.max_model_len)

@@ -42,7 +42,7 @@ def step_inputs(
         token_ids: ``[S, L]`` int32: the slots' tokens.
         num_computed: ``[S]`` int64: how many of them have been computed before this step.
         tables: per cache group, ``[S, B]`` int32: the slots' blocks; 0 where there is none.
-        slots: ``[R]`` int64: row -> slot; -1: nobody's, which fills up the batch of a captured graph.
+        slots: ``[R]`` int: row -> slot; -1: nobody's, which fills up the batch of a captured graph.
         query_start: ``[R + 1]`` int: row -> its first token in the packed batch.
         num_tokens: T; where it is more than the rows have, the rest belongs to no row.
         max_queries: at least what any row has.
@@ -71,6 +71,7 @@ def step_inputs(
 
 def advance(
     slots: torch.Tensor,
+    draws: torch.Tensor,
     seq_lens: torch.Tensor,
     drawn: torch.Tensor,
     best: torch.Tensor,
@@ -81,7 +82,8 @@ def advance(
     """Takes note of what rows have computed and drawn; rows without a slot change nothing.
 
     Args:
-        slots: ``[R]`` int64: row -> slot; -1: nobody's.
+        slots: ``[R]`` int: row -> slot; -1: nobody's.
+        draws: ``[R]`` int: 0 for a row whose prompt is not complete, which only takes note of what it has computed.
         seq_lens: ``[R]`` int32: tokens computed with this step, behind which the drawn one goes.
         drawn: ``[R]`` int64
         best: ``[R]`` float32: the row's largest logit; where it is not finite, nothing was drawn, and token 0 stands in.
@@ -89,12 +91,13 @@ def advance(
         num_tokens, num_computed: ``[S]`` int64, changed in place.
 
     Returns:
-        ``[R]`` int64: the tokens drawn; -1 where there is none.
+        ``[R]`` int64: the tokens drawn; -1 where there is none, or nothing finite to draw from.
     """
     finite = best.isfinite()
     for row in (slots >= 0).nonzero().flatten().tolist():
         slot, length = int(slots[row]), int(seq_lens[row])
-        token_ids[slot, length] = drawn[row] if finite[row] else 0
-        num_tokens[slot] = length + 1
+        if draws[row]:
+            token_ids[slot, length] = drawn[row] if finite[row] else 0
+            num_tokens[slot] = length + 1
         num_computed[slot] = length
     return torch.where((slots >= 0) & finite, drawn, -1)

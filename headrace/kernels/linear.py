@@ -11,14 +11,21 @@ FEW_ROWS = 1
 """Up to which the Triton kernel beats cuBLAS on the GPUs measured (see benchmarks/)."""
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> torch.Tensor:
     """``x W^T + bias``.
 
     Args:
         x: ``[..., in]``
         weight: ``[out, in]``
         bias: ``[out]``
+        out_dtype: of the result; None: x's. Where the product can be had unrounded, it is rounded once, to this.
     """
-    if x.ndim == 2 and len(x) <= FEW_ROWS and gpu.takes(x) and weight.dtype == x.dtype:
-        return gpu.kernels("linear").linear(x, weight, bias)  # type: ignore[no-any-return]
-    return F.linear(x, weight, bias)
+    if x.ndim == 2 and 0 < len(x) <= FEW_ROWS and gpu.takes(x) and weight.dtype == x.dtype:
+        return gpu.kernels("linear").linear(x, weight, bias, out_dtype=out_dtype)  # type: ignore[no-any-return]
+    if out_dtype is None or out_dtype == x.dtype:
+        return F.linear(x, weight, bias)
+    if x.is_cuda and x.ndim == 2 and bias is None and out_dtype == torch.float32:
+        return torch.mm(x, weight.t(), out_dtype=out_dtype)
+    return F.linear(x, weight, bias).to(out_dtype)

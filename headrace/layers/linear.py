@@ -24,10 +24,12 @@ class Linear(nn.Module):
         self.bias: nn.Parameter | None = None
         if bias:
             self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device), requires_grad=False)
+        self.out_dtype: torch.dtype | None = None
+        """Of what comes out; None: x's."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., in_features] -> [..., out_features]``"""
-        return linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias, self.out_dtype)
 
     def extra_repr(self) -> str:
         return f"{self.in_features} -> {self.out_features}{', bias' if self.bias is not None else ''}"

@@ -125,6 +125,7 @@ class Decoder(nn.Module):
         self.lm_head = Linear(
             spec.hidden_size, spec.vocab_size, dtype=dtype, device="meta" if spec.tie_word_embeddings else device
         )
+        self.lm_head.out_dtype = torch.float32
         if spec.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
         self.fused: LayersAtOnce | None = None

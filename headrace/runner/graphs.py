@@ -1,8 +1,8 @@
-"""DecodeGraphs: a decode step, from slots to drawn tokens, as one launch.
+"""StepGraphs: a step, from slots to drawn tokens, as one launch.
 
 Everything that changes from step to step is in tensors of fixed places: the slots' tables, which the step itself advances,
-and the rows' slots, the one thing that the host sends. So a captured step can be replayed for any sequences: a batch is
-filled up to the next captured size with rows that are nobody's (slot -1), which read and write nothing.
+and three numbers a row that the host sends. So a captured step can be replayed for any sequences: a batch is filled up to
+the next captured shape with rows that are nobody's (slot -1), which read and write nothing.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from headrace.attention.backend import AttentionBackend, LayerCache, StepMetadata
@@ -20,11 +22,31 @@ from headrace.attention.context import ForwardContext
 from headrace.config import EngineConfig
 from headrace.kernels import gpu
 from headrace.runner.clock import Stopwatch
+from headrace.runner.inputs import broken_rows
 from headrace.runner.model import Model
-from headrace.runner.slots import Ints, SlotTables
+from headrace.runner.slots import RowArrays, SlotTables
 from headrace.sampling.sampler import Sampler
 
 NOBODY = -1
+PROMPT_ROWS = 16
+"""Rows of a captured step that prompts may have, where it has any."""
+_BESIDE = (0, 8, 32, 64, 128, 256)
+"""Decode rows beside prompts: fewer sizes than without, since the shapes multiply."""
+
+
+class Shape(NamedTuple):
+    """What a captured step has room for. Its decode rows come first, a token each, and then its prompts."""
+
+    decode_rows: int
+    prompt_tokens: int
+
+    @property
+    def rows(self) -> int:
+        return self.decode_rows + (PROMPT_ROWS if self.prompt_tokens else 0)
+
+    @property
+    def tokens(self) -> int:
+        return self.decode_rows + self.prompt_tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,13 +61,15 @@ class Replayed:
     """A replay under way."""
 
     tokens: torch.Tensor
-    """``[R]`` int64 on the host, as ``_Captured.outcome``; to be read once ``done`` has passed."""
+    """``[rows of the shape]`` int64 on the host, as ``_Captured.outcome``; to be read once ``done`` has passed."""
+    places: npt.NDArray[np.int64]
+    """``[R]``: row -> where its token is."""
     done: torch.cuda.Event
     stopwatch: Stopwatch
 
 
-class DecodeGraphs:
-    """Steps whose rows each compute one token and draw the next, with nothing asked of the sampler but a temperature."""
+class StepGraphs:
+    """Steps in which nothing is asked of the sampler but a temperature."""
 
     def __init__(
         self,
@@ -60,113 +84,158 @@ class DecodeGraphs:
         self._to_plan = list({id(backend): backend for backend in backends}.values())
         self._tables, self._sampler = tables, sampler
         self._device = tables.device
-        self._sizes = config.graph_rows
+        self._decode_rows = config.graph_rows
+        self._beside = tuple(sorted({*(size for size in _BESIDE if size < config.graph_rows[-1]), config.graph_rows[-1]}))
+        self._prompt_tokens = config.graph_prompt_tokens
         self._max_len = config.scheduler.max_model_len
-        self._captured: dict[int, _Captured] = {}
+        self._captured: dict[Shape, _Captured] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        most = self.max_rows
-        self._slots = torch.full((most,), NOBODY, dtype=torch.int64, device=self._device)
-        """``[rows]`` int64: row -> slot."""
-        self._sent: Ints = np.full(most, NOBODY, dtype=np.int64)
-        """What ``_slots`` holds once the copies under way are done."""
-        self._starts = torch.arange(most + 1, dtype=torch.int32, device=self._device)
+        most = config.graph_rows[-1] + PROMPT_ROWS
+        self._given = torch.zeros(3, most + 1, dtype=torch.int32, device=self._device)
+        """Row -> its slot; its first token in the packed batch (one more than rows); whether it draws."""
+        self._sent = np.zeros((3, most + 1), dtype=np.int32)
+        """What ``_given`` holds once the copies under way are done."""
         # A step's host buffers are free again once it has been collected, before the pipeline comes round to them.
         ring = config.scheduler.pipeline_depth + 1
-        self._outbox = torch.full((ring, most), NOBODY, dtype=torch.int64, pin_memory=True)
+        self._outbox = torch.zeros(ring, 3, most + 1, dtype=torch.int32, pin_memory=True)
         self._inbox = torch.zeros(ring, most, dtype=torch.int64, pin_memory=True)
         self._turn = 0
         self.nbytes = 0
         """What the captured graphs keep on the device."""
 
-    @property
-    def max_rows(self) -> int:
-        return self._sizes[-1]
+    def shapes(self) -> Iterator[Shape]:
+        """Every shape that may be captured, those that are wanted most first; the largest first among equals."""
+        yield from (Shape(rows, 0) for rows in reversed(self._decode_rows))
+        yield from (Shape(rows, tokens) for rows in self._beside for tokens in reversed(self._prompt_tokens))
 
-    def capture(self, seconds: float, progress: Callable[[float, str], None]) -> int:
-        """Captures every size, the largest first, as long as the time lasts. Returns how many there are now."""
+    def shape_of(self, rows: RowArrays) -> Shape | None:
+        """The smallest shape that has room for the rows; None: there is none."""
+        decode = int(rows.decode.sum())
+        prompts = len(rows) - decode
+        if not prompts:
+            place = bisect.bisect_left(self._decode_rows, decode)
+            return Shape(self._decode_rows[place], 0) if place < len(self._decode_rows) else None
+        tokens = int(rows.counts[decode:].sum())
+        beside, size = bisect.bisect_left(self._beside, decode), bisect.bisect_left(self._prompt_tokens, tokens)
+        if prompts > PROMPT_ROWS or beside == len(self._beside) or size == len(self._prompt_tokens):
+            return None
+        return Shape(self._beside[beside], self._prompt_tokens[size])
+
+    def capture(self, seconds: float, progress: Callable[[float, str], None]) -> tuple[int, int]:
+        """Captures shape after shape as long as the time lasts. Returns how many there are now, and how many there may be."""
         end = time.perf_counter() + seconds
-        for number, size in enumerate(reversed(self._sizes)):
+        shapes = list(self.shapes())
+        for number, shape in enumerate(shapes):
             if time.perf_counter() > end:
                 break
-            progress(number / len(self._sizes), f"{size} rows")
-            self._get(size)
-        return len(self._captured)
+            progress(number / len(shapes), f"{shape.decode_rows} rows, {shape.prompt_tokens} tokens of prompts")
+            self._get(shape)
+        return len(self._captured), len(shapes)
 
-    def launch(self, slots: Ints) -> Replayed:
-        """Starts a step of the rows' ``slots [R]``, at most ``max_rows`` of them."""
-        count = len(slots)
-        captured = self._get(self._sizes[bisect.bisect_left(self._sizes, count)])
+    def launch(self, shape: Shape, rows: RowArrays) -> Replayed:
+        """Starts a step. Decode rows compute one token each."""
+        captured = self._get(shape)
         self._turn = (self._turn + 1) % len(self._inbox)
         stopwatch = Stopwatch(self._device)
         stopwatch.mark()
-        self._send(slots, len(captured.outcome))
+        places = self._send(shape, rows)
         captured.graph.replay()
-        tokens = self._inbox[self._turn, :count].copy_(captured.outcome[:count], non_blocking=True)
+        tokens = self._inbox[self._turn, : shape.rows].copy_(captured.outcome, non_blocking=True)
         stopwatch.mark()
-        return Replayed(tokens, stopwatch.last, stopwatch)
+        return Replayed(tokens, places, stopwatch.last, stopwatch)
 
-    def _send(self, slots: Ints, size: int) -> None:
-        """The rows' slots, unless they are as they were."""
-        count = len(slots)
-        sent = self._sent[:size]
-        if np.array_equal(sent[:count], slots) and (sent[count:] == NOBODY).all():
-            return
-        sent[:count] = slots
-        sent[count:] = NOBODY
-        host = self._outbox[self._turn, :size]
-        host.numpy()[:] = sent
-        self._slots[:size].copy_(host, non_blocking=True)
+    def _send(self, shape: Shape, rows: RowArrays) -> npt.NDArray[np.int64]:
+        """The rows, unless they are as they were; returns their places in the shape."""
+        decode = int(rows.decode.sum())
+        places = np.arange(len(rows))
+        places[decode:] += shape.decode_rows - decode
+        given = np.zeros((3, shape.rows + 1), dtype=np.int32)
+        given[0].fill(NOBODY)
+        given[0, places] = rows.slots
+        counts = np.zeros(shape.rows, dtype=np.int32)
+        counts[: shape.decode_rows] = 1
+        counts[places] = rows.counts
+        np.cumsum(counts, out=given[1, 1:])
+        given[2, places] = rows.samples
+        sent = self._sent[:, : shape.rows + 1]
+        if not np.array_equal(sent, given):
+            sent[:] = given
+            host = self._outbox[self._turn, :, : shape.rows + 1]
+            host.numpy()[:] = given
+            self._given[:, : shape.rows + 1].copy_(host, non_blocking=True)
+        return places
 
-    def _get(self, size: int) -> _Captured:
-        if size not in self._captured:
-            self._captured[size] = self._capture(size)
-        return self._captured[size]
+    def _get(self, shape: Shape) -> _Captured:
+        if shape not in self._captured:
+            self._captured[shape] = self._capture(shape)
+        return self._captured[shape]
 
-    def _capture(self, size: int) -> _Captured:
+    def _capture(self, shape: Shape) -> _Captured:
         """The first run compiles what is not compiled yet, which a capture must not; its rows are all nobody's."""
-        self._slots.fill_(NOBODY)
-        self._sent[:] = NOBODY
+        self._given[0].fill_(NOBODY)
+        self._given[1:].zero_()
+        self._sent[0].fill(NOBODY)
+        self._sent[1:].fill(0)
         before = torch.cuda.memory_reserved(self._device)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            self._step(size)
+            self._step(shape)
         torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            outcome = self._step(size)
+            outcome = self._step(shape)
         self.nbytes += max(0, torch.cuda.memory_reserved(self._device) - before)
         return _Captured(graph, outcome)
 
-    def _step(self, size: int) -> torch.Tensor:
-        """A decode step of ``size`` rows; returns ``[size]`` int64 as ``_Captured.outcome``."""
-        tables, slots = self._tables, self._slots[:size]
+    def _step(self, shape: Shape) -> torch.Tensor:
+        """Everything that a replay does; returns ``[rows]`` int64 as ``_Captured.outcome``."""
+        tables = self._tables
+        slots, draws = self._given[0, : shape.rows], self._given[2, : shape.rows]
+        starts = self._given[1, : shape.rows + 1]
         given = gpu.kernels("inputs").step_inputs(
             tables.token_ids.tensor,
             tables.num_computed,
             [table.tensor for table in tables.block_tables],
             slots,
-            self._starts[: size + 1],
-            num_tokens=size,
-            max_queries=1,
+            starts,
+            num_tokens=shape.tokens,
+            max_queries=max(shape.prompt_tokens, 1),
             table_width=tables.block_tables[0].width,
             block_size=tables.block_size,
         )
+        # The most that prompts may be: one row with all of their tokens.
+        bounds = np.minimum(np.arange(shape.rows + 1), shape.decode_rows)
+        bounds[shape.decode_rows + 1 :] = shape.tokens
         step = StepMetadata(
-            num_decode_rows=size,
-            query_start=self._starts[: size + 1],
+            num_decode_rows=shape.decode_rows,
+            query_start=starts,
             seq_lens=given.seq_lens,
             positions=given.positions,
             slot_mapping=given.slot_mapping,
             block_tables=given.block_tables,
-            query_start_host=np.arange(size + 1),
-            seq_lens_host=np.full(size, self._max_len),
+            query_start_host=bounds,
+            seq_lens_host=np.full(shape.rows, self._max_len),
+            bounded=True,
         )
         for backend in self._to_plan:
             backend.plan(step)
         hidden = self._model(given.ids, given.positions, ForwardContext(step, self._caches, self._backends))
+        broken = None
+        if shape.prompt_tokens:
+            broken = broken_rows(hidden, starts)
+            hidden = hidden.index_select(0, (starts[1:] - 1).clamp_(min=0))
         temperatures, keys = self._sampler.plain_state
         drawn = gpu.kernels("draw").draw(self._model.logits(hidden), temperatures, keys, given.seq_lens, slots)
+        if broken is not None:
+            drawn.best.masked_fill_(broken, torch.nan)
         return gpu.kernels("inputs").advance(  # type: ignore[no-any-return]
-            slots, given.seq_lens, drawn.tokens, drawn.best, tables.token_ids.tensor, tables.num_tokens, tables.num_computed
+            slots,
+            draws,
+            given.seq_lens,
+            drawn.tokens,
+            drawn.best,
+            tables.token_ids.tensor,
+            tables.num_tokens,
+            tables.num_computed,
         )

@@ -97,3 +97,22 @@ def _block_tables(tables: SlotTables, slots: torch.Tensor, longest: int) -> tupl
     """Gathered by row, as wide as the longest row needs."""
     width = -(-longest // tables.block_size)
     return tuple(table.tensor[:, :width].index_select(0, slots) for table in tables.block_tables)
+
+
+def broken_rows(hidden: torch.Tensor, query_start: torch.Tensor) -> torch.Tensor:
+    """Which rows have a token whose hidden state is not finite.
+
+    Chunks that draw nothing are looked at too: what they write must not be shared, or drawn from later.
+
+    Args:
+        hidden: ``[T, hidden]``
+        query_start: ``[R + 1]``: row -> its first token.
+
+    Returns:
+        ``[R]`` bool
+    """
+    broken = ~hidden.sum(-1, dtype=torch.float32).isfinite()
+    if len(broken) == len(query_start) - 1:
+        return broken
+    until = torch.nn.functional.pad(broken.cumsum(0), (1, 0))
+    return until[query_start[1:]] > until[query_start[:-1]]

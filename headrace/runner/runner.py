@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from headrace.attention.backend import AttentionBackend, LayerCache
@@ -18,8 +19,8 @@ from headrace.errors import EngineError, RequestError
 from headrace.outputs import TokenLogprobs
 from headrace.runner.build import make_backends, make_caches, make_recorder
 from headrace.runner.clock import Stopwatch
-from headrace.runner.graphs import DecodeGraphs, Replayed
-from headrace.runner.inputs import Batch, build_batch
+from headrace.runner.graphs import Replayed, StepGraphs
+from headrace.runner.inputs import Batch, broken_rows, build_batch
 from headrace.runner.model import Model
 from headrace.runner.record import Recorder
 from headrace.runner.slots import RowArrays, SlotTables
@@ -55,11 +56,14 @@ class Launched:
 
 
 @dataclasses.dataclass(frozen=True)
-class Decoding:
-    """A step under way that was launched as a whole: every row draws."""
+class LaunchedWhole:
+    """A step under way that was launched as a whole."""
 
     step: int
     seq_ids: list[int]
+    """Of all rows."""
+    samples: npt.NDArray[np.bool_]
+    """``[R]``: the rows that draw."""
     replayed: Replayed
 
 
@@ -108,17 +112,17 @@ class ModelRunner:
         self._graphs = self._make_graphs()
         self._slice = max(1, _LOGITS_BYTES // (4 * model.spec.vocab_size))
 
-    def _make_graphs(self) -> DecodeGraphs | None:
+    def _make_graphs(self) -> StepGraphs | None:
         if not self.config.graph_rows or any(not backend.capturable for backend in self._to_plan):
             return None
-        return DecodeGraphs(self._model, self._caches, self._backends, self.slots, self.sampler, self.config)
+        return StepGraphs(self._model, self._caches, self._backends, self.slots, self.sampler, self.config)
 
     @torch.inference_mode()
-    def capture_graphs(self, seconds: float, progress: Callable[[float, str], None]) -> int:
-        """Captures the graphs of decode steps, as many as come within the time. Returns how many there are."""
-        return 0 if self._graphs is None else self._graphs.capture(seconds, progress)
+    def capture_graphs(self, seconds: float, progress: Callable[[float, str], None]) -> tuple[int, int]:
+        """Captures CUDA graphs, as many as come within the time. Returns how many there are, and how many there may be."""
+        return (0, 0) if self._graphs is None else self._graphs.capture(seconds, progress)
 
-    def launch(self, plan: StepPlan) -> Launched | Decoding:
+    def launch(self, plan: StepPlan) -> Launched | LaunchedWhole:
         """Starts a step.
 
         Raises:
@@ -129,7 +133,7 @@ class ModelRunner:
         return self.execute(plan)
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> Launched | Decoding:
+    def execute(self, plan: StepPlan) -> Launched | LaunchedWhole:
         """``launch`` without recording."""
         if plan.moves:
             self._move_blocks(plan)
@@ -140,19 +144,17 @@ class ModelRunner:
         fresh_blocks = self.slots.begin(plan, rows)
         if self._tainted:
             self._clear(fresh_blocks)
-        if self._graphs is not None and len(rows) <= self._graphs.max_rows and self._plain(plan, rows):
-            replayed = self._graphs.launch(rows.slots)
+        if self._graphs is not None and self._plain(rows) and (shape := self._graphs.shape_of(rows)) is not None:
+            replayed = self._graphs.launch(shape, rows)
             self.slots.end(rows)
-            return Decoding(plan.step, rows.seq_ids.tolist(), replayed)
+            return LaunchedWhole(plan.step, rows.seq_ids.tolist(), rows.samples, replayed)
         return self._launch_each(plan, rows)
 
-    def _plain(self, plan: StepPlan, rows: RowArrays) -> bool:
-        """Each row computes one token and draws the next, and wants nothing more."""
-        return (
-            plan.num_decode_rows == len(rows)
-            and not self._refused
-            and bool((rows.counts == 1).all() and rows.samples.all() and self.sampler.plain(rows.slots))
-        )
+    def _plain(self, rows: RowArrays) -> bool:
+        """Each row wants no more than a token drawn from the logits as they are, if that; decode rows compute one token."""
+        if self._refused or not self.sampler.plain(rows.slots[rows.samples]) or not (rows.counts[rows.decode] == 1).all():
+            return False
+        return not self._prompt_logprobs or not any(slot in self._prompt_logprobs for slot in rows.slots.tolist())
 
     def _nothing(self, plan: StepPlan) -> Launched:
         stopwatch, download = Stopwatch(self.device), Download(self.device)
@@ -165,7 +167,7 @@ class ModelRunner:
         batch = build_batch(rows, self.slots)
         stopwatch.mark()
         hidden = self._forward(batch)
-        broken = _broken_rows(hidden, batch)
+        broken = broken_rows(hidden, batch.step.query_start)
         logits = self._model.logits(hidden[batch.logit_rows]) if len(batch.drawing) else None
         stopwatch.mark()
         prompt_logprobs = self._measure_prompts(plan, hidden)
@@ -190,10 +192,10 @@ class ModelRunner:
         download.sent()
         return launched
 
-    def collect(self, launched: Launched | Decoding) -> StepResult:
+    def collect(self, launched: Launched | LaunchedWhole) -> StepResult:
         """Waits for a step and reads its outcome."""
-        if isinstance(launched, Decoding):
-            return self._collect_decoding(launched)
+        if isinstance(launched, LaunchedWhole):
+            return self._collect_whole(launched)
         launched.download.wait()
         errors = self._errors(launched)
         sampled, seq_ids = launched.sampled, launched.seq_ids
@@ -213,16 +215,21 @@ class ModelRunner:
         forward, sample = launched.stopwatch.seconds() or (0.0, 0.0)
         return StepResult(launched.step, drawing, token_ids, logprobs, prompt_logprobs, errors, forward, sample)
 
-    def _collect_decoding(self, launched: Decoding) -> StepResult:
-        launched.replayed.done.synchronize()
-        tokens = launched.replayed.tokens.tolist()
+    def _collect_whole(self, launched: LaunchedWhole) -> StepResult:
+        replayed = launched.replayed
+        replayed.done.synchronize()
+        drawn = replayed.tokens.numpy()[replayed.places]
         errors: dict[int, str] = {}
-        if min(tokens) < 0:
+        if drawn.min() < 0:
             self._tainted = True
-            errors = {seq: BROKEN for seq, token in zip(launched.seq_ids, tokens, strict=True) if token < 0}
-        token_ids = [[token] if token >= 0 else [] for token in tokens]
-        (seconds,) = launched.replayed.stopwatch.seconds()
-        return StepResult(launched.step, launched.seq_ids, token_ids, errors=errors, forward_seconds=seconds)
+            errors = {launched.seq_ids[row]: BROKEN for row in np.flatnonzero(drawn < 0).tolist()}
+        seq_ids = launched.seq_ids
+        if not launched.samples.all():
+            seq_ids = [seq_ids[row] for row in np.flatnonzero(launched.samples).tolist()]
+            drawn = drawn[launched.samples]
+        token_ids = [[token] if token >= 0 else [] for token in drawn.tolist()]
+        (seconds,) = replayed.stopwatch.seconds()
+        return StepResult(launched.step, seq_ids, token_ids, errors=errors, forward_seconds=seconds)
 
     def close(self) -> None:
         if self._recorder is not None:
@@ -321,16 +328,3 @@ class ModelRunner:
                 measured[row.seq_id] = measure_in_slices(self._model.logits, own, tokens, count, self._slice)
             start += row.num_tokens
         return measured
-
-
-def _broken_rows(hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """``[R]`` bool: rows with any token whose hidden state ``[T, hidden]`` is not finite.
-
-    Chunks that draw nothing are looked at too: what they write must not be shared, or drawn from later.
-    """
-    broken = ~hidden.sum(-1, dtype=torch.float32).isfinite()
-    if len(broken) == len(batch.slots):
-        return broken
-    until = torch.nn.functional.pad(broken.cumsum(0), (1, 0))
-    starts = batch.step.query_start
-    return until[starts[1:]] > until[starts[:-1]]

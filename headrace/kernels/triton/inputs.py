@@ -125,7 +125,7 @@ def step_inputs(
 
 @triton.jit
 def _advance(
-    slots, seq_lens, drawn, best, token_ids, num_tokens, num_computed, outcome, rows, ids_slot: tl.int64,
+    slots, draws, seq_lens, drawn, best, token_ids, num_tokens, num_computed, outcome, rows, ids_slot: tl.int64,
     BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     begin(PDL)
@@ -138,13 +138,15 @@ def _advance(
     highest = tl.load(best + row, mask=present, other=0.0)
     finite = (highest == highest) & (tl.abs(highest) != float("inf"))
     tl.store(outcome + row, tl.where(held & finite, token, -1), mask=present)
-    tl.store(token_ids + slot * ids_slot + length, tl.where(finite, token, 0).to(tl.int32), mask=held)
-    tl.store(num_tokens + slot, length + 1, mask=held)
+    drawing = held & (tl.load(draws + row, mask=present, other=0) != 0)
+    tl.store(token_ids + slot * ids_slot + length, tl.where(finite, token, 0).to(tl.int32), mask=drawing)
+    tl.store(num_tokens + slot, length + 1, mask=drawing)
     tl.store(num_computed + slot, length, mask=held)
 
 
 def advance(
     slots: torch.Tensor,
+    draws: torch.Tensor,
     seq_lens: torch.Tensor,
     drawn: torch.Tensor,
     best: torch.Tensor,
@@ -155,7 +157,7 @@ def advance(
     """As its twin, in one launch."""
     outcome = torch.empty(len(slots), dtype=torch.int64, device=slots.device)
     _advance[(triton.cdiv(len(slots), _BLOCK),)](
-        slots, seq_lens, drawn, best, token_ids, num_tokens, num_computed, outcome, len(slots), token_ids.stride(0),
+        slots, draws, seq_lens, drawn, best, token_ids, num_tokens, num_computed, outcome, len(slots), token_ids.stride(0),
         BLOCK=_BLOCK, **options(slots.device),
     )  # fmt: skip
     return outcome

@@ -32,10 +32,13 @@ class LinearTiling:
 
 
 def choose_tiling(rows: int, in_features: int) -> LinearTiling:
-    """One row: what was fastest on an H200, 4 outputs of 1024 channels for weights of 1024 channels, 8 of 512 above 2048."""
+    """One row: what was fastest of 2 to 16 outputs, 256 to 2048 channels and 2 to 8 warps on an H200."""
     if rows == 1:
-        outputs, channels = (4, 1024) if in_features <= 2048 else (8, 512)
-        return LinearTiling(outputs, min(channels, max(triton.next_power_of_2(in_features), 16)), 4, 1)
+        if in_features <= 1024:
+            return LinearTiling(4, max(triton.next_power_of_2(in_features), 16), 2, 1)
+        if in_features <= 3072:
+            return LinearTiling(4, 2048, 4 if in_features <= 2048 else 8, 1)
+        return LinearTiling(2, 1024, 4, 1)
     return LinearTiling(16, min(256, max(triton.next_power_of_2(in_features), 16)), 4, 4)
 
 
@@ -135,6 +138,7 @@ def linear(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     tiling: LinearTiling | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """``x W^T + bias``, and to that ``+ residual``.
 
@@ -143,6 +147,7 @@ def linear(
         weight: ``[out, in]`` of x's dtype.
         bias: ``[out]``
         residual: ``[rows, out]`` of x's dtype.
+        out_dtype: what the product is rounded to; None: x's dtype.
 
     Returns:
         ``[rows, out]``
@@ -160,7 +165,7 @@ def linear(
         raise ValueError(
             f"the residual must be [{rows}, {out_features}] {x.dtype}, not {list(residual.shape)} {residual.dtype}"
         )
-    y = torch.empty(rows, out_features, dtype=x.dtype, device=x.device)
+    y = torch.empty(rows, out_features, dtype=out_dtype or x.dtype, device=x.device)
     if not y.numel():
         return y
     tiling = tiling or choose_tiling(rows, in_features)

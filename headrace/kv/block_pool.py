@@ -170,30 +170,23 @@ class BlockPool:
 
     # ------------------------------------------------------------------ the run of numbers
 
-    def extend(self, blocks: range) -> None:
-        """Adds empty blocks at either end of the run."""
-        old = self.blocks
-        if blocks.stop == old.start:
-            self.blocks = range(blocks.start, old.stop)
-        elif blocks.start == old.stop:
-            self.blocks = range(old.start, blocks.stop)
-        else:
-            raise EngineError(f"KV blocks {blocks} do not continue {old}")
-        self._empty.extend(blocks)
+    def extend(self, side: int, count: int) -> None:
+        """Adds empty blocks at the run's end (``side`` 1) or beginning (-1)."""
+        start, stop = self.blocks.start, self.blocks.stop
+        added = range(stop, stop + count) if side > 0 else range(start - count, start)
+        self.blocks = range(start, added.stop) if side > 0 else range(added.start, stop)
+        self._empty.extend(added)
 
-    def cede(self, blocks: range) -> list[tuple[int, int]]:
-        """Gives up blocks at either end of the run; what lives there moves to empty blocks, of which there must be enough.
+    def cede(self, side: int, count: int) -> list[tuple[int, int]]:
+        """Gives up blocks at the run's end (``side`` 1) or beginning (-1); what lives there moves to empty blocks, of which
+        there must be enough.
 
         Returns:
             ``(from, to)`` of each that moved.
         """
-        old = self.blocks
-        if blocks.start == old.start:
-            kept = range(blocks.stop, old.stop)
-        elif blocks.stop == old.stop:
-            kept = range(old.start, blocks.start)
-        else:
-            raise EngineError(f"KV blocks {blocks} are not at an end of {old}")
+        start, stop = self.blocks.start, self.blocks.stop
+        blocks = range(stop - count, stop) if side > 0 else range(start, start + count)
+        kept = range(start, blocks.start) if side > 0 else range(blocks.stop, stop)
         if not isinstance(self._empty, Holes):
             raise EngineError("this pool's blocks are its own for good")
         living = [block for block in blocks if not self._empty.discard(block)]

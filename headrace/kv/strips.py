@@ -128,10 +128,18 @@ class Strips:
             if short <= 0:
                 return
         for side in (1, -1):
-            short -= self._advance(place, side, short, counts)
+            short -= self._advance(place, side, short + self._slide(place, side), counts)
             if short <= 0:
                 return
         raise EngineError(f"cache group {group} lacks {short} KV blocks, though their bytes are free")
+
+    def _slide(self, place: int, side: int) -> int:
+        """Blocks by which to push a neighbour further than need be: half of what it has free behind it, lest it be pushed
+        again and again."""
+        if not 0 <= place + side < len(self._order):
+            return 0
+        behind = self._room(place + side, side) * self._sizes[self._order[place + side]]
+        return behind // (2 * self._sizes[self._order[place]])
 
     def _advance(self, place: int, side: int, count: int, counts: Sequence[int]) -> int:
         """Moves a strip's edge outwards by up to ``count`` blocks; returns by how many."""
@@ -154,9 +162,7 @@ class Strips:
             count -= lacking - self._advance(place, -side, lacking, counts)
         if count <= 0:
             return
-        start, stop = pool.blocks.start, pool.blocks.stop
-        ceded = range(stop - count, stop) if side > 0 else range(start, start + count)
-        for source, target in pool.cede(ceded):
+        for source, target in pool.cede(side, count):
             self._moved(group, source, target)
 
     def _room(self, place: int, side: int) -> int:
@@ -173,9 +179,7 @@ class Strips:
 
     def _extend(self, place: int, side: int, count: int) -> None:
         if count > 0:
-            blocks = self.pools[self._order[place]].blocks
-            added = range(blocks.stop, blocks.stop + count) if side > 0 else range(blocks.start - count, blocks.start)
-            self.pools[self._order[place]].extend(added)
+            self.pools[self._order[place]].extend(side, count)
 
     # ------------------------------------------------------------------ soundness
 

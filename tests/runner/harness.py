@@ -88,6 +88,9 @@ FAMILIES: dict[str, ModelSpec] = {
         token_vocab_size=VOCAB,
         token_act="gelu_pytorch_tanh",
     ),
+    "three sizes": _spec(
+        [_layer(0, kv_heads=1), _layer(1, window=6, kv_heads=4), _layer(2, window=6), _layer(3, window=17, dim=12, v_dim=20)]
+    ),
 }
 """What a layer's geometry may be: heterogeneous models stand in the same list as the plain ones."""
 
@@ -234,6 +237,8 @@ class Engine:
         self.scheduler = Scheduler(config.scheduler, config.cache)
         self.outcomes: Outcomes = {}
         self.results: list[StepResult] = []
+        self.num_moves = 0
+        """Blocks that were moved to make room for another group's."""
         self._launched: deque[tuple[StepPlan, Any]] = deque()
 
     def add(self, *requests: Request) -> None:
@@ -254,6 +259,7 @@ class Engine:
                 break
             while (plan := self.scheduler.schedule()) is not None:
                 self._launched.append((plan, self.runner.launch(plan)))
+                self.num_moves += len(plan.moves)
             if self._launched:
                 self._collect()
         self.scheduler.check_integrity()

@@ -1,0 +1,36 @@
+"""Blocks that move: the runner's tables follow, and a plan that cannot be is refused."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from headrace.core.plan import StepPlan
+from headrace.errors import EngineError
+from headrace.runner.slots import SlotTables
+
+from .harness import World
+
+
+def test_tables_follow_blocks_that_move_one_after_the_other() -> None:
+    """``a -> b`` then ``c -> a``: who had a has b, who had c has a; and what moves on is followed to its end."""
+    tables = SlotTables(World("uneven", num_blocks=30).config(), torch.device("cpu"))
+    chance = random.Random(0)
+    for _ in range(40):
+        moves = [(chance.randrange(2), *chance.sample(range(1, 25), 2)) for _ in range(chance.randint(1, 12))]
+        before = [torch.randint(25, table.tensor.shape, dtype=torch.int32) for table in tables.block_tables]
+        for table, numbers in zip(tables.block_tables, before, strict=True):
+            table.tensor.copy_(numbers)
+        tables.rename(moves)
+        for group, (table, numbers) in enumerate(zip(tables.block_tables, before, strict=True)):
+            for moved, source, target in moves:
+                if moved == group:
+                    numbers[numbers == source] = target
+            assert torch.equal(table.tensor, numbers)
+
+
+def test_one_group_has_nothing_to_move() -> None:
+    with pytest.raises(EngineError, match="one cache group alone"):
+        World("llama").runner().execute(StepPlan(1, (), (), (), 0, ((0, 1, 2),)))

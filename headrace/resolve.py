@@ -389,7 +389,12 @@ class _KVPlan:
         if asked is None:
             return most
         if asked > most:
-            raise ConfigError(f"max_model_len {asked} is longer than the model's context of {most} tokens", "max_model_len")
+            why = f"max_model_len {asked} is longer than the model's context of {most} tokens"
+            if any(layer.rope is not None and layer.rope.kind == "longrope" for layer in self._model.layers):
+                why += ": beyond it, longrope turns tokens by other factors, and those in the cache would have to follow"
+            raise ConfigError(
+                f"max_model_len {asked} is longer than the model's context of {most} tokens{why}", "max_model_len"
+            )
         return asked
 
     def _from_blocks(self, length: int | None, count: int, book: _Book) -> tuple[int, int]:

@@ -60,7 +60,7 @@ def _number(rope: RopeSpec, name: str, default: float | None = None) -> float:
     value = rope.parameters.get(name)
     if value is None:
         value = default
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
+    if not isinstance(value, int | float) or not _is_positive(value):
         problem = "missing" if value is None else f"{value!r}, not a positive number"
         raise ConfigError(f"rope_parameters.{name} of rope_type {rope.kind!r} is {problem}", "rope_parameters")
     return value
@@ -162,6 +162,30 @@ def _yarn_attention_factor(parameters: Mapping[str, Any], factor: float) -> floa
     return temperature(1)
 
 
+def _longrope(rope: RopeSpec, dim: int) -> tuple[Frequencies, float]:
+    """LongRoPE (Ding et al., 2024) within the length the model was trained for, where its short factors hold.
+
+    A longer sequence turns all its tokens by the long factors, those too whose keys are in the cache since it was short. So
+    these contexts are not offered: ``max_position`` of the model's spec ends where the factors change.
+    """
+    factors = rope.parameters.get("short_factor")
+    if not isinstance(factors, list | tuple) or len(factors) * 2 != dim or not all(_is_positive(each) for each in factors):
+        raise ConfigError(
+            f"rope_parameters.short_factor of rope_type 'longrope' must be {dim // 2} positive numbers", "rope_parameters"
+        )
+    trained = _number(rope, "original_max_position_embeddings")
+    factor = _number(rope, "factor", _number(rope, "max_position_embeddings") / trained)
+    attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(trained))
+    given = rope.parameters.get("attention_factor")
+    exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
+    inverse = 1.0 / (torch.tensor(factors, dtype=torch.float32) * rope.theta**exponents)
+    return _fixed(inverse, attention if given is None else float(given))
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+
+
 _KINDS: dict[str, Callable[[RopeSpec, int], tuple[Frequencies, float]]] = {
     "default": _default,
     "linear": _linear,
@@ -169,5 +193,5 @@ _KINDS: dict[str, Callable[[RopeSpec, int], tuple[Frequencies, float]]] = {
     "dynamic": _dynamic,
     "llama3": _llama3,
     "yarn": _yarn,
+    "longrope": _longrope,
 }
-"""longrope is not among them: its angles depend on the length of the whole sequence, so cached keys would go stale."""

@@ -157,12 +157,14 @@ def _rope_spec(config: PretrainedConfig, given: Mapping[str, Any], where: str) -
     if not isinstance(theta, int | float) or not theta > 1:
         raise ConfigError(f"{where}.rope_theta must be a number above 1, not {theta!r}", "rope_parameters")
     rope = RopeSpec(float(theta), kind, parameters)
-    frequencies(rope, 2)
+    factors = parameters.get("short_factor")
+    frequencies(rope, 2 * len(factors) if isinstance(factors, list) and factors else 2)
     return rope
 
 
 def max_position(config: PretrainedConfig, layers: Sequence[AttentionSpec]) -> int:
-    """The longest context: what the config says, stretched where the layers' rotary embeddings all stretch it."""
+    """The longest context: what the config says, stretched where the layers' rotary embeddings all stretch it,
+    and cut to where those can be told for each token alone."""
     given = required(config, "max_position_embeddings")
     return min((_stretched(given, layer.rope) for layer in layers if layer.rope is not None), default=given)
 
@@ -171,6 +173,8 @@ def _stretched(given: int, rope: RopeSpec) -> int:
     factor = rope.parameters.get("factor") or 1
     if rope.kind in ("linear", "dynamic"):
         return int(given * factor)
+    if rope.kind == "longrope":
+        return min(given, int(rope.parameters["original_max_position_embeddings"]))
     if rope.kind == "yarn":
         return max(given, int(rope.parameters["original_max_position_embeddings"] * factor))
     return given

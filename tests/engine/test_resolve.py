@@ -18,7 +18,7 @@ from headrace.errors import ConfigError
 from headrace.kv import KVCacheManager
 from headrace.resolve import DeviceFacts, resolve
 from headrace.sources.files import ModelFiles
-from headrace.spec import AttentionSpec, DenseSpec, ModelSpec
+from headrace.spec import AttentionSpec, DenseSpec, ModelSpec, RopeSpec
 
 MIB = 2**20
 ZEN = DeviceFacts(device="cpu", name="x", instructions=frozenset({"avx512_bf16"}), num_cores=6, available_memory=1024 * MIB)
@@ -112,6 +112,15 @@ def test_int4_needs_matrices_that_its_kernel_holds() -> None:
     with pytest.raises(ConfigError, match="multiple") as caught:
         decide(model(hidden=72), quantization="int4")
     assert caught.value.param == "quantization"
+
+
+def test_longrope_says_why_its_context_ends() -> None:
+    spec = model(context=64)
+    rope = RopeSpec(1e4, "longrope", {"short_factor": [1.0] * 8})
+    spec = dataclasses.replace(spec, layers=tuple(dataclasses.replace(layer, rope=rope) for layer in spec.layers))
+    with pytest.raises(ConfigError, match="context of 64 tokens: beyond it, longrope turns") as caught:
+        decide(spec, max_model_len=65)
+    assert caught.value.param == "max_model_len"
 
 
 @pytest.mark.parametrize(

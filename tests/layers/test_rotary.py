@@ -11,6 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from headrace.errors import ConfigError
 from headrace.layers.rotary import RotaryTable, frequencies
 from headrace.models.hf_config import rope_specs
+from headrace.models.llama import FAMILY
 from headrace.spec import RopeSpec
 
 SCALINGS = {
@@ -98,6 +99,21 @@ def test_dynamic_grows_as_tokens_come_one_by_one() -> None:
     assert not torch.equal(table(torch.tensor([39])), theirs(LlamaRotaryEmbedding(llama(SCALINGS["default"])), one, 64))
 
 
+@pytest.mark.parametrize("changes", [{}, {"factor": 2.0}, {"attention_factor": 1.2}], ids=str)
+def test_longrope_equals_transformers_up_to_the_length_it_was_trained_for(changes: dict[str, float]) -> None:
+    lists = {"short_factor": [1.0 + i / 50 for i in range(32)], "long_factor": [2.0 + i for i in range(32)]}
+    scaling = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64, **lists, **changes}
+    config = llama(scaling)
+    (spec, *_) = rope_specs(config)
+    table = RotaryTable(spec, 64, "cpu")
+    table.reserve(64)
+    module = LlamaRotaryEmbedding(config)
+    positions = torch.arange(64)
+    assert torch.equal(table(positions), theirs(module, positions, 64))
+    assert not torch.equal(table(positions), theirs(module, torch.arange(65), 64)[:64])
+    assert FAMILY.model_spec(config).max_position == 64
+
+
 def test_growing_keeps_what_was_there() -> None:
     table = RotaryTable(RopeSpec(10000.0), 8, "cpu")
     table.reserve(10)
@@ -110,7 +126,11 @@ def test_growing_keeps_what_was_there() -> None:
 @pytest.mark.parametrize(
     ("rope", "message"),
     [
-        (RopeSpec(1e4, "longrope"), "'longrope' is not supported; supported are: default, linear"),
+        (RopeSpec(1e4, "bent"), "'bent' is not supported; supported are: default, linear"),
+        (RopeSpec(1e4, "longrope"), "short_factor of rope_type 'longrope' must be 4 positive numbers"),
+        (RopeSpec(1e4, "longrope", {"short_factor": [1.0, 2.0]}), "short_factor .* must be 4 positive numbers"),
+        (RopeSpec(1e4, "longrope", {"short_factor": [1.0, 2.0, 0.0, 1.0]}), "short_factor .* must be 4 positive numbers"),
+        (RopeSpec(1e4, "longrope", {"short_factor": [1.0] * 4}), "original_max_position_embeddings .* is missing"),
         (RopeSpec(1e4, "linear"), "factor of rope_type 'linear' is missing"),
         (RopeSpec(1e4, "linear", {"factor": "four"}), "'four', not a positive number"),
         (RopeSpec(1e4, "linear", {"factor": 0}), "0, not a positive number"),

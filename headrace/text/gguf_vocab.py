@@ -42,6 +42,19 @@ _DEEPSEEK3 = (
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
 _DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")
+# Letters that have case, in the scripts that this family's own list of ranges names.
+_CASED = (
+    r"[\p{Lu}\p{Ll}\p{Lt}&&[^\x{560}-\x{588}\x{10c7}-\x{10ff}\x{1c80}-\x{1c8f}\x{2d00}-\x{2d2f}\x{a790}-\x{a7ff}\x{ab30}-\x{ab6f}"
+    r"\x{10570}-\x{105bf}\x{10d50}-\x{10d8f}\x{16e40}-\x{16eff}\x{1d400}-\x{1d7ff}\x{1df00}-\x{1dfff}]]"
+)
+_DEEPSEEK = (
+    r"[\r\n]",
+    rf"\s?{_CASED}+",
+    r"\s?[\x{21}-\x{2f}\x{3a}-\x{7e}\x{ff01}-\x{ff0f}\x{ff1a}-\x{ff5e}\x{2018}-\x{201f}\x{3000}-\x{3002}]+",
+    r"\s+$",
+    _DEEPSEEK_CODER[3],
+    r"\p{N}",
+)
 _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
 
 
@@ -62,6 +75,7 @@ class _Rule:
 _DIGITS_APART = _Rule((r"\p{N}", _GPT2))
 _RULES = {
     "default": _Rule(_DEFAULT),
+    "deepseek-llm": _Rule(_DEEPSEEK),
     "deepseek-coder": _Rule(_DEEPSEEK_CODER),
     "deepseek-v3": _Rule(_DEEPSEEK3),
     "qwen35": _Rule((_QWEN35,), nfc=True),

@@ -70,6 +70,34 @@ def test_word_rules(tmp_path: Path, pre: str, pattern: str) -> None:
         assert tokenizer.encode(text, add_special_tokens=False) == backend.encode(plain).ids, text
 
 
+def words(tmp_path: Path, pre: str, text: str) -> list[str]:
+    """How the rule cuts a text."""
+    state = json.loads(vocabularies.train_byte_level().to_str())
+    backend = rebuilt(tmp_path / "model.gguf", state, pre).hf.backend_tokenizer
+    return [text[start:end] for _, (start, end) in backend.pre_tokenizer.pre_tokenize_str(text)]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Hello world\n\n  two", ["Hello", " world", "\n", "\n", " ", " two"]),
+        ("it's, well -- done!", ["it", "'", "s", ",", " well", " --", " done", "!"]),
+        ("x = 2024½;", ["x", " =", " ", "2", "0", "2", "4", "½", ";"]),
+        ("end   ", ["end", "   "]),
+        ("日本語、ok。ひらがな", ["日本語", "、", "ok", "。", "ひらがな"]),
+        ("Привет Ωμέγα élan", ["Привет", " Ωμέγα", " é", "lan"]),
+        ("naʕʔp ǅƻǀ", ["na", "ʕ", "ʔ", "p", " ǅ", "ƻǀ"]),
+        ("Աա 𝐀b 𞤀𞥃", ["Ա", "ա 𝐀", "b", " 𞤀𞥃"]),
+    ],
+)
+def test_the_rule_of_deepseek_llm(tmp_path: Path, text: str, expected: list[str]) -> None:
+    """Cased letters of some scripts are words, with a blank before them; what no expression names stays together.
+
+    The signs' range from : to ~ has Latin letters in it, so these part from accented ones: as in the original.
+    """
+    assert words(tmp_path, "deepseek-llm", text) == expected
+
+
 @pytest.mark.parametrize(("fixture", "pre"), [("qwen3_files", "qwen2"), ("deepseek_files", "deepseek-v3")])
 def test_real_vocabularies_survive_the_way_through_gguf(
     tmp_path: Path, request: pytest.FixtureRequest, fixture: str, pre: str

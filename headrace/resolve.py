@@ -26,7 +26,7 @@ from headrace.quant.groups import GROUP
 from headrace.sampling_params import MAX_SEED
 from headrace.sources.files import ModelFiles
 from headrace.sources.gguf import open_gguf
-from headrace.spec import Arena, CacheGroup, ModelSpec, block_sizes, cache_groups
+from headrace.spec import Arena, CacheGroup, ModelSpec, MoeSpec, block_sizes, cache_groups
 from headrace.spec.kv import DTYPE_BYTES
 
 CPU_NUM_SEQS = 64
@@ -249,6 +249,13 @@ def _quantization(
         if asked != "auto":
             raise ConfigError(f"quantization {asked} is for CPUs: the packed kernels do not run on a GPU", "quantization")
         book.note("quantization", "none", f"the packed kernels are the CPU's: weights are made {dtype}")
+        return "none"
+    if any(isinstance(mlp, MoeSpec) for mlp in model.mlps):
+        if asked != "auto":
+            raise ConfigError(
+                f"quantization {asked} does not pack the experts of a mixture: set quantization none", "quantization"
+            )
+        book.note("quantization", "none", "the experts of a mixture are not packed")
         return "none"
     compiled = device.native_kernels not in ("", "portable")
     kernel = native.misfit if compiled else int8.misfit if asked == "int8" else int4.misfit

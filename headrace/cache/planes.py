@@ -39,7 +39,7 @@ def allocate(config: CacheConfig, model: ModelSpec, device: str | torch.device, 
 
 
 def _views(config: CacheConfig, model: ModelSpec, device: str | torch.device, dtype: torch.dtype) -> dict[int, torch.Tensor]:
-    """``[num_blocks, block_size, num_kv_heads, head_dim + v_head_dim]`` by layer, of those that keep KV."""
+    """``[num_blocks, block_size, num_kv_heads, row_width]`` by layer, of those that keep KV."""
     arena = None
     if len(config.groups) > 1:
         arena = torch.zeros(config.nbytes, dtype=torch.uint8, device=device).view(dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -12,6 +12,10 @@ from headrace.kernels.linear import linear
 
 class Linear(nn.Module):
     """``y = x W^T + b``, plainly. The parameters are not initialised: weights are loaded into them."""
+
+    stored_rows: Mapping[str, Callable[[], Sequence[int]]] = {}
+    """Gives for each of its outputs which output of the checkpoint's matrix it is, where a checkpoint has them in another
+    order: by the matrix's name there, without what is before the last dot."""
 
     def __init__(
         self, in_features: int, out_features: int, *, bias: bool = False, dtype: torch.dtype, device: str | torch.device

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from torch import nn
 
-from headrace.layers.linear import FusedLinear
+from headrace.layers.linear import FusedLinear, Linear
+from headrace.layers.moe import Experts
 from headrace.models.decoder import SelfAttention
 from headrace.spec.projection import grouped_rows
 from headrace.weights.names import IGNORABLE, Layout, NameTable
@@ -18,18 +19,31 @@ _MOVED = {".attention.sinks": ".sinks"}
 """Endings of our names -> of a checkpoint's."""
 
 
-def decoder_names(model: nn.Module, moved: Mapping[str, str] = _MOVED, ignorable: Sequence[str] = ()) -> NameTable:
+def decoder_names(
+    model: nn.Module,
+    moved: Mapping[str, str] = _MOVED,
+    *,
+    experts: Callable[[NameTable, str, str, Experts], None] | None = None,
+    layouts: Mapping[str, Layout] | None = None,
+    ignorable: Sequence[str] = (),
+) -> NameTable:
     """Checkpoint names, as Hugging Face saves a causal language model, and the parameters they fill.
 
     Args:
         moved: endings of the model's names -> of the checkpoint's, where they differ.
-        ignorable: regular expressions of names that a checkpoint may have and that carry nothing to load.
+        experts: adds the parameters of an Experts module, told its name in the checkpoint and in the model; None: as most
+            checkpoints have them, each expert's matrices apart, or stacked as transformers has them.
+        layouts: endings of the model's names -> how checkpoints hold those tensors, where that differs.
+        ignorable: regular expressions of names that carry nothing to load, beside those of every model.
     """
     table = NameTable((*IGNORABLE, *ignorable))
     first: dict[int, str] = {}
     for path, module in model.named_modules():
-        if isinstance(module, SelfAttention):
+        if isinstance(module, SelfAttention) and not module.qkv_proj.stored_rows:
             _add_grouped(table, checkpoint_name(path, moved), path, module)
+        if isinstance(module, Experts):
+            (experts or apart_or_stacked)(table, checkpoint_name(path, moved), path, module)
+            continue
         for kind, parameter in module.named_parameters(recurse=False):
             ours = f"{path}.{kind}"
             theirs = checkpoint_name(ours, moved)
@@ -38,12 +52,33 @@ def decoder_names(model: nn.Module, moved: Mapping[str, str] = _MOVED, ignorable
                 continue
             first[id(parameter)] = ours
             if isinstance(module, FusedLinear):
-                folder = checkpoint_name(path, moved).rpartition(".")[0]
-                table.fuse(ours, {f"{folder}.{part}.{kind}": rows for part, rows in module.parts.items()})
-                table.instead(theirs, ours)
+                _add_fused(table, checkpoint_name(path, moved).rpartition(".")[0], ours, kind, module)
             else:
-                table.add(theirs, ours)
+                layout = next((own for ending, own in (layouts or {}).items() if ours.endswith(ending)), None)
+                rows = module.stored_rows.get(path.rpartition(".")[2]) if isinstance(module, Linear) else None
+                table.add(theirs, ours, layout=Layout(rows) if rows else layout)
     return table
+
+
+def _add_fused(table: NameTable, folder: str, ours: str, kind: str, module: FusedLinear) -> None:
+    """Each matrix by its own name; or all in one tensor, where they are in the order in which we hold them."""
+    names = {f"{folder}.{part}.{kind}": rows for part, rows in module.parts.items()}
+    table.fuse(ours, names, layouts={f"{folder}.{part}.{kind}": Layout(rows) for part, rows in module.stored_rows.items()})
+    if not module.stored_rows:
+        table.instead(f"{folder}.{ours.split('.')[-2]}.{kind}", ours)
+
+
+def apart_or_stacked(table: NameTable, theirs: str, ours: str, module: Experts) -> None:
+    """``experts.3.gate_proj.weight`` and so on of every expert; or ``experts.gate_up_proj`` of all, as transformers has it."""
+    if module.gate_up_proj_bias is not None:
+        raise ValueError(f"{theirs}: experts with biases have names of their family's own")
+    inner = module.spec.intermediate_size
+    for expert in range(module.spec.num_experts):
+        names = {f"{theirs}.{expert}.{part}_proj.weight": inner for part in ("gate", "up")}
+        table.fuse(f"{ours}.gate_up_proj", names, index=expert)
+        table.add(f"{theirs}.{expert}.down_proj.weight", f"{ours}.down_proj", index=expert)
+    for kind in ("gate_up_proj", "down_proj"):
+        table.instead(f"{theirs}.{kind}", f"{ours}.{kind}")
 
 
 def checkpoint_name(name: str, moved: Mapping[str, str] = _MOVED) -> str:

@@ -6,7 +6,19 @@ import torch
 from transformers import PretrainedConfig
 
 from headrace.errors import ConfigError
-from headrace.models import gemma3, gemma4, llama, mistral, qwen2, qwen3
+from headrace.models import (
+    deepseek_v2,
+    deepseek_v3,
+    ernie4_5,
+    ernie4_5_moe,
+    gemma3,
+    gemma4,
+    llama,
+    mistral,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+)
 from headrace.models.decoder import Decoder
 from headrace.models.family import Family
 from headrace.spec import ModelSpec
@@ -19,6 +31,11 @@ _FAMILIES: tuple[Family, ...] = (
     qwen3.FAMILY,
     gemma3.FAMILY,
     gemma4.FAMILY,
+    qwen3_moe.FAMILY,
+    ernie4_5.FAMILY,
+    ernie4_5_moe.FAMILY,
+    deepseek_v2.FAMILY,
+    deepseek_v3.FAMILY,
 )
 _BY_ARCHITECTURE = {architecture: family for family in _FAMILIES for architecture in family.architectures}
 _BY_TYPE = {kind: family for family in _FAMILIES for kind in family.model_types}

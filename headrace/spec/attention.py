@@ -133,7 +133,8 @@ class AttentionSpec:
         output = (hidden_size, self.out_size)
         if self.latent is None:
             kept = self.k_size + self.v_size if self.kv_source is None else 0
-            return [(self.q_size + kept, hidden_size), output]
+            gate = self.out_size if self.output_gate else 0
+            return [(self.q_size + kept + gate, hidden_size), output]
         rank = self.latent.q_rank
         query = [(self.q_size, hidden_size)] if rank is None else [(rank, hidden_size), (self.q_size, rank)]
         up = self.num_heads * (self.latent.head_dim - self.rotary_dim + self.latent.v_head_dim)

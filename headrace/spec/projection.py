@@ -82,3 +82,13 @@ def paired_rows(spec: AttentionSpec) -> list[int]:
         for head in range(matrix.heads)
         for row in range(matrix.width)
     ]
+
+
+def halves(width: int) -> tuple[int, ...]:
+    """Where a head that is rotated in pairs of neighbours has the channels of one that is rotated in halves."""
+    return (*range(0, width, 2), *range(1, width, 2))
+
+
+def of_heads(heads: int, order: Sequence[int]) -> list[int]:
+    """``order`` of the channels of one head, for several side by side."""
+    return [head * len(order) + channel for head in range(heads) for channel in order]

@@ -22,14 +22,18 @@ class Layout:
     """Gives for each row of the parameter's part the row of the stored tensor: a permutation. None: they are in order."""
     transposed: bool = False
     """It is stored as ``[..., inputs, outputs]``; ``rows`` are those of its transpose."""
+    wrapped: bool = False
+    """It is stored with another axis before all others, of length 1."""
 
     def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The stored tensor's shape, of the part's."""
-        return (*shape[:-2], shape[-1], shape[-2]) if self.transposed else shape
+        shape = (*shape[:-2], shape[-1], shape[-2]) if self.transposed else shape
+        return (1, *shape) if self.wrapped else shape
 
     def take(self, stored: torch.Tensor) -> torch.Tensor:
         """From the stored tensor to the parameter's part."""
-        whole = stored.mT if self.transposed else stored
+        whole = stored.squeeze(0) if self.wrapped else stored
+        whole = whole.mT if self.transposed else whole
         return whole if self.rows is None else whole[torch.tensor(self.rows(), device=whole.device)]
 
     def give(self, part: torch.Tensor) -> torch.Tensor:
@@ -38,7 +42,8 @@ class Layout:
         if self.rows is not None:
             whole = torch.empty_like(part)
             whole[torch.tensor(self.rows(), device=part.device)] = part
-        return whole.mT if self.transposed else whole
+        whole = whole.mT if self.transposed else whole
+        return whole.unsqueeze(0) if self.wrapped else whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,13 +97,22 @@ class NameTable:
         """The tensor ``name`` is the whole of ``parameter``, or of ``parameter[index]``."""
         self._insert(name, Part(parameter, index=index, layout=layout))
 
-    def fuse(self, parameter: str, names: Mapping[str, int], index: int | None = None) -> None:
+    def fuse(
+        self,
+        parameter: str,
+        names: Mapping[str, int],
+        index: int | None = None,
+        layouts: Mapping[str, Layout] | None = None,
+    ) -> None:
         """The tensors ``names`` (name -> rows), one below the other in this order, are the whole of ``parameter``, or of
         ``parameter[index]``.
+
+        Args:
+            layouts: of those tensors that are laid out in another way.
         """
         start = 0
         for name, rows in names.items():
-            self._insert(name, Part(parameter, start, start + rows, index))
+            self._insert(name, Part(parameter, start, start + rows, index, (layouts or {}).get(name)))
             start += rows
 
     def instead(self, name: str, parameter: str, layout: Layout | None = None) -> None:

@@ -24,6 +24,7 @@ from transformers import (
 from headrace.models import registry
 from headrace.models.decoder import Decoder
 
+from . import mixtures
 from .harness import copy_weights
 from .uneven import replace_projections
 
@@ -134,6 +135,7 @@ CASES: dict[str, tuple[type[PreTrainedModel], type, dict]] = {
         GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0},
     ),
 }
+CASES |= mixtures.CASES
 
 
 @functools.cache
@@ -144,7 +146,9 @@ def pair(name: str) -> tuple[PreTrainedModel, Decoder]:
     theirs = model_class(config_class(**{**SMALL, **changes})).eval()
     if "num_key_value_heads_list" in changes:
         replace_projections(theirs)
-    for parameter in theirs.parameters():
+    theirs.config._experts_implementation = "eager"
+    corrections = [buffer for name, buffer in theirs.named_buffers() if name.endswith("correction_bias")]
+    for parameter in [*theirs.parameters(), *corrections]:
         parameter.data += 0.15 * torch.randn_like(parameter)
     for name, buffer in theirs.named_buffers():
         if name.endswith("layer_scalar"):

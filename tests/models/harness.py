@@ -20,7 +20,7 @@ from headrace.spec import Arena, AttentionSpec, DenseSpec, ModelSpec, cache_grou
 
 def copy_weights(model: Decoder, state: dict[str, torch.Tensor]) -> None:
     """Fills the model from Hugging Face's tensors through the name table; every parameter, once."""
-    table = name_table(model.spec)
+    table = name_table(model.spec).chosen(state)
     parameters = dict(model.named_parameters())
     missing = set(parameters)
     for name, tensor in state.items():
@@ -28,6 +28,7 @@ def copy_weights(model: Decoder, state: dict[str, torch.Tensor]) -> None:
         if part is None:
             assert table.tied(name) or table.ignored(name), name
             continue
+        assert part.stored_shape(parameters[part.parameter]) == tensor.shape, name
         part.fill(parameters[part.parameter].data, tensor)
         missing.discard(part.parameter)
     assert not missing, missing

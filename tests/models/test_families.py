@@ -30,7 +30,7 @@ def test_greedy_equals_transformers(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["llama-tied", "mistral-window", "qwen2-mixed", "qwen3-uneven-wide-v", "gemma3", "gemma4-shared"]
+    "name", ["llama-tied", "mistral-window", "qwen2-mixed", "qwen3-uneven-wide-v", "gemma3", "gemma4-shared", "deepseek-v2"]
 )
 def test_every_backend_says_the_same(name: str) -> None:
     _, ours = pair(name)
@@ -79,7 +79,10 @@ def test_chunks_hits_preemption_and_company_change_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 5, 16, 31])
-@pytest.mark.parametrize("name", ["llama-dynamic", "qwen2-mixed", "qwen3", "llama-uneven-narrow-v", "gemma3", "gemma4-shared"])
+@pytest.mark.parametrize(
+    "name",
+    ["llama-dynamic", "qwen2-mixed", "qwen3", "llama-uneven-narrow-v", "gemma3", "gemma4-shared", "ernie-moe", "deepseek-v2"],
+)
 def test_chunked_prefill_equals_one_shot(name: str, chunk: int) -> None:
     _, ours = pair(name)
     tokens = prompt(43)
@@ -88,7 +91,7 @@ def test_chunked_prefill_equals_one_shot(name: str, chunk: int) -> None:
     close(parts.prefill(parts.sequence(tokens), chunk), whole.prefill(whole.sequence(tokens)))
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral-window", "qwen2-windows"])
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "qwen2-windows", "qwen3-moe", "deepseek-v2", "deepseek-v3"])
 @pytest.mark.parametrize("seed", range(3))
 def test_mixed_batches_equal_separate_runs(name: str, seed: int) -> None:
     """Decodes, first chunks, later chunks and one-token chunks in one step, in any order, with padding."""

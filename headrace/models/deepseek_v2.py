@@ -1,0 +1,188 @@
+"""DeepSeek V2: attention over compressed KV, and mixtures with shared experts behind the first layers.
+
+Checkpoints have a head's rotated channels behind its others, in pairs of neighbours. Here they come first and in halves, in
+q as in the compressed KV, so that they are rotated and cached as any family's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from functools import partial
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from headrace.attention.context import ForwardContext
+from headrace.attention.latent import LatentAttention
+from headrace.errors import ConfigError
+from headrace.layers.linear import FusedLinear, Linear
+from headrace.layers.norm import RMSNorm
+from headrace.models.decoder import Decoder, DecoderLayer
+from headrace.models.family import Family
+from headrace.models.hf_config import decoder_spec, required, rope_specs, uniform
+from headrace.models.moe_config import experts_of, mixed_specs, must_be, number, shared_experts
+from headrace.spec import AttentionSpec, LatentSpec, ModelSpec, MoeSpec, RopeSpec
+from headrace.spec.projection import halves, of_heads
+
+ARCHITECTURE = "DeepseekV2ForCausalLM"
+_INNER_EPS = 1e-6
+"""Of the norms of the compressed q and KV, whatever the model's other norms have."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeepseekSpec(ModelSpec):
+    rotary_pairs: bool = True
+    """Checkpoints have rotated channels in pairs of neighbours."""
+
+
+class LatentUp(nn.Module):
+    """What makes keys and values of a latent. No ``Linear``: it is absorbed, so it is needed as it is."""
+
+    def __init__(self, spec: AttentionSpec, dtype: torch.dtype, device: str | torch.device) -> None:
+        super().__init__()
+        full = spec.uncompressed
+        shape = spec.num_heads * (full.head_dim - spec.rotary_dim + full.v_head_dim), spec.v_head_dim
+        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+
+
+class LatentSelfAttention(nn.Module):
+    """The projections around attention over compressed KV."""
+
+    def __init__(self, model: ModelSpec, spec: AttentionSpec, dtype: torch.dtype, device: str | torch.device) -> None:
+        super().__init__()
+        if spec.latent is None:
+            raise ConfigError(f"layer {spec.layer} has no compressed KV", "kv_lora_rank")
+        self.spec, self.head_dim, rank = spec, spec.latent.head_dim, spec.latent.q_rank
+        paired = not isinstance(model, DeepseekSpec) or model.rotary_pairs
+        rotated = halves(spec.rotary_dim) if paired else tuple(range(spec.rotary_dim))
+        q_rows = partial(of_heads, spec.num_heads, _rotated_last(self.head_dim, rotated))
+        inputs = (
+            {"kv_a_proj_with_mqa": spec.row_width} if rank is None else {"q_a_proj": rank, "kv_a_proj_with_mqa": spec.row_width}
+        )
+        self.a_proj = FusedLinear(model.hidden_size, inputs, bias=model.attention_bias, dtype=dtype, device=device)
+        self.a_proj.stored_rows = {"kv_a_proj_with_mqa": partial(_rotated_last, spec.row_width, rotated)}
+        self.kv_a_layernorm = RMSNorm(spec.v_head_dim, _INNER_EPS, dtype=dtype, device=device)
+        self.kv_b_proj = LatentUp(spec, dtype, device)
+        self.q_a_layernorm: RMSNorm | None = None
+        if rank is None:
+            self.q_proj = Linear(model.hidden_size, spec.q_size, dtype=dtype, device=device)
+            self.q_proj.stored_rows = {"q_proj": q_rows}
+        else:
+            self.q_a_layernorm = RMSNorm(rank, _INNER_EPS, dtype=dtype, device=device)
+            self.q_b_proj = Linear(rank, spec.q_size, dtype=dtype, device=device)
+            self.q_b_proj.stored_rows = {"q_b_proj": q_rows}
+        self.o_proj = Linear(spec.out_size, model.hidden_size, bias=model.output_bias, dtype=dtype, device=device)
+        self.attention = LatentAttention(spec)
+
+    def forward(self, x: torch.Tensor, cos_sin: torch.Tensor | None, ctx: ForwardContext) -> torch.Tensor:
+        """``[T, hidden] -> [T, hidden]``"""
+        spec, projected = self.spec, self.a_proj(x)
+        compressed = projected[:, projected.shape[1] - spec.row_width :]
+        latent = self.kv_a_layernorm(compressed[:, spec.rotary_dim :])
+        compressed = torch.cat((compressed[:, : spec.rotary_dim], latent), dim=1)
+        q = self._queries(x, projected).view(len(x), spec.num_heads, self.head_dim)
+        out: torch.Tensor = self.o_proj(self.attention(q, compressed, self.kv_b_proj.weight, ctx, cos_sin))
+        return out
+
+    def _queries(self, x: torch.Tensor, projected: torch.Tensor) -> torch.Tensor:
+        if self.q_a_layernorm is None:
+            return self.q_proj(x)  # type: ignore[no-any-return]
+        rank = projected.shape[1] - self.spec.row_width
+        return self.q_b_proj(self.q_a_layernorm(projected[:, :rank]))  # type: ignore[no-any-return]
+
+
+def _rotated_last(width: int, rotated: tuple[int, ...]) -> tuple[int, ...]:
+    """Where a checkpoint that has the rotated channels last has each channel of one that has them first."""
+    others = width - len(rotated)
+    return (*(others + row for row in rotated), *range(others))
+
+
+class DeepseekLayer(DecoderLayer):
+    attention_class = LatentSelfAttention
+
+
+class DeepseekDecoder(Decoder):
+    layer_class = DeepseekLayer
+
+
+def model_spec(config: PretrainedConfig) -> ModelSpec:
+    must_be(config, "norm_topk_prob", False, None)
+    must_be(config, "scoring_func", "softmax")
+    must_be(config, "topk_method", "greedy", "group_limited_greedy")
+    grouped = config.topk_method == "group_limited_greedy"
+    mlp_bias = bool(uniform(config, "mlp_bias", False))
+    experts = experts_of(config, "n_routed_experts", "num_experts_per_tok")
+    moe = MoeSpec(
+        **experts,
+        shared=shared_experts(config, "n_shared_experts", experts["intermediate_size"], bias=mlp_bias),
+        num_groups=required(config, "n_group") if grouped else 1,
+        top_groups=required(config, "topk_group") if grouped else 1,
+        normalize=False,
+        routed_scale=number(config, "routed_scaling_factor", 1.0),
+    )
+    return latent_model_spec(config, ARCHITECTURE, moe, mlp_bias=mlp_bias)
+
+
+def latent_model_spec(
+    config: PretrainedConfig, architecture: str, moe: MoeSpec, *, mlp_bias: bool = False, rotary_pairs: bool = True
+) -> ModelSpec:
+    """What V2 and V3 have in common."""
+    must_be(config, "moe_layer_freq", 1)
+    bias = bool(uniform(config, "attention_bias", False))
+    dense = getattr(config, "first_k_dense_replace", None) or 0
+    mlps = mixed_specs(config, moe, lambda layer: layer >= dense, bias=mlp_bias)
+    return decoder_spec(
+        config,
+        architecture,
+        latent_specs(config),
+        mlps,
+        kind=DeepseekSpec,
+        attention_bias=bias,
+        output_bias=bias,
+        rotary_pairs=rotary_pairs,
+    )
+
+
+def latent_specs(config: PretrainedConfig) -> tuple[AttentionSpec, ...]:
+    """The geometry of every layer.
+
+    Raises:
+        ConfigError: the numbers do not fit together; the message names the layer or the field.
+    """
+    heads, rank = required(config, "num_attention_heads"), required(config, "kv_lora_rank")
+    if (getattr(config, "num_key_value_heads", None) or heads) != heads:
+        raise ConfigError(
+            f"config: num_key_value_heads {config.num_key_value_heads} is not num_attention_heads {heads}: every head makes "
+            "keys and values of its own of the compressed ones",
+            "num_key_value_heads",
+        )
+    rotated, others = required(config, "qk_rope_head_dim"), required(config, "qk_nope_head_dim")
+    q_rank = None if uniform(config, "q_lora_rank") is None else required(config, "q_lora_rank")
+    latent = LatentSpec(head_dim=rotated + others, v_head_dim=required(config, "v_head_dim"), q_rank=q_rank)
+    return tuple(
+        AttentionSpec(
+            layer=layer,
+            num_heads=heads,
+            num_kv_heads=1,
+            head_dim=rotated + rank,
+            v_head_dim=rank,
+            scale=latent.head_dim**-0.5 * _temperature(rope),
+            rotary_dim=rotated,
+            rope=rope,
+            latent=latent,
+        )
+        for layer, rope in enumerate(rope_specs(config))
+    )
+
+
+def _temperature(rope: RopeSpec) -> float:
+    """What YaRN's ``mscale_all_dim`` does to the logits; its counterpart in the cosines is divided out again there."""
+    mscale = rope.parameters.get("mscale_all_dim")
+    if rope.kind == "default" or not mscale or rope.parameters.get("factor", 1) <= 1:
+        return 1.0
+    return (0.1 * float(mscale) * math.log(rope.parameters["factor"]) + 1.0) ** 2
+
+
+FAMILY = Family(architectures=(ARCHITECTURE,), model_types=("deepseek_v2",), model_spec=model_spec, decoder=DeepseekDecoder)

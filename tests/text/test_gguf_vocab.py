@@ -86,8 +86,8 @@ def words(tmp_path: Path, pre: str, text: str) -> list[str]:
         ("end   ", ["end", "   "]),
         ("日本語、ok。ひらがな", ["日本語", "、", "ok", "。", "ひらがな"]),
         ("Привет Ωμέγα élan", ["Привет", " Ωμέγα", " é", "lan"]),
-        ("naʕʔp ǅƻǀ", ["na", "ʕ", "ʔ", "p", " ǅ", "ƻǀ"]),
-        ("Աա 𝐀b 𞤀𞥃", ["Ա", "ա 𝐀", "b", " 𞤀𞥃"]),
+        ("naʕʔp ǅƻǀ", ["na", "ʕ", "ʔ", "p", " ǅ", "ƻǀ"]),  # noqa: RUF001
+        ("Աա 𝐀b 𞤀𞥃", ["Ա", "ա 𝐀", "b", " 𞤀𞥃"]),  # noqa: RUF001
     ],
 )
 def test_the_rule_of_deepseek_llm(tmp_path: Path, text: str, expected: list[str]) -> None:

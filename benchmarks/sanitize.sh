@@ -15,7 +15,7 @@ sanitizer=${SANITIZER:-$(command -v compute-sanitizer || echo /usr/local/cuda/bi
 command -v "$sanitizer" >/dev/null || { echo "compute-sanitizer is not here; SANITIZER may name it" >&2; exit 127; }
 
 chosen=$(mktemp); trap 'rm -f "$chosen"' EXIT
-"$python" -m pytest -o addopts= --collect-only -q -m gpu -p no:cacheprovider "$@" 2>/dev/null | grep '::' | awk -v most="$per_test" '
+"$python" -m pytest --rootdir . -o addopts= --collect-only -q -m gpu -p no:cacheprovider "$@" 2>/dev/null | grep '::' | awk -v most="$per_test" '
   { name = $0; sub(/\[.*/, "", name); if (!(name in count)) order[++tests] = name; shape[name, ++count[name]] = $0 }
   END { for (t = 1; t <= tests; t++) { n = count[order[t]]; take = n < most ? n : most
           for (i = 0; i < take; i++) print shape[order[t], 1 + (take > 1 ? int(i * (n - 1) / (take - 1) + 0.5) : 0)] } }' >"$chosen"
@@ -24,7 +24,7 @@ count=$(wc -l <"$chosen")
 
 # A pool would hide writes beyond a tensor: every tensor gets an allocation of its own.
 PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$sanitizer" --tool "$tool" --error-exitcode 86 \
-  "$python" -m pytest -o addopts= -o timeout=0 -q -m gpu -p no:cacheprovider "@$chosen" >"$log" 2>&1
+  "$python" -m pytest --rootdir . -o addopts= -o timeout=0 -q -m gpu -p no:cacheprovider "@$chosen" >"$log" 2>&1
 status=$?
 grep -E '^=+ (Invalid|Uninitialized|Error|Program hit|Potential|Warning)|ERROR SUMMARY|^(FAILED|ERROR) | (passed|failed|skipped)' "$log" | sort | uniq -c | sort -rn | head -20
 echo "$tool over $count of the GPU tests in $*: status $status; everything is in $log"

@@ -18,6 +18,11 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is 
 CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, needs_cuda])
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    # A GPU host may be without the plugin that knows it.
+    config.addinivalue_line("markers", "timeout: seconds that a test may take, for pytest-timeout")
+
+
 @pytest.fixture(scope="session")
 def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The folder of a family's model, written once."""

@@ -161,8 +161,10 @@ WAYS = {
 
 
 def arguments(folder: Path, device: str, dtype: str, **changes: Any) -> EngineArgs:
+    """Graphs are captured when they are first needed: each engine here meets few batch sizes."""
     plain: dict[str, Any] = {"num_kv_blocks": 400, "max_num_seqs": 32, "enable_prefix_caching": False, "pipeline_depth": 2}
     plain |= {"max_model_len": MAX_LEN, "quantization": "none", "num_threads": 1, "max_queue_len": 1000}
+    plain |= {"graph_capture_seconds": 0.0}
     return EngineArgs(model=str(folder), device=device, dtype=dtype, **plain | changes)
 
 

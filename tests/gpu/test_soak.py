@@ -52,16 +52,19 @@ class Soak:
         self.counts: Counter[str] = Counter()
         self.memory: list[dict[str, int]] = []
         self.seconds = 0.0
+        self.cpu_seconds = 0.0
+        """Of all threads of the engine's process."""
 
     async def run(self) -> None:
         self._wanted = [await self._tokens(probe) for probe in self._probes]
-        start = time.perf_counter()
+        start, busy = time.perf_counter(), self._cpu_seconds()
         early = self._count // 5
         await self._wave(early)
         self.memory.append(self._used())
         await self._wave(self._count - early)
         self.memory.append(self._used())
         self.seconds = time.perf_counter() - start
+        self.cpu_seconds = self._cpu_seconds() - busy
 
     async def _wave(self, count: int) -> None:
         async with asyncio.TaskGroup() as group:
@@ -122,6 +125,10 @@ class Soak:
             assert found == self._wanted[index], f"probe {index}"
         return "probe"
 
+    def _cpu_seconds(self) -> float:
+        times = psutil.Process(self._llm.engine_pid).cpu_times()
+        return float(times.user + times.system)
+
     def _used(self) -> dict[str, int]:
         """Bytes of the engine's process, and of the GPU in all."""
         used = {"process": psutil.Process(self._llm.engine_pid).memory_info().rss}
@@ -172,6 +179,7 @@ def test_soak(device: str, dtype: str, folder_of: Callable[[str], Path], report:
                     "requests_per_second": count / soak.seconds,
                     "steps": stats.step,
                     "step_ms": {name: 1e3 * value / steps for name, value in seconds.items()},
+                    "cpu_ms_per_step": 1e3 * soak.cpu_seconds / steps,
                     "wall_ms_per_step": 1e3 * soak.seconds / steps,
                     "preemptions": stats.num_preemptions,
                     "prefix_hit_tokens": stats.prefix_hit_tokens,

@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Literal
 
-from headrace.spec import Arena, CacheGroup, ModelSpec, block_sizes
+from headrace.spec import AnySpec, Arena, CacheGroup, block_sizes
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["none", "auto", "int8", "int4"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
+ModelImpl = Literal["auto", "native", "transformers", "megatron"]
 Policy = Literal["fcfs", "priority"]
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -36,6 +37,10 @@ class EngineArgs:
     skip_tokenizer_init: bool = False
     device: Device = "auto"
     """auto: the first CUDA device if there is one, else the CPU."""
+    model_impl: ModelImpl = "auto"
+    """Whose code the model is. auto: ours if there is an implementation of it, else transformers'."""
+    trust_remote_code: bool = False
+    """Run code that comes with a checkpoint."""
     load_format: LoadFormat = "auto"
     dtype: DType = "auto"
     quantization: Quantization = "auto"
@@ -142,7 +147,7 @@ class EngineConfig:
     """Everything decided. Serialisable by pickle between our own processes; never received from outside."""
 
     args: EngineArgs
-    model: ModelSpec
+    model: AnySpec
     cache: CacheConfig
     scheduler: SchedulerConfig
     limits: SamplingLimits

@@ -26,7 +26,7 @@ from headrace.quant.groups import GROUP
 from headrace.sampling_params import MAX_SEED
 from headrace.sources.files import ModelFiles
 from headrace.sources.gguf import open_gguf
-from headrace.spec import Arena, CacheGroup, ModelSpec, MoeSpec, block_sizes, cache_groups
+from headrace.spec import AnySpec, Arena, CacheGroup, ForeignSpec, ModelSpec, MoeSpec, block_sizes, cache_groups
 from headrace.spec.kv import DTYPE_BYTES
 
 CPU_NUM_SEQS = 64
@@ -95,7 +95,7 @@ class _Book:
 
 
 def resolve(
-    args: EngineArgs, files: ModelFiles, model: ModelSpec, device: DeviceFacts, *, kv_room: int | None = None
+    args: EngineArgs, files: ModelFiles, model: AnySpec, device: DeviceFacts, *, kv_room: int | None = None
 ) -> EngineConfig:
     """Decides everything that the engine is built from.
 
@@ -137,15 +137,17 @@ def resolve(
         quantization=quantization,
         attention_backends=backends,
         num_threads=num_threads,
-        graph_rows=(graph_rows := _graph_rows(args, num_seqs, device, book)),
+        graph_rows=(graph_rows := _graph_rows(args, model, num_seqs, device, book)),
         graph_prompt_tokens=_graph_prompt_tokens(model, num_batched) if graph_rows else (),
         decisions=book.close(),
     )
 
 
-def weight_bytes(model: ModelSpec, dtype: str, quantization: str) -> int:
+def weight_bytes(model: AnySpec, dtype: str, quantization: str) -> int:
     """About what the weights will take, second copies included: for planning, before they are loaded."""
     size = DTYPE_BYTES[dtype]
+    if isinstance(model, ForeignSpec):
+        return model.num_weights * size
     linear = sum(outputs * inputs for outputs, inputs in _matrices(model))
     embedding = model.vocab_size * model.hidden_size * (1 if model.tie_word_embeddings else 2)
     packed = {"none": 0.0, "int8": 1.0, "int4": 0.5 + 4 / GROUP}[quantization]
@@ -217,7 +219,7 @@ def _gguf_types(files: ModelFiles) -> Counter[str] | None:
     return counts
 
 
-def _dtype(args: EngineArgs, model: ModelSpec, types: Counter[str] | None, device: DeviceFacts, book: _Book) -> str:
+def _dtype(args: EngineArgs, model: AnySpec, types: Counter[str] | None, device: DeviceFacts, book: _Book) -> str:
     if args.dtype != "auto":
         return args.dtype
     quantised = types is not None and not types.keys() <= _PLAIN_TYPES
@@ -240,11 +242,16 @@ def _dtype(args: EngineArgs, model: ModelSpec, types: Counter[str] | None, devic
 
 
 def _quantization(
-    args: EngineArgs, model: ModelSpec, types: Counter[str] | None, dtype: str, device: DeviceFacts, book: _Book
+    args: EngineArgs, model: AnySpec, types: Counter[str] | None, dtype: str, device: DeviceFacts, book: _Book
 ) -> str:
     asked = args.quantization
     if asked == "none":
         return asked
+    if isinstance(model, ForeignSpec):
+        if asked != "auto":
+            raise ConfigError(f"quantization {asked} is for native models: leave it at auto or none", "quantization")
+        book.note("quantization", "none", "another library built the model: its weights stay as they are")
+        return "none"
     if device.cuda:
         if asked != "auto":
             raise ConfigError(f"quantization {asked} is for CPUs: the packed kernels do not run on a GPU", "quantization")
@@ -308,7 +315,7 @@ def _batch(args: EngineArgs, device: DeviceFacts, book: _Book) -> tuple[int, int
     return seqs, tokens
 
 
-def _attention(args: EngineArgs, model: ModelSpec, device: DeviceFacts, dtype: str, book: _Book) -> tuple[str, ...]:
+def _attention(args: EngineArgs, model: AnySpec, device: DeviceFacts, dtype: str, book: _Book) -> tuple[str, ...]:
     choices = [select.choose(spec, device.device, dtype, args.attention_backend) for spec in model.layers]
     for (backend, reason), count in Counter(choices).items():
         layers = "every layer" if count == len(choices) else f"{count} of {len(choices)} layers"
@@ -325,11 +332,14 @@ def _pipeline_depth(args: EngineArgs, device: DeviceFacts, book: _Book) -> int:
     return depth
 
 
-def _graph_rows(args: EngineArgs, num_seqs: int, device: DeviceFacts, book: _Book) -> tuple[int, ...]:
+def _graph_rows(args: EngineArgs, model: AnySpec, num_seqs: int, device: DeviceFacts, book: _Book) -> tuple[int, ...]:
     if not device.cuda:
         return ()
     if args.enforce_eager:
         book.note("CUDA graphs", "none", "enforce_eager")
+        return ()
+    if isinstance(model, ForeignSpec) and model.host_reads:
+        book.note("CUDA graphs", "none", f"the model waits for the GPU in every step, in {', '.join(model.host_reads[:3])}")
         return ()
     most = min(num_seqs, MAX_GRAPH_ROWS)
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, MAX_GRAPH_ROWS + 1, 32)]
@@ -338,15 +348,18 @@ def _graph_rows(args: EngineArgs, num_seqs: int, device: DeviceFacts, book: _Boo
     return rows
 
 
-def _graph_prompt_tokens(model: ModelSpec, num_batched: int) -> tuple[int, ...]:
-    operations = 2 * sum(outputs * inputs for outputs, inputs in _matrices(model))
+def _graph_prompt_tokens(model: AnySpec, num_batched: int) -> tuple[int, ...]:
+    if isinstance(model, ForeignSpec):
+        operations = 2 * model.num_weights
+    else:
+        operations = 2 * sum(outputs * inputs for outputs, inputs in _matrices(model))
     return tuple(size for size in GRAPH_PROMPT_TOKENS if size <= num_batched and size * operations <= GRAPH_WORTH)
 
 
 # The KV cache
 
 
-def _kv_room(args: EngineArgs, model: ModelSpec, dtype: str, quantization: str, device: DeviceFacts) -> int:
+def _kv_room(args: EngineArgs, model: AnySpec, dtype: str, quantization: str, device: DeviceFacts) -> int:
     """Bytes left for KV beside the weights, before these are there."""
     room = device.available_memory - weight_bytes(model, dtype, quantization)
     if device.cuda:
@@ -358,7 +371,7 @@ class _KVPlan:
     """How long sequences may be and how many bytes the cache groups share."""
 
     def __init__(
-        self, args: EngineArgs, model: ModelSpec, dtype: str, num_seqs: int, num_batched: int, free: int, whole: bool
+        self, args: EngineArgs, model: AnySpec, dtype: str, num_seqs: int, num_batched: int, free: int, whole: bool
     ) -> None:
         """``whole``: all that is free is the cache's to take, as on a GPU that serves nothing else."""
         self._args = args

@@ -9,11 +9,11 @@ from headrace.config import CacheConfig
 from headrace.errors import ConfigError
 from headrace.kernels import gpu
 from headrace.kernels.kv_cache import reshape_and_cache
-from headrace.spec import AttentionSpec, ModelSpec
+from headrace.spec import AttentionSpec, ModelFacts
 from headrace.spec.kv import DTYPE_BYTES
 
 
-def allocate(config: CacheConfig, model: ModelSpec, device: str | torch.device, dtype: str | torch.dtype) -> list[LayerCache]:
+def allocate(config: CacheConfig, model: ModelFacts, device: str | torch.device, dtype: str | torch.dtype) -> list[LayerCache]:
     """Zeroed: ``config.nbytes`` in all. A layer that reads another's KV has that one's tensor.
 
     With one cache group each layer has a tensor of its own. Several groups share one run of bytes, in which a block has
@@ -38,7 +38,7 @@ def allocate(config: CacheConfig, model: ModelSpec, device: str | torch.device, 
     return caches
 
 
-def _views(config: CacheConfig, model: ModelSpec, device: str | torch.device, dtype: torch.dtype) -> dict[int, torch.Tensor]:
+def _views(config: CacheConfig, model: ModelFacts, device: str | torch.device, dtype: torch.dtype) -> dict[int, torch.Tensor]:
     """``[num_blocks, block_size, num_kv_heads, row_width]`` by layer, of those that keep KV."""
     arena = None
     if len(config.groups) > 1:
@@ -56,7 +56,7 @@ def _views(config: CacheConfig, model: ModelSpec, device: str | torch.device, dt
     return views
 
 
-def _kv_source(spec: AttentionSpec, model: ModelSpec) -> int:
+def _kv_source(spec: AttentionSpec, model: ModelFacts) -> int:
     """The layer whose KV ``spec`` reads, after checking that it can."""
     where = f"layer {spec.layer}: kv_source {spec.kv_source}"
     if spec.kv_source is None or not 0 <= spec.kv_source < spec.layer:

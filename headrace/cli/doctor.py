@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import sys
 import time
 from typing import TYPE_CHECKING, Annotated
@@ -63,14 +64,16 @@ def planned(args: EngineArgs) -> EngineInfo:
     from headrace.engine.environment import probe
     from headrace.engine.info import MemoryLine, StartupPhase
     from headrace.engine.report import cache_lines, engine_info
-    from headrace.models.registry import model_spec
+    from headrace.models.implementation import choose
     from headrace.resolve import resolve, weight_bytes
     from headrace.sources.files import find_model
 
     start = time.perf_counter()
     files = find_model(args)
     device = probe()
-    config = resolve(args, files, model_spec(files.config), device)
+    chosen = choose(args, files)
+    files = dataclasses.replace(files, decisions=(*files.decisions, *chosen.decisions))
+    config = resolve(args, files, chosen.spec, device)
     weights = weight_bytes(config.model, config.dtype, config.quantization)
     memory = [MemoryLine("weights", weights, "estimated: --load measures it"), *cache_lines(config)]
     phases = [StartupPhase("config", time.perf_counter() - start, "the weights were not loaded")]

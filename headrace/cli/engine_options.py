@@ -41,6 +41,21 @@ _MODEL_KNOBS = (
         flags=("--skip-tokenizer-init",),
     ),
     Knob(
+        "model_impl",
+        MODEL,
+        "Whose code the model is. native is headrace's own; transformers runs the library's model with its attention replaced "
+        "by headrace's, so that paged KV, chunked prompts and prefix caching work for models nobody ported; auto takes native "
+        "where there is one, else transformers, and the start-up says which and why. megatron is for models that a program "
+        "hands over as objects.",
+    ),
+    Knob(
+        "trust_remote_code",
+        MODEL,
+        "Run Python code that comes with the checkpoint, where neither headrace nor transformers has the model. It can do "
+        "anything you can do: read it first, and pin --revision.",
+        flags=("--trust-remote-code",),
+    ),
+    Knob(
         "load_format",
         MODEL,
         "How the weights are stored. auto looks at the files. dummy makes random weights from the config alone: speed and "

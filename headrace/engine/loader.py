@@ -20,14 +20,12 @@ from headrace.engine.inputs import InputProcessor
 from headrace.engine.outputs import OutputProcessor
 from headrace.engine.profile import kv_room
 from headrace.engine.report import cache_lines, engine_info
-from headrace.models import registry
-from headrace.models.fused import fuse
+from headrace.models import implementation
 from headrace.resolve import resolve
 from headrace.runner.runner import ModelRunner
 from headrace.sampling_params import SamplingParams
 from headrace.sources.files import ModelFiles
 from headrace.text.tokenizer import Tokenizer
-from headrace.weights.load import load_weights
 
 _WARM_UP_PROMPT = 64
 """Tokens: more than fit in a decode batch's kernels, so that those for prompts are warm too."""
@@ -99,19 +97,12 @@ def load_engine(args: EngineArgs, on_progress: Callable[[Progress], None] | None
     files, tokenizer = frontend.files, frontend.tokenizer
     with timeline.phase("config"):
         device = environment.probe(args.device)
-        config = resolve(args, files, registry.model_spec(files.config), device)
+        chosen = implementation.choose(args, files)
+        files = dataclasses.replace(files, decisions=(*files.decisions, *chosen.decisions))
+        config = resolve(args, files, chosen.spec, device)
         torch.set_num_threads(config.num_threads)
     with timeline.phase("weights") as phase:
-        model = registry.build(config.model, config.dtype, config.device)
-        report = load_weights(
-            model,
-            registry.name_table(config.model),
-            files,
-            quantization=config.quantization,
-            seed=args.seed,
-            progress=phase.bytes,
-        )
-        layers = fuse(model)
+        model, report = chosen.load(files, config, phase.bytes)
         phase.detail = f"{report.num_tensors:,} tensors, {report.nbytes_read:,} bytes read"
     if device.cuda:
         with timeline.phase("profile") as phase:
@@ -134,7 +125,7 @@ def load_engine(args: EngineArgs, on_progress: Callable[[Progress], None] | None
     weights = [MemoryLine(line.name, line.nbytes, line.detail) for line in report.memory]
     rest = [MemoryLine(name, nbytes) for name, nbytes in runner.memory() if name != "KV cache" and nbytes]
     memory = [*weights, *cache_lines(config), *rest]
-    decisions = (*config.decisions, *report.decisions, *([] if layers is None else [layers]))
+    decisions = (*config.decisions, *report.decisions)
     config = dataclasses.replace(config, quantization=report.quantization, decisions=decisions)
     info = engine_info(files, config, device, timeline.phases, memory)
     return Engine(core, inputs, info, config, files, tokenizer)

@@ -7,13 +7,14 @@ from typing import Protocol
 import torch
 
 from headrace.attention.context import ForwardContext
-from headrace.spec import ModelSpec
+from headrace.spec import ModelFacts
 
 
 class Model(Protocol):
     """Gives hidden states of a step's tokens, and logits of hidden states."""
 
-    spec: ModelSpec
+    @property
+    def spec(self) -> ModelFacts: ...
 
     def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor: ...
 

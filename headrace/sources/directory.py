@@ -32,13 +32,16 @@ _SECOND_COPIES = ["*/*", "consolidated*"]
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
-def download(repo_id: str, revision: str | None, *, weights: bool) -> Path:
+def download(repo_id: str, revision: str | None, *, weights: bool, code: bool = False) -> Path:
     """The local snapshot of a hub's model, downloaded where the cache lacks it. Never fetches pickles.
+
+    Args:
+        code: fetch Python files too.
 
     Raises:
         ConfigError: the hub has no such model or revision, or cannot be reached and the cache lacks the model.
     """
-    patterns = _DESCRIPTION + (["*.safetensors"] if weights else [])
+    patterns = _DESCRIPTION + (["*.safetensors"] if weights else []) + (["*.py"] if code else [])
     what = repo_id if revision is None else f"{repo_id} (revision {revision})"
     try:
         path = snapshot_download(repo_id, revision=revision, allow_patterns=patterns, ignore_patterns=_SECOND_COPIES)
@@ -62,17 +65,19 @@ def download(repo_id: str, revision: str | None, *, weights: bool) -> Path:
     return Path(path)
 
 
-def read_config(path: Path) -> PreTrainedConfig:
-    """``config.json`` as transformers reads it. Code from the checkpoint never runs.
+def read_config(path: Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """``config.json`` as transformers reads it. Code from the checkpoint runs only where transformers has none, and if trusted.
 
     A ``model_type`` that transformers does not know gives a plain config: what is supported is the registry's to say.
     """
     file = path / "config.json"
     raw = read_json(file)
-    if raw.get("model_type") not in CONFIG_MAPPING:
+    foreign = raw.get("model_type") not in CONFIG_MAPPING
+    trusted = foreign and trust_remote_code and "auto_map" in raw
+    if foreign and not trusted:
         return PreTrainedConfig.from_dict(raw)
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=trusted, local_files_only=True)
     except Exception as error:
         # Whatever a config class raises over the values it is given, it is this file's fault.
         raise ConfigError(f"{file} cannot be used: {error}", "model") from error

@@ -35,6 +35,8 @@ class ModelFiles:
     generation_config: dict[str, Any]
     """``eos_token_id`` (always there: a list of ids, which may be empty), and the sampling defaults that the model's
     authors gave, under the names of ``SamplingParams``. See ``directory.generation_config``."""
+    trust_remote_code: bool = False
+    """Code that comes with the model may run."""
     decisions: tuple[Decision, ...] = ()
 
 
@@ -52,7 +54,9 @@ def find_model(args: EngineArgs) -> ModelFiles:
         return _from_gguf(args, embedded.NAME, embedded.find(), (decision,))
     path = locate(args.model)
     if path is None:
-        snapshot = directory.download(args.model, args.revision, weights=args.load_format != "dummy")
+        snapshot = directory.download(
+            args.model, args.revision, weights=args.load_format != "dummy", code=args.trust_remote_code
+        )
         return _from_directory(args, snapshot, from_hub=True)
     return _from_directory(args, path) if path.is_dir() else _from_gguf(args, args.model, path)
 
@@ -89,7 +93,7 @@ def _from_directory(args: EngineArgs, path: Path, *, from_hub: bool = False) -> 
             raise ConfigError(f"{path} holds several GGUF files, name one: {', '.join(file.name for file in files)}", "model")
         missing = "a .gguf file" if args.load_format == "gguf" else "config.json"
         raise ConfigError(f"{path} is not a model's directory: it has no {missing}", "model")
-    config = directory.read_config(path)
+    config = directory.read_config(path, trust_remote_code=args.trust_remote_code)
     dummy = args.load_format == "dummy"
     return ModelFiles(
         name=name,
@@ -98,4 +102,5 @@ def _from_directory(args: EngineArgs, path: Path, *, from_hub: bool = False) -> 
         weight_files=[] if dummy else directory.weight_files(path),
         config=config,
         generation_config=directory.generation_config(path, config),
+        trust_remote_code=args.trust_remote_code,
     )

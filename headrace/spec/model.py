@@ -18,23 +18,43 @@ class Span:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelSpec:
-    """A decoder-only model: what every family has. One with facts of its own adds them in a subclass.
-
-    ``layers[i].layer == i``, and ``mlps[i]`` belongs to layer i.
+class ModelFacts:
+    """What the engine needs to know of any model, whoever builds it. ``layers[i].layer == i``.
 
     Raises:
-        ConfigError: there are not as many MLPs as layers, or the layers are not numbered 0, 1, 2 ...
+        ConfigError: the layers are not numbered 0, 1, 2 ...
     """
 
     architecture: str
     vocab_size: int
     hidden_size: int
     layers: tuple[AttentionSpec, ...]
-    mlps: tuple[MlpSpec, ...]
-    norm_eps: float
     max_position: int
     """Longest context the model was made for."""
+    dtype: str = "float32"
+    """The dtype the checkpoint says it was saved in."""
+
+    def __post_init__(self) -> None:
+        if [layer.layer for layer in self.layers] != list(range(len(self.layers))):
+            raise ConfigError("the layers must be numbered 0, 1, 2 ... in order", "layers")
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelSpec(ModelFacts):
+    """A decoder-only model: what every family has. One with facts of its own adds them in a subclass.
+
+    ``mlps[i]`` belongs to layer i.
+
+    Raises:
+        ConfigError: there are not as many MLPs as layers.
+    """
+
+    mlps: tuple[MlpSpec, ...]
+    norm_eps: float
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     """q, k and v have a bias."""
@@ -44,15 +64,8 @@ class ModelSpec:
     """q and k are RMS-normed a head before they are rotated."""
     logit_soft_cap: float | None = None
     """logits = logit_soft_cap * tanh(logits / logit_soft_cap), of the head."""
-    dtype: str = "float32"
-    """The dtype the checkpoint says it was saved in."""
 
     def __post_init__(self) -> None:
-        if [layer.layer for layer in self.layers] != list(range(len(self.layers))):
-            raise ConfigError("the layers must be numbered 0, 1, 2 ... in order", "layers")
+        super().__post_init__()
         if len(self.mlps) != len(self.layers):
             raise ConfigError(f"there are {len(self.mlps)} MLPs for {len(self.layers)} layers", "mlps")
-
-    @property
-    def num_layers(self) -> int:
-        return len(self.layers)

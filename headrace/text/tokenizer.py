@@ -141,7 +141,8 @@ def load_tokenizer(files: ModelFiles, path: str | None = None, chat_template: st
         hf = build_tokenizer(read_metadata(source))
     else:
         local = path is None or source.is_dir()
-        hf = _from_pretrained(str(source) if local else str(path), local=local)
+        trusted = files.trust_remote_code and path is None
+        hf = _from_pretrained(str(source) if local else str(path), local=local, trusted=trusted)
     if chat_template is not None:
         hf.chat_template = chat.read_template(chat_template)
     templates = hf.chat_template or ()
@@ -151,10 +152,10 @@ def load_tokenizer(files: ModelFiles, path: str | None = None, chat_template: st
     return Tokenizer(hf, vocab_size=vocab_size, eos_token_ids=files.generation_config["eos_token_id"])
 
 
-def _from_pretrained(name: str, *, local: bool) -> PreTrainedTokenizerFast:
-    """transformers' tokenizer of a directory or hub id. Code from the checkpoint never runs."""
+def _from_pretrained(name: str, *, local: bool, trusted: bool) -> PreTrainedTokenizerFast:
+    """transformers' tokenizer of a directory or hub id. ``trusted``: code that comes with it may run."""
     try:
-        hf = AutoTokenizer.from_pretrained(name, use_fast=True, trust_remote_code=False, local_files_only=local)
+        hf = AutoTokenizer.from_pretrained(name, use_fast=True, trust_remote_code=trusted, local_files_only=local)
     except Exception as error:
         # Missing, corrupt and unknown files surface as errors of several libraries.
         raise ConfigError(f"the tokenizer of {name} cannot be loaded: {error}", "tokenizer") from error

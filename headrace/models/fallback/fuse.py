@@ -1,0 +1,99 @@
+"""Matrices that are multiplied by the same tensor, as one: query, key and value; gate and up.
+
+Which ones they are was seen when the model ran, not guessed from names. Each module stays in its place with its name; its
+weight becomes rows of a larger one, so loading, updating and exporting go on as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+
+def fuse_linears(model: nn.Module, groups: Sequence[Sequence[str]]) -> int:
+    """Fuses groups of linear modules, each given by its paths. Groups that cannot be fused are left alone.
+
+    Returns:
+        How many groups were fused.
+    """
+    count = 0
+    for paths in groups:
+        modules = [model.get_submodule(path) for path in paths]
+        if _fusible(modules):
+            parts = _fuse([module for module in modules if isinstance(module, nn.Linear)])
+            for path, part in zip(paths, parts, strict=True):
+                model.set_submodule(path, part)
+            count += 1
+    return count
+
+
+def _fusible(modules: Sequence[nn.Module]) -> bool:
+    first = modules[0]
+    weights = [parameter for module in modules for parameter in module.parameters()]
+    return (
+        all(type(module) is nn.Linear for module in modules)
+        and len({id(module) for module in modules}) == len(modules)
+        and len({module.in_features for module in modules}) == 1
+        and len({module.bias is None for module in modules}) == 1
+        and len({(weight.dtype, weight.device) for weight in weights}) == 1
+        and isinstance(first, nn.Linear)
+    )
+
+
+class _Product:
+    """The product of one input with all matrices of a group; kept until the next input comes or all parts are taken."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, rows: list[int]) -> None:
+        self._weight, self._bias, self._rows = weight, bias, rows
+        self._input: torch.Tensor | None = None
+        self._parts: dict[int, torch.Tensor] = {}
+
+    def part(self, index: int, x: torch.Tensor) -> torch.Tensor:
+        """``[..., rows of the part]``"""
+        if x is not self._input or index not in self._parts:
+            self._input = x
+            self._parts = dict(enumerate(torch.split(linear(x, self._weight, self._bias), self._rows, dim=-1)))
+        part = self._parts.pop(index)
+        if not self._parts:
+            self._input = None
+        return part
+
+
+class FusedPart(nn.Linear):
+    """One matrix of a group. Its weight and bias are views of the group's."""
+
+    def __init__(
+        self, module: nn.Linear, weight: torch.Tensor, bias: torch.Tensor | None, product: _Product, index: int
+    ) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = module.in_features, module.out_features
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
+        self._product = product
+        self._index = index
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return self._product.part(self._index, input)
+
+
+@torch.no_grad()
+def _fuse(modules: Sequence[nn.Linear]) -> list[FusedPart]:
+    rows = [module.out_features for module in modules]
+    weight = torch.cat([module.weight.data for module in modules])
+    biases = [module.bias.data for module in modules if module.bias is not None]
+    bias = torch.cat(biases) if biases else None
+    product = _Product(weight, bias, rows)
+    ends = torch.tensor(rows).cumsum(0).tolist()
+    return [
+        FusedPart(
+            module,
+            weight[end - count : end],
+            None if bias is None else bias[end - count : end],
+            product,
+            index,
+        )
+        for index, (module, end, count) in enumerate(zip(modules, ends, rows, strict=True))
+    ]

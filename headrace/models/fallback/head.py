@@ -1,0 +1,79 @@
+"""Body: a causal language model of transformers in two parts, the layers and the head that makes logits of hidden states."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from headrace.models.fallback.refusal import Refusal
+
+
+class Body:
+    """The layers and the head of one model, callable apart.
+
+    Heads do more than multiply (soft caps, scales, norms), each in its model's own ``forward``. So that is what runs for
+    logits; only the layers, which it calls, hand back the hidden states that are given in place of computing them.
+
+    Args:
+        path: of the module that has the layers.
+
+    Raises:
+        Refusal: the layers cannot be told where the tokens stand.
+    """
+
+    def __init__(self, model: PreTrainedModel, path: str) -> None:
+        self._model = model
+        body = model.get_submodule(path)
+        self._forward = body.forward
+        parameters = inspect.signature(self._forward).parameters
+        open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        if "position_ids" not in parameters and not open_ended:
+            raise Refusal("it takes no position_ids: where a token stands is taken from its place in the batch", path)
+        self._arguments: dict[str, Any] = {
+            name: value
+            for name, value in (("attention_mask", None), ("use_cache", False), ("return_dict", True))
+            if name in parameters
+        }
+        self._handed: torch.Tensor | None = None
+        body.forward = self._hand_back
+
+    def hidden(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The layers: ids and positions ``[1, T]`` -> ``[1, T, hidden]``."""
+        out = self._forward(input_ids=ids, position_ids=positions, **self._arguments)
+        hidden: torch.Tensor = out[0]
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The head: ``[1, N, hidden] -> [1, N, columns]``.
+
+        Raises:
+            Refusal: it computes something other than logits of the hidden states it is given.
+        """
+        ids = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
+        self._handed = hidden
+        try:
+            out = self._model(input_ids=ids, use_cache=False)
+            if self._handed is not None:
+                raise Refusal("its head does not call its layers")
+        finally:
+            self._handed = None
+        logits: torch.Tensor = out.logits
+        return logits
+
+    def _hand_back(self, *args: Any, **kwargs: Any) -> _Handed:
+        hidden, self._handed = self._handed, None
+        if hidden is None:
+            raise Refusal("its head calls its layers more than once")
+        return _Handed((hidden,))
+
+
+class _Handed(tuple[torch.Tensor]):
+    """What the layers returned, as heads read it: by place, or by name with everything else absent."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self[0] if name == "last_hidden_state" else None

@@ -1,0 +1,231 @@
+"""Describing and loading a model of transformers: what it is from its configuration alone, then its weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.utils.import_utils import is_accelerate_available
+
+from headrace.config import Decision, EngineArgs, EngineConfig
+from headrace.errors import ConfigError
+from headrace.models.fallback.fuse import fuse_linears
+from headrace.models.fallback.observe import WITH_MASKS, Observation, observe
+from headrace.models.fallback.refusal import Refusal
+from headrace.models.fallback.rotary import Lengths, fix_frequencies, lengths_of
+from headrace.models.fallback.transformers import ATTENTION, TransformersModel
+from headrace.models.fallback.verify import verify
+from headrace.sources.files import ModelFiles
+from headrace.spec import ForeignSpec
+from headrace.weights.report import LoadReport, WeightMemory
+
+_CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx", "seq_length")
+"""Where configurations say how long a context may be."""
+_INSTALL = "pip install 'accelerate>=1.2'"
+
+
+@dataclasses.dataclass(frozen=True)
+class Described:
+    """A model of transformers that was looked at without its weights."""
+
+    spec: ForeignSpec
+    seen: Observation
+    lengths: Lengths
+    trusted: bool
+    decisions: tuple[Decision, ...]
+
+
+def describe(config: PretrainedConfig, args: EngineArgs) -> Described:
+    """What the model is, from its configuration.
+
+    Raises:
+        ConfigError: transformers has no such model, or it cannot run on headrace's attention; names the layer and the
+            reason.
+    """
+    name = _name(config)
+    if getattr(config, "quantization_config", None):
+        raise ConfigError(f"{name}: a checkpoint with quantization_config is not run through transformers", "model_impl")
+    try:
+        model = _skeleton(config, args.trust_remote_code, dtype=torch.bfloat16)
+        lengths = lengths_of(model, _context(config, args), args.max_model_len)
+        seen = observe(model)
+    except Refusal as refusal:
+        raise refusal.as_error(name) from refusal
+    text = config.get_text_config()
+    spec = ForeignSpec(
+        architecture=type(model).__name__,
+        vocab_size=seen.vocab_size,
+        hidden_size=seen.hidden_size,
+        layers=tuple(call.spec for call in seen.calls),
+        max_position=lengths.longest,
+        dtype=str(getattr(config, "dtype", None) or getattr(text, "dtype", None) or "float32").removeprefix("torch."),
+        num_tokens=min(getattr(text, "vocab_size", None) or seen.vocab_size, seen.vocab_size),
+        num_weights=sum(parameter.numel() for parameter in model.parameters()),
+        host_reads=seen.host_reads,
+    )
+    return Described(spec, seen, lengths, args.trust_remote_code, lengths.decisions)
+
+
+def load(described: Described, files: ModelFiles, config: EngineConfig) -> tuple[TransformersModel, LoadReport]:
+    """The model with its weights on its device, looked at once more now that there are values to look at.
+
+    Raises:
+        ConfigError: weights are missing or do not fit, or the model mixes tokens in other ways than by attention.
+        ImportError: a library that this takes is not there; says how to install it.
+    """
+    start = time.perf_counter()
+    dtype, device = getattr(torch, config.dtype), torch.device(config.device)
+    spec = described.spec
+    notes: tuple[Decision, ...] = ()
+    if files.kind == "dummy":
+        foreign = _random(files.config, described.trusted, dtype, device, config.args.seed)
+    else:
+        foreign, notes = _read(files, described.trusted, dtype, device)
+    foreign.train(False)
+    foreign.requires_grad_(False)
+    fix_frequencies(foreign, described.lengths)
+    fused = fuse_linears(foreign, described.seen.shared_inputs)
+    model = TransformersModel(spec, foreign, described.seen)
+    try:
+        verify(model)
+    except Refusal as refusal:
+        raise refusal.as_error(spec.architecture) from refusal
+    stored = sum(file.stat().st_size for file in files.weight_files)
+    names = [name for name, _ in foreign.named_parameters()]
+    held = sum(parameter.nbytes for parameter in foreign.parameters())
+    report = LoadReport(
+        seconds=time.perf_counter() - start,
+        nbytes_read=stored,
+        num_tensors=len(names),
+        quantization="none",
+        memory=(WeightMemory("weights", held, config.dtype),),
+        errors=(),
+        decisions=(*notes, Decision("fused matrices", str(fused), "those of one input are multiplied as one")),
+    )
+    return model, report
+
+
+def _name(config: PretrainedConfig) -> str:
+    return " / ".join(getattr(config, "architectures", None) or [config.model_type or "a model without model_type"])
+
+
+def _auto_class(config: PretrainedConfig, trusted: bool) -> Any:
+    """What builds the model: transformers' class for causal language models, or the class that the config names."""
+    if type(config) in AutoModelForCausalLM._model_mapping:
+        return AutoModelForCausalLM
+    if getattr(config, "auto_map", None):
+        if not trusted:
+            raise ConfigError(
+                f"{_name(config)} comes with code of its own, which runs only if you ask for it: read it, then set "
+                "trust_remote_code",
+                "trust_remote_code",
+            )
+        return AutoModelForCausalLM
+    for architecture in getattr(config, "architectures", None) or []:
+        found = getattr(transformers, architecture, None)
+        if isinstance(found, type) and issubclass(found, PreTrainedModel):
+            return found
+    raise ConfigError(f"transformers {transformers.__version__} has no causal language model {_name(config)}", "model")
+
+
+def _build(config: PretrainedConfig, trusted: bool, implementation: str, dtype: torch.dtype) -> PreTrainedModel:
+    """On torch's default device, with the values of a fresh model."""
+    factory = _auto_class(config, trusted)
+    auto = factory is AutoModelForCausalLM
+    options: dict[str, Any] = {"attn_implementation": implementation, "dtype": dtype}
+    model: PreTrainedModel
+    if auto:
+        model = factory.from_config(config, trust_remote_code=trusted, **options)
+    else:
+        model = factory._from_config(config, **options)
+    model.train(False)
+    return model
+
+
+def _skeleton(config: PretrainedConfig, trusted: bool, dtype: torch.dtype) -> PreTrainedModel:
+    """On the meta device.
+
+    Raises:
+        Refusal: the model cannot be built with an attention of our own.
+    """
+    try:
+        with torch.device("meta"):
+            return _build(config, trusted, WITH_MASKS, dtype)
+    except KeyError as error:
+        raise Refusal(f"its attention is chosen from classes of its own: there is none for {error}") from error
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise Refusal(f"transformers cannot build it: {type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
+
+
+def _context(config: PretrainedConfig, args: EngineArgs) -> int:
+    text = config.get_text_config()
+    for name in _CONTEXT:
+        value = getattr(text, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    if isinstance(args.max_model_len, int):
+        return args.max_model_len
+    raise ConfigError(f"{_name(config)}: the configuration says no context length: set max_model_len", "max_model_len")
+
+
+def _random(config: PretrainedConfig, trusted: bool, dtype: torch.dtype, device: torch.device, seed: int) -> PreTrainedModel:
+    """Random weights, as transformers initialises a model, made where they will be used."""
+    with torch.device("meta"):
+        model = _build(config, trusted, ATTENTION, dtype)
+    model.to_empty(device=device)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
+        torch.manual_seed(seed)
+        for module in model.modules():
+            module._is_hf_initialized = False  # type: ignore[assignment]
+        model.initialize_weights()  # type: ignore[no-untyped-call]
+    model.tie_weights()
+    return model
+
+
+def _read(
+    files: ModelFiles, trusted: bool, dtype: torch.dtype, device: torch.device
+) -> tuple[PreTrainedModel, tuple[Decision, ...]]:
+    """Weights from files, straight to the device."""
+    if device.type != "cpu" and not is_accelerate_available():
+        raise ImportError(f"loading a model of transformers onto {device} takes accelerate: {_INSTALL}")
+    factory = _auto_class(files.config, trusted)
+    options: dict[str, Any] = {"trust_remote_code": trusted} if factory is AutoModelForCausalLM else {}
+    if device.type != "cpu":
+        options["device_map"] = {"": device}
+    model, info = factory.from_pretrained(
+        files.directory,
+        config=files.config,
+        dtype=dtype,
+        attn_implementation=ATTENTION,
+        use_safetensors=True,
+        local_files_only=True,
+        output_loading_info=True,
+        **options,
+    )
+    return model, _judge(info)
+
+
+def _judge(info: Mapping[str, Any]) -> tuple[Decision, ...]:
+    """What transformers says about a load. Raises ConfigError where weights are left at random values."""
+    missing, wrong = sorted(info.get("missing_keys", ())), list(info.get("mismatched_keys", ()))
+    if missing:
+        raise ConfigError(f"the checkpoint lacks {_listed(missing)}", "model")
+    if wrong or info.get("error_msgs"):
+        raise ConfigError(
+            f"weights do not fit the model: {_listed([str(one) for one in wrong or info['error_msgs']])}", "model"
+        )
+    unexpected = sorted(info.get("unexpected_keys", ()))
+    if not unexpected:
+        return ()
+    return (Decision("weights left out", str(len(unexpected)), f"transformers' model has no place for {_listed(unexpected)}"),)
+
+
+def _listed(names: list[str], most: int = 5) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -1,0 +1,398 @@
+"""What a transformers model asks of attention, layer by layer: seen while it runs on tensors without values.
+
+Nothing is read from a configuration by its name: families call one thing by many. A forward pass on the meta device goes
+through every line that serving will, and says what each call of the attention interface is given.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from headrace.models.fallback.head import Body
+from headrace.models.fallback.refusal import Refusal
+from headrace.spec import AttentionSpec
+
+WITH_MASKS = "headrace-observed"
+"""Of the attention implementation while a model is observed: masks are made, so that they can be looked at."""
+_WITHOUT_MASKS = "headrace-observed-bare"
+"""Likewise when it runs as it will: no mask is made."""
+RECORDER = "_headrace_recorder"
+"""Attribute of every module of a model that is being observed."""
+TOKENS = 5
+"""In the pass; no size of a layer is likely to be the same."""
+
+_NEUTRAL = frozenset({"dropout", "is_causal", "scaling", "sliding_window", "softcap", "s_aux"})
+"""Arguments of the interface that are understood."""
+_LOGIT_MAKERS = frozenset({"position_bias", "block_indices", "indices", "block_table", "head_mask", "sinks"})
+"""Arguments that change what is attended to, and have no equal here."""
+_QUERIES = (0, 3, 1021, 262_147)
+"""Positions at which a mask is looked at."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One call of the attention interface."""
+
+    path: str
+    """Of the module that called."""
+    spec: AttentionSpec
+    arguments: dict[str, Any]
+    """Given beyond q, k, v and the mask, as far as they are plain values."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Observation:
+    """A model as it was seen to run."""
+
+    body: str
+    """Path of the module that has the layers, and that the head calls."""
+    calls: tuple[Call, ...]
+    """In the order in which they are made: the place of a call is its layer's id."""
+    hidden_size: int
+    """Width of what the head is given."""
+    vocab_size: int
+    """Columns of its logits."""
+    host_reads: tuple[str, ...]
+    """Where the model reads values on the host, or shapes that depend on them: it waits for the device there."""
+    shared_inputs: tuple[tuple[str, ...], ...]
+    """Linear modules of one parent that were handed the very same tensor, in the order of their calls."""
+
+
+def observe(model: PreTrainedModel) -> Observation:
+    """Runs a model whose tensors are all on the meta device, built with the attention implementation ``WITH_MASKS``.
+
+    Raises:
+        Refusal: it asks for what headrace's attention does not do, or cannot run at all.
+    """
+    ids = torch.zeros(1, TOKENS, dtype=torch.int64, device="meta")
+    whole = _Recorder(model)
+    with whole.watching():
+        model(input_ids=ids, position_ids=torch.zeros_like(ids), use_cache=False)
+    if not whole.calls:
+        raise Refusal("none of its layers calls transformers' attention interface: its attention, if it has one, is its own")
+    whole.refuse_recurrent_layers()
+    if not whole.body:
+        raise Refusal("its layers cannot be told from its head")
+    set_implementation(model, _WITHOUT_MASKS)
+    body, parts = Body(model, whole.body), _Recorder(model)
+    with parts.watching():
+        hidden = body.hidden(ids, torch.zeros_like(ids))
+        logits = body.logits(hidden)
+    if [call.path for call in parts.calls] != [call.path for call in whole.calls]:
+        raise Refusal("its layers attend in another order when they run apart from the head", whole.body)
+    if hidden.shape[:2] != ids.shape or logits.shape[:2] != ids.shape:
+        raise Refusal(f"it makes hidden states {list(hidden.shape)} and logits {list(logits.shape)} of {TOKENS} tokens")
+    return Observation(
+        body=whole.body,
+        calls=tuple(whole.calls),
+        hidden_size=hidden.shape[-1],
+        vocab_size=logits.shape[-1],
+        host_reads=tuple(dict.fromkeys(parts.host_reads)),
+        shared_inputs=parts.shared_inputs(),
+    )
+
+
+def set_implementation(model: PreTrainedModel, name: str) -> None:
+    """Has every part of the model that calls the interface call ``name``."""
+    for config in {id(c): c for module in model.modules() if (c := getattr(module, "config", None))}.values():
+        config._attn_implementation_internal = name
+
+
+class _Recorder:
+    """What is seen during one pass."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.calls: list[Call] = []
+        self.host_reads: list[str] = []
+        self.masks: dict[int, int | str | None] = {}
+        """Storage of a mask that was handed out -> its window, or why it is none."""
+        self._model = model
+        self._paths = {module: path for path, module in model.named_modules()}
+        self._holders: list[Any] = [
+            *self._paths,
+            *{id(c): c for m in self._paths if (c := getattr(m, "config", None))}.values(),
+        ]
+        """Who is asked for the recorder: modules by attention, their configurations by masks."""
+        self.body = ""
+        """The first module that the model itself calls and that attends."""
+        self._stack: list[str] = []
+        self._kept: list[torch.Tensor] = []
+        """So that no storage is used twice."""
+        self._kv: list[tuple[int, int]] = []
+        """Storages of the keys and values of each call."""
+        self._inputs: dict[tuple[str, int], list[str]] = {}
+        """(parent, identity of the input) -> its linear modules that were handed it."""
+
+    @property
+    def where(self) -> str:
+        """The innermost module that is running."""
+        return self._stack[-1] if self._stack else ""
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """While the model runs. Raises Refusal for whatever its code raises."""
+        with self._attached(), torch.no_grad(), _Answers(self):
+            try:
+                yield
+            except Refusal:
+                raise
+            except Exception as error:
+                # The model cannot be run this way, and the user is told why.
+                text = " ".join(str(error).split())[:300]
+                raise Refusal(f"it fails on packed tokens: {type(error).__name__}: {text}", self.where) from error
+
+    @contextmanager
+    def _attached(self) -> Iterator[None]:
+        handles = []
+        for holder in self._holders:
+            holder.__dict__[RECORDER] = self
+        for module, path in self._paths.items():
+            handles.append(module.register_forward_pre_hook(lambda module, args, path=path: self._enter(path, module, args)))
+            handles.append(module.register_forward_hook(lambda *_: self._leave()))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            for holder in self._holders:
+                holder.__dict__.pop(RECORDER, None)
+
+    def _enter(self, path: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self._stack.append(path)
+        if type(module) is nn.Linear and len(args) == 1:
+            self._kept.append(args[0])
+            self._inputs.setdefault((path.rpartition(".")[0], id(args[0])), []).append(path)
+
+    def _leave(self) -> None:
+        self._stack.pop()
+
+    def shared_inputs(self) -> tuple[tuple[str, ...], ...]:
+        groups = (tuple(dict.fromkeys(paths)) for paths in self._inputs.values())
+        return tuple(group for group in groups if len(group) > 1)
+
+    def handed_out(self, mask: torch.Tensor, window: int | str | None) -> None:
+        self._kept.append(mask)
+        self.masks[_storage(mask)] = window
+
+    def attended(
+        self,
+        module: nn.Module,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None,
+        arguments: dict[str, Any],
+    ) -> torch.Tensor:
+        """Notes one call; returns what the model goes on with."""
+        path = self._paths[module]
+        if not self.body and len(self._stack) > 1:
+            self.body = self._stack[1]
+        for name in arguments.keys() & _LOGIT_MAKERS:
+            if arguments[name] is not None:
+                raise Refusal(f"its attention takes {name}, to which headrace's has no equal", path)
+        _check_shapes(path, q, k, v)
+        window = self._window(path, module, mask, arguments)
+        self._kept += [k, v]
+        source = self._source(k, v, window)
+        head_dim = q.shape[3]
+        scale, cap = arguments.get("scaling"), arguments.get("softcap")
+        for name, value in (("scaling", scale), ("softcap", cap)):
+            if value is not None and not isinstance(value, int | float):
+                raise Refusal(f"its {name} is a {type(value).__name__} that is computed in every step", path)
+        spec = AttentionSpec(
+            layer=len(self.calls),
+            num_heads=q.shape[1],
+            num_kv_heads=k.shape[1],
+            head_dim=head_dim,
+            v_head_dim=v.shape[3],
+            scale=float(head_dim**-0.5 if scale is None else scale),
+            window=window,
+            soft_cap=None if not cap else float(cap),
+            sinks=arguments.get("s_aux") is not None,
+            kv_source=source,
+        )
+        self._kv.append((_storage(k), _storage(v)))
+        plain = {name: value for name, value in arguments.items() if name in _NEUTRAL and not isinstance(value, torch.Tensor)}
+        self.calls.append(Call(path, spec, plain))
+        return q.new_empty(1, q.shape[2], q.shape[1], v.shape[3])
+
+    def _window(self, path: str, module: nn.Module, mask: torch.Tensor | None, arguments: dict[str, Any]) -> int | None:
+        if mask is None:
+            causal = arguments.get("is_causal")
+            if not (getattr(module, "is_causal", True) if causal is None else causal):
+                raise Refusal("its tokens see those after them", path)
+            return None
+        if _storage(mask) not in self.masks:
+            raise Refusal(
+                "it changes the attention mask itself, or makes its own: a bias on the logits, or another pattern", path
+            )
+        window = self.masks[_storage(mask)]
+        if isinstance(window, str):
+            raise Refusal(window, path)
+        return window
+
+    def _source(self, k: torch.Tensor, v: torch.Tensor, window: int | None) -> int | None:
+        """The earlier layer whose keys and values these are; None: they are the layer's own."""
+        held = (_storage(k), _storage(v))
+        for call, other in zip(self.calls, self._kv, strict=True):
+            source = call.spec
+            enough = source.window is None or (window is not None and window <= source.window)
+            if held == other and source.kv_source is None and source.num_kv_heads == k.shape[1] and enough:
+                return source.layer
+        return None
+
+    def refuse_recurrent_layers(self) -> None:
+        """Of a model that says it keeps a state: the first layer that has no attention to keep it in."""
+        if not getattr(self._model, "_is_stateful", False):
+            return
+        for path, module in self._model.named_modules():
+            if isinstance(module, nn.Conv1d):
+                raise Refusal("it carries a state from token to token (a convolution, a state space or a recurrence)", path)
+        called = [call.path for call in self.calls]
+        stacks = {path.rpartition(".layers.")[0] + ".layers" for path in called if ".layers." in path}
+        for stack in stacks:
+            for name, layer in self._model.get_submodule(stack).named_children():
+                if not any(path.startswith(f"{stack}.{name}.") for path in called):
+                    raise Refusal(
+                        f"a {type(layer).__name__} without attention, of a model that carries a state", f"{stack}.{name}"
+                    )
+
+
+class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Answers questions about the values of tensors that have none: yes, zero, nowhere. Notes who asks."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recorder = recorder
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        packet = func.overloadpacket
+        first = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        if first is not None and first.is_meta:
+            if packet is torch.ops.aten._local_scalar_dense:
+                self._read()
+                return True if first.dtype is torch.bool else 0 if not first.dtype.is_floating_point else 0.0
+            if packet is torch.ops.aten.equal:
+                self._read()
+                return True
+            if packet is torch.ops.aten.nonzero:
+                self._read()
+                return first.new_empty(0, first.dim(), dtype=torch.int64)
+            if packet is torch.ops.aten.masked_select:
+                self._read()
+                return first.new_empty(0)
+            if packet is torch.ops.aten._to_copy and torch.device(kwargs.get("device") or "meta").type != "meta":
+                self._read()
+                return torch.zeros(first.shape, dtype=kwargs.get("dtype") or first.dtype)
+            if packet is torch.ops.aten.index and any(_is_mask(index) for index in args[1]):
+                self._read()
+                places = [part for index in args[1] for part in _places(index)]
+                return func(first, places, **kwargs)
+        return func(*args, **kwargs)
+
+    def _read(self) -> None:
+        self._recorder.host_reads.append(self._recorder.where)
+
+
+def _is_mask(index: torch.Tensor | None) -> bool:
+    return index is not None and index.dtype in (torch.bool, torch.uint8)
+
+
+def _places(index: torch.Tensor | None) -> list[torch.Tensor | None]:
+    """A mask as indices of the places that it picks: none."""
+    if index is None or not _is_mask(index):
+        return [index]
+    return [index.new_empty(0, dtype=torch.int64) for _ in range(index.dim())]
+
+
+def _check_shapes(path: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dim() != 4 or tensor.shape[0] != 1:
+            raise Refusal(f"{name} has the shape {list(tensor.shape)}, not [1, heads, tokens, width]", path)
+    if q.shape[2] != TOKENS or k.shape[2] != q.shape[2] or v.shape[2] != q.shape[2]:
+        raise Refusal(
+            f"{q.shape[2]} queries attend to {k.shape[2]} keys where {TOKENS} tokens were given: it attends to something else "
+            "(another sequence, or blocks of tokens)",
+            path,
+        )
+    if k.shape[3] != q.shape[3] or v.shape[1] != k.shape[1] or q.shape[1] % k.shape[1]:
+        raise Refusal(f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not go together", path)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def window_of(sees: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> int | None:
+    """The window of a mask: a token sees itself and the ``window - 1`` before it; None: all before it.
+
+    Args:
+        sees: (positions of queries, positions of keys) -> whether each query sees its key.
+
+    Raises:
+        Refusal: the mask is of another kind.
+    """
+    counts = []
+    for query in _QUERIES:
+        keys = torch.arange(query + 2)
+        seen = sees(torch.full_like(keys, query), keys).expand(keys.shape)
+        count = int(seen.sum())
+        expected = (keys <= query) & (keys > query - count)
+        if not count or not torch.equal(seen, expected):
+            raise Refusal("its attention mask is neither causal nor a sliding window")
+        counts.append(count)
+    window = counts[-1]
+    if any(count != min(window, query + 1) for count, query in zip(counts, _QUERIES, strict=True)):
+        raise Refusal("its attention mask is neither causal nor a sliding window: how far a token sees depends on its place")
+    return None if window == _QUERIES[-1] + 1 else window
+
+
+def _observed_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **arguments: Any,
+) -> tuple[torch.Tensor, None]:
+    recorder: _Recorder = module.__dict__[RECORDER]
+    return recorder.attended(module, query, key, value, attention_mask, arguments), None
+
+
+def _observed_mask(
+    *, q_length: int, kv_length: int, mask_function: Callable[..., Any], dtype: torch.dtype, config: Any, **_: Any
+) -> torch.Tensor:
+    recorder: _Recorder = config.__dict__[RECORDER]
+
+    def sees(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        zero = torch.zeros((), dtype=torch.int64)
+        seen = mask_function(zero, zero, queries, keys)
+        return seen if isinstance(seen, torch.Tensor) else torch.as_tensor(seen)
+
+    window: int | str | None
+    try:
+        window = window_of(sees)
+    except Refusal as refusal:
+        # It is no matter unless a layer uses it.
+        window = refusal.reason
+    except Exception:
+        window = "its attention mask depends on more than where tokens stand"
+    mask = torch.empty(1, 1, q_length, kv_length, dtype=dtype, device="meta")
+    recorder.handed_out(mask, window)
+    return mask
+
+
+AttentionInterface.register(WITH_MASKS, _observed_attention)
+AttentionInterface.register(_WITHOUT_MASKS, _observed_attention)
+AttentionMaskInterface.register(WITH_MASKS, _observed_mask)

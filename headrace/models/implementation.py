@@ -1,0 +1,117 @@
+"""Who builds a model: headrace, where its architecture is registered, or a foreign library."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from headrace.attention.context import ForwardContext
+from headrace.config import Decision, EngineArgs, EngineConfig, ModelImpl
+from headrace.errors import ConfigError
+from headrace.models import registry
+from headrace.models.fused import fuse
+from headrace.sources.files import ModelFiles
+from headrace.spec import AnySpec, ModelFacts, ModelSpec
+from headrace.weights.load import Progress, load_weights
+from headrace.weights.report import LoadReport
+
+if TYPE_CHECKING:
+    from headrace.models.fallback.load import Described
+
+
+class Built(Protocol):
+    """A model that can be run."""
+
+    @property
+    def spec(self) -> ModelFacts: ...
+
+    def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor: ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
+
+
+class Implementation(Protocol):
+    """A model that is known and not loaded yet."""
+
+    @property
+    def spec(self) -> AnySpec: ...
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """Which implementation it is, and why."""
+        ...
+
+    def load(self, files: ModelFiles, config: EngineConfig, progress: Progress) -> tuple[Built, LoadReport]:
+        """The model on its device, with its weights. Raises ConfigError where they do not fit."""
+        ...
+
+
+def choose(args: EngineArgs, files: ModelFiles) -> Implementation:
+    """The implementation of a model: the one asked for; for ``auto`` ours if there is one, else transformers'.
+
+    Raises:
+        ConfigError: there is none of that kind for this model; names the layer and the reason where it is a layer's.
+    """
+    asked, config = args.model_impl, files.config
+    if asked not in typing.get_args(ModelImpl):
+        raise ConfigError(f"model_impl must be one of {', '.join(typing.get_args(ModelImpl))}, not {asked!r}", "model_impl")
+    if asked == "megatron":
+        raise ConfigError("model_impl megatron is for models that are handed over as objects, not for files", "model_impl")
+    if asked == "native":
+        return _Native(registry.model_spec(config), (Decision("model_impl", "native", "asked for"),))
+    if asked == "transformers":
+        return _transformers(args, files, "asked for")
+    if files.gguf_file is not None:
+        return _Native(registry.model_spec(config), (Decision("model_impl", "native", "it alone reads GGUF files"),))
+    name = " / ".join(getattr(config, "architectures", None) or [config.model_type])
+    if registry.find(config) is None:
+        return _transformers(args, files, f"{name} has no native implementation")
+    try:
+        spec = registry.model_spec(config)
+    except ConfigError as error:
+        return _transformers(args, files, f"the native {name} does not do all of this model: {error.message}")
+    return _Native(spec, (Decision("model_impl", "native", f"{name} is registered"),))
+
+
+def _transformers(args: EngineArgs, files: ModelFiles, why: str) -> Implementation:
+    # Only now: most models need none of it.
+    from headrace.models.fallback.load import describe
+
+    if files.gguf_file is not None:
+        raise ConfigError("model_impl transformers does not read GGUF files", "model_impl")
+    described = describe(files.config, args)
+    return _Transformers(described, (Decision("model_impl", "transformers", why), *described.decisions))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Native:
+    spec: ModelSpec
+    decisions: tuple[Decision, ...]
+
+    def load(self, files: ModelFiles, config: EngineConfig, progress: Progress) -> tuple[Built, LoadReport]:
+        model = registry.build(self.spec, config.dtype, config.device)
+        table = registry.name_table(self.spec)
+        seed = config.args.seed
+        report = load_weights(model, table, files, quantization=config.quantization, seed=seed, progress=progress)
+        layers = fuse(model)
+        return model, dataclasses.replace(report, decisions=(*report.decisions, *([] if layers is None else [layers])))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Transformers:
+    described: Described
+    decisions: tuple[Decision, ...]
+
+    @property
+    def spec(self) -> AnySpec:
+        return self.described.spec
+
+    def load(self, files: ModelFiles, config: EngineConfig, progress: Progress) -> tuple[Built, LoadReport]:
+        from headrace.models.fallback.load import load
+
+        model, report = load(self.described, files, config)
+        progress(report.nbytes_read, report.nbytes_read)
+        return model, report

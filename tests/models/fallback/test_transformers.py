@@ -1,0 +1,314 @@
+"""Models of transformers on headrace's attention: the same tokens and logprobs, and refusals that say why."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from headrace import LLM, SamplingParams
+from headrace.bench import tiny_models
+from headrace.bench.architectures import TOLERANCE, quiet, survey_one
+from headrace.config import EngineArgs
+from headrace.errors import ConfigError
+from headrace.models.fallback.load import describe
+from headrace.models.fallback.observe import window_of
+from headrace.models.fallback.refusal import Refusal
+
+RUN = ["cohere2", "deepseek_v3", "gemma2", "gemma3n_text", "gpt2", "gpt_oss", "granite", "llama", "mimo_v2_flash", "mixtral"]
+"""Windows between full layers, latent attention, soft caps, shared KV, learned positions, sinks, multipliers, heads that
+differ by layer with K wider than V, experts."""
+REFUSED = {
+    "bart": "it does not go by position_ids",
+    "bloom": "none of its layers calls transformers' attention interface",
+    "deepseek_v32": "its attention takes indices",
+    "doge": r"model\.layers\.0\.self_attn: it changes the attention mask itself",
+    "falcon_h1": r"model\.layers\.0\.mamba\.conv1d: it carries a state",
+    "lfm2": r"model\.layers\.0\.conv: a Lfm2ShortConv mixes tokens of different sequences",
+    "llama4_text": "its attention mask",
+    "mamba": "none of its layers calls",
+}
+
+
+@pytest.mark.parametrize("kind", RUN)
+def test_tokens_and_logprobs_are_transformers_own(kind: str) -> None:
+    """With chunks, mixed batches, preemptions and prefix hits."""
+    verdict = survey_one(kind)
+    assert verdict.runs, verdict.reason
+    assert not verdict.fault
+    assert verdict.error <= TOLERANCE
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_refusals_name_the_layer_and_the_reason(kind: str, tmp_path: Path) -> None:
+    with quiet():
+        tiny_models.save(tiny_models.model(kind), tmp_path)
+        with pytest.raises(ConfigError, match=REFUSED[kind]) as caught:
+            engine(tmp_path)
+    assert caught.value.param == "model_impl"
+
+
+def engine(folder: Path, **changes: Any) -> LLM:
+    fields: dict[str, Any] = {
+        "skip_tokenizer_init": True,
+        "device": "cpu",
+        "dtype": "float32",
+        "num_kv_blocks": 40,
+        "max_model_len": 64,
+        "num_threads": 1,
+    }
+    return LLM(model=str(folder), **fields | {"model_impl": "transformers"} | changes)
+
+
+def decisions(llm: LLM) -> dict[str, tuple[str, str]]:
+    return {line.name: (line.value, line.reason) for line in llm.info.decisions}
+
+
+def tokens_of(llm: LLM, prompt: list[int], count: int = 6) -> list[int]:
+    params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
+    (output,) = llm.generate({"prompt_token_ids": prompt}, params)
+    return list(output.outputs[0].token_ids)
+
+
+@pytest.fixture(scope="module")
+def granite(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model without a native implementation."""
+    folder = tmp_path_factory.mktemp("granite")
+    with quiet():
+        tiny_models.save(tiny_models.model("granite"), folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    with quiet():
+        tiny_models.save(tiny_models.model("llama"), folder)
+    return folder
+
+
+def test_auto_takes_transformers_where_there_is_no_native_model_and_says_so(granite: Path) -> None:
+    with quiet():
+        llm = engine(granite, model_impl="auto")
+    value, why = decisions(llm)["model_impl"]
+    assert value == "transformers"
+    assert "GraniteForCausalLM has no native implementation" in why
+
+
+def test_auto_takes_the_native_model_and_says_so(llama: Path) -> None:
+    with quiet():
+        native, foreign = engine(llama, model_impl="auto"), engine(llama)
+    assert decisions(native)["model_impl"] == ("native", "LlamaForCausalLM is registered")
+    assert decisions(foreign)["model_impl"] == ("transformers", "asked for")
+    assert tokens_of(native, [5, 6, 7, 8]) == tokens_of(foreign, [5, 6, 7, 8])
+
+
+def test_native_is_refused_where_there_is_none(granite: Path) -> None:
+    with pytest.raises(ConfigError, match="GraniteForCausalLM is not supported"):
+        engine(granite, model_impl="native")
+
+
+@pytest.mark.parametrize("changes", [{"model_impl": "onnx"}, {"model_impl": "megatron"}])
+def test_unknown_implementations_are_refused(granite: Path, changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        engine(granite, **changes)
+    assert caught.value.param == "model_impl"
+
+
+def test_quantization_is_refused(granite: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        engine(granite, quantization="int8", dtype="bfloat16")
+    assert caught.value.param == "quantization"
+
+
+def test_dummy_weights(granite: Path) -> None:
+    with quiet():
+        one, two, other = (engine(granite, load_format="dummy", seed=seed) for seed in (3, 3, 4))
+    prompt = [9, 8, 7]
+    assert tokens_of(one, prompt) == tokens_of(two, prompt)
+    weights = [dict(model_of(llm).foreign.named_parameters())["model.embed_tokens.weight"] for llm in (one, other)]
+    assert not torch.equal(weights[0], weights[1])
+
+
+def test_bfloat16_follows_the_model(granite: Path) -> None:
+    with quiet():
+        llm = engine(granite, dtype="bfloat16")
+    assert {parameter.dtype for parameter in model_of(llm).foreign.parameters()} == {torch.bfloat16}
+    assert tokens_of(llm, [4, 5, 6])
+
+
+def model_of(llm: LLM) -> Any:
+    return llm._engine.core.runner._model
+
+
+def test_a_missing_weight_is_an_error(granite: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    for file in granite.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with quiet(), pytest.raises(ConfigError, match=r"lacks model\.layers\.1\.mlp\.up_proj\.weight"):
+        engine(tmp_path)
+
+
+def test_matrices_of_one_input_are_fused_and_still_take_updates(llama: Path) -> None:
+    with quiet():
+        llm, again = engine(llama), engine(llama)
+    value, _ = decisions(llm)["fused matrices"]
+    assert int(value) == 2 * 3, "query, key, value and gate, up of three layers"
+    model, prompt = model_of(llm), [5, 9, 11]
+    before = tokens_of(llm, prompt)
+    name = "model.layers.1.self_attn.k_proj.weight"
+    assert name in dict(model.name_table().items())
+    weight = dict(model.foreign.named_parameters())[name]
+    assert model.update_weights([(name, 3 * torch.randn(weight.shape))]) == 1
+    changed = tokens_of(llm, [prompt[0], 12, *prompt])
+    assert changed != tokens_of(again, [prompt[0], 12, *prompt])
+    assert before == tokens_of(again, prompt)
+
+
+def test_updates_of_unknown_weights_raise(llama: Path) -> None:
+    with quiet():
+        model = model_of(engine(llama))
+    with pytest.raises(ValueError, match="has no weight"):
+        model.update_weights([("model.layers.7.mlp.up_proj.weight", torch.zeros(1))])
+    with pytest.raises(ValueError, match="has the shape"):
+        model.update_weights([("model.norm.weight", torch.zeros(1))])
+
+
+def test_no_tokens_at_all(llama: Path) -> None:
+    with quiet():
+        model = model_of(engine(llama))
+    empty = torch.empty(0, dtype=torch.int64)
+    context: Any = type("Context", (), {"caches": [None] * 3})()
+    assert model(empty, empty, context).shape == (0, 32)
+    assert model.logits(torch.empty(0, 32)).shape == (0, tiny_models.VOCAB)
+    with pytest.raises(ValueError, match="3 layers have 2 entries"):
+        fresh(llama)(empty, empty, type("Context", (), {"caches": [None] * 2})())
+
+
+def fresh(folder: Path) -> Any:
+    with quiet():
+        model = model_of(engine(folder))
+    model._checked = False
+    return model
+
+
+def test_every_layer_attends_in_its_turn(llama: Path) -> None:
+    model = fresh(llama)
+    q = torch.zeros(1, 4, 2, 8)
+    kv = torch.zeros(1, 2, 2, 8)
+    with pytest.raises(ValueError, match="whose turn it is not"), model.calls.in_order():
+        model.calls.attend(model.calls.modules[1], q, kv, kv, None, {})
+    with pytest.raises(ValueError, match="0 of 3 layers called attention"), model.calls.in_order():
+        pass
+    with pytest.raises(ValueError, match="scaling is 7"), model.calls.in_order():
+        model.calls.attend(model.calls.modules[0], q, kv, kv, None, {"scaling": 7.0})
+    with pytest.raises(ValueError, match="an attention mask of its own"), model.calls.in_order():
+        model.calls.attend(model.calls.modules[0], q, kv, kv, torch.zeros(1, 1, 2, 2), {})
+
+
+def test_the_attention_is_for_models_loaded_here_alone() -> None:
+    config = tiny_models.config("llama")
+    model = transformers.LlamaForCausalLM._from_config(config, attn_implementation="headrace")
+    with pytest.raises(ValueError, match="models that headrace has loaded"):
+        model(input_ids=torch.tensor([[3, 4]]))
+
+
+def test_code_of_a_checkpoint_runs_only_when_asked(tmp_path: Path) -> None:
+    """A model that transformers does not know, with its code beside its weights."""
+    with quiet():
+        tiny_models.save(tiny_models.model("llama"), tmp_path)
+    (tmp_path / "modeling_own.py").write_text(
+        "from transformers import LlamaConfig, LlamaForCausalLM\n\n\n"
+        "class OwnConfig(LlamaConfig):\n    model_type = 'own'\n\n\n"
+        "class OwnForCausalLM(LlamaForCausalLM):\n    config_class = OwnConfig\n"
+    )
+    file = tmp_path / "config.json"
+    own = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+    text = (
+        file.read_text().replace('"model_type": "llama"', '"model_type": "own"').replace("LlamaForCausalLM", "OwnForCausalLM")
+    )
+    file.write_text(text.rstrip().rstrip("}") + f', "auto_map": {own}}}'.replace("'", '"'))
+    with quiet():
+        with pytest.raises(ConfigError) as caught:
+            engine(tmp_path, model_impl="auto")
+        assert caught.value.param == "trust_remote_code"
+        llm = engine(tmp_path, model_impl="auto", trust_remote_code=True)
+    assert len(tokens_of(llm, [3, 4, 5])) == 6
+
+
+def rope(kind: str, **parameters: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **parameters}}
+
+
+def test_frequencies_that_depend_on_the_batch_end_the_context() -> None:
+    config = transformers.LlamaConfig(
+        hidden_size=32,
+        num_attention_heads=4,
+        num_hidden_layers=1,
+        intermediate_size=8,
+        vocab_size=11,
+        max_position_embeddings=32,
+        **rope("dynamic", factor=4.0),
+    )
+    described = describe(config, EngineArgs())
+    assert described.spec.max_position == 32
+    assert "dynamic" in described.decisions[0].value
+    factors = {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "original_max_position_embeddings": 16}
+    config = transformers.LlamaConfig(
+        hidden_size=32,
+        num_attention_heads=4,
+        num_hidden_layers=1,
+        intermediate_size=8,
+        vocab_size=11,
+        max_position_embeddings=64,
+        **rope("longrope", factor=4.0, **factors),
+    )
+    assert describe(config, EngineArgs()).spec.max_position == 16
+    long = describe(config, EngineArgs(max_model_len=40))
+    assert long.spec.max_position == 64
+    assert long.decisions[0].value == "longrope, long factors"
+
+
+@pytest.mark.parametrize("window", [1, 2, 7, 4096])
+def test_windows_are_read_off_the_mask(window: int) -> None:
+    assert window_of(lambda q, k: (k <= q) & (k > q - window)) == window
+    assert window_of(lambda q, k: k <= q) is None
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        lambda q, k: k >= 0,
+        lambda q, k: (k <= q) & (k // 64 == q // 64),
+        lambda q, k: (k <= q) & ((k > q - 8) | (k < 2)),
+        lambda q, k: k < q,
+    ],
+    ids=["both ways", "chunks", "window and first tokens", "not itself"],
+)
+def test_other_masks_are_refused(mask: Any) -> None:
+    with pytest.raises(Refusal, match="neither causal nor a sliding window"):
+        window_of(mask)
+
+
+def test_padding_of_the_vocabulary_is_not_drawn(tmp_path: Path) -> None:
+    """More columns than the configuration has tokens."""
+    with quiet():
+        made = tiny_models.model("llama")
+        made.config.vocab_size = tiny_models.VOCAB
+        tiny_models.save(made, tmp_path)
+        model = model_of(engine(tmp_path))
+    import dataclasses
+
+    model.spec = dataclasses.replace(model.spec, num_tokens=90)
+    logits = model.logits(torch.randn(2, 32))
+    assert logits.dtype == torch.float32
+    assert bool((logits[:, 90:] == -math.inf).all())
+    assert bool(logits[:, :90].isfinite().all())

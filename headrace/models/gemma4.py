@@ -149,7 +149,7 @@ def model_spec(config: PretrainedConfig) -> Gemma4Spec:
     own = len(kinds) - (uniform(config, "num_kv_shared_layers") or 0)
     same = bool(uniform(config, "attention_k_eq_v", False))
     layers = []
-    for layer in attention_specs(config, windows=windows_by_type(config), partial_rotary=True):
+    for layer in attention_specs(config, windows=windows_by_type(config), partial_rotary=1.0):
         kind = kinds[layer.layer]
         source = None if layer.layer < own else _source(layer.layer, kinds[:own], kind)
         v_from_k = same and kind == "full_attention" and source is None

@@ -148,7 +148,9 @@ def _rope_spec(config: PretrainedConfig, given: Mapping[str, Any], where: str) -
     parameters = {name: value for name, value in given.items() if value is not None}
     kind = parameters.pop("rope_type", parameters.pop("type", "default"))
     parameters.pop("type", None)
-    theta = parameters.pop("rope_theta", None) or getattr(config, "rope_theta", None) or 10000.0
+    usual = getattr(config, "default_theta", None)
+    theta = parameters.pop("rope_theta", None) or getattr(config, "rope_theta", None)
+    theta = theta or (usual if isinstance(usual, int | float) else 10000.0)
     if parameters.get("mrope_section"):
         raise ConfigError(f"{where}.mrope_section is not supported", "rope_parameters")
     parameters.setdefault("max_position_embeddings", required(config, "max_position_embeddings"))
@@ -199,13 +201,14 @@ def windows_by_type(config: PretrainedConfig) -> list[int | None]:
 
 
 def attention_specs(
-    config: PretrainedConfig, *, windows: Sequence[int | None] | None = None, partial_rotary: bool = False
+    config: PretrainedConfig, *, windows: Sequence[int | None] | None = None, partial_rotary: float | None = None
 ) -> tuple[AttentionSpec, ...]:
     """The geometry of every layer, each from its own numbers. A family adds what is its own with ``dataclasses.replace``.
 
     Args:
         windows: each layer's; None: none has one.
-        partial_rotary: the family rotates ``partial_rotary_factor`` of a head's channels; the others refuse one.
+        partial_rotary: the ``partial_rotary_factor`` of a family that rotates so much of a head's channels, where the config
+            gives none; None: the family rotates all and refuses to do less.
 
     Raises:
         ConfigError: a layer's numbers do not fit together; the message names it.
@@ -242,10 +245,10 @@ def _share(layer: int, hidden: int, heads: Any) -> int | None:
     return hidden // heads if isinstance(heads, int) and 0 < heads <= hidden else None
 
 
-def _rotary_dim(layer: int, head_dim: int, rope: RopeSpec, partial: bool) -> int:
+def _rotary_dim(layer: int, head_dim: int, rope: RopeSpec, partial: float | None) -> int:
     """How many of a head's channels are rotated."""
-    share = rope.parameters.get("partial_rotary_factor", 1)
-    if share != 1 and not partial:
+    share = rope.parameters.get("partial_rotary_factor", 1 if partial is None else partial)
+    if share != 1 and partial is None:
         raise ConfigError(f"layer {layer}: partial_rotary_factor {share!r} is not supported", "rope_parameters")
     if not isinstance(share, int | float) or not 0 < share <= 1:
         raise ConfigError(f"layer {layer}: partial_rotary_factor {share!r} is no share of a head", "rope_parameters")

@@ -20,6 +20,8 @@ class Layout:
 
     rows: Callable[[], Sequence[int]] | None = None
     """Gives for each row of the parameter's part the row of the stored tensor: a permutation. None: they are in order."""
+    axis: int = 0
+    """Of the part: what ``rows`` counts along."""
     transposed: bool = False
     """It is stored as ``[..., inputs, outputs]``; ``rows`` are those of its transpose."""
     wrapped: bool = False
@@ -34,14 +36,13 @@ class Layout:
         """From the stored tensor to the parameter's part."""
         whole = stored.squeeze(0) if self.wrapped else stored
         whole = whole.mT if self.transposed else whole
-        return whole if self.rows is None else whole[torch.tensor(self.rows(), device=whole.device)]
+        return whole if self.rows is None else whole.index_select(self.axis, torch.tensor(self.rows(), device=whole.device))
 
     def give(self, part: torch.Tensor) -> torch.Tensor:
         """Back: what ``take`` makes this part of."""
         whole = part
         if self.rows is not None:
-            whole = torch.empty_like(part)
-            whole[torch.tensor(self.rows(), device=part.device)] = part
+            whole = torch.empty_like(part).index_copy_(self.axis, torch.tensor(self.rows(), device=part.device), part)
         whole = whole.mT if self.transposed else whole
         return whole.unsqueeze(0) if self.wrapped else whole
 

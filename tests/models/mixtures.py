@@ -11,6 +11,10 @@ from transformers import (
     Ernie4_5_MoeForCausalLM,
     Ernie4_5Config,
     Ernie4_5ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    MiMoV2FlashConfig,
+    MiMoV2FlashForCausalLM,
     PreTrainedModel,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
@@ -48,6 +52,28 @@ YARN = {
 }
 V2 = LATENT | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
 V3 = LATENT | {"n_group": 3, "topk_group": 2}
+GPT_OSS = {
+    "head_dim": 8,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 28,
+    "sliding_window": 7,
+    "attn_implementation": "eager",
+}
+MIMO_TYPES = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+MIMO = {
+    "num_hidden_layers": 4,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+    "v_head_dim": 16,
+    "layer_types": MIMO_TYPES,
+    "sliding_window": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "attn_implementation": "eager",
+}
 CASES: dict[str, tuple[type[PreTrainedModel], type, dict]] = {
     "qwen3-moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig, QWEN),
     "qwen3-moe-mixed": (
@@ -82,5 +108,29 @@ CASES: dict[str, tuple[type[PreTrainedModel], type, dict]] = {
         DeepseekV3ForCausalLM,
         DeepseekV3Config,
         V3 | {"rope_interleave": False, "attention_bias": True, "norm_topk_prob": False, "rms_norm_eps": 1e-4},
+    ),
+    "gpt-oss": (
+        GptOssForCausalLM,
+        GptOssConfig,
+        GPT_OSS | {"rope_parameters": YARN["rope_parameters"] | {"truncate": False, "mscale": None, "mscale_all_dim": None}},
+    ),
+    "gpt-oss-clamped": (
+        GptOssForCausalLM,
+        GptOssConfig,
+        GPT_OSS
+        | {
+            "swiglu_limit": 0.4,
+            "swiglu_alpha": 1.1,
+            "attention_bias": False,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+        },
+    ),
+    "mimo": (MiMoV2FlashForCausalLM, MiMoV2FlashConfig, MIMO),
+    "mimo-groups": (
+        MiMoV2FlashForCausalLM,
+        MiMoV2FlashConfig,
+        MIMO
+        | {"n_group": 4, "topk_group": 2, "attention_bias": True, "attention_value_scale": None, "routed_scaling_factor": 2.5},
     ),
 }

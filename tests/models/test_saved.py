@@ -1,0 +1,103 @@
+"""Models as transformers saves them: the directory's config and tensors, under the names that checkpoints have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import GptOssConfig, GptOssForCausalLM
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from headrace.config import EngineArgs
+from headrace.models import registry
+from headrace.models.decoder import Decoder
+from headrace.sources.files import find_model
+from headrace.weights.load import load_weights
+
+from . import mixtures
+from .families import CASES, SMALL, pair, prompt
+from .harness import Bench
+
+FIRST = {model_class: name for name, (model_class, _, _) in reversed(CASES.items())}
+ONE_EACH = list(FIRST.values())
+"""Of every family its first case."""
+
+
+def load(folder: Path) -> Decoder:
+    files = find_model(EngineArgs(model=str(folder)))
+    spec = registry.model_spec(files.config)
+    model = registry.build(spec, "float32", "cpu")
+    load_weights(model, registry.name_table(spec), files)
+    return model
+
+
+def same(model: Decoder, other: Decoder) -> None:
+    expected = dict(other.named_parameters())
+    assert {name for name, _ in model.named_parameters()} == set(expected)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, expected[name]), name
+
+
+@pytest.mark.parametrize("name", [*ONE_EACH, "gemma4-shared", "llama-uneven"])
+def test_a_saved_model_is_loaded(name: str, tmp_path: Path) -> None:
+    theirs, ours = pair(name)
+    theirs.save_pretrained(tmp_path)
+    loaded = load(tmp_path)
+    same(loaded, ours)
+    if name != "gemma4-shared":
+        assert loaded.spec == ours.spec
+
+
+@pytest.mark.parametrize("name", [*ONE_EACH, "gemma4-shared"])
+def test_an_exported_model_is_loaded(name: str, tmp_path: Path) -> None:
+    """The table of names works both ways."""
+    theirs, ours = pair(name)
+    theirs.config.save_pretrained(tmp_path)
+    exported = {key: tensor.contiguous() for key, tensor in registry.name_table(ours.spec).export(ours)}
+    save_file(exported, tmp_path / "model.safetensors")
+    same(load(tmp_path), ours)
+
+
+def test_experts_of_mxfp4(tmp_path: Path) -> None:
+    """gpt-oss as it is published: experts in blocks of 4 bits, outputs before inputs, rows of gate and up in turns."""
+    # Wide enough for blocks of 32.
+    sizes = SMALL | mixtures.GPT_OSS | {"hidden_size": 64, "intermediate_size": 32, "num_attention_heads": 8}
+    config = GptOssConfig(**sizes, architectures=["GptOssForCausalLM"])
+    torch.manual_seed(0)
+    model = GptOssForCausalLM(config).eval()
+    held = {}
+    for name, tensor in model.state_dict().items():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            held[name] = tensor.contiguous()
+            continue
+        experts, inputs, outputs = tensor.shape
+        held[f"{name}_blocks"] = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+        held[f"{name}_scales"] = torch.randint(120, 126, (experts, outputs, inputs // 32), dtype=torch.uint8)
+        meant = convert_moe_packed_tensors(held[f"{name}_blocks"], held[f"{name}_scales"])
+        tensor.copy_(meant if meant.shape == tensor.shape else meant.mT)
+    config.quantization_config = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    config.save_pretrained(tmp_path)
+    save_file(held, tmp_path / "model.safetensors")
+    bench = Bench(load(tmp_path))
+    ids = prompt(10)
+    got = bench.prefill(bench.sequence(ids), 4)
+    with torch.inference_mode():
+        expected = model(torch.tensor([ids])).logits[0]
+    torch.testing.assert_close(got.log_softmax(-1), expected.log_softmax(-1), atol=1e-4, rtol=0)
+
+
+def test_other_names_of_mimo(tmp_path: Path) -> None:
+    """As it is published: sinks under another name, experts apart, layers that predict further tokens beside."""
+    theirs, ours = pair("mimo")
+    theirs.save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    held = {
+        name.replace("self_attn.sinks", "self_attn.attention_sink_bias"): tensor for name, tensor in load_file(path).items()
+    }
+    assert any(name.endswith("experts.7.down_proj.weight") for name in held)
+    assert sum(name.endswith("attention_sink_bias") for name in held) == 2
+    held["model.mtp.layers.0.eh_proj.weight"] = torch.zeros(3)
+    save_file(held, path)
+    same(load(tmp_path), ours)

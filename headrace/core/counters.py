@@ -10,6 +10,7 @@ class Counters:
     """The scheduler's part of EngineStats."""
 
     num_preemptions: int = 0
+    kv_blocks_moved: int = 0
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
     prompt_tokens: int = 0

@@ -116,7 +116,9 @@ class Scheduler:
             return None
         self._last_step += 1
         self._in_flight.append(Flight(self._last_step, step.flight))
-        return step.build(self._last_step, self._slots.take_released(), self.kv.take_moves())
+        moves = self.kv.take_moves()
+        self._counters.kv_blocks_moved += len(moves)
+        return step.build(self._last_step, self._slots.take_released(), moves)
 
     def update(self, plan: StepPlan, result: StepResult) -> list[SequenceUpdate]:
         """Takes in the result of the oldest launched step; returns what changed for sequences with news.
@@ -162,6 +164,7 @@ class Scheduler:
             num_preemptions=counters.num_preemptions,
             kv_blocks_used=self.kv.num_used,
             kv_blocks_total=self.kv.num_total,
+            kv_blocks_moved=counters.kv_blocks_moved,
             prefix_query_tokens=counters.prefix_query_tokens,
             prefix_hit_tokens=counters.prefix_hit_tokens,
             prompt_tokens=counters.prompt_tokens,

@@ -28,7 +28,7 @@ class BlockPool:
     Args:
         blocks: its block numbers at first.
         holes: to keep the empty ones in, if ``extend`` and ``cede`` are to be used; else they are a simple stack.
-        ticks: the clock of ``ages``; pools that are to be compared share it.
+        ticks: the clock of ``oldest``; pools that are to be compared share it.
     """
 
     def __init__(self, blocks: range, holes: Holes | None = None, ticks: Iterator[int] | None = None) -> None:
@@ -73,9 +73,13 @@ class BlockPool:
         return len(self._owners) + len(self._pending)
 
     @property
-    def ages(self) -> tuple[int, int]:
-        """The ticks of the cached blocks that would be evicted first and last. There must be one."""
-        return next(iter(self._lru)), next(reversed(self._lru))
+    def oldest(self) -> int | None:
+        """The tick at which the cached block became free that would be evicted first."""
+        return next(iter(self._lru), None)
+
+    @property
+    def newest(self) -> int | None:
+        return next(reversed(self._lru), None)
 
     def owners(self, block: int) -> frozenset[int]:
         return frozenset(self._owners.get(block, ()))
@@ -94,9 +98,7 @@ class BlockPool:
             raise EngineError(f"sequence {owner} asked for {count} KV blocks; {self.num_free} of {self.num_usable} are free")
         blocks = []
         for _ in range(count):
-            if not self._empty:
-                self.evict()
-            block = self._empty.pop()
+            block = self._empty.pop() if self._empty else self._evict()
             self._owners[block] = {owner}
             blocks.append(block)
         return blocks
@@ -163,10 +165,7 @@ class BlockPool:
 
     def evict(self) -> None:
         """Empties the least recently used cached block. There must be one."""
-        _, block = self._lru.popitem(last=False)
-        del self._cached[block]
-        self.index.drop(block)
-        self._empty.append(block)
+        self._empty.append(self._evict())
 
     # ------------------------------------------------------------------ the run of numbers
 
@@ -239,3 +238,9 @@ class BlockPool:
         else:
             self._cached[block] = tick = next(self._ticks)
             self._lru[tick] = block
+
+    def _evict(self) -> int:
+        _, block = self._lru.popitem(last=False)
+        del self._cached[block]
+        self.index.drop(block)
+        return block

@@ -97,22 +97,31 @@ class Strips:
         """Empties cached blocks until, with ``counts`` more, all groups together are within the capacity."""
         kept = [pool.num_used + pool.num_cached + count for pool, count in zip(self.pools, counts, strict=True)]
         excess = self.bytes_of(kept) - self.arena.capacity
+        if excess <= 0:
+            return
+        # By group, as far as it has any: the tick of the block that is its next to go.
+        heads = {group: oldest for group, pool in enumerate(self.pools) if (oldest := pool.oldest) is not None}
+        newest = max(pool.newest or 0 for pool in self.pools)
+        lenience = (newest - min(heads.values())) // _LENIENCE
+        needy = {group for group in heads if counts[group] > self.pools[group].num_empty}
         while excess > 0:
-            group = self._next_to_evict(counts)
-            self.pools[group].evict()
+            group = min(heads, key=heads.__getitem__)
+            # A block of a group that needs one goes first, if it is about as old: then none has to move.
+            if needy and group not in needy:
+                own = min(needy, key=heads.__getitem__)
+                if heads[own] - heads[group] <= lenience:
+                    group = own
+            pool = self.pools[group]
+            pool.evict()
             excess -= self._sizes[group]
-
-    def _next_to_evict(self, counts: Sequence[int]) -> int:
-        """The group whose cached block goes: of those that need blocks if theirs is about as old as any, so that none moves."""
-        ages = {group: pool.ages for group, pool in enumerate(self.pools) if pool.num_cached}
-        oldest = min(ages, key=lambda group: ages[group][0])
-        newest = max(age for _, age in ages.values())
-        needy = [group for group in ages if counts[group] > self.pools[group].num_empty]
-        if not needy:
-            return oldest
-        own = min(needy, key=lambda group: ages[group][0])
-        first = ages[oldest][0]
-        return own if (ages[own][0] - first) * _LENIENCE <= newest - first else oldest
+            if counts[group] <= pool.num_empty:
+                needy.discard(group)
+            oldest = pool.oldest
+            if oldest is None:
+                del heads[group]
+                needy.discard(group)
+            else:
+                heads[group] = oldest
 
     # ------------------------------------------------------------------ edges of strips
 

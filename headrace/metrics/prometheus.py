@@ -36,6 +36,7 @@ _GAUGES = {
 _COUNTERS = {
     "step": ("headrace_engine_steps", "Steps the engine has run."),
     "num_preemptions": ("headrace_preemptions", "Sequences that gave their blocks back to be computed again."),
+    "kv_blocks_moved": ("headrace_kv_blocks_moved", "KV blocks copied to make room for another cache group."),
     "prefix_query_tokens": ("headrace_prefix_cache_query_tokens", "Prompt tokens looked up in the prefix cache."),
     "prefix_hit_tokens": ("headrace_prefix_cache_hit_tokens", "Prompt tokens found in the prefix cache."),
     "prompt_tokens": ("headrace_prompt_tokens", "Prompt tokens of requests that have started."),

@@ -17,6 +17,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     kv_blocks_used: int = 0
     """Blocks owned by sequences, over all groups; blocks that only the prefix cache holds count as free."""
     kv_blocks_total: int = 0
+    kv_blocks_moved: int = 0
+    """Blocks copied to another place so that another cache group could have theirs."""
     prefix_query_tokens: int = 0
     """Prompt tokens looked up in the prefix cache."""
     prefix_hit_tokens: int = 0

@@ -173,6 +173,7 @@ class World:
         stats = self.scheduler.stats()
         assert stats.generation_tokens >= sum(len(outcome.tokens) for outcome in self.outcomes.values())
         assert sum(stats.finished.values()) == len(self.outcomes)
+        assert stats.kv_blocks_moved == self.runner.num_moves
         self.assert_replay()
 
     def _assert_outcome(self, seq_id: int, outcome: Outcome) -> None:

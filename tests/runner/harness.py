@@ -237,8 +237,6 @@ class Engine:
         self.scheduler = Scheduler(config.scheduler, config.cache)
         self.outcomes: Outcomes = {}
         self.results: list[StepResult] = []
-        self.num_moves = 0
-        """Blocks that were moved to make room for another group's."""
         self._launched: deque[tuple[StepPlan, Any]] = deque()
 
     def add(self, *requests: Request) -> None:
@@ -259,7 +257,6 @@ class Engine:
                 break
             while (plan := self.scheduler.schedule()) is not None:
                 self._launched.append((plan, self.runner.launch(plan)))
-                self.num_moves += len(plan.moves)
             if self._launched:
                 self._collect()
         self.scheduler.check_integrity()

@@ -96,7 +96,7 @@ def step_inputs(
     mapping = tuple(torch.empty(num_tokens, dtype=torch.int64, device=device) for _ in tables)
     gathered = tuple(torch.empty(rows, table_width, dtype=torch.int32, device=device) for _ in tables)
     # What is behind the last row may be all there is.
-    longest = max(max_queries, table_width, num_tokens - rows if rows else num_tokens, 1)
+    longest = max(max_queries, table_width, num_tokens, 1)
     for group, table in enumerate(tables):
         _gather[(rows + 1, triton.cdiv(longest, _BLOCK))](
             token_ids,

@@ -437,16 +437,9 @@ def _attend(
 
 @triton.jit(do_not_specialize=["splits"])
 def _merge(
-    partial,
-    lse,
-    out,
-    splits,
-    DV: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SPLITS_P: tl.constexpr,
-    ORDERED: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    partial, lse, out, splits, DV: tl.constexpr, BLOCK: tl.constexpr, SPLITS_P: tl.constexpr, ORDERED: tl.constexpr,
+    PDL: tl.constexpr
+):  # fmt: skip
     """Weighs the splits of one (token, head) by their softmax mass, for a block of channels.
 
     A split whose mass is 0 may hold anything. ``ORDERED``: sums one by one, so that empty splits at the end do not change

@@ -108,9 +108,9 @@ def their_rows(log: Path) -> Iterable[Json]:
 
 
 def parsed(line: str) -> Json:
-    """The line as JSON; nothing if it is something else, or not whole yet."""
+    """The line as JSON, whatever a library wrote before it; nothing if it is something else, or not whole yet."""
     try:
-        told = json.loads(line)
+        told = json.loads(line[max(0, line.find("{")) :])
     except ValueError:
         return {}
     return told if isinstance(told, dict) else {}

@@ -162,7 +162,7 @@ def watched(work: Callable[[], None], trace: Path | None) -> list[Span]:
     if trace is not None:
         watch.export_chrome_trace(str(trace))
     wanted = DeviceType.CUDA if cuda else DeviceType.CPU
-    events = [event for event in watch.events() if event.device_type == wanted]
+    events = [event for event in watch.events() if event.device_type == wanted and not event.is_user_annotation]
     if cuda:
         return sorted(
             (Span(event.name, event.time_range.start, event.time_range.end) for event in events), key=lambda span: span.start

@@ -23,6 +23,7 @@ given = parser.parse_args()
 print("a word of the library")
 print(json.dumps({"engine": "vllm", "model": "tiny", "startup_s": 3.0}), flush=True)
 row = {"engine": "vllm", "model": "tiny", "workload": given.workloads.split(",")[0], "seconds": 1.0}
+print("a bar of progress ", end="")
 print(json.dumps({**row, "in_tok": 128, "out_tok": 256}), flush=True)
 sys.exit("out of memory in /some/folder/kernel.cu")
 """

@@ -126,9 +126,9 @@ class LatentBackend:
         return [] if spec.latent is not None else ["it is for compressed KV"]
 
     def plan(self, step: StepMetadata) -> None:
-        """Decode rows are absorbed, and so are prompts' rows for which that is less work."""
+        """Decode rows are absorbed, and so are prompts' rows for which that is less work, or whose lengths are not known."""
         self._step, self._prompts, self._few = step, None, None
-        self._many = self._worth_uncompressing(step)
+        self._many = np.empty(0, dtype=np.int64) if step.bounded else self._worth_uncompressing(step)
         few = np.setdiff1d(np.arange(step.num_rows), self._many, assume_unique=True)
         if len(few):
             self._few = _rows_of(step, few)

@@ -114,6 +114,18 @@ def test_decode_rows_are_absorbed_however_long() -> None:
     assert prompts_of(check(case)) == []
 
 
+def test_bounded_steps_are_absorbed() -> None:
+    """Their lengths are bounds, so that nothing can be sized by them."""
+    case = make_case(latent_spec(), [(1, 5), (40, 40)])
+    exact = oracle(case, projection(case.cache.spec))
+    backend = make_backend(case.cache.spec, "reference")
+    backend.plan(dataclasses.replace(case.step, bounded=True))
+    torch.testing.assert_close(
+        backend.attend(case.q, case.cache, projection(case.cache.spec)).double(), exact, atol=2e-5, rtol=1e-3
+    )
+    assert prompts_of(backend) == []
+
+
 def test_what_would_not_pay_is_not_uncompressed() -> None:
     """Where the latent is no wider than what is made of it."""
     spec = latent_spec(head_dim=9, v_head_dim=5)

@@ -235,7 +235,8 @@ def close(found: Samples, wanted: Samples) -> None:
 families = pytest.mark.parametrize("family", FAMILIES)
 ways = pytest.mark.parametrize("way", WAYS)
 CASES = [pytest.param("cuda", family, marks=CUDA.marks) for family in FAMILIES]
-on_both = pytest.mark.parametrize(("device", "family"), [("cpu", "groups of 3, width 80"), *CASES])
+HERE = [("cpu", "groups of 3, width 80"), ("cpu", "latent")]
+on_both = pytest.mark.parametrize(("device", "family"), [*HERE, *CASES])
 
 
 @on_both

@@ -10,11 +10,29 @@ from engine.tiny import write_config
 
 MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False}
+QWEN3_MOE = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "attention_bias": False, "head_dim": 64}
+DEEPSEEK = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 48,
+    "first_k_dense_replace": 1,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"head_dim": 64},
     "qwen3": QWEN3 | {"head_dim": 128, "num_key_value_heads": 1, "tie_word_embeddings": True},
     "windows": MISTRAL | {"head_dim": 64, "sliding_window": 19},
     "groups of 3, width 80": {"head_dim": 80, "num_attention_heads": 6, "hidden_size": 96},
+    "mixture": QWEN3_MOE | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True},
+    # All experts of every token: which are the best few is a matter of rounding.
+    "latent": DEEPSEEK | {"kv_lora_rank": 48, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 20},
+    "latent, full width": DEEPSEEK | {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128},
 }
 
 

@@ -99,10 +99,18 @@ def create_for(specs: Sequence[AttentionSpec], names: Sequence[str], device: str
 
 
 def _latent(spec: AttentionSpec, name: str, device: str, dtype: str) -> AttentionBackend:
-    """Prompts are attended to by the most preferred backend, or by ``name`` where that is the oracle."""
-    wanted = name if name == ReferenceAttention.name else "auto"
-    prompts, _ = choose(spec.uncompressed, device, dtype, wanted)
-    return LatentBackend(spec, create(name), create(prompts))
+    return LatentBackend(spec, create(name), create(for_prompts(spec, name, device, dtype)))
+
+
+def for_prompts(spec: AttentionSpec, name: str, device: str, dtype: str) -> str:
+    """Which backend attends over the uncompressed KV of a layer that keeps compressed KV and for which ``name`` was chosen.
+
+    It is the most preferred one, or the oracle where that is ``name``.
+
+    Raises:
+        ConfigError: none can.
+    """
+    return choose(spec.uncompressed, device, dtype, name if name == ReferenceAttention.name else "auto")[0]
 
 
 def _backend(name: str) -> type[AttentionBackend]:

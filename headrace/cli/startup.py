@@ -117,6 +117,8 @@ def layers(info: EngineInfo) -> Table:
 
 
 def _width(line: LayerLine) -> str:
+    if line.latent:
+        return f"latent {line.v_head_dim}, {line.rotary_dim} rotated"
     width = str(line.head_dim) if line.head_dim == line.v_head_dim else f"K {line.head_dim} / V {line.v_head_dim}"
     return width if line.rotary_dim in (0, line.head_dim) else f"{width}, {line.rotary_dim} rotated"
 

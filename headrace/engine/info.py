@@ -48,6 +48,8 @@ class LayerLine(msgspec.Struct, frozen=True, array_like=True):
     sinks: bool = False
     kv_source: int | None = None
     """The layer whose KV this one reads; its own bytes are then 0."""
+    latent: bool = False
+    """KV is compressed: its one head's last ``v_head_dim`` channels are the values too."""
 
 
 class DecisionLine(msgspec.Struct, frozen=True, array_like=True):

@@ -39,6 +39,9 @@ def _layer_lines(config: EngineConfig) -> list[LayerLine]:
     lines = []
     for spec, backend in zip(config.model.layers, config.attention_backends, strict=True):
         _, reason = select.choose(spec, config.device, config.dtype, config.args.attention_backend)
+        if spec.latent is not None:
+            prompts = select.for_prompts(spec, backend, config.device, config.dtype)
+            reason = f"{reason}; prompts are uncompressed, for {prompts}, where that is less work"
         lines.append(
             LayerLine(
                 layer=spec.layer,
@@ -54,6 +57,7 @@ def _layer_lines(config: EngineConfig) -> list[LayerLine]:
                 soft_cap=spec.soft_cap,
                 sinks=spec.sinks,
                 kv_source=spec.kv_source,
+                latent=spec.latent is not None,
             )
         )
     return lines

@@ -6,7 +6,7 @@ import torch
 from torch.nn.functional import linear
 
 from headrace.errors import ConfigError
-from headrace.kernels import support
+from headrace.kernels import gpu
 from headrace.kernels.activation import clamped_swiglu, gelu_mul, gelu_tanh_mul, silu_mul
 from headrace.spec import CLAMPED_SWIGLU, MoeSpec
 
@@ -32,11 +32,8 @@ def route(
         ValueError: a tensor does not fit the spec.
     """
     check_route(logits, spec, correction_bias)
-    if triton_runs(logits):
-        from headrace.kernels.triton import moe
-
-        return moe.route(logits, spec, correction_bias)
-    return route_twin(logits, spec, correction_bias)
+    run = gpu.kernels("moe").route if gpu.takes(logits) else route_twin
+    return run(logits, spec, correction_bias)
 
 
 def route_twin(
@@ -96,11 +93,8 @@ def moe_mlp(
         ValueError: a tensor does not fit the others.
     """
     check_moe_mlp(x, experts, weights, gate_up, down, spec, gate_up_bias, down_bias)
-    if triton_runs(x):
-        from headrace.kernels.triton import moe
-
-        return moe.moe_mlp(x, experts, weights, gate_up, down, spec, gate_up_bias, down_bias)
-    return moe_mlp_twin(x, experts, weights, gate_up, down, spec, gate_up_bias, down_bias)
+    run = gpu.kernels("moe").moe_mlp if gpu.takes(x) else moe_mlp_twin
+    return run(x, experts, weights, gate_up, down, spec, gate_up_bias, down_bias)
 
 
 def moe_mlp_twin(
@@ -175,8 +169,3 @@ def gated(gate_up: torch.Tensor, spec: MoeSpec) -> torch.Tensor:
     if spec.act in ("gelu_new", "gelu_pytorch_tanh"):
         return gelu_tanh_mul(gate_up)
     raise ConfigError(f"activation {spec.act!r} is not one of {', '.join(GATES)}", "hidden_act")
-
-
-def triton_runs(x: torch.Tensor) -> bool:
-    """Whether the Triton kernels take such a tensor: on the CPU their twins do."""
-    return x.is_cuda and not support.refusals(x.device)

@@ -15,9 +15,11 @@ from headrace.attention.reference import ReferenceAttention
 from headrace.cache.layer import LayerCache
 from headrace.cache.planes import write_compressed
 from headrace.errors import ConfigError
+from headrace.kernels import support
 from headrace.spec import AttentionSpec, LatentSpec, layer_kv
 
 from .cases import Case, make_case
+from .test_triton import to
 
 HERE = [
     name
@@ -249,3 +251,18 @@ def test_the_choice_of_backends_says_why() -> None:
     assert "native" in reason
     with pytest.raises(ConfigError, match="native cannot run it"):
         select.choose(latent_spec(), "cpu", "float32", "native")
+
+
+@pytest.mark.skipif(support.refusals("cpu") == ["Triton is not installed"], reason="Triton is not installed")
+@pytest.mark.parametrize("bounded", [False, True])
+def test_on_triton(bounded: bool, device: torch.device) -> None:
+    """The general kernel, whose values are channels of its keys."""
+    case = make_case(latent_spec(), MIXED)
+    case.step = dataclasses.replace(case.step, num_decode_rows=3, bounded=bounded)
+    up = projection(case.cache.spec)
+    expected = oracle(case, up)
+    moved = to(case, device)
+    backend = LatentBackend(case.cache.spec, select.create("triton"), select.create("triton"))
+    backend.plan(moved.step)
+    got = backend.attend(moved.q, moved.cache, up.to(device)).cpu()
+    torch.testing.assert_close(got.double(), expected, atol=5e-5, rtol=1e-3)

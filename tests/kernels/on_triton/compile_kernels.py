@@ -90,7 +90,8 @@ def attention(resources: Resources) -> None:
     for stored in (BF16, torch.uint8):
         for widths, queries in (((128, 128), 1), ((128, 128), 512), ((192, 128), 1), ((80, 40), 5), ((256, 256), 512)):
             attend((8, 4), widths, queries, resources, stored=stored)
-        attend((1, 16), (576, 512), 1, resources, stored=stored)
+        for heads in (16, 128):
+            attend((1, heads), (576, 512), 1, resources, stored=stored)
         attend((8, 4), (128, 128), 64, resources, stored=stored, invariant=True)
         extras = {"window": 100, "soft_cap": 3.0, "sinks": torch.zeros(24)}
         attend((2, 12), (64, 64), 1, resources, stored=stored, **extras)

@@ -8,12 +8,14 @@ this says it cannot.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 from collections.abc import Sequence
 
 import torch
 
 from headrace.attention.backend import AttentionBackend, LayerCache
 from headrace.attention.context import ForwardContext
+from headrace.attention.layer import Attention
 from headrace.attention.native import NativeAttention
 from headrace.config import Decision
 from headrace.kernels import native
@@ -25,6 +27,15 @@ from headrace.layers.mlp import GatedMLP
 from headrace.layers.norm import RMSNorm
 from headrace.models.decoder import Decoder, DecoderLayer, SelfAttention
 from headrace.quant.native import NativeLinear
+from headrace.spec import AttentionSpec
+
+_GEOMETRY = frozenset(
+    {
+        *("layer", "num_heads", "num_kv_heads", "head_dim", "v_head_dim", "scale", "rotary_dim", "rope"),
+        *("window", "soft_cap", "sinks"),
+    }
+)
+"""The fields of a spec that the call knows."""
 
 
 class FusedLayers:
@@ -130,12 +141,9 @@ def _objections(layer: torch.nn.Module, dtype: torch.dtype) -> list[str]:
     if type(layer) is not DecoderLayer:
         return ["it is not a plain decoder layer"]
     attention, mlp, reasons = layer.self_attn, layer.mlp, []
-    if type(attention) is not SelfAttention:
+    if type(attention) is not SelfAttention or type(attention.attention) is not Attention:
         return ["its attention has projections of its own kind"]
-    if attention.spec.kv_source is not None:
-        reasons.append("it keeps no KV of its own")
-    if attention.spec.output_gate:
-        reasons.append("its output is gated")
+    reasons += [f"its attention has {name}" for name in _beyond(attention.spec)]
     if type(mlp) is not GatedMLP or mlp.act_mul is not silu_mul:
         reasons.append("its MLP is not gated by SiLU")
     matrices = {"qkv_proj": attention.qkv_proj, "o_proj": attention.o_proj}
@@ -148,6 +156,15 @@ def _objections(layer: torch.nn.Module, dtype: torch.dtype) -> list[str]:
     if any(norm is not None and (type(norm) is not RMSNorm or norm.weight.dtype != dtype) for norm in norms):
         reasons.append("its norms are not plain ones")
     return reasons
+
+
+def _beyond(spec: AttentionSpec) -> list[str]:
+    """What the spec asks for and the call does not do: whatever it has come to say since."""
+    return [
+        field.name
+        for field in dataclasses.fields(spec)
+        if field.name not in _GEOMETRY and getattr(spec, field.name) != field.default
+    ]
 
 
 def _parts(layer: DecoderLayer) -> tuple[SelfAttention, GatedMLP]:

@@ -157,7 +157,9 @@ def test_another_cache_in_turn(kernels: NativeKernels) -> None:
 
 def test_refusals_say_why(kernels: NativeKernels) -> None:
     spec = spec_of([layer(0), layer(1, kv_source=0)])
-    assert refusals(packed(spec, "float32", kernels)) == ["layer 1: it keeps no KV of its own"]
+    assert refusals(packed(spec, "float32", kernels)) == ["layer 1: its attention has kv_source"]
+    gated = spec_of([layer(0, output_gate=True)])
+    assert refusals(packed(gated, "float32", kernels)) == ["layer 0: its attention has output_gate"]
     gelu = packed(spec_of([layer(0)], DenseSpec(96, "gelu")), "float32", kernels)
     assert refusals(gelu) == ["layer 0: its MLP is not gated by SiLU"]
     plain = random_model(GEOMETRIES["plain"])

@@ -91,7 +91,7 @@ class AsyncLLM:
         self._loop = asyncio.get_running_loop()
         try:
             # Both read the model's files, each for its own process.
-            loading = asyncio.to_thread(load_frontend, self.args, self._chat_template)
+            loading = asyncio.to_thread(load_frontend, self.args, self._chat_template, prepared=True)
             frontend, info = await asyncio.gather(loading, self._supervisor.start())
             self._inputs = frontend.inputs(self.args, vocab_size=info.vocab_size, max_model_len=info.max_model_len)
             self._frontend = frontend

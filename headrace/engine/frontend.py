@@ -28,12 +28,15 @@ class Frontend:
         )
 
 
-def load_frontend(args: EngineArgs, chat_template: str | None = None) -> Frontend:
-    """Finds the model's files and loads its tokenizer.
+def load_frontend(args: EngineArgs, chat_template: str | None = None, *, prepared: bool = False) -> Frontend:
+    """Finds the model's files and loads its tokenizer; ``prepared``: with the tables that are else made for the first
+    request that needs them.
 
     Raises:
         ConfigError: there is no such model or tokenizer, or they cannot be read.
     """
     files = find_model(args)
     tokenizer = None if args.skip_tokenizer_init else load_tokenizer(files, args.tokenizer, chat_template)
+    if prepared and tokenizer is not None:
+        tokenizer.token_bytes.prepare()
     return Frontend(files, tokenizer)

@@ -23,6 +23,7 @@ import zmq
 
 from headrace.config import EngineArgs
 from headrace.engine.core import EngineCore
+from headrace.engine.garbage import settle
 from headrace.engine.info import EngineInfo, Progress
 from headrace.engine.messages import (
     Abort,
@@ -173,6 +174,7 @@ def serve(folder: Path, load: Load) -> int:
         logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         logging.getLogger("headrace").setLevel(start.log_level)
         core, info = load(start.args, lambda progress: channel.send(Starting(progress)))
+        settle()
         channel.send(Ready(info, core.stats()))
         EngineLoop(core, channel).run()
         core.close()

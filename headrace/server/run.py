@@ -91,6 +91,7 @@ def run(llm: AsyncLLM, settings: ServerSettings) -> None:
         timeout_graceful_shutdown=_CLEANUP_SECONDS,
     )
     serving: Serving = app.state.serving
+    serving.owns_process = True
     server = DrainingServer(config, serving)
     with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
         runner.run(server.serve(sockets))

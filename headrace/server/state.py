@@ -14,6 +14,7 @@ import msgspec
 from fastapi import Request
 
 import headrace
+from headrace.engine.garbage import settle
 from headrace.errors import EngineDeadError, EngineError
 from headrace.metrics.prometheus import ServerMetrics
 from headrace.sampling_params import SamplingParams
@@ -39,6 +40,8 @@ class Serving:
         """Why the engine could not start."""
         self.loading = False
         """The engine may be up before its client can make requests for it."""
+        self.owns_process = False
+        """Nobody else lives in this process, so that it can be tuned for serving."""
         self.draining = False
         self.num_in_flight = 0
         self.stopped = asyncio.Event()
@@ -52,6 +55,8 @@ class Serving:
             await self.llm.start()
             # Reads the whole vocabulary: not in the first request's time.
             self._facts = await asyncio.to_thread(ModelFacts, self.llm, self.settings)
+            if self.owns_process:
+                settle()
         except Exception as error:
             self.failure = error
             logger.error("%s", self._why_not_started(error))

@@ -26,6 +26,10 @@ class TokenBytes:
     def __reduce__(self) -> tuple[Any, ...]:
         return TokenBytes, (self.pieces, self.special)  # without the indexes, which are larger and quickly made
 
+    def prepare(self) -> None:
+        """Makes what is else made when it is first asked for, in a request's time."""
+        _ = self.visible, self.visible_index
+
     @functools.cached_property
     def visible(self) -> list[bytes]:
         """``pieces`` as ``skip_special_tokens`` shows them: nothing for special tokens."""

@@ -108,6 +108,7 @@ def test_generate_and_stream(make: Callable[..., AsyncLLM]) -> None:
         async with llm:
             assert llm.health() == (True, "") and llm.info.model == "fake"
             assert seen == [Progress("weights", 0.5, "some")]
+            assert "visible_index" in vars(llm.tokenizer.token_bytes), "a first request would wait for it"
             output = await collect(llm.generate("hello", params(12, n=2, logprobs=1)))
             assert [sample.text for sample in output.outputs] == [said(0, 12).decode(), said(1, 12).decode()]
             assert output.prompt == "hello" and output.prompt_token_ids == list(b"hello")

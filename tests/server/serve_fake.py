@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import sys
@@ -22,7 +23,7 @@ def main() -> None:
     if "start_error" in options:
         llm.start_error = ValueError(options["start_error"])
     run(llm, ServerSettings(**options.get("settings", {})))  # type: ignore[arg-type]
-    print(f"aborted {len(llm.aborted)} closed {llm.closed}")
+    print(f"aborted {len(llm.aborted)} closed {llm.closed} settled {gc.get_freeze_count() > 0}")
 
 
 if __name__ == "__main__":

@@ -92,7 +92,7 @@ def test_idle_servers_end_at_once(tmp_path: Path, number: int) -> None:
         server.signal(number)
         assert server.end() == 0
         assert time.monotonic() - started < 3
-        assert "closed True" in server.text()
+        assert "closed True settled True" in server.text()
 
 
 def test_draining_finishes_what_runs_and_refuses_what_comes(tmp_path: Path) -> None:

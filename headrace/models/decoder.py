@@ -72,9 +72,13 @@ class DecoderLayer(nn.Module):
     def __init__(self, model: ModelSpec, index: int, dtype: torch.dtype, device: str | torch.device) -> None:
         super().__init__()
         self.self_attn = self.attention_class(model, model.layers[index], dtype, device)
-        self.mlp = feed_forward(model.hidden_size, model.mlps[index], dtype=dtype, device=device)
+        self.mlp = self.build_mlp(model, index, dtype, device)
         self.input_layernorm = self.norm_class(model.hidden_size, model.norm_eps, dtype=dtype, device=device)
         self.post_attention_layernorm = self.norm_class(model.hidden_size, model.norm_eps, dtype=dtype, device=device)
+
+    def build_mlp(self, model: ModelSpec, index: int, dtype: torch.dtype, device: str | torch.device) -> nn.Module:
+        """``[T, hidden] -> [T, hidden]``, what follows attention."""
+        return feed_forward(model.hidden_size, model.mlps[index], dtype=dtype, device=device)
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, cos_sin: torch.Tensor | None, ctx: ForwardContext

@@ -26,7 +26,11 @@ class GemmaLayer(DecoderLayer):
             x, residual = self.input_layernorm.add(x, residual)
         x = self.post_attention_layernorm(self.self_attn(x, cos_sin, ctx))
         x, residual = self.pre_feedforward_layernorm.add(x, residual)
-        return self.post_feedforward_layernorm(self.mlp(x)), residual
+        return self.post_feedforward_layernorm(self.fed(x, residual)), residual
+
+    def fed(self, x: torch.Tensor, stream: torch.Tensor) -> torch.Tensor:
+        """What the MLP gives for x, the normed stream."""
+        return self.mlp(x)  # type: ignore[no-any-return]
 
 
 class GemmaDecoder(Decoder):

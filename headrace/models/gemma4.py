@@ -1,11 +1,12 @@
 """Gemma 4, text: heads of another width in full layers, values without weights in their norm, layers at the end that read an
-earlier layer's KV, and an embedding of each token for each layer.
+earlier layer's KV, an embedding of each token for each layer, and experts beside the MLP.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -13,9 +14,11 @@ from transformers import PretrainedConfig
 
 from headrace.attention.context import ForwardContext
 from headrace.errors import ConfigError
+from headrace.kernels.moe import route
 from headrace.layers.embedding import Embedding
 from headrace.layers.linear import Linear
-from headrace.layers.mlp import ACTIVATIONS
+from headrace.layers.mlp import ACTIVATIONS, GatedMLP
+from headrace.layers.moe import Experts
 from headrace.layers.norm import RMSNorm, UnitRMSNorm
 from headrace.models.decoder import Decoder, SelfAttention
 from headrace.models.family import Family
@@ -30,7 +33,7 @@ from headrace.models.hf_config import (
     windows_by_type,
 )
 from headrace.models.names import decoder_names
-from headrace.spec import AttentionSpec, DenseSpec, ModelSpec
+from headrace.spec import AttentionSpec, MlpSpec, ModelSpec, MoeSpec
 from headrace.weights.names import NameTable
 
 ARCHITECTURE = "Gemma4ForCausalLM"
@@ -70,6 +73,28 @@ class Gemma4Attention(SelfAttention):
         return each if norm is None else norm(each)
 
 
+class Gemma4Router(nn.Module):
+    """Chooses a token's experts by the direction of its stream, in float32; each expert's weight has a factor of its own."""
+
+    def __init__(self, hidden_size: int, spec: MoeSpec, eps: float, device: str | torch.device) -> None:
+        super().__init__()
+        self.spec = spec
+        self.norm = UnitRMSNorm(hidden_size, eps, dtype=torch.float32, device=device)
+        self.proj = nn.Linear(hidden_size, spec.num_experts, bias=False, dtype=torch.float32, device=device).requires_grad_(
+            False
+        )
+        self.scale = nn.Parameter(torch.empty(hidden_size, dtype=torch.float32, device=device), requires_grad=False)
+        self.per_expert_scale = nn.Parameter(
+            torch.empty(spec.num_experts, dtype=torch.float32, device=device), requires_grad=False
+        )
+
+    def forward(self, stream: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """``[T, hidden]`` -> experts ``[T, top_k]`` int32, weights ``[T, top_k]`` float32."""
+        scaled = self.norm(stream.float()) * self.scale * stream.shape[1] ** -0.5
+        experts, weights = route(self.proj(scaled), self.spec)
+        return experts, weights * self.per_expert_scale[experts]
+
+
 class Gemma4Layer(GemmaLayer):
     attention_class = Gemma4Attention
 
@@ -77,12 +102,35 @@ class Gemma4Layer(GemmaLayer):
         super().__init__(model, index, dtype, device)
         if not isinstance(model, Gemma4Spec):
             raise TypeError(f"a Gemma 4 layer is built from a Gemma4Spec, not from a {type(model).__name__}")
+        self.router: Gemma4Router | None = None
+        mixture = model.mlps[index]
+        if isinstance(mixture, MoeSpec):
+            norm = partial(self.norm_class, model.hidden_size, model.norm_eps, dtype=dtype, device=device)
+            self.router = Gemma4Router(model.hidden_size, mixture, model.norm_eps, device)
+            self.experts = Experts(model.hidden_size, mixture, dtype=dtype, device=device)
+            self.post_feedforward_layernorm_1, self.post_feedforward_layernorm_2 = norm(), norm()
+            self.pre_feedforward_layernorm_2 = norm()
         self.layer_scalar = nn.Parameter(torch.empty(1, dtype=dtype, device=device), requires_grad=False)
         if model.token_width:
             self.act_mul = ACTIVATIONS[model.token_act]
             self.per_layer_input_gate = Linear(model.hidden_size, model.token_width, dtype=dtype, device=device)
             self.per_layer_projection = Linear(model.token_width, model.hidden_size, dtype=dtype, device=device)
             self.post_per_layer_input_norm = self.norm_class(model.hidden_size, model.norm_eps, dtype=dtype, device=device)
+
+    def build_mlp(self, model: ModelSpec, index: int, dtype: torch.dtype, device: str | torch.device) -> nn.Module:
+        """The MLP that every token goes through; experts stand beside it, with norms of their own."""
+        spec = model.mlps[index]
+        dense = spec.shared if isinstance(spec, MoeSpec) else spec
+        if dense is None:
+            raise ConfigError(f"layer {index}: experts of Gemma 4 stand beside an MLP, and there is none", "enable_moe_block")
+        return GatedMLP(model.hidden_size, dense, dtype=dtype, device=device)
+
+    def fed(self, x: torch.Tensor, stream: torch.Tensor) -> torch.Tensor:
+        dense: torch.Tensor = self.mlp(x)
+        if self.router is None:
+            return dense
+        experts = self.experts(self.pre_feedforward_layernorm_2(stream), *self.router(stream))
+        return self.post_feedforward_layernorm_1(dense) + self.post_feedforward_layernorm_2(experts)  # type: ignore[no-any-return]
 
     def with_tokens(
         self, x: torch.Tensor, tokens: torch.Tensor | None, cos_sin: torch.Tensor | None, ctx: ForwardContext
@@ -154,8 +202,6 @@ def model_spec(config: PretrainedConfig) -> Gemma4Spec:
         source = None if layer.layer < own else _source(layer.layer, kinds[:own], kind)
         v_from_k = same and kind == "full_attention" and source is None
         layers.append(dataclasses.replace(layer, scale=1.0, kv_source=source, v_from_k=v_from_k))
-    if uniform(config, "enable_moe_block", False):
-        raise ConfigError("enable_moe_block: experts beside the MLP of Gemma 4 are not supported", "enable_moe_block")
     if uniform(config, "use_bidirectional_attention") not in (None, False, "vision"):
         raise ConfigError(
             "use_bidirectional_attention: text that sees what follows it is not supported", "use_bidirectional_attention"
@@ -188,14 +234,24 @@ def _source(layer: int, own: list[str], kind: str) -> int:
     return len(own) - 1 - own[::-1].index(kind)
 
 
-def _mlps(config: PretrainedConfig, layers: Sequence[AttentionSpec]) -> list[DenseSpec]:
-    """Layers that read another's KV may have an MLP of twice the width."""
-    mlps = dense_specs(config, act="hidden_activation")
-    if not uniform(config, "use_double_wide_mlp", False):
-        return list(mlps)
+def _mlps(config: PretrainedConfig, layers: Sequence[AttentionSpec]) -> list[MlpSpec]:
+    """Layers that read another's KV may have an MLP of twice the width, and all may have experts beside it."""
+    wide = uniform(config, "use_double_wide_mlp", False)
+    dense = [
+        dataclasses.replace(mlp, intermediate_size=2 * mlp.intermediate_size) if wide and layer.kv_source is not None else mlp
+        for mlp, layer in zip(dense_specs(config, act="hidden_activation"), layers, strict=True)
+    ]
+    if not uniform(config, "enable_moe_block", False):
+        return list(dense)
     return [
-        mlp if layer.kv_source is None else dataclasses.replace(mlp, intermediate_size=2 * mlp.intermediate_size)
-        for mlp, layer in zip(mlps, layers, strict=True)
+        MoeSpec(
+            num_experts=required(config, "num_experts"),
+            top_k=required(config, "top_k_experts"),
+            intermediate_size=required(config, "moe_intermediate_size"),
+            act=mlp.act,
+            shared=mlp,
+        )
+        for mlp in dense
     ]
 
 

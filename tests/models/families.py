@@ -129,6 +129,11 @@ CASES: dict[str, tuple[type[PreTrainedModel], type, dict]] = {
         Gemma4TextConfig,
         GEMMA4 | {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "attention_bias": True},
     ),
+    "gemma4-experts": (
+        Gemma4ForCausalLM,
+        Gemma4TextConfig,
+        GEMMA4 | {"enable_moe_block": True, "num_experts": 7, "top_k_experts": 3, "moe_intermediate_size": 20},
+    ),
     "gemma4-k-is-v": (
         Gemma4ForCausalLM,
         Gemma4TextConfig,

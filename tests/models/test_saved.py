@@ -40,7 +40,7 @@ def same(model: Decoder, other: Decoder) -> None:
         assert torch.equal(parameter, expected[name]), name
 
 
-@pytest.mark.parametrize("name", [*ONE_EACH, "gemma4-shared", "llama-uneven"])
+@pytest.mark.parametrize("name", [*ONE_EACH, "gemma4-shared", "gemma4-experts", "llama-uneven"])
 def test_a_saved_model_is_loaded(name: str, tmp_path: Path) -> None:
     theirs, ours = pair(name)
     theirs.save_pretrained(tmp_path)

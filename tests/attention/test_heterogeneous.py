@@ -1,0 +1,82 @@
+"""Layers of different geometry beside each other: what one layer needs must not be what another gets.
+
+What else can go wrong with them is tested where it would: projections and loaders in ``weights/test_projections.py``, shards
+in ``parallel/test_shards.py``, whole models in ``models/test_geometry.py`` and ``models/test_families.py``, bytes in
+``cache/test_arena.py``, and the workspace of the GPU's kernels in ``kernels/on_triton/test_triton_paged_attention.py``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from headrace.attention import select
+from headrace.config import EngineArgs
+from headrace.models import registry
+from headrace.resolve import DeviceFacts, resolve, weight_bytes
+from headrace.sources.files import ModelFiles
+
+from .cases import layer_spec, make_case
+
+HERE = [name for name, reasons in select.refusals(layer_spec(), "cpu", "float32").items() if not reasons and name != "triton"]
+KV_HEADS = (8, 4, 24, 1, 3)
+"""Of 24 query heads: groups of 3, 6, 1, 24 and 8."""
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(KV_HEADS))[::29], ids=str)
+@pytest.mark.parametrize("name", HERE)
+def test_one_backend_serves_layers_of_all_group_sizes(name: str, order: tuple[int, ...]) -> None:
+    """Planned once, run layer after layer: whichever comes first, nothing is sized by its KV heads."""
+    rows = [(1, 40), (1, 9), (12, 30), (5, 5)]
+    specs = [
+        layer_spec(num_heads=24, num_kv_heads=kv_heads, head_dim=8, v_head_dim=4 + index, scale=0.3)
+        for index, kv_heads in enumerate(order)
+    ]
+    cases = [make_case(spec, rows, seed=index) for index, spec in enumerate(specs)]
+    backend, oracle = select.create(name), select.create("reference")
+    # One step: the rows, and so the tables, are the same for all layers.
+    step = cases[0].step
+    backend.plan(step)
+    oracle.plan(step)
+    for case in cases:
+        cache = dataclasses.replace(case.cache, rows=torch.nan_to_num(case.cache.rows))
+        out = backend.run(case.q, cache)
+        assert out.shape == (len(case.q), 24 * cache.spec.v_head_dim)
+        torch.testing.assert_close(out, oracle.run(case.q, cache), atol=2e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("kv_heads", [[6, 2, 1], [2, 1, 3]])
+def test_estimates_are_the_sum_over_layers(kv_heads: list[int], tmp_path: Path) -> None:
+    """The memory that a plan accounts for, of weights and of the cache, is that of each layer by its own numbers."""
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=48,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        max_position_embeddings=64,
+    )
+    config.num_key_value_heads_list, config.v_head_dim = kv_heads, 5
+    files = ModelFiles(
+        name="m",
+        kind="safetensors",
+        directory=tmp_path,
+        weight_files=[],
+        config=config,
+        generation_config={"eos_token_id": []},
+    )
+    spec = registry.model_spec(config)
+    facts = DeviceFacts(device="cpu", name="x", instructions=frozenset(), num_cores=2, available_memory=1 << 30)
+    memory = 300_000
+    resolved = resolve(EngineArgs(kv_cache_memory=memory, block_size=8, dtype="float32"), files, spec, facts)
+    block = 8 * sum(heads * (8 + 5) for heads in kv_heads) * 4
+    (count,) = resolved.cache.num_blocks
+    assert resolved.cache.nbytes == count * block <= memory
+    model = registry.build(spec, "float32", "cpu")
+    held = sum(parameter.nbytes for name, parameter in model.named_parameters() if "norm" not in name)
+    assert weight_bytes(spec, "float32", "none") == held

@@ -40,8 +40,6 @@ class NativeAttention:
         names = [str(kind).removeprefix("torch.") for kind in DTYPES]
         if dtype not in names:
             reasons.append(f"it computes in {', '.join(names)}, not in {dtype}")
-        if spec.latent is not None:
-            reasons.append("it reads values beside the keys, not among a compressed key's channels")
         if mode != "dense":
             reasons.append(f"it attends densely only, not {mode}")
         return reasons
@@ -72,6 +70,7 @@ class NativeAttention:
             spec.num_kv_heads,
             spec.head_dim,
             spec.v_head_dim,
+            spec.row_width,
             cache.block_size,
             cache.rows.stride(0),
             table.stride(0),

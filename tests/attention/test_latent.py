@@ -23,7 +23,7 @@ from .test_triton import to
 
 HERE = [
     name
-    for name in ("reference", "torch")
+    for name in ("reference", "torch", "native")
     if not select.refusals(
         AttentionSpec(layer=0, num_heads=1, num_kv_heads=1, head_dim=2, v_head_dim=2, scale=1.0), "cpu", "float32"
     )[name]
@@ -243,14 +243,6 @@ def test_widths() -> None:
     assert np.prod(projection(spec).shape) == 33 * 32
     with pytest.raises(ValueError, match="layer 0"):
         _ = spec.uncompressed.uncompressed
-
-
-def test_the_choice_of_backends_says_why() -> None:
-    name, reason = select.choose(latent_spec(), "cpu", "float32")
-    assert name == "torch"
-    assert "native" in reason
-    with pytest.raises(ConfigError, match="native cannot run it"):
-        select.choose(latent_spec(), "cpu", "float32", "native")
 
 
 @pytest.mark.skipif(support.refusals("cpu") == ["Triton is not installed"], reason="Triton is not installed")

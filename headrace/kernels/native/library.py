@@ -24,7 +24,7 @@ _SIGNATURES: dict[str, list[type]] = {
     "matmul": [c_void_p, c_int, c_int64, c_void_p, c_void_p, c_void_p, c_int, c_int64, c_int64, c_int64, c_int],
     "attention": [
         *(c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p),
-        *(c_int64, c_int64, c_int64, c_int64, c_int64, c_int64, c_int64, c_int64, c_int64),
+        *(c_int64, c_int64, c_int64, c_int64, c_int64, c_int64, c_int64, c_int64, c_int64, c_int64),
         *(c_float, c_float, c_int64, c_int),
     ],
     "rms_norm": [c_void_p, c_void_p, c_float, c_void_p, c_int64, c_int64, c_int],

@@ -22,7 +22,9 @@ constexpr int64_t LEAST_SPLIT = 256;
 constexpr int64_t MOST_SPLITS = 64;
 
 struct Shape {
-    int64_t heads, kv_heads, width, v_width, block_size, block_stride, table_width;
+    int64_t heads, kv_heads, width, v_width;
+    int64_t row_width;  // Of a token and head: its values are the last v_width channels, beside the key's or among them.
+    int64_t block_size, block_stride, table_width;
     float scale, soft_cap;  // No cap: 0.
     int64_t window;         // No window: 0.
 };
@@ -31,7 +33,7 @@ template <class T>
 struct Problem {
     const T* q;  // [tokens, heads, width], `q_stride` from token to token
     int64_t q_stride;
-    const T* rows;         // [blocks, block_size, kv_heads, width + v_width], `block_stride` from block to block
+    const T* rows;         // [blocks, block_size, kv_heads, row_width], `block_stride` from block to block
     const int32_t* table;  // [batch, table_width]
     const int32_t* starts;
     const int32_t* lengths;
@@ -44,7 +46,7 @@ struct Problem {
     const T* row(int64_t sequence, int64_t position, int64_t kv_head) const {
         int64_t block = table[sequence * s.table_width + position / s.block_size];
         int64_t place = (position % s.block_size) * s.kv_heads + kv_head;
-        return rows + block * s.block_stride + place * (s.width + s.v_width);
+        return rows + block * s.block_stride + place * s.row_width;
     }
 };
 
@@ -174,7 +176,7 @@ inline void soften(float* weights, int64_t count, const Shape& s, float* values,
 
 template <int R, class T>
 void walk_rows(const Problem<T>& p, const Task& task, Scratch& scratch, Running run, int64_t first) {
-    int64_t stride = padded(p.s.v_width), end = p.s.v_width / LANES * LANES;
+    int64_t stride = padded(p.s.v_width), end = p.s.v_width / LANES * LANES, from = p.s.row_width - p.s.v_width;
     float *q = scratch.q, *values = run.values + first * stride;
     for (int r = 0; r < R; ++r) {
         widen(query(p, task, first + r), p.s.width, q + r * padded(p.s.width));
@@ -191,12 +193,12 @@ void walk_rows(const Problem<T>& p, const Task& task, Scratch& scratch, Running 
             soften(scratch.weights + r * CHUNK, count, p.s, values + r * stride, run.total[first + r], run.max[first + r]);
         int64_t i = 0;
         for (; i + 4 * LANES <= end; i += 4 * LANES)
-            add_values<R, 4>(scratch.weights, at, count, p.s.width + i, stride, values + i);
-        for (; i < end; i += LANES) add_values<R, 1>(scratch.weights, at, count, p.s.width + i, stride, values + i);
+            add_values<R, 4>(scratch.weights, at, count, from + i, stride, values + i);
+        for (; i < end; i += LANES) add_values<R, 1>(scratch.weights, at, count, from + i, stride, values + i);
         for (; i < p.s.v_width; ++i)
             for (int r = 0; r < R; ++r)
                 for (int64_t j = 0; j < count; ++j)
-                    values[r * stride + i] += scratch.weights[r * CHUNK + j] * to_float(at[j][p.s.width + i]);
+                    values[r * stride + i] += scratch.weights[r * CHUNK + j] * to_float(at[j][from + i]);
     }
 }
 
@@ -314,7 +316,7 @@ void walk_many(const Problem<T>& p, const Task& task, Scratch& scratch, Running 
         int64_t keys = locate(p, task, begin, at);
         for (int64_t j = 0; j < keys; ++j) {
             widen(at[j], p.s.width, scratch.keys + j * width);
-            widen(at[j] + p.s.width, p.s.v_width, scratch.values + j * v_width);
+            widen(at[j] + p.s.row_width - p.s.v_width, p.s.v_width, scratch.values + j * v_width);
         }
         for (int64_t j = keys; j % 4; ++j) std::fill(scratch.keys + j * width, scratch.keys + (j + 1) * width, 0.0f);
         int64_t lane = 0;
@@ -482,9 +484,9 @@ void attention(const Problem<T>& p, int64_t batch, int64_t tokens) {
 // get zeros, and so does a query without keys.
 API void headrace_attention(const void* q, int64_t q_stride, const void* rows, const int32_t* table, const int32_t* starts,
                             const int32_t* lengths, const float* sinks, void* out, int64_t batch, int64_t tokens, int64_t heads,
-                            int64_t kv_heads, int64_t width, int64_t v_width, int64_t block_size, int64_t block_stride,
-                            int64_t table_width, float scale, float soft_cap, int64_t window, int type) {
-    Shape s{heads, kv_heads, width, v_width, block_size, block_stride, table_width, scale, soft_cap, window};
+                            int64_t kv_heads, int64_t width, int64_t v_width, int64_t row_width, int64_t block_size,
+                            int64_t block_stride, int64_t table_width, float scale, float soft_cap, int64_t window, int type) {
+    Shape s{heads, kv_heads, width, v_width, row_width, block_size, block_stride, table_width, scale, soft_cap, window};
     if (type == FLOAT32) {
         attention(Problem<float>{static_cast<const float*>(q), q_stride, static_cast<const float*>(rows), table, starts, lengths,
                                  sinks, static_cast<float*>(out), s},

@@ -57,7 +57,7 @@ struct Runner {
         headrace_rotate_and_write(wide, stride, k, stride, v, stride, angles, step.slots[l.group], l.rows, q, step.tokens,
                                   l.heads, l.kv_heads, l.width, l.v_width, l.rotary, l.block_size, l.block_stride, type);
         headrace_attention(q, q_size, l.rows, step.tables[l.group], step.starts, step.lengths, l.sinks, wide, step.batch,
-                           step.tokens, l.heads, l.kv_heads, l.width, l.v_width, l.block_size, l.block_stride,
+                           step.tokens, l.heads, l.kv_heads, l.width, l.v_width, l.width + l.v_width, l.block_size, l.block_stride,
                            step.table_widths[l.group], l.scale, l.soft_cap, l.window, type);
     }
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import (
@@ -35,6 +38,11 @@ def test_what_is_supported() -> None:
     names = registry.supported()
     assert names[:3] == ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"]
     assert {"Qwen3ForCausalLM", "Gemma3ForCausalLM", "Gemma4ForCausalLM"} <= set(names)
+
+
+def test_every_architecture_is_in_the_table_of_models() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == set(registry.supported())
 
 
 def test_every_family_is_tested_against_transformers() -> None:

@@ -46,7 +46,7 @@ class Soak:
         self._count = count
         self._gate = asyncio.Semaphore(at_once)
         self._exact = exact
-        self._traffic = Traffic(11)
+        self._traffic = Traffic(11, season=max(1, count // 6))
         self._wanted: list[list[list[int]]] = []
         self._probes = [self._probe(index) for index in range(PROBES)]
         self.counts: Counter[str] = Counter()

@@ -29,10 +29,13 @@ class Asked:
 
 
 class Traffic:
-    """Requests in an order that the seed settles."""
+    """Requests in an order that the seed settles. Every third season, of so many requests, is plain: nothing but a
+    temperature is asked for, so that steps are launched as graphs."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, season: int) -> None:
         self._rng = random.Random(seed)
+        self._season = season
+        self._count = 0
         self._prefixes = [self._tokens(40) for _ in range(4)]
 
     def next(self) -> Asked:
@@ -48,7 +51,9 @@ class Traffic:
     def sampling(self) -> dict[str, Any]:
         """Each feature by its own chance: most requests have several."""
         chosen: dict[str, Any] = {"max_tokens": self._rng.randint(1, LONGEST_OUTPUT), "temperature": 0.0}
-        for chance, draw in self._features():
+        self._count += 1
+        plain = self._count // self._season % 3 == 2
+        for chance, draw in self._features()[: 1 if plain else None]:
             if self._rng.random() < chance:
                 chosen |= draw()
         chosen["min_tokens"] = min(chosen.get("min_tokens", 0), chosen["max_tokens"])

@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 VOCAB = 97
-_MOST = 20_000_000
+_MOST = 60_000_000
 """Weights of a model that counts as tiny."""
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -51,12 +51,30 @@ _SIZES: dict[str, Any] = {
 
 _OWN: dict[str, dict[str, Any]] = {
     "bamba": {"mamba_n_heads": 4, "mamba_d_head": 16, "attn_layer_indices": [1]},
-    "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "blt": {
+        name: {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 4,
+            "vocab_size": VOCAB,
+            "max_position_embeddings": 128,
+        }
+        for name in ("patcher_config", "encoder_config", "decoder_config", "global_config")
+    }
+    | {"encoder_hash_byte_group_vocab": 100},
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in ("sliding_attention", "full_attention")
+        },
+    },
     "dbrx": {
-        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0},
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 24, "hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
     },
     "deepseek_v2": {"topk_method": "greedy"},
+    "dots3_note_text": {"shared_experts_intermediate_size": 24, "index_head_dim": 16, "index_n_heads": 2},
     "gemma3_text": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     "gemma3n_text": {
         "num_hidden_layers": 5,
@@ -86,6 +104,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "modernbert-decoder": {"local_attention": 14},
     "reformer": {"axial_pos_embds": False, "attn_layers": ["local", "lsh", "local"]},
     "xmod": {"default_language": "en_XX"},
+    "zamba": {"layers_block_type": ["linear_attention", "hybrid", "hybrid"]},
     "zamba2": {"layers_block_type": ["mamba", "hybrid", "mamba"], "mamba_headdim": 16, "n_mamba_heads": 4},
     "zaya": {"num_experts_per_tok": 1},
 }
@@ -97,7 +116,15 @@ def families() -> dict[str, str]:
     found = {}
     for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
         parts = set(CONFIG_MAPPING[kind].sub_configs)
-        if not parts & {"vision_config", "audio_config", "vq_config", "audio_encoder", "audio_encoder_config", "dac_config"}:
+        if not parts & {
+            "text_config",
+            "vision_config",
+            "audio_config",
+            "vq_config",
+            "audio_encoder",
+            "audio_encoder_config",
+            "dac_config",
+        }:
             found[kind] = name
     return found
 
@@ -132,9 +159,12 @@ def model(kind: str) -> PreTrainedModel:
     return made
 
 
-def save(made: PreTrainedModel, folder: Path) -> None:
-    """As a checkpoint that has no tokenizer."""
+def save(made: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    """As a checkpoint that has no tokenizer. Returns the model that transformers makes of it again, with what it ties tied."""
     made.save_pretrained(folder)
     file = folder / "config.json"
     values = json.loads(file.read_text())
     file.write_text(json.dumps(values | {"architectures": [type(made).__name__]}))
+    again: PreTrainedModel = type(made).from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    again.train(False)
+    return again

@@ -27,6 +27,15 @@ def doctor(
         bool,
         typer.Option("--load", help="Also load the weights and run a first step, for the timeline and the memory as they are."),
     ] = False,
+    parity: Annotated[
+        bool,
+        typer.Option(
+            "--parity",
+            help="In place of the report: run prompts through every implementation of the model and through transformers' own "
+            "forward, in float32 and in the dtype that would be served, and compare logprobs, layers and tokens. Exit code "
+            "0: they agree; 1: they do not. Loads the model several times.",
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Say what would be served here, how, and why: environment, decisions, attention layer by layer, memory.
@@ -37,11 +46,29 @@ def doctor(
     from headrace.cli.startup import as_json as encoded
     from headrace.cli.startup import print_report
 
+    if parity:
+        _compare(args, as_json)
+        return
     info = asyncio.run(_loaded(args)) if load else planned(args)
     if as_json:
         sys.stdout.write(encoded(info) + "\n")
         return
     print_report(Console(), info, environment=True)
+
+
+def _compare(args: EngineArgs, as_json: bool) -> None:
+    from headrace.cli.parity import as_json as encoded
+    from headrace.cli.parity import print_parity
+    from headrace.engine.parity import measure
+
+    errors = Console(stderr=True)
+    with errors.status("comparing") as status:
+        result = measure(args, lambda what: status.update(what))
+    if as_json:
+        sys.stdout.write(encoded(result) + "\n")
+    else:
+        print_parity(Console(), result)
+    raise typer.Exit(0 if result.passed else 1)
 
 
 async def _loaded(args: EngineArgs) -> EngineInfo:

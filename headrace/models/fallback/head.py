@@ -37,11 +37,15 @@ class Body:
             for name, value in (("attention_mask", None), ("use_cache", False), ("return_dict", True))
             if name in parameters
         }
+        self.first_position = 0
+        """Of a sequence's first token, as the model counts: some begin behind a padding index."""
         self._handed: torch.Tensor | None = None
         body.forward = self._hand_back
 
-    def hidden(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """The layers: ids and positions ``[1, T]`` -> ``[1, T, hidden]``."""
+    def hidden(self, ids: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+        """The layers: ids and positions ``[1, T]`` -> ``[1, T, hidden]``. None: the positions that the model makes itself."""
+        if positions is not None and self.first_position:
+            positions = positions + self.first_position
         out = self._forward(input_ids=ids, position_ids=positions, **self._arguments)
         hidden: torch.Tensor = out[0]
         return hidden

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils.import_utils import is_accelerate_available
 
@@ -52,7 +53,7 @@ def describe(config: PretrainedConfig, args: EngineArgs) -> Described:
         raise ConfigError(f"{name}: a checkpoint with quantization_config is not run through transformers", "model_impl")
     try:
         model = _skeleton(config, args.trust_remote_code, dtype=torch.bfloat16)
-        lengths = lengths_of(model, _context(config, args), args.max_model_len)
+        lengths = lengths_of(model, _context(config, model, args), args.max_model_len)
         seen = observe(model)
     except Refusal as refusal:
         raise refusal.as_error(name) from refusal
@@ -164,15 +165,21 @@ def _skeleton(config: PretrainedConfig, trusted: bool, dtype: torch.dtype) -> Pr
         raise Refusal(f"transformers cannot build it: {type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
 
 
-def _context(config: PretrainedConfig, args: EngineArgs) -> int:
+def _context(config: PretrainedConfig, model: PreTrainedModel, args: EngineArgs) -> int:
     text = config.get_text_config()
     for name in _CONTEXT:
         value = getattr(text, name, None)
         if isinstance(value, int) and value > 0:
-            return value
+            return value - _reserved(model, value)
     if isinstance(args.max_model_len, int):
         return args.max_model_len
     raise ConfigError(f"{_name(config)}: the configuration says no context length: set max_model_len", "max_model_len")
+
+
+def _reserved(model: PreTrainedModel, context: int) -> int:
+    """Places of a table of positions that lie before a sequence's first."""
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding) and module.num_embeddings == context]
+    return max((table.padding_idx + 1 for table in tables if table.padding_idx is not None), default=0)
 
 
 def _random(config: PretrainedConfig, trusted: bool, dtype: torch.dtype, device: torch.device, seed: int) -> PreTrainedModel:
@@ -189,8 +196,18 @@ def _random(config: PretrainedConfig, trusted: bool, dtype: torch.dtype, device:
     return model
 
 
+def own_model(files: ModelFiles, trusted: bool, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """The model as transformers has it, with its own attention, to compare with.
+
+    Raises: as ``load``.
+    """
+    model, _ = _read(files, trusted, dtype, device, "eager")
+    model.train(False)
+    return model
+
+
 def _read(
-    files: ModelFiles, trusted: bool, dtype: torch.dtype, device: torch.device
+    files: ModelFiles, trusted: bool, dtype: torch.dtype, device: torch.device, attention: str = ATTENTION
 ) -> tuple[PreTrainedModel, tuple[Decision, ...]]:
     """Weights from files, straight to the device."""
     if device.type != "cpu" and not is_accelerate_available():
@@ -203,7 +220,7 @@ def _read(
         files.directory,
         config=files.config,
         dtype=dtype,
-        attn_implementation=ATTENTION,
+        attn_implementation=attention,
         use_safetensors=True,
         local_files_only=True,
         output_loading_info=True,

@@ -1,6 +1,6 @@
 """A loaded foreign model looked at once more, with values: that tokens meet in attention and nowhere else.
 
-Three short passes with attention taken out, so that each token's way through the model is its own. They hold for models
+Short passes with attention taken out, so that each token's way through the model is its own. They hold for models
 that nobody here has ever seen, code from a checkpoint among them.
 """
 
@@ -30,6 +30,7 @@ _NEAR = {torch.float32: 1e-3, torch.float64: 1e-6}
 def verify(model: TransformersModel) -> None:
     """Raises Refusal if the model cannot compute a step's packed tokens; names the module."""
     _tokens_are_apart(model)
+    _first_position(model)
     _positions_are_given(model)
     _attention_is_attention(model)
 
@@ -59,6 +60,34 @@ def _tokens_are_apart(model: TransformersModel) -> None:
         path = spread[0] if spread else ""
         module = model.foreign.get_submodule(path)
         raise Refusal(f"a {type(module).__name__} mixes tokens of different sequences, without attention", path)
+
+
+def _first_position(model: TransformersModel) -> None:
+    """Finds out where the model itself puts a sequence's first token, and has positions begin there."""
+    ids = torch.full((TOKENS,), min(5, model.spec.num_tokens - 1))
+    expected = _everything(model, ids, None)
+    paddings = [module.padding_idx for module in model.foreign.modules() if isinstance(module, nn.Embedding)]
+    for first in dict.fromkeys([0, *(padding + 1 for padding in paddings if padding is not None)]):
+        model.body.first_position = first
+        found = _everything(model, ids, torch.arange(TOKENS))
+        near = _NEAR.get(model.dtype, 0.05)
+        if all(bool(((a - b).abs().amax() <= near * b.abs().amax()).item()) for a, b in zip(found, expected, strict=True)):
+            return
+    raise Refusal("where its tokens stand is not counted from 0, and not from behind a padding index either")
+
+
+def _everything(model: TransformersModel, ids: torch.Tensor, positions: torch.Tensor | None) -> list[torch.Tensor]:
+    """The queries and keys of all layers, and the hidden states."""
+    seen: list[torch.Tensor] = []
+    own = _own_values(model)
+
+    def note(index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
+        seen.extend((q.float(), k.float()))
+        return own(index, q, k, v, arguments)
+
+    with model.calls.through(note):
+        hidden = _run(model, ids, positions)
+    return [*seen, hidden.float()]
 
 
 def _positions_are_given(model: TransformersModel) -> None:
@@ -163,11 +192,11 @@ def _own_values(model: TransformersModel) -> Attend:
     return attend
 
 
-def _run(model: TransformersModel, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def _run(model: TransformersModel, ids: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
     """``[T, hidden]``"""
     device = next(model.foreign.parameters()).device
     with model.calls.in_order():
-        return model.body.hidden(ids.to(device)[None], positions.to(device)[None])[0]
+        return model.body.hidden(ids.to(device)[None], None if positions is None else positions.to(device)[None])[0]
 
 
 @contextmanager

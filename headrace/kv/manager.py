@@ -118,15 +118,19 @@ class KVCacheManager:
     def fits(self, blocks: SequenceBlocks, hit: Hit | None, num_tokens: int, first_tokens: int) -> bool:
         """True if there is room now for all ``num_tokens`` of a sequence that starts from ``hit`` (None: from its tables).
 
-        A window group needs room only for the first chunk it must take (``first_tokens``): it gives back as it goes.
+        A window group gives back as it goes: of it, what the window holds when chunks are no longer than they must be
+        (``first_tokens``).
         """
         start = blocks.capacity if hit is None else hit.num_tokens
+        new = self._blocks_for(num_tokens) - start // self.block_size
         counts = []
         for group, pool in enumerate(self.pools):
-            end = num_tokens if self._windows[group] is None else min(num_tokens, start + first_tokens)
-            needed = self._blocks_for(end) - start // self.block_size
-            if hit is not None:
-                needed += sum(block != NULL_BLOCK and pool.is_free(block) for block in hit.blocks[group])
+            found = 0 if hit is None else sum(block != NULL_BLOCK and pool.is_free(block) for block in hit.blocks[group])
+            window = self._windows[group]
+            needed = new + found
+            if window is not None:
+                first = self._blocks_for(min(num_tokens, start + first_tokens)) - start // self.block_size
+                needed = max(first + found, min(needed, self._most_held(window, first_tokens)))
             counts.append(needed)
         return self._strips.bytes_of(counts) <= self._strips.free_bytes
 
@@ -273,8 +277,7 @@ class KVCacheManager:
         for group in self.groups:
             needed = self._blocks_for(num_tokens)
             if group.window is not None:
-                seen = group.window - 1 + first_tokens
-                needed = min(needed, (seen + self.block_size - 2) // self.block_size + 1)
+                needed = min(needed, self._most_held(group.window, first_tokens))
             counts.append(needed)
         needed_bytes, capacity = self._strips.bytes_of(counts), self._strips.arena.capacity
         if needed_bytes <= capacity:
@@ -322,6 +325,10 @@ class KVCacheManager:
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
+
+    def _most_held(self, window: int, chunk: int) -> int:
+        """Blocks in which ``chunk`` consecutive tokens and all that they see may lie."""
+        return (window - 1 + chunk + self.block_size - 2) // self.block_size + 1
 
     def _outside_spans(self, boundary: int, spans: Sequence[tuple[int, int]]) -> int:
         """The last block boundary up to ``boundary`` that lies inside no span."""

@@ -76,9 +76,8 @@ class Counted(KVCacheManager):
     def fits(self, blocks: SequenceBlocks, hit: Hit | None, num_tokens: int, first_tokens: int) -> bool:
         fitting = super().fits(blocks, hit, num_tokens, first_tokens)
         if not fitting:
-            needed = [
-                -(-(num_tokens if group.window is None else min(num_tokens, first_tokens)) // BLOCK) for group in self.groups
-            ]
+            whole = -(-num_tokens // BLOCK)
+            needed = [whole if group.window is None else min(whole, -(-group.window // BLOCK) + 1) for group in self.groups]
             sizes = self.config.arena.block_bytes
             owned = sum(size * self.owned(group) for group, size in enumerate(sizes))
             self.refusals.append(

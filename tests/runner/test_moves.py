@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from headrace.core.plan import StepPlan
+from headrace.engine.report import cache_lines
 from headrace.errors import EngineError
 from headrace.runner.slots import SlotTables
 
@@ -34,3 +35,21 @@ def test_tables_follow_blocks_that_move_one_after_the_other() -> None:
 def test_one_group_has_nothing_to_move() -> None:
     with pytest.raises(EngineError, match="one cache group alone"):
         World("llama").runner().execute(StepPlan(1, (), (), (), 0, ((0, 1, 2),)))
+
+
+@pytest.mark.parametrize("family", ["llama", "windows between", "uneven", "three sizes"])
+def test_the_ledger_is_what_was_allocated(family: str) -> None:
+    """To the byte: what the start-up report says of the KV cache, what the configuration says, and the tensors."""
+    config = World(family, num_blocks=30).config()
+    held = dict(World(family, num_blocks=30).runner().memory())
+    lines = cache_lines(config)
+    assert held["KV cache"] == config.cache.nbytes == sum(line.nbytes for line in lines)
+    groups, size = config.cache.groups, config.cache.block_size
+    exact = {
+        group.index: size
+        * sum(4 * config.model.layers[i].num_kv_heads * config.model.layers[i].row_width for i in group.layers)
+        for group in groups
+    }
+    assert config.cache.arena.block_bytes == tuple(exact.values())
+    if len(groups) > 1:
+        assert all(f"{group.name} {exact[group.index]:,} bytes" in lines[0].detail for group in groups)

@@ -26,7 +26,7 @@ from headrace.quant.groups import GROUP
 from headrace.sampling_params import MAX_SEED
 from headrace.sources.files import ModelFiles
 from headrace.sources.gguf import open_gguf
-from headrace.spec import AnySpec, Arena, CacheGroup, ForeignSpec, ModelSpec, MoeSpec, block_sizes, cache_groups
+from headrace.spec import AnySpec, Arena, CacheGroup, ForeignSpec, ModelSpec, MoeSpec, RopeSpec, block_sizes, cache_groups
 from headrace.spec.kv import DTYPE_BYTES
 
 CPU_NUM_SEQS = 64
@@ -108,6 +108,7 @@ def resolve(
     """
     _check_arguments(args)
     book = _Book(files.decisions)
+    model = _with_rope_factors(args, model, book)
     types = _gguf_types(files)
     dtype = _dtype(args, model, types, device, book)
     quantization = _quantization(args, model, types, dtype, device, book)
@@ -141,6 +142,24 @@ def resolve(
         graph_prompt_tokens=_graph_prompt_tokens(model, num_batched) if graph_rows else (),
         decisions=book.close(),
     )
+
+
+def _with_rope_factors(args: EngineArgs, model: AnySpec, book: _Book) -> AnySpec:
+    """The model with longrope's factors for the longest context there may be: one choice for all sequences."""
+    ropes = [layer.rope for layer in model.layers if layer.rope is not None and layer.rope.kind == "longrope"]
+    if not ropes:
+        return model
+    border = min(int(rope.parameters["original_max_position_embeddings"]) for rope in ropes)
+    if not isinstance(args.max_model_len, int) or args.max_model_len <= border:
+        why = f"longrope has other factors beyond {border} tokens: set max_model_len above it for those, in every sequence"
+        book.note("rotary embedding", "longrope, short factors", why)
+        return model
+    why = f"max_model_len is beyond {border}, up to which longrope has other factors: every sequence gets the long ones"
+    book.note("rotary embedding", "longrope, long factors", why)
+    long: dict[RopeSpec | None, RopeSpec] = {rope: dataclasses.replace(rope, long_factors=True) for rope in ropes}
+    layers = tuple(dataclasses.replace(each, rope=long.get(each.rope, each.rope)) for each in model.layers)
+    longest = min(int(rope.parameters["max_position_embeddings"]) for rope in ropes)
+    return dataclasses.replace(model, layers=layers, max_position=longest)
 
 
 def weight_bytes(model: AnySpec, dtype: str, quantization: str) -> int:

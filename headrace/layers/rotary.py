@@ -163,15 +163,16 @@ def _yarn_attention_factor(parameters: Mapping[str, Any], factor: float) -> floa
 
 
 def _longrope(rope: RopeSpec, dim: int) -> tuple[Frequencies, float]:
-    """LongRoPE (Ding et al., 2024) within the length the model was trained for, where its short factors hold.
+    """LongRoPE (Ding et al., 2024): factors for sequences up to the length the model was trained for, others beyond it.
 
-    A longer sequence turns all its tokens by the long factors, those too whose keys are in the cache since it was short. So
-    these contexts are not offered: ``max_position`` of the model's spec ends where the factors change.
+    A sequence that outgrew the length would turn all its tokens anew, those too whose keys are in the cache. So the choice
+    is made once, for all sequences, by the longest context there may be.
     """
-    factors = rope.parameters.get("short_factor")
-    if not isinstance(factors, list | tuple) or len(factors) * 2 != dim or not all(_is_positive(each) for each in factors):
+    name = "long_factor" if rope.long_factors else "short_factor"
+    factors = rope.parameters.get(name)
+    if not isinstance(factors, list | tuple) or len(factors) * 2 != dim or not all(map(_is_positive, factors)):
         raise ConfigError(
-            f"rope_parameters.short_factor of rope_type 'longrope' must be {dim // 2} positive numbers", "rope_parameters"
+            f"rope_parameters.{name} of rope_type 'longrope' must be {dim // 2} positive numbers", "rope_parameters"
         )
     trained = _number(rope, "original_max_position_embeddings")
     factor = _number(rope, "factor", _number(rope, "max_position_embeddings") / trained)

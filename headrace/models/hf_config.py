@@ -166,7 +166,7 @@ def _rope_spec(config: PretrainedConfig, given: Mapping[str, Any], where: str) -
 
 def max_position(config: PretrainedConfig, layers: Sequence[AttentionSpec]) -> int:
     """The longest context: what the config says, stretched where the layers' rotary embeddings all stretch it,
-    and cut to where those can be told for each token alone."""
+    and cut to where they change their factors."""
     given = required(config, "max_position_embeddings")
     return min((_stretched(given, layer.rope) for layer in layers if layer.rope is not None), default=given)
 

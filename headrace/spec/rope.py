@@ -14,3 +14,5 @@ class RopeSpec:
     theta: float
     kind: str = "default"
     parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
+    long_factors: bool = False
+    """Of longrope: every sequence turns by the factors for contexts beyond the length the model was trained for."""

@@ -114,13 +114,21 @@ def test_int4_needs_matrices_that_its_kernel_holds() -> None:
     assert caught.value.param == "quantization"
 
 
-def test_longrope_says_why_its_context_ends() -> None:
-    spec = model(context=64)
-    rope = RopeSpec(1e4, "longrope", {"short_factor": [1.0] * 8})
-    spec = dataclasses.replace(spec, layers=tuple(dataclasses.replace(layer, rope=rope) for layer in spec.layers))
-    with pytest.raises(ConfigError, match="context of 64 tokens: beyond it, longrope turns") as caught:
-        decide(spec, max_model_len=65)
-    assert caught.value.param == "max_model_len"
+def test_longrope_has_one_set_of_factors_for_all_sequences() -> None:
+    plain = model(context=64)
+    lengths = {"original_max_position_embeddings": 64, "max_position_embeddings": 256}
+    rope = RopeSpec(1e4, "longrope", {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, **lengths})
+    spec = dataclasses.replace(plain, layers=tuple(dataclasses.replace(layer, rope=rope) for layer in plain.layers))
+    for asked, longest, is_long in ((None, 64, False), ("auto", 64, False), (64, 64, False), (65, 65, True), (256, 256, True)):
+        config = decide(spec, max_model_len=asked)
+        assert config.scheduler.max_model_len == longest
+        assert {layer.rope.long_factors for layer in config.model.layers if layer.rope is not None} == {is_long}
+        assert "beyond 64" in reason(config, "rotary embedding")
+        again = decide(config.model, max_model_len=asked)
+        assert (again.model, again.decisions) == (config.model, config.decisions)
+    with pytest.raises(ConfigError, match="longer than the model's context of 256 tokens"):
+        decide(spec, max_model_len=257)
+    assert not any(decision.name == "rotary embedding" for decision in decide(plain).decisions)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from transformers import Gemma4TextConfig, LlamaConfig
@@ -100,7 +102,7 @@ def test_dynamic_grows_as_tokens_come_one_by_one() -> None:
 
 
 @pytest.mark.parametrize("changes", [{}, {"factor": 2.0}, {"attention_factor": 1.2}], ids=str)
-def test_longrope_equals_transformers_up_to_the_length_it_was_trained_for(changes: dict[str, float]) -> None:
+def test_longrope_equals_transformers_on_either_side_of_the_length_it_was_trained_for(changes: dict[str, float]) -> None:
     lists = {"short_factor": [1.0 + i / 50 for i in range(32)], "long_factor": [2.0 + i for i in range(32)]}
     scaling = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64, **lists, **changes}
     config = llama(scaling)
@@ -110,7 +112,10 @@ def test_longrope_equals_transformers_up_to_the_length_it_was_trained_for(change
     module = LlamaRotaryEmbedding(config)
     positions = torch.arange(64)
     assert torch.equal(table(positions), theirs(module, positions, 64))
-    assert not torch.equal(table(positions), theirs(module, torch.arange(65), 64)[:64])
+    long = RotaryTable(dataclasses.replace(spec, long_factors=True), 64, "cpu")
+    long.reserve(65)
+    assert torch.equal(long(torch.arange(65)), theirs(module, torch.arange(65), 64))
+    assert not torch.equal(long(positions), table(positions))
     assert FAMILY.model_spec(config).max_position == 64
 
 

@@ -62,7 +62,12 @@ class SelfAttention(nn.Module):
 
     def project(self, x: torch.Tensor) -> torch.Tensor:
         """``[T, hidden] -> [T, q_size + k_size + v_size]`` (and the gate's), in this order."""
-        return self.qkv_proj(x)  # type: ignore[no-any-return]
+        spec = self.spec
+        qkv: torch.Tensor = self.qkv_proj(x)
+        if not spec.v_from_k or spec.kv_source is not None:
+            return qkv
+        keys_end = spec.q_size + spec.k_size
+        return torch.cat((qkv[:, :keys_end], qkv[:, spec.q_size :]), dim=1)
 
 
 class DecoderLayer(nn.Module):

@@ -49,7 +49,7 @@ class Gemma4Spec(ModelSpec):
 
 
 class Gemma4Attention(SelfAttention):
-    """K and V are normed, V without a weight; where V has no projection of its own it is K's, as it comes."""
+    """K and V are normed, V without a weight."""
 
     def __init__(self, model: ModelSpec, spec: AttentionSpec, dtype: torch.dtype, device: str | torch.device) -> None:
         super().__init__(model, spec, dtype, device)
@@ -57,12 +57,12 @@ class Gemma4Attention(SelfAttention):
 
     def forward(self, x: torch.Tensor, cos_sin: torch.Tensor | None, ctx: ForwardContext) -> torch.Tensor:
         spec, tokens = self.spec, len(x)
-        qkv = self.qkv_proj(x)
+        qkv = self.project(x)
         q = self._heads(qkv[:, : spec.q_size], spec.num_heads, self.q_norm)
         k = v = None
         if spec.kv_source is None:
             keys = qkv[:, spec.q_size : spec.q_size + spec.k_size]
-            values = keys if spec.v_from_k else qkv[:, spec.q_size + spec.k_size :]
+            values = qkv[:, spec.q_size + spec.k_size :]
             k = self._heads(keys, spec.num_kv_heads, self.k_norm)
             v = self.v_norm(values.reshape(tokens, spec.num_kv_heads, spec.v_head_dim))
         out: torch.Tensor = self.o_proj(self.attention(q, k, v, ctx, cos_sin))

@@ -132,7 +132,8 @@ class AttentionSpec:
         """(outputs, inputs) of every matrix around the attention."""
         output = (hidden_size, self.out_size)
         if self.latent is None:
-            kept = self.k_size + self.v_size if self.kv_source is None else 0
+            values = 0 if self.v_from_k else self.v_size
+            kept = self.k_size + values if self.kv_source is None else 0
             gate = self.out_size if self.output_gate else 0
             return [(self.q_size + kept + gate, hidden_size), output]
         rank = self.latent.q_rank

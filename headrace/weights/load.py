@@ -69,7 +69,7 @@ def _open(model: nn.Module, table: NameTable, files: ModelFiles, seed: int) -> I
     with ExitStack() as stack:
         spec: ModelSpec = model.spec  # type: ignore[assignment]
         if files.kind == "safetensors":
-            checkpoint = _open_safetensors(files, spec)
+            checkpoint = _open_safetensors(files, spec, next(model.parameters()).device)
             stack.callback(checkpoint.close)
             yield checkpoint
         elif files.kind == "gguf":
@@ -81,7 +81,9 @@ def _open(model: nn.Module, table: NameTable, files: ModelFiles, seed: int) -> I
             yield DummyCheckpoint(shapes, seed, next(iter(parameters.values())).device)
 
 
-def _open_safetensors(files: ModelFiles, spec: ModelSpec) -> SafetensorsCheckpoint | ShardedCheckpoint | ScaledCheckpoint:
+def _open_safetensors(
+    files: ModelFiles, spec: ModelSpec, device: torch.device
+) -> SafetensorsCheckpoint | ShardedCheckpoint | ScaledCheckpoint:
     if is_sharded(files.weight_files):
         return ShardedCheckpoint(files.weight_files, spec)
     checkpoint = SafetensorsCheckpoint(files.weight_files)
@@ -89,7 +91,7 @@ def _open_safetensors(files: ModelFiles, spec: ModelSpec) -> SafetensorsCheckpoi
     if scheme is None:
         return checkpoint
     tile = scheme.get("weight_block_size")
-    return ScaledCheckpoint(checkpoint, None if tile is None else (tile[0], tile[1]))
+    return ScaledCheckpoint(checkpoint, None if tile is None else (tile[0], tile[1]), device)
 
 
 class _Loader:

@@ -18,6 +18,7 @@ from headrace.weights.safetensors import SafetensorsCheckpoint
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E8M0_BIAS = 127
+_ROWS = 4096
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _TILE_SCALE = "_scale_inv"
 
@@ -28,13 +29,17 @@ class ScaledCheckpoint:
 
     Args:
         tile: outputs and inputs that share a scale of FP8; None: there are none such.
+        device: where the floats are made, and stay.
 
     Raises:
         ConfigError: a scale is missing, or does not fit its matrix.
     """
 
-    def __init__(self, inner: SafetensorsCheckpoint, tile: tuple[int, int] | None = None) -> None:
+    def __init__(
+        self, inner: SafetensorsCheckpoint, tile: tuple[int, int] | None = None, device: str | torch.device = "cpu"
+    ) -> None:
         self._inner = inner
+        self._device = device
         self._tile = tile
         self._scale_of: dict[str, str] = {}
         stored: dict[str, StoredTensor] = {}
@@ -72,10 +77,10 @@ class ScaledCheckpoint:
         if scale is None:
             return self._inner.read(name)
         if self.tensors[name].kind == "MXFP4":
-            return from_mxfp4(self._inner.raw(name), self._inner.raw(scale))
+            return from_mxfp4(self._inner.raw(name).to(self._device), self._inner.raw(scale).to(self._device))
         if self._tile is None:
             raise ValueError(f"{name} has scales of tiles whose size is not known")
-        return from_tiles(self._inner.read(name), self._inner.read(scale), self._tile)
+        return from_tiles(self._inner.read(name).to(self._device), self._inner.read(scale).to(self._device), self._tile)
 
     def codes(self, name: str) -> GroupCodes | None:
         return None
@@ -94,10 +99,24 @@ def from_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     Returns:
         ``[..., groups * bytes * 2]`` bfloat16.
     """
-    values = torch.tensor((*_E2M1, *(-value for value in _E2M1)), dtype=torch.bfloat16, device=blocks.device)
-    pairs = torch.stack((values[(blocks & 15).int()], values[(blocks >> 4).int()]), dim=-1)
-    exponents = (scales.int() - _E8M0_BIAS)[..., None, None]
-    return torch.ldexp(pairs, exponents).to(torch.bfloat16).flatten(-3)
+    pairs = _pairs(blocks.device)
+    out = torch.empty(*scales.shape[:-1], 2 * blocks.shape[-1] * blocks.shape[-2], dtype=torch.bfloat16, device=blocks.device)
+    rows, codes = out.view(-1, out.shape[-1]), blocks.reshape(-1, *blocks.shape[-2:])
+    exponents = scales.reshape(-1, scales.shape[-1]).int() - _E8M0_BIAS
+    # A few rows at a time: what lies between bytes and numbers is several times as large as both.
+    for start in range(0, len(rows), _ROWS):
+        here = slice(start, start + _ROWS)
+        numbers = pairs.index_select(0, codes[here].flatten().int()).view(*codes[here].shape[:2], -1)
+        factors = torch.ldexp(torch.ones_like(exponents[here], dtype=torch.float32), exponents[here])
+        rows[here] = (numbers * factors.to(torch.bfloat16).unsqueeze(-1)).flatten(1)
+    return out
+
+
+def _pairs(device: torch.device) -> torch.Tensor:
+    """``[256, 2]``: the two numbers of every byte."""
+    values = torch.tensor((*_E2M1, *(-value for value in _E2M1)), dtype=torch.bfloat16, device=device)
+    byte = torch.arange(256, device=device)
+    return torch.stack((values[byte & 15], values[byte >> 4]), dim=1)
 
 
 def from_tiles(matrix: torch.Tensor, scales: torch.Tensor, tile: tuple[int, int]) -> torch.Tensor:

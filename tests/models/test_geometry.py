@@ -55,6 +55,14 @@ GEOMETRIES: dict[str, ModelSpec] = {
         ],
         attention_bias=True,
     ),
+    "v-from-k": model_spec(
+        [
+            layer(0, v_from_k=True),
+            layer(1, v_from_k=True, output_gate=True, num_kv_heads=3),
+            layer(2, v_from_k=True, kv_source=1, num_kv_heads=3),
+        ],
+        qk_norm=True,
+    ),
     "partial-rotary": model_spec(
         [layer(0, rotary_dim=4), layer(1, rotary_dim=6, rope=RopeSpec(500.0)), layer(2, rotary_dim=2)]
     ),
@@ -95,10 +103,12 @@ def eager(model: Decoder, tokens: list[int]) -> torch.Tensor:
         theta = 1.0 if one.rope is None else one.rope.theta
         q = turn(q, one.rotary_dim, theta)
         if one.kv_source is None:
-            k = project(y, "self_attn.k_proj").view(len(x), one.num_kv_heads, one.head_dim)
+            k = keys = project(y, "self_attn.k_proj").view(len(x), one.num_kv_heads, one.head_dim)
             if spec.qk_norm:
                 k = norm(k, weights[here + "self_attn.k_norm.weight"], spec.norm_eps)
-            v = project(y, "self_attn.v_proj").view(len(x), one.num_kv_heads, one.v_head_dim)
+            v = keys
+            if not one.v_from_k:
+                v = project(y, "self_attn.v_proj").view(len(x), one.num_kv_heads, one.v_head_dim)
             kept[one.layer] = turn(k, one.rotary_dim, theta), v
         k, v = (
             part.repeat_interleave(one.group_size, 1) for part in kept[one.layer if one.kv_source is None else one.kv_source]

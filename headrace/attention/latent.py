@@ -134,6 +134,11 @@ class LatentBackend:
             self._few = _rows_of(step, few)
             self._absorbed.plan(self._few.step)
 
+    @property
+    def uncompressed_rows(self) -> list[int]:
+        """Of the planned step: those whose keys and values are uncompressed."""
+        return [int(row) for row in self._many]
+
     def run(self, q: torch.Tensor, cache: LayerCache, sinks: torch.Tensor | None = None) -> torch.Tensor:
         raise ValueError(f"layer {cache.spec.layer} keeps compressed KV: attend() is for it")
 

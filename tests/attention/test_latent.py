@@ -81,16 +81,12 @@ def check(case: Case, name: str = "torch", tolerance: float = 2e-5) -> LatentBac
     return backend
 
 
-def prompts_of(backend: LatentBackend) -> list[int]:
-    return backend._many.tolist()
-
-
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 @pytest.mark.parametrize("name", HERE)
 def test_mixed_rows(name: str, block_size: int) -> None:
     case = make_case(latent_spec(), MIXED, block_size=block_size)
     case.step = dataclasses.replace(case.step, num_decode_rows=3)
-    assert prompts_of(check(case, name)) == [4, 6, 8]
+    assert check(case, name).uncompressed_rows == [4, 6, 8]
 
 
 @pytest.mark.parametrize("name", HERE)
@@ -113,7 +109,7 @@ def test_tokens_of_nobody_come_out_as_zeros() -> None:
 def test_decode_rows_are_absorbed_however_long() -> None:
     """So that a step of them runs the same kernels for any lengths."""
     case = make_case(latent_spec(), [(1, 500), (1, 3)])
-    assert prompts_of(check(case)) == []
+    assert check(case).uncompressed_rows == []
 
 
 def test_bounded_steps_are_absorbed() -> None:
@@ -125,13 +121,13 @@ def test_bounded_steps_are_absorbed() -> None:
     torch.testing.assert_close(
         backend.attend(case.q, case.cache, projection(case.cache.spec)).double(), exact, atol=2e-5, rtol=1e-3
     )
-    assert prompts_of(backend) == []
+    assert backend.uncompressed_rows == []
 
 
 def test_what_would_not_pay_is_not_uncompressed() -> None:
     """Where the latent is no wider than what is made of it."""
     spec = latent_spec(head_dim=9, v_head_dim=5)
-    assert prompts_of(check(make_case(spec, [(50, 50)]))) == []
+    assert check(make_case(spec, [(50, 50)])).uncompressed_rows == []
 
 
 def test_heads_take_turns_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:

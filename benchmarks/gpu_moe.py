@@ -1,0 +1,217 @@
+"""Times mixtures of experts and attention over compressed KV on a GPU. One JSON line a measurement.
+
+    python benchmarks/gpu_moe.py                     # all, a few minutes with compiling
+    python benchmarks/gpu_moe.py --only experts      # route, experts, decode or prefill
+    python benchmarks/gpu_moe.py --sweep             # experts with other tilings: the three fastest of each shape
+
+Experts: our kernels beside ``torch.nn.functional.grouped_mm`` with tokens sorted and gathered for it. TB/s counts each
+weight of an expert that was chosen once. Attention: DeepSeek's widths, absorbed and uncompressed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+from collections.abc import Iterator
+from functools import partial
+
+import numpy as np
+import torch
+from gpu_kernels import BEYOND_L2, CUDA, Call, report, seconds
+from torch.nn.functional import grouped_mm
+
+from headrace.attention.backend import StepMetadata
+from headrace.attention.latent import LatentBackend
+from headrace.attention.triton import TritonAttention
+from headrace.cache.layer import LayerCache
+from headrace.kernels.moe import gated, route_twin
+from headrace.kernels.triton import moe
+from headrace.kernels.triton.moe import MoeTiling
+from headrace.spec import AttentionSpec, LatentSpec, MoeSpec
+
+MODELS: dict[str, tuple[int, MoeSpec]] = {
+    "qwen3-30b-a3b": (2048, MoeSpec(num_experts=128, top_k=8, intermediate_size=768)),
+    "deepseek-v2-lite": (2048, MoeSpec(num_experts=64, top_k=6, intermediate_size=1408, normalize=False)),
+    "deepseek-v3": (
+        7168,
+        MoeSpec(
+            num_experts=256,
+            top_k=8,
+            intermediate_size=2048,
+            scoring="sigmoid",
+            correction_bias=True,
+            num_groups=8,
+            top_groups=4,
+            group_score="top2",
+            routed_scale=2.5,
+        ),
+    ),
+}
+TOKENS = (1, 8, 64, 512, 8192)
+BLOCK = 16
+
+
+def library(
+    x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, spec: MoeSpec
+) -> torch.Tensor:
+    """As ``kernels.moe.moe_mlp``, by PyTorch's own grouped product."""
+    flat = experts.flatten().long()
+    order = flat.argsort(stable=True)
+    counts = torch.zeros(spec.num_experts, dtype=torch.int32, device=x.device)
+    ends = counts.index_add_(0, flat, torch.ones_like(flat, dtype=torch.int32)).cumsum(0, dtype=torch.int32)
+    hidden = gated(grouped_mm(x[order // spec.top_k], gate_up.mT, offs=ends), spec)
+    out = grouped_mm(hidden, down.mT, offs=ends).float() * weights.flatten()[order, None]
+    return torch.empty_like(out).index_copy_(0, order, out).view(len(x), spec.top_k, -1).sum(1).to(x.dtype)
+
+
+@dataclasses.dataclass
+class Mixture:
+    """Copies of one layer's experts, enough of them to go beyond the L2 cache, and tokens that a random router sends."""
+
+    hidden: int
+    spec: MoeSpec
+    tokens: int
+
+    def __post_init__(self) -> None:
+        spec, count = self.spec, self.spec.num_experts
+        self.logits = torch.randn(self.tokens, count, device=CUDA)
+        self.correction = torch.zeros(count, device=CUDA) if spec.correction_bias else None
+        self.experts, self.weights = route_twin(self.logits, spec, self.correction)
+        shape = count, 2 * spec.intermediate_size, self.hidden
+        nbytes = 3 * 2 * count * spec.intermediate_size * self.hidden
+        copies = 1 if nbytes > 4 * BEYOND_L2 else 2
+        self.layers = [(self._random(*shape), self._random(count, self.hidden, spec.intermediate_size)) for _ in range(copies)]
+        self.x = self._random(self.tokens, self.hidden)
+
+    def _random(self, *shape: int) -> torch.Tensor:
+        return torch.empty(*shape, dtype=torch.bfloat16, device=CUDA).normal_(std=0.02)
+
+    @property
+    def nbytes(self) -> float:
+        return 3.0 * 2 * int(self.experts.unique().numel()) * self.spec.intermediate_size * self.hidden
+
+    @property
+    def flops(self) -> float:
+        return 3.0 * 2 * self.tokens * self.spec.top_k * self.spec.intermediate_size * self.hidden
+
+    def calls(self, tiling: MoeTiling | None) -> list[Call]:
+        given = (self.x, self.experts, self.weights)
+        return [partial(moe.moe_mlp, *given, *layer, self.spec, tiling=tiling) for layer in self.layers]
+
+    def library_calls(self) -> list[Call]:
+        return [partial(library, self.x, self.experts, self.weights, *layer, self.spec) for layer in self.layers]
+
+
+def mixtures() -> Iterator[tuple[dict[str, object], Mixture]]:
+    for (name, (hidden, spec)), tokens in itertools.product(MODELS.items(), TOKENS):
+        yield {"model": name, "tokens": tokens}, Mixture(hidden, spec, tokens)
+        torch.cuda.empty_cache()
+
+
+def routing() -> None:
+    for name, (_, spec) in MODELS.items():
+        for tokens in TOKENS:
+            logits = torch.randn(tokens, spec.num_experts, device=CUDA)
+            bias = torch.zeros(spec.num_experts, device=CUDA) if spec.correction_bias else None
+            for kind, run in (("triton", moe.route), ("torch", route_twin)):
+                report("route", [partial(run, logits, spec, bias)] * 8, kernel=kind, model=name, tokens=tokens)
+
+
+def experts() -> None:
+    for facts, mixture in mixtures():
+        sizes = {"nbytes": mixture.nbytes, "flops": mixture.flops}
+        report("experts", mixture.calls(None), kernel="triton", **facts, **sizes)
+        report("experts", mixture.library_calls(), kernel="grouped_mm", **facts, **sizes)
+
+
+def sweep() -> None:
+    for facts, mixture in mixtures():
+        found: list[tuple[float, MoeTiling]] = []
+        for rows, outputs, channels, warps, stages in itertools.product(
+            (16, 32, 64, 128), (32, 64, 128), (64, 128), (4, 8), (2, 3, 4)
+        ):
+            tiling = MoeTiling(rows, outputs, channels, warps, stages)
+            try:
+                found.append((seconds(mixture.calls(tiling)), tiling))
+            except Exception as error:  # too large for the device
+                print(json.dumps({"name": "experts", **facts, "tiling": dataclasses.astuple(tiling), "error": str(error)[:80]}))
+        for taken, tiling in sorted(found, key=lambda one: one[0])[:3]:
+            line = {"name": "experts", **facts, "tiling": dataclasses.astuple(tiling), "ms": round(taken * 1e3, 5)}
+            print(json.dumps(line), flush=True)
+
+
+def latent_spec(heads: int) -> AttentionSpec:
+    return AttentionSpec(
+        layer=0,
+        num_heads=heads,
+        num_kv_heads=1,
+        head_dim=576,
+        v_head_dim=512,
+        rotary_dim=64,
+        scale=192**-0.5,
+        latent=LatentSpec(head_dim=192, v_head_dim=128),
+    )
+
+
+def latent(heads: int, rows: int, length: int, queries: int, *, absorbed: bool) -> None:
+    """Rows of one length, of which the last ``queries`` tokens attend; up-projections included.
+
+    Args:
+        absorbed: whatever is less work; else what the backend chooses.
+    """
+    spec, blocks = latent_spec(heads), -(-length // BLOCK)
+    starts = np.arange(rows + 1, dtype=np.int32) * queries
+    step = StepMetadata(
+        num_decode_rows=rows if queries == 1 else 0,
+        query_start=torch.from_numpy(starts).to(CUDA),
+        seq_lens=torch.full((rows,), length, dtype=torch.int32, device=CUDA),
+        positions=torch.zeros(rows * queries, dtype=torch.int64, device=CUDA),
+        slot_mapping=(torch.zeros(rows * queries, dtype=torch.int64, device=CUDA),),
+        block_tables=((1 + torch.randperm(rows * blocks, device=CUDA)).view(rows, blocks).int(),),
+        query_start_host=starts,
+        seq_lens_host=np.full(rows, length, dtype=np.int32),
+        bounded=absorbed,
+    )
+    cache = LayerCache(spec, 0, torch.randn(1 + rows * blocks, BLOCK, 1, 576, device=CUDA).bfloat16())
+    q = torch.randn(rows * queries, heads, 192, device=CUDA).bfloat16()
+    up = torch.randn(heads * 256, 512, device=CUDA).bfloat16() * 512**-0.5
+    backend = LatentBackend(spec, TritonAttention(), TritonAttention())
+    backend.plan(step)
+    facts = {"heads": heads, "rows": rows, "length": length, "queries": queries}
+    pairs = rows * (queries * (length - queries) + queries * (queries + 1) / 2)
+    calls: list[Call] = [partial(backend.attend, q, cache, up)] * 4
+    kind = "uncompressed" if backend.uncompressed_rows else "absorbed"
+    report("latent", calls, nbytes=2.0 * rows * length * 576, flops=2 * heads * pairs * 320, kernel=kind, **facts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=["route", "experts", "decode", "prefill"], action="append")
+    parser.add_argument("--sweep", action="store_true", help="try tilings of the experts, print the fastest")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("there is no CUDA device here")
+    torch.manual_seed(0)
+    print(json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__}), flush=True)
+    wanted = options.only or ["route", "experts", "decode", "prefill"]
+    if options.sweep:
+        sweep()
+        return
+    if "route" in wanted:
+        routing()
+    if "experts" in wanted:
+        experts()
+    if "decode" in wanted:
+        for heads, rows, length in itertools.product((16, 128), (1, 8, 64), (4096, 16384)):
+            latent(heads, rows, length, 1, absorbed=True)
+    if "prefill" in wanted:
+        for heads, (length, queries), absorbed in itertools.product(
+            (16, 128), ((2048, 2048), (8192, 8192), (8192, 512), (8192, 256)), (True, False)
+        ):
+            latent(heads, 1, length, queries, absorbed=absorbed)
+
+
+if __name__ == "__main__":
+    main()

@@ -96,10 +96,10 @@ class BlockPool:
         """
         if count > self.num_free:
             raise EngineError(f"sequence {owner} asked for {count} KV blocks; {self.num_free} of {self.num_usable} are free")
-        blocks = []
+        empty, owners, blocks = self._empty, self._owners, []
         for _ in range(count):
-            block = self._empty.pop() if self._empty else self._evict()
-            self._owners[block] = {owner}
+            block = empty.pop() if empty else self._evict()
+            owners[block] = {owner}
             blocks.append(block)
         return blocks
 

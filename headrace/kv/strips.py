@@ -83,10 +83,10 @@ class Strips:
         """Sees to it that each group's pool can hand out ``counts[g]`` blocks; False, and nothing changes, if it cannot."""
         if not self.shared:
             return counts[0] <= self.pools[0].num_free
-        if all(count <= pool.num_empty for count, pool in zip(counts, self.pools, strict=True)):
-            return True
         if self.bytes_of(counts) > self.free_bytes:
             return False
+        if all(count <= pool.num_empty for count, pool in zip(counts, self.pools, strict=True)):
+            return True
         self._evict(counts)
         for group, pool in enumerate(self.pools):
             if counts[group] > pool.num_empty:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -47,6 +49,18 @@ def test_a_block_can_be_moved_as_bytes() -> None:
         restored = stored[3].float() * scale[3].unsqueeze(-1)
         torch.testing.assert_close(restored, new, rtol=1 / 16, atol=0.01)
         assert (stored[0].float() == 0).all() and (stored[2].float() == 0).all()
+
+
+def test_blocks_of_an_arena_lie_apart() -> None:
+    """At an offset and a stride that are other layers' bytes: the same numbers, and nobody else's change."""
+    alone = allocate_fp8(spec(), 0, 4, 8, "cpu")
+    arena = torch.full((4, alone.rows.shape[1] + 48), 7, dtype=torch.uint8)
+    inside = dataclasses.replace(alone, rows=arena[:, 32:-16].zero_())
+    key, value, slots = torch.randn(8, 2, 24), torch.randn(8, 2, 16), torch.arange(12, 20)
+    for cache in (alone, inside):
+        reshape_and_cache(key, value, cache.keys, cache.values, slots, "fp8_e4m3", cache.k_scale, cache.v_scale)
+    assert torch.equal(inside.rows, alone.rows) and alone.rows.any()
+    assert (arena[:, :32] == 7).all() and (arena[:, -16:] == 7).all()
 
 
 def test_unaligned_blocks_are_refused() -> None:

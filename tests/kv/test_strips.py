@@ -186,6 +186,20 @@ def test_three_groups_push_one_another() -> None:
     strips.check_integrity()
 
 
+def test_what_three_groups_keep_free_is_never_handed_out() -> None:
+    strips = Strips(Arena.holding((4, 4, 4), (2, 2, 2)), lambda *move: None)
+    for group, count in ((1, 3), (0, 3)):
+        counts = [0, 0, 0]
+        counts[group] = count
+        assert strips.provide(counts)
+        strips.pools[group].allocate(count, 1)
+    # An empty block is there, and its bytes are those that let strips slide.
+    counts = [min(1, pool.num_empty) for pool in strips.pools]
+    assert sum(counts) == 1 and strips.free_bytes == 0
+    assert not strips.provide(counts)
+    strips.check_integrity()
+
+
 def test_the_oldest_of_all_groups_is_evicted_first() -> None:
     strips = Strips(Arena.holding((4, 4), (4, 4)), lambda *move: None)
     for group, pool in enumerate(strips.pools):

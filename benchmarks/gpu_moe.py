@@ -177,7 +177,7 @@ def latent(heads: int, rows: int, length: int, queries: int, *, absorbed: bool) 
     cache = LayerCache(spec, 0, torch.randn(1 + rows * blocks, BLOCK, 1, 576, device=CUDA).bfloat16())
     q = torch.randn(rows * queries, heads, 192, device=CUDA).bfloat16()
     up = torch.randn(heads * 256, 512, device=CUDA).bfloat16() * 512**-0.5
-    backend = LatentBackend(spec, TritonAttention(), TritonAttention())
+    backend = LatentBackend(spec, TritonAttention(), TritonAttention)
     backend.plan(step)
     facts = {"heads": heads, "rows": rows, "length": length, "queries": queries}
     pairs = rows * (queries * (length - queries) + queries * (queries + 1) / 2)

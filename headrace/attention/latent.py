@@ -8,6 +8,7 @@ first: that pays where many queries meet them.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -19,8 +20,8 @@ from headrace.cache.planes import write_compressed
 from headrace.kernels.rotary import rotate
 from headrace.spec import AttentionSpec, Mode
 
-UNCOMPRESSED_BYTES = 512 << 20
-"""Of uncompressed keys and values there may be at a time: more heads than fit take turns."""
+WORKSPACE_BYTES = 256 << 20
+"""For uncompressed keys and values. Where they are more, heads take turns; where one head's are more, rows do too."""
 
 
 class LatentAttention(nn.Module):
@@ -96,6 +97,8 @@ class _Prompts(_Part):
 
     places: torch.Tensor
     """``[blocks]`` int64: of each, where its number stands in a flattened block table of the whole step."""
+    backend: AttentionBackend
+    """Planned for them."""
 
 
 class LatentBackend:
@@ -103,22 +106,25 @@ class LatentBackend:
 
     Args:
         absorbed: supports the layers' spec.
-        uncompressed: another instance, which supports ``spec.uncompressed``.
+        uncompressed: makes backends that support ``spec.uncompressed``.
     """
 
-    def __init__(self, spec: AttentionSpec, absorbed: AttentionBackend, uncompressed: AttentionBackend) -> None:
+    def __init__(self, spec: AttentionSpec, absorbed: AttentionBackend, uncompressed: Callable[[], AttentionBackend]) -> None:
         if spec.latent is None:
             raise ValueError(f"layer {spec.layer} keeps no compressed KV")
         self._spec, self._latent = spec, spec.latent
-        self._absorbed, self._uncompressed = absorbed, uncompressed
+        self._absorbed = absorbed
+        self._make, self._made = uncompressed, [uncompressed()]
         self.name = absorbed.name
         self.capturable = absorbed.capturable
-        self.needs_exact_lengths = absorbed.needs_exact_lengths or uncompressed.needs_exact_lengths
+        self.needs_exact_lengths = absorbed.needs_exact_lengths or self._made[0].needs_exact_lengths
         self._step: StepMetadata | None = None
         self._few: _Part | None = None
         self._many = np.empty(0, dtype=np.int64)
         """The rows that see uncompressed KV."""
-        self._prompts: _Prompts | None = None
+        self._prompts: list[_Prompts] = []
+        """Rows that are uncompressed together."""
+        self._workspace = torch.empty(0)
 
     @staticmethod
     def supports(spec: AttentionSpec, device: str, dtype: str, mode: Mode = "dense") -> list[str]:
@@ -127,7 +133,7 @@ class LatentBackend:
 
     def plan(self, step: StepMetadata) -> None:
         """Decode rows are absorbed, and so are prompts' rows for which that is less work, or whose lengths are not known."""
-        self._step, self._prompts, self._few = step, None, None
+        self._step, self._prompts, self._few = step, [], None
         self._many = np.empty(0, dtype=np.int64) if step.bounded else self._worth_uncompressing(step)
         few = np.setdiff1d(np.arange(step.num_rows), self._many, assume_unique=True)
         if len(few):
@@ -155,8 +161,7 @@ class LatentBackend:
         out = q.new_zeros(len(q), spec.out_size)
         if self._few is not None:
             out[self._few.tokens] = self._attend_absorbed(q[self._few.tokens], cache, up)
-        if len(self._many):
-            prompts = self._planned_prompts(step, cache.block_size)
+        for prompts in self._planned_prompts(step, cache.block_size, q.itemsize):
             out[prompts.tokens] = self._attend_uncompressed(q[prompts.tokens], cache, up, step, prompts)
         return out
 
@@ -191,37 +196,73 @@ class LatentBackend:
 
     # ------------------------------------------------------------------------------------------------------ uncompressed
 
-    def _planned_prompts(self, step: StepMetadata, block_size: int) -> _Prompts:
+    def _planned_prompts(self, step: StepMetadata, block_size: int, itemsize: int) -> list[_Prompts]:
         """Planned by the first layer of a step, which knows the size of blocks."""
-        if self._prompts is None:
-            self._prompts = _with_own_blocks(step, self._many, block_size)
-            self._uncompressed.plan(self._prompts.step)
+        if not self._prompts:
+            most = WORKSPACE_BYTES // (self._head_width() * itemsize)
+            for rows in _together(self._many, -(-step.seq_lens_host[self._many] // block_size) * block_size, most):
+                if len(self._prompts) == len(self._made):
+                    self._made.append(self._make())
+                prompts = _with_own_blocks(step, rows, block_size, self._made[len(self._prompts)])
+                prompts.backend.plan(prompts.step)
+                self._prompts.append(prompts)
         return self._prompts
+
+    def _head_width(self) -> int:
+        """What one head takes of the workspace for a token: its row, and before that what is made of the latent."""
+        full = self._spec.uncompressed
+        return 2 * full.row_width - full.rotary_dim
 
     def _attend_uncompressed(
         self, q: torch.Tensor, cache: LayerCache, up: torch.Tensor, step: StepMetadata, prompts: _Prompts
     ) -> torch.Tensor:
         """``[T, num_heads, latent.head_dim] -> [T, out_size]`` of the prompts' tokens, prefix in the cache included."""
-        full = self._spec.uncompressed
+        full, rotated = self._spec.uncompressed, self._spec.rotary_dim
         table = step.block_tables[cache.group]
         blocks = table.reshape(-1).index_select(0, prompts.places)
-        held = cache.rows.index_select(0, blocks).squeeze(2)
-        per_head = held.shape[0] * held.shape[1] * full.row_width * held.itemsize
-        at_once = min(full.num_heads, max(1, UNCOMPRESSED_BYTES // per_head))
-        made = full.row_width - full.rotary_dim
+        held = cache.rows.index_select(0, blocks).flatten(0, 2)
+        tokens, made, width = len(held), full.row_width - rotated, self._head_width()
+        space = self._space(tokens * width, held)
+        at_once = min(full.num_heads, space.numel() // (tokens * width))
         out = q.new_empty(len(q), full.num_heads, full.v_head_dim)
         for first in range(0, full.num_heads, at_once):
             heads = min(at_once, full.num_heads - first)
-            rows = held.new_empty(*held.shape[:2], heads, full.row_width)
-            rows[..., : full.rotary_dim] = held[..., None, : full.rotary_dim]
-            # A head's other key channels and its values come out side by side, as a row wants them.
+            others, rows = torch.split(
+                space[: tokens * heads * width], [tokens * heads * made, tokens * heads * full.row_width]
+            )
+            rows = rows.view(tokens, heads, full.row_width)
             here = up[first * made : (first + heads) * made]
-            others = nn.functional.linear(held[..., full.rotary_dim :], here)
-            rows[..., full.rotary_dim :] = others.view(*held.shape[:2], heads, made)
+            others = torch.mm(held[:, rotated:], here.T, out=others.view(tokens, heads * made))
+            rows[..., :rotated] = held[:, None, :rotated]
+            # A head's other key channels and its values come out side by side, as a row wants them.
+            rows[..., rotated:] = others.view(tokens, heads, made)
             part = dataclasses.replace(full, num_heads=heads, num_kv_heads=heads)
-            mixed = self._uncompressed.run(q[:, first : first + heads].contiguous(), LayerCache(part, 0, rows))
+            paged = LayerCache(part, 0, rows.view(len(blocks), cache.block_size, heads, full.row_width))
+            mixed = prompts.backend.run(q[:, first : first + heads].contiguous(), paged)
             out[:, first : first + heads] = mixed.view(len(q), heads, full.v_head_dim)
         return out.flatten(1)
+
+    def _space(self, least: int, like: torch.Tensor) -> torch.Tensor:
+        """Numbers of a type, ``least`` of them or more. On a GPU all that there may be, so that it is there when memory is
+        measured; elsewhere what is needed."""
+        most = max(least, WORKSPACE_BYTES // like.itemsize)
+        wanted = most if like.is_cuda else min(least * self._spec.num_heads, most)
+        if self._workspace.numel() < wanted or self._workspace.dtype != like.dtype:
+            self._workspace = torch.empty(wanted, dtype=like.dtype, device=like.device)
+        return self._workspace
+
+
+def _together(rows: np.ndarray, sizes: np.ndarray, most: int) -> list[np.ndarray]:
+    """The rows in groups of at most ``most`` in size, or of a single row, in their order."""
+    groups: list[list[int]] = []
+    left = 0
+    for row, size in zip(rows.tolist(), sizes.tolist(), strict=True):
+        if not groups or size > left:
+            groups.append([])
+            left = most
+        groups[-1].append(row)
+        left -= size
+    return [np.array(group, dtype=np.int64) for group in groups]
 
 
 def _rows_of(step: StepMetadata, rows: np.ndarray) -> _Part:
@@ -261,7 +302,7 @@ def _step_of(
     )
 
 
-def _with_own_blocks(step: StepMetadata, rows: np.ndarray, block_size: int) -> _Prompts:
+def _with_own_blocks(step: StepMetadata, rows: np.ndarray, block_size: int, backend: AttentionBackend) -> _Prompts:
     """The rows' step with block tables of its own, where each row's blocks follow the row's before."""
     device = step.seq_lens.device
     lengths = step.seq_lens_host[rows]
@@ -277,6 +318,7 @@ def _with_own_blocks(step: StepMetadata, rows: np.ndarray, block_size: int) -> _
         dataclasses.replace(part.step, num_decode_rows=0, block_tables=(_sent(table, device),)),
         part.tokens,
         _sent(places.astype(np.int64), device),
+        backend,
     )
 
 

@@ -99,7 +99,7 @@ def create_for(specs: Sequence[AttentionSpec], names: Sequence[str], device: str
 
 
 def _latent(spec: AttentionSpec, name: str, device: str, dtype: str) -> AttentionBackend:
-    return LatentBackend(spec, create(name), create(for_prompts(spec, name, device, dtype)))
+    return LatentBackend(spec, create(name), _backend(for_prompts(spec, name, device, dtype)))
 
 
 def for_prompts(spec: AttentionSpec, name: str, device: str, dtype: str) -> str:

@@ -17,6 +17,7 @@ from headrace.cache.planes import write_compressed
 from headrace.errors import ConfigError
 from headrace.kernels import support
 from headrace.spec import AttentionSpec, LatentSpec, layer_kv
+from headrace.spec.projection import input_matrices
 
 from .cases import Case, make_case
 from .test_triton import to
@@ -130,12 +131,22 @@ def test_what_would_not_pay_is_not_uncompressed() -> None:
     assert check(make_case(spec, [(50, 50)])).uncompressed_rows == []
 
 
-def test_heads_take_turns_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_and_rows_take_turns_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case(latent_spec(num_heads=5), MIXED)
-    per_head = sum(-(-length // 4) * 4 for count, length in MIXED if count >= 20) * 15 * 4
-    for budget in (1, 2 * per_head):
-        monkeypatch.setattr(latent, "UNCOMPRESSED_BYTES", budget)
+    sizes = [-(-length // 4) * 4 for count, length in MIXED if count >= 20]
+    for head_width in (1, 26 * max(sizes), 26 * sum(sizes), 2 * 26 * sum(sizes)):
+        monkeypatch.setattr(latent, "WORKSPACE_BYTES", 4 * head_width)
+        backend = check(case)
+        # Planned again, and for other rows.
+        backend.plan(case.step)
         check(case)
+        case = make_case(latent_spec(num_heads=5), MIXED, seed=head_width)
+
+
+def test_rows_together() -> None:
+    groups = latent._together(np.array([3, 4, 6, 7]), np.array([5, 5, 20, 1]), 10)
+    assert [group.tolist() for group in groups] == [[3, 4], [6], [7]]
+    assert latent._together(np.array([], dtype=np.int64), np.array([]), 10) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -237,6 +248,8 @@ def test_widths() -> None:
     assert spec.matrices(20) == [(7, 20), (30, 7), (36, 20), (33, 32), (20, 15)]
     assert latent_spec().matrices(20)[0] == (30, 20)
     assert np.prod(projection(spec).shape) == 33 * 32
+    with pytest.raises(ConfigError, match="layer 0 keeps compressed KV"):
+        input_matrices(spec)
     with pytest.raises(ValueError, match="layer 0"):
         _ = spec.uncompressed.uncompressed
 
@@ -250,7 +263,7 @@ def test_on_triton(bounded: bool, device: torch.device) -> None:
     up = projection(case.cache.spec)
     expected = oracle(case, up)
     moved = to(case, device)
-    backend = LatentBackend(case.cache.spec, select.create("triton"), select.create("triton"))
+    backend = LatentBackend(case.cache.spec, select.create("triton"), lambda: select.create("triton"))
     backend.plan(moved.step)
     got = backend.attend(moved.q, moved.cache, up.to(device)).cpu()
     torch.testing.assert_close(got.double(), expected, atol=5e-5, rtol=1e-3)

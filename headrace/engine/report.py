@@ -71,7 +71,7 @@ def cache_lines(config: EngineConfig) -> list[MemoryLine]:
         detail = f"{count - 1} blocks of {cache.block_size} tokens and the null block, {cache.dtype}"
         return [MemoryLine("KV cache", cache.nbytes, detail)]
     blocks = ", ".join(
-        f"{group.name} {size:,} bytes ({len(group.layers)} layers)"
+        f"{group.name} {size:,} bytes ({len(group.layers)} layer{'s' * (len(group.layers) > 1)})"
         for group, size in zip(cache.groups, arena.block_bytes, strict=True)
     )
     detail = f"shared by all groups; a block of {cache.block_size} tokens, {cache.dtype}: {blocks}"

@@ -9,7 +9,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType, TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
@@ -26,6 +26,10 @@ from headrace.metrics.stats import EngineStats
 from headrace.outputs import OutputDelta, RequestOutput
 from headrace.sampling_params import SamplingParams
 from headrace.text.tokenizer import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from headrace.engine.handed import HandedOver
+    from headrace.models.fallback.megatron_watch import WeightWatch
 
 Messages = list[dict[str, Any]]
 
@@ -49,11 +53,53 @@ class LLM:
     def __init__(
         self, model: str | None = None, *, on_progress: Callable[[Progress], None] | None = None, **engine_args: Any
     ) -> None:
-        unknown = sorted(engine_args.keys() - {field.name for field in dataclasses.fields(EngineArgs)})
-        if unknown:
-            raise TypeError(f"LLM got arguments that are not engine arguments: {', '.join(unknown)}")
-        self.args = EngineArgs(model=model, **engine_args)
-        self._loaded: Engine | None = load_engine(self.args, on_progress)
+        _check_names(engine_args)
+        self._start(EngineArgs(model=model, **engine_args), None, on_progress)
+
+    @classmethod
+    def from_megatron(
+        cls,
+        model: Any,
+        config: Any = None,
+        tokenizer: Any = None,
+        *,
+        vocab_size: int | None = None,
+        on_progress: Callable[[Progress], None] | None = None,
+        **engine_args: Any,
+    ) -> LLM:
+        """An engine on a live Megatron-core model, for rollouts inside a trainer: no weight is converted or copied.
+
+        The model stays its owner's. Only while a step runs are its inner attentions replaced and its modules in eval mode;
+        training between calls needs nothing to be undone. Weights that changed between two calls are noticed: the prefix
+        cache is dropped then.
+
+        Args:
+            model: a ``GPTModel`` in one process, or what a trainer wraps it in (a list of one, data-parallel and 16-bit
+                wrappers). Device and dtype are its own.
+            config: its ``TransformerConfig``; None: the one that it has.
+            tokenizer: a fast tokenizer of transformers, the directory or hub id of one; None: prompts are token ids.
+            vocab_size: tokens that there are; columns beyond them are padding and never drawn. None: as many as the
+                tokenizer has, or without one all columns.
+            engine_args: fields of ``EngineArgs`` that do not say how a model is read from files.
+
+        Raises:
+            ConfigError: the model cannot run on headrace's attention (names the layer and the reason), or the arguments
+                cannot work with it.
+            ValueError: ``config`` or ``vocab_size`` is not the model's, or its layers' numbers are not consecutive.
+            ImportError: megatron-core is not installed; says how to install it.
+        """
+        from headrace.engine.handed import hand_over_megatron
+
+        _check_names(engine_args)
+        handed = hand_over_megatron(model, config, tokenizer, vocab_size=vocab_size, engine_args=engine_args)
+        llm = cls.__new__(cls)
+        llm._start(handed.args, handed, on_progress)
+        return llm
+
+    def _start(self, args: EngineArgs, handed: HandedOver | None, on_progress: Callable[[Progress], None] | None) -> None:
+        self.args = args
+        self._loaded: Engine | None = load_engine(args, on_progress, handed)
+        self._handed = handed
         self._ids = itertools.count()
         self._templated: dict[str, Tokenizer] = {}
         self._unusable: str | None = None
@@ -158,6 +204,14 @@ class LLM:
         """Forgets all cached prefixes. False if there is no prefix cache."""
         return self._engine.core.scheduler.reset_prefix_cache()
 
+    def weights_changed(self) -> None:
+        """Somebody wrote the weights in place: no KV from before is found again.
+
+        Models that were handed over are looked at before each call, so this is needed only where somebody changes what
+        such a look cannot see.
+        """
+        self._engine.core.scheduler.bump_weight_version()
+
     def check_integrity(self) -> None:
         """Raises: EngineError: the block pool's books do not add up."""
         self._engine.core.scheduler.check_integrity()
@@ -167,6 +221,7 @@ class LLM:
         if self._loaded is not None:
             self._loaded.core.close()
             self._loaded, self._unusable = None, "the engine was closed"
+            self._handed = None
 
     def __enter__(self) -> LLM:
         return self
@@ -194,12 +249,31 @@ class LLM:
         if chat_template is None:
             return own
         if chat_template not in self._templated:
-            self._templated[chat_template] = load_tokenizer(self._engine.files, self.args.tokenizer, chat_template)
+            self._templated[chat_template] = self._with_template(own, chat_template)
         return self._templated[chat_template]
+
+    def _with_template(self, own: Tokenizer, chat_template: str) -> Tokenizer:
+        if self._handed is not None:
+            from headrace.engine.handed import with_template
+
+            return with_template(own, chat_template)
+        return load_tokenizer(self._engine.files, self.args.tokenizer, chat_template)
+
+    def _follow_weights(self, watch: WeightWatch) -> None:
+        """What their owner did to the weights since the last call."""
+        if watch.changed():
+            self.weights_changed()
+        if self._engine.config.graph_rows and watch.moved():
+            raise EngineError(
+                "weights of the model are in other memory than when CUDA graphs were captured: make a new LLM, or set "
+                "enforce_eager"
+            )
 
     def _run(self, requests: list[Request], progress: bool) -> list[RequestOutput]:
         if self._unusable is not None:
             raise EngineError(self._unusable)
+        if self._handed is not None:
+            self._follow_weights(self._handed.watch)
         outputs = {request.request_id: new_output(request) for request in requests}
         try:
             with _bar(len(requests), progress) as show, _deferred_interrupt() as interrupted:
@@ -230,6 +304,12 @@ class LLM:
                     break
                 held = next(waiting, None)
             yield from core.step()
+
+
+def _check_names(engine_args: Mapping[str, Any]) -> None:
+    unknown = sorted(engine_args.keys() - {field.name for field in dataclasses.fields(EngineArgs)})
+    if unknown:
+        raise TypeError(f"LLM got arguments that are not engine arguments: {', '.join(unknown)}")
 
 
 def _shown(progress: bool, use_tqdm: bool | None) -> bool:

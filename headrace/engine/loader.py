@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import torch
 
@@ -14,7 +15,7 @@ from headrace.core.request import Request
 from headrace.core.scheduler import Scheduler
 from headrace.engine import environment
 from headrace.engine.core import EngineCore
-from headrace.engine.frontend import load_frontend
+from headrace.engine.frontend import Frontend, load_frontend
 from headrace.engine.info import EngineInfo, MemoryLine, Progress, StartupPhase
 from headrace.engine.inputs import InputProcessor
 from headrace.engine.outputs import OutputProcessor
@@ -83,21 +84,34 @@ class _Timeline:
         self.phases.append(StartupPhase(name, time.perf_counter() - start, phase.detail))
 
 
-def load_engine(args: EngineArgs, on_progress: Callable[[Progress], None] | None = None) -> Engine:
+class Given(Protocol):
+    """A model that is there already, so that nothing has to be found."""
+
+    @property
+    def frontend(self) -> Frontend: ...
+
+    @property
+    def implementation(self) -> implementation.Implementation: ...
+
+
+def load_engine(args: EngineArgs, on_progress: Callable[[Progress], None] | None = None, given: Given | None = None) -> Engine:
     """Finds the model, decides, loads, allocates, and serves a first request.
 
     Sets the number of torch's threads in this process.
+
+    Args:
+        given: a model in place of the one that the arguments name.
 
     Raises:
         ConfigError: the arguments cannot work with this model on this machine.
     """
     timeline = _Timeline(on_progress)
     with timeline.phase("tokenizer"):
-        frontend = load_frontend(args)
+        frontend = load_frontend(args) if given is None else given.frontend
     files, tokenizer = frontend.files, frontend.tokenizer
     with timeline.phase("config"):
         device = environment.probe(args.device)
-        chosen = implementation.choose(args, files)
+        chosen = implementation.choose(args, files) if given is None else given.implementation
         files = dataclasses.replace(files, decisions=(*files.decisions, *chosen.decisions))
         config = resolve(args, files, chosen.spec, device)
         torch.set_num_threads(config.num_threads)

@@ -13,7 +13,7 @@ from headrace.errors import ConfigError
 from headrace.sources import directory, embedded, gguf
 from headrace.sources.locate import locate
 
-Kind = Literal["safetensors", "gguf", "dummy"]
+Kind = Literal["safetensors", "gguf", "dummy", "object"]
 
 _LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 
@@ -25,7 +25,7 @@ class ModelFiles:
     name: str
     """As the user named it, or the name of the embedded default."""
     kind: Kind
-    """How the weights are stored; dummy: they are not read at all."""
+    """How the weights are stored; dummy: they are not read at all; object: the model is there already."""
     directory: Path
     weight_files: list[Path]
     """Empty for dummy."""

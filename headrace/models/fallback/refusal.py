@@ -18,6 +18,6 @@ class Refusal(Exception):
         self.reason = reason
         self.path = path
 
-    def as_error(self, architecture: str) -> ConfigError:
+    def as_error(self, architecture: str, library: str = "transformers") -> ConfigError:
         """For whoever asked for the model."""
-        return ConfigError(f"{architecture} cannot run through transformers: {self}", "model_impl")
+        return ConfigError(f"{architecture} cannot run through {library}: {self}", "model_impl")

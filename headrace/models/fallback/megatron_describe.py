@@ -1,0 +1,256 @@
+"""What a Megatron-core model is, read off the model itself; and why it cannot run here, if it cannot."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+
+from headrace.models.fallback.contract import layer_ids
+from headrace.models.fallback.megatron_rotary import Rotary
+from headrace.models.fallback.refusal import Refusal
+from headrace.spec import AttentionSpec, ForeignSpec
+
+INSTALL = "pip install 'megatron-core==0.16.1'"
+_FEATURES = (
+    ("tensor_model_parallel_size", 1, "its heads are shared by several processes, and the engine is in one"),
+    ("pipeline_model_parallel_size", 1, "its layers are shared by several processes, and the engine is in one"),
+    ("context_parallel_size", 1, "its sequences are shared by several processes, and the engine is in one"),
+    ("expert_model_parallel_size", 1, "its experts are shared by several processes, and the engine is in one"),
+    ("cuda_graph_impl", "none", "its layers are replayed from graphs, with the attention that was captured"),
+    ("cpu_offloading", False, "its weights and activations move to the host while it runs"),
+    ("fine_grained_activation_offloading", False, "its activations move to the host while it runs"),
+    ("defer_embedding_wgrad_compute", False, "its output layer keeps every input for the trainer's backward pass"),
+    ("fp8", None, "a step of any number of tokens does not fit its FP8 products, and would change their scales"),
+    ("fp4", None, "a step of any number of tokens does not fit its FP4 products"),
+    ("cache_mla_latents", False, "its latent attention expects Megatron's own cache"),
+    ("experimental_attention_variant", None, "its attention is not the softmax of scaled products over what a token sees"),
+    ("inference_fuse_tp_communication", False, "its layers expect Megatron's own inference"),
+    ("fused_single_qkv_rope", False, "its layers rotate queries and keys in one kernel with values"),
+)
+"""(field of the config, the value that is run, why no other is)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MegatronLayer:
+    """One layer that attends."""
+
+    spec: AttentionSpec
+    attention: Any
+    """Its ``SelfAttention`` or ``MLASelfAttention``."""
+    rotary: Rotary | None
+    """Of a layer that asks for angles itself."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MegatronDescription:
+    """A Megatron-core model that can run here."""
+
+    model: Any
+    spec: ForeignSpec
+    layers: tuple[MegatronLayer, ...]
+    rotary: Rotary | None
+    """Of a model whose layers are handed angles."""
+    device: torch.device
+
+
+def import_megatron() -> Any:
+    """The module ``megatron.core``. Raises ImportError that says how to install it."""
+    try:
+        import megatron.core
+    except ImportError as error:
+        raise ImportError(f"Megatron models need megatron-core: {INSTALL}") from error
+    return megatron.core
+
+
+def unwrapped(model: Any) -> Any:
+    """The ``GPTModel`` in what trainers pass around: a list of one chunk, data-parallel and 16-bit wrappers.
+
+    Raises:
+        Refusal: there is none, or there are several chunks.
+    """
+    import_megatron()
+    from megatron.core.models.gpt import GPTModel
+
+    if isinstance(model, (list, tuple)):
+        if len(model) != 1:
+            raise Refusal(f"it is in {len(model)} chunks of a pipeline: only a model in one piece is run")
+        (model,) = model
+    given = model
+    while not isinstance(model, GPTModel):
+        model = getattr(model, "module", None)
+        if model is None:
+            raise Refusal(f"it is a {type(given).__name__}, not a GPTModel of megatron-core")
+    return model
+
+
+def describe_megatron(model: Any, config: Any = None, num_tokens: int | None = None) -> MegatronDescription:
+    """What a model is.
+
+    Args:
+        model: a ``GPTModel``, or a wrapper of one.
+        config: the model's ``TransformerConfig``; None: the one that it has.
+        num_tokens: of the vocabulary; columns of the logits beyond it are padding. None: there are none.
+
+    Raises:
+        Refusal: it cannot run on headrace's attention; names the layer and the reason.
+        ValueError: an argument does not belong to the model, or the layers' numbers are not consecutive.
+        ImportError: there is no megatron-core.
+    """
+    model = unwrapped(model)
+    config = _checked_config(model, config)
+    if num_tokens is None:
+        num_tokens = model.vocab_size
+    if not 0 < num_tokens <= model.vocab_size:
+        raise ValueError(f"vocab_size is {num_tokens}, but the model has {model.vocab_size} columns of logits")
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) != 1:
+        raise Refusal(f"its weights are on {' and '.join(sorted(map(str, devices)))}")
+    (device,) = devices
+    layers = _layers(model, device)
+    dtype = model.embedding.word_embeddings.weight.dtype
+    spec = ForeignSpec(
+        architecture=type(model).__name__,
+        vocab_size=model.vocab_size,
+        hidden_size=config.hidden_size,
+        layers=tuple(layer.spec for layer in layers),
+        max_position=model.max_sequence_length,
+        dtype=str(dtype).removeprefix("torch."),
+        num_tokens=num_tokens,
+        num_weights=sum(parameter.numel() for parameter in model.parameters()),
+        host_reads=tuple(_host_reads(model, config)),
+    )
+    return MegatronDescription(model, spec, layers, _shared_rotary(model, config, device), device)
+
+
+def _checked_config(model: Any, config: Any) -> Any:
+    """The model's config. Raises Refusal where it asks for something that a step cannot do."""
+    own = model.config
+    if config is not None and config is not own:
+        differing = [
+            field.name
+            for field in dataclasses.fields(own)
+            if not callable(getattr(own, field.name)) and getattr(own, field.name) != getattr(config, field.name, None)
+        ]
+        if differing:
+            raise ValueError(f"config is not the model's: {', '.join(differing[:5])} differ")
+    if not (model.pre_process and model.post_process):
+        raise Refusal("it is one stage of a pipeline: only a model in one piece is run")
+    for name, runs, why in _FEATURES:
+        value = getattr(own, name, runs)
+        if value != runs and not (runs is None and not value):
+            raise Refusal(f"{name} is {value}: {why}")
+    return own
+
+
+def _layers(model: Any, device: torch.device) -> tuple[MegatronLayer, ...]:
+    """The layers that attend, in their order."""
+    modules = list(model.decoder.layers)
+    layer_ids([module.layer_number for module in modules])
+    found: list[MegatronLayer] = []
+    rotaries: dict[tuple[Any, ...], Rotary] = {}
+    for index, module in enumerate(modules):
+        path = f"decoder.layers.{index}"
+        if _does_something(module, "cross_attention"):
+            raise Refusal("it attends to another sequence", f"{path}.cross_attention")
+        if _does_something(module, "self_attention"):
+            found.append(_layer(module.self_attention, len(found), f"{path}.self_attention", device, rotaries))
+    if not found:
+        raise Refusal("none of its layers attends", "decoder")
+    return tuple(found)
+
+
+def _does_something(module: Any, name: str) -> bool:
+    from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+
+    return not isinstance(getattr(module, name, None), (IdentityOp, IdentityFuncOp, type(None)))
+
+
+def _layer(
+    attention: Any, index: int, path: str, device: torch.device, rotaries: dict[tuple[Any, ...], Rotary]
+) -> MegatronLayer:
+    from megatron.core.transformer.attention import SelfAttention
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+
+    if not isinstance(attention, (SelfAttention, MLASelfAttention)):
+        raise Refusal(f"a {type(attention).__name__} has no core_attention to replace", path)
+    if attention.attn_mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal):
+        raise Refusal(f"its mask is {attention.attn_mask_type.name}: tokens must see those before them, and no others", path)
+    latent = isinstance(attention, MLASelfAttention)
+    rotary = None
+    if latent:
+        module = attention.rotary_pos_emb
+        made = Rotary(module, f"{path}.rotary_pos_emb", device)
+        # Layers that turn alike share one tensor of angles in a step.
+        key = (made.yarn, made.interleaved, made.magnitude, *made.frequencies.tolist())
+        rotary = rotaries.setdefault(key, made)
+    heads, kv_heads = _heads_here(attention, latent)
+    spec = AttentionSpec(
+        layer=index,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=attention.key_hidden_size,
+        v_head_dim=attention.val_hidden_size,
+        scale=_scale(attention, latent),
+        window=_window(attention, path),
+        sinks=attention.config.softmax_type != "vanilla",
+    )
+    return MegatronLayer(spec, attention, rotary)
+
+
+def _heads_here(attention: Any, latent: bool) -> tuple[int, int]:
+    """Heads and KV heads that this process has of a layer. Latent attention hands over uncompressed keys, one a head."""
+    heads = attention.num_attention_heads_per_partition
+    return heads, heads if latent else attention.num_query_groups_per_partition
+
+
+def _scale(attention: Any, latent: bool) -> float:
+    """The factor on q.k, from the layer."""
+    config, core = attention.config, attention.core_attention
+    if latent:
+        return float(attention.softmax_scale)
+    given = config.softmax_scale
+    expected = float(given) if given is not None else 1.0 / math.sqrt(attention.hidden_size_per_attention_head)
+    own = getattr(core, "softmax_scale", None)
+    if not isinstance(own, float):
+        return expected
+    # Scaling by layer divides the product by the layer's number, and multiplies the logits by it again.
+    divided = config.apply_query_key_layer_scaling and not math.isclose(own, expected)
+    return own * core.layer_number if divided else own
+
+
+def _window(attention: Any, path: str) -> int | None:
+    from megatron.core.transformer.utils import is_layer_window_attention
+
+    config = attention.config
+    if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, attention.layer_number):
+        return None
+    before, after = config.window_size
+    if after > 0:
+        raise Refusal(f"window_size is {tuple(config.window_size)}: its tokens see {after} of those after them", path)
+    # Megatron counts the tokens before one's own.
+    return None if before < 0 else int(before) + 1
+
+
+def _shared_rotary(model: Any, config: Any, device: torch.device) -> Rotary | None:
+    """Of a model whose layers are handed angles; positions that are learned come with the embedding."""
+    kind = model.position_embedding_type
+    if kind in ("none", "learned_absolute") or (kind == "rope" and config.multi_latent_attention):
+        return None
+    if kind in ("rope", "yarn"):
+        return Rotary(model.rotary_pos_emb, "rotary_pos_emb", device)
+    raise Refusal(f"position_embedding_type {kind}: positions are not one number a token")
+
+
+def _host_reads(model: Any, config: Any) -> list[str]:
+    """Modules that wait for the device in a step."""
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    names = [name for name, module in model.named_modules() if isinstance(module, MoELayer)]
+    # Recomputation saves the state of random numbers, in eval mode too.
+    if config.recompute_granularity == "selective" and set(config.recompute_modules or ()) - {"core_attn"}:
+        names.append("recompute_modules")
+    return names

@@ -43,11 +43,11 @@ def _fusible(modules: Sequence[nn.Module]) -> bool:
     )
 
 
-class _Product:
+class Product:
     """The product of one input with all matrices of a group; kept until the next input comes or all parts are taken."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, rows: list[int]) -> None:
-        self._weight, self._bias, self._rows = weight, bias, rows
+        self.weight, self.bias, self.rows = weight, bias, rows
         self._input: torch.Tensor | None = None
         self._parts: dict[int, torch.Tensor] = {}
 
@@ -55,7 +55,7 @@ class _Product:
         """``[..., rows of the part]``"""
         if x is not self._input or index not in self._parts:
             self._input = x
-            self._parts = dict(enumerate(torch.split(linear(x, self._weight, self._bias), self._rows, dim=-1)))
+            self._parts = dict(enumerate(torch.split(linear(x, self.weight, self.bias), self.rows, dim=-1)))
         part = self._parts.pop(index)
         if not self._parts:
             self._input = None
@@ -66,17 +66,18 @@ class FusedPart(nn.Linear):
     """One matrix of a group. Its weight and bias are views of the group's."""
 
     def __init__(
-        self, module: nn.Linear, weight: torch.Tensor, bias: torch.Tensor | None, product: _Product, index: int
+        self, module: nn.Linear, weight: torch.Tensor, bias: torch.Tensor | None, product: Product, index: int
     ) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = module.in_features, module.out_features
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
-        self._product = product
-        self._index = index
+        self.product = product
+        self.index = index
+        """Of the part in the product."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return self._product.part(self._index, input)
+        return self.product.part(self.index, input)
 
 
 @torch.no_grad()
@@ -85,7 +86,7 @@ def _fuse(modules: Sequence[nn.Linear]) -> list[FusedPart]:
     weight = torch.cat([module.weight.data for module in modules])
     biases = [module.bias.data for module in modules if module.bias is not None]
     bias = torch.cat(biases) if biases else None
-    product = _Product(weight, bias, rows)
+    product = Product(weight, bias, rows)
     ends = torch.tensor(rows).cumsum(0).tolist()
     return [
         FusedPart(

@@ -16,6 +16,7 @@ from transformers.utils.import_utils import is_accelerate_available
 from headrace.config import Decision, EngineArgs, EngineConfig
 from headrace.errors import ConfigError
 from headrace.models.fallback.fuse import fuse_linears
+from headrace.models.fallback.lift import lift
 from headrace.models.fallback.observe import WITH_MASKS, Observation, observe
 from headrace.models.fallback.refusal import Refusal
 from headrace.models.fallback.rotary import Lengths, fix_frequencies, lengths_of
@@ -94,6 +95,7 @@ def load(described: Described, files: ModelFiles, config: EngineConfig) -> tuple
     model = TransformersModel(spec, foreign, described.seen)
     try:
         verify(model)
+        lifted = lift(model)
     except Refusal as refusal:
         raise refusal.as_error(spec.architecture) from refusal
     stored = sum(file.stat().st_size for file in files.weight_files)
@@ -106,7 +108,11 @@ def load(described: Described, files: ModelFiles, config: EngineConfig) -> tuple
         quantization="none",
         memory=(WeightMemory("weights", held, config.dtype),),
         errors=(),
-        decisions=(*notes, Decision("fused matrices", str(fused), "those of one input are multiplied as one")),
+        decisions=(
+            *notes,
+            Decision("fused matrices", str(fused), "those of one input are multiplied as one"),
+            Decision("our kernels for", str(lifted), "on random values they compute what the model's own modules compute"),
+        ),
     )
     return model, report
 

@@ -83,3 +83,21 @@ def _choose_long(module: nn.Module, longest: int) -> None:
     kinds: Any = module.rope_type
     for layer_type in kinds if isinstance(kinds, dict) else [None]:
         module(x, position, **({} if layer_type is None else {"layer_type": layer_type}))
+
+
+class Angles:
+    """Cosines and sines as transformers gives them, as our kernels take them. Once a step for all layers that share them."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def forget(self) -> None:
+        self._made.clear()
+
+    def of(self, embeddings: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """``[T, rotary_dim]`` float32 of a pair ``[1, T, rotary_dim]``, each of which says everything twice."""
+        cos, sin = embeddings
+        if id(cos) not in self._made:
+            half = cos.shape[-1] // 2
+            self._made[id(cos)] = cos, torch.cat((cos[0, :, :half], sin[0, :, :half]), dim=-1).float()
+        return self._made[id(cos)][1]

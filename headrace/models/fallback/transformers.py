@@ -19,6 +19,7 @@ from headrace.models.fallback.contract import ContextCell, ForeignLayer, check_l
 from headrace.models.fallback.head import Body
 from headrace.models.fallback.layout import TRANSFORMERS, TRANSFORMERS_OUT
 from headrace.models.fallback.observe import Observation
+from headrace.models.fallback.rotary import Angles
 from headrace.spec import ForeignSpec
 from headrace.weights.names import NameTable
 
@@ -60,6 +61,20 @@ class Calls:
         finally:
             self._attend = before
 
+    @contextmanager
+    def at(self, index: int) -> Iterator[None]:
+        """The next call is layer ``index``'s: for a look at one layer alone."""
+        self._next = index
+        yield
+
+    def turn(self, module: nn.Module) -> int:
+        """The layer that ``module`` is in this call. Raises ValueError if it is not the one whose turn it is."""
+        index = self._next
+        if index >= len(self._layers) or self.modules[index] is not module:
+            raise ValueError(f"call {index} of attention comes from a {type(module).__name__} whose turn it is not")
+        self._next += 1
+        return index
+
     def attend(
         self,
         module: nn.Module,
@@ -74,10 +89,7 @@ class Calls:
         Raises:
             ValueError: it is not the module whose turn it is, or it asks for something other than was observed.
         """
-        index = self._next
-        if index >= len(self._layers) or self.modules[index] is not module:
-            raise ValueError(f"call {index} of attention comes from a {type(module).__name__} whose turn it is not")
-        self._next += 1
+        index = self.turn(module)
         if mask is not None:
             raise ValueError(f"layer {index}: the model made an attention mask of its own")
         scale = arguments.get("scaling")
@@ -104,8 +116,9 @@ class TransformersModel(nn.Module):
         self.spec = spec
         self.foreign = foreign
         self.dtype = foreign.dtype
-        self._cell = ContextCell()
-        layers = [ForeignLayer(layer, self._cell, TRANSFORMERS, TRANSFORMERS_OUT) for layer in spec.layers]
+        self.cell = ContextCell()
+        self.angles = Angles()
+        layers = [ForeignLayer(layer, self.cell, TRANSFORMERS, TRANSFORMERS_OUT) for layer in spec.layers]
         self.calls = Calls([foreign.get_submodule(call.path) for call in seen.calls], layers)
         self.body = Body(foreign, seen.body)
         self._checked = False
@@ -129,7 +142,8 @@ class TransformersModel(nn.Module):
             self._checked = True
         if not len(input_ids):
             return torch.empty(0, self.spec.hidden_size, dtype=self.dtype, device=input_ids.device)
-        with self._cell.holding(ctx), self.calls.in_order():
+        self.angles.forget()
+        with self.cell.holding(ctx), self.calls.in_order():
             return self.body.hidden(input_ids[None], positions[None])[0]
 
     @torch.inference_mode()

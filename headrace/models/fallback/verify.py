@@ -50,7 +50,7 @@ def _tokens_are_apart(model: TransformersModel) -> None:
 
     handle = embedding.register_forward_hook(poison)
     try:
-        with _spreading(model) as spread, model.calls.through(_own_values(model)):
+        with _spreading(model) as spread, model.calls.through(own_values(model)):
             hidden = _run(model, ids, positions)
     finally:
         handle.remove()
@@ -79,7 +79,7 @@ def _first_position(model: TransformersModel) -> None:
 def _everything(model: TransformersModel, ids: torch.Tensor, positions: torch.Tensor | None) -> list[torch.Tensor]:
     """The queries and keys of all layers, and the hidden states."""
     seen: list[torch.Tensor] = []
-    own = _own_values(model)
+    own = own_values(model)
 
     def note(index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
         seen.extend((q.float(), k.float()))
@@ -96,7 +96,7 @@ def _positions_are_given(model: TransformersModel) -> None:
     near = _NEAR.get(model.dtype, 0.05)
     ids = torch.full((TOKENS,), min(5, spec.num_tokens - 1))
     positions = torch.full((TOKENS,), min(_POSITION, spec.max_position - 1))
-    own = _own_values(model)
+    own = own_values(model)
 
     def compare(index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
         for name, tensor in (("queries", q), ("keys", k), ("values", v)):
@@ -117,7 +117,7 @@ def _equal_tokens(tensor: torch.Tensor, what: str, near: float) -> None:
 def _attention_is_attention(model: TransformersModel) -> None:
     """The model's own attention function, for each kind of layer, computes what the layer's spec says."""
     asked: dict[int, dict[str, Any]] = {}
-    own = _own_values(model)
+    own = own_values(model)
 
     def note(index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
         asked[index] = arguments
@@ -179,7 +179,7 @@ def _attention(
     return logits.softmax(-1)[..., :TOKENS] @ v
 
 
-def _own_values(model: TransformersModel) -> Attend:
+def own_values(model: TransformersModel) -> Attend:
     """In place of attention: a token gets its own value, and nothing else."""
     layers = model.spec.layers
 

@@ -1,0 +1,287 @@
+"""Parts of a foreign model that are what headrace has kernels for, computed by those.
+
+A part is recognised by what it computes, not by its name: it is run on random values, large ones among them, and so is our
+version; only where they agree does ours take its place. The modules and their weights stay where they are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+from headrace.attention.layer import Attention
+from headrace.kernels.activation import gelu_tanh_mul, silu_mul
+from headrace.kernels.norm import rms_norm
+from headrace.kernels.rotary import rotate_twin
+from headrace.models.fallback.fuse import FusedPart
+from headrace.models.fallback.layout import TRANSFORMERS
+from headrace.models.fallback.rotary import Angles
+from headrace.models.fallback.transformers import Calls, TransformersModel
+from headrace.models.fallback.verify import own_values
+from headrace.spec import AttentionSpec
+
+_TOKENS = 8
+_NEAR = {torch.float32: 1e-4, torch.float64: 1e-6}
+"""Relative to the largest value; other dtypes: 2 %."""
+_EPS = ("variance_epsilon", "eps", "norm_eps")
+_HEAD_NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"), ("query_layernorm", "key_layernorm"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Lifted:
+    """How many modules ours compute now."""
+
+    norms: int
+    mlps: int
+    attentions: int
+
+    def __str__(self) -> str:
+        return f"{self.norms} norms, {self.mlps} MLPs, {self.attentions} attentions"
+
+
+@torch.inference_mode()
+def lift(model: TransformersModel) -> Lifted:
+    """Has our kernels compute what they compute alike. The model must have been verified."""
+    modules, dtype = list(model.foreign.modules()), model.dtype
+    norms = {module: norm for module in modules if (norm := _as_norm(module, dtype)) is not None}
+    mlps = {module: mlp for module in modules if (mlp := _as_mlp(module, dtype)) is not None}
+    attentions = _as_attentions(model, norms)
+    for module, ours in [*norms.items(), *mlps.items(), *attentions.items()]:
+        module.forward = ours  # type: ignore[assignment]
+    return Lifted(len(norms), len(mlps), len(attentions))
+
+
+def _alike(ours: torch.Tensor, theirs: Any) -> bool:
+    if not isinstance(theirs, torch.Tensor) or ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+        return False
+    near = _NEAR.get(theirs.dtype, 0.02)
+    a, b = ours.float(), theirs.float()
+    return bool(((a - b).abs().amax() <= near * b.abs().amax()).item()) and bool(b.isfinite().all().item())
+
+
+def _draw(like: torch.Tensor, *shape: int, size: float) -> torch.Tensor:
+    """The same values on every device."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    return (size * torch.randn(shape, generator=generator)).to(like.device, like.dtype)
+
+
+# Norms
+
+
+class Norm:
+    """An RMS norm with a foreign module's weight: a ``HeadNorm``."""
+
+    plain = True
+
+    def __init__(self, module: nn.Module, eps: float) -> None:
+        self._module = module
+        self.eps = eps
+
+    @property
+    def weight(self) -> torch.Tensor:
+        weight: torch.Tensor = self._module.weight  # type: ignore[assignment]
+        return weight
+
+    def __call__(self, heads: torch.Tensor) -> torch.Tensor:
+        return rms_norm(heads, self.weight, self.eps)
+
+
+def _as_norm(module: nn.Module, dtype: torch.dtype) -> Norm | None:
+    parameters = dict(module.named_parameters())
+    eps = [value for name in _EPS if isinstance(value := getattr(module, name, None), float)]
+    if list(parameters) != ["weight"] or list(module.children()) or len(eps) != 1:
+        return None
+    weight = parameters["weight"]
+    if weight.dim() != 1 or weight.dtype != dtype or "forward" in module.__dict__:
+        return None
+    ours = Norm(module, eps[0])
+    # One row is not centred, one is so small that the epsilon counts.
+    x = _draw(weight, 1, 3, len(weight), size=3.0)
+    x[0, 1] += 5.0
+    x[0, 2] *= eps[0] ** 0.5
+    try:
+        theirs = module(x)
+    except Exception:
+        return None
+    rows = zip(ours(x)[0], theirs[0], strict=True) if isinstance(theirs, torch.Tensor) and theirs.shape == x.shape else ()
+    return ours if rows and all(_alike(a, b) for a, b in rows) else None
+
+
+# MLPs
+
+
+class GatedMLP:
+    """``down(act(gate(x)) * up(x))`` with the matrices of a foreign module, gate and up as one."""
+
+    def __init__(self, gate: FusedPart, down: nn.Module, act: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._gate_up = gate.product
+        self._down = down
+        self._act = act
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self._down(self._act(linear(x, self._gate_up.weight, self._gate_up.bias)))
+        return out
+
+
+def _as_mlp(module: nn.Module, dtype: torch.dtype) -> GatedMLP | None:
+    parts = [child for child in module.children() if isinstance(child, FusedPart)]
+    others = [child for child in module.children() if type(child) is nn.Linear]
+    if len(parts) != 2 or len(others) != 1 or parts[0].product is not parts[1].product:
+        return None
+    gate, down = min(parts, key=lambda part: part.index), others[0]
+    width = down.in_features
+    if gate.product.rows != [width, width] or gate.weight.dtype != dtype:
+        return None
+    # Wide enough for activations to differ, whatever the size of the weights.
+    x = _draw(gate.weight, 1, _TOKENS, gate.in_features, size=1.0)
+    x *= 3.0 / linear(x, gate.weight).float().std().clamp_min(1e-6).to(x.dtype)
+    try:
+        theirs = module(x)
+    except Exception:
+        return None
+    for act in (silu_mul, gelu_tanh_mul):
+        ours = GatedMLP(gate, down, act)
+        if _alike(ours(x), theirs):
+            return ours
+    return None
+
+
+# Attention
+
+
+@dataclasses.dataclass(frozen=True)
+class _Parts:
+    """Of an attention module, if it is of the usual kind."""
+
+    qkv: FusedPart
+    """The first of the three."""
+    output: nn.Linear
+    q_norm: Norm | None
+    k_norm: Norm | None
+
+
+class SelfAttention:
+    """Projection, norms, rotation, attention, projection: a foreign attention module, from and to hidden states."""
+
+    def __init__(self, model: TransformersModel, index: int, spec: AttentionSpec, parts: _Parts, angles: Angles) -> None:
+        self._calls: Calls = model.calls
+        self._module = model.calls.modules[index]
+        self._cell = model.cell
+        self._parts = parts
+        self._angles = angles
+        self._attention = Attention(spec)
+        self._where = f"layer {spec.layer}"
+
+    def __call__(
+        self, hidden_states: torch.Tensor, *, position_embeddings: Any = None, **rest: Any
+    ) -> tuple[torch.Tensor, None]:
+        """``[1, T, hidden] -> [1, T, hidden]``; what else transformers hands over is about masks and caches of its own."""
+        self._calls.turn(self._module)
+        parts, product = self._parts, self._parts.qkv.product
+        cos_sin = self._angles.of(position_embeddings) if self._attention.spec.rotary_dim else None
+        qkv = linear(hidden_states[0], product.weight, product.bias)
+        out = self._attention.of_projection(qkv, self._cell.context(self._where), cos_sin, parts.q_norm, parts.k_norm)
+        return parts.output(out)[None], None
+
+
+def _as_attentions(model: TransformersModel, norms: Mapping[nn.Module, Norm]) -> dict[nn.Module, SelfAttention]:
+    """The attention modules that are of the usual kind, each with what takes its place."""
+    modules = model.calls.modules
+    given: dict[nn.Module, dict[str, Any]] = {}
+
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        named = dict(kwargs) if not args else {"hidden_states": args[0], **kwargs} if len(args) == 1 else {}
+        given[module] = named
+
+    handles = [module.register_forward_pre_hook(note, with_kwargs=True) for module in set(modules)]
+    last = model.spec.max_position - 1
+    places = torch.tensor([0, 1, 2, min(7, last), last // 3, last // 2, max(last - 1, 0), last])
+    device = next(model.foreign.parameters()).device
+    try:
+        with model.calls.in_order(), model.calls.through(own_values(model)):
+            model.body.hidden(torch.zeros(1, _TOKENS, dtype=torch.int64, device=device), places.to(device)[None])
+    finally:
+        for handle in handles:
+            handle.remove()
+    found = {}
+    for index, (module, spec) in enumerate(zip(modules, model.spec.layers, strict=True)):
+        parts = None if modules.count(module) > 1 else _parts(module, spec, norms, model.dtype)
+        if parts is not None:
+            rotary_dim = _rotation(model, index, parts, given[module])
+            if rotary_dim is not None:
+                turned = dataclasses.replace(spec, rotary_dim=rotary_dim)
+                found[module] = SelfAttention(model, index, turned, parts, model.angles)
+    return found
+
+
+def _parts(module: nn.Module, spec: AttentionSpec, norms: Mapping[nn.Module, Norm], dtype: torch.dtype) -> _Parts | None:
+    if spec.kv_source is not None or spec.sinks:
+        return None
+    fused = sorted((child for child in module.children() if isinstance(child, FusedPart)), key=lambda part: part.index)
+    others = [child for child in module.children() if type(child) is nn.Linear]
+    if len(fused) != 3 or len(others) != 1 or len({id(part.product) for part in fused}) != 1:
+        return None
+    if fused[0].product.rows != [spec.q_size, spec.k_size, spec.v_size] or others[0].in_features != spec.out_size:
+        return None
+    if fused[0].weight.dtype != dtype:
+        return None
+    for names in _HEAD_NORMS:
+        pair = [child for name, child in module.named_children() if name in names]
+        if pair:
+            if len(pair) != 2 or any(norm not in norms or norms[norm].weight.shape != (spec.head_dim,) for norm in pair):
+                return None
+            q_norm, k_norm = (norms[module.get_submodule(name)] for name in names)
+            return _Parts(fused[0], others[0], q_norm, k_norm) if q_norm.eps == k_norm.eps else None
+    return _Parts(fused[0], others[0], None, None)
+
+
+def _rotation(model: TransformersModel, index: int, parts: _Parts, given: dict[str, Any]) -> int | None:
+    """How many channels the module rotates, if it computes what ours would; None: it does not."""
+    if "hidden_states" not in given:
+        return None
+    module, spec, weight = model.calls.modules[index], model.spec.layers[index], parts.qkv.weight
+    handed: list[torch.Tensor] = []
+    own = own_values(model)
+
+    def note(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
+        handed.extend(TRANSFORMERS.pack(x, "x", "") for x in (q, k, v))
+        return own(layer, q, k, v, arguments)
+
+    # Large enough for clamps to be met.
+    hidden = _draw(weight, 1, _TOKENS, weight.shape[1], size=30.0)
+    with model.calls.through(note), model.calls.at(index):
+        result = module(**given | {"hidden_states": hidden})
+    if not isinstance(result, tuple) or len(result) != 2 or result[1] is not None:
+        return None
+    q, k, v = torch.split(linear(hidden[0], parts.qkv.product.weight, parts.qkv.product.bias), parts.qkv.product.rows, dim=-1)
+    q, k = q.view(_TOKENS, -1, spec.head_dim), k.view(_TOKENS, -1, spec.head_dim)
+    v = v.view(_TOKENS, -1, spec.v_head_dim)
+    if parts.q_norm is not None and parts.k_norm is not None:
+        q, k = parts.q_norm(q), parts.k_norm(k)
+    projected = parts.output(v.repeat_interleave(spec.group_size, dim=1).flatten(1))[None]
+    if not _alike(v, handed[2]) or not _alike(projected, result[0]):
+        return None
+    if _alike(q, handed[0]) and _alike(k, handed[1]):
+        return 0
+    embeddings: Any = given.get("position_embeddings")
+    if not _is_pair(embeddings):
+        return None
+    rotary_dim: int = embeddings[0].shape[-1]
+    if rotary_dim > spec.head_dim or rotary_dim % 2:
+        return None
+    turned = rotate_twin(q, k, Angles().of(embeddings), rotary_dim)
+    return rotary_dim if _alike(turned[0], handed[0]) and _alike(turned[1], handed[1]) else None
+
+
+def _is_pair(embeddings: Any) -> bool:
+    return (
+        isinstance(embeddings, tuple)
+        and len(embeddings) == 2
+        and all(isinstance(part, torch.Tensor) and part.dim() == 3 and part.shape[:2] == (1, _TOKENS) for part in embeddings)
+        and embeddings[0].shape == embeddings[1].shape
+    )

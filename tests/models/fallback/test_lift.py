@@ -1,0 +1,127 @@
+"""Parts that our kernels take over: recognised by what they compute, left alone where they compute anything else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from headrace.bench import tiny_models
+from headrace.bench.architectures import quiet
+from headrace.models.fallback.fuse import fuse_linears
+from headrace.models.fallback.lift import Norm, _as_mlp, _as_norm
+
+from .test_transformers import decisions, engine, model_of, tokens_of
+
+LIFTED = {
+    "llama": "7 norms, 3 MLPs, 3 attentions",
+    "qwen3": "13 norms, 3 MLPs, 3 attentions",
+    "smollm3": "7 norms, 3 MLPs, 3 attentions",
+    "gemma2": "0 norms, 3 MLPs, 3 attentions",
+    "olmo2": "13 norms, 3 MLPs, 0 attentions",
+    "gpt_oss": "7 norms, 0 MLPs, 0 attentions",
+    "cohere": "0 norms, 3 MLPs, 0 attentions",
+}
+"""Norms of Gemma add one to their weights; OLMo 2 norms all heads together; gpt-oss has sinks; Cohere turns neighbours."""
+
+
+@pytest.mark.parametrize("kind", LIFTED)
+def test_what_is_lifted(kind: str, tmp_path: Path) -> None:
+    with quiet():
+        tiny_models.save(tiny_models.model(kind), tmp_path)
+        llm = engine(tmp_path)
+    assert decisions(llm)["our kernels for"][0] == LIFTED[kind]
+
+
+def test_layers_without_rotation_are_seen(tmp_path: Path) -> None:
+    config = tiny_models.config("smollm3")
+    config.no_rope_layers = [1, 0, 1]
+    with quiet():
+        made = transformers.SmolLM3ForCausalLM._from_config(config, attn_implementation="eager", dtype=torch.float32)
+        tiny_models.save(made, tmp_path)
+        model = model_of(engine(tmp_path))
+    turned = [module.forward._attention.spec.rotary_dim for module in model.calls.modules]
+    assert turned == [8, 0, 8]
+
+
+def test_a_clamp_that_ordinary_values_never_meet_is_seen(tmp_path: Path) -> None:
+    config = tiny_models.config("olmo")
+    config.clip_qkv = 8.0
+    with quiet():
+        made = transformers.OlmoForCausalLM._from_config(config, attn_implementation="eager", dtype=torch.float32)
+        for parameter in made.parameters():
+            parameter.data.add_(0.15 * torch.randn_like(parameter))
+        tiny_models.save(made, tmp_path)
+        llm = engine(tmp_path)
+    assert decisions(llm)["our kernels for"][0].endswith("0 attentions")
+    assert len(tokens_of(llm, [4, 5, 6])) == 6
+
+
+class Rms(nn.Module):
+    def __init__(self, width: int, **changes: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(1 + 0.1 * torch.randn(width))
+        self.eps = 1e-5
+        self.changes = changes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.changes.get("centred"):
+            x = x - x.mean(-1, keepdim=True)
+        eps = self.changes.get("eps", self.eps)
+        weight = self.weight + self.changes.get("offset", 0)
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+
+def test_norms() -> None:
+    assert isinstance(_as_norm(Rms(16), torch.float32), Norm)
+
+
+@pytest.mark.parametrize("changes", [{"centred": True}, {"eps": 1e-4}, {"offset": 1.0}], ids=str)
+def test_other_norms_are_left_alone(changes: dict[str, Any]) -> None:
+    assert _as_norm(Rms(16, **changes), torch.float32) is None
+
+
+class Mlp(nn.Module):
+    def __init__(self, act: Any) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(16, 24, bias=False), nn.Linear(16, 24, bias=False)
+        self.down_proj = nn.Linear(24, 16, bias=False)
+        self.act = act
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+
+
+def tanh_gelu(x: torch.Tensor) -> torch.Tensor:
+    return nn.functional.gelu(x, approximate="tanh")
+
+
+@pytest.mark.parametrize("size", [1e-4, 1.0], ids=str)
+@pytest.mark.parametrize(
+    ("act", "ours"), [(nn.functional.silu, True), (tanh_gelu, True), (nn.functional.relu, False), (torch.sigmoid, False)]
+)
+def test_mlps_by_their_activation(act: Any, ours: bool, size: float) -> None:
+    """However small the weights: near zero all activations look alike."""
+    mlp = Mlp(act)
+    with torch.inference_mode():
+        for parameter in mlp.parameters():
+            parameter.mul_(size)
+        assert fuse_linears(mlp, [("gate_proj", "up_proj")]) == 1
+        found = _as_mlp(mlp, torch.float32)
+        assert (found is not None) is ours
+        if found is not None:
+            x = torch.randn(1, 3, 16)
+            torch.testing.assert_close(found(x), mlp(x))
+
+
+def test_a_lifted_layer_still_waits_for_its_turn(tmp_path: Path) -> None:
+    with quiet():
+        tiny_models.save(tiny_models.model("llama"), tmp_path)
+        model = model_of(engine(tmp_path))
+    second = model.calls.modules[1]
+    with pytest.raises(ValueError, match="whose turn it is not"), model.calls.in_order():
+        second(hidden_states=torch.zeros(1, 2, 32), position_embeddings=None)

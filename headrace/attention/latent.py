@@ -30,8 +30,8 @@ class LatentAttention(nn.Module):
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__()
         self.spec = spec
-        if spec.latent is None or spec.sinks:
-            raise ValueError(f"layer {spec.layer}: sinks, or no compressed KV")
+        if spec.latent is None:
+            raise ValueError(f"layer {spec.layer} keeps no compressed KV")
         self._latent = spec.latent
 
     def forward(

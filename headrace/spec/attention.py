@@ -105,6 +105,9 @@ class AttentionSpec:
             )
         if self.kv_source is not None:
             raise ConfigError(f"{where}: compressed KV of another layer cannot be read", "kv_source")
+        for name in ("sinks", "output_gate", "v_from_k"):
+            if getattr(self, name):
+                raise ConfigError(f"{where}: {name} does not go with compressed KV", name)
 
     @property
     def uncompressed(self) -> AttentionSpec:

@@ -27,7 +27,14 @@ def input_matrices(spec: AttentionSpec) -> tuple[Matrix, ...]:
     """What hidden states are projected with, in the order in which the fused projection holds them.
 
     A layer that reads another's KV has no k and v; one whose values are its keys' has no v.
+
+    Raises:
+        ConfigError: the layer keeps compressed KV, whose projections are its family's own.
     """
+    if spec.latent is not None:
+        raise ConfigError(
+            f"layer {spec.layer} keeps compressed KV: its projections cannot be cut or fused as q, k and v", "model"
+        )
     made = [Matrix("q", spec.num_heads, spec.head_dim)]
     if spec.kv_source is None:
         made.append(Matrix("k", spec.num_kv_heads, spec.head_dim))

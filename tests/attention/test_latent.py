@@ -234,6 +234,8 @@ def test_missing_and_misshapen_arguments() -> None:
         ({"head_dim": 40}, "kv_lora_rank"),
         ({"latent": LatentSpec(head_dim=4, v_head_dim=5)}, "qk_head_dim"),
         ({"kv_source": 0, "layer": 1}, "kv_source"),
+        ({"sinks": True}, "sinks"),
+        ({"output_gate": True}, "output_gate"),
     ],
 )
 def test_specs_that_make_no_sense(changes: dict, parameter: str) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from headrace.cache.layer import LayerCache
 from headrace.config import CacheConfig
+from headrace.errors import EngineError
 
 
 class ArenaBlocks:
@@ -20,7 +21,15 @@ class ArenaBlocks:
         self._groups = [arena[: count * size].view(count, size) for count, size in shapes]
 
     def move(self, moves: Iterable[tuple[int, int, int]]) -> None:
-        """Copies blocks (group, from, to) one after the other: what one leaves another may take, of any group."""
+        """Copies blocks (group, from, to) one after the other: what one leaves another may take, of any group.
+
+        Raises:
+            EngineError: there is no such block, or it is a null block.
+        """
         for group, source, target in moves:
+            if not 0 <= group < len(self._groups) or not 0 < min(source, target) <= max(source, target) < len(
+                self._groups[group]
+            ):
+                raise EngineError(f"block {source} of cache group {group} cannot move to {target}: one of them does not exist")
             blocks = self._groups[group]
             blocks[target].copy_(blocks[source])

@@ -37,6 +37,12 @@ def test_one_group_has_nothing_to_move() -> None:
         World("llama").runner().execute(StepPlan(1, (), (), (), 0, ((0, 1, 2),)))
 
 
+@pytest.mark.parametrize("move", [(2, 1, 2), (-1, 1, 2), (0, 0, 2), (0, 2, 0), (1, 2, 10**6), (1, -1, 2)])
+def test_moves_that_cannot_be_are_refused(move: tuple[int, int, int]) -> None:
+    with pytest.raises(EngineError, match="does not exist"):
+        World("uneven").runner().execute(StepPlan(1, (), (), (), 0, (move,)))
+
+
 @pytest.mark.parametrize("family", ["llama", "windows between", "uneven", "three sizes"])
 def test_the_ledger_is_what_was_allocated(family: str) -> None:
     """To the byte: what the start-up report says of the KV cache, what the configuration says, and the tensors."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.nn.functional import rms_norm as wide_rms_norm
 
 from headrace.kernels import gpu
 from headrace.kernels.native.library import DTYPES, kernels_for
@@ -71,3 +72,35 @@ def add_rms_norm_twin(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     total = x + residual
     return rms_norm_twin(total, weight, eps), total
+
+
+def offset_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """``x / sqrt(mean(x ** 2) + eps) * (1 + weight)`` over the last dimension, in float32 and rounded once: Gemma 1 to 3.
+
+    Args:
+        x: ``[..., n]``
+        weight: ``[n]``
+    """
+    if gpu.takes(x) and weight.dtype == x.dtype:
+        return gpu.kernels("norm").rms_norm(x, weight, eps, offset=True)  # type: ignore[no-any-return]
+    return offset_rms_norm_twin(x, weight, eps)
+
+
+def add_offset_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(``offset_rms_norm`` of ``x + residual``, and ``x + residual`` itself, rounded to x's dtype: the new residual)."""
+    if gpu.takes(x) and x.dtype == residual.dtype == weight.dtype:
+        return gpu.kernels("norm").add_rms_norm(x, residual, weight, eps, offset=True)  # type: ignore[no-any-return]
+    return add_offset_rms_norm_twin(x, residual, weight, eps)
+
+
+def offset_rms_norm_twin(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return wide_rms_norm(x.float(), weight.shape, 1 + weight.float(), eps).to(x.dtype)
+
+
+def add_offset_rms_norm_twin(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    total = x + residual
+    return offset_rms_norm_twin(total, weight, eps), total

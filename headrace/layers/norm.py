@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.nn.functional import rms_norm as wide_rms_norm
 
-from headrace.kernels.norm import add_rms_norm, rms_norm
+from headrace.kernels.norm import add_offset_rms_norm, add_rms_norm, offset_rms_norm, rms_norm
 
 
 class RMSNorm(nn.Module):
@@ -37,11 +36,10 @@ class OffsetRMSNorm(RMSNorm):
     plain = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return wide_rms_norm(x.float(), self.weight.shape, 1 + self.weight.float(), self.eps).to(x.dtype)
+        return offset_rms_norm(x, self.weight, self.eps)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        total = x + residual
-        return self(total), total
+        return add_offset_rms_norm(x, residual, self.weight, self.eps)
 
 
 class UnitRMSNorm(nn.Module):

@@ -50,6 +50,19 @@ def test_norm_of_a_slice(dtype: torch.dtype) -> None:
     close(norm.rms_norm(qkv[:, 2:5], weight, 1e-6), norm.rms_norm_twin(qkv[:, 2:5], weight, 1e-6))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_norm_with_weights_less_one_is_hugging_faces(dtype: torch.dtype) -> None:
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+
+    reference = Gemma3RMSNorm(64, eps=1e-5).to(dtype)
+    reference.weight.data.normal_(std=0.3)
+    x, residual = torch.randn(9, 64).to(dtype), torch.randn(9, 64).to(dtype)
+    close(norm.offset_rms_norm(x, reference.weight, 1e-5), reference(x))
+    got, total = norm.add_offset_rms_norm(x, residual, reference.weight, 1e-5)
+    assert torch.equal(total, x + residual)
+    close(got, reference(x + residual))
+
+
 def test_norm_is_hugging_faces() -> None:
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 

@@ -28,6 +28,7 @@ def _rms_norm(
     WIDTH: tl.constexpr,
     WIDTH_P: tl.constexpr,
     ADD: tl.constexpr,
+    OFFSET: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One row of ``WIDTH`` channels; row r of x begins at ``(r // inner) * x_outer + (r % inner) * x_inner``."""
@@ -44,25 +45,31 @@ def _rms_norm(
         tl.store(total + place, value, mask=mask)
     wide = value.to(tl.float32)
     rms = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
-    normed = (wide * rms).to(value.dtype).to(tl.float32)
-    scaled = normed * tl.load(weight + channel, mask=mask, other=0.0).to(tl.float32)
+    factor = tl.load(weight + channel, mask=mask, other=0.0).to(tl.float32)
+    if OFFSET:
+        scaled = wide * rms * (1.0 + factor)
+    else:
+        scaled = (wide * rms).to(value.dtype).to(tl.float32) * factor
     tl.store(out + place, scaled.to(value.dtype), mask=mask)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """As its twin. ``x`` is ``[T, n]`` or ``[T, heads, n]`` of any strides with a contiguous last axis."""
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, offset: bool = False) -> torch.Tensor:
+    """As its twin, or with ``offset`` as that of ``offset_rms_norm``.
+
+    ``x`` is ``[T, n]`` or ``[T, heads, n]`` of any strides with a contiguous last axis.
+    """
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(x, None, weight, out, None, eps)
+    _launch(x, None, weight, out, None, eps, offset)
     return out
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, offset: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As its twin. Strides as in ``rms_norm``."""
+    """As its twin. Strides and ``offset`` as in ``rms_norm``."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(x, residual, weight, out, total, eps)
+    _launch(x, residual, weight, out, total, eps, offset)
     return out, total
 
 
@@ -73,6 +80,7 @@ def _launch(
     out: torch.Tensor,
     total: torch.Tensor | None,
     eps: float,
+    offset: bool,
 ) -> None:
     width = x.shape[-1]
     if weight.shape != (width,) or weight.dtype != x.dtype:
@@ -97,6 +105,7 @@ def _launch(
         WIDTH=width,
         WIDTH_P=width_p,
         ADD=residual is not None,
+        OFFSET=offset,
         # Eight channels a thread: 16 bytes of a 16-bit type, the widest load there is.
         num_warps=min(max(width_p // 256, 1), 16),
         **options(x.device),

@@ -106,6 +106,8 @@ def others() -> None:
     scales = {"k_scale": cache.k_scale, "v_scale": cache.v_scale}
     norm.rms_norm(x, x[0], 1e-6)
     norm.add_rms_norm(x, x, x[0], 1e-6)
+    norm.rms_norm(x, x[0], 1e-6, offset=True)
+    norm.add_rms_norm(x, x, x[0], 1e-6, offset=True)
     activation.silu_mul(x)
     activation.gelu_tanh_mul(x)
     kv_cache.reshape_and_cache(key, key, rows[..., :128], rows[..., 128:], slots)

@@ -35,6 +35,23 @@ def test_add_rms_norm(shape: tuple[int, ...], dtype: torch.dtype, device: torch.
     close(total, expected_total, steps=0 if dtype != torch.bfloat16 else 1)
 
 
+@pytest.mark.parametrize("dtype", STEP, ids=str)
+@pytest.mark.parametrize("shape", [(1, 64), (3, 40), (2, 1000), (5, 3, 80), (0, 64)], ids=str)
+def test_weights_less_one(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(shape).to(dtype), (0.2 * torch.randn(shape[-1])).to(dtype)
+    got = norm.rms_norm(x.to(device), weight.to(device), EPS, offset=True)
+    close(got, twin.offset_rms_norm(x, weight, EPS), steps=1)
+    if len(shape) == 2:
+        residual = torch.randn(shape).to(dtype)
+        normed, total = norm.add_rms_norm(x.to(device), residual.to(device), weight.to(device), EPS, offset=True)
+        expected, expected_total = twin.add_offset_rms_norm(x, residual, weight, EPS)
+        close(total, expected_total, steps=0 if dtype != torch.bfloat16 else 1)
+        # Of the same sum: the sums may be a step apart.
+        close(normed, twin.offset_rms_norm(total.cpu(), weight, EPS), steps=1)
+        assert expected.shape == normed.shape
+
+
 def test_rows_within_wider_ones(device: torch.device) -> None:
     """Heads of a fused projection: what is beside them is neither read nor written."""
     packed = torch.full((4, 3 * 48 + 7), torch.nan)

@@ -181,7 +181,8 @@ def page(verdicts: Sequence[Verdict]) -> str:
         "",
         "Every causal language model of text that transformers ships, as a tiny random model through "
         "`--model-impl transformers`: greedy tokens equal to transformers' own and logprobs within "
-        f"{TOLERANCE:g}, in float32, with chunked prompts, prefix hits, preemptions (all but some with windows, which give their blocks back in time) and mixed batches. "
+        f"{TOLERANCE:g}, in float32, with chunked prompts, prefix hits, mixed batches and preemptions (but where windows give "
+        "blocks back before anyone is short of them). "
         "How it works, and what can be done about a refusal: [Foreign models](foreign-models.md).",
         "",
         f"Made by `python -m headrace.bench.architectures --write docs` with transformers {transformers.__version__}: "

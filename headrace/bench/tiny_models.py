@@ -95,6 +95,12 @@ _OWN: dict[str, dict[str, Any]] = {
     },
     "gemma4_unified_text": {"global_head_dim": 16},
     "gpt_neo": {"attention_types": [[["global", "local"], 1], [["global"], 1]], "window_size": 7},
+    "granite": {
+        "residual_multiplier": 0.22,
+        "attention_multiplier": 0.3,
+        "embedding_multiplier": 12.0,
+        "logits_scaling": 8.0,
+    },
     "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_head": 16, "layer_types": ["mamba", "attention", "mamba"]},
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
-from torch.nn.functional import linear
+
+from headrace.kernels.linear import linear
 
 
 def fuse_linears(model: nn.Module, groups: Sequence[Sequence[str]]) -> int:
@@ -43,6 +44,11 @@ def _fusible(modules: Sequence[nn.Module]) -> bool:
     )
 
 
+def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """``[..., in] -> [..., out]`` by the engine's own matrix product, which takes rows."""
+    return linear(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], len(weight))
+
+
 class Product:
     """The product of one input with all matrices of a group; kept until the next input comes or all parts are taken."""
 
@@ -55,7 +61,7 @@ class Product:
         """``[..., rows of the part]``"""
         if x is not self._input or index not in self._parts:
             self._input = x
-            self._parts = dict(enumerate(torch.split(linear(x, self.weight, self.bias), self.rows, dim=-1)))
+            self._parts = dict(enumerate(torch.split(product(x, self.weight, self.bias), self.rows, dim=-1)))
         part = self._parts.pop(index)
         if not self._parts:
             self._input = None

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import linear
 
 from headrace.attention.layer import Attention
 from headrace.kernels.activation import gelu_tanh_mul, silu_mul
-from headrace.kernels.norm import rms_norm
+from headrace.kernels.linear import linear
+from headrace.kernels.norm import add_rms_norm, rms_norm
 from headrace.kernels.rotary import rotate_twin
-from headrace.models.fallback.fuse import FusedPart
+from headrace.models.fallback.fuse import FusedPart, product
 from headrace.models.fallback.layout import TRANSFORMERS
 from headrace.models.fallback.rotary import Angles
 from headrace.models.fallback.transformers import Calls, TransformersModel
@@ -39,9 +39,10 @@ class Lifted:
     norms: int
     mlps: int
     attentions: int
+    layers: int
 
     def __str__(self) -> str:
-        return f"{self.norms} norms, {self.mlps} MLPs, {self.attentions} attentions"
+        return f"{self.norms} norms, {self.mlps} MLPs, {self.attentions} attentions, {self.layers} layers' sums"
 
 
 @torch.inference_mode()
@@ -50,10 +51,15 @@ def lift(model: TransformersModel) -> Lifted:
     modules, dtype = list(model.foreign.modules()), model.dtype
     norms = {module: norm for module in modules if (norm := _as_norm(module, dtype)) is not None}
     mlps = {module: mlp for module in modules if (mlp := _as_mlp(module, dtype)) is not None}
-    attentions = _as_attentions(model, norms)
-    for module, ours in [*norms.items(), *mlps.items(), *attentions.items()]:
+    given = _given(model)
+    attentions = _as_attentions(model, norms, given)
+    layers = _as_layers(model, norms, given)
+    for module in modules:
+        if type(module) is nn.Linear:
+            module.forward = Matrix(module)  # type: ignore[method-assign]
+    for module, ours in [*norms.items(), *mlps.items(), *attentions.items(), *layers.items()]:
         module.forward = ours  # type: ignore[assignment]
-    return Lifted(len(norms), len(mlps), len(attentions))
+    return Lifted(len(norms), len(mlps), len(attentions), len(layers))
 
 
 def _alike(ours: torch.Tensor, theirs: Any) -> bool:
@@ -68,6 +74,16 @@ def _draw(like: torch.Tensor, *shape: int, size: float) -> torch.Tensor:
     """The same values on every device."""
     generator = torch.Generator().manual_seed(sum(shape))
     return (size * torch.randn(shape, generator=generator)).to(like.device, like.dtype)
+
+
+class Matrix:
+    """A plain linear module by the engine's own matrix product."""
+
+    def __init__(self, module: nn.Linear) -> None:
+        self._module = module
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        return product(input, self._module.weight, self._module.bias)
 
 
 # Norms
@@ -124,7 +140,7 @@ class GatedMLP:
         self._act = act
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self._down(self._act(linear(x, self._gate_up.weight, self._gate_up.bias)))
+        out: torch.Tensor = self._down(self._act(product(x, self._gate_up.weight, self._gate_up.bias)))
         return out
 
 
@@ -139,7 +155,7 @@ def _as_mlp(module: nn.Module, dtype: torch.dtype) -> GatedMLP | None:
         return None
     # Wide enough for activations to differ, whatever the size of the weights.
     x = _draw(gate.weight, 1, _TOKENS, gate.in_features, size=1.0)
-    x *= 3.0 / linear(x, gate.weight).float().std().clamp_min(1e-6).to(x.dtype)
+    x *= 3.0 / product(x, gate.weight, None).float().std().clamp_min(1e-6).to(x.dtype)
     try:
         theirs = module(x)
     except Exception:
@@ -182,23 +198,27 @@ class SelfAttention:
     ) -> tuple[torch.Tensor, None]:
         """``[1, T, hidden] -> [1, T, hidden]``; what else transformers hands over is about masks and caches of its own."""
         self._calls.turn(self._module)
-        parts, product = self._parts, self._parts.qkv.product
+        parts, fused = self._parts, self._parts.qkv.product
         cos_sin = self._angles.of(position_embeddings) if self._attention.spec.rotary_dim else None
-        qkv = linear(hidden_states[0], product.weight, product.bias)
+        qkv = linear(hidden_states[0], fused.weight, fused.bias)
         out = self._attention.of_projection(qkv, self._cell.context(self._where), cos_sin, parts.q_norm, parts.k_norm)
         return parts.output(out)[None], None
 
 
-def _as_attentions(model: TransformersModel, norms: Mapping[nn.Module, Norm]) -> dict[nn.Module, SelfAttention]:
-    """The attention modules that are of the usual kind, each with what takes its place."""
-    modules = model.calls.modules
-    given: dict[nn.Module, dict[str, Any]] = {}
+Given = dict[nn.Module, dict[str, Any]]
+"""Module -> its arguments by name; empty where they came in another way."""
+
+
+def _given(model: TransformersModel) -> Given:
+    """What the attention modules and the layers around them are handed in a pass, far positions among its tokens'."""
+    given: Given = {}
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        named = dict(kwargs) if not args else {"hidden_states": args[0], **kwargs} if len(args) == 1 else {}
-        given[module] = named
+        given[module] = dict(kwargs) if not args else {"hidden_states": args[0], **kwargs} if len(args) == 1 else {}
 
-    handles = [module.register_forward_pre_hook(note, with_kwargs=True) for module in set(modules)]
+    attending = set(model.calls.modules)
+    around = {module for module in model.foreign.modules() if attending & set(module.children())}
+    handles = [module.register_forward_pre_hook(note, with_kwargs=True) for module in attending | around]
     last = model.spec.max_position - 1
     places = torch.tensor([0, 1, 2, min(7, last), last // 3, last // 2, max(last - 1, 0), last])
     device = next(model.foreign.parameters()).device
@@ -208,7 +228,12 @@ def _as_attentions(model: TransformersModel, norms: Mapping[nn.Module, Norm]) ->
     finally:
         for handle in handles:
             handle.remove()
-    found = {}
+    return given
+
+
+def _as_attentions(model: TransformersModel, norms: Mapping[nn.Module, Norm], given: Given) -> dict[nn.Module, SelfAttention]:
+    """The attention modules that are of the usual kind, each with what takes its place."""
+    modules, found = model.calls.modules, {}
     for index, (module, spec) in enumerate(zip(modules, model.spec.layers, strict=True)):
         parts = None if modules.count(module) > 1 else _parts(module, spec, norms, model.dtype)
         if parts is not None:
@@ -285,3 +310,52 @@ def _is_pair(embeddings: Any) -> bool:
         and all(isinstance(part, torch.Tensor) and part.dim() == 3 and part.shape[:2] == (1, _TOKENS) for part in embeddings)
         and embeddings[0].shape == embeddings[1].shape
     )
+
+
+# Layers
+
+
+class PreNormLayer:
+    """``x + attention(norm(x))``, and then ``x + mlp(norm(x))``: the first sum and the second norm are one kernel."""
+
+    def __init__(self, attention: nn.Module, mlp: nn.Module, before: Norm, between: Norm) -> None:
+        self._attention = attention
+        self._mlp = mlp
+        self._before = before
+        self._between = between
+
+    def __call__(self, hidden_states: torch.Tensor, **rest: Any) -> torch.Tensor:
+        mixed = self._attention(hidden_states=self._before(hidden_states), **rest)[0]
+        normed, total = add_rms_norm(mixed, hidden_states, self._between.weight, self._between.eps)
+        out: torch.Tensor = total + self._mlp(normed)
+        return out
+
+
+def _as_layers(model: TransformersModel, norms: Mapping[nn.Module, Norm], given: Given) -> dict[nn.Module, PreNormLayer]:
+    """The layers that are nothing but this, each with what takes its place."""
+    found: dict[nn.Module, PreNormLayer] = {}
+    for layer in given:
+        children = dict(layer.named_children())
+        attending = [child for child in children.values() if child in model.calls.modules]
+        own_norms = [norms[child] for child in children.values() if child in norms]
+        others = [child for child in children.values() if child not in norms and child not in attending]
+        named = given[layer]
+        if len(attending) != 1 or len(own_norms) != 2 or len(others) != 1 or "hidden_states" not in named:
+            continue
+        index = model.calls.modules.index(attending[0])
+        for before, between in (own_norms, own_norms[::-1]):
+            ours = PreNormLayer(attending[0], others[0], before, between)
+            # Small, so that what the layer adds to them outweighs them, whatever it is multiplied by.
+            arguments = named | {"hidden_states": _draw(named["hidden_states"], *named["hidden_states"].shape, size=0.01)}
+            with model.calls.through(own_values(model)):
+                try:
+                    with model.calls.at(index):
+                        theirs = layer(**arguments)
+                    with model.calls.at(index):
+                        result = ours(**arguments)
+                except Exception:
+                    break
+            if _alike(result, theirs):
+                found[layer] = ours
+                break
+    return found

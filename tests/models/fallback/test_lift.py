@@ -18,15 +18,17 @@ from headrace.models.fallback.lift import Norm, _as_mlp, _as_norm
 from .test_transformers import decisions, engine, model_of, tokens_of
 
 LIFTED = {
-    "llama": "7 norms, 3 MLPs, 3 attentions",
-    "qwen3": "13 norms, 3 MLPs, 3 attentions",
-    "smollm3": "7 norms, 3 MLPs, 3 attentions",
-    "gemma2": "0 norms, 3 MLPs, 3 attentions",
-    "olmo2": "13 norms, 3 MLPs, 0 attentions",
-    "gpt_oss": "7 norms, 0 MLPs, 0 attentions",
-    "cohere": "0 norms, 3 MLPs, 0 attentions",
+    "llama": "7 norms, 3 MLPs, 3 attentions, 3 layers' sums",
+    "qwen3": "13 norms, 3 MLPs, 3 attentions, 3 layers' sums",
+    "smollm3": "7 norms, 3 MLPs, 3 attentions, 3 layers' sums",
+    "granite": "7 norms, 3 MLPs, 3 attentions, 0 layers' sums",
+    "gemma2": "0 norms, 3 MLPs, 3 attentions, 0 layers' sums",
+    "olmo2": "13 norms, 3 MLPs, 0 attentions, 0 layers' sums",
+    "gpt_oss": "7 norms, 0 MLPs, 0 attentions, 0 layers' sums",
+    "cohere": "0 norms, 3 MLPs, 0 attentions, 0 layers' sums",
 }
-"""Norms of Gemma add one to their weights; OLMo 2 norms all heads together; gpt-oss has sinks; Cohere turns neighbours."""
+"""Norms of Gemma add one to their weights; OLMo 2 norms all heads together; gpt-oss has sinks; Cohere turns neighbours; Granite
+multiplies what a layer adds."""
 
 
 @pytest.mark.parametrize("kind", LIFTED)
@@ -57,7 +59,7 @@ def test_a_clamp_that_ordinary_values_never_meet_is_seen(tmp_path: Path) -> None
             parameter.data.add_(0.15 * torch.randn_like(parameter))
         tiny_models.save(made, tmp_path)
         llm = engine(tmp_path)
-    assert decisions(llm)["our kernels for"][0].endswith("0 attentions")
+    assert decisions(llm)["our kernels for"][0].endswith("0 attentions, 0 layers' sums")
     assert len(tokens_of(llm, [4, 5, 6])) == 6
 
 

@@ -7,6 +7,17 @@ import torch
 from headrace.attention.context import ForwardContext
 from headrace.models.decoder import Decoder, DecoderLayer
 from headrace.spec import ModelSpec
+from headrace.weights.names import NameTable
+
+IMAGES_AND_SOUND = (r"(?:model\.)?(?:vision_tower|audio_tower|multi_modal_projector|embed_vision|embed_audio)\..*",)
+"""Checkpoint names of what is not text."""
+
+
+def within_a_larger_model(table: NameTable) -> NameTable:
+    """The table, for the text part of a checkpoint too that has images or sound: as transformers saves it, and as it did."""
+    table.elsewhere({"model.": "model.language_model."})
+    table.elsewhere({"model.": "language_model.model.", "lm_head.": "language_model.lm_head."})
+    return table
 
 
 class GemmaLayer(DecoderLayer):

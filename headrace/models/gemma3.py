@@ -1,4 +1,4 @@
-"""Gemma 3, text: windows in five layers of six, each kind with its own rope; every norm's weight is stored less 1."""
+"""Gemma 3, its text part: windows in five layers of six, each kind with its own rope; every norm's weight is stored less 1."""
 
 from __future__ import annotations
 
@@ -7,19 +7,22 @@ import dataclasses
 from transformers import PretrainedConfig
 
 from headrace.layers.norm import OffsetRMSNorm
-from headrace.models.decoder import SelfAttention
+from headrace.models.decoder import Decoder, SelfAttention
 from headrace.models.family import Family
-from headrace.models.gemma import GemmaDecoder, GemmaLayer
+from headrace.models.gemma import IMAGES_AND_SOUND, GemmaDecoder, GemmaLayer, within_a_larger_model
 from headrace.models.hf_config import (
     attention_specs,
     decoder_spec,
     dense_specs,
     per_layer,
     required,
+    text_part,
     uniform,
     windows_by_type,
 )
+from headrace.models.names import decoder_names
 from headrace.spec import ModelSpec
+from headrace.weights.names import NameTable
 
 ARCHITECTURE = "Gemma3ForCausalLM"
 
@@ -38,7 +41,12 @@ class Gemma3Decoder(GemmaDecoder):
     norm_class = OffsetRMSNorm
 
 
+def names(model: Decoder) -> NameTable:
+    return within_a_larger_model(decoder_names(model, ignorable=IMAGES_AND_SOUND))
+
+
 def model_spec(config: PretrainedConfig) -> ModelSpec:
+    config = text_part(config)
     scalars = per_layer(config, "query_pre_attn_scalar", 256)
     layers = tuple(
         dataclasses.replace(layer, scale=scalar**-0.5)
@@ -60,4 +68,10 @@ def model_spec(config: PretrainedConfig) -> ModelSpec:
     )
 
 
-FAMILY = Family(architectures=(ARCHITECTURE,), model_types=("gemma3_text",), model_spec=model_spec, decoder=Gemma3Decoder)
+FAMILY = Family(
+    architectures=(ARCHITECTURE, "Gemma3ForConditionalGeneration"),
+    model_types=("gemma3_text", "gemma3"),
+    model_spec=model_spec,
+    decoder=Gemma3Decoder,
+    names=names,
+)

@@ -1,5 +1,5 @@
-"""Gemma 4, text: heads of another width in full layers, values without weights in their norm, layers at the end that read an
-earlier layer's KV, an embedding of each token for each layer, and experts beside the MLP.
+"""Gemma 4, its text part: heads of another width in full layers, values without weights in their norm, layers at the end
+that read an earlier layer's KV, an embedding of each token for each layer, and experts beside the MLP.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from headrace.layers.moe import Experts
 from headrace.layers.norm import RMSNorm, UnitRMSNorm
 from headrace.models.decoder import Decoder, SelfAttention
 from headrace.models.family import Family
-from headrace.models.gemma import GemmaDecoder, GemmaLayer, rounded
+from headrace.models.gemma import IMAGES_AND_SOUND, GemmaDecoder, GemmaLayer, rounded, within_a_larger_model
 from headrace.models.hf_config import (
     attention_specs,
     decoder_spec,
     dense_specs,
     per_layer,
     required,
+    text_part,
     uniform,
     windows_by_type,
 )
@@ -189,10 +190,11 @@ def names(model: Decoder) -> NameTable:
     """Checkpoints have k, v and their norms of layers that read another's KV too; they are of no use."""
     readers = "|".join(str(layer.layer) for layer in model.spec.layers if layer.kv_source is not None)
     unused = [rf"model\.layers\.(?:{readers})\.self_attn\.(?:[kv]_proj|[kv]_norm)\.weight"] if readers else []
-    return decoder_names(model, ignorable=unused)
+    return within_a_larger_model(decoder_names(model, ignorable=(*unused, *IMAGES_AND_SOUND)))
 
 
 def model_spec(config: PretrainedConfig) -> Gemma4Spec:
+    config = text_part(config)
     kinds = per_layer(config, "layer_types", "full_attention")
     own = len(kinds) - (uniform(config, "num_kv_shared_layers") or 0)
     same = bool(uniform(config, "attention_k_eq_v", False))
@@ -256,5 +258,9 @@ def _mlps(config: PretrainedConfig, layers: Sequence[AttentionSpec]) -> list[Mlp
 
 
 FAMILY = Family(
-    architectures=(ARCHITECTURE,), model_types=("gemma4_text",), model_spec=model_spec, decoder=Gemma4Decoder, names=names
+    architectures=(ARCHITECTURE, "Gemma4ForConditionalGeneration"),
+    model_types=("gemma4_text", "gemma4"),
+    model_spec=model_spec,
+    decoder=Gemma4Decoder,
+    names=names,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -30,6 +31,19 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_mrope": (None, False),
 }
 """Fields that change the maths of a decoder -> the values at which they do not."""
+
+
+def text_part(config: PretrainedConfig) -> PretrainedConfig:
+    """The configuration of the decoder within that of a model of text and other things; of text alone: as it is."""
+    text: PretrainedConfig = config.get_text_config(decoder=True)
+    if text is config:
+        return config
+    text = copy.copy(text)
+    text.tie_word_embeddings = config.tie_word_embeddings
+    for name in ("dtype", "quantization_config"):
+        if getattr(text, name, None) is None:
+            setattr(text, name, getattr(config, name, None))
+    return text
 
 
 def _num_layers(config: PretrainedConfig) -> int:

@@ -93,6 +93,8 @@ class NameTable:
         self._ties: dict[str, str] = {}
         self._instead: dict[str, dict[str, Part]] = {}
         self._ignorable = [re.compile(pattern) for pattern in ignorable]
+        self._elsewhere: list[dict[str, str]] = []
+        self._moved: dict[str, str] = {}
 
     def add(self, name: str, parameter: str, index: int | None = None, layout: Layout | None = None) -> None:
         """The tensor ``name`` is the whole of ``parameter``, or of ``parameter[index]``."""
@@ -123,10 +125,22 @@ class NameTable:
         """
         self._instead.setdefault(parameter, {})[name] = Part(parameter, layout=layout)
 
+    def elsewhere(self, prefixes: Mapping[str, str]) -> None:
+        """A checkpoint of something larger may have the names that begin with a key of ``prefixes`` begin with its value.
+
+        ``chosen`` moves them where it has names that begin so.
+        """
+        self._elsewhere.append(dict(prefixes))
+
     def chosen(self, names: Collection[str]) -> NameTable:
-        """The table for a checkpoint of these names: with the tensors that it has in place of others."""
+        """The table for a checkpoint of these names: with the tensors that it has in place of others, and under the names
+        that it has for all.
+        """
+        for prefixes in self._elsewhere:
+            if any(name.startswith(tuple(prefixes.values())) for name in names):
+                return self._under(prefixes).chosen(names)
         table = NameTable()
-        table._ignorable, table._ties = self._ignorable, self._ties
+        table._ignorable, table._ties, table._moved = self._ignorable, self._ties, self._moved
         for parameter, usual in self._names.items():
             others = self._instead.get(parameter, {})
             other = next((name for name in others if name in names), None)
@@ -135,6 +149,19 @@ class NameTable:
                     table._insert(name, self._parts[name])
             else:
                 table._insert(other, others[other])
+        return table
+
+    def _under(self, prefixes: Mapping[str, str]) -> NameTable:
+        """The same parameters under names with other beginnings."""
+        table = NameTable()
+        table._ignorable, table._moved = self._ignorable, dict(prefixes)
+        for name, part in self._parts.items():
+            table._insert(_move(name, prefixes), part)
+        table._ties = {_move(name, prefixes): parameter for name, parameter in self._ties.items()}
+        table._instead = {
+            parameter: {_move(name, prefixes): part for name, part in others.items()}
+            for parameter, others in self._instead.items()
+        }
         return table
 
     def tie(self, name: str, parameter: str) -> None:
@@ -157,7 +184,8 @@ class NameTable:
 
     def ignored(self, name: str) -> bool:
         """True if a checkpoint's tensor of this name carries nothing to load."""
-        return any(pattern.fullmatch(name) for pattern in self._ignorable)
+        usual = _move(name, {theirs: ours for ours, theirs in self._moved.items()})
+        return any(pattern.fullmatch(one) for pattern in self._ignorable for one in (name, usual))
 
     def names(self, parameter: str) -> list[str]:
         """The checkpoint's tensors that make up ``parameter``, from its first row to its last.
@@ -193,3 +221,10 @@ class NameTable:
                     "quantization",
                 )
             yield name, part.stored(parameters[part.parameter].detach())
+
+
+def _move(name: str, prefixes: Mapping[str, str]) -> str:
+    for old, new in prefixes.items():
+        if name.startswith(old):
+            return new + name.removeprefix(old)
+    return name

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 from transformers import (
+    Gemma3Config,
     Gemma3ForCausalLM,
+    Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
+    Gemma4Config,
     Gemma4ForCausalLM,
+    Gemma4ForConditionalGeneration,
     Gemma4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -55,8 +61,22 @@ GEMMA4 = {
     "hidden_size_per_layer_input": 6,
     "vocab_size_per_layer_input": VOCAB,
 }
+VISION = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4}
+
+
+def with_images3(**values: object) -> Gemma3Config:
+    """Beside the text part, a tower for images that text never enters."""
+    vision = {"model_type": "siglip_vision_model", "image_size": 16, **VISION}
+    return Gemma3Config(text_config=values, vision_config=vision, mm_tokens_per_image=4)
+
+
+def with_images4(**values: object) -> Gemma4Config:
+    vision = {"num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 8, **VISION}
+    return Gemma4Config(text_config=values, vision_config=vision)
+
+
 LLAMA3 = rope("llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
-CASES: dict[str, tuple[type[PreTrainedModel], type, dict]] = {
+CASES: dict[str, tuple[type[PreTrainedModel], Callable[..., PretrainedConfig], dict]] = {
     "llama": (LlamaForCausalLM, LlamaConfig, {}),
     "llama-tied": (LlamaForCausalLM, LlamaConfig, {"tie_word_embeddings": True}),
     "llama-biases": (LlamaForCausalLM, LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
@@ -123,6 +143,8 @@ CASES: dict[str, tuple[type[PreTrainedModel], type, dict]] = {
             },
         },
     ),
+    "gemma3-images": (Gemma3ForConditionalGeneration, with_images3, GEMMA3),
+    "gemma4-images": (Gemma4ForConditionalGeneration, with_images4, GEMMA4 | {"num_kv_shared_layers": 2}),
     "gemma4": (Gemma4ForCausalLM, Gemma4TextConfig, GEMMA4 | {"final_logit_softcapping": 4.0}),
     "gemma4-shared": (
         Gemma4ForCausalLM,

@@ -89,3 +89,21 @@ def test_what_was_packed_is_not_exported() -> None:
     with pytest.raises(ConfigError, match=r"qkv\.weight is quantised") as error:
         dict(table().export(model))
     assert error.value.param == "quantization"
+
+
+def test_a_checkpoint_of_something_larger() -> None:
+    """All names begin otherwise there, ties and alternatives too; what is not ours stays what it is."""
+    names = NameTable(ignorable=[r"model\.old\..*", r"vision\..*"])
+    names.fuse("qkv.weight", {"model.q.weight": 4, "model.k.weight": 2})
+    names.instead("model.qkv.weight", "qkv.weight")
+    names.tie("lm_head.weight", "norm.weight")
+    names.elsewhere({"model.": "model.text."})
+    names.elsewhere({"model.": "text.model.", "lm_head.": "text.lm_head."})
+    assert names.chosen(["model.q.weight", "model.k.weight"]).all_names() == names.all_names()
+    new = names.chosen(["model.text.q.weight", "model.text.k.weight", "vision.weight"])
+    assert new.all_names() == ["model.text.q.weight", "model.text.k.weight", "lm_head.weight"]
+    assert new.part("model.text.k.weight") == Part("qkv.weight", 4, 6)
+    assert new.ignored("model.text.old.weight") and new.ignored("vision.weight") and not new.ignored("model.text.q.weight")
+    old = names.chosen(["text.model.qkv.weight", "text.lm_head.weight"])
+    assert old.names("qkv.weight") == ["text.model.qkv.weight"]
+    assert old.tied("text.lm_head.weight") == "norm.weight"

@@ -16,7 +16,10 @@ from torch import nn
 
 from headrace.attention.backend import AttentionBackend, LayerCache, StepMetadata
 from headrace.attention.context import ForwardContext
+from headrace.attention.layer import HeadNorm
 from headrace.cache.planes import write_compressed
+from headrace.kernels import gpu
+from headrace.kernels.latent import norm_rotate_and_cache_latent
 from headrace.kernels.rotary import rotate
 from headrace.spec import AttentionSpec, Mode
 
@@ -57,29 +60,65 @@ class LatentAttention(nn.Module):
         Raises:
             ValueError: an argument is missing or of another shape.
         """
-        spec, latent, tokens = self.spec, self._latent, len(q)
+        row, backend = self._checked(q, compressed, up).unsqueeze(1), self._backend(ctx)
+        if self.spec.rotary_dim:
+            q, row = rotate(q, row, self._angles(cos_sin), self.spec.rotary_dim)
+        cache = ctx.caches[self.spec.layer]
+        write_compressed(cache, row, ctx.step.slot_mapping[cache.group])
+        return backend.attend(q, cache, up)
+
+    def of_projection(
+        self,
+        q: torch.Tensor,
+        compressed: torch.Tensor | None,
+        norm: HeadNorm,
+        up: torch.Tensor,
+        ctx: ForwardContext,
+        cos_sin: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As ``forward``, with the latent not normed yet: on a GPU norm, rotation and the write to the cache are one kernel.
+
+        Args:
+            q: as for ``forward``; it may be changed.
+            compressed: ``[T, row_width]``: rotary_dim channels to rotate, then the latent.
+            norm: what the latent goes through.
+        """
+        compressed, rotated = self._checked(q, compressed, up), self.spec.rotary_dim
+        if gpu.takes(q) and norm.plain and rotated:
+            cache, backend = ctx.caches[self.spec.layer], self._backend(ctx)
+            slots, q = ctx.step.slot_mapping[cache.group], q.contiguous()
+            norm_rotate_and_cache_latent(q, compressed, norm.weight, norm.eps, self._angles(cos_sin), cache.rows, slots)
+            return backend.attend(q, cache, up)
+        normed = torch.cat((compressed[:, :rotated], norm(compressed[:, rotated:])), dim=1)
+        return self.forward(q, normed, up, ctx, cos_sin)
+
+    def _checked(self, q: torch.Tensor, compressed: torch.Tensor | None, up: torch.Tensor) -> torch.Tensor:
+        """``compressed``, if it is there and all arguments are of their shapes."""
+        spec, latent = self.spec, self._latent
         where = f"layer {spec.layer}"
         if compressed is None:
             raise ValueError(f"{where} keeps compressed KV: compressed is missing")
-        widths = spec.num_heads * (latent.head_dim - spec.rotary_dim + latent.v_head_dim), spec.v_head_dim
+        made = latent.head_dim - spec.rotary_dim + latent.v_head_dim
         expected = {
-            "q": (q, (tokens, spec.num_heads, latent.head_dim)),
-            "compressed": (compressed, (tokens, spec.row_width)),
-            "up": (up, widths),
+            "q": (q, (len(q), spec.num_heads, latent.head_dim)),
+            "compressed": (compressed, (len(q), spec.row_width)),
+            "up": (up, (spec.num_heads * made, spec.v_head_dim)),
         }
         for name, (tensor, shape) in expected.items():
             if tensor.shape != shape:
                 raise ValueError(f"{where}: {name} must be {list(shape)}, not {list(tensor.shape)}")
-        row = compressed.unsqueeze(1)
-        if spec.rotary_dim:
-            if cos_sin is None:
-                raise ValueError(f"{where} rotates q and k: cos_sin is missing")
-            q, row = rotate(q, row, cos_sin, spec.rotary_dim)
-        cache, backend = ctx.caches[spec.layer], ctx.backends[spec.layer]
+        return compressed
+
+    def _backend(self, ctx: ForwardContext) -> LatentBackend:
+        backend = ctx.backends[self.spec.layer]
         if not isinstance(backend, LatentBackend):
-            raise ValueError(f"{where} keeps compressed KV, which {backend.name} alone does not attend over")
-        write_compressed(cache, row, ctx.step.slot_mapping[cache.group])
-        return backend.attend(q, cache, up)
+            raise ValueError(f"layer {self.spec.layer} keeps compressed KV, which {backend.name} alone does not attend over")
+        return backend
+
+    def _angles(self, cos_sin: torch.Tensor | None) -> torch.Tensor:
+        if cos_sin is None:
+            raise ValueError(f"layer {self.spec.layer} rotates q and k: cos_sin is missing")
+        return cos_sin
 
 
 @dataclasses.dataclass(frozen=True)

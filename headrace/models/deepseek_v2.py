@@ -80,10 +80,10 @@ class LatentSelfAttention(nn.Module):
         """``[T, hidden] -> [T, hidden]``"""
         spec, projected = self.spec, self.a_proj(x)
         compressed = projected[:, projected.shape[1] - spec.row_width :]
-        latent = self.kv_a_layernorm(compressed[:, spec.rotary_dim :])
-        compressed = torch.cat((compressed[:, : spec.rotary_dim], latent), dim=1)
         q = self._queries(x, projected).view(len(x), spec.num_heads, self.head_dim)
-        out: torch.Tensor = self.o_proj(self.attention(q, compressed, self.kv_b_proj.weight, ctx, cos_sin))
+        out: torch.Tensor = self.o_proj(
+            self.attention.of_projection(q, compressed, self.kv_a_layernorm, self.kv_b_proj.weight, ctx, cos_sin)
+        )
         return out
 
     def _queries(self, x: torch.Tensor, projected: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ from headrace.cache.layer import LayerCache
 from headrace.cache.planes import write_compressed
 from headrace.errors import ConfigError
 from headrace.kernels import support
+from headrace.layers.norm import RMSNorm
 from headrace.spec import AttentionSpec, LatentSpec, layer_kv
 from headrace.spec.projection import input_matrices
 
@@ -164,12 +165,14 @@ def test_the_inner_attention() -> None:
     """Rotates, writes one row a token and attends: token by token as all at once."""
     spec = latent_spec()
     layer, up = LatentAttention(spec), projection(spec)
+    norm = RMSNorm(32, 1e-6, dtype=torch.float32, device="cpu")
+    norm.weight.data.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(4))
     generator = torch.Generator().manual_seed(1)
     q, compressed = torch.randn(26, 3, 10, generator=generator), torch.randn(26, 36, generator=generator)
     angles = torch.arange(26)[:, None] * torch.tensor([1.0, 0.1])
     cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)
 
-    def forward(chunks: list[int]) -> torch.Tensor:
+    def forward(chunks: list[int], normed: bool = False) -> torch.Tensor:
         cache = LayerCache(spec, 0, torch.zeros(8, 4, 1, 36))
         backend, out, start = make_backend(spec, "torch"), [], 0
         for count in chunks:
@@ -184,12 +187,18 @@ def test_the_inner_attention() -> None:
             )
             backend.plan(step)
             ctx = ForwardContext(step, [cache], [backend])
-            out.append(layer(q[here], compressed[here], up, ctx, cos_sin[here]))
+            if normed:
+                out.append(
+                    layer(q[here], torch.cat((compressed[:, :4], norm(compressed[:, 4:])), 1)[here], up, ctx, cos_sin[here])
+                )
+            else:
+                out.append(layer.of_projection(q[here].clone(), compressed[here], norm, up, ctx, cos_sin[here]))
             start = end
         return torch.cat(out)
 
     whole = forward([26])
     assert whole.shape == (26, 15)
+    torch.testing.assert_close(forward([26], normed=True), whole)
     for chunks in ([1] * 26, [9, 17], [20, 1, 1, 4]):
         torch.testing.assert_close(forward(chunks), whole, atol=2e-5, rtol=1e-4)
 

@@ -19,7 +19,20 @@ from triton.runtime.jit import JITFunction
 
 from headrace.cache.fp8 import allocate_fp8
 from headrace.kernels.support import NATIVE_FP8_SM, Resources
-from headrace.kernels.triton import activation, draw, fp8, inputs, kv_cache, linear, moe, norm, paged_attention, qkv, tiling
+from headrace.kernels.triton import (
+    activation,
+    draw,
+    fp8,
+    inputs,
+    kv_cache,
+    latent,
+    linear,
+    moe,
+    norm,
+    paged_attention,
+    qkv,
+    tiling,
+)
 from headrace.spec import AttentionSpec, MoeSpec
 
 BF16 = torch.bfloat16
@@ -127,6 +140,12 @@ def others() -> None:
     inputs.step_inputs(table, slots, [table, table], slots[:2], starts, **sizes)
 
 
+def compressed() -> None:
+    q, rows = torch.zeros(4, 16, 192, dtype=BF16), torch.zeros(8, 16, 1, 576, dtype=BF16)
+    projected, slots = torch.zeros(4, 2112, dtype=BF16)[:, 1536:], torch.zeros(4, dtype=torch.int64)
+    latent.norm_rotate_and_cache_latent(q, projected, rows[0, 0, 0, 64:], 1e-6, torch.zeros(4, 64), rows, slots)
+
+
 def mixtures() -> None:
     spec = MoeSpec(
         num_experts=160, top_k=6, intermediate_size=512, num_groups=8, top_groups=3, group_score="top2", correction_bias=True
@@ -143,3 +162,4 @@ if __name__ == "__main__":
     attention(Resources(132, (227 if asked >= 90 else 163) << 10))
     others()
     mixtures()
+    compressed()

@@ -1,0 +1,69 @@
+"""From the projections of a layer with compressed KV to attention: norm, rotary embedding and the write to the cache in one."""
+
+from __future__ import annotations
+
+import torch
+
+from headrace.kernels import gpu
+from headrace.kernels.norm import rms_norm_twin
+from headrace.kernels.rotary import rotate_twin
+
+
+def norm_rotate_and_cache_latent(
+    q: torch.Tensor,
+    compressed: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    cos_sin: torch.Tensor,
+    rows: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """Rotates q in place; norms and rotates the compressed KV on its way to its slots.
+
+    Args:
+        q: ``[T, num_heads, d]`` contiguous: the leading ``rotary_dim`` channels of every head are rotated.
+        compressed: ``[T, rotary_dim + rank]``, last axis contiguous: channels to rotate, then those to norm.
+        weight: ``[rank]``, of q's dtype, of the RMS norm.
+        cos_sin: ``[T, rotary_dim]`` float32: a token's cosines, then its sines.
+        rows: ``[blocks, block_size, 1, rotary_dim + rank]`` of q's dtype, its last axis contiguous.
+        slot_mapping: ``[T]`` int64: ``block * block_size + offset``; -1 writes nothing.
+
+    Raises:
+        ValueError: a tensor does not fit the others.
+    """
+    check_latent(q, compressed, weight, cos_sin, rows)
+    run = gpu.kernels("latent").norm_rotate_and_cache_latent if gpu.takes(q) else norm_rotate_and_cache_latent_twin
+    run(q, compressed, weight, eps, cos_sin, rows, slot_mapping)
+
+
+def norm_rotate_and_cache_latent_twin(
+    q: torch.Tensor,
+    compressed: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    cos_sin: torch.Tensor,
+    rows: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    rotary_dim = cos_sin.shape[1]
+    normed = torch.cat((compressed[:, :rotary_dim], rms_norm_twin(compressed[:, rotary_dim:], weight, eps)), dim=1)
+    rotated, row = rotate_twin(q, normed.unsqueeze(1), cos_sin, rotary_dim)
+    q.copy_(rotated)
+    kept = slot_mapping >= 0
+    slots, size = slot_mapping[kept], rows.shape[1]
+    rows[slots // size, slots % size] = row[kept]
+
+
+def check_latent(
+    q: torch.Tensor, compressed: torch.Tensor, weight: torch.Tensor, cos_sin: torch.Tensor, rows: torch.Tensor
+) -> None:
+    """Raises ValueError where ``norm_rotate_and_cache_latent`` must."""
+    tokens, rotary_dim, rank = len(q), cos_sin.shape[1], len(weight)
+    if not q.is_contiguous() or rotary_dim % 2 or rotary_dim > q.shape[2] or len(cos_sin) != tokens:
+        raise ValueError(f"cos_sin {list(cos_sin.shape)} does not fit q, {list(q.shape)}, or q is not contiguous")
+    if compressed.shape != (tokens, rotary_dim + rank) or compressed.stride(1) != 1:
+        raise ValueError(f"compressed must be [{tokens}, {rotary_dim + rank}] with a contiguous last axis")
+    if rows.shape[2:] != (1, rotary_dim + rank) or rows.stride(3) != 1:
+        raise ValueError(f"rows must be [blocks, block_size, 1, {rotary_dim + rank}], not {list(rows.shape)}")
+    if not q.dtype == compressed.dtype == weight.dtype == rows.dtype:
+        raise ValueError(f"q, compressed, weight and rows are of several types: {q.dtype}, {compressed.dtype}, {rows.dtype}")

@@ -7,6 +7,8 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from headrace.attention import latent, select
 from headrace.attention.context import ForwardContext
@@ -95,6 +97,30 @@ def test_mixed_rows(name: str, block_size: int) -> None:
 @pytest.mark.parametrize("rows", [[(1, 5), (1, 12)], [(30, 30), (25, 60)], [(1, 3), (2, 9)], [(1, 1), (33, 33)]], ids=str)
 def test_rows_of_one_kind(rows: list[tuple[int, int]], name: str) -> None:
     check(make_case(latent_spec(), rows, seed=2, wide=2), name)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_geometry(data: st.DataObject) -> None:
+    rotated = 2 * data.draw(st.integers(0, 4), "rotated pairs")
+    rank = data.draw(st.integers(1, 70), "rank")
+    spec = latent_spec(
+        num_heads=data.draw(st.integers(1, 9), "heads"),
+        head_dim=rotated + rank,
+        v_head_dim=rank,
+        rotary_dim=rotated,
+        window=data.draw(st.one_of(st.none(), st.integers(1, 40)), "window"),
+        latent=LatentSpec(
+            head_dim=rotated + data.draw(st.integers(1, 20), "other channels"),
+            v_head_dim=data.draw(st.integers(1, 20), "value channels"),
+        ),
+    )
+    decodes = data.draw(st.lists(st.integers(1, 60), max_size=3), "decode rows")
+    prompts = data.draw(st.lists(st.tuples(st.integers(1, 50), st.integers(0, 40)), max_size=3), "prompts: tokens, prefix")
+    rows = [(1, length) for length in decodes] + [(count, count + prefix) for count, prefix in prompts]
+    case = make_case(spec, rows, block_size=data.draw(st.sampled_from([1, 3, 16]), "block size"))
+    case.step = dataclasses.replace(case.step, num_decode_rows=len(decodes))
+    check(case, data.draw(st.sampled_from(HERE), "backend"))
 
 
 def test_no_rows() -> None:

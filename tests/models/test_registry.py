@@ -11,7 +11,9 @@ from transformers import (
     BertConfig,
     Gemma3TextConfig,
     Gemma4TextConfig,
+    GptOssConfig,
     LlamaConfig,
+    MiMoV2FlashConfig,
     MistralConfig,
     PretrainedConfig,
     Qwen2Config,
@@ -21,8 +23,9 @@ from transformers import (
 from headrace.errors import ConfigError
 from headrace.models import registry
 from headrace.models.gemma4 import Gemma4Spec
-from headrace.spec import ModelSpec
+from headrace.spec import CLAMPED_SWIGLU, DenseSpec, ModelSpec, MoeSpec
 
+from . import mixtures
 from .families import CASES, GEMMA3, GEMMA4, SMALL
 
 
@@ -255,6 +258,51 @@ def test_gemma4() -> None:
     ],
 )
 def test_what_gemma_does_not_do_is_refused(config: PretrainedConfig, param: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        spec_of(config)
+    assert caught.value.param == param
+
+
+def test_gpt_oss() -> None:
+    spec = spec_of(GptOssConfig(**SMALL | mixtures.GPT_OSS))
+    assert [one.window for one in spec.layers] == [7, None, 7]
+    assert all(one.sinks and one.rope is not None and one.rope.kind == "yarn" for one in spec.layers)
+    assert spec.layers[0].rope is not None and spec.layers[0].rope.theta == 150000.0
+    assert (spec.attention_bias, spec.output_bias) == (True, True)
+    (mlp, *_) = spec.mlps
+    assert isinstance(mlp, MoeSpec) and (mlp.act, mlp.limit, mlp.router_bias, mlp.bias) == (CLAMPED_SWIGLU, 7.0, True, True)
+
+
+def test_mimo() -> None:
+    """Layers with a window have other KV heads, and sinks; K and V differ in all."""
+    spec = spec_of(MiMoV2FlashConfig(**SMALL | mixtures.MIMO))
+    assert [(one.num_kv_heads, one.window, one.sinks) for one in spec.layers] == [
+        (2, None, False),
+        (4, 8, True),
+        (4, 8, True),
+        (2, None, False),
+    ]
+    assert {(one.head_dim, one.v_head_dim, one.rotary_dim) for one in spec.layers} == {(24, 16, 8)}
+    assert [one.rope and one.rope.theta for one in spec.layers[:2]] == [5e6, 1e4]
+    assert [type(mlp) for mlp in spec.mlps] == [DenseSpec, MoeSpec, MoeSpec, MoeSpec]
+    said = MiMoV2FlashConfig(**SMALL | mixtures.MIMO, swa_num_key_value_heads=6, swa_head_dim=24)
+    assert [one.num_kv_heads for one in spec_of(said).layers] == [2, 6, 6, 2]
+    assert spec.max_position == 256
+
+
+@pytest.mark.parametrize(
+    ("changes", "param", "message"),
+    [
+        ({"swa_num_key_value_heads": 5}, "num_kv_heads", "layer 1: 12 query heads .* 5 KV heads"),
+        ({"swa_v_head_dim": 24}, "swa_v_head_dim", "layer 1: swa_v_head_dim 24"),
+        ({"mlp_layer_types": ["dense", "sparse", "thin", "sparse"]}, "mlp_layer_types", "layer 2: .* 'thin'"),
+        ({"n_group": 3}, "num_groups", "8 experts do not make 3 equal groups"),
+    ],
+)
+def test_what_mimo_does_not_do_is_refused(changes: dict, param: str, message: str) -> None:
+    config = MiMoV2FlashConfig(**SMALL | mixtures.MIMO)
+    for name, value in changes.items():
+        object.__setattr__(config, name, value)
     with pytest.raises(ConfigError, match=message) as caught:
         spec_of(config)
     assert caught.value.param == param

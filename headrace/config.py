@@ -38,7 +38,8 @@ class EngineArgs:
     device: Device = "auto"
     """auto: the first CUDA device if there is one, else the CPU."""
     model_impl: ModelImpl = "auto"
-    """Whose code the model is. auto: ours if there is an implementation of it, else transformers'."""
+    """Whose code the model is. auto: ours if there is an implementation of it, else transformers'; Megatron's for its own
+    checkpoints."""
     trust_remote_code: bool = False
     """Run code that comes with a checkpoint."""
     load_format: LoadFormat = "auto"

@@ -45,8 +45,8 @@ _MODEL_KNOBS = (
         MODEL,
         "Whose code the model is. native is headrace's own; transformers runs the library's model with its attention replaced "
         "by headrace's, so that paged KV, chunked prompts and prefix caching work for models nobody ported; auto takes native "
-        "where there is one, else transformers, and the start-up says which and why. megatron is for models that a program "
-        "hands over as objects.",
+        "where there is one, else transformers, and the start-up says which and why. megatron loads a distributed checkpoint "
+        "of Megatron-core, which auto does by itself.",
     ),
     Knob(
         "trust_remote_code",

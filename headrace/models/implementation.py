@@ -58,8 +58,14 @@ def choose(args: EngineArgs, files: ModelFiles) -> Implementation:
     asked, config = args.model_impl, files.config
     if asked not in typing.get_args(ModelImpl):
         raise ConfigError(f"model_impl must be one of {', '.join(typing.get_args(ModelImpl))}, not {asked!r}", "model_impl")
+    if files.kind == "megatron":
+        return _megatron(args, files)
     if asked == "megatron":
-        raise ConfigError("model_impl megatron is for models that are handed over as objects, not for files", "model_impl")
+        raise ConfigError(
+            "model_impl megatron is for distributed checkpoints of Megatron-core, and for models that are handed over "
+            "(LLM.from_megatron)",
+            "model_impl",
+        )
     if asked == "native":
         return _Native(registry.model_spec(config), (Decision("model_impl", "native", "asked for"),))
     if asked == "transformers":
@@ -84,6 +90,15 @@ def _transformers(args: EngineArgs, files: ModelFiles, why: str) -> Implementati
         raise ConfigError("model_impl transformers does not read GGUF files", "model_impl")
     described = describe(files.config, args)
     return _Transformers(described, (Decision("model_impl", "transformers", why), *described.decisions))
+
+
+def _megatron(args: EngineArgs, files: ModelFiles) -> Implementation:
+    from headrace.models.fallback.megatron_checkpoint import stored_megatron
+
+    if args.model_impl not in ("auto", "megatron"):
+        raise ConfigError(f"model_impl {args.model_impl} does not read Megatron's distributed checkpoints", "model_impl")
+    why = "asked for" if args.model_impl == "megatron" else "it is a distributed checkpoint of Megatron-core"
+    return stored_megatron(args, files, why)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,8 +12,9 @@ from headrace.config import Decision, EngineArgs
 from headrace.errors import ConfigError
 from headrace.sources import directory, embedded, gguf
 from headrace.sources.locate import locate
+from headrace.sources.megatron import find_megatron, is_megatron
 
-Kind = Literal["safetensors", "gguf", "dummy", "object"]
+Kind = Literal["safetensors", "gguf", "dummy", "megatron", "object"]
 
 _LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 
@@ -85,6 +86,8 @@ def _from_directory(args: EngineArgs, path: Path, *, from_hub: bool = False) -> 
     name = str(args.model)
     if args.revision is not None and not from_hub:
         raise ConfigError(f"revision is for models of the hub; {name} is a local directory", "revision")
+    if is_megatron(path) and (args.model_impl == "megatron" or not (path / "config.json").exists()):
+        return _from_megatron(name, path)
     if args.load_format == "gguf" or not (path / "config.json").exists():
         files = sorted(path.glob("*.gguf"))
         if len(files) == 1:
@@ -103,4 +106,21 @@ def _from_directory(args: EngineArgs, path: Path, *, from_hub: bool = False) -> 
         config=config,
         generation_config=directory.generation_config(path, config),
         trust_remote_code=args.trust_remote_code,
+    )
+
+
+def _from_megatron(name: str, path: Path) -> ModelFiles:
+    """A distributed checkpoint of Megatron-core. Its tokenizer may stand beside it, in the files of Hugging Face."""
+    found = find_megatron(path)
+    embedding = found.tensors.get("embedding.word_embeddings.weight")
+    if not embedding:
+        raise ConfigError(f"{found.directory} has no embedding.word_embeddings.weight: it is no language model", "model")
+    config = PreTrainedConfig.from_dict({"vocab_size": embedding[0]})
+    return ModelFiles(
+        name=name,
+        kind="megatron",
+        directory=path,
+        weight_files=found.files,
+        config=config,
+        generation_config=directory.generation_config(path, config),
     )

@@ -28,6 +28,9 @@ _FEATURES = (
     ("cache_mla_latents", False, "its latent attention expects Megatron's own cache"),
     ("experimental_attention_variant", None, "its attention is not the softmax of scaled products over what a token sees"),
     ("inference_fuse_tp_communication", False, "its layers expect Megatron's own inference"),
+    ("moe_expert_capacity_factor", None, "which experts take a token would depend on the others of its step"),
+    ("moe_router_force_load_balancing", False, "its experts are drawn at random"),
+    ("moe_input_jitter_eps", None, "what its experts are chosen by is random"),
     ("fused_single_qkv_rope", False, "its layers rotate queries and keys in one kernel with values"),
 )
 """(field of the config, the value that is run, why no other is)."""
@@ -185,8 +188,7 @@ def _layer(
         module = attention.rotary_pos_emb
         made = Rotary(module, f"{path}.rotary_pos_emb", device)
         # Layers that turn alike share one tensor of angles in a step.
-        key = (made.yarn, made.interleaved, made.magnitude, *made.frequencies.tolist())
-        rotary = rotaries.setdefault(key, made)
+        rotary = rotaries.setdefault(made.key, made)
     heads, kv_heads = _heads_here(attention, latent)
     spec = AttentionSpec(
         layer=index,

@@ -43,6 +43,8 @@ class Rotary:
         """``[rotated channels / 2]``"""
         self.magnitude = _yarn_magnitude(module) if self.yarn else 1.0
         """Factor on the rotated channels, which Megatron's attention applies."""
+        self.key = (self.yarn, self.interleaved, self.magnitude, *([] if frequencies.is_meta else frequencies.tolist()))
+        """Equal for modules that turn alike."""
 
     def angles(self, positions: torch.Tensor) -> torch.Tensor:
         """``[T] -> [T, 1, 1, rotated channels]`` float32, as Megatron's attention takes them."""

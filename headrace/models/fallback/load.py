@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from headrace.config import Decision, EngineArgs, EngineConfig
 from headrace.errors import ConfigError
 from headrace.models.fallback.fuse import fuse_linears
 from headrace.models.fallback.lift import lift
-from headrace.models.fallback.observe import WITH_MASKS, Observation, observe
+from headrace.models.fallback.observe import WITH_MASKS, Observation, forget_padding, observe
 from headrace.models.fallback.refusal import Refusal
 from headrace.models.fallback.rotary import Lengths, fix_frequencies, lengths_of
 from headrace.models.fallback.transformers import ATTENTION, TransformersModel
@@ -95,6 +97,7 @@ def load(described: Described, files: ModelFiles, config: EngineConfig) -> tuple
     model = TransformersModel(spec, foreign, described.seen)
     try:
         verify(model)
+        forget_padding(foreign)
         lifted = lift(model)
     except Refusal as refusal:
         raise refusal.as_error(spec.architecture) from refusal
@@ -145,6 +148,7 @@ def _build(config: PretrainedConfig, trusted: bool, implementation: str, dtype: 
     factory = _auto_class(config, trusted)
     auto = factory is AutoModelForCausalLM
     options: dict[str, Any] = {"attn_implementation": implementation, "dtype": dtype}
+    config = copy.deepcopy(config)
     model: PreTrainedModel
     if auto:
         model = factory.from_config(config, trust_remote_code=trusted, **options)
@@ -222,17 +226,31 @@ def _read(
     options: dict[str, Any] = {"trust_remote_code": trusted} if factory is AutoModelForCausalLM else {}
     if device.type != "cpu":
         options["device_map"] = {"": device}
-    model, info = factory.from_pretrained(
-        files.directory,
-        config=files.config,
-        dtype=dtype,
-        attn_implementation=attention,
-        use_safetensors=True,
-        local_files_only=True,
-        output_loading_info=True,
-        **options,
-    )
+    with _without_bars():
+        model, info = factory.from_pretrained(
+            files.directory,
+            config=copy.deepcopy(files.config),
+            dtype=dtype,
+            attn_implementation=attention,
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+            **options,
+        )
     return model, _judge(info)
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """Start-ups have their own way to tell how far they are."""
+    logging: Any = transformers.logging
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _judge(info: Mapping[str, Any]) -> tuple[Decision, ...]:

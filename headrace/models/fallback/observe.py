@@ -73,6 +73,7 @@ def observe(model: PreTrainedModel) -> Observation:
         Refusal: it asks for what headrace's attention does not do, or cannot run at all.
     """
     ids = torch.zeros(1, TOKENS, dtype=torch.int64, device="meta")
+    forget_padding(model)
     whole = _Recorder(model)
     with whole.watching():
         model(input_ids=ids, position_ids=torch.zeros_like(ids), use_cache=False)
@@ -102,8 +103,20 @@ def observe(model: PreTrainedModel) -> Observation:
 
 def set_implementation(model: PreTrainedModel, name: str) -> None:
     """Has every part of the model that calls the interface call ``name``."""
-    for config in {id(c): c for module in model.modules() if (c := getattr(module, "config", None))}.values():
+    for config in _configs(model):
         config._attn_implementation_internal = name
+
+
+def forget_padding(model: PreTrainedModel) -> None:
+    """There is none here, and models that know of a padding token look for it in every step, on the host."""
+    for config in _configs(model):
+        if getattr(config, "pad_token_id", None) is not None:
+            config.pad_token_id = None
+
+
+def _configs(model: PreTrainedModel) -> list[Any]:
+    """Of all its parts, each once."""
+    return list({id(config): config for module in model.modules() if (config := getattr(module, "config", None))}.values())
 
 
 class _Recorder:
@@ -116,10 +129,7 @@ class _Recorder:
         """Storage of a mask that was handed out -> its window, or why it is none."""
         self._model = model
         self._paths = {module: path for path, module in model.named_modules()}
-        self._holders: list[Any] = [
-            *self._paths,
-            *{id(c): c for m in self._paths if (c := getattr(m, "config", None))}.values(),
-        ]
+        self._holders: list[Any] = [*self._paths, *_configs(model)]
         """Who is asked for the recorder: modules by attention, their configurations by masks."""
         self.body = ""
         """The first module that the model itself calls and that attends."""

@@ -312,3 +312,24 @@ def test_padding_of_the_vocabulary_is_not_drawn(tmp_path: Path) -> None:
     assert logits.dtype == torch.float32
     assert bool((logits[:, 90:] == -math.inf).all())
     assert bool(logits[:, :90].isfinite().all())
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "mixtral"])
+def test_models_that_never_wait_for_the_device_can_be_captured(kind: str) -> None:
+    """GPT-2 would look for padding on the host, if it knew of a padding token."""
+    assert describe(tiny_models.config(kind), EngineArgs()).spec.host_reads == ()
+
+
+def test_modules_that_wait_for_the_device_are_named() -> None:
+    assert describe(tiny_models.config("dbrx"), EngineArgs()).spec.host_reads[0] == "transformer.blocks.0.ffn.experts"
+
+
+def test_a_missing_library_is_named_with_a_line_that_installs_it(granite: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from headrace.models.fallback import load
+    from headrace.sources.files import find_model
+
+    files = find_model(EngineArgs(model=str(granite), model_impl="transformers"))
+    monkeypatch.setattr(load, "is_accelerate_available", lambda: False)
+    with pytest.raises(ImportError) as caught:
+        load.own_model(files, False, torch.float32, torch.device("cuda"))
+    assert str(caught.value).endswith(": pip install 'accelerate>=1.2'")

@@ -15,22 +15,19 @@ VOCAB = 96
 CONTEXT = 128
 
 
-def start(backend: str = "gloo") -> None:
+def start() -> None:
     """Megatron's process groups: this process alone."""
     from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
+    cuda = torch.cuda.is_available()
     if not torch.distributed.is_initialized():
         store = torch.distributed.HashStore()
-        torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
+        torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", store=store, rank=0, world_size=1)
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel()
-
-
-def stop() -> None:
-    from megatron.core import parallel_state
-
-    parallel_state.destroy_model_parallel()
-    torch.distributed.destroy_process_group()
+        if cuda:
+            model_parallel_cuda_manual_seed(0)
 
 
 def without_transformer_engine() -> list[Any]:
@@ -82,7 +79,7 @@ def settings(**changes: Any) -> dict[str, Any]:
         "use_cpu_initialization": True,
         "hidden_dropout": 0.1,
         "attention_dropout": 0.1,
-        "init_method_std": 0.3,
+        "masked_softmax_fusion": False,
         **changes,
     }
 
@@ -95,11 +92,13 @@ def gpt(
     spec: dict[str, Any] | None = None,
     model: dict[str, Any] | None = None,
     latent: bool = False,
+    std: float = 0.3,
     **config: Any,
 ) -> Any:
     """A GPTModel with random weights, in eval mode.
 
     Args:
+        std: of the matrices' values.
         spec: of ``get_gpt_layer_local_spec``.
         model: of ``GPTModel``.
         config: of ``TransformerConfig``.
@@ -109,7 +108,7 @@ def gpt(
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-    start("gloo" if device == "cpu" else "nccl")
+    start()
     kind = MLATransformerConfig if latent else TransformerConfig
     given = kind(**settings(params_dtype=dtype, multi_latent_attention=latent, **config))
     layers = get_gpt_layer_local_spec(normalization="RMSNorm", multi_latent_attention=latent, **(spec or {}))
@@ -121,11 +120,11 @@ def gpt(
     with contextlib.ExitStack() as stack:
         for patch in without_transformer_engine():
             stack.enter_context(patch)
-        made = GPTModel(given, layers, VOCAB, CONTEXT, **options).to(device=device)
+        made = GPTModel(given, layers, VOCAB, CONTEXT, **options).to(device=device, dtype=dtype)
     generator = torch.Generator().manual_seed(seed)
     for parameter in made.parameters():
         noise = torch.randn(parameter.shape, generator=generator)
-        parameter.data.copy_(1 + 0.2 * noise if parameter.dim() == 1 else 0.3 * noise)
+        parameter.data.copy_(1 + 0.2 * noise if parameter.dim() == 1 else std * noise)
     made.train(False)
     return made
 

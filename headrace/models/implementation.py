@@ -74,12 +74,20 @@ def choose(args: EngineArgs, files: ModelFiles) -> Implementation:
         return _Native(registry.model_spec(config), (Decision("model_impl", "native", "it alone reads GGUF files"),))
     name = " / ".join(getattr(config, "architectures", None) or [config.model_type])
     if registry.find(config) is None:
-        return _transformers(args, files, f"{name} has no native implementation")
+        return _instead(args, files, f"{name} has no native implementation")
     try:
         spec = registry.model_spec(config)
     except ConfigError as error:
-        return _transformers(args, files, f"the native {name} does not do all of this model: {error.message}")
+        return _instead(args, files, f"the native {name} does not do all of this model: {error.message}")
     return _Native(spec, (Decision("model_impl", "native", f"{name} is registered"),))
+
+
+def _instead(args: EngineArgs, files: ModelFiles, why: str) -> Implementation:
+    """transformers' model where ours is none. If it cannot run either, the error says why of both."""
+    try:
+        return _transformers(args, files, why)
+    except ConfigError as error:
+        raise ConfigError(f"{why}; {error.message}", error.param) from error
 
 
 def _transformers(args: EngineArgs, files: ModelFiles, why: str) -> Implementation:

@@ -333,3 +333,24 @@ def test_a_missing_library_is_named_with_a_line_that_installs_it(granite: Path, 
     with pytest.raises(ImportError) as caught:
         load.own_model(files, False, torch.float32, torch.device("cuda"))
     assert str(caught.value).endswith(": pip install 'accelerate>=1.2'")
+
+
+def test_auto_falls_back_where_the_native_model_does_not_do_all(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from headrace.models import registry
+
+    def refuse(config: Any) -> Any:
+        raise ConfigError("config: swirl 3 is not supported", "swirl")
+
+    monkeypatch.setattr(registry, "model_spec", refuse)
+    with quiet():
+        llm = engine(llama, model_impl="auto")
+    value, why = decisions(llm)["model_impl"]
+    assert value == "transformers"
+    assert "does not do all of this model: config: swirl 3 is not supported" in why
+
+
+def test_an_error_of_auto_says_why_neither_runs(tmp_path: Path) -> None:
+    with quiet():
+        tiny_models.save(tiny_models.model("bloom"), tmp_path)
+        with pytest.raises(ConfigError, match=r"BloomForCausalLM has no native implementation; .*attention interface"):
+            engine(tmp_path, model_impl="auto")

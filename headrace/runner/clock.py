@@ -22,13 +22,11 @@ class Stopwatch:
         else:
             self._marks.append(time.perf_counter())
 
-    @property
-    def last(self) -> torch.cuda.Event:
-        """The last mark, on a GPU."""
-        event = self._marks[-1]
-        if isinstance(event, float):
-            raise TypeError("only a GPU's marks are events")
-        return event
+    def wait(self) -> None:
+        """Until the device has passed the last mark."""
+        last = self._marks[-1]
+        if not isinstance(last, float):
+            last.synchronize()
 
     def seconds(self) -> list[float]:
         """Between each mark and the next."""

@@ -1,4 +1,4 @@
-"""StepGraphs: a step, from slots to drawn tokens, as one launch.
+"""StepGraphs: a step as one launch, from slots to drawn tokens, or to logits where rows ask more of the sampler.
 
 Everything that changes from step to step is in tensors of fixed places: the slots' tables, which the step itself advances,
 and three numbers a row that the host sends. So a captured step can be replayed for any sequences: a batch is filled up to
@@ -11,7 +11,7 @@ import bisect
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ import torch
 from headrace.attention.backend import AttentionBackend, LayerCache, StepMetadata
 from headrace.attention.context import ForwardContext
 from headrace.config import EngineConfig
+from headrace.errors import EngineError
 from headrace.kernels import gpu
 from headrace.runner.clock import Stopwatch
 from headrace.runner.inputs import broken_rows
@@ -39,6 +40,8 @@ class Shape(NamedTuple):
 
     decode_rows: int
     prompt_tokens: int
+    draws: bool = True
+    """Tokens are drawn, at the rows' temperatures; else the step ends with logits."""
 
     @property
     def rows(self) -> int:
@@ -50,10 +53,13 @@ class Shape(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Captured:
-    graph: torch.cuda.CUDAGraph
+class Captured:
+    """A step that can be launched as a whole."""
+
+    replay: Callable[[], None]
     outcome: torch.Tensor
-    """``[rows]`` int64, written by each replay: the tokens drawn, -1 where the logits are not finite."""
+    """``[rows]``, written by each replay. Int64: the tokens drawn, -1 where the logits are not finite; or of a shape that
+    does not draw, bool: rows whose hidden states are not finite."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,15 +67,14 @@ class Replayed:
     """A replay under way."""
 
     tokens: torch.Tensor
-    """``[rows of the shape]`` int64 on the host, as ``_Captured.outcome``; to be read once ``done`` has passed."""
+    """``[rows of the shape]`` int64 on the host, as ``Captured.outcome``; to be read once the stopwatch's last mark is past."""
     places: npt.NDArray[np.int64]
     """``[R]``: row -> where its token is."""
-    done: torch.cuda.Event
     stopwatch: Stopwatch
 
 
 class StepGraphs:
-    """Steps in which nothing is asked of the sampler but a temperature."""
+    """Captured steps by their shapes."""
 
     def __init__(
         self,
@@ -88,9 +93,12 @@ class StepGraphs:
         self._beside = tuple(sorted({*(size for size in _BESIDE if size < config.graph_rows[-1]), config.graph_rows[-1]}))
         self._prompt_tokens = config.graph_prompt_tokens
         self._max_len = config.scheduler.max_model_len
-        self._captured: dict[Shape, _Captured] = {}
-        self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._captured: dict[Shape, Captured] = {}
+        self._logits: torch.Tensor | None = None
+        """``[rows, vocab]`` float32: where the shapes that do not draw leave theirs, one step after the other."""
+        self._pool: Any = None
+        """Memory that all captured steps take their tensors from, one after the other."""
+        self._stream: torch.cuda.Stream | None = None
         most = config.graph_rows[-1] + PROMPT_ROWS
         self._given = torch.zeros(3, most + 1, dtype=torch.int32, device=self._device)
         """Row -> its slot; its first token in the packed batch (one more than rows); whether it draws."""
@@ -98,29 +106,32 @@ class StepGraphs:
         """What ``_given`` holds once the copies under way are done."""
         # A step's host buffers are free again once it has been collected, before the pipeline comes round to them.
         ring = config.scheduler.pipeline_depth + 1
-        self._outbox = torch.zeros(ring, 3, most + 1, dtype=torch.int32, pin_memory=True)
-        self._inbox = torch.zeros(ring, most, dtype=torch.int64, pin_memory=True)
+        pinned = self._device.type == "cuda"
+        self._outbox = torch.zeros(ring, 3, most + 1, dtype=torch.int32, pin_memory=pinned)
+        self._inbox = torch.zeros(ring, most, dtype=torch.int64, pin_memory=pinned)
         self._turn = 0
         self.nbytes = 0
         """What the captured graphs keep on the device."""
 
     def shapes(self) -> Iterator[Shape]:
         """Every shape that may be captured, those that are wanted most first; the largest first among equals."""
-        yield from (Shape(rows, 0) for rows in reversed(self._decode_rows))
-        yield from (Shape(rows, tokens) for rows in self._beside for tokens in reversed(self._prompt_tokens))
+        for draws in (True, False):
+            yield from (Shape(rows, 0, draws) for rows in reversed(self._decode_rows))
+        for draws in (True, False):
+            yield from (Shape(rows, tokens, draws) for rows in self._beside for tokens in reversed(self._prompt_tokens))
 
-    def shape_of(self, rows: RowArrays) -> Shape | None:
+    def shape_of(self, rows: RowArrays, draws: bool) -> Shape | None:
         """The smallest shape that has room for the rows; None: there is none."""
         decode = int(rows.decode.sum())
         prompts = len(rows) - decode
         if not prompts:
             place = bisect.bisect_left(self._decode_rows, decode)
-            return Shape(self._decode_rows[place], 0) if place < len(self._decode_rows) else None
+            return Shape(self._decode_rows[place], 0, draws) if place < len(self._decode_rows) else None
         tokens = int(rows.counts[decode:].sum())
         beside, size = bisect.bisect_left(self._beside, decode), bisect.bisect_left(self._prompt_tokens, tokens)
         if prompts > PROMPT_ROWS or beside == len(self._beside) or size == len(self._prompt_tokens):
             return None
-        return Shape(self._beside[beside], self._prompt_tokens[size])
+        return Shape(self._beside[beside], self._prompt_tokens[size], draws)
 
     def capture(self, seconds: float, progress: Callable[[float, str], None]) -> tuple[int, int]:
         """Captures shape after shape as long as the time lasts. Returns how many there are now, and how many there may be."""
@@ -136,17 +147,31 @@ class StepGraphs:
     def launch(self, shape: Shape, rows: RowArrays) -> Replayed:
         """Starts a step. Decode rows compute one token each."""
         captured = self._get(shape)
-        self._turn = (self._turn + 1) % len(self._inbox)
         stopwatch = Stopwatch(self._device)
         stopwatch.mark()
         places = self._send(shape, rows)
-        captured.graph.replay()
+        captured.replay()
         tokens = self._inbox[self._turn, : shape.rows].copy_(captured.outcome, non_blocking=True)
         stopwatch.mark()
-        return Replayed(tokens, places, stopwatch.last, stopwatch)
+        return Replayed(tokens, places, stopwatch)
+
+    def forward(self, shape: Shape, rows: RowArrays) -> tuple[torch.Tensor, torch.Tensor, npt.NDArray[np.int64]]:
+        """Runs the model for rows of a shape that does not draw; the slots' counters stay as they are.
+
+        Returns:
+            logits ``[rows of the shape, vocab]`` float32, to be read before the next step overwrites them; ``[rows of the
+            shape]`` bool: those whose hidden states are not finite; ``[R]``: row -> its place among those.
+        """
+        captured = self._get(shape)
+        places = self._send(shape, rows)
+        captured.replay()
+        if self._logits is None:
+            raise EngineError("a step without draws was captured without room for its logits")
+        return self._logits[: shape.rows], captured.outcome, places
 
     def _send(self, shape: Shape, rows: RowArrays) -> npt.NDArray[np.int64]:
         """The rows, unless they are as they were; returns their places in the shape."""
+        self._turn = (self._turn + 1) % len(self._inbox)
         decode = int(rows.decode.sum())
         places = np.arange(len(rows))
         places[decode:] += shape.decode_rows - decode
@@ -166,17 +191,23 @@ class StepGraphs:
             self._given[:, : shape.rows + 1].copy_(host, non_blocking=True)
         return places
 
-    def _get(self, shape: Shape) -> _Captured:
+    def _get(self, shape: Shape) -> Captured:
         if shape not in self._captured:
+            # Nobody's rows, which the first runs are of, change nothing.
+            self._given[0].fill_(NOBODY)
+            self._given[1:].zero_()
+            self._sent[0].fill(NOBODY)
+            self._sent[1:].fill(0)
+            if not shape.draws and self._logits is None:
+                most = len(self._given[0]) - 1
+                self._logits = torch.zeros(most, self._model.spec.vocab_size, dtype=torch.float32, device=self._device)
             self._captured[shape] = self._capture(shape)
         return self._captured[shape]
 
-    def _capture(self, shape: Shape) -> _Captured:
-        """The first run compiles what is not compiled yet, which a capture must not; its rows are all nobody's."""
-        self._given[0].fill_(NOBODY)
-        self._given[1:].zero_()
-        self._sent[0].fill(NOBODY)
-        self._sent[1:].fill(0)
+    def _capture(self, shape: Shape) -> Captured:
+        """The first run compiles what is not compiled yet, which a capture must not."""
+        if self._stream is None:
+            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
         before = torch.cuda.memory_reserved(self._device)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
@@ -186,10 +217,10 @@ class StepGraphs:
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             outcome = self._step(shape)
         self.nbytes += max(0, torch.cuda.memory_reserved(self._device) - before)
-        return _Captured(graph, outcome)
+        return Captured(graph.replay, outcome)
 
     def _step(self, shape: Shape) -> torch.Tensor:
-        """Everything that a replay does; returns ``[rows]`` int64 as ``_Captured.outcome``."""
+        """Everything that a replay does; returns ``[rows]`` as ``Captured.outcome``."""
         tables = self._tables
         slots, draws = self._given[0, : shape.rows], self._given[2, : shape.rows]
         starts = self._given[1, : shape.rows + 1]
@@ -222,9 +253,13 @@ class StepGraphs:
             backend.plan(step)
         hidden = self._model(given.ids, given.positions, ForwardContext(step, self._caches, self._backends))
         broken = None
+        if shape.prompt_tokens or not shape.draws:
+            broken = broken_rows(hidden, starts, single=not shape.prompt_tokens)
         if shape.prompt_tokens:
-            broken = broken_rows(hidden, starts)
             hidden = hidden.index_select(0, (starts[1:] - 1).clamp_(min=0))
+        if not shape.draws and broken is not None and self._logits is not None:
+            self._logits[: shape.rows].copy_(self._model.logits(hidden))
+            return broken
         temperatures, keys = self._sampler.plain_state
         drawn = gpu.kernels("draw").draw(self._model.logits(hidden), temperatures, keys, given.seq_lens, slots)
         if broken is not None:

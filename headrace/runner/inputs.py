@@ -14,23 +14,51 @@ from headrace.sampling.feature import Indices, Rows
 
 
 @dataclasses.dataclass(frozen=True)
-class Batch:
-    """One step: R rows, T tokens packed row after row, N rows that draw a token."""
+class Ending:
+    """What the end of a step takes: R rows, N of which draw a token."""
 
-    ids: torch.Tensor
-    """``[T]`` int64"""
-    positions: torch.Tensor
-    """``[T]`` int64"""
     slots: torch.Tensor
     """``[R]`` int64: row -> slot."""
     ends: torch.Tensor
     """``[R]`` int64: tokens computed once the step is done."""
     drawing: Indices
     """``[N]``: which rows draw, ascending."""
-    logit_rows: torch.Tensor
-    """``[N]`` int64: where in the packed batch their last tokens are."""
+    last: torch.Tensor
+    """``[R]`` int64: row -> where what the model made of its last token is."""
+    last_drawing: torch.Tensor
+    """``[N]`` int64: the same, of the rows that draw."""
     rows: Rows
-    """The same rows as the sampler sees them."""
+    """Those rows as the sampler sees them."""
+
+
+def build_ending(rows: RowArrays, tables: SlotTables, last: Indices) -> Ending:
+    """``last [R]``: as ``Ending.last``. Call it after ``SlotTables.begin``."""
+    drawing = np.flatnonzero(rows.samples)
+    parts = (rows.slots, rows.ends, last, last[drawing], rows.slots[drawing])
+    sent = torch.split(upload(np.concatenate(parts), tables.device), [len(part) for part in parts])
+    return Ending(
+        slots=sent[0],
+        ends=sent[1],
+        drawing=drawing,
+        last=sent[2],
+        last_drawing=sent[3],
+        rows=Rows(
+            slots=rows.slots[drawing],
+            num_outputs=rows.ends[drawing] - tables.prompt_len[rows.slots[drawing]],
+            slots_device=sent[4],
+            positions=tables.num_tokens[sent[4]],
+        ),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """One step: R rows, T tokens packed row after row."""
+
+    ids: torch.Tensor
+    """``[T]`` int64"""
+    positions: torch.Tensor
+    """``[T]`` int64"""
     step: StepMetadata
 
 
@@ -40,11 +68,9 @@ def build_batch(rows: RowArrays, tables: SlotTables) -> Batch:
     Call it after ``SlotTables.begin``.
     """
     query_start = np.concatenate(([0], np.cumsum(rows.counts)))
-    drawing = np.flatnonzero(rows.samples)
     # One transfer for everything that the host knows.
-    parts = (rows.slots, rows.counts, query_start, drawing, query_start[1:][drawing] - 1)
-    sent = torch.split(upload(np.concatenate(parts), tables.device), [len(part) for part in parts])
-    slots, counts, starts_in_batch, drawing_device, logit_rows = sent
+    parts = (rows.slots, rows.counts, query_start)
+    slots, counts, starts_in_batch = torch.split(upload(np.concatenate(parts), tables.device), [len(part) for part in parts])
     num_tokens = int(query_start[-1])
     starts = tables.num_computed[slots]
     ends = starts + counts
@@ -55,20 +81,9 @@ def build_batch(rows: RowArrays, tables: SlotTables) -> Batch:
         positions = torch.arange(num_tokens, device=tables.device) + (starts - starts_in_batch[:-1])[row_of]
         token_slots = slots[row_of]
     ids = tables.token_ids.tensor.view(-1)[token_slots * tables.token_ids.width + positions].long()
-    drawing_slots = slots[drawing_device]
     return Batch(
         ids=ids,
         positions=positions,
-        slots=slots,
-        ends=ends,
-        drawing=drawing,
-        logit_rows=logit_rows,
-        rows=Rows(
-            slots=rows.slots[drawing],
-            num_outputs=rows.ends[drawing] - tables.prompt_len[rows.slots[drawing]],
-            slots_device=drawing_slots,
-            positions=tables.num_tokens[drawing_slots],
-        ),
         step=StepMetadata(
             num_decode_rows=int(rows.decode.sum()),
             query_start=starts_in_batch.int(),
@@ -99,7 +114,7 @@ def _block_tables(tables: SlotTables, slots: torch.Tensor, longest: int) -> tupl
     return tuple(table.tensor[:, :width].index_select(0, slots) for table in tables.block_tables)
 
 
-def broken_rows(hidden: torch.Tensor, query_start: torch.Tensor) -> torch.Tensor:
+def broken_rows(hidden: torch.Tensor, query_start: torch.Tensor, *, single: bool) -> torch.Tensor:
     """Which rows have a token whose hidden state is not finite.
 
     Chunks that draw nothing are looked at too: what they write must not be shared, or drawn from later.
@@ -107,12 +122,13 @@ def broken_rows(hidden: torch.Tensor, query_start: torch.Tensor) -> torch.Tensor
     Args:
         hidden: ``[T, hidden]``
         query_start: ``[R + 1]``: row -> its first token.
+        single: every row has one token, and there are no others.
 
     Returns:
         ``[R]`` bool
     """
     broken = ~hidden.sum(-1, dtype=torch.float32).isfinite()
-    if len(broken) == len(query_start) - 1:
+    if single:
         return broken
     until = torch.nn.functional.pad(broken.cumsum(0), (1, 0))
     return until[query_start[1:]] > until[query_start[:-1]]

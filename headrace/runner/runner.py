@@ -19,8 +19,8 @@ from headrace.errors import EngineError, RequestError
 from headrace.outputs import TokenLogprobs
 from headrace.runner.build import make_backends, make_caches, make_recorder
 from headrace.runner.clock import Stopwatch
-from headrace.runner.graphs import Replayed, StepGraphs
-from headrace.runner.inputs import Batch, broken_rows, build_batch
+from headrace.runner.graphs import Replayed, Shape, StepGraphs
+from headrace.runner.inputs import Batch, Ending, broken_rows, build_batch, build_ending
 from headrace.runner.model import Model
 from headrace.runner.record import Recorder
 from headrace.runner.slots import RowArrays, SlotTables
@@ -144,17 +144,40 @@ class ModelRunner:
         fresh_blocks = self.slots.begin(plan, rows)
         if self._tainted:
             self._clear(fresh_blocks)
-        if self._graphs is not None and self._plain(rows) and (shape := self._graphs.shape_of(rows)) is not None:
-            replayed = self._graphs.launch(shape, rows)
-            self.slots.end(rows)
-            return LaunchedWhole(plan.step, rows.seq_ids.tolist(), rows.samples, replayed)
-        return self._launch_each(plan, rows)
+        shape = None
+        if self._graphs is not None and self._replayable(rows):
+            shape = self._graphs.shape_of(rows, draws=self.sampler.plain(rows.slots[rows.samples]))
+        if shape is None:
+            return self._launch_each(plan, rows)
+        return self._launch_whole(plan, rows, shape) if shape.draws else self._launch_model(plan, rows, shape)
 
-    def _plain(self, rows: RowArrays) -> bool:
-        """Each row wants no more than a token drawn from the logits as they are, if that; decode rows compute one token."""
-        if self._refused or not self.sampler.plain(rows.slots[rows.samples]) or not (rows.counts[rows.decode] == 1).all():
+    def _replayable(self, rows: RowArrays) -> bool:
+        """Whether what the model does for these rows may be in a graph: of their prompts, no logprobs are wanted."""
+        if self._refused or not (rows.counts[rows.decode] == 1).all():
             return False
-        return not self._prompt_logprobs or not any(slot in self._prompt_logprobs for slot in rows.slots.tolist())
+        return not self._prompt_logprobs or not any(slot in self._prompt_logprobs for slot in rows.slots[~rows.decode].tolist())
+
+    def _launch_whole(self, plan: StepPlan, rows: RowArrays, shape: Shape) -> LaunchedWhole:
+        """Model and draws in one launch."""
+        replayed = self._of_graphs.launch(shape, rows)
+        self.slots.end(rows)
+        return LaunchedWhole(plan.step, rows.seq_ids.tolist(), rows.samples, replayed)
+
+    def _launch_model(self, plan: StepPlan, rows: RowArrays, shape: Shape) -> Launched:
+        """The model in one launch, and the sampler with all that rows ask of it behind it."""
+        stopwatch, download = Stopwatch(self.device), Download(self.device)
+        stopwatch.mark()
+        logits, broken, places = self._of_graphs.forward(shape, rows)
+        ending = build_ending(rows, self.slots, places)
+        own = logits.index_select(0, ending.last_drawing) if len(ending.drawing) else None
+        stopwatch.mark()
+        return self._finish(plan, rows, ending, own, broken.index_select(0, ending.last), {}, stopwatch, download)
+
+    @property
+    def _of_graphs(self) -> StepGraphs:
+        if self._graphs is None:
+            raise EngineError("there are no CUDA graphs here")
+        return self._graphs
 
     def _nothing(self, plan: StepPlan) -> Launched:
         stopwatch, download = Stopwatch(self.device), Download(self.device)
@@ -165,23 +188,38 @@ class ModelRunner:
         """A step of any rows, kernel by kernel."""
         stopwatch, download = Stopwatch(self.device), Download(self.device)
         batch = build_batch(rows, self.slots)
+        ending = build_ending(rows, self.slots, batch.step.query_start_host[1:] - 1)
         stopwatch.mark()
         hidden = self._forward(batch)
-        broken = broken_rows(hidden, batch.step.query_start)
-        logits = self._model.logits(hidden[batch.logit_rows]) if len(batch.drawing) else None
+        broken = broken_rows(hidden, batch.step.query_start, single=bool((rows.counts == 1).all()))
+        logits = self._model.logits(hidden[ending.last_drawing]) if len(ending.drawing) else None
         stopwatch.mark()
         prompt_logprobs = self._measure_prompts(plan, hidden)
+        return self._finish(plan, rows, ending, logits, broken, prompt_logprobs, stopwatch, download)
+
+    def _finish(
+        self,
+        plan: StepPlan,
+        rows: RowArrays,
+        ending: Ending,
+        logits: torch.Tensor | None,
+        broken: torch.Tensor,
+        prompt_logprobs: dict[int, list[Measured]],
+        stopwatch: Stopwatch,
+        download: Download,
+    ) -> Launched:
+        """Draws from ``logits [N, vocab]``, which are used up, and sends the outcome on its way to the host."""
         sampled = None
         if logits is not None:
-            sampled = self.sampler.sample(logits, batch.rows)
-            self.slots.append(batch.rows.slots_device, batch.rows.positions, sampled.tokens)
-        self.slots.advance(batch.slots, batch.ends)
+            sampled = self.sampler.sample(logits, ending.rows)
+            self.slots.append(ending.rows.slots_device, ending.rows.positions, sampled.tokens)
+        self.slots.advance(ending.slots, ending.ends)
         self.slots.end(rows)
         stopwatch.mark()
         launched = Launched(
             step=plan.step,
             seq_ids=rows.seq_ids.tolist(),
-            drawing=batch.drawing,
+            drawing=ending.drawing,
             refused=self._refusals(plan),
             stopwatch=stopwatch,
             download=download,
@@ -217,7 +255,7 @@ class ModelRunner:
 
     def _collect_whole(self, launched: LaunchedWhole) -> StepResult:
         replayed = launched.replayed
-        replayed.done.synchronize()
+        replayed.stopwatch.wait()
         drawn = replayed.tokens.numpy()[replayed.places]
         errors: dict[int, str] = {}
         if drawn.min() < 0:

@@ -111,7 +111,8 @@ def forget_padding(model: PreTrainedModel) -> None:
     """There is none here, and models that know of a padding token look for it in every step, on the host."""
     for config in _configs(model):
         if getattr(config, "pad_token_id", None) is not None:
-            config.pad_token_id = None
+            # Past the checks of configurations that insist on a number.
+            object.__setattr__(config, "pad_token_id", None)
 
 
 def _configs(model: PreTrainedModel) -> list[Any]:

@@ -26,6 +26,7 @@ from headrace.models.fallback.transformers import ATTENTION, TransformersModel
 from headrace.models.fallback.verify import verify
 from headrace.sources.files import ModelFiles
 from headrace.spec import ForeignSpec
+from headrace.weights.checkpoint import DUMMY_STD
 from headrace.weights.report import LoadReport, WeightMemory
 
 _CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx", "seq_length")
@@ -199,6 +200,12 @@ def _random(config: PretrainedConfig, trusted: bool, dtype: torch.dtype, device:
     model.to_empty(device=device)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
         torch.manual_seed(seed)
+        for buffer in model.buffers():
+            buffer.zero_()
+        if device.type != "cpu":
+            # A weight that the library's own initialisation leaves out must not be what was in memory before.
+            for parameter in model.parameters():
+                parameter.normal_(std=DUMMY_STD)
         for module in model.modules():
             module._is_hf_initialized = False  # type: ignore[assignment]
         model.initialize_weights()  # type: ignore[no-untyped-call]

@@ -354,3 +354,15 @@ def test_an_error_of_auto_says_why_neither_runs(tmp_path: Path) -> None:
         tiny_models.save(tiny_models.model("bloom"), tmp_path)
         with pytest.raises(ConfigError, match=r"BloomForCausalLM has no native implementation; .*attention interface"):
             engine(tmp_path, model_impl="auto")
+
+
+@pytest.mark.parametrize("kind", ["gemma3_text", "llama", "phi3"])
+def test_dummy_models_keep_what_is_computed_and_not_stored(kind: str, tmp_path: Path) -> None:
+    """Rotary frequencies, for example, which a model made without memory does not have."""
+    with quiet():
+        made = tiny_models.save(tiny_models.model(kind), tmp_path)
+        model = model_of(engine(tmp_path, load_format="dummy")).foreign
+    buffers = dict(made.named_buffers())
+    assert buffers
+    for name, buffer in model.named_buffers():
+        torch.testing.assert_close(buffer, buffers[name], rtol=0, atol=0)

@@ -66,6 +66,10 @@ class EngineArgs:
     """How many steps may be launched before the first one's results are read."""
     enforce_eager: bool = False
     """Launch every kernel of a step by itself: no CUDA graphs."""
+    deterministic: bool = False
+    """A request's tokens and logprobs are bitwise the same in any company and chunking, preempted or not, cached or not."""
+    wait_for_kernels: bool = False
+    """Begin to serve only when libraries' kernels that are compiled in the background are ready."""
     graph_capture_seconds: float = 20.0
     """How long a start-up may capture CUDA graphs; those that it did not come to are captured when first needed."""
     step_timeout: float = 120.0

@@ -34,7 +34,7 @@ CPU_BATCHED_TOKENS = 2048
 CUDA_NUM_SEQS = 256
 CUDA_BATCHED_TOKENS = 16384
 CUDA_PIPELINE_DEPTH = 2
-CUDA_SLACK = 1 << 30
+CUDA_SLACK = 2 << 30
 """Bytes of a GPU kept for what no profile shows: CUDA graphs, workspaces of libraries, fragments."""
 MAX_GRAPH_ROWS = 512
 GRAPH_PROMPT_TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048)
@@ -335,11 +335,27 @@ def _batch(args: EngineArgs, device: DeviceFacts, book: _Book) -> tuple[int, int
 
 
 def _attention(args: EngineArgs, model: AnySpec, device: DeviceFacts, dtype: str, book: _Book) -> tuple[str, ...]:
-    choices = [select.choose(spec, device.device, dtype, args.attention_backend) for spec in model.layers]
+    requested = _invariant_attention(args, model, device) if args.deterministic else args.attention_backend
+    choices = [select.choose(spec, device.device, dtype, requested) for spec in model.layers]
     for (backend, reason), count in Counter(choices).items():
         layers = "every layer" if count == len(choices) else f"{count} of {len(choices)} layers"
         book.note("attention_backend", backend, f"{layers}: {reason}")
     return tuple(backend for backend, _ in choices)
+
+
+def _invariant_attention(args: EngineArgs, model: AnySpec, device: DeviceFacts) -> str:
+    if not device.cuda:
+        raise ConfigError("deterministic is for GPUs: the CPU's products sum up in an order of their own", "deterministic")
+    for spec in model.layers:
+        if spec.latent is not None:
+            raise ConfigError(f"layer {spec.layer}: deterministic does not go with compressed KV", "deterministic")
+    if args.attention_backend not in ("auto", "invariant", "reference"):
+        raise ConfigError(
+            f"attention backend {args.attention_backend} sums up in an order that depends on the batch: leave it at auto, or "
+            "set deterministic off",
+            "deterministic",
+        )
+    return "invariant" if args.attention_backend == "auto" else args.attention_backend
 
 
 def _pipeline_depth(args: EngineArgs, device: DeviceFacts, book: _Book) -> int:

@@ -12,6 +12,7 @@ import importlib.util
 import logging
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -56,34 +57,54 @@ class _Kernel:
         return self.variant, *kinds, self.head_dim, self.v_head_dim, 0, self.windowed, self.capped, False
 
 
-class _Compiling:
+class Compiling:
     """A kernel on its way, in a thread of its own."""
 
     def __init__(self, kernel: _Kernel) -> None:
         self.ready = False
+        self.outcome = ""
+        """Once it is not ``pending`` any more."""
         self._kernel = kernel
         self._thread = threading.Thread(target=self._compile, name="flashinfer", daemon=True)
         self._thread.start()
 
-    def wait(self, seconds: float) -> None:
+    @property
+    def pending(self) -> bool:
+        return self._thread.is_alive()
+
+    def join(self, seconds: float | None) -> None:
+        """Waits for it, at most so long."""
         self._thread.join(seconds)
 
     def _compile(self) -> None:
-        from flashinfer.prefill import get_batch_prefill_module
-
         start = time.perf_counter()
         try:
+            from flashinfer.prefill import get_batch_prefill_module
+
             get_batch_prefill_module(*self._kernel.arguments())
         except Exception as error:
+            self.outcome = "its kernel cannot be built, headrace's own is used"
             logger.warning("FlashInfer's prefill kernel cannot be built, headrace's own is used: %s", error)
             return
+        self.outcome = f"{self._kernel.variant} kernel ready after {time.perf_counter() - start:.0f} s"
         self.ready = True
-        logger.info("FlashInfer's prefill kernel (%s) is ready after %.0f s", self._kernel.variant, time.perf_counter() - start)
+        logger.info("FlashInfer: %s", self.outcome)
 
 
 @functools.cache
-def _compiling(kernel: _Kernel) -> _Compiling:
-    return _Compiling(kernel)
+def _compiling(kernel: _Kernel) -> Compiling:
+    return Compiling(kernel)
+
+
+def compile_ahead(specs: Sequence[AttentionSpec], backends: Sequence[str], device: str, dtype: str) -> list[Compiling]:
+    """Begins to compile what the layers that chose FlashInfer will want; nothing waits for it.
+
+    Args:
+        backends: the name of each layer's.
+    """
+    chosen = [spec for spec, name in zip(specs, backends, strict=True) if name == FlashInferAttention.name]
+    kind, place = getattr(torch, dtype), torch.device(device)
+    return [_compiling(kernel) for kernel in dict.fromkeys(_kernel_of(spec, kind, place) for spec in chosen)]
 
 
 class _Wrapper:
@@ -194,7 +215,7 @@ class FlashInferAttention:
             raise RuntimeError("plan() comes before run()")
         if step.bounded or step.num_rows == step.num_decode_rows:
             return self._own.run(q, cache, sinks)
-        kernel = _kernel_of(spec, q)
+        kernel = _kernel_of(spec, q.dtype, q.device)
         if not _compiling(kernel).ready:
             return self._own.run(q, cache, sinks)
         if self._prompts is None:
@@ -254,11 +275,11 @@ def _gathers(kernel: _Kernel, prompts: _Prompts, cache: LayerCache) -> bool:
     return kernel.variant == "fa3" and long and not kernel.windowed and rows.is_contiguous() and nbytes <= _GATHER_BYTES
 
 
-def _kernel_of(spec: AttentionSpec, q: torch.Tensor) -> _Kernel:
-    hopper = support.compute_capability(q.device) == _HOPPER and spec.head_dim == spec.v_head_dim
+def _kernel_of(spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> _Kernel:
+    hopper = support.compute_capability(device) == _HOPPER and spec.head_dim == spec.v_head_dim
     return _Kernel(
         variant="fa3" if hopper else "fa2",
-        dtype=q.dtype,
+        dtype=dtype,
         head_dim=spec.head_dim,
         v_head_dim=spec.v_head_dim,
         windowed=spec.window is not None,

@@ -10,7 +10,7 @@ from headrace.attention.latent import LatentBackend
 from headrace.attention.native import NativeAttention
 from headrace.attention.reference import ReferenceAttention
 from headrace.attention.torch_cpu import TorchAttention
-from headrace.attention.triton import TritonAttention
+from headrace.attention.triton import InvariantAttention, TritonAttention
 from headrace.errors import ConfigError
 from headrace.spec import AttentionSpec
 
@@ -124,3 +124,5 @@ register(TorchAttention)
 register(FlashInferAttention)
 register(TritonAttention)
 register(ReferenceAttention)
+# Never the fastest: where outputs must not depend on the batch, it is asked for.
+register(InvariantAttention)

@@ -45,15 +45,14 @@ class TritonAttention:
 
     name = "triton"
     capturable = True
+    _invariant = False
     needs_exact_lengths = False
 
-    def __init__(self, invariant: bool = False) -> None:
-        """``invariant``: a token comes out bitwise the same in any batch and chunking, which takes longer."""
+    def __init__(self) -> None:
         # Triton is an optional dependency, which ``supports`` looks for.
         from headrace.kernels.triton import paged_attention
 
         self._kernel = paged_attention
-        self._invariant = invariant
         self._step: StepMetadata | None = None
         self._parts: list[_Part] = []
         self._tilings: dict[object, Tiling] = {}
@@ -148,6 +147,15 @@ class TritonAttention:
             self._outgrown.append(self._workspace)
             # Doubling: all that was outgrown is no more than what is in use.
             self._workspace = torch.empty(1 << (size - 1).bit_length(), dtype=torch.float32, device=device)
+
+
+class InvariantAttention(TritonAttention):
+    """The same kernel with tiles of one shape and splits at fixed places: a token comes out bitwise the same in any batch and
+    chunking, which takes longer.
+    """
+
+    name = "invariant"
+    _invariant = True
 
 
 def _part(step: StepMetadata, first: int, end: int) -> _Part | None:

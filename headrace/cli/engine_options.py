@@ -189,6 +189,20 @@ _SCHEDULING_KNOBS = (
         flags=("--enforce-eager",),
     ),
     Knob(
+        "deterministic",
+        SCHEDULING,
+        "Give a request bitwise the same tokens and logprobs whatever is served beside it, however its prompt is cut, and "
+        "whether it was preempted or found a cached prefix: kernels that sum up in one order. For GPUs; slower.",
+        flags=("--deterministic",),
+    ),
+    Knob(
+        "wait_for_kernels",
+        SCHEDULING,
+        "Begin to serve only when FlashInfer's kernels are compiled, which takes about a minute the first time on a machine. "
+        "Without it prompts go through headrace's own kernel until then.",
+        flags=("--wait-for-kernels",),
+    ),
+    Knob(
         "graph_capture_seconds",
         SCHEDULING,
         "How long a start-up may capture CUDA graphs. Sizes that it did not come to are captured when they first come up.",

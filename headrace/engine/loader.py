@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 
+from headrace.attention.flashinfer import Compiling, compile_ahead
 from headrace.config import EngineArgs, EngineConfig
 from headrace.core.request import Request
 from headrace.core.scheduler import Scheduler
@@ -21,6 +22,7 @@ from headrace.engine.inputs import InputProcessor
 from headrace.engine.outputs import OutputProcessor
 from headrace.engine.profile import kv_room
 from headrace.engine.report import cache_lines, engine_info
+from headrace.layers.linear import make_invariant
 from headrace.models import implementation
 from headrace.resolve import resolve
 from headrace.runner.runner import ModelRunner
@@ -115,9 +117,12 @@ def load_engine(args: EngineArgs, on_progress: Callable[[Progress], None] | None
         files = dataclasses.replace(files, decisions=(*files.decisions, *chosen.decisions))
         config = resolve(args, files, chosen.spec, device)
         torch.set_num_threads(config.num_threads)
+    kernels = compile_ahead(config.model.layers, config.attention_backends, config.device, config.dtype)
     with timeline.phase("weights") as phase:
         model, report = chosen.load(files, config, phase.bytes)
         phase.detail = f"{report.num_tensors:,} tensors, {report.nbytes_read:,} bytes read"
+    if args.deterministic:
+        make_invariant(model)
     if device.cuda:
         with timeline.phase("profile") as phase:
             room = kv_room(model, config)
@@ -133,6 +138,9 @@ def load_engine(args: EngineArgs, on_progress: Callable[[Progress], None] | None
         with timeline.phase("CUDA graphs") as phase:
             count, most = runner.capture_graphs(args.graph_capture_seconds, phase.progress)
             phase.detail = f"{count} of {most} shapes of steps; the others are captured when they first come up"
+    if kernels:
+        with timeline.phase("FlashInfer") as phase:
+            phase.detail = _await_kernels(kernels, args.wait_for_kernels)
     with timeline.phase("warm-up"):
         core.warm_up(_warm_up_requests(config))
     inputs = frontend.inputs(args, vocab_size=config.model.vocab_size, max_model_len=config.scheduler.max_model_len)
@@ -149,6 +157,16 @@ def load_core(args: EngineArgs, on_progress: Callable[[Progress], None]) -> tupl
     """What the engine's process needs of ``load_engine``."""
     engine = load_engine(args, on_progress)
     return engine.core, engine.info
+
+
+def _await_kernels(kernels: list[Compiling], wait: bool) -> str:
+    """What came of kernels that are compiled in the background, once they are if ``wait``."""
+    for kernel in kernels:
+        kernel.join(None if wait else 0.0)
+    pending = sum(kernel.pending for kernel in kernels)
+    if pending:
+        return f"{pending} of {len(kernels)} kernels are being compiled: prompts go through headrace's own until then"
+    return "; ".join(dict.fromkeys(kernel.outcome for kernel in kernels))
 
 
 def _warm_up_requests(config: EngineConfig) -> list[Request]:

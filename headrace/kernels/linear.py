@@ -12,7 +12,12 @@ FEW_ROWS = 1
 
 
 def linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    *,
+    invariant: bool = False,
 ) -> torch.Tensor:
     """``x W^T + bias``.
 
@@ -21,7 +26,10 @@ def linear(
         weight: ``[out, in]``
         bias: ``[out]``
         out_dtype: of the result; None: x's. Where the product can be had unrounded, it is rounded once, to this.
+        invariant: a row comes out bitwise the same whatever the other rows: on a GPU, for a 2-dimensional x.
     """
+    if invariant and x.ndim == 2 and gpu.takes(x) and weight.dtype == x.dtype:
+        return gpu.kernels("matmul").matmul(x, weight, bias, out_dtype)  # type: ignore[no-any-return]
     if x.ndim == 2 and 0 < len(x) <= FEW_ROWS and gpu.takes(x) and weight.dtype == x.dtype:
         return gpu.kernels("linear").linear(x, weight, bias, out_dtype=out_dtype)  # type: ignore[no-any-return]
     if out_dtype is None or out_dtype == x.dtype:

@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import nn
 
+from headrace.errors import ConfigError
 from headrace.kernels.linear import linear
+from headrace.layers.embedding import Embedding
 
 
 class Linear(nn.Module):
@@ -30,10 +32,12 @@ class Linear(nn.Module):
             self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device), requires_grad=False)
         self.out_dtype: torch.dtype | None = None
         """Of what comes out; None: x's."""
+        self.invariant = False
+        """A row comes out bitwise the same whatever the other rows."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., in_features] -> [..., out_features]``"""
-        return linear(x, self.weight, self.bias, self.out_dtype)
+        return linear(x, self.weight, self.bias, self.out_dtype, invariant=self.invariant)
 
     def extra_repr(self) -> str:
         return f"{self.in_features} -> {self.out_features}{', bias' if self.bias is not None else ''}"
@@ -51,3 +55,21 @@ class FusedLinear(Linear):
     ) -> None:
         super().__init__(in_features, sum(parts.values()), bias=bias, dtype=dtype, device=device)
         self.parts = dict(parts)
+
+
+def make_invariant(model: object) -> None:
+    """From now on what each row of the model's products comes to does not depend on the other rows.
+
+    Raises:
+        ConfigError: a module has matrices that it multiplies by itself.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"deterministic: {type(model).__name__} is no module whose products could be told", "deterministic")
+    for name, module in model.named_modules():
+        if isinstance(module, Linear):
+            module.invariant = True
+        elif not isinstance(module, Embedding) and any(one.ndim > 1 for one in module.parameters(recurse=False)):
+            raise ConfigError(
+                f"deterministic: {name} ({type(module).__name__}) has no product whose rows are independent of each other",
+                "deterministic",
+            )

@@ -10,7 +10,7 @@ import torch
 
 from headrace.attention import select, triton
 from headrace.attention.reference import ReferenceAttention
-from headrace.attention.triton import TritonAttention
+from headrace.attention.triton import InvariantAttention, TritonAttention
 from headrace.cache.fp8 import allocate_fp8
 from headrace.cache.layer import LayerCache
 from headrace.kernels import support
@@ -149,7 +149,7 @@ def test_invariance(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> No
     """Bitwise: a row in company, and alone; decode, and the same token in a chunk."""
     monkeypatch.setattr(triton, "INVARIANT_SPLIT", 32)
     together = make_case(layer_spec(sinks=True), [(1, 60), (1, 9), (6, 41)], dtype=torch.float16, block_size=8)
-    expected = run(TritonAttention(invariant=True), to(together, device)).cpu()
+    expected = run(InvariantAttention(), to(together, device)).cpu()
     torch.testing.assert_close(expected, run(ReferenceAttention(), together), atol=4e-3, rtol=4e-3)
     for row, tokens in ((0, slice(0, 1)), (2, slice(2, 8)), (2, slice(7, 8))):
         count = tokens.stop - tokens.start
@@ -163,7 +163,7 @@ def test_invariance(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> No
             block_tables=(together.step.block_tables[0][row : row + 1],),
         )
         case = Case(together.q[tokens], together.cache, alone, together.sinks)
-        assert torch.equal(run(TritonAttention(invariant=True), to(case, device)).cpu(), expected[tokens])
+        assert torch.equal(run(InvariantAttention(), to(case, device)).cpu(), expected[tokens])
 
 
 @pytest.mark.gpu

@@ -9,7 +9,7 @@ from transformers.activations import ACT2FN
 
 from headrace.errors import ConfigError
 from headrace.layers.embedding import Embedding
-from headrace.layers.linear import Linear
+from headrace.layers.linear import Linear, make_invariant
 from headrace.layers.mlp import ACTIVATIONS, GatedMLP
 from headrace.layers.norm import RMSNorm
 from headrace.spec import DenseSpec
@@ -62,3 +62,14 @@ def test_embedding() -> None:
     table = Embedding(5, 3, **PLACE)
     fill(table)
     assert torch.equal(table(torch.tensor([4, 0, 4])), table.weight[[4, 0, 4]])
+
+
+def test_products_are_made_invariant() -> None:
+    mlp = GatedMLP(8, DenseSpec(12, "silu"), **PLACE)
+    make_invariant(torch.nn.Sequential(Embedding(5, 8, **PLACE), RMSNorm(8, 1e-3, **PLACE), mlp))
+    assert mlp.gate_up_proj.invariant and mlp.down_proj.invariant
+
+
+def test_a_module_with_products_of_its_own_cannot_be_made_invariant() -> None:
+    with pytest.raises(ConfigError, match=r"deterministic: 1 \(Linear\)"):
+        make_invariant(torch.nn.Sequential(Embedding(5, 8, **PLACE), torch.nn.Linear(8, 8)))

@@ -1,0 +1,79 @@
+"""Matrix products whose rows do not depend on their company: every number is summed up in one order, however many rows there
+are. A library's product picks its kernel, and so its order, by the number of rows. Twin: ``torch.nn.functional.linear``.
+"""
+
+# A kernel's arguments have no types of Python's.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from headrace.kernels.triton.pdl import begin, options
+
+_ROWS, _OUTPUTS, _CHANNELS = 64, 64, 64
+"""Of a tile. One shape for all launches: it settles the instruction, and with it the order within a step of the sum."""
+_BAND = 8
+"""Tiles of rows that go through the outputs together, so that both factors stay in the cache."""
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _product(
+    x, weight, bias, y, rows, x_row: tl.int64, weight_row: tl.int64, IN: tl.constexpr, OUT: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, CHANNELS: tl.constexpr, BAND: tl.constexpr, BIAS: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    begin(PDL)
+    across: tl.constexpr = (OUT + OUTPUTS - 1) // OUTPUTS
+    band = tl.program_id(0) // (BAND * across)
+    within = tl.program_id(0) % (BAND * across)
+    height = tl.minimum(tl.cdiv(rows, ROWS) - band * BAND, BAND)
+    row = (band * BAND + within % height) * ROWS + tl.arange(0, ROWS)
+    output = within // height * OUTPUTS + tl.arange(0, OUTPUTS)
+    channel = tl.arange(0, CHANNELS)
+    x_base = x + row.to(tl.int64)[:, None] * x_row
+    weight_base = weight + output.to(tl.int64)[None, :] * weight_row
+    sums = tl.zeros([ROWS, OUTPUTS], tl.float32)
+    for start in range(0, IN, CHANNELS):
+        inside = start + channel
+        left = tl.load(x_base + inside[None, :], mask=(row < rows)[:, None] & (inside < IN)[None, :], other=0.0)
+        right = tl.load(weight_base + inside[:, None], mask=(output < OUT)[None, :] & (inside < IN)[:, None], other=0.0)
+        sums = tl.dot(left, right, sums, input_precision=PRECISION)
+    if BIAS:
+        sums += tl.load(bias + output, mask=output < OUT, other=0.0).to(tl.float32)[None, :]
+    place = row.to(tl.int64)[:, None] * OUT + output[None, :]
+    tl.store(y + place, sums.to(y.dtype.element_ty), mask=(row < rows)[:, None] & (output < OUT)[None, :])
+
+
+def matmul(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """``x W^T + bias``: bitwise the same for a row of x whatever the other rows, and however many.
+
+    Args:
+        x: ``[rows, in]``, last axis contiguous.
+        weight: ``[out, in]`` of x's dtype, last axis contiguous.
+        bias: ``[out]``
+        out_dtype: what the product is rounded to; None: x's dtype.
+
+    Raises:
+        ValueError: a tensor does not fit the others.
+    """
+    rows, in_features = x.shape
+    out_features = weight.shape[0]
+    if weight.shape != (out_features, in_features) or weight.dtype != x.dtype:
+        raise ValueError(f"{list(weight.shape)} {weight.dtype} does not fit x, {list(x.shape)} {x.dtype}")
+    if x.stride(1) != 1 or weight.stride(1) != 1:
+        raise ValueError("the last axes of x and weight must be contiguous")
+    y = torch.empty(rows, out_features, dtype=out_dtype or x.dtype, device=x.device)
+    if y.numel():
+        tiles = triton.cdiv(rows, _ROWS) * triton.cdiv(out_features, _OUTPUTS)
+        _product[(tiles,)](
+            x, weight, x if bias is None else bias, y, rows, x.stride(0), weight.stride(0), IN=in_features, OUT=out_features,
+            ROWS=_ROWS, OUTPUTS=_OUTPUTS, CHANNELS=_CHANNELS, BAND=_BAND, BIAS=bias is not None,
+            PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+            num_warps=4, num_stages=3 if x.itemsize > 2 else 4, **options(x.device),
+        )  # fmt: skip
+    return y

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
-from headrace.config import EngineArgs
+from headrace.config import EngineArgs, EngineConfig
+from headrace.core.request import Request
 from headrace.engine.frontend import Frontend
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, RequestError
 from headrace.models.fallback.megatron_load import LiveMegatron, live_megatron
+from headrace.models.fallback.megatron_ranks import Ranks
 from headrace.models.fallback.megatron_watch import WeightWatch
 from headrace.sources.files import ModelFiles
 from headrace.text import chat
@@ -31,6 +35,33 @@ class HandedOver:
     frontend: Frontend
     implementation: LiveMegatron
     watch: WeightWatch
+
+    @property
+    def ranks(self) -> Ranks:
+        return self.implementation.described.ranks
+
+    def least(self, nbytes: int) -> int:
+        return self.ranks.least(nbytes)
+
+    def check(self, config: EngineConfig) -> None:
+        """Raises ConfigError if processes that share the model would take other steps."""
+        args = dataclasses.replace(config.args, record_steps=None)
+        # The layers are not compared: processes may have other numbers of heads.
+        parts = (args, config.cache.nbytes, config.scheduler, config.dtype, config.model.vocab_size)
+        if not self.ranks.alike(repr(parts).encode()):
+            raise ConfigError(
+                "the processes that share the model must make their engines with the same arguments", "tensor_parallel"
+            )
+
+    def look(self) -> bool:
+        """Whether weights have changed, in any process that has a part of them."""
+        return self.ranks.any(self.watch.changed())
+
+    def agree(self, requests: Sequence[Request]) -> None:
+        """Raises RequestError, in all processes that share the model, if they were not all asked the same."""
+        asked = [(r.prompt_token_ids, r.sampling, r.max_tokens, r.seed, r.priority, r.cache_salt) for r in requests]
+        if self.ranks.size > 1 and not self.ranks.alike(msgspec.json.encode(asked)):
+            raise RequestError("the processes that share the model must all be given the same prompts and parameters", "prompt")
 
 
 def hand_over_megatron(

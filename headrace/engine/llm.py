@@ -29,7 +29,6 @@ from headrace.text.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from headrace.engine.handed import HandedOver
-    from headrace.models.fallback.megatron_watch import WeightWatch
 
 Messages = list[dict[str, Any]]
 
@@ -74,8 +73,8 @@ class LLM:
         cache is dropped then.
 
         Args:
-            model: a ``GPTModel`` in one process, or what a trainer wraps it in (a list of one, data-parallel and 16-bit
-                wrappers). Device and dtype are its own.
+            model: a ``GPTModel``, or what a trainer wraps it in (a list of one, data-parallel and 16-bit wrappers). Device
+                and dtype are its own. Tensor-parallel processes each hand over theirs, and make the same calls.
             config: its ``TransformerConfig``; None: the one that it has.
             tokenizer: a fast tokenizer of transformers, the directory or hub id of one; None: prompts are token ids.
             vocab_size: tokens that there are; columns beyond them are padding and never drawn. None: as many as the
@@ -259,11 +258,12 @@ class LLM:
             return with_template(own, chat_template)
         return load_tokenizer(self._engine.files, self.args.tokenizer, chat_template)
 
-    def _follow_weights(self, watch: WeightWatch) -> None:
-        """What their owner did to the weights since the last call."""
-        if watch.changed():
+    def _follow(self, handed: HandedOver, requests: list[Request]) -> None:
+        """What the model's owner did since the last call, and asks now, in all processes that share the model."""
+        handed.agree(requests)
+        if handed.look():
             self.weights_changed()
-        if self._engine.config.graph_rows and watch.moved():
+        if self._engine.config.graph_rows and handed.watch.moved():
             raise EngineError(
                 "weights of the model are in other memory than when CUDA graphs were captured: make a new LLM, or set "
                 "enforce_eager"
@@ -273,7 +273,7 @@ class LLM:
         if self._unusable is not None:
             raise EngineError(self._unusable)
         if self._handed is not None:
-            self._follow_weights(self._handed.watch)
+            self._follow(self._handed, requests)
         outputs = {request.request_id: new_output(request) for request in requests}
         try:
             with _bar(len(requests), progress) as show, _deferred_interrupt() as interrupted:

@@ -95,6 +95,14 @@ class Given(Protocol):
     @property
     def implementation(self) -> implementation.Implementation: ...
 
+    def least(self, nbytes: int) -> int:
+        """Of what all processes have that share the model."""
+        ...
+
+    def check(self, config: EngineConfig) -> None:
+        """Raises ConfigError if they do not all have the same configuration."""
+        ...
+
 
 def load_engine(args: EngineArgs, on_progress: Callable[[Progress], None] | None = None, given: Given | None = None) -> Engine:
     """Finds the model, decides, loads, allocates, and serves a first request.
@@ -113,6 +121,8 @@ def load_engine(args: EngineArgs, on_progress: Callable[[Progress], None] | None
     files, tokenizer = frontend.files, frontend.tokenizer
     with timeline.phase("config"):
         device = environment.probe(args.device)
+        if given is not None:
+            device = dataclasses.replace(device, available_memory=given.least(device.available_memory))
         chosen = implementation.choose(args, files) if given is None else given.implementation
         files = dataclasses.replace(files, decisions=(*files.decisions, *chosen.decisions))
         config = resolve(args, files, chosen.spec, device)
@@ -125,9 +135,11 @@ def load_engine(args: EngineArgs, on_progress: Callable[[Progress], None] | None
         make_invariant(model)
     if device.cuda:
         with timeline.phase("profile") as phase:
-            room = kv_room(model, config)
+            room = kv_room(model, config) if given is None else given.least(kv_room(model, config))
             config = resolve(args, files, config.model, device, kv_room=room)
             phase.detail = f"{room:,} bytes left for KV cache"
+    if given is not None:
+        given.check(config)
     with timeline.phase("cache"):
         runner = ModelRunner(model, config, tokenizer.token_bytes if tokenizer is not None else None)
         scheduler = Scheduler(config.scheduler, config.cache)

@@ -9,16 +9,17 @@ from typing import Any
 import torch
 
 from headrace.models.fallback.contract import layer_ids
+from headrace.models.fallback.megatron_ranks import Ranks
 from headrace.models.fallback.megatron_rotary import Rotary
 from headrace.models.fallback.refusal import Refusal
 from headrace.spec import AttentionSpec, ForeignSpec
 
 INSTALL = "pip install 'megatron-core==0.16.1'"
 _FEATURES = (
-    ("tensor_model_parallel_size", 1, "its heads are shared by several processes, and the engine is in one"),
-    ("pipeline_model_parallel_size", 1, "its layers are shared by several processes, and the engine is in one"),
-    ("context_parallel_size", 1, "its sequences are shared by several processes, and the engine is in one"),
-    ("expert_model_parallel_size", 1, "its experts are shared by several processes, and the engine is in one"),
+    ("sequence_parallel", False, "a step has any number of tokens, which processes cannot share evenly"),
+    ("pipeline_model_parallel_size", 1, "its layers are shared by several processes, and each runs all of them"),
+    ("context_parallel_size", 1, "its sequences are shared by several processes, and each has all of a sequence"),
+    ("expert_model_parallel_size", 1, "its experts are shared by processes that have other requests each"),
     ("cuda_graph_impl", "none", "its layers are replayed from graphs, with the attention that was captured"),
     ("cpu_offloading", False, "its weights and activations move to the host while it runs"),
     ("fine_grained_activation_offloading", False, "its activations move to the host while it runs"),
@@ -57,6 +58,8 @@ class MegatronDescription:
     rotary: Rotary | None
     """Of a model whose layers are handed angles."""
     device: torch.device
+    ranks: Ranks
+    """The processes that have a part of every layer each."""
 
 
 def import_megatron() -> Any:
@@ -125,7 +128,8 @@ def describe_megatron(model: Any, config: Any = None, num_tokens: int | None = N
         num_weights=sum(parameter.numel() for parameter in model.parameters()),
         host_reads=tuple(_host_reads(model, config)),
     )
-    return MegatronDescription(model, spec, layers, _shared_rotary(model, config, device), device)
+    ranks = Ranks(model.pg_collection.tp, device)
+    return MegatronDescription(model, spec, layers, _shared_rotary(model, config, device), device, ranks)
 
 
 def _checked_config(model: Any, config: Any) -> Any:
@@ -206,7 +210,13 @@ def _layer(
 def _heads_here(attention: Any, latent: bool) -> tuple[int, int]:
     """Heads and KV heads that this process has of a layer. Latent attention hands over uncompressed keys, one a head."""
     heads = attention.num_attention_heads_per_partition
-    return heads, heads if latent else attention.num_query_groups_per_partition
+    if latent:
+        return heads, heads
+    processes = attention.world_size
+    if attention.config.num_query_groups < processes:
+        # Processes that share a KV head take their part of its queries.
+        return attention.config.num_attention_heads // processes, 1
+    return heads, attention.num_query_groups_per_partition
 
 
 def _scale(attention: Any, latent: bool) -> float:
@@ -252,6 +262,8 @@ def _host_reads(model: Any, config: Any) -> list[str]:
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
     names = [name for name, module in model.named_modules() if isinstance(module, MoELayer)]
+    if config.tensor_model_parallel_size > 1:
+        names.append("the exchange between processes")
     # Recomputation saves the state of random numbers, in eval mode too.
     if config.recompute_granularity == "selective" and set(config.recompute_modules or ()) - {"core_attn"}:
         names.append("recompute_modules")

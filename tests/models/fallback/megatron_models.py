@@ -103,6 +103,7 @@ def gpt(
         model: of ``GPTModel``.
         config: of ``TransformerConfig``.
     """
+    from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer import TransformerConfig
@@ -110,6 +111,7 @@ def gpt(
 
     start()
     kind = MLATransformerConfig if latent else TransformerConfig
+    config.setdefault("tensor_model_parallel_size", parallel_state.get_tensor_model_parallel_world_size())
     given = kind(**settings(params_dtype=dtype, multi_latent_attention=latent, **config))
     layers = get_gpt_layer_local_spec(normalization="RMSNorm", multi_latent_attention=latent, **(spec or {}))
     if latent:
@@ -121,9 +123,11 @@ def gpt(
         for patch in without_transformer_engine():
             stack.enter_context(patch)
         made = GPTModel(given, layers, VOCAB, CONTEXT, **options).to(device=device, dtype=dtype)
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in made.parameters():
-        noise = torch.randn(parameter.shape, generator=generator)
+    rank = torch.distributed.get_rank()
+    for index, parameter in enumerate(made.parameters()):
+        # Tensor-parallel processes share vectors, and have their own parts of matrices.
+        own = 1000 * rank if parameter.dim() > 1 else 0
+        noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed * 10_000 + own + index))
         parameter.data.copy_(1 + 0.2 * noise if parameter.dim() == 1 else std * noise)
     made.train(False)
     return made
@@ -170,7 +174,7 @@ def eager_logprobs(model: Any, tokens: Sequence[int], rotary: torch.Tensor | Non
             hidden_states=hidden, attention_mask=None, rotary_pos_emb=None if rotary is None else rotary[: len(tokens)]
         )
         weight = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
-        logits, _ = model.output_layer(hidden, weight=weight)
+        logits, _ = model.output_layer(hidden, weight=weight, runtime_gather_output=True)
     finally:
         for layer, original in zip(layers, originals, strict=True):
             layer.core_attention = original

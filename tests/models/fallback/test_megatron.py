@@ -386,7 +386,10 @@ def test_weights_are_updated_under_megatrons_names() -> None:
 
 
 FEATURES: dict[str, Any] = {
-    "tensor_model_parallel_size": 2,
+    "sequence_parallel": True,
+    "moe_expert_capacity_factor": 1.5,
+    "moe_router_force_load_balancing": True,
+    "moe_input_jitter_eps": 0.1,
     "pipeline_model_parallel_size": 2,
     "context_parallel_size": 2,
     "expert_model_parallel_size": 2,

@@ -124,6 +124,14 @@ OWN: dict[str, dict[str, Any]] = {
         "moe_layer_freq": [0, 1, 1],
         "spec": {"num_experts": 4},
     },
+    "experts with a bias": {
+        "num_moe_experts": 4,
+        "moe_router_topk": 2,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_topk_scaling_factor": 1.5,
+        "spec": {"num_experts": 4},
+    },
     "latent, YaRN": {**LATENT, "q_lora_rank": 12, "rotary_scaling_factor": 8.0, "original_max_position_embeddings": 16},
     "latent, queries direct, plain rotary": {**LATENT, "q_lora_rank": None, "rope_type": "rope"},
     "latent with experts": {
@@ -205,6 +213,27 @@ def test_a_trainer_step_is_seen_by_the_next_rollout() -> None:
     assert llm.stats.prefix_hit_tokens == hits, "cached KV of the old weights was used"
     assert tokens_of(llm, prompt, 12) != first
     assert llm.stats.prefix_hit_tokens > hits, "the new weights' KV is cached in turn"
+
+
+@pytest.mark.parametrize("kind", ["QK-norm", "experts with a bias", "latent with experts"])
+def test_a_rollout_leaves_nothing_behind_that_training_meets(kind: str) -> None:
+    """No buffer is written, and no tensor of inference mode is kept: steps of a trainer go as they would have gone."""
+    trained = []
+    for rolls_out in (False, True):
+        with small.no_device_asked_for():
+            model = small.gpt(hidden_dropout=0.0, attention_dropout=0.0, **OWN[kind]).train()
+            buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+            if rolls_out:
+                llm = engine(model)
+                tokens_of(llm, PROMPTS[0])
+            assert all(torch.equal(buffer, buffers[name]) for name, buffer in model.named_buffers())
+            train_step(model, rate=0.01)
+            if rolls_out:
+                tokens_of(llm, PROMPTS[0])
+            train_step(model, rate=0.01)
+        trained.append([parameter.detach().clone() for parameter in model.parameters()])
+    for without, after in zip(*trained, strict=True):
+        torch.testing.assert_close(after, without)
 
 
 @pytest.mark.parametrize("how", ["data", "in place", "new memory", "one bit"])

@@ -45,8 +45,8 @@ class HandedOver:
 
     def check(self, config: EngineConfig) -> None:
         """Raises ConfigError if processes that share the model would take other steps."""
-        args = dataclasses.replace(config.args, record_steps=None)
-        # The layers are not compared: processes may have other numbers of heads.
+        # Neither changes which steps are taken; layers are not compared, since processes may have other numbers of heads.
+        args = dataclasses.replace(config.args, record_steps=None, num_threads=None)
         parts = (args, config.cache.nbytes, config.scheduler, config.dtype, config.model.vocab_size)
         if not self.ranks.alike(repr(parts).encode()):
             raise ConfigError(

@@ -261,7 +261,7 @@ class LLM:
     def _follow(self, handed: HandedOver, requests: list[Request]) -> None:
         """What the model's owner did since the last call, and asks now, in all processes that share the model."""
         handed.agree(requests)
-        if handed.look():
+        if self._engine.config.cache.enable_prefix_caching and handed.look():
             self.weights_changed()
         if self._engine.config.graph_rows and handed.watch.moved():
             raise EngineError(

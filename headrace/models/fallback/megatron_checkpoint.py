@@ -8,9 +8,12 @@ are left out.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import time
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -63,8 +66,9 @@ class StoredMegatron:
         total = sum(file.stat().st_size for file in self.checkpoint.files)
         progress(0, total)
         device = torch.device(config.device, torch.cuda.current_device()) if config.device == "cuda" else torch.device("cpu")
-        model = _build(self.arguments, self.checkpoint, getattr(torch, config.dtype), device)
-        _fill(model, self.checkpoint)
+        with _quiet():
+            model = _build(self.arguments, self.checkpoint, getattr(torch, config.dtype), device)
+            _fill(model, self.checkpoint)
         progress(total, total)
         described = _described(model, self.arguments)
         parameters = list(model.parameters())
@@ -88,16 +92,17 @@ def stored_megatron(args: EngineArgs, files: ModelFiles, why: str) -> StoredMega
             cannot run here.
         ImportError: there is no megatron-core.
     """
-    import_megatron()
     checkpoint = find_megatron(files.directory)
-    arguments = _read_arguments(checkpoint)
+    with _quiet():
+        import_megatron()
+        arguments = _read_arguments(checkpoint)
     for name in _NOT_RUN:
         if getattr(arguments, name, None):
             raise ConfigError(f"the checkpoint's {name} is {getattr(arguments, name)}: such models are not run", "model")
     if args.load_format != "auto":
         raise ConfigError(f"load_format {args.load_format} is not for Megatron's checkpoints: leave it at auto", "load_format")
     dtype = getattr(arguments, "params_dtype", None) or torch.float32
-    with torch.device("meta"):
+    with _quiet(), torch.device("meta"):
         model = _build(arguments, checkpoint, dtype, torch.device("cpu"))
     spec = _described(model, arguments).spec
     return StoredMegatron(checkpoint, arguments, spec, (Decision("model_impl", "megatron", why),))
@@ -269,6 +274,14 @@ def _start_alone(device: torch.device) -> None:
     if device.type == "cuda":
         # Megatron's initialisers and dropout look for its own random states.
         model_parallel_cuda_manual_seed(0)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Megatron and PyTorch warn of what is optional, and of each other's deprecations: nothing that a user could act on."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _has_transformer_engine() -> bool:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from headrace.attention.context import ForwardContext
+from headrace.models.fallback import weights
 from headrace.models.fallback.contract import ContextCell, ForeignLayer, check_layers, finished_logits
 from headrace.models.fallback.layout import MEGATRON
 from headrace.models.fallback.megatron_describe import MegatronDescription, MegatronLayer
@@ -157,32 +158,12 @@ class MegatronModel(nn.Module):
         return finished_logits(logits[:, 0], self.spec.num_tokens)
 
     def name_table(self) -> NameTable:
-        """Megatron's names of the weights, and the parameters that they are. A tied weight has one name."""
-        table = NameTable()
-        for name, _ in self.foreign.named_parameters():
-            table.add(name, f"foreign.{name}")
-        return table
+        """The library's names of the weights."""
+        return weights.name_table(self.foreign)
 
-    @torch.inference_mode()
     def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
-        """Puts new values in place of weights, under Megatron's names: in the trainer's own tensors.
-
-        Returns:
-            How many there were.
-
-        Raises:
-            ValueError: there is no such weight, or it has another shape. Those before it are in place by then.
-        """
-        parameters = dict(self.foreign.named_parameters(remove_duplicate=False))
-        count = 0
-        for name, tensor in tensors:
-            if name not in parameters:
-                raise ValueError(f"{self.spec.architecture} has no weight {name} to update")
-            if parameters[name].shape != tensor.shape:
-                raise ValueError(f"{name} has the shape {list(parameters[name].shape)}, the update {list(tensor.shape)}")
-            parameters[name].data.copy_(tensor)
-            count += 1
-        return count
+        """New values under the library's names; in the trainer's own tensors. As ``weights.update_weights``."""
+        return weights.update_weights(self.foreign, tensors)
 
     @contextlib.contextmanager
     def _borrowed(self) -> Iterator[None]:

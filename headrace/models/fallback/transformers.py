@@ -15,6 +15,7 @@ from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from headrace.attention.context import ForwardContext
+from headrace.models.fallback import weights
 from headrace.models.fallback.contract import ContextCell, ForeignLayer, check_layers, finished_logits
 from headrace.models.fallback.head import Body
 from headrace.models.fallback.layout import TRANSFORMERS, TRANSFORMERS_OUT
@@ -154,32 +155,12 @@ class TransformersModel(nn.Module):
         return finished_logits(self.body.logits(hidden[None])[0], self.spec.num_tokens)
 
     def name_table(self) -> NameTable:
-        """transformers' names of the weights, and the parameters here that they are. A tied weight has one name."""
-        table = NameTable()
-        for name, _ in self.foreign.named_parameters():
-            table.add(name, f"foreign.{name}")
-        return table
+        """The library's names of the weights."""
+        return weights.name_table(self.foreign)
 
-    @torch.inference_mode()
     def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
-        """Puts new values in place of weights, under transformers' names. Fused weights are views of one, so they follow.
-
-        Returns:
-            How many there were.
-
-        Raises:
-            ValueError: there is no such weight, or it has another shape. Those before it are in place by then.
-        """
-        parameters = dict(self.foreign.named_parameters(remove_duplicate=False))
-        count = 0
-        for name, tensor in tensors:
-            if name not in parameters:
-                raise ValueError(f"{self.spec.architecture} has no weight {name} to update")
-            if parameters[name].shape != tensor.shape:
-                raise ValueError(f"{name} has the shape {list(parameters[name].shape)}, the update {list(tensor.shape)}")
-            parameters[name].data.copy_(tensor)
-            count += 1
-        return count
+        """New values under the library's names; fused ones are views of one, and follow. As ``weights.update_weights``."""
+        return weights.update_weights(self.foreign, tensors)
 
 
 def _attend(

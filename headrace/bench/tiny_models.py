@@ -106,6 +106,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
     "longcat_flash": {"num_layers": 2, "zero_expert_num": 2, "expert_ffn_hidden_size": 24, "head_dim": 8},
     "mamba2": {"num_heads": 4, "head_dim": 16},
+    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"]},
     "mimo_v2_flash": {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
     "modernbert-decoder": {"local_attention": 14},
     "reformer": {"axial_pos_embds": False, "attn_layers": ["local", "lsh", "local"]},
@@ -144,9 +145,24 @@ def config(kind: str) -> PretrainedConfig:
     if "kv_lora_rank" in fields:
         # Latent attention: every head makes its own key and value.
         values["num_key_value_heads"] = _SIZES["num_attention_heads"]
-    values |= _OWN.get(kind, {})
+    values |= _every_kind(factory, fields) | _OWN.get(kind, {})
     made: PretrainedConfig = factory(**values)
     return made
+
+
+def _every_kind(factory: type[PretrainedConfig], fields: set[str]) -> dict[str, Any]:
+    """Layer types of so few layers that every kind is among them, in the order in which a real model has them."""
+    try:
+        usual = factory()
+    except Exception:
+        return {}
+    values: dict[str, Any] = {}
+    for name in ("layer_types", "mlp_layer_types", "layers_block_type"):
+        given = getattr(usual, name, None)
+        if name in fields and isinstance(given, list) and len(set(given)) > 1:
+            kinds = list(dict.fromkeys(given))
+            values[name] = [kinds[index % len(kinds)] for index in range(_SIZES["num_hidden_layers"])]
+    return values
 
 
 def model(kind: str) -> PreTrainedModel:

@@ -26,8 +26,9 @@ _WITHOUT_MASKS = "headrace-observed-bare"
 """Likewise when it runs as it will: no mask is made."""
 RECORDER = "_headrace_recorder"
 """Attribute of every module of a model that is being observed."""
-TOKENS = 5
-"""In the pass; no size of a layer is likely to be the same."""
+TOKENS = 4099
+"""In the pass, which costs nothing: so many that what is for long contexts alone (compressed keys, an index that picks some)
+is met; and no size of a layer is likely to be the same."""
 
 _NEUTRAL = frozenset({"dropout", "is_causal", "scaling", "sliding_window", "softcap", "s_aux"})
 """Arguments of the interface that are understood."""

@@ -366,3 +366,9 @@ def test_dummy_models_keep_what_is_computed_and_not_stored(kind: str, tmp_path: 
     assert buffers
     for name, buffer in model.named_buffers():
         torch.testing.assert_close(buffer, buffers[name], rtol=0, atol=0)
+
+
+def test_what_is_for_long_contexts_alone_is_met() -> None:
+    """Keys that stand for many tokens come to be only once there are many."""
+    with pytest.raises(ConfigError, match=r"queries attend to .* keys"):
+        describe(tiny_models.config("deepseek_v4"), EngineArgs())

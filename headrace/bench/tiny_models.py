@@ -109,6 +109,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"]},
     "mimo_v2_flash": {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
     "modernbert-decoder": {"local_attention": 14},
+    "qwen4_exp_text": {"layer_types": ["linear_attention"] * 3},
     "reformer": {"axial_pos_embds": False, "attn_layers": ["local", "lsh", "local"]},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"layers_block_type": ["linear_attention", "hybrid", "hybrid"]},

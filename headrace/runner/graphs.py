@@ -35,6 +35,10 @@ _BESIDE = (0, 8, 32, 64, 128, 256)
 """Decode rows beside prompts: fewer sizes than without, since the shapes multiply."""
 
 
+_ENDS = ((True, False), (True, True), (False, False))
+"""How a captured step may end: whether it draws, and whether from what filters keep."""
+
+
 class Shape(NamedTuple):
     """What a captured step has room for. Its decode rows come first, a token each, and then its prompts."""
 
@@ -42,6 +46,8 @@ class Shape(NamedTuple):
     prompt_tokens: int
     draws: bool = True
     """Tokens are drawn, at the rows' temperatures; else the step ends with logits."""
+    filters: bool = False
+    """And where rows ask for it of what top_k, top_p and min_p keep, which takes a dozen kernels more."""
 
     @property
     def rows(self) -> int:
@@ -115,23 +121,24 @@ class StepGraphs:
 
     def shapes(self) -> Iterator[Shape]:
         """Every shape that may be captured, those that are wanted most first; the largest first among equals."""
-        for draws in (True, False):
-            yield from (Shape(rows, 0, draws) for rows in reversed(self._decode_rows))
-        for draws in (True, False):
-            yield from (Shape(rows, tokens, draws) for rows in self._beside for tokens in reversed(self._prompt_tokens))
+        for end in _ENDS:
+            yield from (Shape(rows, 0, *end) for rows in reversed(self._decode_rows))
+        for end in _ENDS:
+            yield from (Shape(rows, tokens, *end) for rows in self._beside for tokens in reversed(self._prompt_tokens))
 
-    def shape_of(self, rows: RowArrays, draws: bool) -> Shape | None:
+    def shape_of(self, rows: RowArrays, *, draws: bool, filters: bool) -> Shape | None:
         """The smallest shape that has room for the rows; None: there is none."""
+        end = draws, draws and filters
         decode = int(rows.decode.sum())
         prompts = len(rows) - decode
         if not prompts:
             place = bisect.bisect_left(self._decode_rows, decode)
-            return Shape(self._decode_rows[place], 0, draws) if place < len(self._decode_rows) else None
+            return Shape(self._decode_rows[place], 0, *end) if place < len(self._decode_rows) else None
         tokens = int(rows.counts[decode:].sum())
         beside, size = bisect.bisect_left(self._beside, decode), bisect.bisect_left(self._prompt_tokens, tokens)
         if prompts > PROMPT_ROWS or beside == len(self._beside) or size == len(self._prompt_tokens):
             return None
-        return Shape(self._beside[beside], self._prompt_tokens[size], draws)
+        return Shape(self._beside[beside], self._prompt_tokens[size], *end)
 
     def capture(self, seconds: float, progress: Callable[[float, str], None]) -> tuple[int, int]:
         """Captures shape after shape as long as the time lasts. Returns how many there are now, and how many there may be."""
@@ -260,8 +267,10 @@ class StepGraphs:
         if not shape.draws and broken is not None and self._logits is not None:
             self._logits[: shape.rows].copy_(self._model.logits(hidden))
             return broken
-        temperatures, keys = self._sampler.plain_state
-        drawn = gpu.kernels("draw").draw(self._model.logits(hidden), temperatures, keys, given.seq_lens, slots)
+        asked = self._sampler.draw_state
+        filters = asked.filters if shape.filters else None
+        logits = self._model.logits(hidden)
+        drawn = gpu.kernels("draw").draw(logits, asked.temperatures, asked.keys, given.seq_lens, slots, filters)
         if broken is not None:
             drawn.best.masked_fill_(broken, torch.nan)
         return gpu.kernels("inputs").advance(  # type: ignore[no-any-return]

@@ -146,7 +146,8 @@ class ModelRunner:
             self._clear(fresh_blocks)
         shape = None
         if self._graphs is not None and self._replayable(rows):
-            shape = self._graphs.shape_of(rows, draws=self.sampler.plain(rows.slots[rows.samples]))
+            drawing = rows.slots[rows.samples]
+            shape = self._graphs.shape_of(rows, draws=self.sampler.draws_only(drawing), filters=self.sampler.filters(drawing))
         if shape is None:
             return self._launch_each(plan, rows)
         return self._launch_whole(plan, rows, shape) if shape.draws else self._launch_model(plan, rows, shape)

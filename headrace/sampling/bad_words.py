@@ -76,9 +76,9 @@ class BadWords:
         states = (self._state[upload(slots, self._device)] + upload(tables.first_state[slots], self._device))[row]
         start, count = tables.ban_starts[states], tables.ban_starts[states + 1] - tables.ban_starts[states]
         banned = nth < count
-        tokens = tables.bans[torch.where(banned, start + nth, 0)]
+        tokens = tables.bans[(start + nth).masked_fill(~banned, 0)]
         # Places not needed add nothing; an addition, unlike an assignment, may name a place twice.
-        values = torch.where(banned, -torch.inf, 0.0)
+        values = torch.zeros(total, device=self._device).masked_fill_(banned, -torch.inf)
         flat.index_add_(0, upload(picked, self._device)[row] * self._vocab_size + tokens, values)
         return True
 
@@ -93,7 +93,7 @@ class BadWords:
         state = self._state[slots_device]
         ends, lengths = self._texts.of(take_rows(tokens, picked), shows_special)
         # A state is what the text ends with, so bytes further back than the longest word have no part in it.
-        state = torch.where(lengths > depth, 0, state)
+        state = state.masked_fill(lengths > depth, 0)
         for back in range(min(depth, self._texts.longest), 0, -1):
             byte = self._texts.blob[(ends - back).clamp_(min=0)].long()
             after = tables.transitions[(first + state) * 256 + byte].long()

@@ -9,10 +9,11 @@ What a filter keeps is defined without reference to an order, so that equal logi
 The number then falls on the tokens kept, in the order of their ids, each as wide as its probability: whichever way the
 kept ones were found, the same one is drawn.
 
-Each filter keeps whole logit values from the top down, so candidates from a bounded set suffice as soon as a value is dropped
-within it. A row whose candidates do not suffice is drawn again from all its tokens: that is a check on the host. On a device
-where the host would have to wait for it, rows whose limit is not known beforehand sort the whole vocabulary at once, and
-of the equals of the k-th logit those beyond the candidates are dropped.
+Where Triton kernels run, they find the smallest logit kept and draw among what is left (``headrace.kernels.triton.draw``).
+Elsewhere: each filter keeps whole logit values from the top down, so candidates from a bounded set suffice as soon as a value
+is dropped within it. A row whose candidates do not suffice is drawn again from all its tokens: that is a check on the host. On
+a device where the host would have to wait for it, rows whose limit is not known beforehand sort the whole vocabulary at once,
+and of the equals of the k-th logit those beyond the candidates are dropped.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import numpy as np
 import torch
 
 from headrace.core.plan import NewSequence
+from headrace.kernels import gpu
 from headrace.sampling.device import upload
 from headrace.sampling.feature import Indices, Rows, take_rows
 from headrace.sampling.random import seed_words, uniform
@@ -64,7 +66,7 @@ class Draw:
         self._by_mass = np.zeros(num_slots, dtype=np.bool_)
         """Filters by top_p alone, which takes the mass of the whole vocabulary."""
         self.params = torch.zeros(num_slots, 4, dtype=torch.float64, device=device)
-        """temperature (0: argmax), top_k (vocab_size: no limit), top_p, min_p."""
+        """temperature as it was asked for, top_k (vocab_size: no limit), top_p, min_p."""
         self.temperatures = torch.zeros(num_slots, dtype=torch.float32, device=device)
         """0 where the best token is taken, whatever the temperature."""
         self.keys = torch.zeros(num_slots, 3, dtype=torch.int64, device=device)
@@ -87,9 +89,9 @@ class Draw:
         key = np.array([*seed_words(seq.seed), seq.sample_index])
         self.keys[slot].copy_(upload(key, self._device), non_blocking=True)
 
-    def plain(self, slot: int) -> bool:
-        """No filter is asked for, or only the best token counts."""
-        return self._kind[slot] != FILTERED
+    def filters(self, slots: Indices) -> bool:
+        """True if any slot's sequence draws from what filters keep; the best token alone is no filter's matter."""
+        return bool((self._kind[slots] == FILTERED).any())
 
     def _first_width(self, top_k: int) -> int:
         width = _FEWEST
@@ -99,6 +101,8 @@ class Draw:
 
     def draw(self, logits: torch.Tensor, rows: Rows, maxima: torch.Tensor | None = None) -> Drawn:
         """``logits [N, vocab]`` float32 are left as they are; ``maxima`` are their ``block_maxima`` if known already."""
+        if gpu.takes(logits):
+            return self._draw_by_kernels(logits, rows)
         maxima = block_maxima(logits) if maxima is None else maxima
         drawn = _Draft(logits, maxima, *argmax(logits, maxima))
         kinds = self._kind[rows.slots]
@@ -116,6 +120,15 @@ class Draw:
             for width in sorted({*widths.tolist()} - {0}):
                 self._filtered(drawn, np.flatnonzero(widths == width), (params, mass, numbers), width)
         return drawn.result()
+
+    def _draw_by_kernels(self, logits: torch.Tensor, rows: Rows) -> Drawn:
+        """All rows at once; nothing waits for the device."""
+        kinds = self._kind[rows.slots]
+        filters = self.params if bool(((kinds == TOP_1) | (kinds == FILTERED)).any()) else None
+        state = (self.temperatures, self.keys, rows.positions, rows.slots_device, filters) if kinds.any() else ()
+        drawn = gpu.kernels("draw").draw(logits, *state)
+        floors = torch.full_like(drawn.best, -torch.inf) if drawn.floors is None else drawn.floors
+        return Drawn(drawn.tokens, drawn.best, floors)
 
     def _mass(self, drawn: _Draft, picked: Indices, params: torch.Tensor) -> torch.Tensor:
         """``[N]`` float64: the weight of the whole vocabulary for ``picked`` rows, NaN for others."""

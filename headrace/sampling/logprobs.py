@@ -112,7 +112,7 @@ class Logprobs:
             return []
         own = take_rows(logits, picked)
         tempered = take_rows(temperatures, picked).float()
-        tempered = torch.where(tempered > 0, tempered, 1.0).unsqueeze(1)
+        tempered = tempered.masked_fill(tempered <= 0, 1.0).unsqueeze(1)
         # Less the best, so that no quotient is beyond float32.
         scaled = (own - take_rows(drawn.best, picked).unsqueeze(1)).div_(tempered)
         scaled.masked_fill_(own < take_rows(drawn.floors, picked).unsqueeze(1), -torch.inf)

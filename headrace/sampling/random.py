@@ -24,8 +24,7 @@ def philox(counter: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         ``[4, N]`` int64 holding 32-bit words.
     """
     device = counter.device
-    multipliers = torch.tensor(_MULTIPLIERS, device=device).unsqueeze(1)
-    weyl = torch.tensor(_WEYL, device=device).unsqueeze(1)
+    multipliers, weyl = _column(_MULTIPLIERS, device), _column(_WEYL, device)
     rounds = torch.arange(ROUNDS, device=device).view(-1, 1, 1)
     keys = (key + rounds * weyl) & _LOW
     even, odd = counter[0::2], counter[1::2]
@@ -36,6 +35,11 @@ def philox(counter: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         even = high.flip(0) ^ odd ^ round_key
         odd = (product & _LOW).flip(0)
     return torch.stack((even[0], odd[0], even[1], odd[1]))
+
+
+def _column(words: tuple[int, int], device: torch.device) -> torch.Tensor:
+    """``[2, 1]`` int64, written by the device: a copy from the host would wait for it."""
+    return torch.cat([torch.full((1, 1), word, dtype=torch.int64, device=device) for word in words])
 
 
 def uniform(keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

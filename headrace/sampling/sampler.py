@@ -8,6 +8,7 @@ device, and a feature that no row uses costs nothing.
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -58,6 +59,17 @@ class Sampled:
         }
 
 
+class DrawState(NamedTuple):
+    """What a draw by kernels takes of the slots, in tensors that stay where they are. Index space: slot."""
+
+    temperatures: torch.Tensor
+    """``[S]`` float32; 0 for the best token."""
+    keys: torch.Tensor
+    """``[S, 3]`` int64, of the random numbers."""
+    filters: torch.Tensor
+    """``[S, 4]`` float64: temperature as it was asked for, top_k, top_p, min_p."""
+
+
 class Sampler:
     """State per slot of every feature; ``add`` and ``remove`` follow the life of a slot's sequence."""
 
@@ -72,18 +84,20 @@ class Sampler:
         )
         self._logprobs = Logprobs(num_slots)
         self._draw = Draw(num_slots, vocab_size, device)
-        self._plain = np.zeros(num_slots, dtype=np.bool_)
-        """Index space: slot. Nothing is asked but a temperature."""
+        self._draws_only = np.zeros(num_slots, dtype=np.bool_)
+        """Index space: slot. Nothing is asked but a draw."""
 
-    def plain(self, slots: Indices) -> bool:
-        """True if every slot's sequence draws from the logits as they are, at its temperature, and wants nothing more."""
-        return bool(self._plain[slots].all())
+    def draws_only(self, slots: Indices) -> bool:
+        """True if every slot's sequence draws from the logits as they are, by temperature and filters, and wants no more."""
+        return bool(self._draws_only[slots].all())
+
+    def filters(self, slots: Indices) -> bool:
+        """True if any slot's sequence draws from what top_k, top_p or min_p keep."""
+        return self._draw.filters(slots)
 
     @property
-    def plain_state(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """What plain draws take, in tensors that stay where they are: temperatures ``[S]`` float32, 0 for the best token, and
-        keys ``[S, 3]`` int64 of the random numbers."""
-        return self._draw.temperatures, self._draw.keys
+    def draw_state(self) -> DrawState:
+        return DrawState(self._draw.temperatures, self._draw.keys, self._draw.params)
 
     @property
     def nbytes(self) -> int:
@@ -104,10 +118,10 @@ class Sampler:
         except RequestError:
             self.remove(slot)
             raise
-        self._plain[slot] = self._draw.plain(slot) and _asks_nothing(seq)
+        self._draws_only[slot] = _asks_nothing(seq)
 
     def remove(self, slot: int) -> None:
-        self._plain[slot] = False
+        self._draws_only[slot] = False
         for feature in self._features:
             feature.remove(slot)
         self._logprobs.remove(slot)
@@ -141,4 +155,5 @@ def _asks_nothing(seq: NewSequence) -> bool:
 
 def _faults(given: torch.Tensor, drawn: Drawn) -> torch.Tensor:
     """``given``: each row's largest logit as the model gave it."""
-    return torch.where(given.isfinite(), torch.where(drawn.best.isfinite(), 0, 2), 1).to(torch.int8)
+    faults = drawn.best.isfinite().logical_not_().to(torch.int8) * 2
+    return faults.masked_fill_(given.isfinite().logical_not_(), 1)

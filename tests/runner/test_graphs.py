@@ -101,6 +101,19 @@ def test_plain_requests_are_drawn_within(monkeypatch: pytest.MonkeyPatch) -> Non
     assert shapes[-1].prompt_tokens == 0
 
 
+def test_filters_are_drawn_within(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside rows that have none; a shape without filters serves those that are left when the others have ended."""
+    asked: list[dict[str, Any]] = [{"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1, "top_k": 1}, {"top_k": 20, "top_p": 0.9}, {}]
+    requests = [
+        request(f"f{number}", prompt(number, 4), max_tokens=6 if not kind else 3, temperature=0.8, seed=number, **kind)
+        for number, kind in enumerate(asked)
+    ]
+    found, shapes = through_graphs(World(), requests, monkeypatch)
+    same(found, serve(World(), requests))
+    assert all(shape.draws for shape in shapes)
+    assert shapes[0].filters and not shapes[-1].filters
+
+
 def test_a_prompt_that_gives_logprobs_is_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     own = msgspec.structs.replace(FEATURES["prompt logprobs"], max_tokens=3)
     found, shapes = through_graphs(World(), [own], monkeypatch)

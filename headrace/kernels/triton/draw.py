@@ -1,4 +1,4 @@
-"""The best token of each row, or one drawn at random, in three passes over the logits.
+"""The best token of each row, or one drawn at random, in three passes over the logits; filters take some more.
 
 Random numbers are Philox-4x32-10 (Salmon et al., 2011) of (seed, sample, position), as ``headrace.sampling.random`` has
 them to the last bit, and tokens are drawn by inverting the cumulative sum as ``headrace.sampling.vocabulary`` does: block
@@ -17,12 +17,9 @@ import torch
 import triton
 import triton.language as tl
 
+from headrace.kernels.triton.filter import floors as find_floors
 from headrace.kernels.triton.pdl import begin, options
-
-_CHUNK = 4096
-"""Logits of one program."""
-_BLOCK = 128
-"""Logits of one partial sum."""
+from headrace.kernels.triton.vocabulary import BLOCK, CHUNK, best_of, of_slot
 
 
 class Drawn(NamedTuple):
@@ -34,6 +31,8 @@ class Drawn(NamedTuple):
     """The row's largest logit, float32: NaN if there is a NaN, -inf if every token is banned."""
     log_sums: torch.Tensor
     """log of the sum of ``exp(logit)``, float32: a token's logprob is its logit less this."""
+    floors: torch.Tensor | None
+    """The smallest logit that the filters kept, float32; -inf where nothing was filtered. None: there were no filters."""
 
 
 @triton.jit
@@ -59,15 +58,6 @@ def uniform(seed_low, seed_high, sample, position):
 
 
 @triton.jit
-def _of_slot(values, slots, row, WIDTH: tl.constexpr, COLUMN: tl.constexpr, SLOTS: tl.constexpr):
-    """A row's value: its own or its slot's; nobody's row takes slot 0's, and nothing of what it draws is kept."""
-    place = row
-    if SLOTS:
-        place = tl.maximum(tl.load(slots + row), 0).to(tl.int64)
-    return tl.load(values + place * WIDTH + COLUMN)
-
-
-@triton.jit
 def _search(totals, target, total, index):
     """The first index whose cumulative sum exceeds the target, at most the last one of positive weight."""
     last = tl.sum((totals < total).to(tl.int32), 0)
@@ -79,10 +69,13 @@ def _search(totals, target, total, index):
 
 @triton.jit
 def _peaks(
-    logits, peaks, places, masses, row_stride: tl.int64, VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
-    PDL: tl.constexpr
+    logits, peaks, places, masses, maxima, row_stride: tl.int64, VOCAB: tl.constexpr, CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr, BLOCK: tl.constexpr, FILTERS: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """Of one row's chunk: the largest logit, NaN if there is one, the first place it is at, the sum of exp relative to it."""
+    """Of one row's chunk: the largest logit, NaN if there is one, the first place it is at, the sum of exp relative to it.
+
+    For filters the largest logit of each block, too.
+    """
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
@@ -96,47 +89,45 @@ def _peaks(
     tl.store(peaks + row * CHUNKS + chunk, tl.where(broken, float("nan"), peak))
     tl.store(places + row * CHUNKS + chunk, place)
     tl.store(masses + row * CHUNKS + chunk, tl.sum(tl.exp(value - pivot), 0))
-
-
-@triton.jit
-def _best(peaks, row, CHUNKS: tl.constexpr, CHUNKS_P: tl.constexpr):
-    """The largest logit of a row from its chunks', any large one if there is a NaN; and those."""
-    chunk = tl.arange(0, CHUNKS_P)
-    peak = tl.load(peaks + row * CHUNKS + chunk, mask=chunk < CHUNKS, other=float("-inf"))
-    whole = tl.where(peak != peak, float("inf"), peak)
-    return tl.max(whole, 0), peak, whole
+    if FILTERS:
+        block = tl.arange(0, CHUNK // BLOCK)
+        largest = tl.max(tl.reshape(value, (CHUNK // BLOCK, BLOCK)), 1)
+        tl.store(maxima + (row * CHUNKS + chunk) * (CHUNK // BLOCK) + block, largest)
 
 
 @triton.jit
 def _sums(
-    logits, peaks, temperatures, slots, sums, row_stride: tl.int64, VOCAB: tl.constexpr, CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr, CHUNKS_P: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr, PDL: tl.constexpr
+    logits, peaks, temperatures, slots, floors, sums, row_stride: tl.int64, VOCAB: tl.constexpr, CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr, CHUNKS_P: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr, FILTERS: tl.constexpr,
+    PDL: tl.constexpr
 ):  # fmt: skip
     """Sums of the weights ``exp((logit - best) / temperature)`` of a chunk's blocks, for rows that draw."""
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
-    temperature = _of_slot(temperatures, slots, row, 1, 0, SLOTS).to(tl.float32)
+    temperature = of_slot(temperatures, slots, row, 1, 0, SLOTS).to(tl.float32)
     if temperature > 0.0:
-        best, _, _ = _best(peaks, row, CHUNKS, CHUNKS_P)
+        best, _, _ = best_of(peaks, row, CHUNKS, CHUNKS_P)
         block = tl.arange(0, CHUNK // BLOCK)
         token = tl.program_id(1) * CHUNK + block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
         value = tl.load(logits + row * row_stride + token, mask=token < VOCAB, other=float("-inf")).to(tl.float32)
         weights = tl.exp((value - best) / temperature)
+        if FILTERS:
+            weights = tl.where(value >= tl.load(floors + row), weights, 0.0)
         place = row * CHUNKS * (CHUNK // BLOCK) + tl.program_id(1) * (CHUNK // BLOCK) + block
         tl.store(sums + place, tl.sum(weights, 1))
 
 
 @triton.jit
 def _choose(
-    logits, peaks, places, masses, temperatures, keys, slots, positions, sums, tokens, bests, log_sums,
+    logits, peaks, places, masses, temperatures, keys, slots, positions, floors, sums, tokens, bests, log_sums,
     row_stride: tl.int64, VOCAB: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_P: tl.constexpr, BLOCKS: tl.constexpr,
     BLOCKS_P: tl.constexpr, BLOCK: tl.constexpr, DRAW: tl.constexpr, SLOTS: tl.constexpr,
-    PDL: tl.constexpr
+    FILTERS: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """One row from its chunks and blocks."""
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
-    best, peak, whole = _best(peaks, row, CHUNKS, CHUNKS_P)
+    best, peak, whole = best_of(peaks, row, CHUNKS, CHUNKS_P)
     chunk = tl.arange(0, CHUNKS_P)
     inside = chunk < CHUNKS
     pivot = tl.where(best == float("-inf"), 0.0, best)
@@ -147,12 +138,12 @@ def _choose(
     place = tl.load(places + row * CHUNKS + chunk, mask=inside, other=VOCAB - 1)
     token = tl.min(tl.where((whole == best) & inside, place, VOCAB - 1), 0)
     if DRAW:
-        temperature = _of_slot(temperatures, slots, row, 1, 0, SLOTS).to(tl.float32)
+        temperature = of_slot(temperatures, slots, row, 1, 0, SLOTS).to(tl.float32)
         if temperature > 0.0:
             number = uniform(
-                _of_slot(keys, slots, row, 3, 0, SLOTS),
-                _of_slot(keys, slots, row, 3, 1, SLOTS),
-                _of_slot(keys, slots, row, 3, 2, SLOTS),
+                of_slot(keys, slots, row, 3, 0, SLOTS),
+                of_slot(keys, slots, row, 3, 1, SLOTS),
+                of_slot(keys, slots, row, 3, 2, SLOTS),
                 tl.load(positions + row),
             )
             block = tl.arange(0, BLOCKS_P)
@@ -163,7 +154,10 @@ def _choose(
             lane = tl.arange(0, BLOCK)
             here = picked * BLOCK + lane
             value = tl.load(logits + row * row_stride + here, mask=here < VOCAB, other=float("-inf")).to(tl.float32)
-            inner = tl.cumsum(tl.exp((value - best) / temperature).to(tl.float64), 0)
+            weights = tl.exp((value - best) / temperature)
+            if FILTERS:
+                weights = tl.where(value >= tl.load(floors + row), weights, 0.0)
+            inner = tl.cumsum(weights.to(tl.float64), 0)
             within, _ = _search(inner, number * total - before, tl.max(inner, 0), lane)
             token = tl.minimum(picked * BLOCK + within, VOCAB - 1)
     tl.store(tokens + row, token.to(tl.int64))
@@ -175,42 +169,54 @@ def draw(
     keys: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
     slots: torch.Tensor | None = None,
+    filters: torch.Tensor | None = None,
 ) -> Drawn:
-    """Draws a token for each row in proportion to ``exp(logit / temperature)``.
+    """Draws a token for each row in proportion to ``exp(logit / temperature)``, of those that its filters keep.
 
     Args:
         logits: ``[N, vocab]`` float32 or 16-bit, last axis contiguous; left as they are.
         temperatures: ``[N]`` float; 0: the best token, of equals the first. None: the best token for all.
         keys: ``[N, 3]`` int64: low and high word of the seed, and the sample's index.
         positions: ``[N]`` int: where in its sequence the token will stand.
-        slots: ``[N]`` int64, row -> its place in ``temperatures [S]`` and ``keys [S, 3]``; -1: nobody's row. None: rows
-            are their own places.
+        slots: ``[N]`` int64, row -> its place in ``temperatures [S]``, ``keys [S, 3]`` and ``filters [S, 4]``; -1: nobody's
+            row. None: rows are their own places.
+        filters: ``[N, 4]`` float64, contiguous: temperature as asked for, top_k (vocab: no limit), top_p, min_p. A row with a
+            temperature there and none in ``temperatures`` keeps its best tokens alone. None: no row filters.
     """
     rows, vocab = logits.shape
     device = logits.device
-    chunks = triton.cdiv(vocab, _CHUNK)
-    blocks = chunks * (_CHUNK // _BLOCK)
+    chunks = triton.cdiv(vocab, CHUNK)
+    blocks = chunks * (CHUNK // BLOCK)
     tokens = torch.empty(rows, dtype=torch.int64, device=device)
     best, log_sums = torch.empty(2, rows, dtype=torch.float32, device=device)
+    drawing = temperatures is not None and keys is not None and positions is not None
+    filtering = drawing and filters is not None
     if not rows:
-        return Drawn(tokens, best, log_sums)
+        return Drawn(tokens, best, log_sums, best if filtering else None)
     peaks, masses = torch.empty(2, rows, chunks, dtype=torch.float32, device=device)
     places = torch.empty(rows, chunks, dtype=torch.int32, device=device)
+    maxima = torch.empty(rows, blocks, dtype=torch.float32, device=device) if filtering else best
     sizes = {"VOCAB": vocab, "CHUNKS": chunks, "CHUNKS_P": triton.next_power_of_2(chunks)}
-    grid, pdl = (rows, chunks), options(device)
-    _peaks[grid](logits, peaks, places, masses, logits.stride(0), VOCAB=vocab, CHUNK=_CHUNK, CHUNKS=chunks, num_warps=8, **pdl)
-    drawing = temperatures is not None and keys is not None and positions is not None
+    grid, pdl = (rows, chunks), {"FILTERS": filtering, **options(device)}
+    _peaks[grid](
+        logits, peaks, places, masses, maxima, logits.stride(0), VOCAB=vocab, CHUNK=CHUNK, CHUNKS=chunks, BLOCK=BLOCK,
+        num_warps=8, **pdl,
+    )  # fmt: skip
     sums = torch.empty(rows, blocks, dtype=torch.float32, device=device) if drawing else best
+    floors = None
+    if filtering and temperatures is not None and filters is not None:
+        floors = find_floors(logits, peaks, maxima, temperatures, filters, slots)
+    least = best if floors is None else floors
     if drawing:
         _sums[grid](
-            logits, peaks, temperatures, best if slots is None else slots, sums, logits.stride(0), **sizes,
-            CHUNK=_CHUNK, BLOCK=_BLOCK, SLOTS=slots is not None, num_warps=8, **pdl,
+            logits, peaks, temperatures, best if slots is None else slots, least, sums, logits.stride(0), **sizes,
+            CHUNK=CHUNK, BLOCK=BLOCK, SLOTS=slots is not None, num_warps=8, **pdl,
         )  # fmt: skip
     else:
         temperatures = keys = positions = best
     _choose[(rows,)](
-        logits, peaks, places, masses, temperatures, keys, best if slots is None else slots, positions, sums, tokens,
-        best, log_sums, logits.stride(0), **sizes, BLOCKS=blocks, BLOCKS_P=triton.next_power_of_2(blocks), BLOCK=_BLOCK,
+        logits, peaks, places, masses, temperatures, keys, best if slots is None else slots, positions, least, sums, tokens,
+        best, log_sums, logits.stride(0), **sizes, BLOCKS=blocks, BLOCKS_P=triton.next_power_of_2(blocks), BLOCK=BLOCK,
         DRAW=drawing, SLOTS=slots is not None, num_warps=4, **pdl,
     )  # fmt: skip
-    return Drawn(tokens, best, log_sums)
+    return Drawn(tokens, best, log_sums, floors)

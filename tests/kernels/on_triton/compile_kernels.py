@@ -135,6 +135,10 @@ def others() -> None:
     logits, keys = torch.zeros(2, 50_000), torch.zeros(2, 3, dtype=torch.int64)
     draw.draw(logits, torch.ones(2, dtype=torch.float64), keys, slots[:2])
     draw.draw(logits)
+    filters = torch.ones(2, 4, dtype=torch.float64)
+    draw.draw(logits, torch.ones(2), keys, slots[:2], slots[:2].int(), filters)
+    draw.draw(logits, torch.ones(2), keys, slots[:2], None, filters)
+    draw.draw(torch.zeros(2, 152_065), torch.ones(2), keys, slots[:2], slots[:2], filters)
     table, starts = torch.zeros(4, 400, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
     sizes = {"num_tokens": 2, "max_queries": 1, "table_width": 300, "block_size": 16}
     inputs.step_inputs(table, slots, [table, table], slots[:2], starts, **sizes)

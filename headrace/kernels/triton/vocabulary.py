@@ -1,0 +1,32 @@
+"""What the kernels over rows as wide as a vocabulary share: how a row is cut up, and what is known of it and of its slot."""
+
+# A kernel's arguments have no types of Python's.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+CHUNK = 4096
+"""Logits of one program."""
+BLOCK = 128
+"""Logits of one partial result."""
+
+
+@triton.jit
+def of_slot(values, slots, row, WIDTH: tl.constexpr, COLUMN: tl.constexpr, SLOTS: tl.constexpr):
+    """A row's value: its own or its slot's; nobody's row takes slot 0's, and nothing of what it draws is kept."""
+    place = row
+    if SLOTS:
+        place = tl.maximum(tl.load(slots + row), 0).to(tl.int64)
+    return tl.load(values + place * WIDTH + COLUMN)
+
+
+@triton.jit
+def best_of(peaks, row, CHUNKS: tl.constexpr, CHUNKS_P: tl.constexpr):
+    """The largest logit of a row from its chunks', any large one if there is a NaN; and those."""
+    chunk = tl.arange(0, CHUNKS_P)
+    peak = tl.load(peaks + row * CHUNKS + chunk, mask=chunk < CHUNKS, other=float("-inf"))
+    whole = tl.where(peak != peak, float("inf"), peak)
+    return tl.max(whole, 0), peak, whole

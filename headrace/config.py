@@ -17,6 +17,7 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["none", "auto", "int8", "int4"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 ModelImpl = Literal["auto", "native", "transformers", "megatron"]
+KVCacheDType = Literal["auto", "fp8_e4m3"]
 Policy = Literal["fcfs", "priority"]
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -49,6 +50,8 @@ class EngineArgs:
     """Seeds requests that bring no seed of their own, and dummy weights."""
     max_model_len: int | Literal["auto"] | None = None
     """None: the model's own context length. auto: the longest that fits in the KV cache."""
+    kv_cache_dtype: KVCacheDType = "auto"
+    """auto: as ``dtype``. fp8_e4m3: half of bfloat16's bytes and a scale for each token and head of K and of V."""
     block_size: int = 16
     num_kv_blocks: int | None = None
     kv_cache_memory: int | None = None
@@ -101,6 +104,7 @@ class CacheConfig:
     nbytes: int
     enable_prefix_caching: bool
     dtype: str
+    """Of the numbers in it: the model's, or fp8_e4m3."""
 
     @classmethod
     def holding(

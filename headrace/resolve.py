@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from headrace.attention import select
+from headrace.cache.fp8 import check_alignment
 from headrace.config import (
     CacheConfig,
     Decision,
@@ -15,19 +16,21 @@ from headrace.config import (
     DType,
     EngineArgs,
     EngineConfig,
+    KVCacheDType,
     Policy,
     Quantization,
     SamplingLimits,
     SchedulerConfig,
 )
 from headrace.errors import ConfigError
+from headrace.kernels import support
 from headrace.quant import int4, int8, native
 from headrace.quant.groups import GROUP
 from headrace.sampling_params import MAX_SEED
 from headrace.sources.files import ModelFiles
 from headrace.sources.gguf import open_gguf
 from headrace.spec import AnySpec, Arena, CacheGroup, ForeignSpec, ModelSpec, MoeSpec, RopeSpec, block_sizes, cache_groups
-from headrace.spec.kv import DTYPE_BYTES
+from headrace.spec.kv import DTYPE_BYTES, FP8_KV
 
 CPU_NUM_SEQS = 64
 CPU_BATCHED_TOKENS = 2048
@@ -113,9 +116,10 @@ def resolve(
     dtype = _dtype(args, model, types, device, book)
     quantization = _quantization(args, model, types, dtype, device, book)
     num_seqs, num_batched = _batch(args, device, book)
-    backends = _attention(args, model, device, dtype, book)
+    kv_dtype = _kv_dtype(args, model, dtype, device)
+    backends = _attention(args, model, device, dtype, kv_dtype, book)
     room = _kv_room(args, model, dtype, quantization, device) if kv_room is None else kv_room
-    cache, max_model_len = _KVPlan(args, model, dtype, num_seqs, num_batched, room, device.cuda).choose(book)
+    cache, max_model_len = _KVPlan(args, model, kv_dtype, num_seqs, num_batched, room, device.cuda).choose(book)
     depth = _pipeline_depth(args, device, book)
     num_threads = args.num_threads or device.num_cores
     if args.num_threads is None:
@@ -185,7 +189,8 @@ def _matrices(model: ModelSpec) -> Iterator[tuple[int, int]]:
 
 def _check_arguments(args: EngineArgs) -> None:
     """Values that no model and no machine could make sense of."""
-    for name, kind in (("dtype", DType), ("quantization", Quantization), ("policy", Policy), ("device", Device)):
+    kinds = {"dtype": DType, "quantization": Quantization, "policy": Policy, "device": Device, "kv_cache_dtype": KVCacheDType}
+    for name, kind in kinds.items():
         allowed = typing.get_args(kind)
         if getattr(args, name) not in allowed:
             raise ConfigError(f"{name} must be one of {', '.join(allowed)}, not {getattr(args, name)!r}", name)
@@ -334,9 +339,26 @@ def _batch(args: EngineArgs, device: DeviceFacts, book: _Book) -> tuple[int, int
     return seqs, tokens
 
 
-def _attention(args: EngineArgs, model: AnySpec, device: DeviceFacts, dtype: str, book: _Book) -> tuple[str, ...]:
+def _kv_dtype(args: EngineArgs, model: AnySpec, dtype: str, device: DeviceFacts) -> str:
+    """That of the KV cache.
+
+    Raises:
+        ConfigError: the device or a layer cannot do with the one that was asked for.
+    """
+    if args.kv_cache_dtype == "auto":
+        return dtype
+    if reasons := support.fp8_refusals(device.device):
+        raise ConfigError("; ".join(reasons), "kv_cache_dtype")
+    for spec in model.layers:
+        check_alignment(spec, args.block_size)
+    return FP8_KV
+
+
+def _attention(
+    args: EngineArgs, model: AnySpec, device: DeviceFacts, dtype: str, kv_dtype: str, book: _Book
+) -> tuple[str, ...]:
     requested = _invariant_attention(args, model, device) if args.deterministic else args.attention_backend
-    choices = [select.choose(spec, device.device, dtype, requested) for spec in model.layers]
+    choices = [select.choose(spec, device.device, dtype, requested, kv_dtype) for spec in model.layers]
     for (backend, reason), count in Counter(choices).items():
         layers = "every layer" if count == len(choices) else f"{count} of {len(choices)} layers"
         book.note("attention_backend", backend, f"{layers}: {reason}")
@@ -406,18 +428,18 @@ class _KVPlan:
     """How long sequences may be and how many bytes the cache groups share."""
 
     def __init__(
-        self, args: EngineArgs, model: AnySpec, dtype: str, num_seqs: int, num_batched: int, free: int, whole: bool
+        self, args: EngineArgs, model: AnySpec, kv_dtype: str, num_seqs: int, num_batched: int, free: int, whole: bool
     ) -> None:
         """``whole``: all that is free is the cache's to take, as on a GPU that serves nothing else."""
         self._args = args
         self._model = model
-        self._dtype = dtype
+        self._dtype = kv_dtype
         self._num_seqs = num_seqs
         self._num_batched = num_batched
         self._whole = whole
         self._free = max(0, free)
         """Bytes left beside the weights."""
-        self._groups = cache_groups(model.layers, dtype)
+        self._groups = cache_groups(model.layers, kv_dtype)
         self._sizes = block_sizes(self._groups, args.block_size)
 
     def choose(self, book: _Book) -> tuple[CacheConfig, int]:

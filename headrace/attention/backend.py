@@ -10,8 +10,9 @@ import torch
 
 from headrace.cache.layer import LayerCache
 from headrace.spec import AttentionSpec, Mode
+from headrace.spec.kv import FP8_KV
 
-__all__ = ["AttentionBackend", "LayerCache", "StepMetadata"]
+__all__ = ["AttentionBackend", "LayerCache", "StepMetadata", "scales_missing"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,8 +57,13 @@ class AttentionBackend(Protocol):
     """True if ``plan`` reads the host mirrors, so that they must not be mere upper bounds."""
 
     @staticmethod
-    def supports(spec: AttentionSpec, device: str, dtype: str, mode: Mode = "dense") -> list[str]:
-        """Reasons why this backend cannot run such a layer; empty: it can."""
+    def supports(spec: AttentionSpec, device: str, dtype: str, mode: Mode = "dense", kv_dtype: str | None = None) -> list[str]:
+        """Reasons why this backend cannot run such a layer; empty: it can.
+
+        Args:
+            dtype: of q and of what comes out.
+            kv_dtype: of the KV cache; None: as ``dtype``.
+        """
         ...
 
     def plan(self, step: StepMetadata) -> None:
@@ -76,3 +82,8 @@ class AttentionBackend(Protocol):
             ``[T, num_heads * v_head_dim]`` in q's dtype.
         """
         ...
+
+
+def scales_missing(kv_dtype: str | None) -> list[str]:
+    """The reason of a backend that reads K and V as they are."""
+    return ["it has no per-token-head scales, which an FP8 KV cache has"] if kv_dtype == FP8_KV else []

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from headrace.attention.backend import LayerCache, StepMetadata
+from headrace.attention.backend import LayerCache, StepMetadata, scales_missing
 from headrace.attention.triton import TritonAttention
 from headrace.kernels import support
 from headrace.spec import AttentionSpec, Mode
@@ -189,8 +189,8 @@ class FlashInferAttention:
         """Of this step."""
 
     @staticmethod
-    def supports(spec: AttentionSpec, device: str, dtype: str, mode: Mode = "dense") -> list[str]:
-        reasons = TritonAttention.supports(spec, device, dtype, mode)
+    def supports(spec: AttentionSpec, device: str, dtype: str, mode: Mode = "dense", kv_dtype: str | None = None) -> list[str]:
+        reasons = TritonAttention.supports(spec, device, dtype, mode, kv_dtype) + scales_missing(kv_dtype)
         if importlib.util.find_spec("flashinfer") is None:
             reasons.append("FlashInfer is not installed: pip install 'headrace[cuda]'")
         if torch.device(device).type != "cuda":

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from headrace.attention.backend import AttentionBackend, LayerCache, StepMetadata
+from headrace.attention.backend import AttentionBackend, LayerCache, StepMetadata, scales_missing
 from headrace.attention.context import ForwardContext
 from headrace.attention.layer import HeadNorm
 from headrace.cache.planes import write_compressed
@@ -166,9 +166,9 @@ class LatentBackend:
         self._workspace = torch.empty(0)
 
     @staticmethod
-    def supports(spec: AttentionSpec, device: str, dtype: str, mode: Mode = "dense") -> list[str]:
+    def supports(spec: AttentionSpec, device: str, dtype: str, mode: Mode = "dense", kv_dtype: str | None = None) -> list[str]:
         """It is made of backends that were asked."""
-        return [] if spec.latent is not None else ["it is for compressed KV"]
+        return scales_missing(kv_dtype) + ([] if spec.latent is not None else ["it is for compressed KV"])
 
     def plan(self, step: StepMetadata) -> None:
         """Decode rows are absorbed, and so are prompts' rows for which that is less work, or whose lengths are not known."""

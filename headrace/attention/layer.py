@@ -79,7 +79,7 @@ class Attention(nn.Module):
         if k is None or v is None:
             raise ValueError(f"layer {spec.layer} keeps its own KV: k or v is missing")
         slots = ctx.step.slot_mapping[cache.group]
-        if spec.rotary_dim and gpu.takes(q):
+        if spec.rotary_dim and (gpu.takes(q) or cache.k_scale is not None):
             q, k = rotate(q, k, self._angles(cos_sin), spec.rotary_dim)
             write(cache, k, v, slots)
         elif spec.rotary_dim:

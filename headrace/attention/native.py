@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from headrace.attention.backend import LayerCache, StepMetadata
+from headrace.attention.backend import LayerCache, StepMetadata, scales_missing
 from headrace.kernels import native
 from headrace.kernels.native.library import DTYPES
 from headrace.spec import AttentionSpec, Mode
@@ -31,8 +31,8 @@ class NativeAttention:
         """Of the planned step's ``query_start`` and ``seq_lens``."""
 
     @staticmethod
-    def supports(spec: AttentionSpec, device: str, dtype: str, mode: Mode = "dense") -> list[str]:
-        reasons = []
+    def supports(spec: AttentionSpec, device: str, dtype: str, mode: Mode = "dense", kv_dtype: str | None = None) -> list[str]:
+        reasons = scales_missing(kv_dtype)
         if not device.startswith("cpu"):
             reasons.append(f"it is made for the CPU, not for {device}")
         elif native.load() is None:

@@ -19,7 +19,7 @@ class ReferenceAttention:
         self._step: StepMetadata | None = None
 
     @staticmethod
-    def supports(spec: AttentionSpec, device: str, dtype: str, mode: Mode = "dense") -> list[str]:
+    def supports(spec: AttentionSpec, device: str, dtype: str, mode: Mode = "dense", kv_dtype: str | None = None) -> list[str]:
         return [] if mode == "dense" else [f"the reference attends densely only, not {mode}"]
 
     def plan(self, step: StepMetadata) -> None:
@@ -34,16 +34,26 @@ class ReferenceAttention:
             start, end = (int(token) for token in step.query_start_host[row : row + 2])
             length = int(step.seq_lens_host[row])
             blocks = step.block_tables[cache.group][row, : -(-length // cache.block_size)].long()
-            keys = cache.keys[blocks].flatten(0, 1)[:length].double()
-            values = cache.values[blocks].flatten(0, 1)[:length].double()
             first = length - (end - start)
+            # Behind the window of the first query, blocks may be another row's by now.
+            low = 0 if spec.window is None else max(0, first + 1 - spec.window)
+            keys = _read(cache.keys, cache.k_scale, blocks)[low:length]
+            values = _read(cache.values, cache.v_scale, blocks)[low:length]
             for head in range(spec.num_heads if length else 0):
                 kv_head = head // spec.group_size
                 sink = None if sinks is None else sinks[head]
                 out[start:end, head] = _attend(
-                    q[start:end, head].double(), keys[:, kv_head], values[:, kv_head], spec, first, sink
+                    q[start:end, head].double(), keys[:, kv_head], values[:, kv_head], spec, first - low, sink
                 ).to(q.dtype)
         return out.flatten(1)
+
+
+def _read(stored: torch.Tensor, scale: torch.Tensor | None, blocks: torch.Tensor) -> torch.Tensor:
+    """``[len(blocks) * block_size, num_kv_heads, width]`` float64: what the numbers of some blocks mean."""
+    meant = stored[blocks].double()
+    if scale is not None:
+        meant *= scale[blocks].unsqueeze(-1)
+    return meant.flatten(0, 1)
 
 
 def _attend(
@@ -52,7 +62,7 @@ def _attend(
     """One head of one row.
 
     Args:
-        q: ``[n, head_dim]``; q[i] stands at position ``first + i``.
+        q: ``[n, head_dim]``; q[i] stands at the place ``first + i`` among the keys.
         keys: ``[length, head_dim]``
         values: ``[length, v_head_dim]``
         sink: a scalar that joins the softmax and carries no value.

@@ -38,16 +38,19 @@ def names() -> list[str]:
     return list(_BACKENDS)
 
 
-def refusals(spec: AttentionSpec, device: str, dtype: str) -> dict[str, list[str]]:
+def refusals(spec: AttentionSpec, device: str, dtype: str, kv_dtype: str | None = None) -> dict[str, list[str]]:
     """Per backend, why it cannot run the layer; an empty list: it can."""
-    return {name: backend.supports(spec, device, dtype) for name, backend in _BACKENDS.items()}
+    return {name: backend.supports(spec, device, dtype, "dense", kv_dtype) for name, backend in _BACKENDS.items()}
 
 
-def choose(spec: AttentionSpec, device: str, dtype: str, requested: str = "auto") -> tuple[str, str]:
+def choose(
+    spec: AttentionSpec, device: str, dtype: str, requested: str = "auto", kv_dtype: str | None = None
+) -> tuple[str, str]:
     """The backend for a layer.
 
     Args:
         requested: a backend's name, or ``auto``.
+        kv_dtype: of the KV cache; None: as ``dtype``.
 
     Returns:
         Its name, and why it was chosen.
@@ -56,14 +59,14 @@ def choose(spec: AttentionSpec, device: str, dtype: str, requested: str = "auto"
         ConfigError: there is no such backend, or none that can run the layer; says why each cannot.
     """
     if requested != "auto":
-        reasons = _backend(requested).supports(spec, device, dtype)
+        reasons = _backend(requested).supports(spec, device, dtype, "dense", kv_dtype)
         if reasons:
             raise ConfigError(
                 f"layer {spec.layer}: attention backend {requested} cannot run it: {'; '.join(reasons)}", "attention_backend"
             )
         return requested, "asked for"
     passed: list[str] = []
-    for name, reasons in refusals(spec, device, dtype).items():
+    for name, reasons in refusals(spec, device, dtype, kv_dtype).items():
         if not reasons:
             return name, f"not {', not '.join(passed)}" if passed else f"the fastest that runs on {device}"
         passed.append(f"{name} ({'; '.join(reasons)})")

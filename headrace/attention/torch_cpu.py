@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from headrace.attention.backend import LayerCache, StepMetadata
+from headrace.attention.backend import LayerCache, StepMetadata, scales_missing
 from headrace.attention.masks import Staircases
 from headrace.spec import AttentionSpec, Mode
 
@@ -75,8 +75,8 @@ class TorchAttention:
         self._workspace = torch.empty(0, dtype=torch.uint8)
 
     @staticmethod
-    def supports(spec: AttentionSpec, device: str, dtype: str, mode: Mode = "dense") -> list[str]:
-        reasons = []
+    def supports(spec: AttentionSpec, device: str, dtype: str, mode: Mode = "dense", kv_dtype: str | None = None) -> list[str]:
+        reasons = scales_missing(kv_dtype)
         if not device.startswith("cpu"):
             reasons.append(f"it is made for the CPU, not for {device}")
         if dtype not in _DTYPES:

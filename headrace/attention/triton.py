@@ -9,7 +9,7 @@ import torch
 
 from headrace.attention.backend import LayerCache, StepMetadata
 from headrace.kernels import support
-from headrace.kernels.triton.tiling import Geometry, Tiling, choose_tiling, invariant_tiling, workspace_bound
+from headrace.kernels.triton.tiling import Geometry, Tiling, choose_tiling, invariant_tiling, partial_size, workspace_bound
 from headrace.spec import AttentionSpec, Mode
 
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -61,7 +61,7 @@ class TritonAttention:
         """Kept, because a captured graph may write there."""
 
     @staticmethod
-    def supports(spec: AttentionSpec, device: str, dtype: str, mode: Mode = "dense") -> list[str]:
+    def supports(spec: AttentionSpec, device: str, dtype: str, mode: Mode = "dense", kv_dtype: str | None = None) -> list[str]:
         reasons = support.refusals(device)
         if dtype not in _DTYPES:
             reasons.append(f"it computes in {', '.join(_DTYPES)}, not in {dtype}")
@@ -116,6 +116,7 @@ class TritonAttention:
                 sinks=sinks,
                 k_scale=cache.k_scale,
                 v_scale=cache.v_scale,
+                dirty=cache.dirty,
                 out=out,
                 workspace=self._workspace,
             )
@@ -128,7 +129,7 @@ class TritonAttention:
             geometry = Geometry(*key[1:5], q.itemsize, cache.keys.itemsize, support.resources(q.device))
             if self._invariant:
                 chosen = invariant_tiling(geometry, max_seq_len=part.max_seq_len, split_tokens=INVARIANT_SPLIT)
-                size = self._kernel.partial_size(chosen, len(part.tokens), spec.num_heads, spec.v_head_dim)
+                size = partial_size(chosen, len(part.tokens), spec.num_heads, spec.v_head_dim)
             else:
                 chosen = choose_tiling(
                     geometry,

@@ -10,11 +10,9 @@ import torch
 
 from headrace.cache.layer import LayerCache
 from headrace.errors import ConfigError
-from headrace.spec import AttentionSpec
-
-_FP8 = torch.float8_e4m3fn
-_ALIGNMENT = 16
-"""Bytes: the widest load of a GPU."""
+from headrace.kernels.kv_cache import FP8
+from headrace.spec import AttentionSpec, layer_kv
+from headrace.spec.kv import ALIGNMENT, FP8_KV
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +25,7 @@ class Fp8LayerCache(LayerCache):
 
     tokens: int = 0
     """Of a block."""
+    dirty: bool = False
 
     @property
     def block_size(self) -> int:
@@ -37,14 +36,14 @@ class Fp8LayerCache(LayerCache):
         spec = self.spec
         strides = (self.rows.stride(0), spec.k_size, spec.head_dim, 1)
         shape = (len(self.rows), self.tokens, spec.num_kv_heads, spec.head_dim)
-        return self.rows.view(_FP8).as_strided(shape, strides)
+        return self.rows.view(FP8).as_strided(shape, strides)
 
     @cached_property
     def values(self) -> torch.Tensor:
         spec = self.spec
         strides = (self.rows.stride(0), 1, spec.v_head_dim * self.tokens, self.tokens)
         shape = (len(self.rows), self.tokens, spec.num_kv_heads, spec.v_head_dim)
-        return self.rows.view(_FP8).as_strided(shape, strides, self.rows.storage_offset() + self.tokens * spec.k_size)
+        return self.rows.view(FP8).as_strided(shape, strides, self.rows.storage_offset() + self.tokens * spec.k_size)
 
     @cached_property
     def k_scale(self) -> torch.Tensor:
@@ -62,27 +61,14 @@ class Fp8LayerCache(LayerCache):
         return self.rows.view(torch.float32).as_strided((len(self.rows), self.tokens, spec.num_kv_heads), strides, first)
 
 
-def block_bytes(spec: AttentionSpec, block_size: int) -> int:
-    """Of one block of one layer: two numbers of 32 bits for each token and head beside what is stored in e4m3."""
-    return block_size * (spec.k_size + spec.v_size + 2 * 4 * spec.num_kv_heads)
-
-
-def allocate_fp8(
-    spec: AttentionSpec, group: int, num_blocks: int, block_size: int, device: str | torch.device
-) -> Fp8LayerCache:
-    """Zeroed.
-
-    Raises:
-        ConfigError: the layer's runs of bytes would not be aligned, or it keeps compressed KV.
-    """
-    if spec.latent is not None:
-        raise ConfigError(f"layer {spec.layer}: compressed KV cannot be kept in FP8", "kv_cache_dtype")
-    runs = (block_size * spec.k_size, block_size * spec.v_size, block_bytes(spec, block_size))
-    if math.gcd(*runs) % _ALIGNMENT:
+def check_alignment(spec: AttentionSpec, block_size: int) -> None:
+    """Raises ConfigError if the layer's runs of bytes would not be aligned."""
+    if spec.kv_source is not None:
+        return
+    runs = (block_size * spec.k_size, block_size * spec.v_size, block_size * layer_kv(spec, FP8_KV).bytes_per_token)
+    if math.gcd(*runs) % ALIGNMENT:
         raise ConfigError(
-            f"layer {spec.layer}: an FP8 KV cache needs a block_size that makes a block's keys and values multiples of "
-            f"{_ALIGNMENT} bytes; {block_size} makes them {runs[0]} and {runs[1]}",
+            f"layer {spec.layer}: an FP8 KV cache needs a block_size that makes a block's keys, its values and all its bytes "
+            f"multiples of {ALIGNMENT}; {block_size} makes them {runs[0]}, {runs[1]} and {runs[2]}",
             "block_size",
         )
-    rows = torch.zeros(num_blocks, runs[2], dtype=torch.uint8, device=device)
-    return Fp8LayerCache(spec, group, rows, tokens=block_size)

@@ -37,6 +37,14 @@ class LayerCache:
         return self.rows.shape[1]
 
     @property
+    def dirty(self) -> bool:
+        """Where no token of a row's own is, its blocks may hold any bytes, NaN among them.
+
+        Else they hold what some token wrote there, or 0, and are finite as long as all KV is.
+        """
+        return False
+
+    @property
     def k_scale(self) -> torch.Tensor | None:
         """``[num_blocks, block_size, num_kv_heads]`` float32: factors of the keys, where they are stored in FP8."""
         return None

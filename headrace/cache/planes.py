@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
+from headrace.cache.fp8 import Fp8LayerCache, check_alignment
 from headrace.cache.layer import LayerCache
 from headrace.config import CacheConfig
 from headrace.errors import ConfigError
 from headrace.kernels import gpu
 from headrace.kernels.kv_cache import reshape_and_cache
-from headrace.spec import AttentionSpec, ModelFacts
-from headrace.spec.kv import DTYPE_BYTES
+from headrace.spec import AttentionSpec, ModelFacts, layer_kv
+from headrace.spec.kv import DTYPE_BYTES, FP8_KV
 
 
 def allocate(config: CacheConfig, model: ModelFacts, device: str | torch.device, dtype: str | torch.dtype) -> list[LayerCache]:
@@ -20,40 +23,54 @@ def allocate(config: CacheConfig, model: ModelFacts, device: str | torch.device,
     the KV of all layers of its group, one layer after the other: the layers' tensors are views of it, block by block at a
     stride of the group's, and those of different groups overlap.
 
-    Zeros, because a masked position still meets the softmax's zero in a product, and zero times garbage may be NaN.
+    Zeros, because a masked position still meets the softmax's zero in a product, and zero times garbage may be NaN. FP8
+    caches that share bytes cannot be kept so: a scale's bytes, read as e4m3, may be NaN. They are ``dirty``.
 
     Raises:
-        ConfigError: dtype is not the one the config accounts for, or a layer reads KV that it cannot.
+        ConfigError: dtype is not the one the config accounts for, a layer reads KV that it cannot, or ``block_size`` leaves
+            an FP8 layer's bytes unaligned.
     """
     name = str(dtype).removeprefix("torch.")
     if name != config.dtype or name not in DTYPE_BYTES:
         raise ConfigError(f"the KV cache was sized for {config.dtype}, not for {name}", "dtype")
     sources = [None if spec.kv_source is None else _kv_source(spec, model) for spec in model.layers]
     group_of = {layer: group.index for group in config.groups for layer in group.layers}
-    rows = _views(config, model, device, getattr(torch, name))
+    rows = _views(config, model, device)
     caches: list[LayerCache] = []
     for spec, source in zip(model.layers, sources, strict=True):
         kept = spec.layer if source is None else source
-        caches.append(LayerCache(spec, group_of[kept], rows[kept]))
+        if name == FP8_KV:
+            dirty = len(config.groups) > 1
+            caches.append(Fp8LayerCache(spec, group_of[kept], rows[kept], tokens=config.block_size, dirty=dirty))
+        else:
+            caches.append(LayerCache(spec, group_of[kept], rows[kept]))
     return caches
 
 
-def _views(config: CacheConfig, model: ModelFacts, device: str | torch.device, dtype: torch.dtype) -> dict[int, torch.Tensor]:
-    """``[num_blocks, block_size, num_kv_heads, row_width]`` by layer, of those that keep KV."""
+def _views(config: CacheConfig, model: ModelFacts, device: str | torch.device) -> dict[int, torch.Tensor]:
+    """``rows`` by layer, of those that keep KV."""
+    dtype = torch.uint8 if config.dtype == FP8_KV else getattr(torch, config.dtype)
     arena = None
     if len(config.groups) > 1:
         arena = torch.zeros(config.nbytes, dtype=torch.uint8, device=device).view(dtype)
     views = {}
     for group, block_bytes, num_blocks in zip(config.groups, config.arena.block_bytes, config.num_blocks, strict=True):
         for layer, offset in zip(group.layers, group.layer_offsets(config.block_size), strict=True):
-            spec = model.layers[layer]
-            shape = (num_blocks, config.block_size, spec.num_kv_heads, spec.row_width)
+            shape = _block_shape(model.layers[layer], config)
             if arena is None:
-                views[layer] = torch.zeros(shape, dtype=dtype, device=device)
+                views[layer] = torch.zeros(num_blocks, *shape, dtype=dtype, device=device)
                 continue
-            strides = (block_bytes // dtype.itemsize, shape[2] * shape[3], shape[3], 1)
-            views[layer] = arena.as_strided(shape, strides, offset // dtype.itemsize)
+            strides = (block_bytes // dtype.itemsize, *(math.prod(shape[axis + 1 :]) for axis in range(len(shape))))
+            views[layer] = arena.as_strided((num_blocks, *shape), strides, offset // dtype.itemsize)
     return views
+
+
+def _block_shape(spec: AttentionSpec, config: CacheConfig) -> tuple[int, ...]:
+    """Of a block of ``rows``."""
+    if config.dtype == FP8_KV:
+        check_alignment(spec, config.block_size)
+        return (config.block_size * layer_kv(spec, FP8_KV).bytes_per_token,)
+    return config.block_size, spec.num_kv_heads, spec.row_width
 
 
 def _kv_source(spec: AttentionSpec, model: ModelFacts) -> int:
@@ -80,6 +97,9 @@ def write(cache: LayerCache, k: torch.Tensor, v: torch.Tensor, slot_mapping: tor
         v: ``[T, num_kv_heads, v_head_dim]``
         slot_mapping: ``[T]`` int64: ``block * block_size + offset``.
     """
+    if cache.k_scale is not None:
+        reshape_and_cache(k, v, cache.keys, cache.values, slot_mapping, FP8_KV, cache.k_scale, cache.v_scale)
+        return
     if gpu.takes(k):
         reshape_and_cache(k, v, cache.keys, cache.values, slot_mapping)
         return

@@ -101,6 +101,13 @@ _CACHE_KNOBS = (
         default="the model's context length",
     ),
     Knob(
+        "kv_cache_dtype",
+        CACHE,
+        "Number format of the KV cache. auto is --dtype's. fp8_e4m3 keeps each number in one byte, with a scale for each token "
+        "and head of K and of V: twice as many tokens as in bfloat16, rounded to 3 bits of mantissa. On a GPU (SM80 or newer) "
+        "headrace's own attention kernel reads it; on a CPU only the reference does, slowly.",
+    ),
+    Knob(
         "kv_cache_memory",
         CACHE,
         "Memory for the KV cache: 2GiB, 500MB, or bytes. More lets more or longer requests run at once, and keeps more "

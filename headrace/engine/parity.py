@@ -109,9 +109,8 @@ def measure(args: EngineArgs, tell: Callable[[str], None] = lambda what: None) -
     Raises:
         ConfigError: the model cannot be compared: it has no weights that both can read.
     """
-    args = dataclasses.replace(
-        args, quantization="none", enforce_eager=True, max_num_batched_tokens=_CHUNK, max_num_seqs=4, pipeline_depth=1
-    )
+    args = dataclasses.replace(args, quantization="none", kv_cache_dtype="auto", enforce_eager=True, pipeline_depth=1)
+    args = dataclasses.replace(args, max_num_batched_tokens=_CHUNK, max_num_seqs=4)
     frontend = load_frontend(args)
     files = frontend.files
     if files.kind != "safetensors":

@@ -38,7 +38,7 @@ def engine_info(
 def _layer_lines(config: EngineConfig) -> list[LayerLine]:
     lines = []
     for spec, backend in zip(config.model.layers, config.attention_backends, strict=True):
-        _, reason = select.choose(spec, config.device, config.dtype, config.args.attention_backend)
+        _, reason = select.choose(spec, config.device, config.dtype, config.args.attention_backend, config.cache.dtype)
         if spec.latent is not None:
             prompts = select.for_prompts(spec, backend, config.device, config.dtype)
             reason = f"{reason}; prompts are uncompressed, for {prompts}, where that is less work"

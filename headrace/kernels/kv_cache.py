@@ -11,7 +11,7 @@ import torch
 
 from headrace.errors import ConfigError
 from headrace.kernels import gpu
-from headrace.kernels.support import MIN_SM, compute_capability
+from headrace.kernels.support import fp8_refusals
 
 FP8_MAX = 448.0
 FP8_MIN_SCALE = 1e-12
@@ -113,9 +113,8 @@ def check_cache(
 
 def check_scales(key_cache: torch.Tensor, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None) -> None:
     """Raises ConfigError if the device cannot do FP8, ValueError if the scales do not fit the cache."""
-    capability = compute_capability(key_cache.device)
-    if capability is not None and capability < MIN_SM:
-        raise ConfigError(f"FP8 KV cache requires SM{MIN_SM}+, got SM{capability}", "kv_cache_dtype")
+    if reasons := fp8_refusals(key_cache.device):
+        raise ConfigError("; ".join(reasons), "kv_cache_dtype")
     if key_cache.dtype != FP8:
         raise ValueError(f"an fp8_e4m3 cache holds {FP8}, not {key_cache.dtype}")
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):

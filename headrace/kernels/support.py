@@ -43,6 +43,14 @@ def refusals(device: torch.device | str) -> list[str]:
     return [] if capability >= MIN_SM else [f"Triton kernels need SM{MIN_SM} or newer, not SM{capability}"]
 
 
+def fp8_refusals(device: torch.device | str) -> list[str]:
+    """Reasons why a device cannot keep KV in FP8; empty: it can. A CPU can, slowly."""
+    capability = compute_capability(device)
+    if capability is None or capability >= MIN_SM:
+        return []
+    return [f"FP8 KV cache requires SM{MIN_SM}+, got SM{capability}"]
+
+
 @dataclasses.dataclass(frozen=True)
 class Resources:
     """What a launch can count on."""

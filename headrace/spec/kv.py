@@ -6,11 +6,14 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal
 
+from headrace.errors import ConfigError
 from headrace.spec.attention import AttentionSpec
 
 ALIGNMENT = 16
 """Bytes: the widest load of a GPU, at which FlashInfer's kernels want rows to begin."""
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3": 1, "float64": 8}
+FP8_KV = "fp8_e4m3"
+"""A KV dtype: e4m3 numbers, with a float32 scale for each token and head of K and of V."""
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, FP8_KV: 1, "float64": 8}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +34,10 @@ class Plane:
 
 @dataclasses.dataclass(frozen=True)
 class LayerKV:
-    """The planes of one layer. K and V of one token and head lie side by side: two planes of one tensor."""
+    """The planes of one layer. K and V of one token and head lie side by side: two planes of one tensor.
+
+    In FP8 a block's tokens lie side by side plane after plane, the scales behind: see ``headrace.cache.fp8``.
+    """
 
     layer: int
     planes: tuple[Plane, ...]
@@ -89,15 +95,22 @@ def block_sizes(groups: Sequence[CacheGroup], block_size: int) -> tuple[int, ...
 
 
 def layer_kv(spec: AttentionSpec, dtype: str) -> LayerKV:
-    """The planes that a layer keeps: K and V, or one for compressed KV, or none if it reads another layer's."""
+    """The planes that a layer keeps: K and V, or one for compressed KV, or none if it reads another layer's.
+
+    Raises:
+        ConfigError: compressed KV, of which FP8 would round every head's keys and values at once.
+    """
     if spec.kv_source is not None:
         return LayerKV(spec.layer, ())
+    if spec.latent is not None and dtype == FP8_KV:
+        raise ConfigError(f"layer {spec.layer}: compressed KV cannot be kept in FP8", "kv_cache_dtype")
     if spec.latent is not None:
         return LayerKV(spec.layer, (Plane("latent", 1, spec.row_width, dtype),))
-    return LayerKV(
-        spec.layer,
-        (Plane("k", spec.num_kv_heads, spec.head_dim, dtype), Plane("v", spec.num_kv_heads, spec.v_head_dim, dtype)),
-    )
+    heads = spec.num_kv_heads
+    planes = [Plane("k", heads, spec.head_dim, dtype), Plane("v", heads, spec.v_head_dim, dtype)]
+    if dtype == FP8_KV:
+        planes += [Plane("k_scale", heads, 1, "float32"), Plane("v_scale", heads, 1, "float32")]
+    return LayerKV(spec.layer, tuple(planes))
 
 
 def cache_groups(specs: Sequence[AttentionSpec], dtype: str) -> tuple[CacheGroup, ...]:

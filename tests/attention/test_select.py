@@ -50,7 +50,7 @@ def test_a_backend_can_be_added(monkeypatch: pytest.MonkeyPatch) -> None:
         name = "faster"
 
         @staticmethod
-        def supports(spec, device, dtype, mode="dense"):
+        def supports(spec, device, dtype, mode="dense", kv_dtype=None):
             return [] if spec.window is None else ["it has no windows"]
 
     monkeypatch.setattr(select, "_BACKENDS", dict(select._BACKENDS))
@@ -62,6 +62,23 @@ def test_a_backend_can_be_added(monkeypatch: pytest.MonkeyPatch) -> None:
         select.register(type("Other", (Faster,), {"name": "other"}), before="nothing")
     assert isinstance(select.create("faster"), Faster)
     assert select.refusals(layer_spec(window=3), "cpu", "float32")["faster"] == ["it has no windows"]
+
+
+def test_an_fp8_cache_is_for_those_that_know_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    for device, dtype in (("cpu", "float32"), ("cuda", "bfloat16")):
+        refused = select.refusals(layer_spec(), device, dtype, "fp8_e4m3")
+        assert {name for name, reasons in refused.items() if any("scales" in why for why in reasons)} == {
+            "native",
+            "torch",
+            "flashinfer",
+        }
+        plain = select.refusals(layer_spec(), device, dtype, dtype)
+        assert not any("scales" in why for reasons in plain.values() for why in reasons)
+    name, reason = select.choose(layer_spec(), "cpu", "float32", kv_dtype="fp8_e4m3")
+    assert name == "reference" and "torch (it has no per-token-head scales" in reason
+    with pytest.raises(ConfigError, match=r"layer 0: attention backend torch .* scales"):
+        select.choose(layer_spec(), "cpu", "float32", "torch", "fp8_e4m3")
 
 
 def test_nobody_can() -> None:

@@ -16,8 +16,9 @@ from headrace.cache.blocks import ArenaBlocks
 from headrace.cache.layer import LayerCache
 from headrace.cache.planes import allocate, write
 from headrace.config import CacheConfig
+from headrace.kernels.kv_cache import quantize
 from headrace.spec import AttentionSpec, DenseSpec, ModelSpec, cache_groups
-from headrace.spec.kv import ALIGNMENT
+from headrace.spec.kv import ALIGNMENT, FP8_KV
 
 DTYPES = {"float32": 4, "bfloat16": 2}
 
@@ -122,6 +123,41 @@ def test_every_layers_blocks_are_bytes_of_its_own(
     assert sum(int(storage.count_nonzero()) for storage in storages.values()) == touched
     if len(config.groups) > 1:
         assert not storages.popitem()[1][: config.arena.reserved].any()
+
+
+@settings(max_examples=60, derandomize=True, deadline=None, database=None)
+@given(layer_lists(), st.lists(st.integers(1, 4), min_size=5, max_size=5), st.sampled_from([16, 32]))
+def test_fp8_planes_are_bytes_of_their_own(layers: list[AttentionSpec], counts: list[int], block_size: int) -> None:
+    """Numbers and scales of each token that may be there at once, written layer by layer: all are read back, every block's
+    bytes have one owner, and kernels find them aligned."""
+    config, caches = make(layers, counts, block_size, FP8_KV)
+    start = caches[0].rows.untyped_storage().data_ptr() if len(config.groups) > 1 else None
+    blocks = disjoint_blocks(config.arena, counts[: len(config.groups)])
+    generator = torch.Generator().manual_seed(0)
+    written = {}
+    for spec, cache in zip(layers, caches, strict=True):
+        assert cache.dirty == (len(config.groups) > 1)
+        if spec.kv_source is not None:
+            assert cache.rows.data_ptr() == caches[spec.kv_source].rows.data_ptr()
+            assert torch.equal(cache.values.view(torch.uint8), caches[spec.kv_source].values.view(torch.uint8))
+            continue
+        assert cache.rows.shape[1] == block_size * spec.num_kv_heads * (spec.head_dim + spec.v_head_dim + 8)
+        for part in (cache.rows, cache.keys, cache.values, cache.k_scale):
+            assert part is not None and part.stride(0) * part.itemsize % ALIGNMENT == 0
+            assert start is None or (part.data_ptr() - start) % ALIGNMENT == 0
+        own = torch.tensor(blocks[cache.group])
+        slots = (own[:, None] * block_size + torch.arange(block_size)).flatten()
+        k = torch.randn(len(slots), spec.num_kv_heads, spec.head_dim, generator=generator)
+        v = torch.randn(len(slots), spec.num_kv_heads, spec.v_head_dim, generator=generator)
+        write(cache, k, v, slots)
+        written[spec.layer] = (own, k, v)
+    for layer, (own, k, v) in written.items():
+        cache = caches[layer]
+        for new, stored, scale in ((k, cache.keys, cache.k_scale), (v, cache.values, cache.v_scale)):
+            wanted, factor = quantize(new)
+            assert scale is not None and torch.equal(scale[own].flatten(0, 1), factor)
+            assert torch.equal(stored[own].flatten(0, 1).float(), wanted.float())
+    assert sum({cache.rows.untyped_storage().data_ptr(): raw(cache).numel() for cache in caches}.values()) == config.nbytes
 
 
 @settings(max_examples=60, derandomize=True, deadline=None, database=None)

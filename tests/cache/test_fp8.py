@@ -7,10 +7,11 @@ import dataclasses
 import pytest
 import torch
 
-from headrace.cache.fp8 import allocate_fp8, block_bytes
+from headrace.cache.fp8 import Fp8LayerCache, check_alignment
 from headrace.errors import ConfigError
 from headrace.kernels.kv_cache import reshape_and_cache
-from headrace.spec import AttentionSpec
+from headrace.spec import AttentionSpec, layer_kv
+from headrace.spec.kv import FP8_KV
 
 
 def spec(**changes: int) -> AttentionSpec:
@@ -18,10 +19,15 @@ def spec(**changes: int) -> AttentionSpec:
     return AttentionSpec(**{**values, **changes})
 
 
+def zeros(spec: AttentionSpec, num_blocks: int, block_size: int) -> Fp8LayerCache:
+    rows = torch.zeros(num_blocks, block_size * layer_kv(spec, FP8_KV).bytes_per_token, dtype=torch.uint8)
+    return Fp8LayerCache(spec, 1, rows, tokens=block_size)
+
+
 @pytest.mark.parametrize("changes", [{}, {"num_kv_heads": 3, "head_dim": 40, "v_head_dim": 80}], ids=str)
 def test_every_byte_has_one_owner(changes: dict[str, int]) -> None:
-    cache = allocate_fp8(spec(**changes), 1, 3, 8, "cpu")
-    assert cache.rows.shape == (3, block_bytes(cache.spec, 8)) and cache.block_size == 8 and cache.group == 1
+    cache = zeros(spec(**changes), 3, 8)
+    assert cache.block_size == 8
     parts = [cache.keys, cache.values, cache.k_scale, cache.v_scale]
     assert [part.shape for part in parts[2:]] == [cache.keys.shape[:3]] * 2
     for part in parts:
@@ -35,13 +41,13 @@ def test_every_byte_has_one_owner(changes: dict[str, int]) -> None:
 
 
 def test_what_lies_side_by_side() -> None:
-    cache = allocate_fp8(spec(), 0, 2, 16, "cpu")
+    cache = zeros(spec(), 2, 16)
     assert cache.keys.stride(3) == 1 and cache.values.stride(1) == 1
     assert cache.k_scale.stride() == cache.v_scale.stride() and cache.k_scale.stride(1) == 1
 
 
 def test_a_block_can_be_moved_as_bytes() -> None:
-    cache = allocate_fp8(spec(), 0, 4, 8, "cpu")
+    cache = zeros(spec(), 4, 8)
     key, value = torch.randn(8, 2, 24), torch.randn(8, 2, 16)
     reshape_and_cache(key, value, cache.keys, cache.values, torch.arange(8, 16), "fp8_e4m3", cache.k_scale, cache.v_scale)
     cache.rows[3] = cache.rows[1]
@@ -53,7 +59,7 @@ def test_a_block_can_be_moved_as_bytes() -> None:
 
 def test_blocks_of_an_arena_lie_apart() -> None:
     """At an offset and a stride that are other layers' bytes: the same numbers, and nobody else's change."""
-    alone = allocate_fp8(spec(), 0, 4, 8, "cpu")
+    alone = zeros(spec(), 4, 8)
     arena = torch.full((4, alone.rows.shape[1] + 48), 7, dtype=torch.uint8)
     inside = dataclasses.replace(alone, rows=arena[:, 32:-16].zero_())
     key, value, slots = torch.randn(8, 2, 24), torch.randn(8, 2, 16), torch.arange(12, 20)
@@ -64,6 +70,6 @@ def test_blocks_of_an_arena_lie_apart() -> None:
 
 
 def test_unaligned_blocks_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"layer 3: .* block_size .* 40 and 32") as caught:
-        allocate_fp8(spec(head_dim=20), 0, 4, 1, "cpu")
+    with pytest.raises(ConfigError, match=r"layer 3: .* block_size .* 40, 32 and 88") as caught:
+        check_alignment(spec(head_dim=20), 1)
     assert caught.value.param == "block_size"

@@ -15,6 +15,7 @@ from transformers import LlamaConfig
 from headrace import resolve as resolving
 from headrace.config import EngineArgs, EngineConfig
 from headrace.errors import ConfigError
+from headrace.kernels import support
 from headrace.kv import KVCacheManager
 from headrace.resolve import DeviceFacts, resolve
 from headrace.sources.files import ModelFiles
@@ -157,12 +158,47 @@ def test_longrope_has_one_set_of_factors_for_all_sequences() -> None:
         ({"kv_cache_memory": 1000}, "kv_cache_memory"),
         ({"max_model_len": "auto", "kv_cache_memory": 1000}, "max_model_len"),
         ({"attention_backend": "abacus"}, "attention_backend"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype"),
+        ({"kv_cache_dtype": "bfloat16"}, "kv_cache_dtype"),
+        ({"kv_cache_dtype": "fp8_e4m3", "attention_backend": "torch"}, "attention_backend"),
     ],
 )
 def test_refusals_name_the_parameter(args: dict, param: str) -> None:
     with pytest.raises(ConfigError) as caught:
         decide(**args)
     assert caught.value.param == param
+
+
+def test_an_fp8_cache_holds_more_tokens_in_the_same_bytes() -> None:
+    plain, small = (
+        decide(model(windows=(None, 48)), kv_cache_memory=MIB, max_num_seqs=8, kv_cache_dtype=kind, dtype="bfloat16")
+        for kind in ("auto", "fp8_e4m3")
+    )
+    assert (plain.dtype, plain.cache.dtype) == ("bfloat16", "bfloat16")
+    assert (small.dtype, small.cache.dtype) == ("bfloat16", "fp8_e4m3")
+    # 2 heads of K and V, 16 wide; in FP8 a byte each, and two scales of 4 bytes a head.
+    assert [group.bytes_per_token for group in plain.cache.groups] == [128, 128]
+    assert [group.bytes_per_token for group in small.cache.groups] == [80, 80]
+    assert small.cache.nbytes <= MIB and small.cache.num_blocks[0] == MIB // (16 * 80)
+    assert set(small.attention_backends) == {"reference"}
+    assert "no per-token-head scales" in reason(small, "attention_backend")
+
+
+def test_what_an_fp8_cache_cannot_do_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="block_size") as caught:
+        decide(block_size=1, kv_cache_dtype="fp8_e4m3", spec=odd())
+    assert caught.value.param == "block_size"
+    monkeypatch.setattr(support, "compute_capability", lambda device: 75)
+    with pytest.raises(ConfigError, match=r"FP8 KV cache requires SM80\+, got SM75") as caught:
+        decide(kv_cache_dtype="fp8_e4m3", device=dataclasses.replace(ZEN, device="cuda"))
+    assert caught.value.param == "kv_cache_dtype"
+
+
+def odd() -> ModelSpec:
+    """Heads of 5 numbers."""
+    spec = model()
+    layers = tuple(dataclasses.replace(layer, head_dim=5, v_head_dim=5, rotary_dim=0) for layer in spec.layers)
+    return dataclasses.replace(spec, layers=layers)
 
 
 def test_a_batch_holds_a_token_of_every_sequence() -> None:

@@ -25,6 +25,7 @@ from headrace.outputs import TokenLogprobs
 from headrace.runner.runner import ModelRunner
 from headrace.sampling_params import SamplingParams
 from headrace.spec import AttentionSpec, DenseSpec, ModelSpec, RopeSpec, cache_groups
+from headrace.spec.kv import FP8_KV
 from headrace.text.bad_words import compile_bad_words
 from headrace.text.vocab import TokenBytes
 
@@ -93,6 +94,18 @@ FAMILIES: dict[str, ModelSpec] = {
     ),
 }
 """What a layer's geometry may be: heterogeneous models stand in the same list as the plain ones."""
+IN_FP8 = ", KV in FP8"
+FAMILIES |= {
+    "one layer" + IN_FP8: _spec([_layer(0, heads=3, kv_heads=1, v_dim=12)], qk_norm=True),
+    "windows" + IN_FP8: _spec(
+        [
+            _layer(0, window=9, heads=1, kv_heads=1, dim=12),
+            _layer(1, heads=2, v_dim=20),
+            _layer(2, heads=2, kv_source=1, v_dim=20),
+        ]
+    ),
+}
+"""Few heads: on the CPU it is the oracle that attends, a head at a time."""
 
 
 @functools.cache
@@ -151,7 +164,9 @@ class World:
 
     def config(self) -> EngineConfig:
         spec = FAMILIES[self.family]
-        groups = cache_groups(spec.layers, "float32")
+        in_fp8 = self.family.endswith(IN_FP8)
+        kv_dtype = FP8_KV if in_fp8 else "float32"
+        groups = cache_groups(spec.layers, kv_dtype)
         args = EngineArgs(record_steps=self.record)
         return EngineConfig(
             args=args,
@@ -161,7 +176,7 @@ class World:
                 block_size=BLOCK,
                 groups=groups,
                 enable_prefix_caching=self.caching,
-                dtype="float32",
+                dtype=kv_dtype,
             ),
             scheduler=SchedulerConfig(
                 max_model_len=MAX_LEN,
@@ -175,7 +190,7 @@ class World:
             device=self.device,
             dtype="float32",
             quantization="none",
-            attention_backends=(self.backend,) * spec.num_layers,
+            attention_backends=("reference" if in_fp8 and self.device == "cpu" else self.backend,) * spec.num_layers,
             num_threads=1,
             decisions=(),
         )

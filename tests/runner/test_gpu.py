@@ -12,7 +12,7 @@ from headrace.sampling.random import philox
 from headrace.sampling.sampler import Sampler
 from headrace.sampling_params import SamplingParams
 
-from .harness import FAMILIES, Engine, World, alone, same, serve
+from .harness import FAMILIES, IN_FP8, Engine, World, alone, same, serve
 from .test_invariants import REQUESTS, shuffled
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -26,6 +26,14 @@ def test_company_pipelining_and_preemption_change_nothing(family: str) -> None:
     same(serve(World(family, device="cuda", backend="reference", depth=2), shuffled(1)), expected)
     tight = World(family, device="cuda", backend="reference", depth=3, num_blocks=22, max_num_batched_tokens=24, caching=True)
     same(serve(tight, shuffled(2)), expected)
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family.endswith(IN_FP8)])
+def test_the_kernel_meets_no_nan_in_fp8(family: str) -> None:
+    """Where blocks of several groups share bytes, what one wrote as a scale another reads as e4m3."""
+    world = World(family, device="cuda", backend="triton", depth=2, num_blocks=22, max_num_batched_tokens=24, caching=True)
+    outcomes = [outcome for samples in serve(world, shuffled(3)).values() for outcome in samples]
+    assert len(outcomes) >= len(REQUESTS) and all(outcome.error is None and outcome.token_ids for outcome in outcomes)
 
 
 def test_the_runner_is_warmed_up_and_keeps_time() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from headrace.errors import ConfigError
-from headrace.spec import AttentionSpec, cache_groups, layer_kv
+from headrace.spec import AttentionSpec, LatentSpec, cache_groups, layer_kv
+from headrace.spec.kv import FP8_KV
 
 
 def spec(layer: int = 0, **changes: object) -> AttentionSpec:
@@ -42,6 +43,18 @@ def test_bytes_are_the_sum_over_layers_and_planes() -> None:
         (None, (0, 1), 2 * (48 + 144)),
         (32, (2,), 2 * 64),
     ]
+
+
+def test_fp8_is_a_byte_a_number_and_two_scales_a_head() -> None:
+    layers = [spec(0), spec(1, num_kv_heads=6, v_head_dim=20), spec(2, window=32), spec(3, kv_source=0)]
+    planes = layer_kv(layers[1], FP8_KV).planes
+    assert [(plane.name, plane.nbytes) for plane in planes] == [("k", 48), ("v", 120), ("k_scale", 24), ("v_scale", 24)]
+    assert [layer_kv(one, FP8_KV).bytes_per_token for one in layers] == [24 + 16, 168 + 48, 24 + 16, 0]
+    assert [group.bytes_per_token for group in cache_groups(layers, FP8_KV)] == [256, 40]
+    latent = spec(4, num_kv_heads=1, v_head_dim=6, rotary_dim=2, latent=LatentSpec(head_dim=8, v_head_dim=8))
+    with pytest.raises(ConfigError, match="layer 4: compressed KV cannot be kept in FP8") as caught:
+        layer_kv(latent, FP8_KV)
+    assert caught.value.param == "kv_cache_dtype"
 
 
 def test_groups_run_from_full_to_the_narrowest_window() -> None:

@@ -25,7 +25,7 @@ from headrace.kernels.triton.fp8 import OFF, as_bytes, gain, mode, to_half
 from headrace.kernels.triton.kv_cache import scale_strides
 from headrace.kernels.triton.pdl import begin as begin_launch
 from headrace.kernels.triton.pdl import options
-from headrace.kernels.triton.tiling import KEYS_FIRST, Tiling
+from headrace.kernels.triton.tiling import KEYS_FIRST, Tiling, partial_size
 
 _MERGED_CHANNELS = 128
 """Of one program of the merge."""
@@ -140,7 +140,7 @@ def _walk(
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, D_A: tl.constexpr,
     D_B: tl.constexpr, DV: tl.constexpr, DV_A: tl.constexpr, DV_B: tl.constexpr, WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr, FP8: tl.constexpr, V_LANE: tl.constexpr, KEYS_FIRST: tl.constexpr,
-    PRECISION: tl.constexpr, INVARIANT: tl.constexpr, MASKED: tl.constexpr
+    PRECISION: tl.constexpr, INVARIANT: tl.constexpr, DIRTY: tl.constexpr, MASKED: tl.constexpr
 ):  # fmt: skip
     """Takes in the keys ``[begin, end)``, tile after tile; of these only ``[low, high)`` count.
 
@@ -196,17 +196,21 @@ def _walk(
             decay = decay * (unit / new_unit)
             unit = new_unit
         weights = weights.to(q_a.dtype)
-        # e4m3 in a cache is finite, so that weight 0 is enough for what is no key.
+        # e4m3 that is not DIRTY is finite: weight 0 is enough for what is no key. A mask by token would part its loads.
         shielded: tl.constexpr = MASKED and FP8 == 0
         if V_LANE == 1:
             base = values + block * v_block + offset * v_offset
         else:
             base = values + block * v_block + offset
         v_a = _load_part(base, present, 0, DV, DV_A, V_LANE, not KEYS_FIRST, shielded)
+        if MASKED and DIRTY:
+            v_a = tl.where(_per_key(present, not KEYS_FIRST), v_a, 0)
         acc_a = acc_a * _per_query(decay, KEYS_FIRST)
         acc_a = _product(weights, _operand(v_a, q_a.dtype, FP8), acc_a, KEYS_FIRST, PRECISION)
         if DV_B > 0:
             v_b = _load_part(base, present, DV_A, DV, DV_B, V_LANE, not KEYS_FIRST, shielded)
+            if MASKED and DIRTY:
+                v_b = tl.where(_per_key(present, not KEYS_FIRST), v_b, 0)
             acc_b = acc_b * _per_query(decay, KEYS_FIRST)
             acc_b = _product(weights, _operand(v_b, q_a.dtype, FP8), acc_b, KEYS_FIRST, PRECISION)
     return highest, total, acc_a, acc_b, unit
@@ -350,6 +354,7 @@ def _attend(
     SINGLE: tl.constexpr,  # one query a row: row r's is token first_token + r
     PHASED: tl.constexpr,  # whole tiles go without masks
     INVARIANT: tl.constexpr,  # no query's numbers depend on another's
+    DIRTY: tl.constexpr,  # what is no key may be NaN, in FP8 too
     SPLIT: tl.constexpr,
     KEYS_FIRST: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -408,14 +413,14 @@ def _attend(
                 begin, middle, low, high, highest, total, acc_a, acc_b, unit, q_a, q_b, peak, position, factor, soft_cap,
                 window, keys, values, k_scale, v_scale, table, k_block, k_offset, v_block, v_offset, scale_block,
                 scale_offset, BLOCK_SIZE, BLOCK_M, BLOCK_N, D, D_A, D_B, DV, DV_A, DV_B, WINDOW, SOFT_CAP, FP8,
-                V_LANE, KEYS_FIRST, PRECISION, INVARIANT, False,
+                V_LANE, KEYS_FIRST, PRECISION, INVARIANT, DIRTY, False,
             )  # fmt: skip
             begin = middle
         highest, total, acc_a, acc_b, unit = _walk(
             begin, high, low, high, highest, total, acc_a, acc_b, unit, q_a, q_b, peak, position, factor, soft_cap,
             window, keys, values, k_scale, v_scale, table, k_block, k_offset, v_block, v_offset, scale_block,
             scale_offset, BLOCK_SIZE, BLOCK_M, BLOCK_N, D, D_A, D_B, DV, DV_A, DV_B, WINDOW, SOFT_CAP, FP8,
-            V_LANE, KEYS_FIRST, PRECISION, INVARIANT, True,
+            V_LANE, KEYS_FIRST, PRECISION, INVARIANT, DIRTY, True,
         )  # fmt: skip
 
         mass = tl.where(total == 0.0, 1.0, total)
@@ -472,11 +477,6 @@ def _merge(
     tl.store(out + place * DV + channel, merged.to(out.dtype.element_ty), mask=present)
 
 
-def partial_size(tiling: Tiling, num_tokens: int, num_heads: int, v_head_dim: int) -> int:
-    """Numbers of the float32 workspace that a launch needs: an output and a softmax mass for each token, head and split."""
-    return num_tokens * num_heads * tiling.splits * (v_head_dim + 1) if tiling.merges else 0
-
-
 def paged_attention(
     q: torch.Tensor,
     keys: torch.Tensor,
@@ -494,6 +494,7 @@ def paged_attention(
     sinks: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    dirty: bool = False,
     out: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -509,6 +510,7 @@ def paged_attention(
         tokens: of q, those that the R rows hold. A batch may be done in parts, each with some of its rows.
         single: every row has one query, and row r's is ``tokens[r]``; ``query_start`` is not read.
         k_scale, v_scale: ``[blocks, block_size, kv_heads]`` float32 of the same strides.
+        dirty: where blocks hold no key of their row, FP8 values may be NaN. (All other kinds may in any case.)
         out: ``[T, num_heads, dv]`` contiguous. Tokens of no row are left as they are.
         workspace: float32, at least ``partial_size`` numbers, which nothing else uses meanwhile.
     """
@@ -542,7 +544,7 @@ def paged_attention(
         D=head_dim, D_A=d_a, D_B=d_b, DV=v_head_dim, DV_A=dv_a, DV_B=dv_b,
         WINDOW=window is not None, SOFT_CAP=soft_cap is not None, SINKS=sinks is not None, FP8=fp8, V_LANE=values.stride(3),
         SINGLE=single, PHASED=not (single or tiling.invariant or window is not None),
-        INVARIANT=tiling.invariant, SPLIT=tiling.merges, KEYS_FIRST=tiling.keys_first,
+        INVARIANT=tiling.invariant, DIRTY=dirty and fp8 != OFF, SPLIT=tiling.merges, KEYS_FIRST=tiling.keys_first,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=tiling.num_warps, num_stages=tiling.num_stages, **options(q.device),
     )  # fmt: skip

@@ -87,6 +87,11 @@ def choose_tiling(geometry: Geometry, *, num_rows: int, num_tokens: int, max_que
     return Tiling(block_q, heads, block_n, splits, 0, 4 if block_m <= 32 else 8, num_stages)
 
 
+def partial_size(tiling: Tiling, num_tokens: int, num_heads: int, v_head_dim: int) -> int:
+    """Numbers of the float32 workspace that a launch needs: an output and a softmax mass for each token, head and split."""
+    return num_tokens * num_heads * tiling.splits * (v_head_dim + 1) if tiling.merges else 0
+
+
 def workspace_bound(geometry: Geometry) -> int:
     """At least ``partial_size`` of every tiling that ``choose_tiling`` gives, whatever the batch: it splits only while the
     programs do not fill the device, and a program leaves one partial output for each of its queries and heads."""

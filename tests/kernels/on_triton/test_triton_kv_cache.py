@@ -203,7 +203,7 @@ def test_unknown_dtypes(kind: str, module: object) -> None:
 @pytest.mark.parametrize("module", [kv_cache, twin], ids=["kernel", "twin"])
 def test_old_devices_are_told(module: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """They would have written zeros."""
-    monkeypatch.setattr(twin, "compute_capability", lambda device: 75)
+    monkeypatch.setattr(support, "compute_capability", lambda device: 75)
     with pytest.raises(ConfigError, match=r"FP8 KV cache requires SM80\+, got SM75"):
         problem(kind="fp8_e4m3").write(module.reshape_and_cache)  # type: ignore[attr-defined]
     problem().write(twin.reshape_and_cache)

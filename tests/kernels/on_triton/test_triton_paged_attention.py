@@ -12,8 +12,8 @@ import torch
 from headrace.kernels.kv_cache import quantize
 from headrace.kernels.paged_attention import paged_attention as twin
 from headrace.kernels.support import Resources, resources
-from headrace.kernels.triton.paged_attention import paged_attention, partial_size
-from headrace.kernels.triton.tiling import Geometry, Tiling, choose_tiling, invariant_tiling, workspace_bound
+from headrace.kernels.triton.paged_attention import paged_attention
+from headrace.kernels.triton.tiling import Geometry, Tiling, choose_tiling, invariant_tiling, partial_size, workspace_bound
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3}
 FEW = Tiling(block_q=4, heads=4, block_n=16, splits=1, split_tokens=0, num_warps=4, num_stages=2)
@@ -83,11 +83,12 @@ def problem(
     block_size: int = 8,
     dtype: torch.dtype = torch.float32,
     fp8: bool = False,
+    unseen: int = 0x7E,
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: bool = False,
 ) -> Problem:
-    """Rows in blocks drawn at random. What no row may see is NaN, but for the null block."""
+    """Rows in blocks drawn at random. What no row may see is NaN, or in e4m3 ``unseen``, but for the null block."""
     generator = torch.Generator().manual_seed(0)
     v_head_dim = v_head_dim or head_dim
     needed = [-(-length // block_size) for _, length in lengths]
@@ -117,8 +118,8 @@ def problem(
             visible[block, : length - column * block_size] = column >= passed
     for side in (keys, values):
         if fp8:
-            # What is stored in e4m3 is finite, but otherwise anything; its scales are not read.
-            side.view(torch.uint8)[~visible] = 0x7E
+            # Unless a cache is dirty, what is stored in e4m3 is finite, but otherwise anything; its scales are not read.
+            side.view(torch.uint8)[~visible] = unseen
         else:
             side[~visible] = torch.nan
     for name in ("k_scale", "v_scale") if fp8 else ():
@@ -279,6 +280,18 @@ def test_broken_rows_stay_alone(device: torch.device) -> None:
     made.q[:5] = torch.nan
     got = made.run(device, FEW).cpu()
     assert got[:5].isnan().all() and torch.equal(got[5:], expected[5:])
+
+
+@pytest.mark.parametrize("features", [{}, {"window": 9}, {"head_dim": 80, "v_head_dim": 48, "window": 30}], ids=str)
+@pytest.mark.parametrize("unseen", [0x7F, 0xFF])
+def test_dirty_blocks(features: dict[str, object], unseen: int, device: torch.device) -> None:
+    """NaN where no key of a row is, in e4m3 too: queries or keys first, in splits or not, with masks or beside them."""
+    made = problem([(9, 25), (2, 40), (40, 70)], fp8=True, unseen=unseen, **features)
+    for tiling in (chosen(made), dataclasses.replace(chosen(made), splits=2)):
+        made.check(device, tiling, dirty=True)
+    made.check(device, invariant_tiling(geometry(made), max_seq_len=70, split_tokens=64), dirty=True)
+    decode = problem([(1, 1), (1, 70), (1, 19)], fp8=True, unseen=unseen, **features)
+    decode.check(device, chosen(decode), dirty=True, single=True)
 
 
 @pytest.mark.parametrize("features", [{}, {"window": 30, "sinks": True}], ids=["plain", "window and sinks"])

@@ -15,6 +15,7 @@ import torch
 
 from headrace.core.plan import NewSequence
 from headrace.errors import RequestError
+from headrace.kernels import gpu
 from headrace.outputs import TokenLogprobs
 from headrace.sampling.allowed import AllowedTokens
 from headrace.sampling.bad_words import BadWords
@@ -128,8 +129,9 @@ class Sampler:
 
     def sample(self, logits: torch.Tensor, rows: Rows) -> Sampled:
         """Draws a token for each row and takes note of it. ``logits [N, vocab]`` float32 are used up."""
-        maxima = block_maxima(logits)
-        given = maxima.amax(-1)
+        # Kernels find their own.
+        maxima = None if gpu.takes(logits) else block_maxima(logits)
+        given = logits.amax(-1) if maxima is None else maxima.amax(-1)
         wants_raw = self._logprobs.wants_raw(rows)
         raw = whole_rows(wants_raw, logits) if len(wants_raw) else None
         changed = False

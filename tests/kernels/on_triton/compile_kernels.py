@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from headrace.cache.fp8 import allocate_fp8
+from headrace.cache.fp8 import Fp8LayerCache
 from headrace.kernels.support import NATIVE_FP8_SM, Resources
 from headrace.kernels.triton import (
     activation,
@@ -33,7 +33,8 @@ from headrace.kernels.triton import (
     qkv,
     tiling,
 )
-from headrace.spec import AttentionSpec, MoeSpec
+from headrace.spec import AttentionSpec, MoeSpec, layer_kv
+from headrace.spec.kv import FP8_KV
 
 BF16 = torch.bfloat16
 
@@ -69,6 +70,12 @@ def compile_only(capability: int) -> None:
         module.mode = lambda device: native
 
 
+def fp8_cache(spec: AttentionSpec) -> Fp8LayerCache:
+    """Of 8 blocks of 16 tokens."""
+    size = 16 * layer_kv(spec, FP8_KV).bytes_per_token
+    return Fp8LayerCache(spec, 0, torch.zeros(8, size, dtype=torch.uint8), tokens=16)
+
+
 def attend(
     heads: tuple[int, int], widths: tuple[int, int], queries: int, resources: Resources, *, stored: torch.dtype, **options: Any
 ) -> None:
@@ -80,7 +87,7 @@ def attend(
     q = torch.zeros(2 * queries, spec.num_heads, spec.head_dim, dtype=BF16 if stored == torch.uint8 else stored)
     invariant = options.pop("invariant", False)
     if stored == torch.uint8:
-        cache = allocate_fp8(spec, 0, 4, 16, "cpu")
+        cache = fp8_cache(spec)
         keys, values = cache.keys, cache.values
         options |= {"k_scale": cache.k_scale, "v_scale": cache.v_scale}
     else:
@@ -115,7 +122,7 @@ def others() -> None:
     x, key, slots = torch.zeros(4, 4096, dtype=BF16), torch.zeros(4, 8, 128, dtype=BF16), torch.zeros(4, dtype=torch.int64)
     rows = torch.zeros(8, 16, 8, 256, dtype=BF16)
     spec = AttentionSpec(layer=0, num_heads=32, num_kv_heads=8, head_dim=128, v_head_dim=128, scale=1.0)
-    cache = allocate_fp8(spec, 0, 8, 16, "cpu")
+    cache = fp8_cache(spec)
     scales = {"k_scale": cache.k_scale, "v_scale": cache.v_scale}
     norm.rms_norm(x, x[0], 1e-6)
     norm.add_rms_norm(x, x, x[0], 1e-6)

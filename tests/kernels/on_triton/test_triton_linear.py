@@ -30,7 +30,9 @@ def check(got: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: object
         # Where the two cancel, the product's rounding is left.
         torch.testing.assert_close(got.cpu(), expected, atol=8 * STEP[x.dtype], rtol=0.1)
     else:
-        torch.testing.assert_close(got.cpu(), expected, atol=2 * STEP[x.dtype], rtol=2 * STEP[x.dtype])
+        # The error of a sum grows with the root of its length.
+        bound = max(2.0, x.shape[1] ** 0.5 / 8) * STEP[x.dtype]
+        torch.testing.assert_close(got.cpu(), expected, atol=bound, rtol=2 * STEP[x.dtype])
 
 
 @pytest.mark.parametrize("extras", ["plain", "bias", "residual", "both"])

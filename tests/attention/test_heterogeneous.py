@@ -23,7 +23,11 @@ from headrace.sources.files import ModelFiles
 
 from .cases import layer_spec, make_case
 
-HERE = [name for name, reasons in select.refusals(layer_spec(), "cpu", "float32").items() if not reasons and name != "triton"]
+HERE = [
+    name
+    for name, reasons in select.refusals(layer_spec(), "cpu", "float32").items()
+    if not reasons and name not in ("triton", "invariant")
+]
 KV_HEADS = (8, 4, 24, 1, 3)
 """Of 24 query heads: groups of 3, 6, 1, 24 and 8."""
 

@@ -133,6 +133,63 @@ def test_says_what_the_cpu_says(device: str, dtype: str, way: str, report: Calla
     assert measured["tokens"] > count * length // 3 and measured["logprobs"] > 300
 
 
+QUANTISED = Bounds(gap=1.5, largest=2.0, mean=0.15)
+"""With KV in FP8."""
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [
+        pytest.param("cpu", "float32", marks=pytest.mark.slow),
+        pytest.param("cuda", "float32", marks=CUDA.marks),
+        pytest.param("cuda", "bfloat16", marks=CUDA.marks),
+    ],
+)
+def test_fp8_kv_says_nearly_the_same(device: str, dtype: str, report: Callable[[str, dict[str, Any]], None]) -> None:
+    """Of text that is given, logprobs are near those with KV in float32, and their mean is as good; greedy text is text that
+    the model finds likely with KV in float32."""
+    count, length = AMOUNT[device]
+    known = reference(count, length)
+    backend = "triton" if device == "cuda" else "reference"
+    with engine(device, dtype, kv_cache_dtype="fp8_e4m3", attention_backend="auto" if device == "cuda" else backend) as llm:
+        outputs = llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in known.prompts], SamplingParams(temperature=0.0, max_tokens=length)
+        )
+        logprobs = text_logprobs(llm, known.texts)
+        backends = {line.backend for line in llm.info.layers}
+        bytes_per_token = sum(line.kv_bytes_per_token for line in llm.info.layers)
+    assert backends == {backend}
+    assert bytes_per_token == 30 * 3 * (2 * 64 + 8), "a byte a number, and two scales a head"
+    texts = [prompt + output.outputs[0].token_ids for prompt, output in zip(known.prompts, outputs, strict=True)]
+    gaps = behind_the_best(texts, [len(output.outputs[0].token_ids) for output in outputs])
+    pairs = [(a, b) for one, other in zip(logprobs, known.logprobs, strict=True) for a, b in zip(one, other, strict=True)]
+    measured = {
+        "largest_difference": max(abs(a - b) for a, b in pairs),
+        "mean_difference": statistics.fmean(abs(a - b) for a, b in pairs),
+        "worse_by": statistics.fmean(b - a for a, b in pairs),
+        "largest_gap": max(gaps),
+        "mean_gap": statistics.fmean(gaps),
+        "logprobs": len(pairs),
+    }
+    report(f"embedded-fp8-kv-{device}-{dtype}", measured | {"bounds": dataclasses.asdict(QUANTISED)})
+    assert measured["largest_difference"] <= QUANTISED.largest and measured["mean_difference"] <= QUANTISED.mean, measured
+    assert measured["worse_by"] <= 0.05, measured
+    assert measured["largest_gap"] <= QUANTISED.gap and measured["mean_gap"] <= QUANTISED.mean, measured
+    assert measured["mean_difference"] > 1e-3 and len(pairs) > 300 and len(gaps) > count * length // 3, measured
+
+
+def behind_the_best(texts: list[list[int]], counts: list[int]) -> list[float]:
+    """How much less likely than the likeliest each of a text's last tokens is, by the CPU's float32."""
+    with engine("cpu", "float32") as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
+        judged = llm.generate([{"prompt_token_ids": text} for text in texts], params)
+    gaps: list[float] = []
+    for text, count, output in zip(texts, counts, judged, strict=True):
+        positions = list(zip(text, output.prompt_logprobs or [], strict=True))[-count:]
+        gaps += [max(entry.logprob for entry in at.values()) - at[token].logprob for token, at in positions if at]
+    return gaps
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif("not __import__('torch').cuda.is_available()", reason="there is no CUDA device")
 def test_a_gpu_is_chosen_where_there_is_one() -> None:

@@ -104,7 +104,7 @@ def _slot_mapping(tables: SlotTables, token_slots: torch.Tensor, positions: torc
     mapping = []
     for table in tables.block_tables:
         blocks = table.tensor.view(-1)[token_slots * table.width + numbers].long()
-        mapping.append(torch.where(blocks > 0, blocks * size + offsets, -1))
+        mapping.append((blocks * size + offsets).masked_fill_(blocks <= 0, -1))
     return tuple(mapping)
 
 

@@ -361,7 +361,8 @@ class ModelRunner:
             seq = self._prompt_logprobs.get(row.slot)
             if seq is not None:
                 last = min(row.num_computed + row.num_tokens, seq.prompt_len - 1)
-                tokens = torch.tensor(seq.token_ids[row.num_computed + 1 : last + 1], dtype=torch.int64, device=self.device)
+                known = np.array(seq.token_ids[row.num_computed + 1 : last + 1], dtype=np.int64)
+                tokens = upload(known, self.device)
                 own = hidden[start : start + len(tokens)]
                 count = seq.sampling.prompt_logprobs or 0
                 measured[row.seq_id] = measure_in_slices(self._model.logits, own, tokens, count, self._slice)

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from headrace.cache.fp8 import allocate_fp8
+from headrace.cache.fp8 import Fp8LayerCache
 from headrace.cache.layer import LayerCache
 from headrace.kernels import activation as plain_activation
 from headrace.kernels import kv_cache as plain_kv_cache
@@ -33,7 +33,8 @@ from headrace.kernels.triton.linear import LinearTiling, linear
 from headrace.kernels.triton.linear import choose_tiling as choose_linear
 from headrace.kernels.triton.paged_attention import paged_attention
 from headrace.kernels.triton.tiling import Geometry, Tiling, choose_tiling
-from headrace.spec import AttentionSpec
+from headrace.spec import AttentionSpec, layer_kv
+from headrace.spec.kv import FP8_KV
 
 CUDA = torch.device("cuda")
 BLOCK = 16
@@ -143,7 +144,8 @@ class Attention:
         if not self.shape.fp8:
             size = (blocks, BLOCK, KV_HEADS, spec.head_dim + spec.v_head_dim)
             return LayerCache(spec, 0, torch.randn(size, dtype=torch.bfloat16, device=CUDA))
-        cache = allocate_fp8(spec, 0, blocks, BLOCK, CUDA)
+        size = BLOCK * layer_kv(spec, FP8_KV).bytes_per_token
+        cache = Fp8LayerCache(spec, 0, torch.zeros(blocks, size, dtype=torch.uint8, device=CUDA), tokens=BLOCK)
         # Any bytes but those of NaN.
         cache.rows.random_(0, 0x7F)
         cache.k_scale.fill_(0.01)

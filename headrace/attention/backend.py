@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Protocol
 
 import numpy as np
@@ -87,3 +88,8 @@ class AttentionBackend(Protocol):
 def scales_missing(kv_dtype: str | None) -> list[str]:
     """The reason of a backend that reads K and V as they are."""
     return ["it has no per-token-head scales, which an FP8 KV cache has"] if kv_dtype == FP8_KV else []
+
+
+def distinct(backends: Iterable[AttentionBackend]) -> list[AttentionBackend]:
+    """Each instance once, where layers share them: those to plan in a step."""
+    return list({id(backend): backend for backend in backends}.values())

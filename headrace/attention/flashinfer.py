@@ -129,11 +129,8 @@ class _Prompts:
         self.first_token = int(starts[0])
         self.end_token = int(starts[-1])
         self.most_queries = int(np.diff(starts).max())
-        counts = -(-lengths // block_size)
-        ends = np.cumsum(counts)
-        row = np.repeat(np.arange(len(lengths)), counts)
-        column = np.arange(int(ends[-1])) - np.repeat(ends - counts, counts)
-        self._places = (row + first, column)
+        self._counts = -(-lengths // block_size)
+        self._first_row = first
         self._block_size = block_size
         self._device = step.seq_lens.device
         self.key_start = torch.from_numpy(np.append(0, np.cumsum(lengths)).astype(np.int32))
@@ -142,7 +139,7 @@ class _Prompts:
         self._lengths = lengths
         self._tokens: dict[int, torch.Tensor] = {}
         self.query_start = torch.from_numpy((starts - starts[0]).astype(np.int32))
-        self.page_start = torch.from_numpy(np.append(0, ends).astype(np.int32))
+        self.page_start = torch.from_numpy(np.append(0, np.cumsum(self._counts)).astype(np.int32))
         self.last_page = torch.from_numpy(((lengths - 1) % block_size + 1).astype(np.int32))
         self._tables = step.block_tables
         self._pages: dict[int, torch.Tensor] = {}
@@ -150,10 +147,9 @@ class _Prompts:
     def pages(self, group: int) -> torch.Tensor:
         """``[pages]`` int32: the rows' blocks in a cache group, one row behind the other."""
         if group not in self._pages:
-            row, column = self._places
+            row, column = _places(self._counts)
             table = self._tables[group]
-            places = torch.from_numpy(row * table.shape[1] + column).pin_memory().to(self._device, non_blocking=True)
-            self._pages[group] = table.reshape(-1)[places]
+            self._pages[group] = table.reshape(-1)[self._sent((row + self._first_row) * table.shape[1] + column)]
         return self._pages[group]
 
     def tokens(self, group: int) -> torch.Tensor:
@@ -161,14 +157,22 @@ class _Prompts:
         if group not in self._tokens:
             inside = torch.arange(self._block_size, device=self._device)
             places = (self.pages(group).long().unsqueeze(1) * self._block_size + inside).flatten()
-            whole = -(-self._lengths // self._block_size) * self._block_size
+            whole = self._counts * self._block_size
             if (whole != self._lengths).any():
-                kept = np.concatenate(
-                    [np.arange(length) + start for length, start in zip(self._lengths, np.cumsum(whole) - whole, strict=True)]
-                )
-                places = places[torch.from_numpy(kept).pin_memory().to(self._device, non_blocking=True)]
+                row, token = _places(self._lengths)
+                places = places[self._sent((np.cumsum(whole) - whole)[row] + token)]
             self._tokens[group] = places
         return self._tokens[group]
+
+    def _sent(self, indices: np.ndarray) -> torch.Tensor:
+        """On the device, without waiting for it."""
+        return torch.from_numpy(indices).pin_memory().to(self._device, non_blocking=True)
+
+
+def _places(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of rows that have so many entries each, one row behind the other: every entry's row, and its place in it."""
+    row = np.repeat(np.arange(len(counts)), counts)
+    return row, np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 class FlashInferAttention:

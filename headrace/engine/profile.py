@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import torch
 
-from headrace.attention.backend import AttentionBackend, LayerCache, StepMetadata
+from headrace.attention.backend import AttentionBackend, LayerCache, StepMetadata, distinct
 from headrace.attention.context import ForwardContext
 from headrace.cache.planes import allocate
 from headrace.config import EngineConfig
@@ -56,7 +56,7 @@ def _largest_step(model: Model, config: EngineConfig, caches: list[LayerCache], 
         query_start_host=starts,
         seq_lens_host=lengths,
     )
-    for backend in {id(backend): backend for backend in backends}.values():
+    for backend in distinct(backends):
         backend.plan(step)
     hidden = model(torch.zeros_like(positions), positions, ForwardContext(step, caches, backends))
     logits = model.logits(hidden[: min(config.scheduler.max_num_seqs, tokens)])

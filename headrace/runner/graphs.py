@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from headrace.attention.backend import AttentionBackend, LayerCache, StepMetadata
+from headrace.attention.backend import AttentionBackend, LayerCache, StepMetadata, distinct
 from headrace.attention.context import ForwardContext
 from headrace.config import EngineConfig
 from headrace.errors import EngineError
@@ -33,8 +33,6 @@ PROMPT_ROWS = 16
 """Rows of a captured step that prompts may have, where it has any."""
 _BESIDE = (0, 8, 32, 64, 128, 256)
 """Decode rows beside prompts: fewer sizes than without, since the shapes multiply."""
-
-
 _ENDS = ((True, False), (True, True), (False, False))
 """How a captured step may end: whether it draws, and whether from what filters keep."""
 
@@ -92,7 +90,7 @@ class StepGraphs:
         config: EngineConfig,
     ) -> None:
         self._model, self._caches, self._backends = model, caches, backends
-        self._to_plan = list({id(backend): backend for backend in backends}.values())
+        self._to_plan = distinct(backends)
         self._tables, self._sampler = tables, sampler
         self._device = tables.device
         self._decode_rows = config.graph_rows

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from headrace.attention.backend import AttentionBackend, LayerCache
+from headrace.attention.backend import AttentionBackend, LayerCache, distinct
 from headrace.attention.context import ForwardContext
 from headrace.cache.blocks import ArenaBlocks
 from headrace.config import EngineConfig
@@ -98,7 +98,7 @@ class ModelRunner:
         self._caches = make_caches(config) if caches is None else caches
         self._blocks = ArenaBlocks(config.cache, self._caches) if len(config.cache.groups) > 1 else None
         self._backends = make_backends(config) if backends is None else backends
-        self._to_plan = list({id(backend): backend for backend in self._backends}.values())
+        self._to_plan = distinct(self._backends)
         self._recorder = make_recorder(config) if recorder is None else recorder
         with torch.inference_mode():
             self.slots = SlotTables(config, self.device)

@@ -98,3 +98,25 @@ def test_the_twin_by_hand() -> None:
             assert torch.equal(table[row], expected.int())
     assert token == len(got.ids) - 2
     assert got.ids[token:].tolist() == [0, 0] and got.slot_mapping[0][token:].tolist() == [-1, -1]
+
+
+@pytest.mark.parametrize("rows", [1, 5, 300])
+def test_advance(rows: int, device: torch.device) -> None:
+    """Rows that draw, rows that do not, rows whose logits are not finite, and nobody's."""
+    generator = torch.Generator().manual_seed(rows)
+    slots = torch.randperm(rows + 3, generator=generator)[:rows].int()
+    slots[torch.rand(rows, generator=generator) < 0.2] = -1
+    best = torch.randn(rows, generator=generator)
+    best[torch.rand(rows, generator=generator) < 0.2] = torch.nan
+    best[torch.rand(rows, generator=generator) < 0.1] = -torch.inf
+    drawn = torch.randint(0, 100, (rows,), generator=generator)
+    lengths = torch.randint(1, 8, (rows,), generator=generator).int()
+    draws = (torch.rand(rows, generator=generator) < 0.7).int()
+    state = [torch.full((rows + 3, 9), 7, dtype=torch.int32), torch.full((rows + 3,), 5), torch.full((rows + 3,), 4)]
+    there = [tensor.to(device, copy=True) for tensor in state]
+    given = [slots, draws, lengths, drawn, best]
+    expected = twin.advance(*given, *state)
+    got = inputs.advance(*(tensor.to(device) for tensor in given), *there)
+    assert torch.equal(got.cpu(), expected)
+    for here, elsewhere in zip(state, there, strict=True):
+        assert torch.equal(elsewhere.cpu(), here)

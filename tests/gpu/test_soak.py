@@ -31,7 +31,7 @@ AMOUNT = {"cpu": 200, "cuda": 10_000}
 AT_ONCE = {"cpu": 48, "cuda": 256}
 ROOM = {
     "cpu": {"num_kv_blocks": 40, "max_num_seqs": 24, "max_num_batched_tokens": 128, "num_threads": 1},
-    "cuda": {"num_kv_blocks": 240, "max_num_seqs": 128, "max_num_batched_tokens": 512},
+    "cuda": {"num_kv_blocks": 72, "max_num_seqs": 128, "max_num_batched_tokens": 512},
 }
 PROBES = 8
 GROWTH = 256 * 2**20

@@ -37,26 +37,27 @@ def _gated(
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """As its twin, ``[T, 2n] -> [T, n]``; the last axis must be contiguous."""
+    """As its twin, ``[..., 2n] -> [..., n]``; all axes but the last must be equally far apart, as one."""
     return _launch(gate_up, gelu=False)
 
 
 def gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """As its twin, ``[T, 2n] -> [T, n]``; the last axis must be contiguous."""
+    """As its twin, ``[..., 2n] -> [..., n]``; all axes but the last must be equally far apart, as one."""
     return _launch(gate_up, gelu=True)
 
 
 def _launch(gate_up: torch.Tensor, *, gelu: bool) -> torch.Tensor:
-    if gate_up.ndim != 2 or gate_up.shape[1] % 2 or gate_up.stride(1) != 1:
-        raise ValueError(f"gate and up must be [T, 2n] with a contiguous last axis, not {list(gate_up.shape)}")
-    tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty(tokens, width, dtype=gate_up.dtype, device=gate_up.device)
+    rows = gate_up.reshape(-1, gate_up.shape[-1])
+    tokens, width = rows.shape[0], rows.shape[1] // 2
+    if rows.shape[1] % 2 or rows.stride(1) != 1:
+        raise ValueError(f"gate and up must be [..., 2n] with a contiguous last axis, not {list(gate_up.shape)}")
+    out = torch.empty(*gate_up.shape[:-1], width, dtype=gate_up.dtype, device=gate_up.device)
     if out.numel():
         block = min(_BLOCK, triton.next_power_of_2(width))
         _gated[(tokens, triton.cdiv(width, block))](
-            gate_up,
+            rows,
             out,
-            gate_up.stride(0),
+            rows.stride(0),
             WIDTH=width,
             BLOCK=block,
             GELU=gelu,

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from headrace.attention.layer import Attention
 from headrace.kernels.activation import gelu_tanh_mul, silu_mul
@@ -40,9 +41,12 @@ class Lifted:
     mlps: int
     attentions: int
     layers: int
+    chained: int
+    """Layers whose last sum is one kernel with the norm that follows."""
 
     def __str__(self) -> str:
-        return f"{self.norms} norms, {self.mlps} MLPs, {self.attentions} attentions, {self.layers} layers' sums"
+        sums = f"{self.layers} layers' sums, {self.chained} with the norm of the next"
+        return f"{self.norms} norms, {self.mlps} MLPs, {self.attentions} attentions, {sums}"
 
 
 @torch.inference_mode()
@@ -54,12 +58,15 @@ def lift(model: TransformersModel) -> Lifted:
     given = _given(model)
     attentions = _as_attentions(model, norms, given)
     layers = _as_layers(model, norms, given)
+    followers = _followers(model, norms, layers)
+    for layer, norm in followers.items():
+        layers[layer].after = norm
     for module in modules:
         if type(module) is nn.Linear:
             module.forward = Matrix(module)  # type: ignore[method-assign]
     for module, ours in [*norms.items(), *mlps.items(), *attentions.items(), *layers.items()]:
         module.forward = ours  # type: ignore[assignment]
-    return Lifted(len(norms), len(mlps), len(attentions), len(layers))
+    return Lifted(len(norms), len(mlps), len(attentions), len(layers), len(followers))
 
 
 def _alike(ours: torch.Tensor, theirs: Any) -> bool:
@@ -97,6 +104,7 @@ class Norm:
     def __init__(self, module: nn.Module, eps: float) -> None:
         self._module = module
         self.eps = eps
+        self._ahead: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
     def weight(self) -> torch.Tensor:
@@ -104,7 +112,14 @@ class Norm:
         return weight
 
     def __call__(self, heads: torch.Tensor) -> torch.Tensor:
-        return rms_norm(heads, self.weight, self.eps)
+        ahead, self._ahead = self._ahead, None
+        return ahead[1] if ahead is not None and ahead[0] is heads else rms_norm(heads, self.weight, self.eps)
+
+    def of_sum(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """``x + residual``. Its norm is computed with it, and kept for the call that asks for the norm of this tensor."""
+        normed, total = add_rms_norm(x, residual, self.weight, self.eps)
+        self._ahead = (total, normed)
+        return total
 
 
 def _as_norm(module: nn.Module, dtype: torch.dtype) -> Norm | None:
@@ -210,7 +225,7 @@ Given = dict[nn.Module, dict[str, Any]]
 
 
 def _given(model: TransformersModel) -> Given:
-    """What the attention modules and the layers around them are handed in a pass, far positions among its tokens'."""
+    """What the attention modules and the layers around them are handed in a pass."""
     given: Given = {}
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -219,6 +234,12 @@ def _given(model: TransformersModel) -> Given:
     attending = set(model.calls.modules)
     around = {module for module in model.foreign.modules() if attending & set(module.children())}
     handles = [module.register_forward_pre_hook(note, with_kwargs=True) for module in attending | around]
+    _run(model, handles)
+    return given
+
+
+def _run(model: TransformersModel, handles: list[RemovableHandle]) -> None:
+    """A pass of all layers over a few tokens, far positions among them, for hooks that are removed after it."""
     last = model.spec.max_position - 1
     places = torch.tensor([0, 1, 2, min(7, last), last // 3, last // 2, max(last - 1, 0), last])
     device = next(model.foreign.parameters()).device
@@ -228,7 +249,6 @@ def _given(model: TransformersModel) -> Given:
     finally:
         for handle in handles:
             handle.remove()
-    return given
 
 
 def _as_attentions(model: TransformersModel, norms: Mapping[nn.Module, Norm], given: Given) -> dict[nn.Module, SelfAttention]:
@@ -316,19 +336,21 @@ def _is_pair(embeddings: Any) -> bool:
 
 
 class PreNormLayer:
-    """``x + attention(norm(x))``, and then ``x + mlp(norm(x))``: the first sum and the second norm are one kernel."""
+    """``x + attention(norm(x))``, and then ``x + mlp(norm(x))``: each sum is one kernel with the norm after it."""
 
     def __init__(self, attention: nn.Module, mlp: nn.Module, before: Norm, between: Norm) -> None:
         self._attention = attention
         self._mlp = mlp
         self._before = before
         self._between = between
+        self.after: Norm | None = None
+        """Takes this layer's output as it is: the next layer's first norm, or the model's last."""
 
     def __call__(self, hidden_states: torch.Tensor, **rest: Any) -> torch.Tensor:
         mixed = self._attention(hidden_states=self._before(hidden_states), **rest)[0]
         normed, total = add_rms_norm(mixed, hidden_states, self._between.weight, self._between.eps)
-        out: torch.Tensor = total + self._mlp(normed)
-        return out
+        out: torch.Tensor = self._mlp(normed)
+        return total + out if self.after is None else self.after.of_sum(out, total)
 
 
 def _as_layers(model: TransformersModel, norms: Mapping[nn.Module, Norm], given: Given) -> dict[nn.Module, PreNormLayer]:
@@ -358,4 +380,26 @@ def _as_layers(model: TransformersModel, norms: Mapping[nn.Module, Norm], given:
             if _alike(result, theirs):
                 found[layer] = ours
                 break
+    return found
+
+
+def _followers(
+    model: TransformersModel, norms: Mapping[nn.Module, Norm], layers: Mapping[nn.Module, PreNormLayer]
+) -> dict[nn.Module, Norm]:
+    """Layer -> the norm that is given the very tensor that the layer returns."""
+    made: list[tuple[torch.Tensor, nn.Module]] = []
+    found: dict[nn.Module, Norm] = {}
+
+    def returned(layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        made.append((output, layer))
+
+    def normed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for x in (*args, *kwargs.values()):
+            for output, layer in made:
+                if output is x:
+                    found.setdefault(layer, norms[module])
+
+    handles = [layer.register_forward_hook(returned) for layer in layers]
+    handles += [module.register_forward_pre_hook(normed, with_kwargs=True) for module in norms]
+    _run(model, handles)
     return found

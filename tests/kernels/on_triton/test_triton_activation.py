@@ -50,6 +50,12 @@ def test_rows_of_a_wider_tensor(pair: tuple[Function, Function], device: torch.d
     torch.testing.assert_close(pair[0](wide.to(device)[:, 4:24]).cpu(), pair[1](wide[:, 4:24]))
 
 
+@pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
+def test_more_axes(pair: tuple[Function, Function], device: torch.device) -> None:
+    gate_up = torch.randn(2, 3, 20)
+    torch.testing.assert_close(pair[0](gate_up.to(device)).cpu(), pair[1](gate_up))
+
+
 def test_odd_width(device: torch.device) -> None:
     with pytest.raises(ValueError, match="2n"):
         activation.silu_mul(torch.zeros(2, 5, device=device))

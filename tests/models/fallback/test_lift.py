@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +13,22 @@ from torch import nn
 
 from headrace.bench import tiny_models
 from headrace.bench.architectures import quiet
+from headrace.kernels import gpu
+from headrace.models.fallback import lift
 from headrace.models.fallback.fuse import fuse_linears
 from headrace.models.fallback.lift import Norm, _as_mlp, _as_norm
 
 from .test_transformers import decisions, engine, model_of, tokens_of
 
 LIFTED = {
-    "llama": "7 norms, 3 MLPs, 3 attentions, 3 layers' sums",
-    "qwen3": "13 norms, 3 MLPs, 3 attentions, 3 layers' sums",
-    "smollm3": "7 norms, 3 MLPs, 3 attentions, 3 layers' sums",
-    "granite": "7 norms, 3 MLPs, 3 attentions, 0 layers' sums",
-    "gemma2": "0 norms, 3 MLPs, 3 attentions, 0 layers' sums",
-    "olmo2": "13 norms, 3 MLPs, 0 attentions, 0 layers' sums",
-    "gpt_oss": "7 norms, 0 MLPs, 0 attentions, 0 layers' sums",
-    "cohere": "0 norms, 3 MLPs, 0 attentions, 0 layers' sums",
+    "llama": "7 norms, 3 MLPs, 3 attentions, 3 layers' sums, 3 with the norm of the next",
+    "qwen3": "13 norms, 3 MLPs, 3 attentions, 3 layers' sums, 3 with the norm of the next",
+    "smollm3": "7 norms, 3 MLPs, 3 attentions, 3 layers' sums, 3 with the norm of the next",
+    "granite": "7 norms, 3 MLPs, 3 attentions, 0 layers' sums, 0 with the norm of the next",
+    "gemma2": "0 norms, 3 MLPs, 3 attentions, 0 layers' sums, 0 with the norm of the next",
+    "olmo2": "13 norms, 3 MLPs, 0 attentions, 0 layers' sums, 0 with the norm of the next",
+    "gpt_oss": "7 norms, 0 MLPs, 0 attentions, 0 layers' sums, 0 with the norm of the next",
+    "cohere": "0 norms, 3 MLPs, 0 attentions, 0 layers' sums, 0 with the norm of the next",
 }
 """Norms of Gemma add one to their weights; OLMo 2 norms all heads together; gpt-oss has sinks; Cohere turns neighbours; Granite
 multiplies what a layer adds."""
@@ -37,6 +40,45 @@ def test_what_is_lifted(kind: str, tmp_path: Path) -> None:
         tiny_models.save(tiny_models.model(kind), tmp_path)
         llm = engine(tmp_path)
     assert decisions(llm)["our kernels for"][0] == LIFTED[kind]
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="the kernels need Triton")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's kernels are met by all tests that run on it")
+@pytest.mark.parametrize("kind", ["qwen3", "gemma2"])
+def test_the_kernels_of_gpus_take_what_models_give(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interpreted: a batch axis, heads as an axis of their own, slices."""
+    with quiet():
+        tiny_models.save(tiny_models.model(kind), tmp_path)
+        expected = tokens_of(engine(tmp_path), [5, 6, 7], 2)
+        monkeypatch.setattr(gpu, "takes", lambda x: True)
+        llm = engine(tmp_path)
+        assert decisions(llm)["our kernels for"][0] == LIFTED[kind]
+        assert tokens_of(llm, [5, 6, 7], 2) == expected
+
+
+def test_a_layers_last_sum_is_the_next_ones_norm_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with quiet():
+        tiny_models.save(tiny_models.model("qwen3"), tmp_path)
+        llm = engine(tmp_path)
+    model = model_of(llm)
+    alone: list[tuple[int, ...]] = []
+    rms_norm = lift.rms_norm
+    width = model.spec.hidden_size
+
+    def noted(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        if x.shape[-1] == width:
+            alone.append(tuple(x.shape))
+        return rms_norm(x, weight, eps)
+
+    monkeypatch.setattr(lift, "rms_norm", noted)
+    expected = tokens_of(llm, [5, 6, 7], 4)
+    # Of a prompt and three tokens: the first layer's norm of the embeddings, and no other.
+    assert len(alone) == 4
+    for module in model.foreign.modules():
+        if isinstance(ours := module.__dict__.get("forward"), lift.PreNormLayer):
+            ours.after = None
+    assert tokens_of(llm, [5, 6, 7], 4) == expected
+    assert len(alone) == 4 + 4 * 4
 
 
 def test_layers_without_rotation_are_seen(tmp_path: Path) -> None:
@@ -59,7 +101,7 @@ def test_a_clamp_that_ordinary_values_never_meet_is_seen(tmp_path: Path) -> None
             parameter.data.add_(0.15 * torch.randn_like(parameter))
         tiny_models.save(made, tmp_path)
         llm = engine(tmp_path)
-    assert decisions(llm)["our kernels for"][0].endswith("0 attentions, 0 layers' sums")
+    assert decisions(llm)["our kernels for"][0].endswith("0 attentions, 0 layers' sums, 0 with the norm of the next")
     assert len(tokens_of(llm, [4, 5, 6])) == 6
 
 

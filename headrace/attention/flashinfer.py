@@ -21,6 +21,7 @@ import torch
 from headrace.attention.backend import LayerCache, StepMetadata, scales_missing
 from headrace.attention.triton import TritonAttention
 from headrace.kernels import support
+from headrace.kernels.transfer import upload
 from headrace.spec import AttentionSpec, Mode
 
 logger = logging.getLogger(__name__)
@@ -149,7 +150,7 @@ class _Prompts:
         if group not in self._pages:
             row, column = _places(self._counts)
             table = self._tables[group]
-            self._pages[group] = table.reshape(-1)[self._sent((row + self._first_row) * table.shape[1] + column)]
+            self._pages[group] = table.reshape(-1)[upload((row + self._first_row) * table.shape[1] + column, self._device)]
         return self._pages[group]
 
     def tokens(self, group: int) -> torch.Tensor:
@@ -160,13 +161,9 @@ class _Prompts:
             whole = self._counts * self._block_size
             if (whole != self._lengths).any():
                 row, token = _places(self._lengths)
-                places = places[self._sent((np.cumsum(whole) - whole)[row] + token)]
+                places = places[upload((np.cumsum(whole) - whole)[row] + token, self._device)]
             self._tokens[group] = places
         return self._tokens[group]
-
-    def _sent(self, indices: np.ndarray) -> torch.Tensor:
-        """On the device, without waiting for it."""
-        return torch.from_numpy(indices).pin_memory().to(self._device, non_blocking=True)
 
 
 def _places(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

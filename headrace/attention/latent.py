@@ -21,6 +21,7 @@ from headrace.cache.planes import write_compressed
 from headrace.kernels import gpu
 from headrace.kernels.latent import norm_rotate_and_cache_latent
 from headrace.kernels.rotary import rotate
+from headrace.kernels.transfer import upload
 from headrace.spec import AttentionSpec, Mode
 
 WORKSPACE_BYTES = 256 << 20
@@ -316,8 +317,8 @@ def _rows_of(step: StepMetadata, rows: np.ndarray) -> _Part:
         return _Part(_step_of(step, rows, chosen, tokens, starts), tokens)
     device = step.seq_lens.device
     return _Part(
-        _step_of(step, rows, _sent(rows, device), _sent(_tokens_of(step, rows), device), None),
-        _sent(_tokens_of(step, rows), device),
+        _step_of(step, rows, upload(rows, device), upload(_tokens_of(step, rows), device), None),
+        upload(_tokens_of(step, rows), device),
     )
 
 
@@ -331,7 +332,7 @@ def _step_of(
     starts_host = np.concatenate(([0], np.cumsum(np.diff(step.query_start_host)[rows]))).astype(np.int32)
     return StepMetadata(
         num_decode_rows=int((rows < step.num_decode_rows).sum()),
-        query_start=_sent(starts_host, step.seq_lens.device) if starts is None else starts,
+        query_start=upload(starts_host, step.seq_lens.device) if starts is None else starts,
         seq_lens=step.seq_lens[chosen],
         positions=step.positions[tokens],
         slot_mapping=tuple(slots[tokens] for slots in step.slot_mapping),
@@ -354,9 +355,9 @@ def _with_own_blocks(step: StepMetadata, rows: np.ndarray, block_size: int, back
     table = np.where(own < ends[:, None], own, 0).astype(np.int32)
     part = _rows_of(step, rows)
     return _Prompts(
-        dataclasses.replace(part.step, num_decode_rows=0, block_tables=(_sent(table, device),)),
+        dataclasses.replace(part.step, num_decode_rows=0, block_tables=(upload(table, device),)),
         part.tokens,
-        _sent(places.astype(np.int64), device),
+        upload(places.astype(np.int64), device),
         backend,
     )
 
@@ -365,8 +366,3 @@ def _tokens_of(step: StepMetadata, rows: np.ndarray) -> np.ndarray:
     """Indices of the rows' tokens, row after row."""
     starts = step.query_start_host
     return np.concatenate([np.arange(starts[row], starts[row + 1]) for row in rows]).astype(np.int64)
-
-
-def _sent(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

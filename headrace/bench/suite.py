@@ -212,9 +212,12 @@ def tables(report: dict[str, Any]) -> list[Table]:
     if any(row.steps for row in rows):
         names = ["wall", "forward", "sample", "host"]
         steps = [
-            [row.workload, f"{row.steps:,.0f}", *(f"{ms:.3f}" for ms in step_milliseconds(row))] for row in rows if row.steps
+            [row.workload, f"{row.steps:,.0f}", *(f"{ms:.3f}" for ms in step_milliseconds(row)), *launches(row)]
+            for row in rows
+            if row.steps
         ]
-        result.append(table("A step, in milliseconds, by the engine's own account", ["workload", "steps", *names], steps))
+        header = ["workload", "steps", *names, "as graphs", "padding tokens"]
+        result.append(table("A step, in milliseconds, by the engine's own account", header, steps))
     if report["skipped"]:
         result.append(table("Left out", ["workload", "why"], [[name, why] for name, why in report["skipped"].items()]))
     return result
@@ -224,3 +227,10 @@ def step_milliseconds(row: Row) -> list[float]:
     """Wall time of a step, then its forward pass, sampler and host; on a device that works ahead they overlap."""
     spent = [row.best, *(row.counters.get(f"{name}_seconds", 0.0) for name in ("forward", "sample", "host"))]
     return [1e3 * seconds / row.steps for seconds in spent]
+
+
+def launches(row: Row) -> list[str]:
+    """The share of steps that were CUDA graphs, and the tokens of nobody's that filled them up."""
+    replayed, eager = (row.counters.get(f"{kind}_steps", 0) for kind in ("replayed", "eager"))
+    share = f"{replayed / (replayed + eager):.1%}" if replayed + eager else "-"
+    return [share, f"{row.counters.get('padding_tokens', 0):,.0f}"]

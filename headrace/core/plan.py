@@ -81,6 +81,10 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """seq_id -> why this sequence, and it alone, cannot go on."""
     forward_seconds: float = 0.0
     sample_seconds: float = 0.0
+    replayed: bool | None = None
+    """The model ran as a CUDA graph, or kernel by kernel; None: it did not run."""
+    padding_tokens: int = 0
+    """Tokens of nobody's that it computed, because a graph has room for more than there were."""
 
 
 _encoder = msgspec.msgpack.Encoder()

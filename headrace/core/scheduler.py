@@ -142,6 +142,7 @@ class Scheduler:
                     updates.append(update)
         self._counters.forward_seconds += result.forward_seconds
         self._counters.sample_seconds += result.sample_seconds
+        self._counters.launched(result.replayed, result.padding_tokens)
         return updates
 
     # ------------------------------------------------------------------ the whole
@@ -173,6 +174,9 @@ class Scheduler:
             finished=dict(counters.finished),
             forward_seconds=counters.forward_seconds,
             sample_seconds=counters.sample_seconds,
+            replayed_steps=counters.replayed_steps,
+            eager_steps=counters.eager_steps,
+            padding_tokens=counters.padding_tokens,
         )
 
     def check_integrity(self) -> None:

@@ -44,6 +44,9 @@ _COUNTERS = {
     "generation_tokens": ("headrace_generation_tokens", "Tokens generated."),
     "forward_seconds": ("headrace_engine_forward_seconds", "Time in the model's forward pass."),
     "sample_seconds": ("headrace_engine_sample_seconds", "Time in the sampler."),
+    "replayed_steps": ("headrace_engine_replayed_steps", "Steps whose model ran as a CUDA graph."),
+    "eager_steps": ("headrace_engine_eager_steps", "Steps whose model ran kernel by kernel."),
+    "padding_tokens": ("headrace_padding_tokens", "Tokens of nobody's, computed to fill up CUDA graphs."),
     "host_seconds": ("headrace_engine_host_seconds", "Time of steps outside forward pass and sampler."),
 }
 

@@ -32,6 +32,12 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     sample_seconds: float = 0.0
     host_seconds: float = 0.0
     """Time in the engine's step outside the runner's forward pass and sampler."""
+    replayed_steps: int = 0
+    """Steps whose model ran as a CUDA graph."""
+    eager_steps: int = 0
+    """Steps whose model ran kernel by kernel."""
+    padding_tokens: int = 0
+    """Tokens of nobody's that were computed, because a graph has room for more than a step had."""
 
     @property
     def kv_usage(self) -> float:

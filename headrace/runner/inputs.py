@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from headrace.attention.backend import StepMetadata
+from headrace.kernels.transfer import upload
 from headrace.runner.slots import RowArrays, SlotTables
-from headrace.sampling.device import upload
 from headrace.sampling.feature import Indices, Rows
 
 

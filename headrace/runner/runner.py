@@ -16,6 +16,7 @@ from headrace.cache.blocks import ArenaBlocks
 from headrace.config import EngineConfig
 from headrace.core.plan import NewSequence, StepPlan, StepResult
 from headrace.errors import EngineError, RequestError
+from headrace.kernels.transfer import upload
 from headrace.outputs import TokenLogprobs
 from headrace.runner.build import make_backends, make_caches, make_recorder
 from headrace.runner.clock import Stopwatch
@@ -24,7 +25,7 @@ from headrace.runner.inputs import Batch, Ending, broken_rows, build_batch, buil
 from headrace.runner.model import Model
 from headrace.runner.record import Recorder
 from headrace.runner.slots import RowArrays, SlotTables
-from headrace.sampling.device import Download, upload
+from headrace.sampling.device import Download
 from headrace.sampling.feature import Indices
 from headrace.sampling.logprobs import Measured, measure_in_slices
 from headrace.sampling.sampler import NOT_FINITE, Sampled, Sampler
@@ -53,6 +54,9 @@ class Launched:
     prompt_logprobs: dict[int, list[Measured]]
     broken: torch.Tensor | None
     """``[R]`` bool: rows whose hidden states are not finite. On the host once ``download`` is complete."""
+    replayed: bool | None
+    """As ``StepResult.replayed``, and so is ``padding_tokens``."""
+    padding_tokens: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +69,7 @@ class LaunchedWhole:
     samples: npt.NDArray[np.bool_]
     """``[R]``: the rows that draw."""
     replayed: Replayed
+    padding_tokens: int
 
 
 class ModelRunner:
@@ -162,7 +167,7 @@ class ModelRunner:
         """Model and draws in one launch."""
         replayed = self._of_graphs.launch(shape, rows)
         self.slots.end(rows)
-        return LaunchedWhole(plan.step, rows.seq_ids.tolist(), rows.samples, replayed)
+        return LaunchedWhole(plan.step, rows.seq_ids.tolist(), rows.samples, replayed, _padding(shape, rows))
 
     def _launch_model(self, plan: StepPlan, rows: RowArrays, shape: Shape) -> Launched:
         """The model in one launch, and the sampler with all that rows ask of it behind it."""
@@ -172,7 +177,7 @@ class ModelRunner:
         ending = build_ending(rows, self.slots, places)
         own = logits.index_select(0, ending.last_drawing) if len(ending.drawing) else None
         stopwatch.mark()
-        return self._finish(plan, rows, ending, own, broken.index_select(0, ending.last), {}, stopwatch, download)
+        return self._finish(plan, rows, ending, own, broken.index_select(0, ending.last), {}, stopwatch, download, shape)
 
     @property
     def _of_graphs(self) -> StepGraphs:
@@ -183,7 +188,7 @@ class ModelRunner:
     def _nothing(self, plan: StepPlan) -> Launched:
         stopwatch, download = Stopwatch(self.device), Download(self.device)
         download.sent()
-        return Launched(plan.step, [], np.empty(0, np.int64), {}, stopwatch, download, None, {}, None)
+        return Launched(plan.step, [], np.empty(0, np.int64), {}, stopwatch, download, None, {}, None, None)
 
     def _launch_each(self, plan: StepPlan, rows: RowArrays) -> Launched:
         """A step of any rows, kernel by kernel."""
@@ -208,8 +213,12 @@ class ModelRunner:
         prompt_logprobs: dict[int, list[Measured]],
         stopwatch: Stopwatch,
         download: Download,
+        shape: Shape | None = None,
     ) -> Launched:
-        """Draws from ``logits [N, vocab]``, which are used up, and sends the outcome on its way to the host."""
+        """Draws from ``logits [N, vocab]``, which are used up, and sends the outcome on its way to the host.
+
+        ``shape``: of the graph that the model ran as; None: it was none.
+        """
         sampled = None
         if logits is not None:
             sampled = self.sampler.sample(logits, ending.rows)
@@ -227,6 +236,8 @@ class ModelRunner:
             sampled=None if sampled is None else sampled.download(download),
             prompt_logprobs={seq: [part.download(download) for part in parts] for seq, parts in prompt_logprobs.items()},
             broken=download.copy(broken),
+            replayed=shape is not None,
+            padding_tokens=0 if shape is None else _padding(shape, rows),
         )
         download.sent()
         return launched
@@ -252,7 +263,18 @@ class ModelRunner:
             if seq not in errors
         }
         forward, sample = launched.stopwatch.seconds() or (0.0, 0.0)
-        return StepResult(launched.step, drawing, token_ids, logprobs, prompt_logprobs, errors, forward, sample)
+        return StepResult(
+            launched.step,
+            drawing,
+            token_ids,
+            logprobs,
+            prompt_logprobs,
+            errors,
+            forward,
+            sample,
+            launched.replayed,
+            launched.padding_tokens,
+        )
 
     def _collect_whole(self, launched: LaunchedWhole) -> StepResult:
         replayed = launched.replayed
@@ -268,7 +290,15 @@ class ModelRunner:
             drawn = drawn[launched.samples]
         token_ids = [[token] if token >= 0 else [] for token in drawn.tolist()]
         (seconds,) = replayed.stopwatch.seconds()
-        return StepResult(launched.step, seq_ids, token_ids, errors=errors, forward_seconds=seconds)
+        return StepResult(
+            launched.step,
+            seq_ids,
+            token_ids,
+            errors=errors,
+            forward_seconds=seconds,
+            replayed=True,
+            padding_tokens=launched.padding_tokens,
+        )
 
     def close(self) -> None:
         if self._recorder is not None:
@@ -368,3 +398,8 @@ class ModelRunner:
                 measured[row.seq_id] = measure_in_slices(self._model.logits, own, tokens, count, self._slice)
             start += row.num_tokens
         return measured
+
+
+def _padding(shape: Shape, rows: RowArrays) -> int:
+    """Tokens that a shape computes beyond the rows' own."""
+    return shape.tokens - int(rows.counts.sum())

@@ -16,8 +16,8 @@ import torch
 from headrace.config import EngineConfig
 from headrace.core.plan import NewSequence, StepPlan
 from headrace.errors import EngineError
+from headrace.kernels.transfer import upload
 from headrace.runner.staging import StagedTable
-from headrace.sampling.device import upload
 
 Ints = npt.NDArray[np.int64]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from headrace.sampling.device import upload
+from headrace.kernels.transfer import upload
 
 
 class StagedTable:

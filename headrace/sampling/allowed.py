@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from headrace.core.plan import NewSequence
-from headrace.sampling.device import upload
+from headrace.kernels.transfer import upload
 from headrace.sampling.feature import Rows, Users
 from headrace.sampling.token_lists import TokenLists
 

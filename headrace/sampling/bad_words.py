@@ -16,7 +16,7 @@ import torch
 from headrace.core.plan import NewSequence
 from headrace.core.request import BadWordsTable
 from headrace.errors import RequestError
-from headrace.sampling.device import upload
+from headrace.kernels.transfer import upload
 from headrace.sampling.feature import Rows, Users, take_rows
 from headrace.sampling.token_lists import TokenLists
 from headrace.text.vocab import TokenBytes

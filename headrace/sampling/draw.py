@@ -25,7 +25,7 @@ import torch
 
 from headrace.core.plan import NewSequence
 from headrace.kernels import gpu
-from headrace.sampling.device import upload
+from headrace.kernels.transfer import upload
 from headrace.sampling.feature import Indices, Rows, take_rows
 from headrace.sampling.random import seed_words, uniform
 from headrace.sampling.vocabulary import argmax, block_maxima, block_sums, candidates, pick, pick_wide

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from headrace.core.plan import NewSequence
-from headrace.sampling.device import upload
+from headrace.kernels.transfer import upload
 
 Indices = npt.NDArray[np.int64]
 

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from headrace.core.plan import NewSequence
+from headrace.kernels.transfer import upload
 from headrace.outputs import TokenLogprobs
-from headrace.sampling.device import Download, upload
+from headrace.sampling.device import Download
 from headrace.sampling.draw import Drawn
 from headrace.sampling.feature import Indices, Rows, take_rows
 from headrace.sampling.vocabulary import block_maxima, candidates

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from headrace.core.plan import NewSequence
-from headrace.sampling.device import upload
+from headrace.kernels.transfer import upload
 from headrace.sampling.feature import Rows, Users, take_rows
 
 _FIRST_CAPACITY = 4

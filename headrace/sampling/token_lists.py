@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from headrace.errors import RequestError
-from headrace.sampling.device import upload
+from headrace.kernels.transfer import upload
 from headrace.sampling.feature import Indices
 
 

@@ -68,6 +68,9 @@ def test_the_best_repetition_counts() -> None:
     assert (row.best, row.median, row.seconds) == (2.0, 2.5, [4.0, 2.0, 2.5])
     assert (row.output_rate, row.total_rate, row.prompt_rate, row.rate) == (5.0, 7.5, None, 5.0)
     assert suite.step_milliseconds(row) == [400.0, 0.0, 0.0, 100.0]
+    assert suite.launches(row) == ["-", "0"]
+    counters = {"replayed_steps": 3, "eager_steps": 1, "padding_tokens": 1234}
+    assert suite.launches(suite.row_of(LOAD, [(1.0, counters)])) == ["75.0%", "1,234"]
     prefill = Workload("prefill", [[1] * 10, [2] * 10], [1, 1])
     assert suite.row_of(prefill, [(2.0, {})]).rate == 10.0
 

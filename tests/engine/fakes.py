@@ -43,7 +43,7 @@ class FakeRunner:
             assert new.slot not in self._slots, "a slot was given away twice"
             self._slots[new.slot] = new
             self._lengths[new.slot] = len(new.token_ids)
-        result = StepResult(plan.step, [], [], {}, {}, {}, self.seconds, 0.0)
+        result = StepResult(plan.step, [], [], {}, {}, {}, self.seconds, 0.0, len(plan.rows) > 1, len(plan.rows) - 1)
         for row in plan.rows:
             new = self._slots[row.slot]
             assert new.seq_id == row.seq_id

@@ -242,6 +242,15 @@ def test_stats_tell_where_the_time_went(frontend: Frontend) -> None:
     assert stats.host_seconds > 0.0
 
 
+def test_stats_tell_how_steps_were_launched(frontend: Frontend) -> None:
+    bench = Bench(frontend)
+    bench.add("a", max_tokens=5)
+    bench.add("b", max_tokens=3)
+    bench.run()
+    stats = bench.core.stats()
+    assert (stats.replayed_steps, stats.eager_steps, stats.padding_tokens) == (3, 2, 3)
+
+
 WORK = st.lists(
     st.tuples(
         st.integers(1, 150),  # characters of the prompt

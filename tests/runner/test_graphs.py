@@ -82,6 +82,22 @@ def through_graphs(
     return outcomes, graphs.replayed
 
 
+def test_launches_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt of 9 tokens in room for 1 + 16; then 3 rows in room for 6; the prompt that gives logprobs is no graph."""
+    world = World()
+    made, graphs = runner(world, monkeypatch)
+    engine = Engine(world, made)
+    engine.add(*[request(f"r{number}", prompt(number, 3), max_tokens=3, ignore_eos=True) for number in range(3)])
+    with torch.inference_mode():
+        engine.run()
+        found = [(result.replayed, result.padding_tokens) for result in engine.results]
+        engine.add(msgspec.structs.replace(FEATURES["prompt logprobs"], max_tokens=1))
+        engine.run()
+    assert found == [(True, shape.tokens - tokens) for shape, tokens in zip(graphs.replayed, (9, 3, 3), strict=True)]
+    assert found[1:] == [(True, 3)] * 2
+    assert (engine.results[-1].replayed, engine.results[-1].padding_tokens) == (False, 0)
+
+
 @pytest.mark.parametrize(("family", "depth"), [("llama", 1), ("qwen3", 2)])
 def test_features_arriving(family: str, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts beside decode rows, in chunks; shapes that draw and shapes that leave it to the sampler."""

@@ -187,6 +187,8 @@ class FakeLLM:
             generation_tokens=self._generated,
             finished=dict(self._finished),
             forward_seconds=0.5,
+            replayed_steps=self._steps,
+            padding_tokens=3 * self._steps,
         )
 
     async def reset_prefix_cache(self) -> bool:

@@ -52,6 +52,8 @@ def test_a_servers_life_in_numbers() -> None:
     assert get("computed_prompt_tokens_total") == 3 + 4
     assert get("generation_tokens_total") == 3 * tokens + 4 * 2
     assert get("preemptions_total") == 3
+    assert get("engine_replayed_steps_total") == get("engine_steps_total") > get("engine_eager_steps_total") == 0
+    assert get("padding_tokens_total") == 3 * get("engine_steps_total")
     assert get("requests_running") == get("requests_waiting") == get("kv_blocks_used") == 0
     assert get("kv_blocks") == 64 and get("kv_cache_usage_ratio") == 0
     assert get("sequences_finished_total", reason="stop") == 3

@@ -10,10 +10,12 @@ MIN_SPLIT = 256
 """Tokens of the longest row for each split: more splits cost more in merging than they gain in company."""
 KEYS_FIRST = 8
 """Queries of a tile, up to which its keys come first: matrix units take 8 along their second axis, 16 along their first."""
-_PROGRAMS = 2
-"""For each multiprocessor; below that, rows are split."""
-_KEPT_FREE = 8 << 10
+_SIDE_BY_SIDE = {True: 4, False: 2}
+"""Programs for each multiprocessor, below which rows are split: where a tile's keys come first, and where its queries do."""
+_KEPT_FREE = 4 << 10
 """Bytes of a program's shared memory for reductions and layouts, beside the tiles."""
+_DECODE_TILE = 32 << 10
+"""Bytes of keys and values that a small program loads at once, at most: four programs keep enough on its way."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,10 +33,20 @@ class Geometry:
     device: Resources
 
     @property
+    def widest(self) -> int:
+        return max(self.head_dim, self.v_head_dim)
+
+    @property
+    def converts(self) -> bool:
+        """Whether what is stored takes a conversion on its way, and with it more registers."""
+        return self.kv_bytes < self.q_bytes
+
+    @property
     def max_block_m(self) -> int:
         """Queries times heads of a tile whose sums and scores still fit in the registers."""
-        widest = max(self.head_dim, self.v_head_dim)
-        return 16 if widest > 256 or self.q_bytes > 2 else 64 if widest > 128 else 128
+        if self.widest > 256 or self.q_bytes > 2:
+            return 16
+        return 64 if self.v_head_dim > 128 or self.widest > 192 or self.converts else 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,18 +85,44 @@ class Tiling:
 def choose_tiling(geometry: Geometry, *, num_rows: int, num_tokens: int, max_queries: int, max_seq_len: int) -> Tiling:
     """Tiles for rows of at most ``max_queries`` queries and ``max_seq_len`` tokens: upper bounds will do.
 
-    From measurements on an H200 with 32 query heads, 8 KV heads, heads of 128 in bfloat16. One query a row: 128 keys, 4
-    warps and 3 stages come within 1 % of the memory's speed, once there are two programs for each multiprocessor: splits
-    make up for missing rows. Many queries: 128 queries and heads, 64 keys, 8 warps.
+    From measurements on an H200 with 32 query heads and 8 KV heads of 128/128 channels (or of 192/128), caches in bfloat16
+    (or FP8).
+
+    One query a row is a matter of memory: what counts is that loads are always under way, from several programs on each
+    multiprocessor, as one waits between its tiles. Programs of 2 warps with 32 KB of keys and values, 4 for each
+    multiprocessor: 64 rows of 4096 tokens 4.35 TB/s (4 warps, 128 keys: 3.6), 64 of 16384 4.55 (3.6); splits make up for
+    missing rows, 8 of 16384 in 8 parts 4.13 (in 4 of 4 warps 3.9), 1 of 16384 in 66 parts 2.56 (33: 2.35; 99: 2.66).
+
+    Many queries are a matter of registers and of what runs beside the softmax. 128 queries and heads go with 4 warps and 32
+    keys, so that two programs fit on a multiprocessor: 344 TFLOP/s for 8192 tokens (8 warps and 64 keys: 318; and 128 keys:
+    335); where keys are wider than 128, with 8 warps and 128 keys: 361 (4 warps and 32 keys: 325; 64 queries and heads, 8
+    warps: 162). What takes a conversion has registers for 64 queries and heads, with 4 warps and 128 keys: 231 (128, 64 keys
+    and 8 warps: 153).
     """
     block_m = min(max(KEYS_FIRST, _power_of_two(max_queries * geometry.group_size)), geometry.max_block_m)
     heads = min(geometry.group_size, block_m)
     block_q = block_m // heads
     tiles = max(num_rows, -(-num_tokens // block_q))
     programs = max(tiles * geometry.num_kv_heads * -(-geometry.group_size // heads), 1)
-    splits = max(1, min(_PROGRAMS * geometry.device.multiprocessors // programs, max_seq_len // MIN_SPLIT))
-    block_n, num_stages = _keys(geometry, block_m, 128 if block_m <= 32 else 64)
-    return Tiling(block_q, heads, block_n, splits, 0, 4 if block_m <= 32 else 8, num_stages)
+    wanted = _SIDE_BY_SIDE[block_m <= KEYS_FIRST] * geometry.device.multiprocessors
+    splits = max(1, min(wanted // programs, max_seq_len // MIN_SPLIT))
+    block_n, num_warps = _shape(geometry, block_m)
+    block_n, num_stages = _keys(geometry, block_m, block_n)
+    return Tiling(block_q, heads, block_n, splits, 0, num_warps, num_stages)
+
+
+def _shape(geometry: Geometry, block_m: int) -> tuple[int, int]:
+    """Keys at a time, and warps, as far as registers and time have a say."""
+    if block_m <= KEYS_FIRST:
+        token = (geometry.head_dim + geometry.v_head_dim) * geometry.kv_bytes
+        return 128 if 128 * token <= _DECODE_TILE else 64, 2
+    if block_m <= 32:
+        return 128, 4
+    if geometry.v_head_dim > 128:
+        return 64, 8
+    if block_m <= 64:
+        return 128 if geometry.converts and geometry.widest <= 128 else 64, 4
+    return (32, 4) if geometry.widest <= 128 else (128, 8)
 
 
 def partial_size(tiling: Tiling, num_tokens: int, num_heads: int, v_head_dim: int) -> int:
@@ -95,8 +133,8 @@ def partial_size(tiling: Tiling, num_tokens: int, num_heads: int, v_head_dim: in
 def workspace_bound(geometry: Geometry) -> int:
     """At least ``partial_size`` of every tiling that ``choose_tiling`` gives, whatever the batch: it splits only while the
     programs do not fill the device, and a program leaves one partial output for each of its queries and heads."""
-    programs = _PROGRAMS * geometry.device.multiprocessors
-    return programs * geometry.max_block_m * (geometry.v_head_dim + 1)
+    most = max(_SIDE_BY_SIDE[True] * KEYS_FIRST, _SIDE_BY_SIDE[False] * geometry.max_block_m)
+    return geometry.device.multiprocessors * most * (geometry.v_head_dim + 1)
 
 
 def invariant_tiling(geometry: Geometry, *, max_seq_len: int, split_tokens: int) -> Tiling:
@@ -119,21 +157,19 @@ def invariant_tiling(geometry: Geometry, *, max_seq_len: int, split_tokens: int)
 def _keys(geometry: Geometry, block_m: int, block_n: int) -> tuple[int, int]:
     """Keys at a time, at most ``block_n``, and stages of loads in flight: the most that shared memory holds.
 
-    The first stage is the block table's, the next ones are tiles of keys and values; where queries come first, one more.
-    Where keys do, programs are small and wait for memory, so that several must have room side by side.
+    The first stage is the block table's, the next ones are tiles of keys and values. Where keys come first, programs are
+    small and wait for memory, so that several must have room side by side.
     """
-    widest, width = max(geometry.head_dim, geometry.v_head_dim), geometry.head_dim + geometry.v_head_dim
+    width = geometry.head_dim + geometry.v_head_dim
     keys_first = block_m <= KEYS_FIRST
-    # What is stored in a narrower type than q's is converted on its way; where queries come first, it is then there twice.
-    converted = geometry.q_bytes if geometry.kv_bytes < geometry.q_bytes and not keys_first else 0
-    if geometry.q_bytes > 2 or widest > 256 or (converted and widest > 128):
+    if geometry.q_bytes > 2 or geometry.widest > 256 or (geometry.converts and geometry.v_head_dim > 128 and not keys_first):
         block_n = min(block_n, 32)
-    room = geometry.device.shared_memory // (_PROGRAMS if keys_first else 1)
+    room = geometry.device.shared_memory // (_SIDE_BY_SIDE[True] if keys_first else 1)
     room -= _KEPT_FREE + block_m * geometry.head_dim * geometry.q_bytes
     while True:
         for num_stages in (3,) if keys_first else (3, 2):
-            tiles = num_stages - 2 if keys_first else num_stages
-            if block_n * width * (tiles * geometry.kv_bytes + converted) <= room:
+            tiles = num_stages - 2 if keys_first else num_stages - 1
+            if block_n * width * tiles * geometry.kv_bytes <= room:
                 return block_n, num_stages
         if block_n == 16:
             return block_n, 1

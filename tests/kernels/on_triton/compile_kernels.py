@@ -37,6 +37,8 @@ from headrace.spec import AttentionSpec, MoeSpec, layer_kv
 from headrace.spec.kv import FP8_KV
 
 BF16 = torch.bfloat16
+SHAPES = ((128, 128, 1), (128, 128, 512), (192, 128, 1), (192, 128, 512), (80, 40, 5), (256, 256, 512))
+"""Of attention: widths of keys and values, queries of a row."""
 
 
 class Target:
@@ -108,8 +110,8 @@ def attend(
 
 def attention(resources: Resources) -> None:
     for stored in (BF16, torch.uint8):
-        for widths, queries in (((128, 128), 1), ((128, 128), 512), ((192, 128), 1), ((80, 40), 5), ((256, 256), 512)):
-            attend((8, 4), widths, queries, resources, stored=stored)
+        for width, v_width, queries in SHAPES:
+            attend((8, 4), (width, v_width), queries, resources, stored=stored)
         for heads in (16, 128):
             attend((1, heads), (576, 512), 1, resources, stored=stored)
         attend((8, 4), (128, 128), 64, resources, stored=stored, invariant=True)

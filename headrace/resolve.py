@@ -357,7 +357,7 @@ def _kv_dtype(args: EngineArgs, model: AnySpec, dtype: str, device: DeviceFacts)
 def _attention(
     args: EngineArgs, model: AnySpec, device: DeviceFacts, dtype: str, kv_dtype: str, book: _Book
 ) -> tuple[str, ...]:
-    requested = _invariant_attention(args, model, device) if args.deterministic else args.attention_backend
+    requested = _invariant_attention(args, device) if args.deterministic else args.attention_backend
     choices = [select.choose(spec, device.device, dtype, requested, kv_dtype) for spec in model.layers]
     for (backend, reason), count in Counter(choices).items():
         layers = "every layer" if count == len(choices) else f"{count} of {len(choices)} layers"
@@ -365,19 +365,16 @@ def _attention(
     return tuple(backend for backend, _ in choices)
 
 
-def _invariant_attention(args: EngineArgs, model: AnySpec, device: DeviceFacts) -> str:
+def _invariant_attention(args: EngineArgs, device: DeviceFacts) -> str:
     if not device.cuda:
         raise ConfigError("deterministic is for GPUs: the CPU's products sum up in an order of their own", "deterministic")
-    for spec in model.layers:
-        if spec.latent is not None:
-            raise ConfigError(f"layer {spec.layer}: deterministic does not go with compressed KV", "deterministic")
-    if args.attention_backend not in ("auto", "invariant", "reference"):
+    if args.attention_backend not in ("auto", "invariant"):
         raise ConfigError(
             f"attention backend {args.attention_backend} sums up in an order that depends on the batch: leave it at auto, or "
             "set deterministic off",
             "deterministic",
         )
-    return "invariant" if args.attention_backend == "auto" else args.attention_backend
+    return "invariant"
 
 
 def _pipeline_depth(args: EngineArgs, device: DeviceFacts, book: _Book) -> int:

@@ -20,6 +20,7 @@ from headrace.attention.layer import HeadNorm
 from headrace.cache.planes import write_compressed
 from headrace.kernels import gpu
 from headrace.kernels.latent import norm_rotate_and_cache_latent
+from headrace.kernels.linear import linear_by_head
 from headrace.kernels.rotary import rotate
 from headrace.kernels.transfer import upload
 from headrace.spec import AttentionSpec, Mode
@@ -146,18 +147,23 @@ class LatentBackend:
 
     Args:
         absorbed: supports the layers' spec.
-        uncompressed: makes backends that support ``spec.uncompressed``.
+        uncompressed: makes backends that support ``spec.uncompressed``. None: all rows are absorbed, and what a token comes
+            to depends on its own row alone if it does with ``absorbed``.
     """
 
-    def __init__(self, spec: AttentionSpec, absorbed: AttentionBackend, uncompressed: Callable[[], AttentionBackend]) -> None:
+    def __init__(
+        self, spec: AttentionSpec, absorbed: AttentionBackend, uncompressed: Callable[[], AttentionBackend] | None
+    ) -> None:
         if spec.latent is None:
             raise ValueError(f"layer {spec.layer} keeps no compressed KV")
         self._spec, self._latent = spec, spec.latent
         self._absorbed = absorbed
-        self._make, self._made = uncompressed, [uncompressed()]
+        self._invariant = uncompressed is None
+        self._make = uncompressed
+        self._made = [] if uncompressed is None else [uncompressed()]
         self.name = absorbed.name
         self.capturable = absorbed.capturable
-        self.needs_exact_lengths = absorbed.needs_exact_lengths or self._made[0].needs_exact_lengths
+        self.needs_exact_lengths = any(backend.needs_exact_lengths for backend in (absorbed, *self._made))
         self._step: StepMetadata | None = None
         self._few: _Part | None = None
         self._many = np.empty(0, dtype=np.int64)
@@ -174,7 +180,10 @@ class LatentBackend:
     def plan(self, step: StepMetadata) -> None:
         """Decode rows are absorbed, and so are prompts' rows for which that is less work, or whose lengths are not known."""
         self._step, self._prompts, self._few = step, [], None
-        self._many = np.empty(0, dtype=np.int64) if step.bounded else self._worth_uncompressing(step)
+        if self._make is None or step.bounded:
+            self._many = np.empty(0, dtype=np.int64)
+        else:
+            self._many = self._worth_uncompressing(step)
         few = np.setdiff1d(np.arange(step.num_rows), self._many, assume_unique=True)
         if len(few):
             self._few = _rows_of(step, few)
@@ -223,9 +232,11 @@ class LatentBackend:
         to_keys, to_values = self._projections(up)
         wide = q.new_empty(len(q), spec.num_heads, spec.head_dim)
         wide[..., :rotated] = q[..., :rotated]
-        wide[..., rotated:] = torch.bmm(q[..., rotated:].transpose(0, 1), to_keys).transpose(0, 1)
+        linear_by_head(q[..., rotated:], to_keys.transpose(1, 2), wide[..., rotated:], invariant=self._invariant)
         mixed = self._absorbed.run(wide, cache).view(len(q), spec.num_heads, spec.v_head_dim)
-        return torch.bmm(mixed.transpose(0, 1), to_values.transpose(1, 2)).transpose(0, 1).flatten(1)
+        out = q.new_empty(len(q), spec.num_heads, self._latent.v_head_dim)
+        linear_by_head(mixed, to_values, out, invariant=self._invariant)
+        return out.flatten(1)
 
     def _projections(self, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """``[num_heads, key channels that are not rotated, v_head_dim]`` and ``[num_heads, latent.v_head_dim, v_head_dim]``"""
@@ -241,7 +252,7 @@ class LatentBackend:
         if not self._prompts:
             most = WORKSPACE_BYTES // (self._head_width() * itemsize)
             for rows in _together(self._many, -(-step.seq_lens_host[self._many] // block_size) * block_size, most):
-                if len(self._prompts) == len(self._made):
+                if len(self._prompts) == len(self._made) and self._make is not None:
                     self._made.append(self._make())
                 prompts = _with_own_blocks(step, rows, block_size, self._made[len(self._prompts)])
                 prompts.backend.plan(prompts.step)

@@ -102,17 +102,21 @@ def create_for(specs: Sequence[AttentionSpec], names: Sequence[str], device: str
 
 
 def _latent(spec: AttentionSpec, name: str, device: str, dtype: str) -> AttentionBackend:
-    return LatentBackend(spec, create(name), _backend(for_prompts(spec, name, device, dtype)))
+    prompts = for_prompts(spec, name, device, dtype)
+    return LatentBackend(spec, create(name), None if prompts is None else _backend(prompts))
 
 
-def for_prompts(spec: AttentionSpec, name: str, device: str, dtype: str) -> str:
+def for_prompts(spec: AttentionSpec, name: str, device: str, dtype: str) -> str | None:
     """Which backend attends over the uncompressed KV of a layer that keeps compressed KV and for which ``name`` was chosen.
 
-    It is the most preferred one, or the oracle where that is ``name``.
+    It is the most preferred one, or the oracle where that is ``name``. None: prompts are absorbed too, for what a token comes
+    to must not depend on how much of its prompt is in the step.
 
     Raises:
         ConfigError: none can.
     """
+    if name == InvariantAttention.name:
+        return None
     return choose(spec.uncompressed, device, dtype, name if name == ReferenceAttention.name else "auto")[0]
 
 

@@ -41,7 +41,8 @@ def _layer_lines(config: EngineConfig) -> list[LayerLine]:
         _, reason = select.choose(spec, config.device, config.dtype, config.args.attention_backend, config.cache.dtype)
         if spec.latent is not None:
             prompts = select.for_prompts(spec, backend, config.device, config.dtype)
-            reason = f"{reason}; prompts are uncompressed, for {prompts}, where that is less work"
+            when = f"uncompressed, for {prompts}, where that is less work" if prompts else "absorbed as decode rows are"
+            reason = f"{reason}; prompts are {when}"
         lines.append(
             LayerLine(
                 layer=spec.layer,

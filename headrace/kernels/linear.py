@@ -37,3 +37,18 @@ def linear(
     if x.is_cuda and x.ndim == 2 and bias is None and out_dtype == torch.float32:
         return torch.mm(x, weight.t(), out_dtype=out_dtype)
     return F.linear(x, weight, bias).to(out_dtype)
+
+
+def linear_by_head(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, invariant: bool = False) -> None:
+    """``out[t, h] = weight[h] x[t, h]``.
+
+    Args:
+        x: ``[T, heads, in]``, last axis contiguous.
+        weight: ``[heads, out, in]``; one of the last two axes is contiguous.
+        out: ``[T, heads, out]``, last axis contiguous; filled.
+        invariant: as for ``linear``.
+    """
+    if invariant and gpu.takes(x) and weight.dtype == x.dtype:
+        gpu.kernels("matmul").matmul_by_head(x, weight, out)
+    else:
+        out.copy_(torch.bmm(x.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1))

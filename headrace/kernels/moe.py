@@ -72,6 +72,8 @@ def moe_mlp(
     spec: MoeSpec,
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
+    *,
+    invariant: bool = False,
 ) -> torch.Tensor:
     """The weighted sum of each token's experts.
 
@@ -85,6 +87,7 @@ def moe_mlp(
         down: ``[num_experts, hidden, intermediate_size]`` likewise.
         gate_up_bias: ``[num_experts, 2 * intermediate_size]``
         down_bias: ``[num_experts, hidden]``
+        invariant: a token comes out bitwise the same whatever the other tokens: on a GPU.
 
     Returns:
         ``[T, hidden]``
@@ -93,8 +96,8 @@ def moe_mlp(
         ValueError: a tensor does not fit the others.
     """
     check_moe_mlp(x, experts, weights, gate_up, down, spec, gate_up_bias, down_bias)
-    run = gpu.kernels("moe").moe_mlp if gpu.takes(x) else moe_mlp_twin
-    return run(x, experts, weights, gate_up, down, spec, gate_up_bias, down_bias)
+    given = (x, experts, weights, gate_up, down, spec, gate_up_bias, down_bias)
+    return gpu.kernels("moe").moe_mlp(*given, invariant=invariant) if gpu.takes(x) else moe_mlp_twin(*given)
 
 
 def moe_mlp_twin(

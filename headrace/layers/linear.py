@@ -60,13 +60,15 @@ class FusedLinear(Linear):
 def make_invariant(model: object) -> None:
     """From now on what each row of the model's products comes to does not depend on the other rows.
 
+    A module that can do so has an attribute ``invariant``.
+
     Raises:
         ConfigError: a module has matrices that it multiplies by itself.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"deterministic: {type(model).__name__} is no module whose products could be told", "deterministic")
     for name, module in model.named_modules():
-        if isinstance(module, Linear):
+        if hasattr(module, "invariant"):
             module.invariant = True
         elif not isinstance(module, Embedding) and any(one.ndim > 1 for one in module.parameters(recurse=False)):
             raise ConfigError(

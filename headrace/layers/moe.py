@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.nn.functional import linear
 
 from headrace.errors import ConfigError
+from headrace.kernels.linear import linear
 from headrace.kernels.moe import GATES, moe_mlp, route
 from headrace.layers.mlp import GatedMLP
 from headrace.spec import MoeSpec
@@ -30,10 +30,13 @@ class Router(nn.Module):
             self.bias = _empty(spec.num_experts, dtype=torch.float32, device=device)
         if spec.correction_bias:
             self.e_score_correction_bias = _empty(spec.num_experts, dtype=torch.float32, device=device)
+        self.invariant = False
+        """A token's experts and weights are bitwise the same whatever the other tokens."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """``[T, hidden]`` -> experts ``[T, top_k]`` int32, weights ``[T, top_k]`` float32."""
-        return route(linear(x.float(), self.weight, self.bias), self.spec, self.e_score_correction_bias)
+        logits = linear(x.float(), self.weight, self.bias, invariant=self.invariant)
+        return route(logits, self.spec, self.e_score_correction_bias)
 
 
 class Experts(nn.Module):
@@ -54,12 +57,14 @@ class Experts(nn.Module):
         if spec.bias:
             self.gate_up_proj_bias = _empty(count, 2 * inner, dtype=dtype, device=device)
             self.down_proj_bias = _empty(count, hidden_size, dtype=dtype, device=device)
+        self.invariant = False
+        """A token comes out bitwise the same whatever the other tokens."""
 
     def forward(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """``[T, hidden] -> [T, hidden]``; experts and weights as a Router gives them."""
-        return moe_mlp(
-            x, experts, weights, self.gate_up_proj, self.down_proj, self.spec, self.gate_up_proj_bias, self.down_proj_bias
-        )
+        biases = self.gate_up_proj_bias, self.down_proj_bias
+        matrices = self.gate_up_proj, self.down_proj
+        return moe_mlp(x, experts, weights, *matrices, self.spec, *biases, invariant=self.invariant)
 
 
 class MoeMLP(nn.Module):

@@ -45,6 +45,8 @@ class LatentUp(nn.Module):
         full = spec.uncompressed
         shape = spec.num_heads * (full.head_dim - spec.rotary_dim + full.v_head_dim), spec.v_head_dim
         self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+        self.invariant = False
+        """Whose backend is: it is the backend that multiplies."""
 
 
 class LatentSelfAttention(nn.Module):

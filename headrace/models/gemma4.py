@@ -14,11 +14,10 @@ from transformers import PretrainedConfig
 
 from headrace.attention.context import ForwardContext
 from headrace.errors import ConfigError
-from headrace.kernels.moe import route
 from headrace.layers.embedding import Embedding
 from headrace.layers.linear import Linear
 from headrace.layers.mlp import ACTIVATIONS, GatedMLP
-from headrace.layers.moe import Experts
+from headrace.layers.moe import Experts, Router
 from headrace.layers.norm import RMSNorm, UnitRMSNorm
 from headrace.models.decoder import Decoder, SelfAttention
 from headrace.models.family import Family
@@ -79,11 +78,8 @@ class Gemma4Router(nn.Module):
 
     def __init__(self, hidden_size: int, spec: MoeSpec, eps: float, device: str | torch.device) -> None:
         super().__init__()
-        self.spec = spec
         self.norm = UnitRMSNorm(hidden_size, eps, dtype=torch.float32, device=device)
-        self.proj = nn.Linear(hidden_size, spec.num_experts, bias=False, dtype=torch.float32, device=device).requires_grad_(
-            False
-        )
+        self.proj = Router(hidden_size, spec, device=device)
         self.scale = nn.Parameter(torch.empty(hidden_size, dtype=torch.float32, device=device), requires_grad=False)
         self.per_expert_scale = nn.Parameter(
             torch.empty(spec.num_experts, dtype=torch.float32, device=device), requires_grad=False
@@ -92,7 +88,7 @@ class Gemma4Router(nn.Module):
     def forward(self, stream: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """``[T, hidden]`` -> experts ``[T, top_k]`` int32, weights ``[T, top_k]`` float32."""
         scaled = self.norm(stream.float()) * self.scale * stream.shape[1] ** -0.5
-        experts, weights = route(self.proj(scaled), self.spec)
+        experts, weights = self.proj(scaled)
         return experts, weights * self.per_expert_scale[experts]
 
 

@@ -14,7 +14,7 @@ from headrace.outputs import TokenLogprobs
 from headrace.sampling.device import Download
 from headrace.sampling.draw import Drawn
 from headrace.sampling.feature import Indices, Rows, take_rows
-from headrace.sampling.vocabulary import block_maxima, candidates
+from headrace.sampling.vocabulary import block_maxima, candidates, log_sums
 
 ALL = -1
 _NOT_ASKED = -2
@@ -50,7 +50,7 @@ def measure(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> Measured:
 
     A token's rank is one more than the number of tokens with a larger logit. ``count`` -1: the whole vocabulary.
     """
-    total = logits.logsumexp(-1, keepdim=True)
+    total = log_sums(logits)
     own = logits.gather(1, tokens.unsqueeze(1))
     ranks = (logits > own).sum(-1, dtype=torch.int32) + 1
     count = logits.shape[1] if count == ALL else min(count, logits.shape[1])

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from headrace.kernels import gpu
+
 BLOCK = 128
 
 
@@ -18,6 +20,17 @@ def block_maxima(logits: torch.Tensor) -> torch.Tensor:
     if whole == logits.shape[1]:
         return maxima
     return torch.cat((maxima, logits[:, whole:].amax(-1, keepdim=True)), dim=1)
+
+
+def log_sums(logits: torch.Tensor) -> torch.Tensor:
+    """``[N, vocab] -> [N, 1]``: the log of the sum of ``exp(logit)``, which a token's logprob is its logit less.
+
+    On a GPU by our own kernel: a library's reduction gives a row more or fewer threads by the number of rows, and with
+    that sums it up in another order.
+    """
+    if gpu.takes(logits):
+        return gpu.kernels("draw").draw(logits).log_sums.unsqueeze(1)
+    return logits.logsumexp(-1, keepdim=True)
 
 
 def _block_tokens(blocks: torch.Tensor, vocab_size: int) -> torch.Tensor:

@@ -304,3 +304,18 @@ def test_on_triton(bounded: bool, device: torch.device) -> None:
     backend.plan(moved.step)
     got = backend.attend(moved.q, moved.cache, up.to(device)).cpu()
     torch.testing.assert_close(got.double(), expected, atol=5e-5, rtol=1e-3)
+
+
+def test_nothing_is_uncompressed_where_the_company_must_not_matter() -> None:
+    """Which rows are worth it depends on how much of a prompt is in a step."""
+    name = "invariant"
+    assert select.for_prompts(latent_spec(), name, "cuda", "bfloat16") is None
+    case = make_case(latent_spec(), MIXED)
+    up = projection(case.cache.spec)
+    sometimes = LatentBackend(case.cache.spec, select.create("reference"), lambda: select.create("reference"))
+    never = LatentBackend(case.cache.spec, select.create("reference"), None)
+    for backend in (sometimes, never):
+        backend.plan(case.step)
+        got = backend.attend(case.q, case.cache, up)
+        torch.testing.assert_close(got.double(), oracle(case, up), atol=5e-5, rtol=1e-3)
+    assert sometimes.uncompressed_rows and not never.uncompressed_rows

@@ -21,11 +21,17 @@ _BAND = 8
 
 @triton.jit(do_not_specialize=["rows"])
 def _product(
-    x, weight, bias, y, rows, x_row: tl.int64, weight_row: tl.int64, IN: tl.constexpr, OUT: tl.constexpr,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, CHANNELS: tl.constexpr, BAND: tl.constexpr, BIAS: tl.constexpr,
-    PRECISION: tl.constexpr, PDL: tl.constexpr
+    x, weight, bias, y, rows, x_row: tl.int64, x_head: tl.int64, weight_row: tl.int64, weight_head: tl.int64, y_row: tl.int64,
+    y_head: tl.int64, IN: tl.constexpr, OUT: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, CHANNELS: tl.constexpr,
+    BAND: tl.constexpr, BIAS: tl.constexpr, TURNED: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
+    """A tile of one head's product. ``weight_row`` is from one output to the next, or with ``TURNED`` from one channel to the
+    next; along the other axis numbers are neighbours."""
     begin(PDL)
+    head = tl.program_id(1).to(tl.int64)
+    x += head * x_head
+    weight += head * weight_head
+    y += head * y_head
     across: tl.constexpr = (OUT + OUTPUTS - 1) // OUTPUTS
     band = tl.program_id(0) // (BAND * across)
     within = tl.program_id(0) % (BAND * across)
@@ -34,16 +40,17 @@ def _product(
     output = within // height * OUTPUTS + tl.arange(0, OUTPUTS)
     channel = tl.arange(0, CHANNELS)
     x_base = x + row.to(tl.int64)[:, None] * x_row
-    weight_base = weight + output.to(tl.int64)[None, :] * weight_row
+    weight_base = weight + output.to(tl.int64)[None, :] * (1 if TURNED else weight_row)
     sums = tl.zeros([ROWS, OUTPUTS], tl.float32)
     for start in range(0, IN, CHANNELS):
         inside = start + channel
         left = tl.load(x_base + inside[None, :], mask=(row < rows)[:, None] & (inside < IN)[None, :], other=0.0)
-        right = tl.load(weight_base + inside[:, None], mask=(output < OUT)[None, :] & (inside < IN)[:, None], other=0.0)
+        along = inside.to(tl.int64) * weight_row if TURNED else inside
+        right = tl.load(weight_base + along[:, None], mask=(output < OUT)[None, :] & (inside < IN)[:, None], other=0.0)
         sums = tl.dot(left, right, sums, input_precision=PRECISION)
     if BIAS:
         sums += tl.load(bias + output, mask=output < OUT, other=0.0).to(tl.float32)[None, :]
-    place = row.to(tl.int64)[:, None] * OUT + output[None, :]
+    place = row.to(tl.int64)[:, None] * y_row + output[None, :]
     tl.store(y + place, sums.to(y.dtype.element_ty), mask=(row < rows)[:, None] & (output < OUT)[None, :])
 
 
@@ -68,12 +75,42 @@ def matmul(
     if x.stride(1) != 1 or weight.stride(1) != 1:
         raise ValueError("the last axes of x and weight must be contiguous")
     y = torch.empty(rows, out_features, dtype=out_dtype or x.dtype, device=x.device)
-    if y.numel():
-        tiles = triton.cdiv(rows, _ROWS) * triton.cdiv(out_features, _OUTPUTS)
-        _product[(tiles,)](
-            x, weight, x if bias is None else bias, y, rows, x.stride(0), weight.stride(0), IN=in_features, OUT=out_features,
-            ROWS=_ROWS, OUTPUTS=_OUTPUTS, CHANNELS=_CHANNELS, BAND=_BAND, BIAS=bias is not None,
-            PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-            num_warps=4, num_stages=3 if x.itemsize > 2 else 4, **options(x.device),
-        )  # fmt: skip
+    _launch(x.unsqueeze(1), weight.unsqueeze(0), bias, y.unsqueeze(1))
     return y
+
+
+def matmul_by_head(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    """``out[t, h] = weight[h] x[t, h]``: bitwise the same for a row whatever the other rows, and however many.
+
+    Args:
+        x: ``[rows, heads, in]``, last axis contiguous.
+        weight: ``[heads, out, in]`` of x's dtype; one of the last two axes is contiguous.
+        out: ``[rows, heads, out]``, last axis contiguous; filled.
+
+    Raises:
+        ValueError: a tensor does not fit the others.
+    """
+    rows, heads, in_features = x.shape
+    if weight.shape[::2] != (heads, in_features) or out.shape != (rows, heads, weight.shape[1]) or weight.dtype != x.dtype:
+        shapes = ", ".join(f"{list(t.shape)} {t.dtype}" for t in (x, weight, out))
+        raise ValueError(f"x, weight and out do not fit each other: {shapes}")
+    if x.stride(2) != 1 or out.stride(2) != 1 or 1 not in weight.stride()[1:]:
+        raise ValueError("the last axes of x and out must be contiguous, and one of weight's last two")
+    _launch(x, weight, None, out)
+
+
+def _launch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor) -> None:
+    """``x [rows, heads, in]``, ``weight [heads, out, in]``, ``y [rows, heads, out]``."""
+    rows, heads, in_features = x.shape
+    out_features = weight.shape[1]
+    if not y.numel():
+        return
+    turned = weight.stride(2) != 1
+    tiles = triton.cdiv(rows, _ROWS) * triton.cdiv(out_features, _OUTPUTS)
+    _product[(tiles, heads)](
+        x, weight, x if bias is None else bias, y, rows, x.stride(0), x.stride(1), weight.stride(2 if turned else 1),
+        weight.stride(0), y.stride(0), y.stride(1), IN=in_features, OUT=out_features,
+        ROWS=_ROWS, OUTPUTS=_OUTPUTS, CHANNELS=_CHANNELS, BAND=_BAND, BIAS=bias is not None, TURNED=turned,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        num_warps=4, num_stages=3 if x.itemsize > 2 else 4, **options(x.device),
+    )  # fmt: skip

@@ -22,6 +22,8 @@ _SILU, _GELU, _GELU_TANH, _CLAMPED = (tl.constexpr(number) for number in range(4
 _GATES = {"silu": 0, "swish": 0, "gelu": 1, "gelu_new": 2, "gelu_pytorch_tanh": 2, CLAMPED_SWIGLU: 3}
 _CHUNK = 2048
 """Choices that are counted at a time."""
+_BLOCK = 1024
+"""Channels of a program that sums up a token's experts."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +48,11 @@ def choose_tiling(choices: int, num_experts: int, in_features: int, out_features
     channels = min((128 if rows > 16 else 256) // max(itemsize, 2), max(triton.next_power_of_2(in_features), 16))
     outputs = min(64 if rows < 128 else 128, max(triton.next_power_of_2(out_features), 16))
     return MoeTiling(rows, outputs, channels, 8 if rows == 128 else 4, 3)
+
+
+def invariant_tiling(in_features: int, out_features: int, itemsize: int) -> MoeTiling:
+    """One shape for any number of tokens: it settles the instruction, and with it the order in which products are summed up."""
+    return choose_tiling(64, 1, in_features, out_features, itemsize)
 
 
 # ---------------------------------------------------------------------------------------------------------------- routing
@@ -323,6 +330,19 @@ def _down(
     tl.store(out + choice.to(tl.int64)[:, None] * OUT + output[None, :], sums.to(DTYPE), mask=used[:, None] & present[None, :])
 
 
+@triton.jit
+def _sum_choices(weighted, out, WIDTH: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+    """The sum of a token's experts for a block of channels, one by one in the order in which they were chosen."""
+    token = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    present = channel < WIDTH
+    total = tl.zeros([BLOCK], tl.float32)
+    for choice in tl.static_range(TOP_K):
+        part = tl.load(weighted + (token * TOP_K + choice) * WIDTH + channel, mask=present, other=0.0)
+        total += part.to(tl.float32)
+    tl.store(out + token * WIDTH + channel, total.to(out.dtype.element_ty), mask=present)
+
+
 def most_tiles(choices: int, num_experts: int, tokens: int) -> int:
     """Tiles of ``tokens`` choices of one expert each: the most that any routing makes of so many choices."""
     busy = min(choices, num_experts)
@@ -339,8 +359,10 @@ def moe_mlp(
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
     tiling: MoeTiling | None = None,
+    *,
+    invariant: bool = False,
 ) -> torch.Tensor:
-    """As its twin, which checks the arguments."""
+    """As its twin, which checks the arguments. ``tiling``: in place of one that is chosen by size."""
     tokens, hidden = x.shape
     inner, count, choices = spec.intermediate_size, spec.num_experts, experts.numel()
     if not choices:
@@ -357,7 +379,13 @@ def moe_mlp(
         "EXPERTS_P": triton.next_power_of_2(count),
         "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
     }
-    first = tiling or choose_tiling(choices, count, hidden, inner, x.itemsize)
+
+    def chosen(size_in: int, size_out: int) -> MoeTiling:
+        if invariant:
+            return invariant_tiling(size_in, size_out, x.itemsize)
+        return tiling or choose_tiling(choices, count, size_in, size_out, x.itemsize)
+
+    first = chosen(hidden, inner)
     _up[_grid(choices, count, inner, first)](
         x,
         order,
@@ -376,7 +404,7 @@ def moe_mlp(
         **shared,
         **_launch(first),
     )
-    second = tiling or choose_tiling(choices, count, inner, hidden, x.itemsize)
+    second = chosen(inner, hidden)
     _down[_grid(choices, count, hidden, second)](
         active,
         order,
@@ -391,7 +419,12 @@ def moe_mlp(
         **shared,
         **_launch(second),
     )
-    return out.view(tokens, spec.top_k, hidden).sum(1)
+    total = torch.empty(tokens, hidden, dtype=x.dtype, device=device)
+    block = min(_BLOCK, triton.next_power_of_2(hidden))
+    _sum_choices[(tokens, triton.cdiv(hidden, block))](
+        out, total, WIDTH=hidden, TOP_K=spec.top_k, BLOCK=block, num_warps=max(block // 256, 1)
+    )
+    return total
 
 
 def _grid(choices: int, num_experts: int, outputs: int, tiling: MoeTiling) -> tuple[int, int]:

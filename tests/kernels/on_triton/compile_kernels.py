@@ -27,6 +27,7 @@ from headrace.kernels.triton import (
     kv_cache,
     latent,
     linear,
+    matmul,
     moe,
     norm,
     paged_attention,
@@ -114,10 +115,12 @@ def attention(resources: Resources) -> None:
             attend((8, 4), (width, v_width), queries, resources, stored=stored)
         for heads in (16, 128):
             attend((1, heads), (576, 512), 1, resources, stored=stored)
+            attend((1, heads), (576, 512), 64, resources, stored=stored, invariant=True)
         attend((8, 4), (128, 128), 64, resources, stored=stored, invariant=True)
         extras = {"window": 100, "soft_cap": 3.0, "sinks": torch.zeros(24)}
         attend((2, 12), (64, 64), 1, resources, stored=stored, **extras)
     attend((8, 4), (128, 128), 64, resources, stored=torch.float32)
+    attend((1, 16), (576, 512), 64, resources, stored=torch.float32, invariant=True)
 
 
 def others() -> None:
@@ -166,7 +169,17 @@ def mixtures() -> None:
     for tokens, dtype in ((1, BF16), (8192, BF16), (8192, torch.float32)):
         gate_up, down = torch.zeros(160, 1024, 256, dtype=dtype), torch.zeros(160, 256, 512, dtype=dtype)
         experts, weights = moe.route(torch.zeros(tokens, 160), spec, torch.zeros(160))
-        moe.moe_mlp(torch.zeros(tokens, 256, dtype=dtype), experts, weights, gate_up, down, spec)
+        x = torch.zeros(tokens, 256, dtype=dtype)
+        for invariant in (False, True):
+            moe.moe_mlp(x, experts, weights, gate_up, down, spec, invariant=invariant)
+
+
+def products() -> None:
+    for dtype in (BF16, torch.float32):
+        x, weight = torch.zeros(4, 16, 128, dtype=dtype), torch.zeros(16, 128, 512, dtype=dtype)
+        matmul.matmul(x[:, 0], weight[:, 0, :128], x[0, :, 0].contiguous(), torch.float32)
+        for turned in (weight.transpose(1, 2), torch.zeros(16, 512, 128, dtype=dtype)):
+            matmul.matmul_by_head(x, turned, torch.zeros(4, 16, 512, dtype=dtype))
 
 
 if __name__ == "__main__":
@@ -176,3 +189,4 @@ if __name__ == "__main__":
     others()
     mixtures()
     compressed()
+    products()

@@ -24,6 +24,6 @@ def test_compiles(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     compiled = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len({line["kernel"] for line in compiled}) == 21
+    assert len({line["kernel"] for line in compiled}) == 23
     for line in compiled:
         assert line["shared"] <= SHARED, line

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import linear as twin
 
-from headrace.kernels.triton.matmul import matmul
+from headrace.kernels.triton.matmul import matmul, matmul_by_head
 
 SHAPES = [(1, 64, 64), (5, 100, 7), (65, 72, 130), (130, 33, 64), (3, 3, 1), (600, 16, 70)]
 """(rows, in, out)"""
@@ -53,6 +53,32 @@ def test_parts_of_wider_tensors(device: torch.device) -> None:
         target[:, 5:-5] = source.to(device)
     got = matmul(wide[0][:, 5:-5], wide[1][:, 5:-5])
     torch.testing.assert_close(got.cpu(), twin(x, weight), atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_heads_apart(shape: tuple[int, int, int], turned: bool, device: torch.device) -> None:
+    """Heads of wider tensors on both sides; what is beside them is neither read nor written."""
+    rows, size_in, size_out = shape
+    torch.manual_seed(rows)
+    x, weight = torch.randn(rows, 3, size_in), torch.randn(3, size_out, size_in) * size_in**-0.5
+    wide = torch.full((rows, 3, size_in + 4), torch.nan).to(device)
+    wide[..., 4:] = x.to(device)
+    out = torch.full((rows, 3, size_out + 5), 7.0).to(device)
+    factor = weight.to(device).transpose(1, 2).contiguous().transpose(1, 2) if turned else weight.to(device)
+    matmul_by_head(wide[..., 4:], factor, out[..., 2:-3])
+    torch.testing.assert_close(out[..., 2:-3].cpu(), torch.einsum("thi,hoi->tho", x, weight), atol=2e-5, rtol=2e-5)
+    assert bool((out[..., :2] == 7).all()) and bool((out[..., -3:] == 7).all())
+
+
+def test_heads_that_do_not_fit(device: torch.device) -> None:
+    x, weight, out = (torch.zeros(shape).to(device) for shape in ((2, 3, 8), (3, 5, 8), (2, 3, 5)))
+    with pytest.raises(ValueError, match="do not fit"):
+        matmul_by_head(x, weight[:2], out)
+    with pytest.raises(ValueError, match="do not fit"):
+        matmul_by_head(x, weight, out[..., :4])
+    with pytest.raises(ValueError, match="contiguous"):
+        matmul_by_head(x, torch.zeros(3, 10, 16).to(device)[:, ::2, ::2], out)
 
 
 def test_what_does_not_fit(device: torch.device) -> None:

@@ -355,7 +355,7 @@ LINEAR = [(1024, 4096), (1024, 6144), (3072, 1024), (4096, 6144), (4096, 24576),
 
 
 def products(sweeping: bool) -> None:
-    for (size_in, size_out), rows in itertools.product(LINEAR, (1, 4, 8)):
+    for (size_in, size_out), rows in itertools.product(LINEAR, (1, 4, 8, 16)):
         nbytes = 2 * size_in * size_out
         weights = [
             torch.randn(size_out, size_in, dtype=torch.bfloat16, device=CUDA)
@@ -365,7 +365,7 @@ def products(sweeping: bool) -> None:
         facts = {"shape": f"{rows}x{size_in}x{size_out}"}
         library: list[Call] = [partial(torch.nn.functional.linear, x, weight) for weight in weights]
         report("linear", library, nbytes=nbytes, kernel="torch", **facts)
-        chosen = choose_linear(rows, size_in)
+        chosen = choose_linear(rows, size_in, size_out)
         for tiling in linear_tilings(rows) if sweeping else [chosen]:
             try:
                 ours: list[Call] = [partial(linear, x, weight, tiling=tiling) for weight in weights]
@@ -378,8 +378,18 @@ def products(sweeping: bool) -> None:
 
 def linear_tilings(rows: int) -> list[LinearTiling]:
     if rows == 1:
-        return [LinearTiling(o, c, w, 1) for o, c, w in ((2, 1024, 4), (4, 1024, 4), (8, 512, 4), (4, 512, 2), (8, 1024, 8))]
-    return [LinearTiling(o, c, 4, s) for o, c, s in ((16, 128, 4), (16, 256, 4), (16, 256, 3), (32, 128, 4), (16, 512, 3))]
+        plain = ((2, 1024, 4), (4, 1024, 4), (8, 512, 4), (4, 512, 2), (8, 1024, 8))
+        return [LinearTiling(*sizes, 0) for sizes in plain]
+    kinds = (
+        (8, 512, 8, 4),
+        (8, 256, 4, 4),
+        (16, 256, 4, 2),
+        (16, 256, 4, 4),
+        (16, 512, 8, 2),
+        (32, 256, 4, 2),
+        (32, 256, 8, 4),
+    )
+    return [LinearTiling(*kind) for kind in kinds]
 
 
 def main() -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 
 from headrace.kernels import gpu
 
-FEW_ROWS = 1
-"""Up to which the Triton kernel beats cuBLAS on the GPUs measured (see benchmarks/)."""
+FEW_ROWS: tuple[tuple[float, int], ...] = ((math.inf, 1),)
+"""Numbers of a weight, and up to how many rows the Triton kernel beats cuBLAS on weights of no more than that, on the GPUs
+measured (see benchmarks/). The first line that a weight fits in counts."""
+_ALIGNED = 16
+"""Numbers from row to row of a factor: of multiples of these the Triton kernel for several rows reads 16 bytes at once."""
 
 
 def linear(
@@ -30,7 +35,7 @@ def linear(
     """
     if invariant and x.ndim == 2 and gpu.takes(x) and weight.dtype == x.dtype:
         return gpu.kernels("matmul").matmul(x, weight, bias, out_dtype)  # type: ignore[no-any-return]
-    if x.ndim == 2 and 0 < len(x) <= FEW_ROWS and gpu.takes(x) and weight.dtype == x.dtype:
+    if x.ndim == 2 and weight.dtype == x.dtype and few_rows(x, weight) and gpu.takes(x):
         return gpu.kernels("linear").linear(x, weight, bias, out_dtype=out_dtype)  # type: ignore[no-any-return]
     if out_dtype is None or out_dtype == x.dtype:
         return F.linear(x, weight, bias)
@@ -52,3 +57,11 @@ def linear_by_head(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, 
         gpu.kernels("matmul").matmul_by_head(x, weight, out)
     else:
         out.copy_(torch.bmm(x.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1))
+
+
+def few_rows(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether x ``[rows, in]`` has few enough rows for the Triton kernel, and factors that it reads fast."""
+    rows, numbers = len(x), weight.numel()
+    if rows > 1 and (x.itemsize > 2 or x.stride(0) % _ALIGNED or weight.stride(0) % _ALIGNED):
+        return False
+    return 0 < rows <= next((most for limit, most in FEW_ROWS if numbers <= limit), 0)

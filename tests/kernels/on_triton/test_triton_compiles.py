@@ -27,3 +27,5 @@ def test_compiles(tmp_path: Path) -> None:
     assert len({line["kernel"] for line in compiled}) == 23
     for line in compiled:
         assert line["shared"] <= SHARED, line
+    # Sums of eight warps, 16 rows and 8 outputs: the factors of a product of few rows do not go by way of shared memory.
+    assert {line["shared"] for line in compiled if line["kernel"] == "_several"} == {8 * 16 * 8 * 4}

@@ -36,7 +36,7 @@ def check(got: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: object
 
 
 @pytest.mark.parametrize("extras", ["plain", "bias", "residual", "both"])
-@pytest.mark.parametrize("rows", [1, 2, 5, MAX_ROWS])
+@pytest.mark.parametrize("rows", [1, 2, 5, 16, MAX_ROWS])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_shapes(shape: tuple[int, int], rows: int, extras: str, device: torch.device) -> None:
     x, weight, bias, residual = operands(rows, shape, torch.float32)
@@ -45,7 +45,7 @@ def test_shapes(shape: tuple[int, int], rows: int, extras: str, device: torch.de
     check(got, x, weight, *given)
 
 
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("rows", [1, 3, 9, 20])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_narrow_types(dtype: torch.dtype, rows: int, device: torch.device) -> None:
     if device.type == "cpu" and dtype == torch.bfloat16 and rows > 1:
@@ -67,11 +67,48 @@ def test_parts_of_wider_tensors(rows: int, device: torch.device) -> None:
     close(linear(x_view, weight_view, None, residual_view), twin(x, weight) + residual, steps=4)
 
 
-@pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("tiling", [LinearTiling(16, 32, 4, 2), LinearTiling(32, 64, 4, 1)], ids=str)
+TILINGS = [
+    LinearTiling(8, 64, 2, 1),
+    LinearTiling(8, 512, 8, 4),
+    LinearTiling(16, 128, 4, 2),
+    LinearTiling(16, 128, 2, 9),
+    LinearTiling(32, 256, 4, 3),
+]
+"""Runs of 32 channels, one to three of each warp; tiles ahead, fewer and more than there are."""
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8, 9, 17])
+@pytest.mark.parametrize("tiling", TILINGS, ids=str)
 def test_tilings(tiling: LinearTiling, rows: int, device: torch.device) -> None:
-    x, weight, _, _ = operands(rows, (200, 50), torch.float32)
-    close(linear(x.to(device), weight.to(device), tiling=tiling), twin(x, weight), steps=4)
+    x, weight, _, _ = operands(rows, (600, 50), torch.float32)
+    close(linear(x.to(device), weight.to(device), tiling=tiling), twin(x, weight), steps=8)
+
+
+@pytest.mark.parametrize("tiling", [LinearTiling(2, 64, 4, 0), LinearTiling(16, 256, 4, 0)], ids=str)
+def test_tilings_of_one_row(tiling: LinearTiling, device: torch.device) -> None:
+    x, weight, _, _ = operands(1, (200, 50), torch.float32)
+    close(linear(x.to(device), weight.to(device), tiling=tiling), twin(x, weight), steps=8)
+
+
+@pytest.mark.parametrize("rows", range(2, 17))
+def test_each_row_is_its_own(rows: int, device: torch.device) -> None:
+    """Rows and outputs of whole numbers, which come out exactly, each in its place; what is beside them does not come in."""
+    x = torch.zeros(rows + 1, 96)
+    x[:-1] = torch.arange(rows * 96).view(rows, 96) % 7 - 3
+    x[-1] = torch.nan
+    weight = (torch.arange(40 * 96).view(40, 96) % 5 - 2).float()
+    for dtype in (torch.float16, torch.float32):
+        got = linear(x[:-1].to(device, dtype), weight.to(device, dtype), tiling=LinearTiling(8, 64, 2, 1))
+        assert torch.equal(got.cpu().float(), twin(x[:-1], weight))
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_unrounded(rows: int, device: torch.device) -> None:
+    """Logits are rounded once: float32 from narrow factors."""
+    x, weight, _, _ = operands(rows, (160, 24), torch.float16)
+    got = linear(x.to(device), weight.to(device), out_dtype=torch.float32)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got.cpu().double(), twin(x.double(), weight.double()), atol=1e-5, rtol=1e-5)
 
 
 def test_nothing_to_do(device: torch.device) -> None:
@@ -88,5 +125,7 @@ def test_what_does_not_fit(device: torch.device) -> None:
         linear(x.repeat(MAX_ROWS, 1), weight)
     with pytest.raises(ValueError, match="residual"):
         linear(x, weight, None, residual[:1])
+    with pytest.raises(ValueError, match="matrix units"):
+        linear(x, weight, tiling=LinearTiling(16, 256, 4, 0))
     with pytest.raises(ValueError, match="contiguous"):
         linear(x.T.contiguous().T, weight)

@@ -1,12 +1,18 @@
 """headrace and vLLM on the same workloads, models and GPU, one after the other; prints and writes the table of ratios.
 
-    python benchmarks/compare_vllm.py --peer PEER/bench.py --site SITE --models MODEL... --output results.json
+    python benchmarks/compare_vllm.py --site SITE --models MODEL... --output results.json
+    python benchmarks/compare_vllm.py --site SITE --models MODEL... --output results.json \\
+        --engines headrace,headrace-transformers,vllm-transformers
     python benchmarks/compare_vllm.py --merge first.json second.json --output results.json
 
-PEER/bench.py measures vLLM. It takes --model, --workloads (names with commas between) and --max-len, and prints a line of
-JSON when vLLM is ready (engine, model, startup_s) and one for every workload (workload, seconds, in_tok, out_tok). SITE is
-the folder that vLLM is installed in, if it is not importable anyway; headrace never sees it. Weights are random: a model is
-a folder with a config.json.
+Engines are headrace and vllm, and both with transformers' implementation of the model: headrace-transformers and
+vllm-transformers. Each of ours is compared with each of theirs.
+
+vllm_peer.py measures vLLM, or what is given as --peer: it takes --model, --workloads (names with commas between), --max-len
+and, for vllm-transformers, --model-impl, and prints a line of JSON when vLLM is ready (engine, model, startup_s) and one for
+every workload (workload, seconds, in_tok, out_tok); it may print one of its KV cache (kv). SITE is the folder that vLLM is
+installed in, if it is not importable anyway; headrace never sees it. Weights are random: a model is a folder with a
+config.json. If --peer-models has a folder of the same name, vLLM reads that one.
 
 Both files, the JSON with every raw row and the table beside it (.md), are written anew after every row. An engine that
 fails costs its own rows, and the table says so. Rows make a ratio only if both were measured on the same GPU within the
@@ -35,8 +41,14 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from headrace.bench.report import facts, load_average  # noqa: E402
+from headrace.bench.workloads import RANDOM_WORKLOADS  # noqa: E402
 
 OURS, THEIRS = "headrace", "vllm"
+FOREIGN = "-transformers"
+"""What follows an engine's name where transformers' implementation of the model runs in it."""
+ENGINES = (OURS, OURS + FOREIGN, THEIRS, THEIRS + FOREIGN)
+PEER = Path(__file__).with_name("vllm_peer.py")
+IMPLEMENTATION = "--model-impl"
 WORKLOADS = ("single", "batch8", "batch64", "mixed256", "prefill8k", "longctx_decode", "prefill32k")
 SAME_SITTING = 3600.0
 """Seconds that two rows may lie apart to be compared."""
@@ -61,15 +73,31 @@ class Run:
     """What it has told so far: rows, and its start-up."""
 
 
-def our_run(options: argparse.Namespace, model: Path) -> Run:
-    report = beside(options.output, OURS, model, "json")
+def side(engine: str) -> str:
+    """Whose engine it is."""
+    return engine.removesuffix(FOREIGN)
+
+
+def run_of(options: argparse.Namespace, engine: str, model: Path) -> Run:
+    return (our_run if side(engine) == OURS else their_run)(options, engine, model)
+
+
+def further(options: argparse.Namespace, engine: str) -> list[str]:
+    """The words that an engine gets beyond those that every comparison needs."""
+    words = [IMPLEMENTATION, "transformers"] if engine.endswith(FOREIGN) else []
+    words += shlex.split(options.ours if side(engine) == OURS else options.theirs)
+    return [*words, *options.extra.get(engine, [])]
+
+
+def our_run(options: argparse.Namespace, engine: str, model: Path) -> Run:
+    report = beside(options.output, engine, model, "json")
     words = [options.python, "-m", "headrace.cli", "bench", "throughput", str(model), "--load-format", "dummy"]
     words += ["--workload", ",".join(options.workloads), "--max-model-len", str(options.max_len)]
-    words += ["--temperature", str(options.temperature), "--output", str(report), *shlex.split(options.ours)]
+    words += ["--temperature", str(options.temperature), "--output", str(report), *further(options, engine)]
     report.unlink(missing_ok=True)
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    log = beside(options.output, OURS, model, "log")
-    return Run(OURS, model, words, {**os.environ, "PYTHONPATH": path}, log, lambda: our_rows(report))
+    log = beside(options.output, engine, model, "log")
+    return Run(engine, model, words, {**os.environ, "PYTHONPATH": path}, log, lambda: our_rows(report))
 
 
 def our_rows(report: Path) -> Iterable[Json]:
@@ -85,26 +113,53 @@ def our_rows(report: Path) -> Iterable[Json]:
         yield {"workload": workload, "skipped": why}
 
 
-def their_run(options: argparse.Namespace, model: Path) -> Run:
-    words = [options.vllm_python, str(options.peer), "--model", str(model), "--workloads", ",".join(options.workloads)]
-    words += ["--max-len", str(options.max_len), *shlex.split(options.theirs)]
+def their_run(options: argparse.Namespace, engine: str, model: Path) -> Run:
+    read = model if options.peer_models is None else options.peer_models / model.name
+    read = read if read.is_dir() else model
+    words = [options.vllm_python, str(options.peer), "--model", str(read), "--workloads", ",".join(options.workloads)]
+    words += ["--max-len", str(options.max_len), *further(options, engine)]
     environment = dict(os.environ)
     if options.site is not None:
         environment["PYTHONPATH"] = str(options.site.resolve())
-    log = beside(options.output, THEIRS, model, "log")
-    return Run(THEIRS, model, words, environment, log, lambda: their_rows(log))
+    log = beside(options.output, engine, model, "log")
+    return Run(engine, model, words, environment, log, lambda: their_rows(log))
 
 
 def their_rows(log: Path) -> Iterable[Json]:
     if not log.is_file():
         return
-    for line in log.read_text(errors="replace").splitlines():
+    lines = log.read_text(errors="replace").splitlines()
+    for line in lines:
         told = parsed(line)
-        if "startup_s" in told:
+        if "kv" in told:
+            yield {"kv": told["kv"] | logged_cache(lines)}
+        elif "startup_s" in told:
+            # A peer that says nothing of its cache itself would have done so before.
+            yield {"kv": logged_cache(lines)}
             yield {"startup": told["startup_s"], "facts": told}
+        elif "skipped" in told:
+            yield {"workload": told["skipped"], "skipped": told["why"]}
         elif "workload" in told:
             counts = {"input_tokens": told["in_tok"], "output_tokens": told["out_tok"]}
+            counts |= {"requests": told["requests"]} if "requests" in told else {}
             yield {"workload": told["workload"], "seconds": told["seconds"], **counts, "raw": told}
+
+
+LOGGED = {
+    "logged_gib": re.compile(r"Available KV cache memory: ([\d.]+) GiB"),
+    "tokens": re.compile(r"GPU KV cache size: ([\d,]+) tokens"),
+    "concurrency": re.compile(r"Maximum concurrency for [\d,]+ tokens per request: ([\d.]+)x"),
+}
+
+
+def logged_cache(lines: Iterable[str]) -> Json:
+    """What vLLM's log says of its KV cache."""
+    found: Json = {}
+    for line in lines:
+        for name, pattern in LOGGED.items():
+            if match := pattern.search(line):
+                found[name] = float(match[1].replace(",", ""))
+    return found
 
 
 def parsed(line: str) -> Json:
@@ -123,11 +178,15 @@ def beside(output: Path, engine: str, model: Path, ending: str) -> Path:
 # ------------------------------------------------------------------ running
 
 
+LISTS = ("starts", "kv", "rows", "errors")
+"""Of a raw file, beside its sittings."""
+
+
 class Book:
     """All that was measured, on disk after every row."""
 
     def __init__(self, output: Path, sitting: Json) -> None:
-        self.data: Json = {"sittings": [sitting], "starts": [], "rows": [], "errors": []}
+        self.data: Json = {"sittings": [sitting], **{name: [] for name in LISTS}}
         self._output = output
         self._gpu = gpu_of(sitting)
 
@@ -135,12 +194,15 @@ class Book:
         """Notes what is new of one run; whether anything was."""
         before = len(known)
         for each in told:
-            name = each.get("workload", "start-up")
+            name = "kv" if "kv" in each else each.get("workload", "start-up")
             if name in known:
                 continue
             known.add(name)
             place = {"engine": run.engine, "model": run.model.name, "gpu": self._gpu, "at": time.time()}
-            if name == "start-up":
+            if name == "kv":
+                if each["kv"]:
+                    self.data["kv"].append({**place, **each})
+            elif name == "start-up":
                 self.data["starts"].append({**place, "seconds": each["startup"], "facts": each["facts"]})
             elif "skipped" in each:
                 self.failed(run, f"{name}: {each['skipped']}")
@@ -217,15 +279,15 @@ def measure(options: argparse.Namespace) -> Json:
     sitting = facts(load_average())
     sitting["command"] = shown(["python", *sys.argv])
     sitting["asked"] = [[model.name, workload] for model in options.models for workload in options.workloads]
+    sitting["engines"] = options.engines
     sitting["temperature"] = options.temperature
     sitting["versions"]["vllm"] = vllm_version(options.site)
     sitting["commands"] = []
     book = Book(options.output, sitting)
     deadline = time.monotonic() + options.budget
-    make = {OURS: our_run, THEIRS: their_run}
     for model in options.models:
         for engine in options.engines:
-            run = make[engine](options, model)
+            run = run_of(options, engine, model)
             sitting["commands"].append(shown(run.command))
             left = deadline - time.monotonic()
             if left <= 0:
@@ -255,42 +317,62 @@ def without_folders(text: str) -> str:
 
 def merged(files: Sequence[Path]) -> Json:
     """Several raw files as one."""
-    data: Json = {"sittings": [], "starts": [], "rows": [], "errors": []}
+    data: Json = {"sittings": [], **{name: [] for name in LISTS}}
     for file in files:
         told = json.loads(file.read_text())
         for name in data:
-            data[name] += told[name]
+            data[name] += told.get(name, [])
     return data
 
 
+def engines_of(data: Json) -> list[str]:
+    """Those that were asked for in any sitting, in the order of tables."""
+    asked = {engine for sitting in data["sittings"] for engine in sitting.get("engines", [OURS, THEIRS])}
+    return [engine for engine in ENGINES if engine in asked]
+
+
 def table(data: Json) -> Json:
-    """Ratios of every row that both engines have, and what is missing."""
-    asked = [tuple(key) for sitting in data["sittings"] for key in sitting["asked"]]
-    pairs = {key: pair(data["rows"], key) for key in dict.fromkeys(asked)}
+    """Ratios of every row that both engines have, and what is missing: of the first pair of engines, and in ``others`` of
+    every other one of ours and one of theirs.
+    """
+    found = engines_of(data)
+    pairs = [(ours, theirs) for theirs in found if side(theirs) == THEIRS for ours in found if side(ours) == OURS]
+    first = pairs[0] if pairs else (OURS, THEIRS)
+    others = {f"{ours}/{theirs}": pair_table(data, ours, theirs) for ours, theirs in pairs[1:]}
+    return {"pair": "/".join(first), **pair_table(data, *first), "others": others}
+
+
+def asked_of(data: Json) -> list[Key]:
+    return list(dict.fromkeys((key[0], key[1]) for sitting in data["sittings"] for key in sitting["asked"]))
+
+
+def pair_table(data: Json, ours: str, theirs: str) -> Json:
+    asked = asked_of(data)
+    pairs = {key: pair(data["rows"], key, ours, theirs) for key in asked}
     rows = [ratio_row(key, *found) for key, found in pairs.items() if found is not None]
     ratios = [row["ratio"] for row in rows]
-    starts = {model: pair(data["starts"], (model, None)) for model in dict.fromkeys(model for model, _ in asked)}
+    starts = {model: pair(data["starts"], (model, None), ours, theirs) for model in dict.fromkeys(model for model, _ in asked)}
     return {
         "rows": rows,
         "geometric_mean": math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else None,
         "minimum": min(ratios, default=None),
         "missing": [list(key) for key, found in pairs.items() if found is None],
         "starts": [
-            {"model": model, OURS: found[0]["seconds"], THEIRS: found[1]["seconds"]} for model, found in starts.items() if found
+            {"model": model, ours: found[0]["seconds"], theirs: found[1]["seconds"]} for model, found in starts.items() if found
         ],
     }
 
 
-def pair(rows: Sequence[Json], key: tuple[str, str | None]) -> tuple[Json, Json] | None:
+def pair(rows: Sequence[Json], key: tuple[str, str | None], ours: str = OURS, theirs: str = THEIRS) -> tuple[Json, Json] | None:
     """Our latest row that has one of theirs beside it, and the nearest of those."""
-    found: dict[str, list[Json]] = {OURS: [], THEIRS: []}
+    found: dict[str, list[Json]] = {ours: [], theirs: []}
     for row in rows:
-        if (row["model"], row.get("workload")) == key:
+        if (row["model"], row.get("workload")) == key and row["engine"] in found:
             found[row["engine"]].append(row)
-    for ours in sorted(found[OURS], key=lambda row: -row["at"]):
-        near = [row for row in found[THEIRS] if row["gpu"] == ours["gpu"] and abs(row["at"] - ours["at"]) < SAME_SITTING]
+    for our in sorted(found[ours], key=lambda row: -row["at"]):
+        near = [row for row in found[theirs] if row["gpu"] == our["gpu"] and abs(row["at"] - our["at"]) < SAME_SITTING]
         if near:
-            return ours, min(near, key=lambda row: abs(row["at"] - ours["at"]))
+            return our, min(near, key=lambda row: abs(row["at"] - our["at"]))
     return None
 
 
@@ -305,8 +387,8 @@ def ratio_row(key: tuple[str, ...], ours: Json, theirs: Json) -> Json:
         "model": key[0],
         "workload": key[1],
         "of": "input" if ours["output_tokens"] == requests else "output",
-        OURS: tokens / ours["seconds"],
-        THEIRS: tokens / theirs["seconds"],
+        ours["engine"]: tokens / ours["seconds"],
+        theirs["engine"]: tokens / theirs["seconds"],
         "ratio": theirs["seconds"] / ours["seconds"],
         "apart_s": round(abs(ours["at"] - theirs["at"])),
     }
@@ -319,24 +401,52 @@ def markdown(data: Json) -> str:
         versions = ", ".join(f"{name} {version}" for name, version in sitting["versions"].items())
         lines += [f"{sitting['date']}: {gpus}; {versions}; temperature {sitting['temperature']}.", "", "```"]
         lines += [*sitting["commands"], "```", ""]
-    lines += [
-        "| model | workload | tokens/s of | headrace | vLLM | headrace / vLLM |",
-        "| --- | --- | --- | ---: | ---: | ---: |",
-    ]
-    for row in made["rows"]:
-        ours, theirs = f"{row[OURS]:,.1f}", f"{row[THEIRS]:,.1f}"
-        lines.append(f"| {row['model']} | {row['workload']} | {row['of']} | {ours} | {theirs} | {row['ratio']:.3f} |")
-    lines.append("")
-    if made["rows"]:
-        lines.append(
-            f"Geometric mean **{made['geometric_mean']:.3f}**, minimum **{made['minimum']:.3f}**, {len(made['rows'])} rows."
-        )
-    for start in made["starts"]:
-        lines.append(f"Start-up of {start['model']}: headrace {start[OURS]:.1f} s, vLLM {start[THEIRS]:.1f} s.")
-    if made["missing"]:
-        lines.append("No pair in one sitting: " + ", ".join("/".join(key) for key in made["missing"]) + ".")
+    lines += [*rate_lines(data), ""]
+    pairs = {made["pair"]: made, **made["others"]}
+    for name, each in pairs.items():
+        if each["rows"]:
+            ratio = f"{title(name)}: geometric mean **{each['geometric_mean']:.3f}**, minimum **{each['minimum']:.3f}**"
+            lines.append(f"{ratio}, {len(each['rows'])} rows.")
+    for model in dict.fromkeys(model for model, _ in asked_of(data)):
+        starts = {start["engine"]: start["seconds"] for start in data["starts"] if start["model"] == model}
+        if starts:
+            told = ", ".join(f"{title(engine)} {starts[engine]:.1f} s" for engine in ENGINES if engine in starts)
+            lines.append(f"Start-up of {model}: {told}.")
+    for name, each in pairs.items():
+        if each["missing"] and {side(engine) for engine in engines_of(data)} == {OURS, THEIRS}:
+            lines.append(
+                f"No pair in one sitting for {title(name)}: " + ", ".join("/".join(key) for key in each["missing"]) + "."
+            )
     lines += [f"{error['engine']} on {error['model']}: {error['error']}" for error in data["errors"]]
     return "\n".join(lines) + "\n"
+
+
+def title(text: str) -> str:
+    """An engine, or a pair of them, for people."""
+    return text.replace(FOREIGN, " (transformers)").replace(THEIRS, "vLLM").replace("/", " / ")
+
+
+def rate_lines(data: Json) -> list[str]:
+    """The table: what every engine did, and each of ours over each of theirs."""
+    made, found = data["table"], engines_of(data)
+    pairs = {made["pair"]: made, **made["others"]} if {side(engine) for engine in found} == {OURS, THEIRS} else {}
+    lines = [
+        "| " + " | ".join(["model", "workload", "tokens/s of", *map(title, found), *map(title, pairs)]) + " |",
+        "| --- | --- | --- |" + " ---: |" * (len(found) + len(pairs)),
+    ]
+    for key in asked_of(data):
+        done = sorted((row for row in data["rows"] if (row["model"], row["workload"]) == key), key=lambda row: row["at"])
+        if not done:
+            continue
+        kind = "input" if any(row.get("requests") == row["output_tokens"] for row in done) else "output"
+        rates = {row["engine"]: row[f"{kind}_tokens"] / row["seconds"] for row in done}
+        rows = {name: row for name, each in pairs.items() for row in each["rows"] if (row["model"], row["workload"]) == key}
+        for row in reversed(rows.values()):
+            rates |= {engine: row[engine] for engine in ENGINES if engine in row}
+        cells = [*key, kind, *(f"{rates[engine]:,.1f}" if engine in rates else "" for engine in found)]
+        cells += [f"{rows[name]['ratio']:.3f}" if name in rows else "" for name in pairs]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
 
 
 # ------------------------------------------------------------------ command line
@@ -346,22 +456,46 @@ def names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
+def workloads(text: str) -> list[str]:
+    found = names(text)
+    if unknown := [name for name in found if name not in RANDOM_WORKLOADS]:
+        raise argparse.ArgumentTypeError(f"there is no workload {unknown[0]!r}; there are {', '.join(RANDOM_WORKLOADS)}")
+    return chosen(text, found, "workload")
+
+
 def engines(text: str) -> list[str]:
     found = names(text)
-    if not found or set(found) - {OURS, THEIRS}:
-        raise argparse.ArgumentTypeError(f"engines are {OURS} and {THEIRS}, not {text}")
+    if set(found) - set(ENGINES):
+        raise argparse.ArgumentTypeError(f"engines are {', '.join(ENGINES)}, not {text}")
+    return chosen(text, found, "engine")
+
+
+def chosen(text: str, found: list[str], what: str) -> list[str]:
+    if not found or len(set(found)) < len(found):
+        raise argparse.ArgumentTypeError(f"{text!r} does not name every {what} once")
     return found
+
+
+def extra(text: str) -> tuple[str, list[str]]:
+    engine, equals, words = text.partition("=")
+    if not equals or engine not in ENGINES:
+        raise argparse.ArgumentTypeError(f"{text!r} is not ENGINE=WORDS with an engine of {', '.join(ENGINES)}")
+    return engine, shlex.split(words)
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="JSON file; the table goes beside it")
     parser.add_argument("--merge", type=Path, nargs="+", metavar="FILE", help="measure nothing: make one table of raw files")
-    parser.add_argument("--peer", type=Path, help="the script that measures vLLM")
+    parser.add_argument("--peer", type=Path, default=PEER, help="the script that measures vLLM")
     parser.add_argument("--site", type=Path, help="folder that vLLM is installed in")
     parser.add_argument("--models", type=Path, nargs="+", default=[], help="folders with a config.json")
-    parser.add_argument("--workloads", type=names, default=list(WORKLOADS), help=",".join(WORKLOADS))
-    parser.add_argument("--engines", type=engines, default=[OURS, THEIRS], help="which, and in what order, for each model")
+    parser.add_argument("--peer-models", type=Path, metavar="FOLDER", help="vLLM reads FOLDER/NAME where there is one")
+    parser.add_argument("--workloads", type=workloads, default=list(WORKLOADS), help=",".join(WORKLOADS))
+    parser.add_argument(
+        "--engines", type=engines, default=[OURS, THEIRS], help=f"which of {', '.join(ENGINES)}, in what order, for each model"
+    )
+    parser.add_argument("--only", choices=["ours", "theirs"], help="of the engines, ours or theirs alone; --merge joins both")
     parser.add_argument("--max-len", type=int, default=40960, help="context of both engines")
     parser.add_argument("--temperature", type=float, default=0.6, help="ours; should be what the peer's script samples with")
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds for everything; then engines are ended")
@@ -369,13 +503,40 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--vllm-python", default=sys.executable, help="runs vLLM")
     parser.add_argument("--ours", default="", help="further words for headrace, in one string")
     parser.add_argument("--theirs", default="", help="further words for the peer's script, in one string")
+    parser.add_argument("--extra", type=extra, action="append", metavar="ENGINE=WORDS", help="further words for one engine")
     options = parser.parse_args()
+    options.extra = dict(options.extra or [])
     if options.merge is None:
-        if not options.models:
-            parser.error("--models is needed")
-        if THEIRS in options.engines and options.peer is None:
-            parser.error("--peer is needed to run vLLM")
+        check(parser, options)
     return options
+
+
+def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """What could only measure nothing, or something else, is refused."""
+    if options.only is not None:
+        options.engines = [engine for engine in options.engines if side(engine) == (OURS if options.only == "ours" else THEIRS)]
+        if not options.engines:
+            parser.error(f"--only {options.only} leaves none of --engines")
+    if not options.models:
+        parser.error("--models is needed")
+    for model in options.models:
+        if not (model / "config.json").is_file():
+            parser.error(f"--models: there is no {model}/config.json")
+    if len({model.name for model in options.models}) < len(options.models):
+        parser.error("--models: two have the same name")
+    if options.max_len < 1 or options.budget <= 0:
+        parser.error("--max-len and --budget must be above 0")
+    if unused := [engine for engine in options.extra if engine not in options.engines]:
+        parser.error(f"--extra: {unused[0]} is not one of --engines")
+    if any(side(engine) == THEIRS for engine in options.engines):
+        if not options.peer.is_file():
+            parser.error(f"--peer: there is no {options.peer}")
+        if THEIRS + FOREIGN in options.engines and IMPLEMENTATION not in options.peer.read_text(encoding="utf-8"):
+            parser.error(f"--peer: {options.peer} does not take {IMPLEMENTATION}, which {THEIRS + FOREIGN} needs")
+        if options.peer_models is not None and not options.peer_models.is_dir():
+            parser.error(f"--peer-models: there is no folder {options.peer_models}")
+    elif options.peer_models is not None or options.theirs:
+        parser.error("--peer-models and --theirs are for vLLM, which --engines and --only leave out")
 
 
 def main() -> None:

@@ -170,6 +170,7 @@ def test_invariance(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.gpu
+@pytest.mark.captures
 @on_cuda
 def test_graphs_and_no_waiting() -> None:
     """Neither plan nor run waits for the device; what is captured once holds for other lengths."""

@@ -28,6 +28,45 @@ print(json.dumps({**row, "in_tok": 128, "out_tok": 256}), flush=True)
 sys.exit("out of memory in /some/folder/kernel.cu")
 """
 
+VLLM = """
+import time, types
+
+class SamplingParams:
+    def __init__(self, **given):
+        assert given["ignore_eos"] and given["min_tokens"] == given["max_tokens"] and given["temperature"] == 0.6
+        self.count = given["max_tokens"]
+
+class FullAttentionSpec:
+    block_size, page_size_bytes, num_kv_heads, head_size = 16, 2048, 2, 16
+
+class LLM:
+    def __init__(self, **given):
+        assert given["load_format"] == "dummy" and given["trust_remote_code"] is False and not given["enable_prefix_caching"]
+        print("(EngineCore pid=7) INFO 11-21 10:00:00 [kv.py:1] GPU KV cache size: 1,234 tokens")
+        print("INFO Maximum concurrency for 512 tokens per request: 2.41x")
+        self.impl = given["model_impl"]
+        group = types.SimpleNamespace(layer_names=["a", "b"], kv_cache_spec=FullAttentionSpec())
+        tensors = [types.SimpleNamespace(size=4096)] * 2
+        cache = types.SimpleNamespace(num_blocks=2, kv_cache_groups=[group], kv_cache_tensors=tensors)
+        runner = types.SimpleNamespace(kv_cache_config=cache)
+        self.worker = types.SimpleNamespace(available_kv_cache_memory_bytes=9000, model_runner=runner)
+
+    def collective_rpc(self, method):
+        return [method(self.worker)]
+
+    def apply_model(self, function):
+        if self.impl == "transformers":
+            raise RuntimeError("functions are not sent")
+        layer = types.SimpleNamespace(attn_backend=types.SimpleNamespace(get_name=lambda: "FLASH_ATTN"))
+        return [function(types.SimpleNamespace(modules=lambda: [layer, layer, object()]))]
+
+    def generate(self, prompts, params, use_tqdm):
+        time.sleep(0.01)
+        made = [types.SimpleNamespace(token_ids=[0] * each.count) for each in params]
+        return [types.SimpleNamespace(outputs=[each]) for each in made]
+"""
+"""As much of the library as the peer's script touches."""
+
 
 @pytest.fixture(scope="module")
 def compare() -> ModuleType:
@@ -117,3 +156,80 @@ def test_an_engine_that_outlives_the_budget_is_ended(tmp_path: Path) -> None:
     data = json.loads(output.read_text())
     assert [each["workload"] for each in data["rows"]] == ["single"]
     assert "the budget" in data["errors"][0]["error"]
+
+
+def test_every_implementation_in_one_table(tmp_path: Path) -> None:
+    """Ours native and foreign beside vLLM's, by our own peer's script; theirs alone and ours alone merge to the same table."""
+    folder = write_config(tmp_path / "tiny", max_position_embeddings=512)
+    own = tmp_path / "spelled" / "tiny"
+    own.mkdir(parents=True)
+    (own / "config.json").write_text("{}")
+    (tmp_path / "site" / "vllm").mkdir(parents=True)
+    (tmp_path / "site" / "vllm" / "__init__.py").write_text(VLLM)
+    engines = "headrace,headrace-transformers,vllm,vllm-transformers"
+    words = ["--models", str(folder), "--workloads", "single,prefill8k", "--max-len", "512", "--engines", engines]
+    words += ["--ours", "--repetitions 1 --num-kv-blocks 160 --seed 1"]
+    peer = ["--only", "theirs", "--site", str(tmp_path / "site"), "--peer-models", str(own.parent)]
+    extra = ["--extra", "headrace-transformers=--seed 2"]
+    for name, further in (("ours", ["--only", "ours", *extra]), ("theirs", peer)):
+        command = [sys.executable, str(SCRIPT), *words, *further, "--output", str(tmp_path / f"{name}.json")]
+        subprocess.run(command, check=True, timeout=200)
+    ours, theirs = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("ours", "theirs"))
+    commands = ours["sittings"][0]["commands"]
+    assert "--seed 2" not in commands[0] and "--model-impl" not in commands[0]
+    assert "--model-impl transformers" in commands[1] and commands[1].endswith("--seed 2")
+    assert all(error["error"].startswith("prefill8k: ") for error in [*ours["errors"], *theirs["errors"]])
+    assert [error["engine"] for error in theirs["errors"]] == ["vllm", "vllm-transformers"]
+    assert "| tiny | single | output |" in (tmp_path / "ours.md").read_text()
+    assert "No pair" not in (tmp_path / "ours.md").read_text()
+
+    (kv, other) = (entry["kv"] for entry in theirs["kv"])
+    assert kv["tokens"] == 1234 and kv["concurrency"] == 2.41 and kv["available_bytes"] == 9000
+    assert (kv["groups"][0]["layers"], kv["groups"][0]["page_bytes"], kv["tensor_bytes"]) == (2, 2048, [4096, 4096])
+    assert other["groups"] == kv["groups"]
+    facts = {start["engine"]: start["facts"] for start in theirs["starts"]}
+    assert facts["vllm"]["backends"] == ["FLASH_ATTN"] and "not sent" in facts["vllm-transformers"]["error"]
+    assert facts["vllm-transformers"]["model_impl"] == "transformers" and facts["vllm"]["model_impl"] == "auto"
+
+    both = tmp_path / "both.json"
+    merge = [sys.executable, str(SCRIPT), "--merge", str(tmp_path / "ours.json"), str(tmp_path / "theirs.json")]
+    subprocess.run([*merge, "--output", str(both)], check=True, timeout=60)
+    made = json.loads(both.read_text())["table"]
+    assert made["pair"] == "headrace/vllm" and made["missing"] == [["tiny", "prefill8k"]]
+    assert list(made["others"]) == [
+        "headrace-transformers/vllm",
+        "headrace/vllm-transformers",
+        "headrace-transformers/vllm-transformers",
+    ]
+    foreign = made["others"]["headrace-transformers/vllm-transformers"]["rows"][0]
+    assert foreign["ratio"] == pytest.approx(foreign["headrace-transformers"] / foreign["vllm-transformers"])
+    (line,) = (line for line in both.with_suffix(".md").read_text().splitlines() if line.startswith("| tiny | single"))
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    assert len(cells) == 3 + 4 + 4 and all(cells)
+    assert float(cells[3].replace(",", "")) == pytest.approx(made["rows"][0]["headrace"], abs=0.1)
+    assert cells[7] == f"{made['rows'][0]['ratio']:.3f}" and cells[10] == f"{foreign['ratio']:.3f}"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--workloads", "single,nonesuch"], "there is no workload 'nonesuch'"),
+        (["--workloads", "single,single"], "every workload once"),
+        (["--engines", "vllm,other"], "engines are"),
+        (["--engines", "vllm", "--only", "ours"], "leaves none"),
+        (["--extra", "vllm-transformers=--eager"], "is not one of --engines"),
+        (["--extra=--eager"], "not ENGINE=WORDS"),
+        (["--only", "ours", "--theirs=--eager"], "are for vLLM"),
+        (["--peer-models", "nowhere"], "there is no folder nowhere"),
+        (["--max-len", "0"], "above 0"),
+        (["--engines", "vllm-transformers", "--peer", "PEER"], "does not take --model-impl"),
+        (["--peer", "nowhere.py"], "there is no nowhere.py"),
+    ],
+)
+def test_nonsense_is_refused(words: list[str], told: str, tmp_path: Path) -> None:
+    folder = write_config(tmp_path / "tiny")
+    (tmp_path / "bench.py").write_text(PEER)
+    words = [str(tmp_path / "bench.py") if word == "PEER" else word for word in words]
+    command = [sys.executable, str(SCRIPT), "--models", str(folder), "--output", str(tmp_path / "raw.json"), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and told in done.stderr and not (tmp_path / "raw.json").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "sanitize.sh"
+TESTS_OF_THE_PROJECT = Path(__file__).resolve().parents[1]
 TESTS = """
 import os
 import pytest
@@ -24,6 +26,12 @@ def test_shapes(shape):
 @pytest.mark.gpu
 def test_alone():
     OUTCOME
+
+@pytest.mark.gpu
+@pytest.mark.captures
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_graph(rows):
+    raise AssertionError("was not left out")
 
 def test_on_a_cpu():
     raise AssertionError("was not asked for")
@@ -56,6 +64,22 @@ def test_a_few_shapes_of_each_test_run(tmp_path: Path) -> None:
     assert code == 0, printed + log
     assert [place for place in range(9) if f"shape {place}\n" in log] == [0, 4, 8]
     assert log.startswith("--tool memcheck --error-exitcode 86") and "4 passed" in printed
+    left_out = [line for line in printed.splitlines() if line.startswith("left out")]
+    assert [line.rpartition("::")[2] for line in left_out] == ["test_a_graph[1]", "test_a_graph[2]"]
+
+
+def test_whatever_captures_a_graph_is_marked() -> None:
+    """Or it would fail under the sanitizer, for a reason that is no error of the kernel's."""
+    found = []
+    for file in sorted(TESTS_OF_THE_PROJECT.rglob("test_*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.FunctionDef) or not node.name.startswith("test_"):
+                continue
+            if any(isinstance(part, ast.Attribute) and part.attr == "CUDAGraph" for part in ast.walk(node)):
+                marks = {ast.unparse(mark) for mark in node.decorator_list}
+                found.append(node.name)
+                assert {"pytest.mark.gpu", "pytest.mark.captures"} <= marks, f"{file.name}: {node.name}"
+    assert "test_a_captured_draw_of_any_slots" in found
 
 
 @pytest.mark.parametrize(("outcome", "status", "expected"), [("assert False", "$?", 1), ("pass", "86", 86)])

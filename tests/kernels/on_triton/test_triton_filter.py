@@ -205,6 +205,7 @@ def test_draws_follow_the_distribution() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.captures
 @no_cuda
 @pytest.mark.parametrize("rows", [1, 256])
 def test_a_captured_draw_of_any_slots(rows: int) -> None:

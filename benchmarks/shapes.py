@@ -1,0 +1,186 @@
+"""Writes model folders, a config.json each, of the shapes that benchmarks of heterogeneous models run with random weights.
+
+    python benchmarks/shapes.py OUT                     # those that one GPU holds
+    python benchmarks/shapes.py OUT --all               # the whole models too, whose bytes of KV can be counted anywhere
+    python benchmarks/shapes.py OUT --tiny mimo-18l     # the same pattern of layers in small widths, for a CPU
+
+OUT/NAME is read by headrace, transformers and vLLM, unless there is OUT/vllm/NAME: then vLLM reads that one. It says the
+same in the words that vLLM's own implementation of the model asks for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Json = dict[str, Any]
+PEER = "vllm"
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """A model: its config, how large, and whether one GPU of 141 GB runs it with random weights."""
+
+    config: Callable[[bool], Json]
+    """Called with whether to make it tiny."""
+    peer: Callable[[Json], Json] | None = None
+    """The same config in vLLM's words."""
+    runs: bool = True
+
+
+def mimo(layers: int, experts: int, tiny: bool) -> Json:
+    """MiMo-V2-Flash: the first layer, and from the sixth on every sixth, sees everything with 4 KV heads; the others the last
+    128 tokens with 8 and a sink a head. Keys are 192 wide, values 128, of which keys 64 are rotated. All MLPs but the first
+    are mixtures, 8 experts of 2,048 a token.
+    """
+    full = [layer == 0 or (layer + 1) % 6 == 0 for layer in range(layers)]
+    rope = {"rope_type": "default", "partial_rotary_factor": 0.334}
+    return {
+        "architectures": ["MiMoV2FlashForCausalLM"],
+        "model_type": "mimo_v2_flash",
+        "dtype": "bfloat16",
+        "vocab_size": 1024 if tiny else 152576,
+        "hidden_size": 64 if tiny else 4096,
+        "intermediate_size": 128 if tiny else 16384,
+        "moe_intermediate_size": 32 if tiny else 2048,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 8 if tiny else 64,
+        "num_key_value_heads": 1 if tiny else 4,
+        "swa_num_key_value_heads": 2 if tiny else 8,
+        "head_dim": 24 if tiny else 192,
+        "v_head_dim": 16 if tiny else 128,
+        "attention_value_scale": 0.707,
+        "attention_bias": False,
+        "sliding_window": 16 if tiny else 128,
+        "layer_types": ["full_attention" if each else "sliding_attention" for each in full],
+        "mlp_layer_types": ["dense"] + ["sparse"] * (layers - 1),
+        "rope_parameters": {
+            "full_attention": {**rope, "rope_theta": 5_000_000.0},
+            "sliding_attention": {**rope, "rope_theta": 10_000.0},
+        },
+        "n_routed_experts": 8 if tiny else experts,
+        "num_experts_per_tok": 2 if tiny else 8,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 262144,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+
+
+def uneven(tiny: bool) -> Json:
+    """The same with 48 query heads, and 6 KV heads in layers with a window: neither kind's KV is a multiple of the other's."""
+    heads = ("num_attention_heads", "num_key_value_heads", "swa_num_key_value_heads")
+    return mimo(6 if tiny else 18, 32, tiny) | dict(zip(heads, (12, 2, 3) if tiny else (48, 4, 6), strict=True))
+
+
+def mimo_of_the_peer(config: Json) -> Json:
+    """In the keys of the published checkpoint, which vLLM's ``mimo_v2`` reads by name."""
+    rope = config["rope_parameters"]
+    windows = [int(kind == "sliding_attention") for kind in config["layer_types"]]
+    renamed = {"layer_types", "mlp_layer_types", "rope_parameters", "rms_norm_eps"}
+    return {key: value for key, value in config.items() if key not in renamed} | {
+        "hybrid_layer_pattern": windows,
+        "moe_layer_freq": [int(kind == "sparse") for kind in config["mlp_layer_types"]],
+        "layernorm_epsilon": config["rms_norm_eps"],
+        "rope_theta": rope["full_attention"]["rope_theta"],
+        "swa_rope_theta": rope["sliding_attention"]["rope_theta"],
+        "partial_rotary_factor": rope["full_attention"]["partial_rotary_factor"],
+        "swa_num_attention_heads": config["num_attention_heads"],
+        "swa_head_dim": config["head_dim"],
+        "swa_v_head_dim": config["v_head_dim"],
+        "sliding_window_size": config["sliding_window"],
+        "add_swa_attention_sink_bias": True,
+        "add_full_attention_sink_bias": False,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+    }
+
+
+def gemma3(layers: int, hidden: int, heads: int, kv_heads: int, head_dim: int, scalar: int, tiny: bool) -> Json:
+    """Gemma 3's text part: five layers that see the last 1,024 tokens, then one that sees everything; norms of q and k."""
+    return {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "dtype": "bfloat16",
+        "vocab_size": 1024 if tiny else 262208,
+        "hidden_size": 64 if tiny else hidden,
+        "intermediate_size": 4 * (64 if tiny else hidden),
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4 if tiny else heads,
+        "num_key_value_heads": 2 if tiny else kv_heads,
+        "head_dim": 32 if tiny else head_dim,
+        "query_pre_attn_scalar": 32 if tiny else scalar,
+        "sliding_window": 32 if tiny else 1024,
+        "layer_types": ["sliding_attention" if (layer + 1) % 6 else "full_attention" for layer in range(layers)],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1_000_000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        },
+        "attention_bias": False,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": True,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+    }
+
+
+SHAPES = {
+    # Of the 48 layers and 256 experts what is left in 34 GB: 4 layers that see everything, 14 with a window.
+    "mimo-18l": Shape(lambda tiny: mimo(6 if tiny else 18, 32, tiny), mimo_of_the_peer),
+    "uneven-18l": Shape(uneven, mimo_of_the_peer),
+    "gemma-3-12b": Shape(lambda tiny: gemma3(6 if tiny else 48, 3840, 16, 8, 256, 256, tiny)),
+    "gemma-3-27b": Shape(lambda tiny: gemma3(8 if tiny else 62, 5376, 32, 16, 128, 168, tiny)),
+    "mimo-v2-flash": Shape(lambda tiny: mimo(8 if tiny else 48, 256, tiny), mimo_of_the_peer, runs=False),
+}
+
+
+def write(out: Path, names: list[str], tiny: bool = False) -> list[Path]:
+    """Writes the folders of some shapes; returns those that everybody but vLLM reads."""
+    folders = []
+    for name in names:
+        shape = SHAPES[name]
+        config = shape.config(tiny)
+        folders.append(_write(out / name, config))
+        if shape.peer is not None:
+            _write(out / PEER / name, shape.peer(config))
+    return folders
+
+
+def _write(folder: Path, config: Json) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    return folder
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, help="the folder to write them in")
+    parser.add_argument("names", nargs="*", help=f"which: {', '.join(SHAPES)}")
+    parser.add_argument("--all", action="store_true", help="also those that one GPU cannot hold")
+    parser.add_argument("--tiny", action="store_true", help="the same patterns in small widths")
+    options = parser.parse_args()
+    for name in options.names:
+        if name not in SHAPES:
+            parser.error(f"there is no shape {name!r}; there are {', '.join(SHAPES)}")
+    if options.names and options.all:
+        parser.error("--all is for all shapes, not for some by name")
+    names = options.names or [name for name, shape in SHAPES.items() if shape.runs or options.all]
+    for folder in write(options.out, names, options.tiny):
+        print(folder)
+
+
+if __name__ == "__main__":
+    main()

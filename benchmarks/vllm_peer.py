@@ -1,0 +1,207 @@
+"""vLLM on headrace's workloads: what ``compare_vllm.py`` runs for vLLM's rows, where nothing else is given as ``--peer``.
+
+    PYTHONPATH=SITE python benchmarks/vllm_peer.py --model FOLDER --workloads single,batch64 --model-impl transformers
+
+Weights are random, prefix caching is off, every output has exactly the workload's length, a workload runs three times (two
+if it is large), and the best counts. A line of JSON for the KV cache, one when the engine is ready, one for every workload:
+
+    {"engine": "vllm", "model": NAME, "kv": {"available_bytes": ..., "num_blocks": ..., "tokens": ..., "groups": [...]}}
+    {"engine": "vllm", "model": NAME, "startup_s": SECONDS, "model_impl": ..., "architecture": ..., "backends": [...]}
+    {"engine": "vllm", "model": NAME, "workload": ..., "seconds": ..., "in_tok": ..., "out_tok": ...}
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from headrace.bench.workloads import RANDOM_WORKLOADS, Workload
+
+SMALL = 60_000
+"""Tokens, in and out: a workload of fewer is run once more. As for headrace."""
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    # Its account of the KV cache is in the log, should asking the worker fail.
+    "VLLM_LOGGING_LEVEL": "INFO",
+    # FlashInfer's sampler would be compiled first.
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    # So that a function can be sent to the worker, which is asked for its KV cache with one.
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+}
+
+
+def cache_facts(worker: Any) -> str:
+    """What vLLM's worker has for a KV cache, as JSON. Runs in the worker's process and needs nothing of this file."""
+    import json
+
+    def described(names: list[str], spec: Any) -> dict[str, Any]:
+        return {
+            "layers": len(names),
+            "first_layer": names[0],
+            "kind": type(spec).__name__,
+            "block_size": spec.block_size,
+            "page_bytes": spec.page_size_bytes,
+            "window": getattr(spec, "sliding_window", None),
+            "kv_heads": getattr(spec, "num_kv_heads", None),
+            "head_dim": getattr(spec, "head_size", None),
+            "v_head_dim": getattr(spec, "head_size_v", None),
+            "dtype": str(getattr(spec, "dtype", None)),
+        }
+
+    config = worker.model_runner.kv_cache_config
+    groups, per_layer = [], False
+    for group in config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        if hasattr(spec, "kv_cache_specs"):
+            # One block table for layers of several sizes: each layer is told apart.
+            per_layer = True
+            groups += [described([name], each) for name, each in spec.kv_cache_specs.items()]
+        else:
+            groups.append(described(list(group.layer_names), spec))
+    facts = {
+        "available_bytes": int(worker.available_kv_cache_memory_bytes),
+        "num_blocks": config.num_blocks,
+        "tensor_bytes": [tensor.size for tensor in config.kv_cache_tensors],
+        "one_table": per_layer,
+        "groups": groups,
+    }
+    return json.dumps(facts)
+
+
+def kv_facts(llm: Any) -> dict[str, Any]:
+    """The worker's account; the reason why there is none, if asking failed: it must not cost the measurement."""
+    try:
+        facts: dict[str, Any] = json.loads(llm.collective_rpc(cache_facts)[0])
+        return {"from": "the worker", **facts}
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"[:500]}
+
+
+def backends(model: Any) -> list[str]:
+    """The attention backends of a model's layers. Runs in the worker's process."""
+    found = {module.attn_backend.get_name() for module in model.modules() if hasattr(module, "attn_backend")}
+    return sorted(found)
+
+
+def model_facts(llm: Any, impl: str) -> dict[str, Any]:
+    facts: dict[str, Any] = {"model_impl": impl}
+    try:
+        facts["class"] = llm.apply_model(lambda model: type(model).__name__)[0]
+        facts["backends"] = llm.apply_model(backends)[0]
+    except Exception as error:
+        facts["error"] = f"{type(error).__name__}: {error}"[:500]
+    return facts
+
+
+def run(options: argparse.Namespace) -> None:
+    from vllm import LLM, SamplingParams
+
+    told = {"engine": "vllm", "model": options.model.name}
+    start = time.perf_counter()
+    llm = LLM(
+        model=str(options.model),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        trust_remote_code=False,
+        model_impl=options.model_impl,
+        max_model_len=options.max_len,
+        gpu_memory_utilization=options.mem,
+        enforce_eager=options.eager,
+        enable_prefix_caching=False,
+        seed=0,
+    )
+    ready = time.perf_counter() - start
+    say({**told, "kv": kv_facts(llm)})
+    say({**told, "startup_s": round(ready, 2), **model_facts(llm, options.model_impl)})
+    for name in options.workloads:
+        load = RANDOM_WORKLOADS[name]()
+        if load.longest > options.max_len:
+            say({**told, "skipped": name, "why": f"its longest request has {load.longest} tokens"})
+            continue
+        params = [
+            SamplingParams(temperature=options.temperature, ignore_eos=True, max_tokens=n, min_tokens=n, detokenize=False)
+            for n in load.output_lens
+        ]
+        seconds = measured(llm, load, params)
+        counts = {"requests": len(load.prompts), "in_tok": load.input_tokens, "out_tok": load.output_tokens}
+        say({**told, "workload": name, "seconds": round(min(seconds), 5), "all_seconds": seconds, **counts})
+
+
+def measured(llm: Any, load: Workload, params: list[Any]) -> list[float]:
+    """Seconds of every repetition.
+
+    Raises:
+        RuntimeError: a request got another number of tokens than it was due.
+    """
+    prompts = [{"prompt_token_ids": prompt} for prompt in load.prompts]
+    seconds = []
+    for _ in range(3 if load.input_tokens + load.output_tokens < SMALL else 2):
+        start = time.perf_counter()
+        results = llm.generate(prompts, params, use_tqdm=False)
+        seconds.append(round(time.perf_counter() - start, 5))
+        made = [len(result.outputs[0].token_ids) for result in results]
+        if made != load.output_lens:
+            raise RuntimeError(f"{load.name}: requests did not get as many tokens as they were due")
+    return seconds
+
+
+def say(line: dict[str, Any]) -> None:
+    print(json.dumps(line), flush=True)
+
+
+def workloads(text: str) -> list[str]:
+    found = list(RANDOM_WORKLOADS) if text == "all" else [name.strip() for name in text.split(",") if name.strip()]
+    if unknown := [name for name in found if name not in RANDOM_WORKLOADS]:
+        raise argparse.ArgumentTypeError(f"there is no workload {unknown[0]!r}; there are {', '.join(RANDOM_WORKLOADS)}, all")
+    if not found:
+        raise argparse.ArgumentTypeError("no workload is named")
+    return found
+
+
+def share(text: str) -> float:
+    if not 0 < (value := float(text)) <= 1:
+        raise argparse.ArgumentTypeError(f"a part of the GPU's memory is above 0 and at most 1, not {text}")
+    return value
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True, help="folder with a config.json")
+    parser.add_argument("--workloads", type=workloads, default="all", help="names with commas between, or all")
+    parser.add_argument("--model-impl", choices=["auto", "vllm", "transformers"], default="auto", help="whose implementation")
+    parser.add_argument("--max-len", type=int, default=40960, help="context")
+    parser.add_argument("--mem", type=share, default=0.85, help="the part of the GPU's memory that vLLM may take")
+    parser.add_argument("--temperature", type=float, default=0.6)
+    parser.add_argument("--eager", action="store_true", help="no CUDA graphs, no torch.compile")
+    parser.add_argument(
+        "--trust-remote-code",
+        choices=["no"],
+        default="no",
+        help="code that comes with a model is never run; said for the record",
+    )
+    options = parser.parse_args()
+    if not (options.model / "config.json").is_file():
+        parser.error(f"there is no {options.model}/config.json")
+    if options.max_len < 1:
+        parser.error("--max-len must be at least 1")
+    if options.temperature < 0:
+        parser.error("--temperature cannot be below 0")
+    return options
+
+
+def main() -> None:
+    options = arguments()
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    run(options)
+
+
+if __name__ == "__main__":
+    main()

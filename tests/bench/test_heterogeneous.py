@@ -1,0 +1,169 @@
+"""Heterogeneous models beside vLLM: the shapes are what both read, and the bytes of KV are counted as each engine would."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from transformers import AutoConfig
+
+from headrace.config import EngineArgs
+from headrace.models.implementation import choose
+from headrace.sources.files import find_model
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+PLAIN = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "dtype": "bfloat16",
+}
+
+
+def script(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    return importlib.import_module(name)
+
+
+@pytest.fixture
+def shapes(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return script("shapes", monkeypatch)
+
+
+@pytest.fixture
+def kv_bytes(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return script("kv_bytes", monkeypatch)
+
+
+@pytest.mark.parametrize("tiny", [False, True])
+@pytest.mark.parametrize("name", ["mimo-18l", "uneven-18l", "gemma-3-12b", "gemma-3-27b", "mimo-v2-flash"])
+def test_every_shape_is_served_natively(name: str, tiny: bool, shapes: ModuleType, tmp_path: Path) -> None:
+    (folder,) = shapes.write(tmp_path, [name], tiny)
+    args = EngineArgs(model=str(folder), load_format="dummy", model_impl="native")
+    spec = choose(args, find_model(args)).spec
+    windows = [layer.window for layer in spec.layers]
+    if not name.startswith("gemma"):
+        assert [place for place, window in enumerate(windows) if window is None][:2] == [0, 5]
+        assert all(layer.sinks == (layer.window is not None) for layer in spec.layers)
+        full, narrow = spec.layers[0], spec.layers[1]
+        assert narrow.num_kv_heads / full.num_kv_heads == (1.5 if name == "uneven-18l" else 2)
+        assert full.head_dim * 2 == full.v_head_dim * 3
+        assert full.num_heads == narrow.num_heads
+    else:
+        assert windows[:6] == [windows[0]] * 5 + [None]
+    if name == "mimo-18l" and not tiny:
+        assert (spec.layers[0].head_dim, spec.layers[0].v_head_dim, windows[1]) == (192, 128, 128)
+        assert [layer.num_kv_heads for layer in spec.layers[:2]] == [4, 8]
+
+
+def test_the_peer_reads_the_same_model(shapes: ModuleType, tmp_path: Path) -> None:
+    """Each in its own words: what vLLM looks up by name says what transformers' names say."""
+    (folder,) = shapes.write(tmp_path, ["mimo-18l"])
+    ours, theirs = AutoConfig.from_pretrained(folder), AutoConfig.from_pretrained(tmp_path / "vllm" / "mimo-18l")
+    assert [kind == "sliding_attention" for kind in ours.layer_types] == [
+        bool(window) for window in theirs.hybrid_layer_pattern
+    ]
+    assert [kind == "sparse" for kind in ours.mlp_layer_types] == [bool(sparse) for sparse in theirs.moe_layer_freq]
+    assert theirs.sliding_window_size == ours.sliding_window
+    assert theirs.layernorm_epsilon == ours.rms_norm_eps
+    assert theirs.swa_num_key_value_heads == ours.swa_num_key_value_heads
+    assert (theirs.swa_num_attention_heads, theirs.swa_head_dim, theirs.swa_v_head_dim) == (64, 192, 128)
+    rope = ours.rope_parameters
+    assert theirs.rope_theta == rope["full_attention"]["rope_theta"]
+    assert theirs.swa_rope_theta == rope["sliding_attention"]["rope_theta"]
+    assert theirs.partial_rotary_factor == rope["full_attention"]["partial_rotary_factor"]
+    for name in (
+        "architectures",
+        "hidden_size",
+        "intermediate_size",
+        "moe_intermediate_size",
+        "n_routed_experts",
+        "vocab_size",
+    ):
+        assert getattr(ours, name) == getattr(theirs, name), name
+    assert not (tmp_path / "vllm" / "gemma-3-12b").exists()
+
+
+def test_shapes_that_are_not_there_are_refused(tmp_path: Path) -> None:
+    for words in (["nonesuch"], ["mimo-18l", "--all"]):
+        done = subprocess.run(
+            [sys.executable, FOLDER / "shapes.py", tmp_path, *words], capture_output=True, text=True, timeout=30
+        )
+        assert done.returncode == 2 and not list(tmp_path.iterdir())
+
+
+GROUPS = {
+    # (layers, window, tokens of a block, bytes of its page) of vLLM 0.26's groups for the same layers.
+    "mimo-18l": [(4, None, 32, 81920), (4, 128, 16, 81920), (4, 128, 16, 81920), (3, 128, 16, 81920), (3, 128, 16, 81920)],
+    "uneven-18l": [(4, None, 16, 61440), (4, 128, 16, 61440), (4, 128, 16, 61440), (3, 128, 16, 61440), (3, 128, 16, 61440)],
+    "gemma-3-12b": [(8, 1024, 16, 131072)] * 5 + [(8, None, 16, 131072)],
+    "gemma-3-27b": [(9, 1024, 16, 131072)] * 4 + [(8, 1024, 16, 131072)] * 2 + [(10, None, 16, 131072)],
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_the_peer_groups_are_predicted(name: str, shapes: ModuleType, kv_bytes: ModuleType, tmp_path: Path) -> None:
+    (folder,) = shapes.write(tmp_path, [name])
+    made = kv_bytes.report(folder, [1024], None, None)
+    groups = [(group["layers"], group["window"], group["block_size"], group["page_bytes"]) for group in made["vllm_groups"]]
+    assert groups == GROUPS[name]
+    assert made["vllm_is"] == "predicted" and made["prediction_held"] is None
+
+
+def test_what_a_request_holds(shapes: ModuleType, kv_bytes: ModuleType, tmp_path: Path) -> None:
+    """MiMo's 4 full layers keep 2,560 bytes of every token, its 14 others 5,120 of the last 127 before the next."""
+    (folder,) = shapes.write(tmp_path, ["mimo-18l"])
+    (row,) = kv_bytes.report(folder, [1000], None, None)["rows"]
+    assert row["needed"] == 4 * 2560 * 1000 + 14 * 5120 * 127
+    # 63 blocks of 16 for 1,000 tokens; from 873 on, in block 54, tokens are still seen.
+    assert row["headrace"] == 16 * (4 * 2560 * 63 + 14 * 5120 * (63 - 54))
+    # vLLM: 32 blocks of 32 tokens, and in each of four groups the same 9 of 16 tokens; every block has 4 pages.
+    assert row["vllm"] == 4 * 81920 * (32 + 4 * 9)
+    assert row["ratio"] == row["vllm"] / row["headrace"]
+
+
+def test_layers_of_one_kind_waste_nothing_anywhere(kv_bytes: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(PLAIN))
+    made = kv_bytes.report(tmp_path, [16, 17], None, None)
+    token = 3 * 2 * 2 * 16 * 2
+    assert [(row["headrace"], row["vllm"]) for row in made["rows"]] == [(16 * token, 16 * token), (32 * token, 32 * token)]
+    Layer = kv_bytes.Layer
+    padded = kv_bytes.predicted([Layer(None, 96), Layer(64, 64)])
+    assert [(group.block_size, group.page_bytes) for group in padded.groups] == [(16, 16 * 96)] * 2
+    assert padded.held(17) == 2 * 2 * 16 * 96
+    several = kv_bytes.predicted([Layer(None, 96), Layer(None, 64)])
+    assert several.one_table and several.held(17) == 32 * 160
+
+
+def test_what_was_measured_replaces_the_prediction(kv_bytes: ModuleType, tmp_path: Path) -> None:
+    folder = tmp_path / "plain"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(PLAIN))
+    group = {"layers": 3, "window": None, "block_size": 32, "page_bytes": 32 * 128}
+    kv = {"one_table": False, "groups": [group], "tensor_bytes": [32 * 128 * 100] * 3}
+    entry = {"engine": "vllm", "model": "plain", "at": 1.0, "kv": kv}
+    ours = {"engine": {"memory": [["weights", 1, ""], ["KV cache", 16 * 384 * 10, ""]]}}
+    starts = [{"engine": "headrace", "model": "plain", "at": 1.0, "facts": ours}]
+    (tmp_path / "raw.json").write_text(json.dumps({"kv": [entry], "starts": starts}))
+    output = tmp_path / "kv.json"
+    words = [folder, "--measured", tmp_path / "raw.json", "--lengths", "33", "--output", output]
+    done = subprocess.run([sys.executable, FOLDER / "kv_bytes.py", *words], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    (made,) = json.loads(output.read_text())
+    assert made["vllm_is"] == "measured" and made["prediction_held"] is False
+    assert made["rows"][0]["vllm"] == 64 * 384 and made["rows"][0]["headrace"] == 48 * 384
+    text = output.with_suffix(".md").read_text()
+    assert "| plain | 33 |" in text and "is not what was measured" in text
+    assert "headrace's cache" in text and "3 of 33 tokens" in text and "50 of 33 tokens" in text

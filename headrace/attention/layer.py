@@ -21,6 +21,8 @@ class HeadNorm(Protocol):
     eps: float
     plain: bool
     """It is ``kernels.norm.rms_norm`` with ``weight`` and nothing else, so that a kernel may do it on its way."""
+    offset: bool
+    """It is ``kernels.norm.offset_rms_norm`` with ``weight`` and nothing else, which a kernel may do likewise."""
 
     @property
     def weight(self) -> torch.Tensor:
@@ -103,7 +105,8 @@ class Attention(nn.Module):
             q_norm, k_norm: what each head goes through before it is rotated.
         """
         spec, tokens = self.spec, len(qkv)
-        if gpu.takes(qkv) and all(norm is None or norm.plain for norm in (q_norm, k_norm)):
+        norms = [norm for norm in (q_norm, k_norm) if norm is not None]
+        if gpu.takes(qkv) and (all(norm.plain for norm in norms) or all(norm.offset for norm in norms)):
             q = self._norm_rotate_and_cache(qkv, ctx, cos_sin, q_norm, k_norm)
             return ctx.backends[spec.layer].run(q, ctx.caches[spec.layer], self.sinks)
         q = qkv[:, : spec.q_size].view(tokens, spec.num_heads, spec.head_dim)
@@ -138,6 +141,7 @@ class Attention(nn.Module):
             q_weight=None if q_norm is None else q_norm.weight,
             k_weight=None if k_norm is None else k_norm.weight,
             eps=0.0 if norm is None else norm.eps,
+            offset=norm is not None and norm.offset,
             k_scale=cache.k_scale if own else None,
             v_scale=cache.v_scale if own else None,
             q_out=torch.empty(len(qkv), spec.num_heads, spec.head_dim, dtype=qkv.dtype, device=qkv.device),

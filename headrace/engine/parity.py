@@ -285,7 +285,7 @@ class _Layers:
         def look(module: nn.Module, args: Any, out: Any) -> None:
             if isinstance(module, DecoderLayer):
                 # Ours leave the sum of the stream to the next norm.
-                out = out[0] + out[1]
+                out = module.stream(*out)
             out = out[0] if isinstance(out, tuple) else out
             parts.append(out.detach().float().reshape(-1, out.shape[-1]).cpu())
 

@@ -104,3 +104,47 @@ def add_offset_rms_norm_twin(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     total = x + residual
     return offset_rms_norm_twin(total, weight, eps), total
+
+
+def norm_add_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    first: torch.Tensor,
+    first_eps: float,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    offset: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x through one norm, added to the residual, and the sum through the next: what stands between Gemma's parts.
+
+    Args:
+        x, residual: ``[..., n]``
+        first, first_eps: ``[n]``, of x's own norm.
+        weight, eps: ``[n]``, of the sum's.
+        offset: both norms are ``offset_rms_norm``, else ``rms_norm``.
+
+    Returns:
+        The norm of the sum, and the sum, both ``[..., n]`` of x's dtype.
+    """
+    if gpu.takes(x) and x.dtype == residual.dtype == first.dtype == weight.dtype:
+        kernels = gpu.kernels("norm")
+        return kernels.norm_add_rms_norm(x, residual, first, first_eps, weight, eps, offset=offset)  # type: ignore[no-any-return]
+    if offset:
+        return add_offset_rms_norm(offset_rms_norm(x, first, first_eps), residual, weight, eps)
+    return add_rms_norm(rms_norm(x, first, first_eps), residual, weight, eps)
+
+
+def norm_add_rms_norm_twin(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    first: torch.Tensor,
+    first_eps: float,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    offset: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if offset:
+        return add_offset_rms_norm_twin(offset_rms_norm_twin(x, first, first_eps), residual, weight, eps)
+    return add_rms_norm_twin(rms_norm_twin(x, first, first_eps), residual, weight, eps)

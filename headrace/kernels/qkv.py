@@ -6,7 +6,7 @@ import torch
 
 from headrace.kernels import gpu
 from headrace.kernels.kv_cache import reshape_and_cache_twin
-from headrace.kernels.norm import rms_norm_twin
+from headrace.kernels.norm import offset_rms_norm_twin, rms_norm_twin
 from headrace.kernels.rotary import rotate_twin
 
 
@@ -22,6 +22,7 @@ def norm_rotate_and_cache(
     q_weight: torch.Tensor | None = None,
     k_weight: torch.Tensor | None = None,
     eps: float = 0.0,
+    offset: bool = False,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     q_out: torch.Tensor | None = None,
@@ -35,6 +36,7 @@ def norm_rotate_and_cache(
         slot_mapping: ``[T]`` int64; -1 writes nothing to the cache.
         cos_sin: ``[T, rotary_dim]`` float32: a token's cosines, then its sines; for a ``rotary_dim`` above 0.
         q_weight, k_weight: ``[d]``, of qkv's dtype: weights of the RMS norm of each head; None: no norm.
+        offset: the norms are ``kernels.norm.offset_rms_norm``.
         k_scale, v_scale: ``[blocks, block_size, kv_heads]`` float32, for a cache in e4m3.
         q_out: ``[T, num_heads, d]`` for the finished q; None: it takes the place of q in ``qkv``.
 
@@ -57,6 +59,7 @@ def norm_rotate_and_cache(
         q_weight=q_weight,
         k_weight=k_weight,
         eps=eps,
+        offset=offset,
         k_scale=k_scale,
         v_scale=v_scale,
         q_out=q_out,
@@ -75,6 +78,7 @@ def norm_rotate_and_cache_twin(
     q_weight: torch.Tensor | None = None,
     k_weight: torch.Tensor | None = None,
     eps: float = 0.0,
+    offset: bool = False,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     q_out: torch.Tensor | None = None,
@@ -83,10 +87,11 @@ def norm_rotate_and_cache_twin(
     q, k, v = torch.split(qkv, [num_heads * head_dim, kv_heads * head_dim, kv_heads * v_head_dim], dim=-1)
     q_view = q.view(len(qkv), num_heads, head_dim)
     q, k = q_view, k.view(len(qkv), kv_heads, head_dim)
+    norm = offset_rms_norm_twin if offset else rms_norm_twin
     if q_weight is not None:
-        q = rms_norm_twin(q, q_weight, eps)
+        q = norm(q, q_weight, eps)
     if k_weight is not None and kv_heads:
-        k = rms_norm_twin(k, k_weight, eps)
+        k = norm(k, k_weight, eps)
     if cos_sin is not None and rotary_dim:
         q, k = rotate_twin(q, k, cos_sin, rotary_dim)
     if key_cache is not None and value_cache is not None and slot_mapping is not None:

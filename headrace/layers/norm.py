@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from headrace.kernels.norm import add_offset_rms_norm, add_rms_norm, offset_rms_norm, rms_norm
+from headrace.kernels.norm import add_offset_rms_norm, add_rms_norm, norm_add_rms_norm, offset_rms_norm, rms_norm
 
 
 class RMSNorm(nn.Module):
@@ -13,6 +13,8 @@ class RMSNorm(nn.Module):
 
     plain = True
     """False in a class that computes anything else: kernels must then leave the norm to it."""
+    offset = False
+    """It is ``offset_rms_norm``, which some kernels can do, too."""
 
     def __init__(self, width: int, eps: float, *, dtype: torch.dtype, device: str | torch.device) -> None:
         super().__init__()
@@ -26,6 +28,12 @@ class RMSNorm(nn.Module):
         """``(norm(x + residual), x + residual)``"""
         return add_rms_norm(x, residual, self.weight, self.eps)
 
+    def add_normed(self, x: torch.Tensor, first: RMSNorm, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """``(norm(first(x) + residual), first(x) + residual)``"""
+        if type(first) is not type(self) or not (self.plain or self.offset):
+            return self.add(first(x), residual)
+        return norm_add_rms_norm(x, residual, first.weight, first.eps, self.weight, self.eps, offset=self.offset)
+
     def extra_repr(self) -> str:
         return f"{len(self.weight)}, eps={self.eps}"
 
@@ -34,6 +42,7 @@ class OffsetRMSNorm(RMSNorm):
     """``x / rms(x) * (1 + weight)``, rounded once: Gemma 1 to 3."""
 
     plain = False
+    offset = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return offset_rms_norm(x, self.weight, self.eps)

@@ -105,6 +105,10 @@ class DecoderLayer(nn.Module):
         x, residual = self.post_attention_layernorm.add(x, residual)
         return self.mlp(x), residual
 
+    def stream(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """``[T, hidden]``: the residual stream behind the layer, of the two that ``forward`` returned."""
+        return residual + x
+
 
 class LayersAtOnce(Protocol):
     """Another way to run all layers of a decoder."""

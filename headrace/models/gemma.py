@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 
 from headrace.attention.context import ForwardContext
@@ -21,12 +23,22 @@ def within_a_larger_model(table: NameTable) -> NameTable:
 
 
 class GemmaLayer(DecoderLayer):
-    """What attention and MLP give is normed once more before it joins the residual stream."""
+    """What attention and MLP give is normed once more before it joins the residual stream.
+
+    Such a norm, the sum and the next norm are one step. So the layer returns what its MLP gives as it is, and the next one
+    norms it: ``follow`` tells it how.
+    """
 
     def __init__(self, model: ModelSpec, index: int, dtype: torch.dtype, device: str | torch.device) -> None:
         super().__init__(model, index, dtype, device)
         self.pre_feedforward_layernorm = self.norm_class(model.hidden_size, model.norm_eps, dtype=dtype, device=device)
         self.post_feedforward_layernorm = self.norm_class(model.hidden_size, model.norm_eps, dtype=dtype, device=device)
+        self._before = (self.post_feedforward_layernorm,)
+        """The norm of what comes in beside a residual: another layer's, so a tuple keeps it out of this one's modules."""
+
+    def follow(self, before: GemmaLayer) -> None:
+        """From now on ``forward`` takes what ``before`` returns."""
+        self._before = (before.post_feedforward_layernorm,)
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, cos_sin: torch.Tensor | None, ctx: ForwardContext
@@ -34,10 +46,13 @@ class GemmaLayer(DecoderLayer):
         if residual is None:
             x, residual = self.input_layernorm(x), x
         else:
-            x, residual = self.input_layernorm.add(x, residual)
-        x = self.post_attention_layernorm(self.self_attn(x, cos_sin, ctx))
-        x, residual = self.pre_feedforward_layernorm.add(x, residual)
-        return self.post_feedforward_layernorm(self.fed(x, residual)), residual
+            x, residual = self.input_layernorm.add_normed(x, self._before[0], residual)
+        x = self.self_attn(x, cos_sin, ctx)
+        x, residual = self.pre_feedforward_layernorm.add_normed(x, self.post_attention_layernorm, residual)
+        return self.fed(x, residual), residual
+
+    def stream(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return residual + self.post_feedforward_layernorm(x)  # type: ignore[no-any-return]
 
     def fed(self, x: torch.Tensor, stream: torch.Tensor) -> torch.Tensor:
         """What the MLP gives for x, the normed stream."""
@@ -50,9 +65,18 @@ class GemmaDecoder(Decoder):
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: str | torch.device) -> None:
         super().__init__(spec, dtype, device)
         self.embed_scale = rounded(spec.hidden_size**0.5, dtype)
+        layers = [layer for layer in self.layers if isinstance(layer, GemmaLayer)]
+        for before, layer in pairwise(layers):
+            layer.follow(before)
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         return self.embed_tokens(input_ids) * self.embed_scale  # type: ignore[no-any-return]
+
+    def last_norm(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        if residual is None:
+            return self.norm(x)  # type: ignore[no-any-return]
+        last = self.layers[-1]
+        return self.norm.add_normed(x, last.post_feedforward_layernorm, residual)[0]  # type: ignore[arg-type]
 
 
 def rounded(factor: float, dtype: torch.dtype) -> float:

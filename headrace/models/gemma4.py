@@ -137,12 +137,11 @@ class Gemma4Layer(GemmaLayer):
         Args:
             tokens: ``[T, token_width]``, what this layer has for each token; None: nothing.
         """
-        added, stream = self(x, None, cos_sin, ctx)
-        stream = stream + added
+        stream = self.stream(*self(x, None, cos_sin, ctx))
         if tokens is not None:
             gated = self.act_mul(torch.cat((self.per_layer_input_gate(stream), tokens), dim=-1))
             stream = stream + self.post_per_layer_input_norm(self.per_layer_projection(gated))
-        return stream * self.layer_scalar  # type: ignore[no-any-return]
+        return stream * self.layer_scalar
 
 
 class Gemma4Decoder(GemmaDecoder):

@@ -12,13 +12,27 @@ import triton.language as tl
 from headrace.kernels.triton.pdl import begin, options
 
 
+@triton.jit
+def _normed(value, weight, eps, channel, mask, WIDTH: tl.constexpr, OFFSET: tl.constexpr):
+    wide = value.to(tl.float32)
+    rms = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
+    factor = tl.load(weight + channel, mask=mask, other=0.0).to(tl.float32)
+    if OFFSET:
+        scaled = wide * rms * (1.0 + factor)
+    else:
+        scaled = (wide * rms).to(value.dtype).to(tl.float32) * factor
+    return scaled.to(value.dtype)
+
+
 @triton.jit(do_not_specialize=["inner"])
 def _rms_norm(
     x,
     residual,
+    first,
     weight,
     out,
     total,
+    first_eps,
     eps,
     inner,
     x_outer: tl.int64,
@@ -27,11 +41,15 @@ def _rms_norm(
     residual_inner: tl.int64,
     WIDTH: tl.constexpr,
     WIDTH_P: tl.constexpr,
+    FIRST: tl.constexpr,
     ADD: tl.constexpr,
     OFFSET: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row of ``WIDTH`` channels; row r of x begins at ``(r // inner) * x_outer + (r % inner) * x_inner``."""
+    """One row of ``WIDTH`` channels; row r of x begins at ``(r // inner) * x_outer + (r % inner) * x_inner``.
+
+    With FIRST, x is normed by the weight ``first`` before it is added.
+    """
     begin(PDL)
     row = tl.program_id(0)
     channel = tl.arange(0, WIDTH_P)
@@ -39,18 +57,13 @@ def _rms_norm(
     place = row.to(tl.int64) * WIDTH + channel
     outer, within = row // inner, row % inner
     value = tl.load(x + outer * x_outer + within * x_inner + channel, mask=mask, other=0.0)
+    if FIRST:
+        value = _normed(value, first, first_eps, channel, mask, WIDTH, OFFSET)
     if ADD:
         added = tl.load(residual + outer * residual_outer + within * residual_inner + channel, mask=mask, other=0.0)
         value = (value.to(tl.float32) + added.to(tl.float32)).to(value.dtype)
         tl.store(total + place, value, mask=mask)
-    wide = value.to(tl.float32)
-    rms = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
-    factor = tl.load(weight + channel, mask=mask, other=0.0).to(tl.float32)
-    if OFFSET:
-        scaled = wide * rms * (1.0 + factor)
-    else:
-        scaled = (wide * rms).to(value.dtype).to(tl.float32) * factor
-    tl.store(out + place, scaled.to(value.dtype), mask=mask)
+    tl.store(out + place, _normed(value, weight, eps, channel, mask, WIDTH, OFFSET), mask=mask)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, offset: bool = False) -> torch.Tensor:
@@ -59,7 +72,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, offset: bool 
     ``x`` is ``[T, n]`` or ``[T, heads, n]`` of any strides with a contiguous last axis.
     """
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(x, None, weight, out, None, eps, offset)
+    _launch(x, None, weight, out, None, eps, offset=offset)
     return out
 
 
@@ -69,7 +82,25 @@ def add_rms_norm(
     """As its twin. Strides and ``offset`` as in ``rms_norm``."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(x, residual, weight, out, total, eps, offset)
+    _launch(x, residual, weight, out, total, eps, offset=offset)
+    return out, total
+
+
+def norm_add_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    first: torch.Tensor,
+    first_eps: float,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    offset: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As its twin. Strides as in ``rms_norm``."""
+    _check_weight(first, x)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch(x, residual, weight, out, total, eps, first=first, first_eps=first_eps, offset=offset)
     return out, total
 
 
@@ -80,11 +111,13 @@ def _launch(
     out: torch.Tensor,
     total: torch.Tensor | None,
     eps: float,
+    *,
+    first: torch.Tensor | None = None,
+    first_eps: float = 0.0,
     offset: bool,
 ) -> None:
     width = x.shape[-1]
-    if weight.shape != (width,) or weight.dtype != x.dtype:
-        raise ValueError(f"the weight must be [{width}] {x.dtype}, not {list(weight.shape)} {weight.dtype}")
+    _check_weight(weight, x)
     if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
         raise ValueError(
             f"the residual must be {list(x.shape)} {x.dtype}, as x is, not {list(residual.shape)} {residual.dtype}"
@@ -95,21 +128,29 @@ def _launch(
     _rms_norm[(out.numel() // width,)](
         x,
         x if residual is None else residual,
+        weight if first is None else first,
         weight,
         out,
         out if total is None else total,
+        first_eps,
         eps,
         x.shape[1] if x.ndim == 3 else 1,
         *_row_strides(x),
         *_row_strides(x if residual is None else residual),
         WIDTH=width,
         WIDTH_P=width_p,
+        FIRST=first is not None,
         ADD=residual is not None,
         OFFSET=offset,
         # Eight channels a thread: 16 bytes of a 16-bit type, the widest load there is.
         num_warps=min(max(width_p // 256, 1), 16),
         **options(x.device),
     )
+
+
+def _check_weight(weight: torch.Tensor, x: torch.Tensor) -> None:
+    if weight.shape != x.shape[-1:] or weight.dtype != x.dtype:
+        raise ValueError(f"the weight must be [{x.shape[-1]}] {x.dtype}, not {list(weight.shape)} {weight.dtype}")
 
 
 def _row_strides(x: torch.Tensor) -> tuple[int, int]:

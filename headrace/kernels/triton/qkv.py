@@ -37,12 +37,18 @@ def _store_part(
 
 
 @triton.jit
-def _scaled(part, rms, weight, FIRST: tl.constexpr, WIDTH: tl.constexpr, WIDTH_P: tl.constexpr):
-    """Normed and weighted, rounded after each of the two, as in ``headrace.kernels.norm``."""
+def _scaled(
+    part, rms, weight, FIRST: tl.constexpr, WIDTH: tl.constexpr, WIDTH_P: tl.constexpr, OFFSET: tl.constexpr
+):  # fmt: skip
+    """Normed and weighted, rounded after each of the two or, with OFFSET, once: as in ``headrace.kernels.norm``."""
     lane = tl.arange(0, WIDTH_P)
     factor = tl.load(weight + FIRST + lane, mask=lane < WIDTH, other=0.0).to(tl.float32)
-    normed = (part.to(tl.float32) * rms[:, None]).to(part.dtype).to(tl.float32)
-    return (normed * factor[None, :]).to(part.dtype)
+    normed = part.to(tl.float32) * rms[:, None]
+    if OFFSET:
+        scaled = normed * (1.0 + factor)[None, :]
+    else:
+        scaled = normed.to(part.dtype).to(tl.float32) * factor[None, :]
+    return scaled.to(part.dtype)
 
 
 @triton.jit
@@ -64,6 +70,7 @@ def _prepared(
     REST: tl.constexpr,
     REST_P: tl.constexpr,
     NORM: tl.constexpr,
+    OFFSET: tl.constexpr,
 ):
     """Heads normed and rotated, in three parts: the two halves of the rotated channels, and the channels after them.
 
@@ -88,10 +95,10 @@ def _prepared(
             total = _squares(rest)
         rms = tl.rsqrt(total / D + eps)
         if HALF > 0:
-            first = _scaled(first, rms, weight, 0, HALF, HALF_P)
-            second = _scaled(second, rms, weight, HALF, HALF, HALF_P)
+            first = _scaled(first, rms, weight, 0, HALF, HALF_P, OFFSET)
+            second = _scaled(second, rms, weight, HALF, HALF, HALF_P, OFFSET)
         if REST > 0:
-            rest = _scaled(rest, rms, weight, 2 * HALF, REST, REST_P)
+            rest = _scaled(rest, rms, weight, 2 * HALF, REST, REST_P, OFFSET)
     if HALF > 0:
         lane = tl.arange(0, HALF_P)
         cos = tl.load(angles + lane, mask=lane < HALF, other=0.0)[None, :]
@@ -157,6 +164,7 @@ def _norm_rotate_and_cache(
     REST_P: tl.constexpr,
     Q_NORM: tl.constexpr,
     K_NORM: tl.constexpr,
+    OFFSET: tl.constexpr,
     K_LANE: tl.constexpr,
     V_LANE: tl.constexpr,
     FP8: tl.constexpr,
@@ -173,7 +181,7 @@ def _norm_rotate_and_cache(
         head = tile * TILE + inside
         present = head < HEADS
         base = qkv + token * qkv_token + head * D
-        first, second, rest = _prepared(base, present, q_weight, angles, eps, D, HALF, HALF_P, REST, REST_P, Q_NORM)
+        first, second, rest = _prepared(base, present, q_weight, angles, eps, D, HALF, HALF_P, REST, REST_P, Q_NORM, OFFSET)
         target = q_out + token * q_token + head * q_head
         if HALF > 0:
             _store_part(target, first, present, 0, HALF, HALF_P, 1)
@@ -188,7 +196,7 @@ def _norm_rotate_and_cache(
             head = (tile - q_tiles) * TILE + inside
             present = head < KV_HEADS
             base = qkv + token * qkv_token + (HEADS + head) * D
-            first, second, rest = _prepared(base, present, k_weight, angles, eps, D, HALF, HALF_P, REST, REST_P, K_NORM)
+            first, second, rest = _prepared(base, present, k_weight, angles, eps, D, HALF, HALF_P, REST, REST_P, K_NORM, OFFSET)
             if FP8 > 0:
                 peak = tl.maximum(tl.maximum(_peak(first), _peak(second)), _peak(rest))
                 scale = scale_of_peak(peak.to(tl.float32, bitcast=True))
@@ -223,6 +231,7 @@ def norm_rotate_and_cache(
     q_weight: torch.Tensor | None = None,
     k_weight: torch.Tensor | None = None,
     eps: float = 0.0,
+    offset: bool = False,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     q_out: torch.Tensor | None = None,
@@ -278,6 +287,7 @@ def norm_rotate_and_cache(
         REST_P=rest_p,
         Q_NORM=q_weight is not None,
         K_NORM=k_weight is not None,
+        OFFSET=offset,
         K_LANE=keys.stride(3),
         V_LANE=values.stride(3),
         FP8=fp8,

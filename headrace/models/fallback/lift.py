@@ -100,6 +100,7 @@ class Norm:
     """An RMS norm with a foreign module's weight: a ``HeadNorm``."""
 
     plain = True
+    offset = False
 
     def __init__(self, module: nn.Module, eps: float) -> None:
         self._module = module

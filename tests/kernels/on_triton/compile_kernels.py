@@ -133,6 +133,7 @@ def others() -> None:
     norm.add_rms_norm(x, x, x[0], 1e-6)
     norm.rms_norm(x, x[0], 1e-6, offset=True)
     norm.add_rms_norm(x, x, x[0], 1e-6, offset=True)
+    norm.norm_add_rms_norm(x, x, x[0], 1e-6, x[0], 1e-6, offset=True)
     activation.silu_mul(x)
     activation.gelu_tanh_mul(x)
     kv_cache.reshape_and_cache(key, key, rows[..., :128], rows[..., 128:], slots)
@@ -142,6 +143,7 @@ def others() -> None:
         rotated = {"cos_sin": torch.zeros(4, width), "rotary_dim": width, "q_weight": weight, "k_weight": weight, "eps": 1e-6}
         qkv.norm_rotate_and_cache(packed, 32, rows[..., :128], rows[..., 128:], slots, **rotated)
         qkv.norm_rotate_and_cache(packed, 32, cache.keys, cache.values, slots, **rotated, **scales)
+        qkv.norm_rotate_and_cache(packed, 32, rows[..., :128], rows[..., 128:], slots, **rotated, offset=True)
     for count in (1, 8):
         linear.linear(x[:count], torch.zeros(1024, 4096, dtype=BF16), x[0, :1024], x[:count, :1024])
     logits, keys = torch.zeros(2, 50_000), torch.zeros(2, 3, dtype=torch.int64)

@@ -52,6 +52,28 @@ def test_weights_less_one(shape: tuple[int, ...], dtype: torch.dtype, device: to
         assert expected.shape == normed.shape
 
 
+@pytest.mark.parametrize("offset", [False, True], ids=["plain", "offset"])
+@pytest.mark.parametrize("dtype", STEP, ids=str)
+@pytest.mark.parametrize("shape", [(1, 64), (3, 40), (2, 1000), (5, 3, 80), (0, 64), (2, 1)], ids=str)
+def test_a_norm_on_either_side_of_a_sum(shape: tuple[int, ...], dtype: torch.dtype, offset: bool, device: torch.device) -> None:
+    torch.manual_seed(0)
+    x, residual = (torch.randn(shape).to(dtype) for _ in range(2))
+    first, weight = (0.2 * torch.randn(2, shape[-1])).to(dtype)
+    args = (x, residual, first, 1e-2, weight, EPS)
+    normed, total = norm.norm_add_rms_norm(
+        *(one.to(device) if isinstance(one, torch.Tensor) else one for one in args), offset=offset
+    )
+    _, expected = twin.norm_add_rms_norm_twin(*args, offset=offset)
+    assert normed.dtype == total.dtype == dtype
+    # Rounded twice before the sum, and then the sum: two that cancel leave steps of theirs.
+    size = expected.abs().max().item() if expected.numel() else 0.0
+    steps = 4 * STEP[dtype] * (3 if dtype == torch.bfloat16 and device.type == "cpu" else 1)
+    torch.testing.assert_close(total.cpu(), expected, rtol=steps, atol=steps * size / 4)
+    # Of the same sum: the sums may be a step apart.
+    by_sum = twin.offset_rms_norm_twin if offset else twin.rms_norm_twin
+    close(normed, by_sum(total.cpu(), weight, EPS), steps=2)
+
+
 def test_rows_within_wider_ones(device: torch.device) -> None:
     """Heads of a fused projection: what is beside them is neither read nor written."""
     packed = torch.full((4, 3 * 48 + 7), torch.nan)
@@ -82,6 +104,8 @@ def test_refusals(device: torch.device) -> None:
         norm.rms_norm(x, torch.ones(7, device=device), EPS)
     with pytest.raises(ValueError, match="weight"):
         norm.rms_norm(x, torch.ones(8, dtype=torch.float16, device=device), EPS)
+    with pytest.raises(ValueError, match=r"weight must be \[8\]"):
+        norm.norm_add_rms_norm(x, x, torch.ones(7, device=device), EPS, torch.ones(8, device=device), EPS)
     with pytest.raises(ValueError, match="residual"):
         norm.add_rms_norm(x, x[:3], torch.ones(8, device=device), EPS)
     with pytest.raises(ValueError, match="contiguous"):

@@ -29,6 +29,7 @@ class Problem:
     k_weight: torch.Tensor | None
     k_scale: torch.Tensor | None
     v_scale: torch.Tensor | None
+    offset: bool = False
 
     def copy(self, device: torch.device | str) -> Problem:
         values = (getattr(self, field.name) for field in dataclasses.fields(self))
@@ -47,6 +48,7 @@ class Problem:
             q_weight=self.q_weight,
             k_weight=self.k_weight,
             eps=EPS,
+            offset=self.offset,
             k_scale=self.k_scale,
             v_scale=self.v_scale,
             q_out=q_out,
@@ -123,6 +125,13 @@ def check(made: Problem, device: torch.device) -> None:
 )
 def test_widths(head_dim: int, v_head_dim: int, rotary_dim: int, norm: bool, fp8: bool, device: torch.device) -> None:
     check(problem(head_dim=head_dim, v_head_dim=v_head_dim, rotary_dim=rotary_dim, norm=norm, fp8=fp8), device)
+
+
+@pytest.mark.parametrize("dtype", STEP, ids=str)
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 64), (256, 256), (80, 20), (40, 0)])
+def test_weights_less_one(head_dim: int, rotary_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    made = problem(head_dim=head_dim, v_head_dim=head_dim, rotary_dim=rotary_dim, dtype=dtype)
+    check(dataclasses.replace(made, offset=True), device)
 
 
 @pytest.mark.parametrize("dtype", STEP, ids=str)

@@ -1,0 +1,61 @@
+"""What a decode step launches is what the documentation says: no operation creeps in unseen."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+from headrace.kernels import gpu
+
+from .families import pair, prompt
+from .harness import Bench
+
+pytestmark = [
+    pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="the kernels need Triton"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="launches are counted where kernels are interpreted"),
+]
+QUICK = ["gemma3", "mimo", "qwen3-moe", "deepseek-v2"]
+SLOW = [
+    *("llama-biases", "qwen3", "qwen3-uneven-wide-v", "gemma3-capped", "gemma4", "gemma4-shared", "gemma4-k-is-v"),
+    *("gemma4-experts", "mimo-groups", "qwen3-moe-step", "ernie-moe", "ernie-moe-biases", "deepseek-v2-lite", "deepseek-v3"),
+    *("gpt-oss", "gpt-oss-clamped"),
+]
+PAGE = Path(__file__).parents[2] / "docs" / "gpus.md"
+
+
+def test_the_table_is_what_is_launched() -> None:
+    from . import launches
+
+    page = PAGE.read_text()
+    assert launches.written(page) == page, "python -m tests.models.launches --write docs/gpus.md"
+
+
+@pytest.mark.parametrize("case", [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)])
+def test_the_kernels_of_gpus_say_the_same(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interpreted, in float32, of prompts and then of several rows at once."""
+    _, ours = pair(case)
+    prompts = [prompt(length) for length in (3, 9)]
+    expected, expected_logits = Bench(ours, "reference").generate(prompts, 3)
+    monkeypatch.setattr(gpu, "takes", lambda x: True)
+    tokens, logits = Bench(ours, "triton", seed=3).generate(prompts, 3)
+    assert tokens == expected
+    for got, wanted in zip(logits, expected_logits, strict=True):
+        torch.testing.assert_close(got.log_softmax(-1), wanted.log_softmax(-1), atol=1e-4, rtol=0)
+
+
+def test_what_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operation more in a layer is an operation more in the count; views and empty tensors are none."""
+    from headrace.layers import mlp
+
+    from . import launches
+
+    before = launches.of_case("llama")[0]
+    act = mlp.ACTIVATIONS["silu"]
+    monkeypatch.setitem(mlp.ACTIVATIONS, "silu", lambda x: 2 * act(x.view(x.shape)[:, None].squeeze(1)))
+    after = launches.of_case("llama")[0]
+    assert (before.others, after.others) == ([], ["mul"])
+    assert before.ours == after.ours
+    assert before.products == after.products == ["linear"] * 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from headrace.cache.layer import LayerCache
 from headrace.spec import AttentionSpec, Mode
 from headrace.spec.kv import FP8_KV
 
-__all__ = ["AttentionBackend", "LayerCache", "StepMetadata", "scales_missing"]
+__all__ = ["AttentionBackend", "LayerCache", "Lengths", "Replanned", "StepMetadata", "scales_missing"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +82,36 @@ class AttentionBackend(Protocol):
         Returns:
             ``[T, num_heads * v_head_dim]`` in q's dtype.
         """
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Lengths:
+    """The rows of a captured step that is about to be replayed, as the host knows them: exact."""
+
+    num_decode_rows: int
+    num_tokens: int
+    """Of the step that was captured, as its ``StepMetadata`` has it."""
+    query_start: np.ndarray
+    """``[R + 1]``"""
+    seq_lens: np.ndarray
+    """``[R]``; 0: nobody's row, which may have a query all the same."""
+
+
+@runtime_checkable
+class Replanned(Protocol):
+    """A backend that plans on the host for steps that are captured too, before each replay.
+
+    What ``run`` of a ``bounded`` step launches while it is captured stays as it is; ``replan`` changes what that reads.
+    """
+
+    @property
+    def edition(self) -> int:
+        """Rises when a step that was captured before would be another one now: it is to be captured again."""
+        ...
+
+    def replan(self, lengths: Lengths) -> None:
+        """Before a replay of a step with so many decode rows and tokens, in the stream of the replay."""
         ...
 
 

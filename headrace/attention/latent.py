@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from headrace.attention.backend import AttentionBackend, LayerCache, StepMetadata, scales_missing
+from headrace.attention.backend import AttentionBackend, LayerCache, Lengths, Replanned, StepMetadata, scales_missing
 from headrace.attention.context import ForwardContext
 from headrace.attention.layer import HeadNorm
 from headrace.cache.planes import write_compressed
@@ -301,6 +301,25 @@ class LatentBackend:
         if self._workspace.numel() < wanted or self._workspace.dtype != like.dtype:
             self._workspace = torch.empty(wanted, dtype=like.dtype, device=like.device)
         return self._workspace
+
+
+class ReplannedLatentBackend(LatentBackend):
+    """With an absorbed one that plans for captured steps. Those are absorbed whole."""
+
+    def __init__(
+        self, spec: AttentionSpec, absorbed: AttentionBackend, uncompressed: Callable[[], AttentionBackend] | None
+    ) -> None:
+        super().__init__(spec, absorbed, uncompressed)
+        if not isinstance(absorbed, Replanned):
+            raise ValueError(f"{absorbed.name} does not plan for captured steps")
+        self._replanned: Replanned = absorbed
+
+    @property
+    def edition(self) -> int:
+        return self._replanned.edition
+
+    def replan(self, lengths: Lengths) -> None:
+        self._replanned.replan(lengths)
 
 
 def _together(rows: np.ndarray, sizes: np.ndarray, most: int) -> list[np.ndarray]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headrace.attention.backend import AttentionBackend
-from headrace.attention.flashinfer import FlashInferAttention
-from headrace.attention.latent import LatentBackend
+import torch
+
+from headrace.attention.backend import AttentionBackend, Replanned
+from headrace.attention.flashinfer.attention import FlashInferAttention, FlashInferLatent, FlashInferPrompts
+from headrace.attention.flashinfer.kernels import Compiling, Kernel, compile_ahead
+from headrace.attention.latent import LatentBackend, ReplannedLatentBackend
 from headrace.attention.native import NativeAttention
 from headrace.attention.reference import ReferenceAttention
 from headrace.attention.torch_cpu import TorchAttention
@@ -40,7 +43,7 @@ def names() -> list[str]:
 
 def refusals(spec: AttentionSpec, device: str, dtype: str, kv_dtype: str | None = None) -> dict[str, list[str]]:
     """Per backend, why it cannot run the layer; an empty list: it can."""
-    return {name: backend.supports(spec, device, dtype, "dense", kv_dtype) for name, backend in _BACKENDS.items()}
+    return {name: _backend(name, spec).supports(spec, device, dtype, "dense", kv_dtype) for name in _BACKENDS}
 
 
 def choose(
@@ -59,18 +62,25 @@ def choose(
         ConfigError: there is no such backend, or none that can run the layer; says why each cannot.
     """
     if requested != "auto":
-        reasons = _backend(requested).supports(spec, device, dtype, "dense", kv_dtype)
+        reasons = _backend(requested, spec).supports(spec, device, dtype, "dense", kv_dtype)
         if reasons:
             raise ConfigError(
                 f"layer {spec.layer}: attention backend {requested} cannot run it: {'; '.join(reasons)}", "attention_backend"
             )
-        return requested, "asked for"
+        return requested, _with_work("asked for", requested, spec)
     passed: list[str] = []
     for name, reasons in refusals(spec, device, dtype, kv_dtype).items():
         if not reasons:
-            return name, f"not {', not '.join(passed)}" if passed else f"the fastest that runs on {device}"
+            why = f"not {', not '.join(passed)}" if passed else f"the fastest that runs on {device}"
+            return name, _with_work(why, name, spec)
         passed.append(f"{name} ({'; '.join(reasons)})")
     raise ConfigError(f"layer {spec.layer}: no attention backend can run it: {', '.join(passed)}", "attention_backend")
+
+
+def _with_work(reason: str, name: str, spec: AttentionSpec) -> str:
+    """The reason, and where several kernels share a backend's work which does what."""
+    does = getattr(_backend(name, spec), "does", "")
+    return f"{reason}; {does}" if does else reason
 
 
 def create(name: str) -> AttentionBackend:
@@ -80,6 +90,25 @@ def create(name: str) -> AttentionBackend:
         ConfigError: there is no such backend.
     """
     return _backend(name)()
+
+
+def begin_compiling(specs: Sequence[AttentionSpec], names: Sequence[str], device: str, dtype: str) -> list[Compiling]:
+    """Begins to build what the layers will want of FlashInfer; nothing waits for it.
+
+    Args:
+        names: chosen for each layer.
+    """
+    wanted: list[Kernel] = []
+    for spec, name in zip(specs, names, strict=True):
+        asked = [(spec, name)]
+        prompts = None if spec.latent is None else for_prompts(spec, name, device, dtype)
+        if prompts is not None:
+            asked.append((spec.uncompressed, prompts))
+        for each, chosen in asked:
+            backend = _backend(chosen, each)
+            if issubclass(backend, FlashInferPrompts | FlashInferLatent):
+                wanted += backend.wants(each, getattr(torch, dtype), torch.device(device))
+    return compile_ahead(wanted)
 
 
 def create_for(specs: Sequence[AttentionSpec], names: Sequence[str], device: str, dtype: str) -> list[AttentionBackend]:
@@ -103,7 +132,9 @@ def create_for(specs: Sequence[AttentionSpec], names: Sequence[str], device: str
 
 def _latent(spec: AttentionSpec, name: str, device: str, dtype: str) -> AttentionBackend:
     prompts = for_prompts(spec, name, device, dtype)
-    return LatentBackend(spec, create(name), None if prompts is None else _backend(prompts))
+    absorbed = _backend(name, spec)()
+    kind = ReplannedLatentBackend if isinstance(absorbed, Replanned) else LatentBackend
+    return kind(spec, absorbed, None if prompts is None else _backend(prompts))
 
 
 def for_prompts(spec: AttentionSpec, name: str, device: str, dtype: str) -> str | None:
@@ -120,16 +151,20 @@ def for_prompts(spec: AttentionSpec, name: str, device: str, dtype: str) -> str 
     return choose(spec.uncompressed, device, dtype, name if name == ReferenceAttention.name else "auto")[0]
 
 
-def _backend(name: str) -> type[AttentionBackend]:
+def _backend(name: str, spec: AttentionSpec | None = None) -> type[AttentionBackend]:
+    """What goes by a name; some have another class for compressed KV."""
     if name not in _BACKENDS:
         raise ConfigError(f"there is no attention backend {name!r}; there are: {', '.join(_BACKENDS)}", "attention_backend")
-    return _BACKENDS[name]
+    found = _BACKENDS[name]
+    return getattr(found, "for_latent", found) if spec is not None and spec.latent is not None else found
 
 
 register(NativeAttention)
 register(TorchAttention)
-register(FlashInferAttention)
+register(FlashInferPrompts)
 register(TritonAttention)
 register(ReferenceAttention)
-# Never the fastest: where outputs must not depend on the batch, it is asked for.
+# Never the fastest, but there for the asking: the one where outputs must not depend on the batch, the other, measured
+# behind our own decode kernel, to compare with and to fall back to.
 register(InvariantAttention)
+register(FlashInferAttention)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 import numpy as np
 import torch
@@ -35,6 +36,8 @@ class _Part:
     """An upper bound."""
     single: bool
     """Each row has one query."""
+    decode: bool
+    """They are the step's decode rows."""
 
 
 class TritonAttention:
@@ -92,13 +95,19 @@ class TritonAttention:
         return out.flatten(1)
 
     def run_into(
-        self, out: torch.Tensor, q: torch.Tensor, cache: LayerCache, sinks: torch.Tensor | None, *, decode_only: bool = False
+        self,
+        out: torch.Tensor,
+        q: torch.Tensor,
+        cache: LayerCache,
+        sinks: torch.Tensor | None,
+        *,
+        only: Literal["decode", "prompts"] | None = None,
     ) -> None:
-        """Fills ``out [T, num_heads, v_head_dim]``; with ``decode_only`` the tokens of decode rows alone."""
+        """Fills ``out [T, num_heads, v_head_dim]``, or of it the tokens of decode rows or of prompts alone."""
         spec = cache.spec
         for number, part in enumerate(self._parts):
-            if decode_only and part.tokens.start > 0:
-                break
+            if only is not None and part.decode != (only == "decode"):
+                continue
             tiling = self._tiling_of(number, part, q, cache)
             self._kernel.paged_attention(
                 q,
@@ -174,4 +183,5 @@ def _part(step: StepMetadata, first: int, end: int) -> _Part | None:
         max_queries=int(counts.max()),
         max_seq_len=max(int(step.seq_lens_host[first:end].max()), 1),
         single=bool((counts == 1).all()),
+        decode=end == step.num_decode_rows,
     )

@@ -206,7 +206,7 @@ _SCHEDULING_KNOBS = (
         "wait_for_kernels",
         SCHEDULING,
         "Begin to serve only when FlashInfer's kernels are compiled, which takes about a minute the first time on a machine. "
-        "Without it prompts go through headrace's own kernel until then.",
+        "Without it headrace's own kernels do their work until then.",
         flags=("--wait-for-kernels",),
     ),
     Knob(
@@ -218,8 +218,8 @@ _SCHEDULING_KNOBS = (
     Knob(
         "attention_backend",
         SCHEDULING,
-        "Attention kernels: auto chooses for each layer the fastest that supports it, and the start-up says why; reference "
-        "is slow and plain, for comparisons.",
+        "Attention kernels: auto chooses for each layer the fastest that supports it, and the start-up says why; flashinfer "
+        "has decode rows and CUDA graphs be FlashInfer's too; reference is slow and plain, for comparisons.",
         metavar="NAME",
     ),
 )

@@ -10,7 +10,8 @@ from typing import Protocol
 
 import torch
 
-from headrace.attention.flashinfer import Compiling, compile_ahead
+from headrace.attention import select
+from headrace.attention.flashinfer.kernels import Compiling
 from headrace.config import EngineArgs, EngineConfig
 from headrace.core.request import Request
 from headrace.core.scheduler import Scheduler
@@ -127,7 +128,7 @@ def load_engine(args: EngineArgs, on_progress: Callable[[Progress], None] | None
         files = dataclasses.replace(files, decisions=(*files.decisions, *chosen.decisions))
         config = resolve(args, files, chosen.spec, device)
         torch.set_num_threads(config.num_threads)
-    kernels = compile_ahead(config.model.layers, config.attention_backends, config.device, config.dtype)
+    kernels = select.begin_compiling(config.model.layers, config.attention_backends, config.device, config.dtype)
     with timeline.phase("weights") as phase:
         model, report = chosen.load(files, config, phase.bytes)
         phase.detail = f"{report.num_tensors:,} tensors, {report.nbytes_read:,} bytes read"
@@ -146,13 +147,14 @@ def load_engine(args: EngineArgs, on_progress: Callable[[Progress], None] | None
         core = EngineCore(
             scheduler, runner, OutputProcessor(scheduler, tokenizer), pipeline_depth=config.scheduler.pipeline_depth
         )
+    # Before the graphs, which may have them within: captured without, they would be captured again.
+    if kernels:
+        with timeline.phase("FlashInfer") as phase:
+            phase.detail = _await_kernels(kernels, args.wait_for_kernels)
     if config.graph_rows:
         with timeline.phase("CUDA graphs") as phase:
             count, most = runner.capture_graphs(args.graph_capture_seconds, phase.progress)
             phase.detail = f"{count} of {most} shapes of steps; the others are captured when they first come up"
-    if kernels:
-        with timeline.phase("FlashInfer") as phase:
-            phase.detail = _await_kernels(kernels, args.wait_for_kernels)
     with timeline.phase("warm-up"):
         core.warm_up(_warm_up_requests(config))
     inputs = frontend.inputs(args, vocab_size=config.model.vocab_size, max_model_len=config.scheduler.max_model_len)
@@ -177,7 +179,7 @@ def _await_kernels(kernels: list[Compiling], wait: bool) -> str:
         kernel.join(None if wait else 0.0)
     pending = sum(kernel.pending for kernel in kernels)
     if pending:
-        return f"{pending} of {len(kernels)} kernels are being compiled: prompts go through headrace's own until then"
+        return f"{pending} of {len(kernels)} kernels are being compiled: headrace's own do their work until then"
     return "; ".join(dict.fromkeys(kernel.outcome for kernel in kernels))
 
 

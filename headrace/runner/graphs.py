@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from headrace.attention.backend import AttentionBackend, LayerCache, StepMetadata, distinct
+from headrace.attention.backend import AttentionBackend, LayerCache, Lengths, Replanned, StepMetadata, distinct
 from headrace.attention.context import ForwardContext
 from headrace.config import EngineConfig
 from headrace.errors import EngineError
@@ -64,6 +64,8 @@ class Captured:
     outcome: torch.Tensor
     """``[rows]``, written by each replay. Int64: the tokens drawn, -1 where the logits are not finite; or of a shape that
     does not draw, bool: rows whose hidden states are not finite."""
+    edition: int = 0
+    """Of the backends, when it was captured."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +93,7 @@ class StepGraphs:
     ) -> None:
         self._model, self._caches, self._backends = model, caches, backends
         self._to_plan = distinct(backends)
+        self._replanned = [backend for backend in self._to_plan if isinstance(backend, Replanned)]
         self._tables, self._sampler = tables, sampler
         self._device = tables.device
         self._decode_rows = config.graph_rows
@@ -188,6 +191,7 @@ class StepGraphs:
         counts[places] = rows.counts
         np.cumsum(counts, out=given[1, 1:])
         given[2, places] = rows.samples
+        self._replan(shape, given[1], places, rows.ends)
         sent = self._sent[:, : shape.rows + 1]
         if not np.array_equal(sent, given):
             sent[:] = given
@@ -196,8 +200,18 @@ class StepGraphs:
             self._given[:, : shape.rows + 1].copy_(host, non_blocking=True)
         return places
 
+    def _replan(self, shape: Shape, starts: np.ndarray, places: np.ndarray, ends: np.ndarray) -> None:
+        """Has those backends plan that plan for captured steps, ``starts [rows + 1]`` being the first tokens."""
+        if not self._replanned:
+            return
+        lengths = np.zeros(shape.rows, dtype=np.int64)
+        lengths[places] = ends
+        for backend in self._replanned:
+            backend.replan(Lengths(shape.decode_rows, shape.tokens, starts, lengths))
+
     def _get(self, shape: Shape) -> Captured:
-        if shape not in self._captured:
+        captured, edition = self._captured.get(shape), sum(backend.edition for backend in self._replanned)
+        if captured is None or captured.edition != edition:
             # Nobody's rows, which the first runs are of, change nothing.
             self._given[0].fill_(NOBODY)
             self._given[1:].zero_()
@@ -206,8 +220,8 @@ class StepGraphs:
             if not shape.draws and self._logits is None:
                 most = len(self._given[0]) - 1
                 self._logits = torch.zeros(most, self._model.spec.vocab_size, dtype=torch.float32, device=self._device)
-            self._captured[shape] = self._capture(shape)
-        return self._captured[shape]
+            captured = self._captured[shape] = dataclasses.replace(self._capture(shape), edition=edition)
+        return captured
 
     def _capture(self, shape: Shape) -> Captured:
         """The first run compiles what is not compiled yet, which a capture must not."""

@@ -71,6 +71,7 @@ def test_an_fp8_cache_is_for_those_that_know_scales(monkeypatch: pytest.MonkeyPa
         assert {name for name, reasons in refused.items() if any("scales" in why for why in reasons)} == {
             "native",
             "torch",
+            "flashinfer+triton",
             "flashinfer",
         }
         plain = select.refusals(layer_spec(), device, dtype, dtype)

@@ -120,4 +120,4 @@ def test_a_share_that_is_none(share: Any) -> None:
 
 def test_invariant_attention_is_never_chosen_for_its_speed() -> None:
     names = select.names()
-    assert names.index("invariant") > names.index("triton") > names.index("flashinfer")
+    assert names.index("invariant") > names.index("triton") > names.index("flashinfer+triton")

@@ -31,6 +31,7 @@ from headrace.kernels.triton import (
     moe,
     norm,
     paged_attention,
+    pages,
     qkv,
     tiling,
 )
@@ -156,6 +157,7 @@ def others() -> None:
     table, starts = torch.zeros(4, 400, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
     sizes = {"num_tokens": 2, "max_queries": 1, "table_width": 300, "block_size": 16}
     inputs.step_inputs(table, slots, [table, table], slots[:2], starts, **sizes)
+    pages.gather_pages(table[:2], starts, table[3])
 
 
 def compressed() -> None:

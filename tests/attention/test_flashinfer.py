@@ -1,0 +1,352 @@
+"""FlashInfer's backends against the oracle, with wrappers that compute as the formula says and check what they are given."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from headrace.attention import select
+from headrace.attention.backend import LayerCache, Lengths, Replanned, StepMetadata
+from headrace.attention.flashinfer import kernels
+from headrace.attention.flashinfer.attention import FlashInferAttention, FlashInferLatent, FlashInferPrompts
+from headrace.attention.flashinfer.replay import TURNS, PagedReplay, Place
+from headrace.attention.latent import LatentBackend
+from headrace.attention.reference import ReferenceAttention
+from headrace.errors import ConfigError
+from headrace.kernels import support
+from headrace.spec import AttentionSpec, LatentSpec
+
+from .cases import Case, layer_spec, make_case
+from .fake_flashinfer import Device, flashinfer, wait_for_kernels
+
+pytestmark = pytest.mark.skipif(support.refusals("cpu") == ["Triton is not installed"], reason="Triton is not installed")
+__all__ = ["flashinfer"]
+
+MIXED = [(1, 9), (1, 40), (1, 1), (7, 7), (5, 23), (1, 12)]
+GEOMETRIES: dict[str, dict[str, Any]] = {
+    "groups of 3": {},
+    "groups of 1": {"num_kv_heads": 6},
+    "groups of 8": {"num_heads": 8, "num_kv_heads": 1},
+    "wider keys": {"head_dim": 24},
+    "a window": {"window": 6},
+    "a soft cap": {"soft_cap": 1.5},
+}
+
+
+def latent_spec(**changes: Any) -> AttentionSpec:
+    fixed = {"num_kv_heads": 1, "head_dim": 576, "v_head_dim": 512, "rotary_dim": 64, "scale": 192**-0.5}
+    return AttentionSpec(**{"layer": 0, "num_heads": 3, **fixed, "latent": LatentSpec(head_dim=192, v_head_dim=128), **changes})
+
+
+def oracle(case: Case) -> torch.Tensor:
+    backend = ReferenceAttention()
+    backend.plan(case.step)
+    return backend.run(case.q, case.cache, case.sinks)
+
+
+def ready(kind: type[Any], spec: AttentionSpec) -> Any:
+    wait_for_kernels(kind, spec)
+    return kind()
+
+
+def mixed(spec: AttentionSpec, rows: list[tuple[int, int]] = MIXED, decodes: int = 3, **options: Any) -> Case:
+    case = make_case(spec, rows, **options)
+    case.step = dataclasses.replace(case.step, num_decode_rows=decodes)
+    if spec.latent is not None:
+        # As they are once the projection to keys is in them.
+        case.q = torch.randn(len(case.q), spec.num_heads, spec.head_dim, generator=torch.Generator().manual_seed(7))
+    return case
+
+
+@pytest.mark.parametrize("kind", [FlashInferAttention, FlashInferPrompts])
+@pytest.mark.parametrize("changes", GEOMETRIES.values(), ids=GEOMETRIES)
+def test_steps_that_are_not_captured(kind: type[Any], changes: dict[str, Any], flashinfer: Device) -> None:
+    backend = ready(kind, layer_spec(**changes))
+    for seed, (rows, decodes) in enumerate([(MIXED, 3), ([(1, 5), (1, 33)], 2), ([(9, 9), (2, 17)], 0), (MIXED, 3)]):
+        case = mixed(layer_spec(**changes), rows, decodes, seed=seed)
+        backend.plan(case.step)
+        torch.testing.assert_close(backend.run(case.q, case.cache), oracle(case), atol=2e-5, rtol=2e-5)
+    assert {arguments[0] for arguments in flashinfer.built} == {"fa2"}
+
+
+def test_long_prompts_on_hopper_are_gathered(flashinfer: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """fa3 for prompts, over keys that were copied out of their blocks; fa2 for decode rows."""
+    monkeypatch.setattr(support, "compute_capability", lambda device: 90)
+    monkeypatch.setattr("headrace.attention.flashinfer.attention._GATHER_QUERIES", 5)
+    backend = ready(FlashInferAttention, layer_spec())
+    case = mixed(layer_spec(), [(1, 9), (7, 7), (5, 23)], 1)
+    case.cache = LayerCache(case.cache.spec, 0, case.cache.rows.contiguous())
+    backend.plan(case.step)
+    torch.testing.assert_close(backend.run(case.q, case.cache), oracle(case), atol=2e-5, rtol=2e-5)
+    assert sorted(arguments[0] for arguments in flashinfer.built) == ["fa2", "fa3"]
+
+
+def test_our_kernel_stands_in_until_theirs_is_ready(flashinfer: Device) -> None:
+    flashinfer.allowed.clear()
+    backend, case = FlashInferAttention(), mixed(layer_spec())
+    for _ in range(2):
+        backend.plan(case.step)
+        torch.testing.assert_close(backend.run(case.q, case.cache), oracle(case), atol=2e-5, rtol=2e-5)
+        assert backend.edition == 0
+        flashinfer.allowed.set()
+        wait_for_kernels(FlashInferAttention, layer_spec())
+
+
+class Captured:
+    """A captured step of some rows, and replays of it for others, in tensors that stay."""
+
+    def __init__(self, backend: Any, device: Device, spec: AttentionSpec, decodes: int, prompts: int, width: int) -> None:
+        self.backend, self.device, self.spec = backend, device, spec
+        self.decodes, self.tokens = decodes, decodes + prompts
+        rows = decodes + (4 if prompts else 0)
+        self.starts = torch.zeros(rows + 1, dtype=torch.int32)
+        self.lengths = torch.zeros(rows, dtype=torch.int32)
+        self.table = torch.zeros(rows, width, dtype=torch.int32)
+        bounds = np.minimum(np.arange(rows + 1), decodes)
+        bounds[decodes + 1 :] = self.tokens
+        self.step = StepMetadata(
+            num_decode_rows=decodes,
+            query_start=self.starts,
+            seq_lens=self.lengths,
+            positions=torch.zeros(self.tokens, dtype=torch.int64),
+            slot_mapping=(),
+            block_tables=(self.table,),
+            query_start_host=bounds,
+            seq_lens_host=np.full(rows, 999),
+            bounded=True,
+        )
+        self.q = torch.zeros(self.tokens, spec.num_heads, spec.head_dim)
+
+    def capture(self, cache: LayerCache) -> None:
+        self.lengths.zero_()
+        self.table.zero_()
+        self._run(cache)
+        with self.device.capture() as self.tape:
+            self._run(cache)
+
+    def replay(self, case: Case) -> torch.Tensor:
+        """``[T of the case, ...]``; what FlashInfer leaves of nobody's tokens must be zeros."""
+        step, decodes = case.step, case.step.num_decode_rows
+        count = len(step.seq_lens_host)
+        places = np.arange(count)
+        places[decodes:] += self.decodes - decodes
+        counts = np.zeros(len(self.lengths), dtype=np.int64)
+        counts[: self.decodes] = 1
+        counts[places] = np.diff(step.query_start_host)
+        starts = np.concatenate(([0], np.cumsum(counts)))
+        lengths = np.zeros(len(self.lengths), dtype=np.int64)
+        lengths[places] = step.seq_lens_host
+        self.backend.replan(Lengths(self.decodes, self.tokens, starts, lengths))
+        self.starts.copy_(torch.from_numpy(starts))
+        self.lengths.copy_(torch.from_numpy(lengths))
+        self.table.zero_()
+        self.table[places, : step.block_tables[0].shape[1]] = step.block_tables[0]
+        index = np.concatenate([np.arange(starts[place], starts[place + 1]) for place in places])
+        self.q.zero_()
+        self.q[index] = case.q
+        with self.device.replay(self.tape):
+            out = self._run(case.cache)
+        rest = np.setdiff1d(np.arange(self.tokens), index)
+        if isinstance(self.backend, FlashInferAttention):
+            assert out[rest[rest >= self.decodes]].eq(0).all() and out[rest].isfinite().all()
+        return out[index]
+
+    def _run(self, cache: LayerCache) -> torch.Tensor:
+        self.backend.plan(self.step)
+        return torch.stack([self.backend.run(self.q, cache) for _ in range(2)])[1]
+
+
+REPLAYS: list[list[tuple[int, int]]] = [
+    [(1, 9), (1, 40), (1, 1)],
+    [(1, 17)],
+    [(1, 33), (1, 2), (1, 5), (1, 60)],
+    [(1, 10), (1, 41), (1, 2)],
+]
+WITH_PROMPTS: list[list[tuple[int, int]]] = [
+    [(1, 9), (1, 40), (7, 7), (5, 23)],
+    [(12, 30)],
+    [(1, 3), (2, 2), (3, 3), (2, 9), (3, 31)],
+]
+
+
+@pytest.mark.parametrize("changes", GEOMETRIES.values(), ids=GEOMETRIES)
+@pytest.mark.parametrize(("prompts", "replays"), [(0, REPLAYS), (12, WITH_PROMPTS)])
+def test_captured_steps(prompts: int, replays: list[Any], changes: dict[str, Any], flashinfer: Device) -> None:
+    spec = layer_spec(**changes)
+    backend = ready(FlashInferAttention, spec)
+    captured = Captured(backend, flashinfer, spec, 4, prompts, width=16)
+    captured.capture(make_case(spec, [(1, 1)]).cache)
+    for seed, rows in enumerate(replays):
+        case = mixed(spec, rows, sum(count == 1 for count, _ in rows), seed=seed)
+        torch.testing.assert_close(captured.replay(case), oracle(case).view(len(case.q), -1), atol=2e-5, rtol=2e-5)
+
+
+def test_shapes_share_what_their_rows_are_planned_with(flashinfer: Device) -> None:
+    """Decode rows of one shape and of another with prompts beside: captured each, replayed in turn."""
+    spec = layer_spec()
+    backend = ready(FlashInferAttention, spec)
+    without, beside = (Captured(backend, flashinfer, spec, 4, prompts, width=16) for prompts in (0, 12))
+    for captured in (without, beside):
+        captured.capture(make_case(spec, [(1, 1)]).cache)
+    rounds = [(beside, WITH_PROMPTS[0]), (without, REPLAYS[0]), (beside, WITH_PROMPTS[2])]
+    for seed, (captured, rows) in enumerate([*rounds, *rounds]):
+        case = mixed(spec, rows, sum(count == 1 for count, _ in rows), seed=seed)
+        torch.testing.assert_close(captured.replay(case), oracle(case).view(len(case.q), -1), atol=2e-5, rtol=2e-5)
+        if seed == len(rounds):
+            # Again, with what replays have left behind.
+            beside.capture(make_case(spec, [(1, 1)]).cache)
+
+
+def test_layers_of_several_geometries_in_one_captured_step(flashinfer: Device) -> None:
+    specs = [layer_spec(), layer_spec(layer=1, num_kv_heads=1, window=5)]
+    backend = FlashInferAttention()
+    for spec in specs:
+        wait_for_kernels(FlashInferAttention, spec)
+    captured = [Captured(backend, flashinfer, spec, 4, 0, width=16) for spec in specs]
+    for each in captured:
+        each.capture(make_case(each.spec, [(1, 1)]).cache)
+    for each in (*captured, *captured):
+        case = mixed(each.spec, REPLAYS[0])
+        torch.testing.assert_close(each.replay(case), oracle(case).view(len(case.q), -1), atol=2e-5, rtol=2e-5)
+
+
+def test_a_step_captured_too_early_is_another_edition(flashinfer: Device) -> None:
+    """Captured with our kernel, it says so once theirs is there; then it is captured with that."""
+    flashinfer.allowed.clear()
+    spec, backend = layer_spec(), FlashInferAttention()
+    captured = Captured(backend, flashinfer, spec, 4, 0, width=16)
+    before = backend.edition
+    captured.capture(make_case(spec, [(1, 1)]).cache)
+    assert backend.edition == before and not flashinfer.plans
+    flashinfer.allowed.set()
+    wait_for_kernels(FlashInferAttention, spec)
+    assert backend.edition > before
+    again = backend.edition
+    captured.capture(make_case(spec, [(1, 1)]).cache)
+    case = mixed(spec, REPLAYS[0])
+    torch.testing.assert_close(captured.replay(case), oracle(case).view(len(case.q), -1), atol=2e-5, rtol=2e-5)
+    assert flashinfer.plans and backend.edition == again
+
+
+def test_plans_may_run_ahead_of_the_device(flashinfer: Device) -> None:
+    """The host memory of a plan is written again only behind the mark that was set when it was read: else a copy would find
+    other numbers than were there when it was launched."""
+    spec = layer_spec()
+    kernel = kernels.for_few_queries(spec, torch.float32)
+    replay = PagedReplay(kernel, spec, Place(3, 3, 4, 8), torch.zeros(1 << 16, dtype=torch.uint8))
+    flashinfer.drain()
+    done = flashinfer.done
+    for length in range(1, 3 * TURNS):
+        replay.plan(np.arange(4), np.full(3, length))
+    assert flashinfer.done > done, "the host never waited"
+    behind = len(flashinfer.queue) - flashinfer.done
+    assert behind == TURNS * (len(flashinfer.queue) - done) // (3 * TURNS - 1), "the host waited for more than it had to"
+    flashinfer.drain()
+    assert replay.page_start.tolist() == [0, 2, 4, 6]
+
+
+def test_rows_that_are_many_are_not_split() -> None:
+    """Where partial results would not fit in the workspace."""
+    from headrace.attention.flashinfer.replay import WORKSPACE, _partial_bytes
+
+    eight = layer_spec(num_heads=32, num_kv_heads=8, head_dim=128, v_head_dim=128)
+    assert _partial_bytes(eight, Place(256, 256, 16, 2560)) < WORKSPACE
+    wide = layer_spec(num_heads=64, num_kv_heads=8, head_dim=256, v_head_dim=256)
+    assert _partial_bytes(wide, Place(512, 512, 16, 2560)) > WORKSPACE
+
+
+# ------------------------------------------------------------------------------------------------------- compressed KV
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+def test_absorbed_rows(heads: int, flashinfer: Device) -> None:
+    spec = latent_spec(num_heads=heads)
+    backend = ready(FlashInferLatent, spec)
+    for seed, (rows, decodes) in enumerate([(MIXED, 3), ([(1, 5), (1, 33)], 2)]):
+        case = mixed(spec, rows, decodes, seed=seed)
+        backend.plan(case.step)
+        torch.testing.assert_close(backend.run(case.q, case.cache), oracle(case), atol=2e-5, rtol=2e-5)
+    assert [arguments[0] for arguments in flashinfer.built] == ["fa2"]
+
+
+@pytest.mark.parametrize(("prompts", "replays"), [(0, REPLAYS), (12, WITH_PROMPTS)])
+def test_captured_absorbed_rows(prompts: int, replays: list[Any], flashinfer: Device) -> None:
+    spec = latent_spec()
+    backend = ready(FlashInferLatent, spec)
+    captured = Captured(backend, flashinfer, spec, 4, prompts, width=16)
+    captured.capture(make_case(spec, [(1, 1)]).cache)
+    for seed, rows in enumerate(replays):
+        case = mixed(spec, rows, sum(count == 1 for count, _ in rows), seed=seed)
+        torch.testing.assert_close(captured.replay(case), oracle(case).view(len(case.q), -1), atol=2e-5, rtol=2e-5)
+
+
+def test_it_is_part_of_a_backend_for_compressed_kv(flashinfer: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(select, "for_prompts", lambda *_: "reference")
+    (backend,) = select.create_for([latent_spec()], ["flashinfer"], "cpu", "bfloat16")
+    assert isinstance(backend, LatentBackend) and isinstance(backend, Replanned) and backend.edition == 0
+    (plain,) = select.create_for([latent_spec()], ["triton"], "cpu", "bfloat16")
+    assert isinstance(plain, LatentBackend) and not isinstance(plain, Replanned)
+
+
+# -------------------------------------------------------------------------------------------------------------- choice
+
+
+def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support, "refusals", lambda device: [])
+    monkeypatch.setattr(support, "interpreted", lambda: False)
+
+
+WIDE = {"head_dim": 128, "v_head_dim": 128}
+
+
+def test_auto_leaves_decode_to_our_kernel_and_says_why(flashinfer: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_cuda(monkeypatch)
+    name, reason = select.choose(layer_spec(**WIDE), "cuda", "bfloat16")
+    assert name == "flashinfer+triton" and "decode rows and CUDA graphs by headrace's kernel" in reason
+    assert not isinstance(select.create(name), Replanned)
+
+
+def test_asked_for_it_does_all(flashinfer: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_cuda(monkeypatch)
+    for spec, words in ((layer_spec(**WIDE), "prompts, decode rows and CUDA graphs"), (latent_spec(), "MLA kernel")):
+        name, reason = select.choose(spec, "cuda", "bfloat16", "flashinfer")
+        assert name == "flashinfer" and reason.startswith("asked for") and words in reason
+    assert select.choose(latent_spec(), "cuda", "bfloat16")[0] == "triton"
+
+
+@pytest.mark.parametrize(
+    ("spec", "kv_dtype", "why"),
+    [
+        (layer_spec(**WIDE, sinks=True), None, "no sinks"),
+        (layer_spec(**WIDE), "fp8_e4m3", "scales"),
+        (layer_spec(head_dim=80, v_head_dim=80), None, "no kernel for heads 80 and 80 wide"),
+        (latent_spec(head_dim=320, v_head_dim=256), None, "widths 512 and 64, not 256 and 64"),
+        (latent_spec(window=9), None, "no windows"),
+        (latent_spec(), "fp8_e4m3", "scales"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(
+    spec: AttentionSpec, kv_dtype: str | None, why: str, flashinfer: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_cuda(monkeypatch)
+    with pytest.raises(ConfigError, match=why) as caught:
+        select.choose(spec, "cuda", "bfloat16", "flashinfer", kv_dtype)
+    assert caught.value.param == "attention_backend"
+
+
+def test_all_that_layers_want_is_built_ahead(flashinfer: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each kernel once: decode and prompts share one where both are fa2."""
+    on_cuda(monkeypatch)
+    specs = [layer_spec(**WIDE), layer_spec(layer=1, **WIDE), layer_spec(layer=2, **WIDE, window=4)]
+    chosen = select.begin_compiling([*specs, latent_spec(layer=3)], ["flashinfer"] * 4, "cpu", "bfloat16")
+    for kernel in chosen:
+        kernel.join(20)
+    assert all(kernel.ready for kernel in chosen)
+    assert len(chosen) == 3
+    monkeypatch.setattr(support, "compute_capability", lambda device: 90)
+    auto = select.begin_compiling(specs, ["flashinfer+triton"] * 3, "cpu", "bfloat16")
+    assert len(auto) == 2 and len(select.begin_compiling(specs, ["flashinfer"] * 3, "cpu", "bfloat16")) == 4

@@ -2,7 +2,7 @@
 
 One row: each program sums products channel by channel, a few outputs at a time. More rows: the same walk with the matrix
 units. They take 16 rows at the least, and fewer cost the same: what counts is that weights go from the memory to the units by
-way of registers alone, many of them at a time, and that the first are on their way before the kernel before is complete.
+way of registers alone, many of them at a time, and that the memory is busy before the kernel before is complete.
 """
 
 # A kernel's arguments have no types of Python's, and its tuples grow.
@@ -31,7 +31,7 @@ _X_AHEAD = tl.constexpr(2)
 class LinearTiling:
     """A program makes ``outputs`` numbers of each row and reads ``channels`` of them at a time.
 
-    With matrix units ``outputs`` is a power of two from 8 on, ``channels`` one from ``32 * num_warps`` on.
+    With matrix units ``outputs`` is a power of two from 8 on, ``channels`` one from 64 and ``32 * num_warps`` on.
     """
 
     outputs: int
@@ -39,6 +39,9 @@ class LinearTiling:
     num_warps: int
     ahead: int
     """Tiles of the weight on their way while one is summed up by the matrix units; 0: one row, without them."""
+    near: int = 0
+    """Tiles after these that are fetched into the L2 cache while the kernel before still runs: 0 or a power of two. Only with
+    matrix units, and where kernels are launched before the one before is complete."""
 
 
 def choose_tiling(rows: int, in_features: int, out_features: int) -> LinearTiling:
@@ -138,6 +141,17 @@ def _tile(base, at, start: tl.constexpr, IN: tl.constexpr, CHANNELS: tl.constexp
     return tl.load(base + start, mask=at < IN - start, other=0.0, eviction_policy=POLICY)
 
 
+@triton.jit
+def _fetch_near(weight, line, weight_row, START: tl.constexpr, IN: tl.constexpr, CHANNELS: tl.constexpr):
+    """Lines of the weight, from channel ``START`` on, into the L2 cache. Nothing waits for them."""
+    LINE: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth
+    channel = tl.minimum(START + tl.arange(0, CHANNELS // LINE) * LINE, IN - 1)
+    place = weight + line.to(tl.int64)[:, None] * weight_row + channel[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [place.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _several(
     x,
@@ -154,6 +168,7 @@ def _several(
     OUTPUTS: tl.constexpr,
     CHANNELS: tl.constexpr,
     AHEAD: tl.constexpr,
+    NEAR: tl.constexpr,
     WARPS: tl.constexpr,
     ROWS_P: tl.constexpr,
     BIAS: tl.constexpr,
@@ -177,6 +192,9 @@ def _several(
     parts = ()
     for ahead in tl.static_range(min(AHEAD, COUNT)):
         parts += (_tile(weights, weight_at, ahead * CHANNELS, IN, CHANNELS, "evict_first"),)
+    if PDL and NEAR > 0:
+        line = tl.minimum(first + tl.arange(0, OUTPUTS), out - 1)
+        _fetch_near(weight, line, weight_row, AHEAD * CHANNELS, IN, NEAR * CHANNELS)
     wait(PDL)
     lefts = ()
     for ahead in tl.static_range(min(_X_AHEAD, COUNT)):
@@ -252,7 +270,13 @@ def linear(
         _single[grid](*tensors, weight.stride(0), OUT=out_features, **sizes, **flags, **launch)
     else:
         strides = (x.stride(0), 0 if residual is None else residual.stride(0), weight.stride(0))
-        shape = {"AHEAD": tiling.ahead, "WARPS": tiling.num_warps, "ROWS_P": max(triton.next_power_of_2(rows), 8)}
+        rest = max(triton.cdiv(in_features, tiling.channels) - tiling.ahead, 0)
+        shape = {
+            "AHEAD": tiling.ahead,
+            "NEAR": min(tiling.near, triton.next_power_of_2(rest)) if rest else 0,
+            "WARPS": tiling.num_warps,
+            "ROWS_P": max(triton.next_power_of_2(rows), 8),
+        }
         precision = "ieee" if x.dtype == torch.float32 else "tf32"
         _several[grid](*tensors, rows, out_features, *strides, **sizes, **shape, **flags, **launch, PRECISION=precision)
     return y

@@ -18,6 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from headrace.cache.fp8 import Fp8LayerCache
+from headrace.kernels import support
 from headrace.kernels.support import NATIVE_FP8_SM, Resources
 from headrace.kernels.triton import (
     activation,
@@ -69,6 +70,7 @@ def compile_only(capability: int) -> None:
         print(json.dumps({"kernel": self.fn.__name__, "shared": kernel.metadata.shared}), flush=True)
 
     JITFunction.run = compiled
+    support.compute_capability = lambda device: capability
     native = fp8.NATIVE if capability >= NATIVE_FP8_SM else fp8.BITS
     for module in (paged_attention, kv_cache, qkv):
         module.mode = lambda device: native
@@ -145,8 +147,8 @@ def others() -> None:
         qkv.norm_rotate_and_cache(packed, 32, rows[..., :128], rows[..., 128:], slots, **rotated)
         qkv.norm_rotate_and_cache(packed, 32, cache.keys, cache.values, slots, **rotated, **scales)
         qkv.norm_rotate_and_cache(packed, 32, rows[..., :128], rows[..., 128:], slots, **rotated, offset=True)
-    for count in (1, 8):
-        linear.linear(x[:count], torch.zeros(1024, 4096, dtype=BF16), x[0, :1024], x[:count, :1024])
+    for count, tiles in ((1, None), (3, None), (4, linear.LinearTiling(8, 512, 8, 2, 8))):
+        linear.linear(x[:count], torch.zeros(1024, 4096, dtype=BF16), x[0, :1024], x[:count, :1024], tiles)
     logits, keys = torch.zeros(2, 50_000), torch.zeros(2, 3, dtype=torch.int64)
     draw.draw(logits, torch.ones(2, dtype=torch.float64), keys, slots[:2])
     draw.draw(logits)

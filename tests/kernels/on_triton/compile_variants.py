@@ -1,0 +1,69 @@
+"""Compiles the kernels of each operation for a Hopper GPU that need not be there, for rows alone and in company, at addresses
+that are multiples of 16 and at others.
+
+    python compile_variants.py float32
+
+prints a JSON line for each launch: the operation, the kernel, and how it sums up: its sums, scans and products of floats
+with the layouts of what goes into them, which settle the order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+from triton.runtime.jit import JITFunction
+
+sys.path.insert(0, __file__.rpartition("/kernels/")[0])
+
+from kernels.on_triton.compile_kernels import Target
+from kernels.on_triton.operations import POOL, Maker, operations
+
+CAPABILITY = 90
+_NAMES = re.compile(r"^(#\w+) = (.*)$", re.MULTILINE)
+_REDUCTION = re.compile(r'"tt\.(reduce|scan)"\(.*?\n(.*?)\n\s*\}\) : \((.*?)\) ->', re.DOTALL)
+_PRODUCT = re.compile(r"(tt\.dot|ttng\.warp_group_dot) .*-> (tensor<\S+(?: = \S+)?.*?>)(?: loc.*)?$", re.MULTILINE)
+"""With what comes out: it shows the instruction, while factors may be in one memory or another."""
+
+
+def sums_of(ttgir: str) -> list[str]:
+    """Maxima and sums of integers are the same in any order."""
+    names = dict(_NAMES.findall(ttgir))
+    found = [(match.start(), f"{match[1]} {match[3]}") for match in _REDUCTION.finditer(ttgir) if "addf" in match[2]]
+    found += [(match.start(), f"{match[1]} {match[2]}") for match in _PRODUCT.finditer(ttgir)]
+    return [re.sub(r"#\w+", lambda name: names.get(name[0], name[0]), text) for _, text in sorted(found)]
+
+
+def aside(x: torch.Tensor, by: int) -> torch.Tensor:
+    held = torch.zeros(x.numel() + by, dtype=x.dtype)
+    return held[by:].view(x.shape).copy_(x)
+
+
+def main(dtype: torch.dtype) -> None:
+    triton.runtime.driver.set_active(Target(CAPABILITY))
+    run: Callable[..., Any] = JITFunction.run
+    current = [""]
+
+    def compiled(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        sums = sums_of(kernel.asm["ttgir"])
+        print(json.dumps({"operation": current[0], "kernel": self.fn.__name__, "sums": sums}), flush=True)
+
+    JITFunction.run = compiled
+    for name, make in operations(Maker(dtype, torch.device("cpu"))):
+        current[0] = name
+        operation = make()
+        for start, size, by in ((0, POOL, 0), (0, 1, 0), (1, 1, 1), (3, 17, 1), (0, 16, 2), (5, 33, 4)):
+            # What was never computed may be no index.
+            with contextlib.suppress(IndexError):
+                operation.run(*(aside(rows[start : start + size], by) for rows in operation.rows))
+
+
+if __name__ == "__main__":
+    main(getattr(torch, sys.argv[1]))

@@ -11,6 +11,7 @@ way of registers alone, many of them at a time, and that the memory is busy befo
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import torch
 import triton
@@ -44,20 +45,24 @@ class LinearTiling:
     matrix units, and where kernels are launched before the one before is complete."""
 
 
-def choose_tiling(rows: int, in_features: int, out_features: int) -> LinearTiling:
-    """One row: what was fastest of 2 to 16 outputs, 256 to 2048 channels and 2 to 8 warps on an H200.
+_SEVERAL: tuple[tuple[int, float, float, LinearTiling], ...] = (
+    (MAX_ROWS, math.inf, 2048, LinearTiling(8, 512, 8, 4)),
+    (MAX_ROWS, math.inf, math.inf, LinearTiling(16, 256, 4, 4)),
+)
+"""Rows, channels and outputs, and what is chosen for up to so many of each: the first line counts in which all three fit.
+A weight of few outputs has each of its rows split among more warps, so that there are enough bytes on their way."""
 
-    More: a weight of few outputs has every line split among eight warps, so that there are enough bytes on their way.
-    """
+
+def choose_tiling(rows: int, in_features: int, out_features: int) -> LinearTiling:
+    """One row: what was fastest of 2 to 16 outputs, 256 to 2048 channels and 2 to 8 warps on an H200. More: by the table."""
     if rows == 1:
         if in_features <= 1024:
             return LinearTiling(4, max(triton.next_power_of_2(in_features), 16), 2, 0)
         if in_features <= 3072:
             return LinearTiling(4, 2048, 4 if in_features <= 2048 else 8, 0)
         return LinearTiling(2, 1024, 4, 0)
-    if out_features <= 2048:
-        return LinearTiling(8, 512, 8, 4)
-    return LinearTiling(16, 256, 4, 4)
+    sizes = (rows, in_features, out_features)
+    return next(tiling for *limits, tiling in _SEVERAL if all(size <= limit for size, limit in zip(sizes, limits, strict=True)))
 
 
 @triton.jit

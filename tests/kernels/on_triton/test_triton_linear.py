@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import linear as twin
 
-from headrace.kernels.triton.linear import MAX_ROWS, LinearTiling, linear
+from headrace.kernels.triton.linear import MAX_ROWS, LinearTiling, choose_tiling, linear
 
 from .closeness import STEP, close
 
@@ -111,6 +111,12 @@ def test_unrounded(rows: int, device: torch.device) -> None:
     got = linear(x.to(device), weight.to(device), out_dtype=torch.float32)
     assert got.dtype == torch.float32
     torch.testing.assert_close(got.cpu().double(), twin(x.double(), weight.double()), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(1024, 4096), (12288, 1024), (7, 3), (100_000, 1_000_000)], ids=str)
+def test_every_size_has_a_tiling(shape: tuple[int, int]) -> None:
+    for rows in range(1, MAX_ROWS + 1):
+        assert (choose_tiling(rows, *shape).ahead > 0) == (rows > 1)
 
 
 def test_nothing_to_do(device: torch.device) -> None:

@@ -4,6 +4,7 @@
     python benchmarks/gpu_kernels.py --only decode      # decode, prefill, small or linear
     python benchmarks/gpu_kernels.py --sweep            # other tilings: of attention the three fastest, of products all
     python benchmarks/gpu_kernels.py --flashinfer       # FlashInfer beside ours, where it is installed; it compiles first
+    python benchmarks/gpu_kernels.py --only uniform     # ours beside FlashInfer where all layers are alike, as a table
 
 Each measurement is a captured graph of calls that go round over copies of their data, as a step goes over its layers, so
 that nothing is found in the L2 cache that would not be there in service. Attention: 32 query heads, 8 KV heads.
@@ -13,9 +14,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import itertools
 import json
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -219,37 +222,130 @@ def attention(shapes: list[Shape], flashinfer: bool) -> None:
         torch.cuda.empty_cache()
 
 
-def beside(made: Attention, name: str) -> None:
-    """FlashInfer on the same caches: its paged prefill kernel, which serves decode too."""
+PREFILL_WRAPPER = ("fa3", "fa2")
+"""Kernels of FlashInfer's paged prefill wrapper, which serves decode too."""
+DECODE_WRAPPER = "decode"
+"""Its decode wrapper on tensor cores."""
+
+
+def beside(made: Attention, name: str, backends: Sequence[str] = ()) -> dict[str, float]:
+    """FlashInfer on the same caches; seconds by backend, of those that do the shape.
+
+    Args:
+        backends: none given: those that are fast, of the paged prefill wrapper.
+    """
+    shape = made.shape
+    fast = ("fa2",) if shape.queries == 1 or shape.head_dim != shape.v_head_dim else PREFILL_WRAPPER
+    taken = {}
+    for backend in backends or fast:
+        try:
+            run = _planned(made, backend)
+            theirs = run(made.q, (made.caches[0].keys, made.caches[0].values))
+            made.call(made.tiling(), made.caches[0])
+            apart = (theirs - made.out).abs().max().item()
+            calls: list[Call] = [partial(run, made.q, (cache.keys, cache.values)) for cache in made.caches]
+            facts = {**shape.facts, "backend": backend, "largest_difference": apart}
+            taken[backend] = report(f"{name} flashinfer", calls, **shape.work, **facts)
+        except Exception as error:  # a library's refusal of a shape is a result too
+            print(json.dumps({"name": f"{name} flashinfer", **shape.facts, "backend": backend, "error": str(error)[:300]}))
+    return taken
+
+
+def _planned(made: Attention, backend: str) -> Callable[..., torch.Tensor]:
+    """FlashInfer's call for a shape: q, then keys and values."""
     import flashinfer
 
     shape = made.shape
     blocks = made.tables.shape[1]
-    backends = ("fa2",) if shape.queries == 1 or shape.head_dim != shape.v_head_dim else ("fa3", "fa2")
-    for backend in backends:
-        try:
-            space = torch.empty(256 << 20, dtype=torch.uint8, device=CUDA)
-            wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(space, "NHD", backend=backend)
-            wrapper.plan(
-                made.starts,
-                torch.arange(shape.rows + 1, dtype=torch.int32, device=CUDA) * blocks,
-                made.tables.reshape(-1),
-                torch.full((shape.rows,), (shape.length - 1) % BLOCK + 1, dtype=torch.int32, device=CUDA),
-                HEADS,
-                KV_HEADS,
-                shape.head_dim,
-                BLOCK,
-                head_dim_vo=shape.v_head_dim,
-                causal=True,
-                q_data_type=torch.bfloat16,
-            )
-            theirs = wrapper.run(made.q, (made.caches[0].keys, made.caches[0].values))
-            made.call(made.tiling(), made.caches[0])
-            apart = (theirs - made.out).abs().max().item()
-            calls: list[Call] = [partial(wrapper.run, made.q, (cache.keys, cache.values)) for cache in made.caches]
-            report(f"{name} flashinfer", calls, **shape.work, **shape.facts, backend=backend, largest_difference=apart)
-        except Exception as error:  # a library's refusal of a shape is a result too
-            print(json.dumps({"name": f"{name} flashinfer", **shape.facts, "backend": backend, "error": str(error)[:300]}))
+    space = torch.zeros(256 << 20, dtype=torch.uint8, device=CUDA)
+    starts = torch.arange(shape.rows + 1, dtype=torch.int32, device=CUDA) * blocks
+    last = torch.full((shape.rows,), (shape.length - 1) % BLOCK + 1, dtype=torch.int32, device=CUDA)
+    where = (starts, made.tables.reshape(-1), last, HEADS, KV_HEADS, shape.head_dim, BLOCK)
+    if backend == DECODE_WRAPPER:
+        if shape.queries != 1 or shape.head_dim != shape.v_head_dim:
+            raise ValueError("the decode wrapper is for one query a row, and for keys as wide as values")
+        decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(space, "NHD", use_tensor_cores=True)
+        decode.plan(*where, q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16)
+        return decode.run  # type: ignore[no-any-return]
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(space, "NHD", backend=backend)
+    wrapper.plan(made.starts, *where, head_dim_vo=shape.v_head_dim, causal=True, q_data_type=torch.bfloat16)
+    return wrapper.run  # type: ignore[no-any-return]
+
+
+# ---------------------------------------------------------------------------------------------------- uniform shapes
+
+
+UNIFORM = [
+    Shape(1, 8192, 8192),
+    Shape(1, 32768, 32768),
+    *(Shape(rows, length) for length in (4096, 16384) for rows in (1, 8, 64)),
+    *(Shape(rows, length, head_dim=192) for length in (4096, 16384) for rows in (1, 8, 64)),
+]
+"""What FlashInfer is made for; and, after the decode shapes, those with wider keys, which are held against them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Timed:
+    """A shape, ours and FlashInfer's seconds."""
+
+    shape: Shape
+    ours: float
+    theirs: dict[str, float]
+
+    @property
+    def work(self) -> float:
+        return next(iter(self.shape.work.values()))
+
+
+def uniform() -> None:
+    timed = []
+    for shape in UNIFORM:
+        name = "decode" if shape.queries == 1 else "prefill"
+        made = Attention(shape)
+        chosen = made.tiling()
+        ours = report(name, made.calls(chosen), **shape.work, **shape.facts, tiling=dataclasses.astuple(chosen))
+        backends = PREFILL_WRAPPER if shape.queries > 1 else ("fa2", DECODE_WRAPPER)
+        timed.append(Timed(shape, ours, beside(made, name, backends if shape.head_dim == shape.v_head_dim else ("fa2",))))
+        del made
+        torch.cuda.empty_cache()
+    print(uniform_table(timed))
+
+
+def uniform_table(timed: Sequence[Timed]) -> str:
+    """Markdown. Ours over FlashInfer's best; where keys are wider than values, also over its best with equal ones, in bytes
+    a second: what a width that it is not made for costs.
+    """
+    columns = (*PREFILL_WRAPPER, DECODE_WRAPPER)
+    head = [
+        "what",
+        "K/V",
+        "rate in",
+        "headrace",
+        *(f"FlashInfer {name}" for name in columns),
+        "over the best",
+        "over its 128/128",
+    ]
+    lines = ["", "| " + " | ".join(head) + " |", "| --- | --- | --- |" + " ---: |" * (len(head) - 3)]
+    for each in timed:
+        shape = each.shape
+        (unit,) = ("TB/s" if name == "nbytes" else "TFLOP/s" for name in shape.work)
+        digits = 2 if unit == "TB/s" else 0
+        rates = [each.work / seconds / 1e12 for seconds in (each.ours, *(each.theirs.get(name, math.inf) for name in columns))]
+        what = f"prefill {shape.length:,}" if shape.queries > 1 else f"decode {shape.rows} x {shape.length:,}"
+        cells = [what, f"{shape.head_dim}/{shape.v_head_dim}", unit, *(f"{rate:,.{digits}f}" if rate else "" for rate in rates)]
+        best = max(rates[1:])
+        cells += [f"{rates[0] / best:.3f}" if best else "", _over_equal(each, rates[0], timed)]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _over_equal(each: Timed, rate: float, timed: Sequence[Timed]) -> str:
+    shape = each.shape
+    if shape.head_dim == shape.v_head_dim:
+        return ""
+    equal = dataclasses.replace(shape, head_dim=shape.v_head_dim)
+    best = [other.work / seconds / 1e12 for other in timed if other.shape == equal for seconds in other.theirs.values()]
+    return f"{rate / max(best):.3f}" if best else ""
 
 
 def sweep(wanted: list[str]) -> None:
@@ -392,15 +488,23 @@ def linear_tilings(rows: int) -> list[LinearTiling]:
     return [LinearTiling(*kind) for kind in kinds]
 
 
+PARTS = ("decode", "prefill", "small", "linear")
+"""What is timed where nothing is asked for."""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=["decode", "prefill", "small", "linear"], action="append")
+    parser.add_argument("--only", choices=[*PARTS, "uniform"], action="append")
     parser.add_argument("--sweep", action="store_true", help="try tilings, print the fastest")
     parser.add_argument("--flashinfer", action="store_true", help="time FlashInfer beside ours")
     options = parser.parse_args()
+    wanted = options.only or list(PARTS)
+    if "uniform" in wanted and options.sweep:
+        parser.error("--sweep has no tilings to try for --only uniform")
+    if "uniform" in wanted and importlib.util.find_spec("flashinfer") is None:
+        parser.error("--only uniform compares with FlashInfer, which is not installed")
     if not torch.cuda.is_available():
         parser.error("there is no CUDA device here")
-    wanted = options.only or ["decode", "prefill", "small", "linear"]
     torch.manual_seed(0)
     print(json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__}), flush=True)
     if options.sweep:
@@ -408,6 +512,8 @@ def main() -> None:
         return
     if "decode" in wanted:
         attention([*DECODE, *(dataclasses.replace(shape, fp8=True) for shape in DECODE)], options.flashinfer)
+    if "uniform" in wanted:
+        uniform()
     if "prefill" in wanted:
         attention(PREFILL, options.flashinfer)
     if "small" in wanted:

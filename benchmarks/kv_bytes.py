@@ -181,7 +181,7 @@ def report(folder: Path, lengths: Sequence[int], facts: Json | None, ours: Json 
 
     Args:
         facts: what vLLM said of its cache.
-        ours: what our engine said of itself when it ran (``EngineInfo``).
+        ours: what our engine said of itself when it ran.
     """
     args = EngineArgs(model=str(folder), load_format="dummy", model_impl="native")
     specs = choose(args, find_model(args)).spec.layers
@@ -216,14 +216,7 @@ def _same(one: PeerCache, other: PeerCache) -> bool:
 
 
 def _our_capacity(info: Json | None) -> int | None:
-    if info is None:
-        return None
-    return next((line["nbytes"] for line in map(_line, info["memory"]) if line["name"] == "KV cache"), None)
-
-
-def _line(line: Any) -> Json:
-    """A line of the ledger: written as an object or as an array."""
-    return line if isinstance(line, dict) else dict(zip(("name", "nbytes", "detail"), line, strict=False))
+    return None if info is None else info["memory"]["KV cache"]
 
 
 def _their_capacity(facts: Json | None) -> int | None:

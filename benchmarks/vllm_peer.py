@@ -129,12 +129,12 @@ def run(options: argparse.Namespace) -> None:
             SamplingParams(temperature=options.temperature, ignore_eos=True, max_tokens=n, min_tokens=n, detokenize=False)
             for n in load.output_lens
         ]
-        seconds = measured(llm, load, params)
+        seconds = measured(llm, load, params, options.repetitions)
         counts = {"requests": len(load.prompts), "in_tok": load.input_tokens, "out_tok": load.output_tokens}
         say({**told, "workload": name, "seconds": round(min(seconds), 5), "all_seconds": seconds, **counts})
 
 
-def measured(llm: Any, load: Workload, params: list[Any]) -> list[float]:
+def measured(llm: Any, load: Workload, params: list[Any], repetitions: int | None) -> list[float]:
     """Seconds of every repetition.
 
     Raises:
@@ -142,7 +142,7 @@ def measured(llm: Any, load: Workload, params: list[Any]) -> list[float]:
     """
     prompts = [{"prompt_token_ids": prompt} for prompt in load.prompts]
     seconds = []
-    for _ in range(3 if load.input_tokens + load.output_tokens < SMALL else 2):
+    for _ in range(repetitions or (3 if load.input_tokens + load.output_tokens < SMALL else 2)):
         start = time.perf_counter()
         results = llm.generate(prompts, params, use_tqdm=False)
         seconds.append(round(time.perf_counter() - start, 5))
@@ -179,6 +179,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--max-len", type=int, default=40960, help="context")
     parser.add_argument("--mem", type=share, default=0.85, help="the part of the GPU's memory that vLLM may take")
     parser.add_argument("--temperature", type=float, default=0.6)
+    parser.add_argument("--repetitions", type=int, help="of each workload; 3, of large ones 2, unless told otherwise")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs, no torch.compile")
     parser.add_argument(
         "--trust-remote-code",
@@ -193,6 +194,8 @@ def arguments() -> argparse.Namespace:
         parser.error("--max-len must be at least 1")
     if options.temperature < 0:
         parser.error("--temperature cannot be below 0")
+    if options.repetitions is not None and options.repetitions < 1:
+        parser.error("--repetitions must be at least 1")
     return options
 
 

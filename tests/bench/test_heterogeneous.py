@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from types import ModuleType
 import pytest
 from transformers import AutoConfig
 
+from bench.stub import VLLM
 from headrace.config import EngineArgs
 from headrace.models.implementation import choose
 from headrace.sources.files import find_model
@@ -154,7 +156,7 @@ def test_what_was_measured_replaces_the_prediction(kv_bytes: ModuleType, tmp_pat
     group = {"layers": 3, "window": None, "block_size": 32, "page_bytes": 32 * 128}
     kv = {"one_table": False, "groups": [group], "tensor_bytes": [32 * 128 * 100] * 3}
     entry = {"engine": "vllm", "model": "plain", "at": 1.0, "kv": kv}
-    ours = {"engine": {"memory": [["weights", 1, ""], ["KV cache", 16 * 384 * 10, ""]]}}
+    ours = {"engine": {"memory": {"weights": 1, "KV cache": 16 * 384 * 10}}}
     starts = [{"engine": "headrace", "model": "plain", "at": 1.0, "facts": ours}]
     (tmp_path / "raw.json").write_text(json.dumps({"kv": [entry], "starts": starts}))
     output = tmp_path / "kv.json"
@@ -167,3 +169,50 @@ def test_what_was_measured_replaces_the_prediction(kv_bytes: ModuleType, tmp_pat
     text = output.with_suffix(".md").read_text()
     assert "| plain | 33 |" in text and "is not what was measured" in text
     assert "headrace's cache" in text and "3 of 33 tokens" in text and "50 of 33 tokens" in text
+
+
+def test_ours_over_the_library_where_all_layers_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    gpu_kernels = script("gpu_kernels", monkeypatch)
+    Shape, Timed = gpu_kernels.Shape, gpu_kernels.Timed
+    prefill, equal, wide = Shape(1, 8192, 8192), Shape(8, 4096), Shape(8, 4096, head_dim=192)
+    assert all(shape in gpu_kernels.UNIFORM for shape in (prefill, equal, wide))
+    timed = [
+        Timed(prefill, prefill.flops / 300e12, {"fa3": prefill.flops / 500e12, "fa2": prefill.flops / 250e12}),
+        Timed(equal, equal.kv_bytes / 4e12, {"fa2": equal.kv_bytes / 3.2e12, "decode": equal.kv_bytes / 2e12}),
+        Timed(wide, wide.kv_bytes / 3.6e12, {"fa2": wide.kv_bytes / 4e12}),
+        Timed(Shape(64, 4096, head_dim=192), 1.0, {}),
+    ]
+    rows = [line.strip("| ").split("|") for line in gpu_kernels.uniform_table(timed).splitlines() if line.startswith("| ")][2:]
+    cells = [[cell.strip() for cell in row] for row in rows]
+    assert cells[0][:8] == ["prefill 8,192", "128/128", "TFLOP/s", "300", "500", "250", "", "0.600"]
+    assert cells[1][:8] == ["decode 8 x 4,096", "128/128", "TB/s", "4.00", "", "3.20", "2.00", "1.250"]
+    assert cells[2] == ["decode 8 x 4,096", "192/128", "TB/s", "3.60", "", "4.00", "", "0.900", "1.125"]
+    assert cells[3][7:] == [""] * len(cells[3][7:])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the scripts are for GPU hosts")
+def test_the_scripts_leave_tables(shapes: ModuleType, tmp_path: Path) -> None:
+    """Both, from end to end, with small models and a stub in vLLM's place."""
+    (tmp_path / "site" / "vllm").mkdir(parents=True)
+    (tmp_path / "site" / "vllm" / "__init__.py").write_text(VLLM)
+    environment = os.environ | {"PYTHON": sys.executable, "TINY": "1", "WORKLOADS": "single", "MAX_LEN": "512"}
+    environment |= {"REPETITIONS": "1", "OURS": "--num-kv-blocks 100 --repetitions 1"}
+    out, site = tmp_path / "out", tmp_path / "site"
+
+    def run(name: str, *words: object) -> int:
+        command = ["bash", str(FOLDER / name), str(out), str(site), *map(str, words)]
+        return subprocess.run(command, env=environment, timeout=200).returncode
+
+    assert run("heterogeneous.sh", "nonesuch") == 2 and run("foreign.sh") == 2
+    assert run("heterogeneous.sh", "uneven", "bytes") == 0
+    table = (out / "uneven-18l.md").read_text()
+    assert "| uneven-18l | single | output |" in table and "No pair" not in table and "ended with" not in table
+    counted = {each["model"]: each for each in json.loads((out / "kv.json").read_text())}
+    assert counted["uneven-18l"]["vllm_is"] == "measured" and counted["gemma-3-12b"]["vllm_is"] == "predicted"
+    assert all(counted["uneven-18l"]["capacity"].values())
+    assert run("foreign.sh", *shapes.write(tmp_path, ["gemma-3-12b"], True)) == 0
+    rows = json.loads((out / "foreign.json").read_text())["rows"]
+    assert [row["engine"] for row in rows] == ["headrace", "headrace-transformers", "vllm-transformers"]
+    assert len(list(out.iterdir())) <= 8

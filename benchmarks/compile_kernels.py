@@ -1,0 +1,51 @@
+"""Compiles the kernels of FlashInfer that models would have compiled while they are served, and says how long each took.
+
+    python benchmarks/compile_kernels.py MODEL...
+
+A model is a folder with a config.json. Nothing runs on the GPU. Whoever measures runs this before: a compiler beside the
+engine takes the cores that it plans steps on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from headrace.attention.flashinfer import compile_ahead  # noqa: E402
+from headrace.attention.select import choose as choose_backend  # noqa: E402
+from headrace.config import EngineArgs  # noqa: E402
+from headrace.models.implementation import choose  # noqa: E402
+from headrace.sources.files import find_model  # noqa: E402
+from headrace.spec import AttentionSpec  # noqa: E402
+
+DEVICE, DTYPE = "cuda", "bfloat16"
+
+
+def layers(folder: Path) -> Sequence[AttentionSpec]:
+    args = EngineArgs(model=str(folder), load_format="dummy")
+    return choose(args, find_model(args)).spec.layers
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", type=Path, nargs="+", help="folders with a config.json")
+    options = parser.parse_args()
+    specs = [spec for folder in options.models for spec in layers(folder)]
+    backends = [choose_backend(spec, DEVICE, DTYPE)[0] for spec in specs]
+    kernels = compile_ahead(specs, backends, DEVICE, DTYPE)
+    for kernel in kernels:
+        kernel.join(None)
+        print(kernel.outcome, flush=True)
+    if not kernels:
+        print("no layer of these models is FlashInfer's")
+    if not all(kernel.ready for kernel in kernels):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+#!/usr/bin/env bash
+# Everything that is measured on a GPU of models whose layers differ, within bounds of time.
+#
+#     benchmarks/heterogeneous.sh OUT SITE [kernels] [mimo] [uneven] [gemma] [bytes]
+#
+# SITE is the folder that vLLM is installed in. Without names: kernels, mimo, gemma and bytes. OUT gets a table (.md) and the
+# raw numbers of each part, and the logs. Parts, and the seconds that each may take at the most:
+#
+#     kernels  110   our general kernel beside FlashInfer where all layers are alike
+#     mimo     210   mimo-18l on headrace and vLLM: batch64, longctx_decode, mixed256
+#     uneven   210   uneven-18l likewise
+#     gemma    210   gemma-3-12b likewise
+#     bytes     60   what a request's KV takes up in both; measured, of the models that ran in this call
+#
+# FlashInfer's kernels that the models want are compiled first, beside the kernels' part (COMPILE, 240 seconds at the most).
+# PYTHON, WORKLOADS, REPETITIONS (2), MAX_LEN (40960), MEMORY (0.85: the part of the GPU that an engine may take) and OURS
+# (other words for headrace) may be set; TINY=1 makes the models small, for a try without a GPU.
+set -uo pipefail
+[ $# -ge 2 ] || { sed -n '2,/^set/p' "$0" | grep '^#' | cut -c3- >&2; exit 2; }
+out=$(realpath -m "$1") site=$(realpath -m "$2"); shift 2
+cd "$(dirname "$0")/.."
+python=${PYTHON:-python3} repetitions=${REPETITIONS:-2}
+workloads=${WORKLOADS:-batch64,longctx_decode,mixed256}
+[ $# -gt 0 ] || set -- kernels mimo gemma bytes
+parts=" $* "
+declare -A shape=([mimo]=mimo-18l [uneven]=uneven-18l [gemma]=gemma-3-12b)
+wanted=()
+for part in "$@"; do
+  case $part in kernels | bytes) ;; mimo | uneven | gemma) wanted+=("${shape[$part]}") ;;
+    *) echo "there is no part $part; there are kernels, mimo, uneven, gemma and bytes" >&2; exit 2 ;; esac
+done
+[ ${#wanted[@]} -eq 0 ] || [ -d "$site" ] || { echo "there is no folder $site" >&2; exit 2; }
+mkdir -p "$out"
+work=$(mktemp -d); trap 'rm -rf "$work"' EXIT
+say() { echo "== $1, $SECONDS s" >&2; }
+failed=0
+
+ours="--repetitions $repetitions ${OURS:---gpu-memory-utilization ${MEMORY:-0.85} --wait-for-kernels}"
+theirs="--repetitions $repetitions --mem ${MEMORY:-0.85}"
+"$python" benchmarks/shapes.py "$work/models" ${TINY:+--tiny} >"$work/shapes.log" || exit 1
+[ -n "${TINY:-}" ] || "$python" benchmarks/shapes.py "$work/models" mimo-v2-flash >>"$work/shapes.log" || exit 1
+compiler=
+if [ ${#wanted[@]} -gt 0 ] && [ -z "${TINY:-}" ]; then
+  timeout "${COMPILE:-240}" "$python" benchmarks/compile_kernels.py "${wanted[@]/#/$work/models/}" >"$work/compile.log" 2>&1 &
+  compiler=$!
+fi
+
+if [[ $parts == *" kernels "* ]]; then
+  say kernels
+  timeout 110 "$python" benchmarks/gpu_kernels.py --only uniform >"$out/uniform.log" 2>&1 || failed=1
+  grep '^|' "$out/uniform.log"
+fi
+if [ -n "$compiler" ]; then
+  wait "$compiler" || { failed=1; tail -3 "$work/compile.log" >&2; }
+  say "kernels compiled"
+fi
+
+# One engine after the other, each within its own bound: a slow one costs its own rows alone.
+beside() {
+  local name=$1 common
+  common=(--models "$work/models/$name" --workloads "$workloads" --max-len "${MAX_LEN:-40960}")
+  say "$name"
+  "$python" benchmarks/compare_vllm.py "${common[@]}" --only ours --ours="$ours" --budget 90 \
+    --output "$work/$name-ours.json" >"$work/$name-ours.txt" 2>&1 || failed=1
+  say "$name on vLLM"
+  "$python" benchmarks/compare_vllm.py "${common[@]}" --only theirs --theirs="$theirs" --budget 120 --site "$site" \
+    --peer-models "$work/models/vllm" --output "$work/$name-vllm.json" >"$work/$name-vllm.txt" 2>&1 || failed=1
+  "$python" benchmarks/compare_vllm.py --merge "$work/$name-ours.json" "$work/$name-vllm.json" --output "$out/$name.json" || failed=1
+}
+for name in ${wanted[@]+"${wanted[@]}"}; do beside "$name"; done
+
+if [[ $parts == *" bytes "* ]]; then
+  say bytes
+  measured=()
+  for name in ${wanted[@]+"${wanted[@]}"}; do [ -s "$out/$name.json" ] && measured+=("$out/$name.json"); done
+  timeout 60 "$python" benchmarks/kv_bytes.py "$work"/models/*-* --measured ${measured[@]+"${measured[@]}"} --output "$out/kv.json" || failed=1
+fi
+tar -C "$work" -czf "$out/logs.tgz" --exclude=models .
+say "done"
+exit $failed

@@ -16,8 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from headrace.attention.flashinfer import compile_ahead  # noqa: E402
-from headrace.attention.select import choose as choose_backend  # noqa: E402
+from headrace.attention import select  # noqa: E402
 from headrace.config import EngineArgs  # noqa: E402
 from headrace.models.implementation import choose  # noqa: E402
 from headrace.sources.files import find_model  # noqa: E402
@@ -36,8 +35,8 @@ def main() -> None:
     parser.add_argument("models", type=Path, nargs="+", help="folders with a config.json")
     options = parser.parse_args()
     specs = [spec for folder in options.models for spec in layers(folder)]
-    backends = [choose_backend(spec, DEVICE, DTYPE)[0] for spec in specs]
-    kernels = compile_ahead(specs, backends, DEVICE, DTYPE)
+    backends = [select.choose(spec, DEVICE, DTYPE)[0] for spec in specs]
+    kernels = select.begin_compiling(specs, backends, DEVICE, DTYPE)
     for kernel in kernels:
         kernel.join(None)
         print(kernel.outcome, flush=True)

@@ -191,6 +191,31 @@ def test_ours_over_the_library_where_all_layers_are_alike(monkeypatch: pytest.Mo
     assert cells[3][7:] == [""] * len(cells[3][7:])
 
 
+def test_what_is_compiled_ahead(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The kernels of the backends that the layers get on a GPU: every one is waited for, and one that failed is no success."""
+    compile_kernels = script("compile_kernels", monkeypatch)
+    (tmp_path / "config.json").write_text(json.dumps(PLAIN))
+    monkeypatch.setattr(sys, "argv", ["compile_kernels.py", str(tmp_path)])
+    monkeypatch.setattr(compile_kernels.select, "choose", lambda *asked: ("triton", ""))
+    compile_kernels.main()
+    assert "no layer" in capsys.readouterr().out
+
+    class Kernel:
+        def __init__(self, ready: bool) -> None:
+            self.ready, self.outcome, self.waited = ready, "as told", False
+
+        def join(self, seconds: float | None) -> None:
+            self.waited = seconds is None
+
+    made = [Kernel(True), Kernel(True)]
+    monkeypatch.setattr(compile_kernels.select, "begin_compiling", lambda specs, *_: made if len(specs) == 3 else [])
+    compile_kernels.main()
+    assert all(kernel.waited for kernel in made) and capsys.readouterr().out == "as told\nas told\n"
+    made[0].ready = False
+    with pytest.raises(SystemExit):
+        compile_kernels.main()
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the scripts are for GPU hosts")
 def test_the_scripts_leave_tables(shapes: ModuleType, tmp_path: Path) -> None:

@@ -29,7 +29,9 @@ from headrace.resolve import resolve
 from headrace.runner.runner import ModelRunner
 from headrace.sampling_params import SamplingParams
 from headrace.sources.files import ModelFiles
+from headrace.spec import AnySpec, ForeignSpec
 from headrace.text.tokenizer import Tokenizer
+from headrace.weights.report import LoadReport
 
 _WARM_UP_PROMPT = 64
 """Tokens: more than fit in a decode batch's kernels, so that those for prompts are warm too."""
@@ -137,7 +139,7 @@ def load_engine(args: EngineArgs, on_progress: Callable[[Progress], None] | None
     if device.cuda:
         with timeline.phase("profile") as phase:
             room = kv_room(model, config) if given is None else given.least(kv_room(model, config))
-            config = resolve(args, files, config.model, device, kv_room=room)
+            config = resolve(args, files, _as_it_ran(config.model, report), device, kv_room=room)
             phase.detail = f"{room:,} bytes left for KV cache"
     if given is not None:
         given.check(config)
@@ -171,6 +173,13 @@ def load_core(args: EngineArgs, on_progress: Callable[[Progress], None]) -> tupl
     """What the engine's process needs of ``load_engine``."""
     engine = load_engine(args, on_progress)
     return engine.core, engine.info
+
+
+def _as_it_ran(spec: AnySpec, report: LoadReport) -> AnySpec:
+    """The model, with what is known of it since it has run."""
+    if not isinstance(spec, ForeignSpec) or not report.waits:
+        return spec
+    return dataclasses.replace(spec, host_reads=(*spec.host_reads, *report.waits))
 
 
 def _await_kernels(kernels: list[Compiling], wait: bool) -> str:

@@ -39,6 +39,8 @@ class LoadReport:
     errors: tuple[RoundingError, ...]
     """One for each matrix that was packed."""
     decisions: tuple[Decision, ...]
+    waits: tuple[str, ...] = ()
+    """Modules that were seen to wait for their GPU in every step."""
 
     @property
     def nbytes(self) -> int:

@@ -24,6 +24,7 @@ from headrace.models.fallback.refusal import Refusal
 from headrace.models.fallback.rotary import Lengths, fix_frequencies, lengths_of
 from headrace.models.fallback.transformers import ATTENTION, TransformersModel
 from headrace.models.fallback.verify import verify
+from headrace.models.fallback.waits import waits_for_device
 from headrace.sources.files import ModelFiles
 from headrace.spec import ForeignSpec
 from headrace.weights.checkpoint import DUMMY_STD
@@ -99,6 +100,7 @@ def load(described: Described, files: ModelFiles, config: EngineConfig) -> tuple
     try:
         verify(model)
         forget_padding(foreign)
+        waits = waits_for_device(model)
         lifted = lift(model)
     except Refusal as refusal:
         raise refusal.as_error(spec.architecture) from refusal
@@ -117,6 +119,7 @@ def load(described: Described, files: ModelFiles, config: EngineConfig) -> tuple
             Decision("fused matrices", str(fused), "those of one input are multiplied as one"),
             Decision("our kernels for", str(lifted), "on random values they compute what the model's own modules compute"),
         ),
+        waits=waits,
     )
     return model, report
 

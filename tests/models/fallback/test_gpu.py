@@ -36,6 +36,15 @@ def test_graphs_change_nothing(kind: str, tmp_path: Path) -> None:
     assert tokens_of(whole, [5, 6, 7], 20) == tokens_of(eager, [5, 6, 7], 20)
 
 
+def test_what_waits_for_the_gpu_has_no_graphs(tmp_path: Path) -> None:
+    """Grouped products read their groups' sizes on the host in float32, and not in bfloat16."""
+    with quiet():
+        tiny_models.save(tiny_models.model("mixtral"), tmp_path)
+        told = decisions(engine(tmp_path, device="cuda", dtype="float32"))["CUDA graphs"]
+    assert told[0] == "none"
+    assert "model.layers.0.mlp" in told[1]
+
+
 def test_weights_are_loaded_and_made_on_the_device(tmp_path: Path) -> None:
     with quiet():
         tiny_models.save(tiny_models.model("qwen3"), tmp_path)

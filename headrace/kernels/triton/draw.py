@@ -57,6 +57,10 @@ def uniform(seed_low, seed_high, sample, position):
     return bits.to(tl.float64) * 1.1102230246251565e-16
 
 
+_ALIGNED = 16
+"""Bytes: where logits must begin. Allocations do."""
+
+
 @triton.jit
 def _search(totals, target, total, index):
     """The first index whose cumulative sum exceeds the target, at most the last one of positive weight."""
@@ -193,6 +197,9 @@ def draw(
     filtering = drawing and filters is not None
     if not rows:
         return Drawn(tokens, best, log_sums, best if filtering else None)
+    if logits.data_ptr() % _ALIGNED:
+        # Triton would compile another kernel for these, which loads less at once and sums up in another order.
+        logits = logits.clone()
     peaks, masses = torch.empty(2, rows, chunks, dtype=torch.float32, device=device)
     places = torch.empty(rows, chunks, dtype=torch.int32, device=device)
     maxima = torch.empty(rows, blocks, dtype=torch.float32, device=device) if filtering else best

@@ -47,10 +47,12 @@ class LinearTiling:
 
 _SEVERAL: tuple[tuple[int, float, float, LinearTiling], ...] = (
     (MAX_ROWS, math.inf, 2048, LinearTiling(8, 512, 8, 4)),
-    (MAX_ROWS, math.inf, math.inf, LinearTiling(16, 256, 4, 4)),
+    (MAX_ROWS, 8192, math.inf, LinearTiling(16, 256, 4, 4)),
+    (MAX_ROWS, math.inf, math.inf, LinearTiling(16, 512, 8, 4)),
 )
 """Rows, channels and outputs, and what is chosen for up to so many of each: the first line counts in which all three fit.
-A weight of few outputs has each of its rows split among more warps, so that there are enough bytes on their way."""
+A weight of few outputs has each of its rows split among more warps, so that there are enough bytes on their way; so has one of
+many channels, because a program's code is as long as what a warp has of them."""
 
 
 def choose_tiling(rows: int, in_features: int, out_features: int) -> LinearTiling:
@@ -205,6 +207,7 @@ def _several(
     for ahead in tl.static_range(min(_X_AHEAD, COUNT)):
         lefts += (_tile(factors, x_at, ahead * CHANNELS, IN, CHANNELS, ""),)
     sums = tl.zeros([WARPS, max(ROWS_P, 16), OUTPUTS], tl.float32)
+    # Written out: a loop that has tiles on their way waits for all of them each time it comes round, to move them.
     for step in tl.static_range(COUNT):
         if step + AHEAD < COUNT:
             parts += (_tile(weights, weight_at, (step + AHEAD) * CHANNELS, IN, CHANNELS, "evict_first"),)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from headrace.kernels import gpu
 
-FEW_ROWS: tuple[tuple[float, int], ...] = ((math.inf, 1),)
+FEW_ROWS: tuple[tuple[float, int], ...] = ((8 << 20, 16), (256 << 20, 8), (math.inf, 1))
 """Numbers of a weight, and up to how many rows the Triton kernel beats cuBLAS on weights of no more than that, on the GPUs
 measured (see benchmarks/). The first line that a weight fits in counts."""
 _ALIGNED = 16

@@ -46,13 +46,13 @@ class LinearTiling:
 
 
 _SEVERAL: tuple[tuple[int, float, float, LinearTiling], ...] = (
-    (MAX_ROWS, math.inf, 2048, LinearTiling(8, 512, 8, 4)),
-    (MAX_ROWS, 8192, math.inf, LinearTiling(16, 256, 4, 4)),
-    (MAX_ROWS, math.inf, math.inf, LinearTiling(16, 512, 8, 4)),
+    (8, 8192, 8192, LinearTiling(16, 512, 4, 4)),
+    (8, math.inf, math.inf, LinearTiling(16, 256, 4, 4)),
+    (MAX_ROWS, math.inf, 2048, LinearTiling(16, 512, 8, 4)),
+    (MAX_ROWS, math.inf, math.inf, LinearTiling(16, 256, 4, 4)),
 )
-"""Rows, channels and outputs, and what is chosen for up to so many of each: the first line counts in which all three fit.
-A weight of few outputs has each of its rows split among more warps, so that there are enough bytes on their way; so has one of
-many channels, because a program's code is as long as what a warp has of them."""
+"""Rows, channels and outputs, and what is chosen for up to so many of each: the first line counts in which all three fit. As
+measured on an H200 with the products of Qwen3 0.6B and 8B, one after the other as in a step."""
 
 
 def choose_tiling(rows: int, in_features: int, out_features: int) -> LinearTiling:

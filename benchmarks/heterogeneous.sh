@@ -7,14 +7,18 @@
 # raw numbers of each part, and the logs. Parts, and the seconds that each may take at the most:
 #
 #     kernels  110   our general kernel beside FlashInfer where all layers are alike
-#     mimo     210   mimo-18l on headrace and vLLM: batch64, longctx_decode, mixed256
-#     uneven   210   uneven-18l likewise
-#     gemma    210   gemma-3-12b likewise
+#     mimo     240   mimo-24l on headrace and vLLM: batch64, longctx_decode, mixed256
+#     uneven   240   uneven-24l likewise
+#     gemma    240   gemma-3-12b likewise
 #     bytes     60   what a request's KV takes up in both; measured, of the models that ran in this call
 #
+# vLLM attends with sinks to keys and values of different widths by FlashAttention 4, which needs nvidia-cutlass-dsl; where SITE
+# and the host have none, it is told to use its Triton kernel (PEER_BACKEND names another).
+#
 # FlashInfer's kernels that the models want are compiled first, beside the kernels' part (COMPILE, 240 seconds at the most).
-# PYTHON, WORKLOADS, REPETITIONS (2), MAX_LEN (40960), MEMORY (0.85: the part of the GPU that an engine may take) and OURS
-# (other words for headrace) may be set; TINY=1 makes the models small, for a try without a GPU.
+# PYTHON, WORKLOADS, REPETITIONS (2), MAX_LEN (40960), MEMORY (0.85: the part of the GPU that an engine may take), OURS
+# (other words for headrace), OUR_BUDGET and PEER_BUDGET (90 and 150 seconds for a model) may be set; TINY=1 makes the models
+# small, for a try without a GPU.
 set -uo pipefail
 [ $# -ge 2 ] || { sed -n '2,/^set/p' "$0" | grep '^#' | cut -c3- >&2; exit 2; }
 out=$(realpath -m "$1") site=$(realpath -m "$2"); shift 2
@@ -23,7 +27,7 @@ python=${PYTHON:-python3} repetitions=${REPETITIONS:-2}
 workloads=${WORKLOADS:-batch64,longctx_decode,mixed256}
 [ $# -gt 0 ] || set -- kernels mimo gemma bytes
 parts=" $* "
-declare -A shape=([mimo]=mimo-18l [uneven]=uneven-18l [gemma]=gemma-3-12b)
+declare -A shape=([mimo]=mimo-24l [uneven]=uneven-24l [gemma]=gemma-3-12b)
 wanted=()
 for part in "$@"; do
   case $part in kernels | bytes) ;; mimo | uneven | gemma) wanted+=("${shape[$part]}") ;;
@@ -55,15 +59,24 @@ if [ -n "$compiler" ]; then
   say "kernels compiled"
 fi
 
+# Words for vLLM on a model.
+words() {
+  local backend=${PEER_BACKEND:-}
+  case $1 in mimo* | uneven*)
+    [ -n "$backend" ] || PYTHONPATH=$site "$python" -c "import cutlass.cute" 2>/dev/null || backend=TRITON_ATTN_DIFFKV ;;
+  esac
+  echo "$theirs${backend:+ --attention-backend $backend}"
+}
+
 # One engine after the other, each within its own bound: a slow one costs its own rows alone.
 beside() {
   local name=$1 common
   common=(--models "$work/models/$name" --workloads "$workloads" --max-len "${MAX_LEN:-40960}")
   say "$name"
-  "$python" benchmarks/compare_vllm.py "${common[@]}" --only ours --ours="$ours" --budget 90 \
+  "$python" benchmarks/compare_vllm.py "${common[@]}" --only ours --ours="$ours" --budget "${OUR_BUDGET:-90}" \
     --output "$work/$name-ours.json" >"$work/$name-ours.txt" 2>&1 || failed=1
   say "$name on vLLM"
-  "$python" benchmarks/compare_vllm.py "${common[@]}" --only theirs --theirs="$theirs" --budget 120 --site "$site" \
+  "$python" benchmarks/compare_vllm.py "${common[@]}" --only theirs --theirs="$(words "$name")" --budget "${PEER_BUDGET:-150}" --site "$site" \
     --peer-models "$work/models/vllm" --output "$work/$name-vllm.json" >"$work/$name-vllm.txt" 2>&1 || failed=1
   "$python" benchmarks/compare_vllm.py --merge "$work/$name-ours.json" "$work/$name-vllm.json" --output "$out/$name.json" || failed=1
 }

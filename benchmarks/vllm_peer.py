@@ -114,6 +114,7 @@ def run(options: argparse.Namespace) -> None:
         max_model_len=options.max_len,
         gpu_memory_utilization=options.mem,
         enforce_eager=options.eager,
+        attention_backend=options.attention_backend,
         enable_prefix_caching=False,
         seed=0,
     )
@@ -180,6 +181,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--mem", type=share, default=0.85, help="the part of the GPU's memory that vLLM may take")
     parser.add_argument("--temperature", type=float, default=0.6)
     parser.add_argument("--repetitions", type=int, help="of each workload; 3, of large ones 2, unless told otherwise")
+    parser.add_argument("--attention-backend", metavar="NAME", help="vLLM's name of one; it chooses unless told")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs, no torch.compile")
     parser.add_argument(
         "--trust-remote-code",

@@ -50,7 +50,7 @@ def kv_bytes(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.mark.parametrize("tiny", [False, True])
-@pytest.mark.parametrize("name", ["mimo-18l", "uneven-18l", "gemma-3-12b", "gemma-3-27b", "mimo-v2-flash"])
+@pytest.mark.parametrize("name", ["mimo-24l", "uneven-24l", "gemma-3-12b", "gemma-3-27b", "mimo-v2-flash"])
 def test_every_shape_is_served_natively(name: str, tiny: bool, shapes: ModuleType, tmp_path: Path) -> None:
     (folder,) = shapes.write(tmp_path, [name], tiny)
     args = EngineArgs(model=str(folder), load_format="dummy", model_impl="native")
@@ -60,20 +60,20 @@ def test_every_shape_is_served_natively(name: str, tiny: bool, shapes: ModuleTyp
         assert [place for place, window in enumerate(windows) if window is None][:2] == [0, 5]
         assert all(layer.sinks == (layer.window is not None) for layer in spec.layers)
         full, narrow = spec.layers[0], spec.layers[1]
-        assert narrow.num_kv_heads / full.num_kv_heads == (1.5 if name == "uneven-18l" else 2)
+        assert narrow.num_kv_heads / full.num_kv_heads == (1.5 if name == "uneven-24l" else 2)
         assert full.head_dim * 2 == full.v_head_dim * 3
         assert full.num_heads == narrow.num_heads
     else:
         assert windows[:6] == [windows[0]] * 5 + [None]
-    if name == "mimo-18l" and not tiny:
+    if name == "mimo-24l" and not tiny:
         assert (spec.layers[0].head_dim, spec.layers[0].v_head_dim, windows[1]) == (192, 128, 128)
         assert [layer.num_kv_heads for layer in spec.layers[:2]] == [4, 8]
 
 
 def test_the_peer_reads_the_same_model(shapes: ModuleType, tmp_path: Path) -> None:
     """Each in its own words: what vLLM looks up by name says what transformers' names say."""
-    (folder,) = shapes.write(tmp_path, ["mimo-18l"])
-    ours, theirs = AutoConfig.from_pretrained(folder), AutoConfig.from_pretrained(tmp_path / "vllm" / "mimo-18l")
+    (folder,) = shapes.write(tmp_path, ["mimo-24l"])
+    ours, theirs = AutoConfig.from_pretrained(folder), AutoConfig.from_pretrained(tmp_path / "vllm" / "mimo-24l")
     assert [kind == "sliding_attention" for kind in ours.layer_types] == [
         bool(window) for window in theirs.hybrid_layer_pattern
     ]
@@ -99,7 +99,7 @@ def test_the_peer_reads_the_same_model(shapes: ModuleType, tmp_path: Path) -> No
 
 
 def test_shapes_that_are_not_there_are_refused(tmp_path: Path) -> None:
-    for words in (["nonesuch"], ["mimo-18l", "--all"]):
+    for words in (["nonesuch"], ["mimo-24l", "--all"]):
         done = subprocess.run(
             [sys.executable, FOLDER / "shapes.py", tmp_path, *words], capture_output=True, text=True, timeout=30
         )
@@ -108,8 +108,8 @@ def test_shapes_that_are_not_there_are_refused(tmp_path: Path) -> None:
 
 GROUPS = {
     # (layers, window, tokens of a block, bytes of its page) of vLLM 0.26's groups for the same layers.
-    "mimo-18l": [(4, None, 32, 81920), (4, 128, 16, 81920), (4, 128, 16, 81920), (3, 128, 16, 81920), (3, 128, 16, 81920)],
-    "uneven-18l": [(4, None, 16, 61440), (4, 128, 16, 61440), (4, 128, 16, 61440), (3, 128, 16, 61440), (3, 128, 16, 61440)],
+    "mimo-24l": [(5, None, 32, 81920)] + [(5, 128, 16, 81920)] * 3 + [(4, 128, 16, 81920)],
+    "uneven-24l": [(5, None, 16, 61440)] + [(5, 128, 16, 61440)] * 3 + [(4, 128, 16, 61440)],
     "gemma-3-12b": [(8, 1024, 16, 131072)] * 5 + [(8, None, 16, 131072)],
     "gemma-3-27b": [(9, 1024, 16, 131072)] * 4 + [(8, 1024, 16, 131072)] * 2 + [(10, None, 16, 131072)],
 }
@@ -125,14 +125,14 @@ def test_the_peer_groups_are_predicted(name: str, shapes: ModuleType, kv_bytes: 
 
 
 def test_what_a_request_holds(shapes: ModuleType, kv_bytes: ModuleType, tmp_path: Path) -> None:
-    """MiMo's 4 full layers keep 2,560 bytes of every token, its 14 others 5,120 of the last 127 before the next."""
-    (folder,) = shapes.write(tmp_path, ["mimo-18l"])
+    """MiMo's 5 full layers keep 2,560 bytes of every token, its 19 others 5,120 of the last 127 before the next."""
+    (folder,) = shapes.write(tmp_path, ["mimo-24l"])
     (row,) = kv_bytes.report(folder, [1000], None, None)["rows"]
-    assert row["needed"] == 4 * 2560 * 1000 + 14 * 5120 * 127
+    assert row["needed"] == 5 * 2560 * 1000 + 19 * 5120 * 127
     # 63 blocks of 16 for 1,000 tokens; from 873 on, in block 54, tokens are still seen.
-    assert row["headrace"] == 16 * (4 * 2560 * 63 + 14 * 5120 * (63 - 54))
-    # vLLM: 32 blocks of 32 tokens, and in each of four groups the same 9 of 16 tokens; every block has 4 pages.
-    assert row["vllm"] == 4 * 81920 * (32 + 4 * 9)
+    assert row["headrace"] == 16 * (5 * 2560 * 63 + 19 * 5120 * (63 - 54))
+    # vLLM: 32 blocks of 32 tokens, and in each of four groups the same 9 of 16 tokens; every block has 5 pages.
+    assert row["vllm"] == 5 * 81920 * (32 + 4 * 9)
     assert row["ratio"] == row["vllm"] / row["headrace"]
 
 
@@ -232,11 +232,11 @@ def test_the_scripts_leave_tables(shapes: ModuleType, tmp_path: Path) -> None:
 
     assert run("heterogeneous.sh", "nonesuch") == 2 and run("foreign.sh") == 2
     assert run("heterogeneous.sh", "uneven", "bytes") == 0
-    table = (out / "uneven-18l.md").read_text()
-    assert "| uneven-18l | single | output |" in table and "No pair" not in table and "ended with" not in table
+    table = (out / "uneven-24l.md").read_text()
+    assert "| uneven-24l | single | output |" in table and "No pair" not in table and "ended with" not in table
     counted = {each["model"]: each for each in json.loads((out / "kv.json").read_text())}
-    assert counted["uneven-18l"]["vllm_is"] == "measured" and counted["gemma-3-12b"]["vllm_is"] == "predicted"
-    assert all(counted["uneven-18l"]["capacity"].values())
+    assert counted["uneven-24l"]["vllm_is"] == "measured" and counted["gemma-3-12b"]["vllm_is"] == "predicted"
+    assert all(counted["uneven-24l"]["capacity"].values())
     assert run("foreign.sh", *shapes.write(tmp_path, ["gemma-3-12b"], True)) == 0
     rows = json.loads((out / "foreign.json").read_text())["rows"]
     assert [row["engine"] for row in rows] == ["headrace", "headrace-transformers", "vllm-transformers"]

@@ -63,7 +63,8 @@ fi
 words() {
   local backend=${PEER_BACKEND:-}
   case $1 in mimo* | uneven*)
-    [ -n "$backend" ] || PYTHONPATH=$site "$python" -c "import cutlass.cute" 2>/dev/null || backend=TRITON_ATTN_DIFFKV ;;
+    local find="import site, sys; site.addsitedir(sys.argv[1]); import cutlass.cute"
+    [ -n "$backend" ] || PYTHONPATH=$site "$python" -c "$find" "$site" 2>/dev/null || backend=TRITON_ATTN_DIFFKV ;;
   esac
   echo "$theirs${backend:+ --attention-backend $backend}"
 }

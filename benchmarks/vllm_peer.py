@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import site
 import sys
 import time
 from pathlib import Path
@@ -205,6 +206,9 @@ def main() -> None:
     options = arguments()
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    # A folder named on PYTHONPATH is searched, but its .pth files, by which some packages are found, are not read.
+    for folder in filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)):
+        site.addsitedir(folder)
     run(options)
 
 

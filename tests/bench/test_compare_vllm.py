@@ -127,8 +127,10 @@ def test_every_implementation_in_one_table(tmp_path: Path) -> None:
     own = tmp_path / "spelled" / "tiny"
     own.mkdir(parents=True)
     (own / "config.json").write_text("{}")
-    (tmp_path / "site" / "vllm").mkdir(parents=True)
-    (tmp_path / "site" / "vllm" / "__init__.py").write_text(VLLM)
+    (tmp_path / "site" / "packages" / "vllm").mkdir(parents=True)
+    (tmp_path / "site" / "packages" / "vllm" / "__init__.py").write_text(VLLM)
+    # Some packages are found by such a file alone.
+    (tmp_path / "site" / "stub.pth").write_text("packages\n")
     engines = "headrace,headrace-transformers,vllm,vllm-transformers"
     words = ["--models", str(folder), "--workloads", "single,prefill8k", "--max-len", "512", "--engines", engines]
     words += ["--ours", "--repetitions 1 --num-kv-blocks 160 --seed 1"]

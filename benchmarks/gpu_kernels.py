@@ -18,6 +18,8 @@ import importlib.util
 import itertools
 import json
 import math
+import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -298,17 +300,26 @@ class Timed:
 
 
 def uniform() -> None:
-    timed = []
-    for shape in UNIFORM:
-        name = "decode" if shape.queries == 1 else "prefill"
-        made = Attention(shape)
-        chosen = made.tiling()
-        ours = report(name, made.calls(chosen), **shape.work, **shape.facts, tiling=dataclasses.astuple(chosen))
-        backends = PREFILL_WRAPPER if shape.queries > 1 else ("fa2", DECODE_WRAPPER)
-        timed.append(Timed(shape, ours, beside(made, name, backends if shape.head_dim == shape.v_head_dim else ("fa2",))))
-        del made
-        torch.cuda.empty_cache()
-    print(uniform_table(timed))
+    timed: list[Timed] = []
+    # Who ends us gets the table of what was timed until then.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        for shape in UNIFORM:
+            timed.append(_beside_ours(shape))
+    finally:
+        print(uniform_table(timed), flush=True)
+
+
+def _beside_ours(shape: Shape) -> Timed:
+    name = "decode" if shape.queries == 1 else "prefill"
+    made = Attention(shape)
+    chosen = made.tiling()
+    ours = report(name, made.calls(chosen), **shape.work, **shape.facts, tiling=dataclasses.astuple(chosen))
+    backends = PREFILL_WRAPPER if shape.queries > 1 else ("fa2", DECODE_WRAPPER)
+    theirs = beside(made, name, backends if shape.head_dim == shape.v_head_dim else ("fa2",))
+    del made
+    torch.cuda.empty_cache()
+    return Timed(shape, ours, theirs)
 
 
 def uniform_table(timed: Sequence[Timed]) -> str:

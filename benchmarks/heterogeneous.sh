@@ -6,7 +6,7 @@
 # SITE is the folder that vLLM is installed in. Without names: kernels, mimo, gemma and bytes. OUT gets a table (.md) and the
 # raw numbers of each part, and the logs. Parts, and the seconds that each may take at the most:
 #
-#     kernels  110   our general kernel beside FlashInfer where all layers are alike
+#     kernels  150   our general kernel beside FlashInfer where all layers are alike
 #     mimo     240   mimo-24l on headrace and vLLM: batch64, longctx_decode, mixed256
 #     uneven   240   uneven-24l likewise
 #     gemma    240   gemma-3-12b likewise
@@ -51,7 +51,7 @@ fi
 
 if [[ $parts == *" kernels "* ]]; then
   say kernels
-  timeout 110 "$python" benchmarks/gpu_kernels.py --only uniform >"$out/uniform.log" 2>&1 || failed=1
+  timeout 150 "$python" benchmarks/gpu_kernels.py --only uniform >"$out/uniform.log" 2>&1 || failed=1
   grep '^|' "$out/uniform.log"
 fi
 if [ -n "$compiler" ]; then

@@ -181,7 +181,6 @@ def module_for(device: Device) -> dict[str, Any]:
             q_data_type: torch.dtype,
             kv_data_type: torch.dtype,
             max_token_per_sequence: int,
-            disable_split_kv: bool = False,
         ) -> None:
             assert not device.capturing, "a plan cannot be captured"
             rows = len(qo_indptr) - 1
@@ -211,7 +210,7 @@ def module_for(device: Device) -> dict[str, Any]:
                     each.clone() for each in (qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
                 ]
             fixed = (rows, self._most, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, page_size)
-            self._launch = (*fixed, sm_scale, window_left, logits_soft_cap, disable_split_kv, self._backend)
+            self._launch = (*fixed, sm_scale, window_left, logits_soft_cap, self._backend)
             self._dtype, self._page_size = q_data_type, page_size
             self._limits = {"scale": sm_scale, "window": None if window_left < 0 else window_left + 1}
             self._limits["soft_cap"] = logits_soft_cap
@@ -365,7 +364,7 @@ def flashinfer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     mark = type("Mark", (FakeMark,), {"device": device})
     for user in (attention, replay):
         monkeypatch.setattr(user, "Mark", mark)
-        monkeypatch.setattr(user, "WORKSPACE", 1 << 16)
+        monkeypatch.setattr(user, "WORKSPACE", 1 << 26)
 
     def gather_pages(table: torch.Tensor, page_start: torch.Tensor, out: torch.Tensor) -> None:
         """A kernel in the stream comes behind the copies that were launched before it."""

@@ -11,9 +11,9 @@ import torch
 
 from headrace.attention import select
 from headrace.attention.backend import LayerCache, Lengths, Replanned, StepMetadata
-from headrace.attention.flashinfer import kernels
+from headrace.attention.flashinfer import kernels, replay
 from headrace.attention.flashinfer.attention import FlashInferAttention, FlashInferLatent, FlashInferPrompts
-from headrace.attention.flashinfer.replay import TURNS, PagedReplay, Place
+from headrace.attention.flashinfer.replay import TURNS, PagedReplay, Place, partial_bytes
 from headrace.attention.latent import LatentBackend
 from headrace.attention.reference import ReferenceAttention
 from headrace.errors import ConfigError
@@ -237,26 +237,37 @@ def test_plans_may_run_ahead_of_the_device(flashinfer: Device) -> None:
     other numbers than were there when it was launched."""
     spec = layer_spec()
     kernel = kernels.for_few_queries(spec, torch.float32)
-    replay = PagedReplay(kernel, spec, Place(3, 3, 4, 8), torch.zeros(1 << 16, dtype=torch.uint8))
+    made = PagedReplay(kernel, spec, Place(3, 3, 4, 8), torch.zeros(1 << 16, dtype=torch.uint8))
     flashinfer.drain()
     done = flashinfer.done
     for length in range(1, 3 * TURNS):
-        replay.plan(np.arange(4), np.full(3, length))
+        made.plan(np.arange(4), np.full(3, length))
     assert flashinfer.done > done, "the host never waited"
     behind = len(flashinfer.queue) - flashinfer.done
     assert behind == TURNS * (len(flashinfer.queue) - done) // (3 * TURNS - 1), "the host waited for more than it had to"
     flashinfer.drain()
-    assert replay.page_start.tolist() == [0, 2, 4, 6]
+    assert made.page_start.tolist() == [0, 2, 4, 6]
 
 
-def test_rows_that_are_many_are_not_split() -> None:
-    """Where partial results would not fit in the workspace."""
-    from headrace.attention.flashinfer.replay import WORKSPACE, _partial_bytes
+def test_rows_whose_partial_results_do_not_fit_are_ours(flashinfer: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = layer_spec()
+    monkeypatch.setattr("headrace.attention.flashinfer.attention.WORKSPACE", partial_bytes(spec, Place(4, 4, 4, 16)))
+    backend = ready(FlashInferAttention, spec)
+    captured = Captured(backend, flashinfer, spec, 4, 12, width=16)
+    for _ in range(2):
+        captured.capture(make_case(spec, [(1, 1)]).cache)
+    assert captured.tape and {wrapper._rows for wrapper in captured.tape} == {4}, "the prompts are not FlashInfer's"
+    # Of nobody's tokens our kernel says nothing.
+    case = mixed(spec, [(1, 3), (1, 9), (1, 5), (1, 5), (12, 30)], 4)
+    torch.testing.assert_close(captured.replay(case), oracle(case).view(len(case.q), -1), atol=2e-5, rtol=2e-5)
+    assert backend.edition == 0
 
+
+def test_partial_results_of_usual_models_fit() -> None:
     eight = layer_spec(num_heads=32, num_kv_heads=8, head_dim=128, v_head_dim=128)
-    assert _partial_bytes(eight, Place(256, 256, 16, 2560)) < WORKSPACE
+    assert partial_bytes(eight, Place(256, 256, 16, 2560)) < replay.WORKSPACE
     wide = layer_spec(num_heads=64, num_kv_heads=8, head_dim=256, v_head_dim=256)
-    assert _partial_bytes(wide, Place(512, 512, 16, 2560)) > WORKSPACE
+    assert partial_bytes(wide, Place(512, 512, 16, 2560)) > replay.WORKSPACE
 
 
 # ------------------------------------------------------------------------------------------------------- compressed KV

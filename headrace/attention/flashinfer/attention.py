@@ -10,12 +10,14 @@ from headrace.attention.backend import LayerCache, Lengths, StepMetadata, scales
 from headrace.attention.flashinfer import kernels
 from headrace.attention.flashinfer.bounded import Bounded, Part
 from headrace.attention.flashinfer.kernels import Kernel, LatentKernel, PagedKernel, compiling
-from headrace.attention.flashinfer.replay import WORKSPACE, LatentReplay, PagedReplay, Place, split_latent
+from headrace.attention.flashinfer.replay import WORKSPACE, LatentReplay, PagedReplay, Place, partial_bytes, split_latent
 from headrace.attention.flashinfer.rows import Rows
 from headrace.attention.triton import TritonAttention
 from headrace.kernels.transfer import Mark
 from headrace.spec import AttentionSpec, Mode
 
+_WORKSPACE = 256 << 20
+"""Bytes for partial results where no steps are captured; FlashInfer's advice is 128 MiB and more."""
 _GATHER_QUERIES = 768
 """Queries a row on average from which copying keys and values out of their blocks pays: fa3 does 677 TFLOP/s on contiguous
 ones and 607 on paged ones (32k tokens, 32 and 8 heads of 128, H200)."""
@@ -64,6 +66,7 @@ class _OnFlashInfer:
     capturable = True
     needs_exact_lengths = True
     _captures = False
+    """It plans for captured steps."""
 
     def __init__(self) -> None:
         self._own = TritonAttention()
@@ -110,7 +113,8 @@ class _OnFlashInfer:
 
     def _space(self, device: torch.device) -> torch.Tensor:
         if self._workspace is None:
-            self._workspace = torch.zeros(WORKSPACE, dtype=torch.uint8, device=device)
+            size = WORKSPACE if self._captures else _WORKSPACE
+            self._workspace = torch.zeros(size, dtype=torch.uint8, device=device)
         return self._workspace
 
 
@@ -303,7 +307,9 @@ class FlashInferAttention(FlashInferPrompts, _Replanned):
         kernel = kernels.for_few_queries(spec, q.dtype)
         key = (cache.group, spec.num_heads, spec.num_kv_heads, spec.scale, spec.window, spec.soft_cap, kernel)
 
-        def make(place: Place) -> PagedReplay:
+        def make(place: Place) -> PagedReplay | None:
+            if partial_bytes(spec, place) > WORKSPACE:
+                return None
             return PagedReplay(kernel, spec, place, self._space(q.device))
 
         return self._bounded.replay(part, step, cache, kernel, key, make)

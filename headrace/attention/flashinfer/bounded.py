@@ -71,12 +71,13 @@ class Bounded:
         cache: LayerCache,
         kernel: Kernel,
         key: object,
-        make: Callable[[Place], Replay],
+        make: Callable[[Place], Replay | None],
     ) -> Replay | None:
-        """To run a part of a bounded step with, its pages filled; None: the kernel is not ready.
+        """To run a part of a bounded step with, its pages filled; None: the kernel is not ready, or not for such rows.
 
         Args:
             key: layers for which it is equal share plans.
+            make: brings None where the kernel is not for such rows.
         """
         here = self._replays.setdefault(part.place, {})
         first = (part.place, key) not in self._filled
@@ -87,12 +88,10 @@ class Bounded:
                 table = step.block_tables[cache.group]
                 _, rows, tokens = part.place
                 here[key] = make(Place(rows, tokens, cache.block_size, table.shape[1]))
-            else:
+            elif here[key] is not None:
                 here[key].plan_fullest()
-        if key not in here:
-            return None
-        found: Replay = here[key]
-        if first:
+        found: Replay | None = here.get(key)
+        if first and found is not None:
             self._filled.add((part.place, key))
             found.fill(step.block_tables[cache.group][part.first : part.end])
         return found
@@ -103,5 +102,5 @@ class Bounded:
         shape[lengths.num_decode_rows + 1 :] = lengths.num_tokens
         for part in _parts(lengths.num_decode_rows, shape):
             starts = lengths.query_start[part.first : part.end + 1]
-            for replay in self._replays.get(part.place, {}).values():
+            for replay in filter(None, self._replays.get(part.place, {}).values()):
                 replay.plan(starts - starts[0], lengths.seq_lens[part.first : part.end])

@@ -66,6 +66,7 @@ class PagedReplay:
     """Rows of one geometry, with FlashInfer's fa2. They are planned as full as can be at first.
 
     Args:
+        place: of rows whose ``partial_bytes`` fit in the workspace.
         workspace: ``WORKSPACE`` bytes, which all share.
     """
 
@@ -116,7 +117,6 @@ class PagedReplay:
             q_data_type=self._kernel.dtype,
             kv_data_type=self._kernel.dtype,
             max_token_per_sequence=int(np.diff(query_start).max()),
-            disable_split_kv=_partial_bytes(spec, self._place) > WORKSPACE,
         )
         turn.read.set()
 
@@ -151,8 +151,9 @@ class PagedReplay:
         return _Turn(wrapper, pinned(rows + 1), pinned(rows + 1), pinned(rows), Mark(device))
 
 
-def _partial_bytes(spec: AttentionSpec, place: Place) -> int:
-    """The most that FlashInfer takes of the workspace where it splits keys (its scheduler.cuh, PrefillPlan)."""
+def partial_bytes(spec: AttentionSpec, place: Place) -> int:
+    """The most that FlashInfer takes of the workspace for rows that are captured, whose keys it always splits (its
+    scheduler.cuh, PrefillPlan)."""
     queries = place.tokens * spec.group_size
     most = (place.tokens - place.rows + 1) * spec.group_size
     tile = 16 if most <= 16 else 64 if most <= 64 or spec.v_head_dim >= 256 else 128

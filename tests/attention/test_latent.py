@@ -295,15 +295,50 @@ def test_widths() -> None:
 @pytest.mark.parametrize("bounded", [False, True])
 def test_on_triton(bounded: bool, device: torch.device) -> None:
     """The general kernel, whose values are channels of its keys."""
-    case = make_case(latent_spec(), MIXED)
-    case.step = dataclasses.replace(case.step, num_decode_rows=3, bounded=bounded)
-    up = projection(case.cache.spec)
+    on_triton(latent_spec(), MIXED, device, bounded=bounded)
+
+
+NARROW = {"num_heads": 4, "head_dim": 64, "v_head_dim": 48, "rotary_dim": 16, "latent": LatentSpec(head_dim=32, v_head_dim=20)}
+FULL = {
+    "num_heads": 4,
+    "head_dim": 576,
+    "v_head_dim": 512,
+    "rotary_dim": 64,
+    "latent": LatentSpec(head_dim=192, v_head_dim=128),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+@pytest.mark.parametrize("bounded", [False, True], ids=["by work", "absorbed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("changes", [NARROW, FULL], ids=["narrow", "full"])
+@pytest.mark.parametrize("rows", [[(1, 40), (1, 90), (1, 3)], [(80, 80)], [(33, 33)], [(5, 60), (200, 210)]], ids=str)
+def test_on_a_gpu(rows: list[tuple[int, int]], changes: dict, dtype: torch.dtype, bounded: bool) -> None:
+    """Rows whose sums are as large as a model's, in each type and at both ends of the choice."""
+    step = {torch.float32: 5e-5, torch.float16: 1e-2, torch.bfloat16: 8e-2}[dtype]
+    on_triton(latent_spec(**changes, scale=0.1), rows, torch.device("cuda"), bounded=bounded, dtype=dtype, tolerance=step)
+
+
+def on_triton(
+    spec: AttentionSpec,
+    rows: list[tuple[int, int]],
+    device: torch.device,
+    *,
+    bounded: bool,
+    dtype: torch.dtype = torch.float32,
+    tolerance: float = 5e-5,
+) -> None:
+    case = make_case(spec, rows, dtype=dtype, block_size=16 if dtype != torch.float32 else 4)
+    first = next((place for place, (count, _) in enumerate(rows) if count > 1), len(rows))
+    case.step = dataclasses.replace(case.step, num_decode_rows=first, bounded=bounded)
+    up = projection(case.cache.spec, dtype)
     expected = oracle(case, up)
     moved = to(case, device)
     backend = LatentBackend(case.cache.spec, select.create("triton"), lambda: select.create("triton"))
     backend.plan(moved.step)
     got = backend.attend(moved.q, moved.cache, up.to(device)).cpu()
-    torch.testing.assert_close(got.double(), expected, atol=5e-5, rtol=1e-3)
+    torch.testing.assert_close(got.double(), expected, atol=tolerance, rtol=max(1e-3, tolerance))
 
 
 def test_nothing_is_uncompressed_where_the_company_must_not_matter() -> None:

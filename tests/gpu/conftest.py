@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from .tiny import FAMILIES, write_family
+from .tiny import MODELS, write_family
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, needs_cuda])
@@ -30,7 +30,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
     @functools.cache
     def folder(family: str) -> Path:
-        return write_family(root / family.replace(" ", "-").replace(",", ""), **FAMILIES[family])
+        return write_family(root / family.replace(" ", "-").replace(",", ""), **MODELS[family])
 
     return folder
 

@@ -34,6 +34,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "latent": DEEPSEEK | {"kv_lora_rank": 48, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 20},
     "latent, full width": DEEPSEEK | {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128},
 }
+EVERY_EXPERT = "mixture, every expert"
+MODELS = FAMILIES | {EVERY_EXPERT: FAMILIES["mixture"] | {"num_experts_per_tok": FAMILIES["mixture"]["num_experts"]}}
+"""All that there is a folder for."""
 
 
 def write_family(folder: Path, **changes: Any) -> Path:

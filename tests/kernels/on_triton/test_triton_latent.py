@@ -10,7 +10,7 @@ from headrace.kernels.triton.latent import norm_rotate_and_cache_latent
 
 from .closeness import STEP, close
 
-SIZES = {"small": (3, 4, 10, 20), "deepseek": (16, 64, 192, 512), "odd": (5, 6, 6, 33)}
+SIZES = {"small": (3, 4, 10, 20), "deepseek": (16, 64, 192, 512), "odd": (5, 6, 6, 33), "narrow": (4, 16, 32, 48)}
 """Heads, rotated channels, channels of a head, rank."""
 
 

@@ -94,7 +94,7 @@ def operands(spec: MoeSpec, tokens: int, hidden: int, dtype: torch.dtype) -> lis
     return [x.to(dtype), experts, weights, gate_up.to(dtype), down.to(dtype), spec, *biases]  # type: ignore[list-item]
 
 
-def check(given: list, device: torch.device, steps: float = 4, **options: MoeTiling) -> None:
+def check(given: list, device: torch.device, steps: float = 4, **options: MoeTiling | bool) -> None:
     moved = [value.to(device) if isinstance(value, torch.Tensor) else value for value in given]
     got = moe.moe_mlp(*moved, **options).cpu()
     expected = twin.moe_mlp_twin(*given)
@@ -112,6 +112,19 @@ def test_products(activation: str, tokens: int, device: torch.device) -> None:
 
 def test_products_in_float16(device: torch.device) -> None:
     check(operands(dataclasses.replace(SPEC, bias=True), 9, 40, torch.float16), device)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tokens", [1, 9, 17, 33, 80, 200])
+@pytest.mark.parametrize("sizes", [(4, 4, 64, 48), (12, 3, 128, 96)], ids=str)
+def test_matrix_units(sizes: tuple[int, int, int, int], tokens: int, dtype: torch.dtype) -> None:
+    """Tiles of every size, which have instructions of their own."""
+    experts, top_k, hidden, inner = sizes
+    given = operands(MoeSpec(num_experts=experts, top_k=top_k, intermediate_size=inner), tokens, hidden, dtype)
+    check(given, torch.device("cuda"))
+    check(given, torch.device("cuda"), invariant=True)
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 5, 3), (3, 3, 70, 130), (40, 2, 33, 8)], ids=str)

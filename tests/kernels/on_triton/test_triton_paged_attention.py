@@ -168,6 +168,23 @@ def test_widths(head_dim: int, v_head_dim: int, fp8: bool, device: torch.device)
     decode.check(device, chosen(decode, resources(device)), single=True)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("group", "kv_heads"), [(1, 4), (4, 1)])
+@pytest.mark.parametrize(("head_dim", "v_head_dim"), [*WIDTHS, (32, 20), (32, 32)])
+def test_matrix_units(head_dim: int, v_head_dim: int, group: int, kv_heads: int, dtype: torch.dtype) -> None:
+    """Tiles of every size that there is for the widths, which have instructions of their own."""
+    shape = {"head_dim": head_dim, "v_head_dim": v_head_dim, "group": group, "kv_heads": kv_heads, "block_size": 16}
+    device = torch.device("cuda")
+    for lengths in ([(80, 80)], [(33, 33), (5, 70)], [(3, 50)], [(17, 300)]):
+        prompts = problem(lengths, dtype=dtype, **shape)
+        prompts.check(device, chosen(prompts, resources(device)))
+        prompts.check(device, invariant_tiling(geometry(prompts, resources(device)), max_seq_len=300, split_tokens=128))
+    decode = problem(DECODE, dtype=dtype, **shape)
+    decode.check(device, chosen(decode, resources(device)), single=True)
+
+
 @pytest.mark.parametrize(("group", "kv_heads"), [(1, 2), (3, 2), (5, 1), (7, 1), (12, 1)])
 def test_groups(group: int, kv_heads: int, device: torch.device) -> None:
     made = problem(group=group, kv_heads=kv_heads)

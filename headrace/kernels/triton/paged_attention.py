@@ -2,7 +2,7 @@
 
 A program takes a tile of queries of one row, with the query heads that share a KV head side by side in it, and walks over
 the keys of its split with a running softmax (Milakov and Gimelshein, 2018; Dao et al., 2022). Splits of one row are merged
-by a second kernel (Flash-Decoding: Dao, Haziza, Massa and Sizov, 2023).
+by a second kernel.
 
 A tile has queries along one axis and keys along the other. Matrix units take at least 16 of the first and 8 of the second
 axis: so keys come first (``KEYS_FIRST``) where a tile has up to 8 queries, and queries where it has more.
@@ -21,14 +21,12 @@ import triton
 import triton.language as tl
 
 from headrace.kernels.kv_cache import check_scales
-from headrace.kernels.triton.fp8 import OFF, as_bytes, gain, mode, to_half
+from headrace.kernels.triton.fp8 import OFF, as_bytes, gain, log2, mode, to_half
 from headrace.kernels.triton.kv_cache import scale_strides
 from headrace.kernels.triton.pdl import begin as begin_launch
 from headrace.kernels.triton.pdl import options
-from headrace.kernels.triton.tiling import KEYS_FIRST, Tiling, partial_size
-
-_MERGED_CHANNELS = 128
-"""Of one program of the merge."""
+from headrace.kernels.triton.splits import merge, partials
+from headrace.kernels.triton.tiling import KEYS_FIRST, Tiling
 
 _VARYING = ["num_rows", "first_token", "window", "split_tokens", "table_row"]
 """Numbers that change from step to step or layer to layer: a compiled kernel must not depend on them."""
@@ -134,45 +132,80 @@ def _scores(
 
 
 @triton.jit
+def _places(table, start, last_block, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Blocks, and places in them, of the keys from ``start`` on, a multiple of ``BLOCK_N``; behind ``last_block`` it again.
+
+    That all tokens of a block have one number lets the compiler load the values of a block's tokens in one piece.
+    """
+    n = tl.arange(0, BLOCK_N)
+    if BLOCK_N % BLOCK_SIZE == 0:
+        # Tiles begin with a block: a key's place in its block is the same in all of them.
+        column = start // BLOCK_SIZE + tl.arange(0, BLOCK_N // BLOCK_SIZE)
+        block = tl.load(table + tl.minimum(column, last_block))
+        block = tl.reshape(tl.broadcast_to(block[:, None], [BLOCK_N // BLOCK_SIZE, BLOCK_SIZE]), [BLOCK_N])
+        return tl.max_constancy(block, BLOCK_SIZE).to(tl.int64), n % BLOCK_SIZE
+    else:
+        block = tl.load(table + tl.minimum((start + n) // BLOCK_SIZE, last_block))
+        return block.to(tl.int64), (start + n) % BLOCK_SIZE
+
+
+@triton.jit
+def _seen(
+    key, present, position, window, WINDOW: tl.constexpr, SINGLE: tl.constexpr, KEYS_FIRST: tl.constexpr
+):  # fmt: skip
+    """Which queries of a tile see which keys; a row's only query sees what is present."""
+    seen = _per_key(present, KEYS_FIRST)
+    if not SINGLE:
+        seen = seen & (_per_key(key, KEYS_FIRST) <= _per_query(position, KEYS_FIRST))
+        if WINDOW:
+            seen = seen & (_per_key(key, KEYS_FIRST) > _per_query(position - window, KEYS_FIRST))
+    return seen
+
+
+@triton.jit
 def _walk(
-    begin, end, low, high, highest, total, acc_a, acc_b, unit, q_a, q_b, peak, position, factor, soft_cap, window,
+    begin, end, low, high, highest, total, acc_a, acc_b, q_a, q_b, peak, position, factor, soft_cap, window,
     keys, values, k_scales, v_scales, table, k_block, k_offset, v_block, v_offset, scale_block, scale_offset,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, D_A: tl.constexpr,
     D_B: tl.constexpr, DV: tl.constexpr, DV_A: tl.constexpr, DV_B: tl.constexpr, WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr, FP8: tl.constexpr, V_LANE: tl.constexpr, KEYS_FIRST: tl.constexpr,
-    PRECISION: tl.constexpr, INVARIANT: tl.constexpr, DIRTY: tl.constexpr, MASKED: tl.constexpr
+    PRECISION: tl.constexpr, DIRTY: tl.constexpr, SINGLE: tl.constexpr, MASKED: tl.constexpr
 ):  # fmt: skip
-    """Takes in the keys ``[begin, end)``, tile after tile; of these only ``[low, high)`` count.
+    """Takes in the keys ``[begin, end)``, tile after tile, from a multiple of ``BLOCK_N``; of these only ``[low, high)`` count.
 
-    ``acc_a``, ``acc_b`` are sums of values in units of ``unit``, which is the tile's, or with ``INVARIANT`` each query's;
-    ``highest`` and ``total`` are the running maximum and sum of ``exp2``. Not ``MASKED``: every query sees every key.
+    ``highest`` is the running maximum of scores, ``acc_a``, ``acc_b`` are the sums of values weighed by ``exp2``, and
+    ``total`` that of the weights: keys first, each place of the tile has its own, as ``_spread`` makes them, so that threads
+    meet once a tile and not twice. Not ``MASKED``: every query sees every key.
+
+    In FP8 a value's scale is part of its score, as log2: the weights that multiply e4m3 numbers are then at most 1, and most
+    of what counts is not far below, which float16 has digits for. ``total`` is free of it.
     """
     axis: tl.constexpr = 0 if KEYS_FIRST else 1
     n = tl.arange(0, BLOCK_N)
-    # Behind the last key its block is loaded again. Cut to it after the division: that all tokens of a block have one
-    # number is what lets the compiler load the values of a block's tokens in one piece.
-    last_block = (high - 1) // BLOCK_SIZE
     for start in range(begin, end, BLOCK_N):
         key = start + n
-        # Keys before low may be another row's by now: a window gives blocks back.
-        present = (key >= low) & (key < high)
-        block = tl.load(table + tl.minimum(key // BLOCK_SIZE, last_block)).to(tl.int64)
-        offset = key % BLOCK_SIZE
+        present = key < high
+        if WINDOW:
+            # Keys before low may be another row's by now: a window gives blocks back. Without one, low is a tile's first key.
+            present = present & (key >= low)
+        block, offset = _places(table, start, (high - 1) // BLOCK_SIZE, BLOCK_SIZE, BLOCK_N)
         base = keys + block * k_block + offset * k_offset
         if FP8 > 0:
             place = block * scale_block + offset * scale_offset
             k_scale = tl.load(k_scales + place, mask=present, other=0.0) * (factor * gain(FP8))
             tile_factor = _per_key(k_scale, KEYS_FIRST) * _per_query(peak, KEYS_FIRST)
+            v_scale = tl.load(v_scales + place, mask=present, other=1.0)
+            v_scale = tl.where(v_scale < 1e-12, 1e-12, v_scale)
         else:
             tile_factor = factor
         scores = _scores(
             q_a, q_b, base, present, tile_factor, soft_cap, BLOCK_M, BLOCK_N, D, D_A, D_B, SOFT_CAP, FP8, KEYS_FIRST, PRECISION
         )  # fmt: skip
+        if FP8 > 0:
+            v_size = log2(v_scale, FP8)
+            scores += _per_key(v_size, KEYS_FIRST)
         if MASKED:
-            seen = _per_key(key, KEYS_FIRST) <= _per_query(position, KEYS_FIRST)
-            if WINDOW:
-                seen = seen & (_per_key(key, KEYS_FIRST) > _per_query(position - window, KEYS_FIRST))
-            seen = seen & _per_key(present, KEYS_FIRST)
+            seen = _seen(key, present, position, window, WINDOW, SINGLE, KEYS_FIRST)
             scores = tl.where(seen, scores, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(scores, axis))
         pivot = new_highest
@@ -181,20 +214,17 @@ def _walk(
             pivot = tl.where(new_highest == float("-inf"), 0.0, new_highest)
         weights = tl.exp2(scores - _per_query(pivot, KEYS_FIRST))
         decay = tl.exp2(highest - pivot)
-        total = total * decay + tl.sum(weights, axis)
         highest = new_highest
+        masses = weights
         if FP8 > 0:
-            # V's scales go into the weights, relative to the largest so far: float16 has few digits for small numbers.
-            v_scale = tl.load(v_scales + place, mask=present, other=0.0)
-            if INVARIANT:
-                spread = tl.where(seen, _per_key(v_scale, KEYS_FIRST), 0.0)
-                new_unit = tl.maximum(unit, tl.max(spread, axis))
-                weights = weights * (spread / _per_query(new_unit, KEYS_FIRST))
-            else:
-                new_unit = tl.maximum(unit, tl.max(v_scale, 0))
-                weights = weights * _per_key(v_scale / new_unit, KEYS_FIRST)
-            decay = decay * (unit / new_unit)
-            unit = new_unit
+            masses = weights * _per_key(tl.exp2(-v_size), KEYS_FIRST)
+            if MASKED:
+                # The scale of a key that a query does not see may be NaN.
+                masses = tl.where(seen, masses, 0.0)
+        if KEYS_FIRST:
+            total = total * _per_query(decay, KEYS_FIRST) + masses
+        else:
+            total = total * decay + tl.sum(masses, axis)
         weights = weights.to(q_a.dtype)
         # e4m3 that is not DIRTY is finite: weight 0 is enough for what is no key. A mask by token would part its loads.
         shielded: tl.constexpr = MASKED and FP8 == 0
@@ -213,7 +243,7 @@ def _walk(
                 v_b = tl.where(_per_key(present, not KEYS_FIRST), v_b, 0)
             acc_b = acc_b * _per_query(decay, KEYS_FIRST)
             acc_b = _product(weights, _operand(v_b, q_a.dtype, FP8), acc_b, KEYS_FIRST, PRECISION)
-    return highest, total, acc_a, acc_b, unit
+    return highest, total, acc_a, acc_b
 
 
 @triton.jit
@@ -263,23 +293,37 @@ def _load_queries(
 
 
 @triton.jit
-def _begin(
-    sinks, head, valid, split, position, split_tokens, BLOCK_M: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr
+def _spread(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KEYS_FIRST: tl.constexpr):
+    """The sum of weights before the first key."""
+    if KEYS_FIRST:
+        return tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    else:
+        return tl.zeros([BLOCK_M], tl.float32)
+
+
+@triton.jit
+def _finish(
+    sinks, head, valid, split, position, split_tokens, highest, total, SINKS: tl.constexpr, SPLIT: tl.constexpr,
+    FP8: tl.constexpr, KEYS_FIRST: tl.constexpr
 ):  # fmt: skip
-    """The running maximum and sum before the first key: empty, or the sink alone."""
-    highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    """The maximum and the sum of weights, sinks included, and what the sums of values must be multiplied with."""
+    if KEYS_FIRST:
+        total = tl.sum(total, 0)
+    share = gain(FP8)
     if SINKS:
         sink = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) * 1.4426950408889634
         if SPLIT:
             # Of a query's splits one counts its sink: one that sees a key of the query's.
             owner = tl.where(split_tokens > 0, position // tl.maximum(split_tokens, 1), 0)
-            highest = tl.where(owner == split, sink, highest)
-            total = tl.where(owner == split, 1.0, total)
-        else:
-            highest = sink
-            total += 1.0
-    return highest, total
+            sink = tl.where(owner == split, sink, float("-inf"))
+        without = highest
+        highest = tl.maximum(highest, sink)
+        pivot = tl.where(highest == float("-inf"), 0.0, highest)
+        decay = tl.exp2(without - pivot)
+        total = total * decay + tl.exp2(sink - pivot)
+        share = share * decay
+    total = tl.where(total == 0.0, 1.0, total)
+    return highest, total, share / total
 
 
 @triton.jit
@@ -323,15 +367,15 @@ def _attend(
     split_tokens,
     q_token: tl.int64,
     q_head: tl.int64,
-    k_block: tl.int64,
-    k_offset: tl.int64,
-    k_head: tl.int64,
-    v_block: tl.int64,
-    v_offset: tl.int64,
-    v_head: tl.int64,
-    scale_block: tl.int64,
-    scale_offset: tl.int64,
-    scale_head: tl.int64,
+    k_block,
+    k_offset,
+    k_head,
+    v_block,
+    v_offset,
+    v_head,
+    scale_block,
+    scale_offset,
+    scale_head,
     table_row: tl.int64,
     BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr,  # query heads in all
@@ -353,7 +397,6 @@ def _attend(
     V_LANE: tl.constexpr,  # from one channel of a value to the next; where it is not 1, from token to token it is
     SINGLE: tl.constexpr,  # one query a row: row r's is token first_token + r
     PHASED: tl.constexpr,  # whole tiles go without masks
-    INVARIANT: tl.constexpr,  # no query's numbers depend on another's
     DIRTY: tl.constexpr,  # what is no key may be NaN, in FP8 too
     SPLIT: tl.constexpr,
     KEYS_FIRST: tl.constexpr,
@@ -394,11 +437,11 @@ def _attend(
         q_a, q_b, peak = _load_queries(q_base, valid, BLOCK_M, D, D_A, D_B, FP8, KEYS_FIRST)
         # Scores are in base 2; where a soft cap comes first, after it.
         factor = scale if SOFT_CAP else scale * 1.4426950408889634
-        highest, total = _begin(sinks, head, valid, split, position, split_tokens, BLOCK_M, SINKS, SPLIT)
+        highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = _spread(BLOCK_M, BLOCK_N, KEYS_FIRST)
         acc_a = _zeros(BLOCK_M, DV_A, KEYS_FIRST)
         # A part of width 0 is any tensor, and stays untouched.
-        acc_b = _zeros(BLOCK_M, DV_B, KEYS_FIRST) if DV_B > 0 else total
-        unit = tl.full([BLOCK_M], 1e-30, tl.float32) if INVARIANT else 1e-30
+        acc_b = _zeros(BLOCK_M, DV_B, KEYS_FIRST) if DV_B > 0 else highest
         keys += kv_head * k_head
         values += kv_head * v_head
         k_scale += kv_head * scale_head
@@ -409,72 +452,34 @@ def _attend(
             # Tiles that all queries see in full need no masks. Without a window, low is a tile's first key.
             middle = tl.minimum(high, context + first + 1)
             middle = tl.maximum(middle // BLOCK_N * BLOCK_N, begin)
-            highest, total, acc_a, acc_b, unit = _walk(
-                begin, middle, low, high, highest, total, acc_a, acc_b, unit, q_a, q_b, peak, position, factor, soft_cap,
+            highest, total, acc_a, acc_b = _walk(
+                begin, middle, low, high, highest, total, acc_a, acc_b, q_a, q_b, peak, position, factor, soft_cap,
                 window, keys, values, k_scale, v_scale, table, k_block, k_offset, v_block, v_offset, scale_block,
                 scale_offset, BLOCK_SIZE, BLOCK_M, BLOCK_N, D, D_A, D_B, DV, DV_A, DV_B, WINDOW, SOFT_CAP, FP8,
-                V_LANE, KEYS_FIRST, PRECISION, INVARIANT, DIRTY, False,
+                V_LANE, KEYS_FIRST, PRECISION, DIRTY, SINGLE, False,
             )  # fmt: skip
             begin = middle
-        highest, total, acc_a, acc_b, unit = _walk(
-            begin, high, low, high, highest, total, acc_a, acc_b, unit, q_a, q_b, peak, position, factor, soft_cap,
+        highest, total, acc_a, acc_b = _walk(
+            begin, high, low, high, highest, total, acc_a, acc_b, q_a, q_b, peak, position, factor, soft_cap,
             window, keys, values, k_scale, v_scale, table, k_block, k_offset, v_block, v_offset, scale_block,
             scale_offset, BLOCK_SIZE, BLOCK_M, BLOCK_N, D, D_A, D_B, DV, DV_A, DV_B, WINDOW, SOFT_CAP, FP8,
-            V_LANE, KEYS_FIRST, PRECISION, INVARIANT, DIRTY, True,
+            V_LANE, KEYS_FIRST, PRECISION, DIRTY, SINGLE, True,
         )  # fmt: skip
 
-        mass = tl.where(total == 0.0, 1.0, total)
-        inverse = 1.0 / mass
-        if FP8 > 0:
-            inverse = inverse * (unit * gain(FP8))
+        highest, total, inverse = _finish(
+            sinks, head, valid, split, position, split_tokens, highest, total, SINKS, SPLIT, FP8, KEYS_FIRST
+        )  # fmt: skip
         place = token * HEADS + head
         if SPLIT:
             place = (place - first_token * HEADS) * tl.num_programs(2) + split
             # Without keys there is no output, and so no mass, not even a sink's. Asked for each query: a block of answers
             # can be a mask for others.
             any_key = low + 0 * m < high
-            tl.store(lse + place, tl.where((total > 0.0) & any_key, highest + tl.log2(mass), float("-inf")), mask=valid)
+            tl.store(lse + place, tl.where(any_key, highest + tl.log2(total), float("-inf")), mask=valid)
             valid = valid & any_key
         _store(out + place * DV, acc_a, inverse, valid, 0, DV, DV_A, KEYS_FIRST)
         if DV_B > 0:
             _store(out + place * DV, acc_b, inverse, valid, DV_A, DV, DV_B, KEYS_FIRST)
-
-
-@triton.jit(do_not_specialize=["splits"])
-def _merge(
-    partial, lse, out, splits, DV: tl.constexpr, BLOCK: tl.constexpr, SPLITS_P: tl.constexpr, ORDERED: tl.constexpr,
-    PDL: tl.constexpr
-):  # fmt: skip
-    """Weighs the splits of one (token, head) by their softmax mass, for a block of channels.
-
-    A split whose mass is 0 may hold anything. ``ORDERED``: sums one by one, so that empty splits at the end do not change
-    the order of the others.
-    """
-    begin_launch(PDL)
-    place = tl.program_id(0).to(tl.int64)
-    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    present = channel < DV
-    s = tl.arange(0, SPLITS_P)
-    mass = tl.load(lse + place * splits + s, mask=s < splits, other=float("-inf"))
-    pivot = tl.max(mass, 0)
-    pivot = tl.where(pivot == float("-inf"), 0.0, pivot)
-    base = partial + place * splits * DV + channel
-    if ORDERED:
-        merged = tl.zeros([BLOCK], tl.float32)
-        total = tl.zeros([BLOCK], tl.float32)
-        for split in range(splits):
-            # The same number for each channel: blocks of one shape can be masks for each other.
-            weight = tl.exp2(tl.load(lse + place * splits + split + 0 * channel) - pivot)
-            part = tl.load(base + split * DV, mask=present & (weight > 0.0), other=0.0)
-            merged += weight * part
-            total += weight
-    else:
-        weights = tl.exp2(mass - pivot)
-        parts = tl.load(base[None, :] + s[:, None] * DV, mask=present[None, :] & (weights > 0.0)[:, None], other=0.0)
-        merged = tl.sum(parts * weights[:, None], 0)
-        total = tl.sum(weights, 0)
-    merged = merged / tl.where(total == 0.0, 1.0, total)
-    tl.store(out + place * DV + channel, merged.to(out.dtype.element_ty), mask=present)
 
 
 def paged_attention(
@@ -528,7 +533,7 @@ def paged_attention(
         fp8, keys, values = mode(q.device), as_bytes(keys), as_bytes(values)
     target = lse = out
     if tiling.merges:
-        target, lse = _partials(tiling, len(tokens), out, workspace)
+        target, lse = partials(tiling, len(tokens), out, workspace)
     d_a, d_b = _cut(head_dim)
     dv_a, dv_b = _cut(v_head_dim)
     block_q = 1 if single else tiling.block_q
@@ -544,17 +549,12 @@ def paged_attention(
         D=head_dim, D_A=d_a, D_B=d_b, DV=v_head_dim, DV_A=dv_a, DV_B=dv_b,
         WINDOW=window is not None, SOFT_CAP=soft_cap is not None, SINKS=sinks is not None, FP8=fp8, V_LANE=values.stride(3),
         SINGLE=single, PHASED=not (single or tiling.invariant or window is not None),
-        INVARIANT=tiling.invariant, DIRTY=dirty and fp8 != OFF, SPLIT=tiling.merges, KEYS_FIRST=tiling.keys_first,
+        DIRTY=dirty and fp8 != OFF, SPLIT=tiling.merges, KEYS_FIRST=tiling.keys_first,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=tiling.num_warps, num_stages=tiling.num_stages, **options(q.device),
     )  # fmt: skip
     if tiling.merges:
-        block = min(_MERGED_CHANNELS, triton.next_power_of_2(v_head_dim))
-        _merge[(len(tokens) * num_heads, triton.cdiv(v_head_dim, block))](
-            target, lse, out[tokens.start : tokens.stop], tiling.splits,
-            DV=v_head_dim, BLOCK=block, SPLITS_P=triton.next_power_of_2(tiling.splits), ORDERED=tiling.invariant,
-            **options(q.device),
-        )  # fmt: skip
+        merge(target, lse, out[tokens.start : tokens.stop], tiling)
     return out
 
 
@@ -574,19 +574,6 @@ def _check(
     check_scales(keys, k_scale, v_scale)
     if k_scale is not None and v_scale is not None and k_scale.stride() != v_scale.stride():
         raise ValueError(f"k_scale and v_scale differ in strides: {k_scale.stride()} and {v_scale.stride()}")
-
-
-def _partials(
-    tiling: Tiling, num_tokens: int, out: torch.Tensor, workspace: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the splits' outputs and masses go: ``[tokens, H, splits, dv]`` and ``[tokens, H, splits]``, laid flat."""
-    size = partial_size(tiling, num_tokens, *out.shape[1:])
-    if workspace is None:
-        workspace = torch.empty(size, dtype=torch.float32, device=out.device)
-    if workspace.numel() < size or workspace.dtype != torch.float32:
-        raise ValueError(f"the workspace must hold {size} float32 numbers, not {workspace.numel()} {workspace.dtype}")
-    outputs = num_tokens * out.shape[1] * tiling.splits * out.shape[2]
-    return workspace[:outputs], workspace[outputs:size]
 
 
 def _cut(width: int) -> tuple[int, int]:

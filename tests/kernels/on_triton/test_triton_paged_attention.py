@@ -299,6 +299,25 @@ def test_broken_rows_stay_alone(device: torch.device) -> None:
     assert got[:5].isnan().all() and torch.equal(got[5:], expected[5:])
 
 
+def test_a_broken_key_reaches_those_that_see_it(device: torch.device) -> None:
+    """A NaN, which e4m3 keeps in its scale, in the fourth of six queries' keys or values."""
+    for side in ("k_scale", "v_scale"):
+        made = problem([(6, 20), (1, 9)], fp8=True)
+        few = dataclasses.replace(FEW, block_q=2)
+        tilings = (
+            FEW,
+            few,
+            dataclasses.replace(FEW, splits=2),
+            invariant_tiling(geometry(made), max_seq_len=20, split_tokens=64),
+        )
+        whole = [made.run(device, tiling).cpu() for tiling in tilings]
+        made.options[side][made.tables[0, 17 // 8], 17 % 8] = torch.nan  # type: ignore[index]
+        for tiling, expected in zip(tilings, whole, strict=True):
+            got = made.run(device, tiling).cpu()
+            assert got[3:6].isnan().all()
+            assert torch.equal(got[:3], expected[:3]) and torch.equal(got[6:], expected[6:])
+
+
 @pytest.mark.parametrize("features", [{}, {"window": 9}, {"head_dim": 80, "v_head_dim": 48, "window": 30}], ids=str)
 @pytest.mark.parametrize("unseen", [0x7F, 0xFF])
 def test_dirty_blocks(features: dict[str, object], unseen: int, device: torch.device) -> None:

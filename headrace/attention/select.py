@@ -140,15 +140,18 @@ def _latent(spec: AttentionSpec, name: str, device: str, dtype: str) -> Attentio
 def for_prompts(spec: AttentionSpec, name: str, device: str, dtype: str) -> str | None:
     """Which backend attends over the uncompressed KV of a layer that keeps compressed KV and for which ``name`` was chosen.
 
-    It is the most preferred one, or the oracle where that is ``name``. None: prompts are absorbed too, for what a token comes
-    to must not depend on how much of its prompt is in the step.
+    It is the most preferred one, or that of ``name`` where that is the oracle, or FlashInfer's and can. None: prompts are
+    absorbed too, for what a token comes to must not depend on how much of its prompt is in the step.
 
     Raises:
         ConfigError: none can.
     """
     if name == InvariantAttention.name:
         return None
-    return choose(spec.uncompressed, device, dtype, name if name == ReferenceAttention.name else "auto")[0]
+    full = spec.uncompressed
+    asked = name == ReferenceAttention.name
+    asked |= name == FlashInferAttention.name and not FlashInferAttention.supports(full, device, dtype)
+    return choose(full, device, dtype, name if asked else "auto")[0]
 
 
 def _backend(name: str, spec: AttentionSpec | None = None) -> type[AttentionBackend]:

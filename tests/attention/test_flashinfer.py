@@ -85,6 +85,23 @@ def test_long_prompts_on_hopper_are_gathered(flashinfer: Device, monkeypatch: py
     assert sorted(arguments[0] for arguments in flashinfer.built) == ["fa2", "fa3"]
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_long_prompts_of_wider_keys_are_gathered_too(there: bool, flashinfer: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where fa3 has been built: else they are fa2's, paged."""
+    monkeypatch.setattr(support, "compute_capability", lambda device: 90)
+    monkeypatch.setattr("headrace.attention.flashinfer.attention._GATHER_QUERIES", 5)
+    spec = layer_spec(head_dim=192, v_head_dim=128, num_heads=2)
+    backend = ready(FlashInferAttention, spec)
+    assert sorted(arguments[0] for arguments in flashinfer.built) == ["fa2", "fa3"]
+    contiguous = kernels.for_contiguous(spec, torch.float32, torch.device("cpu"))
+    assert contiguous is not None
+    kernels.compiling(contiguous).ready = there
+    case = mixed(spec, [(1, 9), (7, 7), (5, 23)], 1)
+    backend.plan(case.step)
+    torch.testing.assert_close(backend.run(case.q, case.cache), oracle(case), atol=2e-5, rtol=2e-5)
+    assert {wrapper.paged for wrapper in backend._wrappers._planned.values()} == ({True, False} if there else {True})
+
+
 def test_our_kernel_stands_in_until_theirs_is_ready(flashinfer: Device) -> None:
     flashinfer.allowed.clear()
     backend, case = FlashInferAttention(), mixed(layer_spec())
@@ -301,6 +318,14 @@ def test_it_is_part_of_a_backend_for_compressed_kv(flashinfer: Device, monkeypat
     assert isinstance(backend, LatentBackend) and isinstance(backend, Replanned) and backend.edition == 0
     (plain,) = select.create_for([latent_spec()], ["triton"], "cpu", "bfloat16")
     assert isinstance(plain, LatentBackend) and not isinstance(plain, Replanned)
+
+
+def test_uncompressed_prompts_are_asked_of_the_same_one(flashinfer: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_cuda(monkeypatch)
+    assert select.for_prompts(latent_spec(), "flashinfer", "cuda", "bfloat16") == "flashinfer"
+    odd = latent_spec(latent=LatentSpec(head_dim=100, v_head_dim=36))
+    assert select.for_prompts(odd, "flashinfer", "cuda", "bfloat16") == "triton"
+    assert select.for_prompts(latent_spec(), "triton", "cuda", "bfloat16") == "flashinfer+triton"
 
 
 # -------------------------------------------------------------------------------------------------------------- choice

@@ -73,7 +73,7 @@ class _OnFlashInfer:
         self._step: StepMetadata | None = None
         self._wrappers = _Wrappers()
         self._bounded = Bounded()
-        self._workspace: torch.Tensor | None = None
+        self._workspaces: dict[int, torch.Tensor] = {}
 
     def plan(self, step: StepMetadata) -> None:
         self._own.plan(step)
@@ -111,11 +111,11 @@ class _OnFlashInfer:
     def _run_exact(self, step: StepMetadata, out: torch.Tensor, q: torch.Tensor, cache: LayerCache) -> None:
         raise NotImplementedError
 
-    def _space(self, device: torch.device) -> torch.Tensor:
-        if self._workspace is None:
-            size = WORKSPACE if self._captures else _WORKSPACE
-            self._workspace = torch.zeros(size, dtype=torch.uint8, device=device)
-        return self._workspace
+    def _space(self, device: torch.device, size: int = _WORKSPACE) -> torch.Tensor:
+        """Bytes that all wrappers share that asked for so many."""
+        if size not in self._workspaces:
+            self._workspaces[size] = torch.zeros(size, dtype=torch.uint8, device=device)
+        return self._workspaces[size]
 
 
 class _Replanned(_OnFlashInfer):
@@ -233,16 +233,16 @@ class FlashInferPrompts(_OnFlashInfer):
 
     def _run_exact(self, step: StepMetadata, out: torch.Tensor, q: torch.Tensor, cache: LayerCache) -> None:
         for part in Part.of(step):
-            prompts = part.kind == "prompts"
-            kernel = (
-                kernels.for_prompts(cache.spec, q.dtype, q.device) if prompts else kernels.for_few_queries(cache.spec, q.dtype)
-            )
-            if not (prompts or self._decodes) or not compiling(kernel).ready:
+            if part.kind == "decode" and not self._decodes:
                 self._own.run_into(out, q, cache, None, only=part.kind)
                 continue
             if part.kind not in self._rows:
                 self._rows[part.kind] = Rows(step, part.first, part.end, cache.block_size)
             rows = self._rows[part.kind]
+            kernel = self._kernel(part, rows, cache, q)
+            if kernel is None:
+                self._own.run_into(out, q, cache, None, only=part.kind)
+                continue
             wrapper = self._wrapper(kernel, part, rows, cache, q)
             if wrapper.paged:
                 wrapper.run.run(q[rows.tokens], (cache.keys, cache.values), out=out[rows.tokens])
@@ -250,6 +250,17 @@ class FlashInferPrompts(_OnFlashInfer):
                 own = cache.rows.flatten(0, 1).index_select(0, rows.key_places(cache.group))
                 width = cache.spec.head_dim
                 wrapper.run.run(q[rows.tokens], own[..., :width], own[..., width:], out=out[rows.tokens])
+
+    def _kernel(self, part: Part, rows: Rows, cache: LayerCache, q: torch.Tensor) -> PagedKernel | None:
+        """The best one that is ready; None: none is."""
+        wanted: list[PagedKernel | None] = []
+        if part.kind == "prompts":
+            other = kernels.for_contiguous(cache.spec, q.dtype, q.device) if self._decodes else None
+            wanted.append(other if other is not None and _gathers(other, rows, cache) else None)
+            wanted.append(kernels.for_prompts(cache.spec, q.dtype, q.device))
+        else:
+            wanted.append(kernels.for_few_queries(cache.spec, q.dtype))
+        return next((kernel for kernel in wanted if kernel is not None and compiling(kernel).ready), None)
 
     def _wrapper(self, kernel: PagedKernel, part: Part, rows: Rows, cache: LayerCache, q: torch.Tensor) -> _Wrapper:
         """Planned once a step for all layers of one geometry."""
@@ -300,7 +311,9 @@ class FlashInferAttention(FlashInferPrompts, _Replanned):
 
     @staticmethod
     def wants(spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> list[Kernel]:
-        return [kernels.for_few_queries(spec, dtype), *FlashInferPrompts.wants(spec, dtype, device)]
+        contiguous = kernels.for_contiguous(spec, dtype, device)
+        wanted: list[Kernel] = [kernels.for_few_queries(spec, dtype), *FlashInferPrompts.wants(spec, dtype, device)]
+        return wanted if contiguous is None else [*wanted, contiguous]
 
     def _replay(self, step: StepMetadata, part: Part, cache: LayerCache, q: torch.Tensor) -> PagedReplay | None:
         spec = cache.spec
@@ -310,7 +323,7 @@ class FlashInferAttention(FlashInferPrompts, _Replanned):
         def make(place: Place) -> PagedReplay | None:
             if partial_bytes(spec, place) > WORKSPACE:
                 return None
-            return PagedReplay(kernel, spec, place, self._space(q.device))
+            return PagedReplay(kernel, spec, place, self._space(q.device, WORKSPACE))
 
         return self._bounded.replay(part, step, cache, kernel, key, make)
 

@@ -126,6 +126,12 @@ def for_prompts(spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -
     return _paged("fa3" if hopper else "fa2", spec, dtype)
 
 
+def for_contiguous(spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> PagedKernel | None:
+    """fa3 for keys wider than values, of the widths that it has, where they are not paged; None: there is none."""
+    hopper = support.compute_capability(device) == _HOPPER
+    return _paged("fa3", spec, dtype) if hopper and (spec.head_dim, spec.v_head_dim) == (192, 128) else None
+
+
 def for_few_queries(spec: AttentionSpec, dtype: torch.dtype) -> PagedKernel:
     """For decode rows and steps that are captured: of few queries a row, fa3 reads a quarter as fast (H200)."""
     return _paged("fa2", spec, dtype)

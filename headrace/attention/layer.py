@@ -34,6 +34,16 @@ class HeadNorm(Protocol):
         ...
 
 
+class ValueNorm(Protocol):
+    """A norm of each head of v: ``kernels.norm.rms_norm`` with a weight of ones."""
+
+    eps: float
+
+    def __call__(self, heads: torch.Tensor) -> torch.Tensor:
+        """``[T, heads, v_head_dim]`` normed."""
+        ...
+
+
 class Attention(nn.Module):
     """Rotates q and k (if the spec says so), writes K and V to the cache and attends over it.
 
@@ -97,17 +107,22 @@ class Attention(nn.Module):
         cos_sin: torch.Tensor | None,
         q_norm: HeadNorm | None = None,
         k_norm: HeadNorm | None = None,
+        v_norm: ValueNorm | None = None,
+        v_factor: float = 1.0,
     ) -> torch.Tensor:
         """As ``forward``, from a fused projection: on a GPU its norms, its rotation and the write to the cache are one kernel.
 
         Args:
-            qkv: ``[T, q_size + k_size + v_size]``: q, k, v of each token; q alone where the layer reads another's KV.
-            q_norm, k_norm: what each head goes through before it is rotated.
+            qkv: ``[T, q_size + k_size + v_size]``: q, k, v of each token; q alone where the layer reads another's KV, and no
+                v where the values are the keys before their norm.
+            q_norm, k_norm: what each head goes through before it is rotated. All norms have the same eps.
+            v_norm: what each head of v goes through.
+            v_factor: what v is multiplied by after that.
         """
         spec, tokens = self.spec, len(qkv)
         norms = [norm for norm in (q_norm, k_norm) if norm is not None]
         if gpu.takes(qkv) and (all(norm.plain for norm in norms) or all(norm.offset for norm in norms)):
-            q = self._norm_rotate_and_cache(qkv, ctx, cos_sin, q_norm, k_norm)
+            q = self._norm_rotate_and_cache(qkv, ctx, cos_sin, (q_norm, k_norm, v_norm), v_factor)
             return ctx.backends[spec.layer].run(q, ctx.caches[spec.layer], self.sinks)
         q = qkv[:, : spec.q_size].view(tokens, spec.num_heads, spec.head_dim)
         if q_norm is not None:
@@ -115,7 +130,11 @@ class Attention(nn.Module):
         if spec.kv_source is not None:
             return self(q, None, None, ctx, cos_sin)
         k = qkv[:, spec.q_size : spec.q_size + spec.k_size].view(tokens, spec.num_kv_heads, spec.head_dim)
-        v = qkv[:, spec.q_size + spec.k_size :].view(tokens, spec.num_kv_heads, spec.v_head_dim)
+        v = k if spec.v_from_k else qkv[:, spec.q_size + spec.k_size :].view(tokens, spec.num_kv_heads, spec.v_head_dim)
+        if v_norm is not None:
+            v = v_norm(v)
+        if v_factor != 1:
+            v = v * v_factor
         return self(q, k if k_norm is None else k_norm(k), v, ctx, cos_sin)
 
     def _norm_rotate_and_cache(
@@ -123,13 +142,13 @@ class Attention(nn.Module):
         qkv: torch.Tensor,
         ctx: ForwardContext,
         cos_sin: torch.Tensor | None,
-        q_norm: HeadNorm | None,
-        k_norm: HeadNorm | None,
+        norms: tuple[HeadNorm | None, HeadNorm | None, ValueNorm | None],
+        v_factor: float,
     ) -> torch.Tensor:
         """``[T, num_heads, head_dim]``: the finished q; k and v are in the cache."""
         spec, cache = self.spec, ctx.caches[self.spec.layer]
         own = spec.kv_source is None
-        norm = q_norm or k_norm
+        q_norm, k_norm, v_norm = norms
         return norm_rotate_and_cache(
             qkv,
             spec.num_heads,
@@ -140,8 +159,11 @@ class Attention(nn.Module):
             rotary_dim=spec.rotary_dim,
             q_weight=None if q_norm is None else q_norm.weight,
             k_weight=None if k_norm is None else k_norm.weight,
-            eps=0.0 if norm is None else norm.eps,
-            offset=norm is not None and norm.offset,
+            eps=next((norm.eps for norm in norms if norm is not None), 0.0),
+            offset=any(norm is not None and norm.offset for norm in (q_norm, k_norm)),
+            v_from_k=own and spec.v_from_k,
+            v_norm=own and v_norm is not None,
+            v_factor=v_factor,
             k_scale=cache.k_scale if own else None,
             v_scale=cache.v_scale if own else None,
             q_out=torch.empty(len(qkv), spec.num_heads, spec.head_dim, dtype=qkv.dtype, device=qkv.device),

@@ -23,6 +23,9 @@ def norm_rotate_and_cache(
     k_weight: torch.Tensor | None = None,
     eps: float = 0.0,
     offset: bool = False,
+    v_from_k: bool = False,
+    v_norm: bool = False,
+    v_factor: float = 1.0,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     q_out: torch.Tensor | None = None,
@@ -36,7 +39,10 @@ def norm_rotate_and_cache(
         slot_mapping: ``[T]`` int64; -1 writes nothing to the cache.
         cos_sin: ``[T, rotary_dim]`` float32: a token's cosines, then its sines; for a ``rotary_dim`` above 0.
         q_weight, k_weight: ``[d]``, of qkv's dtype: weights of the RMS norm of each head; None: no norm.
-        offset: the norms are ``kernels.norm.offset_rms_norm``.
+        offset: those norms are ``kernels.norm.offset_rms_norm``.
+        v_from_k: the values are the keys before their norm and rotation, and ``qkv`` has no v.
+        v_norm: each head of v goes through the RMS norm without weights.
+        v_factor: what v is multiplied by after that.
         k_scale, v_scale: ``[blocks, block_size, kv_heads]`` float32, for a cache in e4m3.
         q_out: ``[T, num_heads, d]`` for the finished q; None: it takes the place of q in ``qkv``.
 
@@ -60,6 +66,9 @@ def norm_rotate_and_cache(
         k_weight=k_weight,
         eps=eps,
         offset=offset,
+        v_from_k=v_from_k,
+        v_norm=v_norm,
+        v_factor=v_factor,
         k_scale=k_scale,
         v_scale=v_scale,
         q_out=q_out,
@@ -79,12 +88,16 @@ def norm_rotate_and_cache_twin(
     k_weight: torch.Tensor | None = None,
     eps: float = 0.0,
     offset: bool = False,
+    v_from_k: bool = False,
+    v_norm: bool = False,
+    v_factor: float = 1.0,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     q_out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    kv_heads, head_dim, v_head_dim = check_qkv(qkv, num_heads, key_cache, value_cache, cos_sin, rotary_dim)
-    q, k, v = torch.split(qkv, [num_heads * head_dim, kv_heads * head_dim, kv_heads * v_head_dim], dim=-1)
+    kv_heads, head_dim, v_head_dim = check_qkv(qkv, num_heads, key_cache, value_cache, cos_sin, rotary_dim, v_from_k)
+    q, k = qkv[:, : num_heads * head_dim], qkv[:, num_heads * head_dim : (num_heads + kv_heads) * head_dim]
+    v = k if v_from_k else qkv[:, (num_heads + kv_heads) * head_dim :]
     q_view = q.view(len(qkv), num_heads, head_dim)
     q, k = q_view, k.view(len(qkv), kv_heads, head_dim)
     norm = offset_rms_norm_twin if offset else rms_norm_twin
@@ -96,6 +109,10 @@ def norm_rotate_and_cache_twin(
         q, k = rotate_twin(q, k, cos_sin, rotary_dim)
     if key_cache is not None and value_cache is not None and slot_mapping is not None:
         v = v.view(len(qkv), kv_heads, v_head_dim)
+        if v_norm:
+            v = rms_norm_twin(v, v.new_ones(v_head_dim), eps)
+        if v_factor != 1:
+            v = v * v_factor
         dtype = "auto" if k_scale is None and v_scale is None else "fp8_e4m3"
         reshape_and_cache_twin(k, v, key_cache, value_cache, slot_mapping, dtype, k_scale, v_scale)
     return (q_view if q_out is None else q_out).copy_(q)
@@ -108,6 +125,7 @@ def check_qkv(
     value_cache: torch.Tensor | None,
     cos_sin: torch.Tensor | None,
     rotary_dim: int,
+    v_from_k: bool,
 ) -> tuple[int, int, int]:
     """KV heads, head_dim and v_head_dim; 0, head_dim and 0 with no cache. Raises ValueError where they do not fit."""
     if rotary_dim and (cos_sin is None or cos_sin.shape != (len(qkv), rotary_dim)):
@@ -119,7 +137,9 @@ def check_qkv(
         kv_heads, head_dim, v_head_dim = *key_cache.shape[2:], value_cache.shape[3]
     if rotary_dim > head_dim or rotary_dim % 2:
         raise ValueError(f"rotary_dim {rotary_dim} must be even and at most {head_dim}")
-    width = (num_heads + kv_heads) * head_dim + kv_heads * v_head_dim
+    if v_from_k and head_dim != v_head_dim:
+        raise ValueError(f"values that are keys are {head_dim} wide, not {v_head_dim}")
+    width = (num_heads + kv_heads) * head_dim + (0 if v_from_k else kv_heads * v_head_dim)
     if qkv.shape[1] != width:
         raise ValueError(f"qkv is {qkv.shape[1]} wide, not {width}")
     return kv_heads, head_dim, v_head_dim

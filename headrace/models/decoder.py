@@ -18,7 +18,7 @@ from headrace.errors import ConfigError
 from headrace.layers.embedding import Embedding
 from headrace.layers.feed_forward import feed_forward
 from headrace.layers.linear import FusedLinear, Linear
-from headrace.layers.norm import RMSNorm
+from headrace.layers.norm import RMSNorm, UnitRMSNorm
 from headrace.layers.rotary import RotaryTable
 from headrace.spec import AttentionSpec, ModelSpec, RopeSpec
 from headrace.spec.projection import input_matrices
@@ -42,6 +42,8 @@ class SelfAttention(nn.Module):
             self.q_norm = self.norm_class(spec.head_dim, model.norm_eps, dtype=dtype, device=device)
             if spec.kv_source is None:
                 self.k_norm = self.norm_class(spec.head_dim, model.norm_eps, dtype=dtype, device=device)
+        self.v_norm: UnitRMSNorm | None = None
+        self.v_factor = 1.0
         self.attention = Attention(spec)
 
     def parts(self, spec: AttentionSpec) -> Mapping[str, int]:
@@ -50,24 +52,15 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: torch.Tensor, cos_sin: torch.Tensor | None, ctx: ForwardContext) -> torch.Tensor:
         """``[T, hidden] -> [T, hidden]``"""
-        qkv, gate = self.project(x), None
+        qkv, gate = self.qkv_proj(x), None
         if self.spec.output_gate:
             gate = qkv[:, qkv.shape[1] - self.spec.out_size :]
             qkv = qkv[:, : qkv.shape[1] - self.spec.out_size]
-        mixed = self.attention.of_projection(qkv, ctx, cos_sin, self.q_norm, self.k_norm)
+        mixed = self.attention.of_projection(qkv, ctx, cos_sin, self.q_norm, self.k_norm, self.v_norm, self.v_factor)
         if gate is not None:
             mixed = mixed * torch.sigmoid(gate)
         out: torch.Tensor = self.o_proj(mixed)
         return out
-
-    def project(self, x: torch.Tensor) -> torch.Tensor:
-        """``[T, hidden] -> [T, q_size + k_size + v_size]`` (and the gate's), in this order."""
-        spec = self.spec
-        qkv: torch.Tensor = self.qkv_proj(x)
-        if not spec.v_from_k or spec.kv_source is not None:
-            return qkv
-        keys_end = spec.q_size + spec.k_size
-        return torch.cat((qkv[:, :keys_end], qkv[:, spec.q_size :]), dim=1)
 
 
 class DecoderLayer(nn.Module):

@@ -55,23 +55,6 @@ class Gemma4Attention(SelfAttention):
         super().__init__(model, spec, dtype, device)
         self.v_norm = UnitRMSNorm(spec.v_head_dim, model.norm_eps, dtype=dtype, device=device)
 
-    def forward(self, x: torch.Tensor, cos_sin: torch.Tensor | None, ctx: ForwardContext) -> torch.Tensor:
-        spec, tokens = self.spec, len(x)
-        qkv = self.project(x)
-        q = self._heads(qkv[:, : spec.q_size], spec.num_heads, self.q_norm)
-        k = v = None
-        if spec.kv_source is None:
-            keys = qkv[:, spec.q_size : spec.q_size + spec.k_size]
-            values = qkv[:, spec.q_size + spec.k_size :]
-            k = self._heads(keys, spec.num_kv_heads, self.k_norm)
-            v = self.v_norm(values.reshape(tokens, spec.num_kv_heads, spec.v_head_dim))
-        out: torch.Tensor = self.o_proj(self.attention(q, k, v, ctx, cos_sin))
-        return out
-
-    def _heads(self, x: torch.Tensor, heads: int, norm: RMSNorm | None) -> torch.Tensor:
-        each = x.reshape(len(x), heads, self.spec.head_dim)
-        return each if norm is None else norm(each)
-
 
 class Gemma4Router(nn.Module):
     """Chooses a token's experts by the direction of its stream, in float32; each expert's weight has a factor of its own."""

@@ -35,12 +35,7 @@ class MimoAttention(SelfAttention):
         super().__init__(model, spec, dtype, device)
         if not isinstance(model, MimoSpec):
             raise TypeError(f"a layer of MiMo is built from a MimoSpec, not from a {type(model).__name__}")
-        self.value_scale = model.value_scale
-
-    def project(self, x: torch.Tensor) -> torch.Tensor:
-        qkv = super().project(x)
-        qkv[:, self.spec.q_size + self.spec.k_size :] *= self.value_scale
-        return qkv
+        self.v_factor = model.value_scale
 
 
 class MimoLayer(DecoderLayer):

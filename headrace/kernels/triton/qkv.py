@@ -135,6 +135,7 @@ def _norm_rotate_and_cache(
     v_scale,
     slot_mapping,
     eps,
+    v_factor,
     qkv_token: tl.int64,
     angle_token: tl.int64,
     q_token: tl.int64,
@@ -165,6 +166,9 @@ def _norm_rotate_and_cache(
     Q_NORM: tl.constexpr,
     K_NORM: tl.constexpr,
     OFFSET: tl.constexpr,
+    V_FROM_K: tl.constexpr,
+    V_NORM: tl.constexpr,
+    V_SCALED: tl.constexpr,
     K_LANE: tl.constexpr,
     V_LANE: tl.constexpr,
     FP8: tl.constexpr,
@@ -210,11 +214,17 @@ def _norm_rotate_and_cache(
                 _store_part(target, second, present, HALF, HALF, HALF_P, K_LANE)
             if REST > 0:
                 _store_part(target, rest, present, 2 * HALF, REST, REST_P, K_LANE)
-            v_base = qkv + token * qkv_token + (HEADS + KV_HEADS) * D + head * DV
+            v_first: tl.constexpr = HEADS * D if V_FROM_K else (HEADS + KV_HEADS) * D
+            value = _load_part(qkv + token * qkv_token + v_first + head * DV, present, 0, DV, DV_P)
+            if V_NORM:
+                v_rms = tl.rsqrt(_squares(value) / DV + eps)
+                value = (value.to(tl.float32) * v_rms[:, None]).to(value.dtype)
+            if V_SCALED:
+                value = (value.to(tl.float32) * v_factor).to(value.dtype)
             lane = tl.arange(0, DV_P)
             mask = present[:, None] & (lane < DV)[None, :]
             store_heads(
-                _load_part(v_base, present, 0, DV, DV_P), value_cache, v_scale, block, offset, head, lane, mask, present,
+                value, value_cache, v_scale, block, offset, head, lane, mask, present,
                 vc_block, vc_offset, vc_head, vs_block, vs_offset, vs_head, V_LANE, FP8,
             )  # fmt: skip
 
@@ -232,12 +242,15 @@ def norm_rotate_and_cache(
     k_weight: torch.Tensor | None = None,
     eps: float = 0.0,
     offset: bool = False,
+    v_from_k: bool = False,
+    v_norm: bool = False,
+    v_factor: float = 1.0,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     q_out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As its twin. Last axes must be contiguous, but for the caches'; ``slot_mapping`` is int64 or int32."""
-    kv_heads, head_dim, v_head_dim = check_qkv(qkv, num_heads, key_cache, value_cache, cos_sin, rotary_dim)
+    kv_heads, head_dim, v_head_dim = check_qkv(qkv, num_heads, key_cache, value_cache, cos_sin, rotary_dim, v_from_k)
     q = qkv[:, : num_heads * head_dim].unflatten(-1, (num_heads, head_dim)) if q_out is None else q_out
     if not len(qkv):
         return q
@@ -267,6 +280,7 @@ def norm_rotate_and_cache(
         qkv if v_scale is None else v_scale,
         slots,
         eps,
+        v_factor,
         qkv.stride(0),
         0 if cos_sin is None else cos_sin.stride(0),
         *q.stride()[:2],
@@ -288,6 +302,9 @@ def norm_rotate_and_cache(
         Q_NORM=q_weight is not None,
         K_NORM=k_weight is not None,
         OFFSET=offset,
+        V_FROM_K=v_from_k,
+        V_NORM=v_norm,
+        V_SCALED=v_factor != 1,
         K_LANE=keys.stride(3),
         V_LANE=values.stride(3),
         FP8=fp8,

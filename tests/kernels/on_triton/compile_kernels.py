@@ -147,6 +147,8 @@ def others() -> None:
         qkv.norm_rotate_and_cache(packed, 32, rows[..., :128], rows[..., 128:], slots, **rotated)
         qkv.norm_rotate_and_cache(packed, 32, cache.keys, cache.values, slots, **rotated, **scales)
         qkv.norm_rotate_and_cache(packed, 32, rows[..., :128], rows[..., 128:], slots, **rotated, offset=True)
+        values = {"v_from_k": True, "v_norm": True, "v_factor": 0.7}
+        qkv.norm_rotate_and_cache(packed[:, : 40 * 128], 32, rows[..., :128], rows[..., 128:], slots, **rotated, **values)
     for count, tiles in ((1, None), (3, None), (4, linear.LinearTiling(8, 512, 8, 2, 8))):
         linear.linear(x[:count], torch.zeros(1024, 4096, dtype=BF16), x[0, :1024], x[:count, :1024], tiles)
     logits, keys = torch.zeros(2, 50_000), torch.zeros(2, 3, dtype=torch.int64)

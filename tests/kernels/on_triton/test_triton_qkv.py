@@ -30,6 +30,9 @@ class Problem:
     k_scale: torch.Tensor | None
     v_scale: torch.Tensor | None
     offset: bool = False
+    v_from_k: bool = False
+    v_norm: bool = False
+    v_factor: float = 1.0
 
     def copy(self, device: torch.device | str) -> Problem:
         values = (getattr(self, field.name) for field in dataclasses.fields(self))
@@ -49,6 +52,9 @@ class Problem:
             k_weight=self.k_weight,
             eps=EPS,
             offset=self.offset,
+            v_from_k=self.v_from_k,
+            v_norm=self.v_norm,
+            v_factor=self.v_factor,
             k_scale=self.k_scale,
             v_scale=self.v_scale,
             q_out=q_out,
@@ -134,6 +140,21 @@ def test_weights_less_one(head_dim: int, rotary_dim: int, dtype: torch.dtype, de
     check(dataclasses.replace(made, offset=True), device)
 
 
+@pytest.mark.parametrize("fp8", [False, True], ids=["auto", "fp8"])
+@pytest.mark.parametrize("dtype", STEP, ids=str)
+@pytest.mark.parametrize(
+    "changes", [{"v_norm": True}, {"v_factor": 0.612}, {"v_norm": True, "v_factor": -1.7}, {"v_from_k": True}], ids=str
+)
+@pytest.mark.parametrize("head_dim", [64, 40])
+def test_values(head_dim: int, changes: dict[str, object], dtype: torch.dtype, fp8: bool, device: torch.device) -> None:
+    """Normed, multiplied, and the same as the keys were."""
+    own = "v_from_k" in changes
+    made = problem(head_dim=head_dim, v_head_dim=head_dim, rotary_dim=16, dtype=dtype, fp8=fp8, kv_heads=3)
+    if own:
+        made = dataclasses.replace(made, packed=made.packed[:, : 7 * head_dim].contiguous(), v_norm=True)
+    check(dataclasses.replace(made, **changes), device)
+
+
 @pytest.mark.parametrize("dtype", STEP, ids=str)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (3, 1), (15, 5), (7, 1), (24, 2)])
 def test_heads(heads: int, kv_heads: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -191,5 +212,7 @@ def test_what_does_not_fit(device: torch.device) -> None:
         dataclasses.replace(made, angles=made.angles[:-1]).run(qkv.norm_rotate_and_cache)
     with pytest.raises(ValueError, match="rotary_dim"):
         dataclasses.replace(made, angles=torch.zeros(5, 66), rotary_dim=66).run(qkv.norm_rotate_and_cache)
+    with pytest.raises(ValueError, match="values that are keys"):
+        dataclasses.replace(problem(v_head_dim=32).copy(device), v_from_k=True).run(qkv.norm_rotate_and_cache)
     with pytest.raises(ValueError, match="k_scale"):
         dataclasses.replace(problem(fp8=True).copy(device), k_scale=None).run(qkv.norm_rotate_and_cache)

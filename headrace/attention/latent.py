@@ -89,8 +89,9 @@ class LatentAttention(nn.Module):
         if gpu.takes(q) and norm.plain and rotated:
             cache, backend = ctx.caches[self.spec.layer], self._backend(ctx)
             slots, q = ctx.step.slot_mapping[cache.group], q.contiguous()
-            norm_rotate_and_cache_latent(q, compressed, norm.weight, norm.eps, self._angles(cos_sin), cache.rows, slots)
-            return backend.attend(q, cache, up)
+            given, wide = (norm.weight, norm.eps, self._angles(cos_sin)), backend.absorbed_queries(q)
+            norm_rotate_and_cache_latent(q, compressed, *given, cache.rows, slots, wide)
+            return backend.attend(q, cache, up, wide)
         normed = torch.cat((compressed[:, :rotated], norm(compressed[:, rotated:])), dim=1)
         return self.forward(q, normed, up, ctx, cos_sin)
 
@@ -197,8 +198,18 @@ class LatentBackend:
     def run(self, q: torch.Tensor, cache: LayerCache, sinks: torch.Tensor | None = None) -> torch.Tensor:
         raise ValueError(f"layer {cache.spec.layer} keeps compressed KV: attend() is for it")
 
-    def attend(self, q: torch.Tensor, cache: LayerCache, up: torch.Tensor) -> torch.Tensor:
-        """As ``LatentAttention.forward``, with the step's KV in the cache and q rotated."""
+    def absorbed_queries(self, q: torch.Tensor) -> torch.Tensor | None:
+        """``[T, num_heads, head_dim]``, not filled: for the queries of a step whose rows are all absorbed; else None."""
+        if self._few is None or len(self._many):
+            return None
+        return q.new_empty(len(q), self._spec.num_heads, self._spec.head_dim)
+
+    def attend(self, q: torch.Tensor, cache: LayerCache, up: torch.Tensor, wide: torch.Tensor | None = None) -> torch.Tensor:
+        """As ``LatentAttention.forward``, with the step's KV in the cache and q rotated.
+
+        Args:
+            wide: of ``absorbed_queries``, with the rotated channels of q; those of ``q`` itself do not count then.
+        """
         step, spec = self._step, self._spec
         if step is None:
             raise RuntimeError("plan() comes before attend()")
@@ -206,7 +217,7 @@ class LatentBackend:
         if (cache.spec.num_heads, cache.spec.row_width, cache.spec.latent) != (spec.num_heads, width, spec.latent):
             raise ValueError(f"layer {cache.spec.layer} is not of the geometry that this instance was made for")
         if self._few is not None and not len(self._many):
-            return self._attend_absorbed(q, cache, up)
+            return self._attend_absorbed(q, cache, up, wide)
         out = q.new_zeros(len(q), spec.out_size)
         if self._few is not None:
             out[self._few.tokens] = self._attend_absorbed(q[self._few.tokens], cache, up)
@@ -226,12 +237,15 @@ class LatentBackend:
 
     # ---------------------------------------------------------------------------------------------------------- absorbed
 
-    def _attend_absorbed(self, q: torch.Tensor, cache: LayerCache, up: torch.Tensor) -> torch.Tensor:
+    def _attend_absorbed(
+        self, q: torch.Tensor, cache: LayerCache, up: torch.Tensor, wide: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """``[T, num_heads, latent.head_dim] -> [T, out_size]``"""
         spec, rotated = self._spec, self._spec.rotary_dim
         to_keys, to_values = self._projections(up)
-        wide = q.new_empty(len(q), spec.num_heads, spec.head_dim)
-        wide[..., :rotated] = q[..., :rotated]
+        if wide is None:
+            wide = q.new_empty(len(q), spec.num_heads, spec.head_dim)
+            wide[..., :rotated] = q[..., :rotated]
         linear_by_head(q[..., rotated:], to_keys.transpose(1, 2), wide[..., rotated:], invariant=self._invariant)
         mixed = self._absorbed.run(wide, cache).view(len(q), spec.num_heads, spec.v_head_dim)
         out = q.new_empty(len(q), spec.num_heads, self._latent.v_head_dim)

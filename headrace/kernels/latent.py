@@ -17,8 +17,9 @@ def norm_rotate_and_cache_latent(
     cos_sin: torch.Tensor,
     rows: torch.Tensor,
     slot_mapping: torch.Tensor,
+    q_out: torch.Tensor | None = None,
 ) -> None:
-    """Rotates q in place; norms and rotates the compressed KV on its way to its slots.
+    """Rotates q; norms and rotates the compressed KV on its way to its slots.
 
     Args:
         q: ``[T, num_heads, d]`` contiguous: the leading ``rotary_dim`` channels of every head are rotated.
@@ -27,13 +28,15 @@ def norm_rotate_and_cache_latent(
         cos_sin: ``[T, rotary_dim]`` float32: a token's cosines, then its sines.
         rows: ``[blocks, block_size, 1, rotary_dim + rank]`` of q's dtype, its last axis contiguous.
         slot_mapping: ``[T]`` int64: ``block * block_size + offset``; -1 writes nothing.
+        q_out: ``[T, num_heads, rotary_dim or more]``, last axis contiguous: its leading channels get the rotated ones, and q
+            stays as it is. None: they take their place in q.
 
     Raises:
         ValueError: a tensor does not fit the others.
     """
-    check_latent(q, compressed, weight, cos_sin, rows)
+    check_latent(q, compressed, weight, cos_sin, rows, q_out)
     run = gpu.kernels("latent").norm_rotate_and_cache_latent if gpu.takes(q) else norm_rotate_and_cache_latent_twin
-    run(q, compressed, weight, eps, cos_sin, rows, slot_mapping)
+    run(q, compressed, weight, eps, cos_sin, rows, slot_mapping, q_out)
 
 
 def norm_rotate_and_cache_latent_twin(
@@ -44,18 +47,24 @@ def norm_rotate_and_cache_latent_twin(
     cos_sin: torch.Tensor,
     rows: torch.Tensor,
     slot_mapping: torch.Tensor,
+    q_out: torch.Tensor | None = None,
 ) -> None:
     rotary_dim = cos_sin.shape[1]
     normed = torch.cat((compressed[:, :rotary_dim], rms_norm_twin(compressed[:, rotary_dim:], weight, eps)), dim=1)
     rotated, row = rotate_twin(q, normed.unsqueeze(1), cos_sin, rotary_dim)
-    q.copy_(rotated)
+    (q if q_out is None else q_out)[..., :rotary_dim] = rotated[..., :rotary_dim]
     kept = slot_mapping >= 0
     slots, size = slot_mapping[kept], rows.shape[1]
     rows[slots // size, slots % size] = row[kept]
 
 
 def check_latent(
-    q: torch.Tensor, compressed: torch.Tensor, weight: torch.Tensor, cos_sin: torch.Tensor, rows: torch.Tensor
+    q: torch.Tensor,
+    compressed: torch.Tensor,
+    weight: torch.Tensor,
+    cos_sin: torch.Tensor,
+    rows: torch.Tensor,
+    q_out: torch.Tensor | None = None,
 ) -> None:
     """Raises ValueError where ``norm_rotate_and_cache_latent`` must."""
     tokens, rotary_dim, rank = len(q), cos_sin.shape[1], len(weight)
@@ -65,5 +74,11 @@ def check_latent(
         raise ValueError(f"compressed must be [{tokens}, {rotary_dim + rank}] with a contiguous last axis")
     if rows.shape[2:] != (1, rotary_dim + rank) or rows.stride(3) != 1:
         raise ValueError(f"rows must be [blocks, block_size, 1, {rotary_dim + rank}], not {list(rows.shape)}")
+    if q_out is not None:
+        fits = q_out.shape[:2] == q.shape[:2] and q_out.shape[2] >= rotary_dim and q_out.stride(2) == 1
+        if not fits or q_out.dtype != q.dtype:
+            raise ValueError(
+                f"q_out must be {[*q.shape[:2], rotary_dim]} {q.dtype} or wider, not {list(q_out.shape)} {q_out.dtype}"
+            )
     if not q.dtype == compressed.dtype == weight.dtype == rows.dtype:
         raise ValueError(f"q, compressed, weight and rows are of several types: {q.dtype}, {compressed.dtype}, {rows.dtype}")

@@ -55,6 +55,8 @@ def linear_by_head(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, 
     """
     if invariant and gpu.takes(x) and weight.dtype == x.dtype:
         gpu.kernels("matmul").matmul_by_head(x, weight, out)
+    elif gpu.takes(x):
+        torch.bmm(x.transpose(0, 1), weight.transpose(1, 2), out=out.transpose(0, 1))
     else:
         out.copy_(torch.bmm(x.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1))
 

@@ -3,15 +3,48 @@
 from __future__ import annotations
 
 import torch
-from torch.nn.functional import linear
+import torch.nn.functional as F
 
 from headrace.errors import ConfigError
 from headrace.kernels import gpu
 from headrace.kernels.activation import clamped_swiglu, gelu_mul, gelu_tanh_mul, silu_mul
+from headrace.kernels.linear import linear
 from headrace.spec import CLAMPED_SWIGLU, MoeSpec
 
 GATES = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", CLAMPED_SWIGLU)
 """What ``MoeSpec.act`` may be."""
+
+
+MOST_ROUTED = 64
+"""Tokens up to which one kernel takes them as they are to their logits; more are for a library's product."""
+
+
+def router_logits(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, invariant: bool = False
+) -> torch.Tensor:
+    """``x W^T + bias`` in float32.
+
+    Args:
+        x: ``[T, hidden]``, last axis contiguous.
+        weight: ``[num_experts, hidden]`` float32, contiguous.
+        bias: ``[num_experts]`` float32.
+        invariant: as for ``kernels.linear.linear``.
+
+    Returns:
+        ``[T, num_experts]`` float32.
+
+    Raises:
+        ValueError: a tensor does not fit the others.
+    """
+    if weight.shape[1:] != x.shape[1:] or weight.dtype != torch.float32 or not weight.is_contiguous():
+        raise ValueError(f"a router of {list(weight.shape)} {weight.dtype} does not fit x, {list(x.shape)}")
+    if not invariant and len(x) <= MOST_ROUTED and gpu.takes(x) and x.stride(1) == 1:
+        return gpu.kernels("router").router_logits(x, weight, bias)  # type: ignore[no-any-return]
+    return linear(x.float(), weight, bias, invariant=invariant)
+
+
+def router_logits_twin(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    return F.linear(x.float(), weight, bias)
 
 
 def route(
@@ -73,6 +106,7 @@ def moe_mlp(
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
     *,
+    plus: torch.Tensor | None = None,
     invariant: bool = False,
 ) -> torch.Tensor:
     """The weighted sum of each token's experts.
@@ -87,6 +121,7 @@ def moe_mlp(
         down: ``[num_experts, hidden, intermediate_size]`` likewise.
         gate_up_bias: ``[num_experts, 2 * intermediate_size]``
         down_bias: ``[num_experts, hidden]``
+        plus: ``[T, hidden]`` of x's dtype, contiguous: what is added to the rounded sum.
         invariant: a token comes out bitwise the same whatever the other tokens: on a GPU.
 
     Returns:
@@ -97,7 +132,11 @@ def moe_mlp(
     """
     check_moe_mlp(x, experts, weights, gate_up, down, spec, gate_up_bias, down_bias)
     given = (x, experts, weights, gate_up, down, spec, gate_up_bias, down_bias)
-    return gpu.kernels("moe").moe_mlp(*given, invariant=invariant) if gpu.takes(x) else moe_mlp_twin(*given)
+    if plus is not None and (plus.shape != x.shape or plus.dtype != x.dtype or not plus.is_contiguous()):
+        raise ValueError(f"plus must be {list(x.shape)} {x.dtype} and contiguous, not {list(plus.shape)} {plus.dtype}")
+    if gpu.takes(x):
+        return gpu.kernels("moe").moe_mlp(*given, plus=plus, invariant=invariant)  # type: ignore[no-any-return]
+    return moe_mlp_twin(*given, plus=plus)
 
 
 def moe_mlp_twin(
@@ -109,6 +148,8 @@ def moe_mlp_twin(
     spec: MoeSpec,
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
+    *,
+    plus: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Choices sorted by expert, then an expert at a time; experts that nobody chose cost nothing."""
     tokens, top_k = experts.shape
@@ -123,10 +164,11 @@ def moe_mlp_twin(
             continue
         choices = order[start : start + count]
         start += count
-        hidden = linear(x[choices // top_k], gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
-        out = linear(gated(hidden, spec), down[expert], None if down_bias is None else down_bias[expert])
+        hidden = F.linear(x[choices // top_k], gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
+        out = F.linear(gated(hidden, spec), down[expert], None if down_bias is None else down_bias[expert])
         weighted[choices] = (out.float() * factors[choices]).to(x.dtype)
-    return weighted.view(tokens, top_k, x.shape[1]).sum(1)
+    total = weighted.view(tokens, top_k, x.shape[1]).sum(1)
+    return total if plus is None else total + plus
 
 
 def check_moe_mlp(

@@ -6,8 +6,7 @@ import torch
 from torch import nn
 
 from headrace.errors import ConfigError
-from headrace.kernels.linear import linear
-from headrace.kernels.moe import GATES, moe_mlp, route
+from headrace.kernels.moe import GATES, moe_mlp, route, router_logits
 from headrace.layers.mlp import GatedMLP
 from headrace.spec import MoeSpec
 
@@ -35,7 +34,7 @@ class Router(nn.Module):
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """``[T, hidden]`` -> experts ``[T, top_k]`` int32, weights ``[T, top_k]`` float32."""
-        logits = linear(x.float(), self.weight, self.bias, invariant=self.invariant)
+        logits = router_logits(x, self.weight, self.bias, invariant=self.invariant)
         return route(logits, self.spec, self.e_score_correction_bias)
 
 
@@ -60,11 +59,13 @@ class Experts(nn.Module):
         self.invariant = False
         """A token comes out bitwise the same whatever the other tokens."""
 
-    def forward(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """``[T, hidden] -> [T, hidden]``; experts and weights as a Router gives them."""
+    def forward(
+        self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, plus: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """``[T, hidden] -> [T, hidden]``; experts and weights as a Router gives them. ``plus`` of the same shape is added."""
         biases = self.gate_up_proj_bias, self.down_proj_bias
         matrices = self.gate_up_proj, self.down_proj
-        return moe_mlp(x, experts, weights, *matrices, self.spec, *biases, invariant=self.invariant)
+        return moe_mlp(x, experts, weights, *matrices, self.spec, *biases, plus=plus, invariant=self.invariant)
 
 
 class MoeMLP(nn.Module):
@@ -80,5 +81,6 @@ class MoeMLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[T, hidden] -> [T, hidden]``"""
-        out: torch.Tensor = self.experts(x, *self.gate(x))
-        return out if self.shared_experts is None else out + self.shared_experts(x)
+        shared = None if self.shared_experts is None else self.shared_experts(x)
+        out: torch.Tensor = self.experts(x, *self.gate(x), shared)
+        return out

@@ -18,7 +18,7 @@ from headrace.layers.embedding import Embedding
 from headrace.layers.linear import Linear
 from headrace.layers.mlp import ACTIVATIONS, GatedMLP
 from headrace.layers.moe import Experts, Router
-from headrace.layers.norm import RMSNorm, UnitRMSNorm
+from headrace.layers.norm import UnitRMSNorm
 from headrace.models.decoder import Decoder, SelfAttention
 from headrace.models.family import Family
 from headrace.models.gemma import IMAGES_AND_SOUND, GemmaDecoder, GemmaLayer, rounded, within_a_larger_model

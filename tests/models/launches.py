@@ -148,7 +148,7 @@ class Layer:
 
 
 def of_case(case: str) -> list[Layer]:
-    """A decode step of two rows, in float16, as the interpreter has no products in bfloat16.
+    """A decode step of five rows, in float16, as the interpreter has no products in bfloat16.
 
     Returns:
         Each kind of layer but the first, which has no sum before its norm; and then what there is outside of the layers.
@@ -156,7 +156,7 @@ def of_case(case: str) -> list[Layer]:
     _, config_class, changes = CASES[case]
     model = random_model(registry.model_spec(config_class(**{**SMALL, **changes})), "float16")
     bench, seen = Bench(model, "triton"), Launches()
-    rows = [bench.sequence(prompt(length)) for length in (5, 9)]
+    rows = [bench.sequence(prompt(length)) for length in (1, 2, 3, 4, 5)]
     for row in rows:
         bench.prefill(row)
         row.tokens.append(7)
@@ -178,7 +178,7 @@ def of_case(case: str) -> list[Layer]:
     # On a GPU the product itself gives float32.
     model.lm_head.forward = seen.as_one("linear", model.lm_head.forward)  # type: ignore[method-assign]
     with seen.of_kernels():
-        bench.step([(row, 1) for row in rows], decodes=2)
+        bench.step([(row, 1) for row in rows], decodes=len(rows))
     found = [Layer(_kind(model, index), tuple(seen.names[slice(*borders[index])])) for index in range(1, len(borders))]
     around = seen.names[: borders[0][0]] + seen.names[borders[-1][1] :]
     return [*dict.fromkeys(found), Layer("outside of the layers", tuple(around))]

@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from headrace.kernels.triton.pdl import begin, options
+
 
 @triton.jit
 def _rotate_halves(source, target, cos_sin, HALF: tl.constexpr, HALF_P: tl.constexpr):
@@ -27,6 +29,7 @@ def _rotate_halves(source, target, cos_sin, HALF: tl.constexpr, HALF_P: tl.const
 @triton.jit(do_not_specialize=["block_size"])
 def _latent(
     q,
+    q_out,
     compressed,
     weight,
     cos_sin,
@@ -34,6 +37,8 @@ def _latent(
     slots,
     eps,
     block_size,
+    out_token: tl.int64,
+    out_head: tl.int64,
     compressed_row: tl.int64,
     block_stride: tl.int64,
     place_stride: tl.int64,
@@ -43,14 +48,16 @@ def _latent(
     HALF_P: tl.constexpr,
     RANK: tl.constexpr,
     RANK_P: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One token: a head of q, or behind them its row of the cache."""
+    begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     angles = cos_sin + token * 2 * HALF
     if head < HEADS:
-        own = q + (token * HEADS + head) * WIDTH
-        _rotate_halves(own, own, angles, HALF, HALF_P)
+        target = q_out + token * out_token + head * out_head
+        _rotate_halves(q + (token * HEADS + head) * WIDTH, target, angles, HALF, HALF_P)
         return
     slot = tl.load(slots + token)
     if slot < 0:
@@ -76,14 +83,17 @@ def norm_rotate_and_cache_latent(
     cos_sin: torch.Tensor,
     rows: torch.Tensor,
     slot_mapping: torch.Tensor,
+    q_out: torch.Tensor | None = None,
 ) -> None:
     """As its twin, which checks the arguments."""
     tokens, heads, width = q.shape
     if not tokens:
         return
+    target = q if q_out is None else q_out
     half, rank = cos_sin.shape[1] // 2, len(weight)
     _latent[(tokens, heads + 1)](
         q,
+        target,
         compressed,
         weight,
         cos_sin.contiguous(),
@@ -91,6 +101,8 @@ def norm_rotate_and_cache_latent(
         slot_mapping,
         eps,
         rows.shape[1],
+        target.stride(0),
+        target.stride(1),
         compressed.stride(0),
         rows.stride(0),
         rows.stride(1),
@@ -101,4 +113,5 @@ def norm_rotate_and_cache_latent(
         RANK=rank,
         RANK_P=triton.next_power_of_2(rank),
         num_warps=2,
+        **options(q.device),
     )

@@ -16,12 +16,16 @@ import torch
 import triton
 import triton.language as tl
 
+from headrace.kernels.triton.pdl import begin, options
 from headrace.spec import CLAMPED_SWIGLU, MoeSpec
 
 _SILU, _GELU, _GELU_TANH, _CLAMPED = (tl.constexpr(number) for number in range(4))
 _GATES = {"silu": 0, "swish": 0, "gelu": 1, "gelu_new": 2, "gelu_pytorch_tanh": 2, CLAMPED_SWIGLU: 3}
 _CHUNK = 2048
 """Choices that are counted at a time."""
+_FEW = 32
+"""Choices that need not be sorted: each gets a tile of its own, if they are few for the experts there are, so that hardly two
+fall upon the same."""
 _BLOCK = 1024
 """Channels of a program that sums up a token's experts."""
 
@@ -87,8 +91,10 @@ def _route(
     SIGMOID: tl.constexpr,
     CORRECTION: tl.constexpr,
     NORMALIZE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One token. Experts lie in a plane: a row a group."""
+    begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS_P)
     member = tl.arange(0, SIZE_P)
@@ -168,6 +174,7 @@ def route(
         CORRECTION=correction_bias is not None,
         NORMALIZE=spec.normalize,
         num_warps=1,
+        **options(logits.device),
     )
     return experts, weights
 
@@ -176,8 +183,9 @@ def route(
 
 
 @triton.jit(do_not_specialize=["choices"])
-def _sort(experts, order, start, choices, EXPERTS: tl.constexpr, CHUNK: tl.constexpr):
+def _sort(experts, order, start, choices, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
     """One expert: where its choices begin in the order, and which they are."""
+    begin(PDL)
     own = tl.program_id(0)
     before = 0
     mine = 0
@@ -212,6 +220,25 @@ def _tile(start, tile, EXPERTS: tl.constexpr, EXPERTS_P: tl.constexpr, TOKENS: t
     inside = tl.where(owner < EXPERTS, owner, EXPERTS - 1)
     first = tl.load(start + inside) + (tile - skipped) * TOKENS
     return owner, first, tl.load(start + inside + 1)
+
+
+@triton.jit
+def _rows(order, start, tile, EXPERTS: tl.constexpr, EXPERTS_P: tl.constexpr, TOKENS: tl.constexpr, SORTED: tl.constexpr):
+    """The expert of a tile (EXPERTS: there is none such), its places in the order, which of them count, and their choices.
+
+    Not SORTED, the order is that of the choices, each of which is a tile, and ``start`` is their experts.
+    """
+    if SORTED:
+        expert, first, end = _tile(start, tile, EXPERTS, EXPERTS_P, TOKENS)
+        place = first + tl.arange(0, TOKENS)
+        used = place < end
+        choice = tl.load(order + place, mask=used, other=0)
+    else:
+        expert = tl.load(start + tile)
+        place = tile + tl.arange(0, TOKENS)
+        used = place == tile
+        choice = tl.where(used, place, 0)
+    return expert, place, used, choice
 
 
 @triton.jit
@@ -255,15 +282,16 @@ def _up(
     CHANNELS: tl.constexpr,
     GATE: tl.constexpr,
     BIAS: tl.constexpr,
+    SORTED: tl.constexpr,
     PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """A tile of ``act(x gate^T) * (x up^T)``, written by order."""
-    expert, first, end = _tile(start, tl.program_id(0), EXPERTS, EXPERTS_P, TOKENS)
+    begin(PDL)
+    expert, place, used, choice = _rows(order, start, tl.program_id(0), EXPERTS, EXPERTS_P, TOKENS, SORTED)
     if expert == EXPERTS:
         return
-    place = first + tl.arange(0, TOKENS)
-    used = place < end
-    token = tl.load(order + place, mask=used, other=0) // TOP_K
+    token = choice // TOP_K
     output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     present = output < INNER
     rows = x + token.to(tl.int64)[:, None] * x_row
@@ -303,15 +331,15 @@ def _down(
     OUTPUTS: tl.constexpr,
     CHANNELS: tl.constexpr,
     BIAS: tl.constexpr,
+    SORTED: tl.constexpr,
     PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """A tile of ``(x down^T) * factor``, x by order, written where each choice stands."""
-    expert, first, end = _tile(start, tl.program_id(0), EXPERTS, EXPERTS_P, TOKENS)
+    begin(PDL)
+    expert, place, used, choice = _rows(order, start, tl.program_id(0), EXPERTS, EXPERTS_P, TOKENS, SORTED)
     if expert == EXPERTS:
         return
-    place = first + tl.arange(0, TOKENS)
-    used = place < end
-    choice = tl.load(order + place, mask=used, other=0)
     output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     present = output < OUT
     rows = x + place.to(tl.int64)[:, None] * IN
@@ -331,8 +359,18 @@ def _down(
 
 
 @triton.jit
-def _sum_choices(weighted, out, WIDTH: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+def _sum_choices(
+    weighted,
+    plus,
+    out,
+    WIDTH: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PLUS: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """The sum of a token's experts for a block of channels, one by one in the order in which they were chosen."""
+    begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     present = channel < WIDTH
@@ -340,6 +378,9 @@ def _sum_choices(weighted, out, WIDTH: tl.constexpr, TOP_K: tl.constexpr, BLOCK:
     for choice in tl.static_range(TOP_K):
         part = tl.load(weighted + (token * TOP_K + choice) * WIDTH + channel, mask=present, other=0.0)
         total += part.to(tl.float32)
+    if PLUS:
+        added = tl.load(plus + token * WIDTH + channel, mask=present, other=0.0).to(tl.float32)
+        total = total.to(out.dtype.element_ty).to(tl.float32) + added
     tl.store(out + token * WIDTH + channel, total.to(out.dtype.element_ty), mask=present)
 
 
@@ -360,6 +401,7 @@ def moe_mlp(
     down_bias: torch.Tensor | None = None,
     tiling: MoeTiling | None = None,
     *,
+    plus: torch.Tensor | None = None,
     invariant: bool = False,
 ) -> torch.Tensor:
     """As its twin, which checks the arguments. ``tiling``: in place of one that is chosen by size."""
@@ -368,16 +410,22 @@ def moe_mlp(
     if not choices:
         return torch.empty_like(x)
     device = x.device
-    order = torch.empty(choices, dtype=torch.int32, device=device)
-    start = torch.empty(count + 1, dtype=torch.int32, device=device)
-    chunk = min(_CHUNK, triton.next_power_of_2(choices))
-    _sort[(count,)](experts, order, start, choices, EXPERTS=count, CHUNK=chunk, num_warps=4)
+    in_order = invariant or (tokens > 1 and choices > min(_FEW, count // 4))
+    if in_order:
+        order = torch.empty(choices, dtype=torch.int32, device=device)
+        start = torch.empty(count + 1, dtype=torch.int32, device=device)
+        chunk = min(_CHUNK, triton.next_power_of_2(choices))
+        _sort[(count,)](experts, order, start, choices, EXPERTS=count, CHUNK=chunk, num_warps=4, **options(device))
+    else:
+        order = start = experts
     active = torch.empty(choices, inner, dtype=x.dtype, device=device)
     out = torch.empty(choices, hidden, dtype=x.dtype, device=device)
     shared = {
         "EXPERTS": count,
         "EXPERTS_P": triton.next_power_of_2(count),
+        "SORTED": in_order,
         "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
+        **options(device),
     }
 
     def chosen(size_in: int, size_out: int) -> MoeTiling:
@@ -386,7 +434,7 @@ def moe_mlp(
         return tiling or choose_tiling(choices, count, size_in, size_out, x.itemsize)
 
     first = chosen(hidden, inner)
-    _up[_grid(choices, count, inner, first)](
+    _up[_grid(choices, count, inner, first, in_order)](
         x,
         order,
         start,
@@ -405,7 +453,7 @@ def moe_mlp(
         **_launch(first),
     )
     second = chosen(inner, hidden)
-    _down[_grid(choices, count, hidden, second)](
+    _down[_grid(choices, count, hidden, second, in_order)](
         active,
         order,
         start,
@@ -422,14 +470,23 @@ def moe_mlp(
     total = torch.empty(tokens, hidden, dtype=x.dtype, device=device)
     block = min(_BLOCK, triton.next_power_of_2(hidden))
     _sum_choices[(tokens, triton.cdiv(hidden, block))](
-        out, total, WIDTH=hidden, TOP_K=spec.top_k, BLOCK=block, num_warps=max(block // 256, 1)
+        out,
+        total if plus is None else plus,
+        total,
+        WIDTH=hidden,
+        TOP_K=spec.top_k,
+        BLOCK=block,
+        PLUS=plus is not None,
+        num_warps=max(block // 256, 1),
+        **options(device),
     )
     return total
 
 
-def _grid(choices: int, num_experts: int, outputs: int, tiling: MoeTiling) -> tuple[int, int]:
+def _grid(choices: int, num_experts: int, outputs: int, tiling: MoeTiling, in_order: bool) -> tuple[int, int]:
     """Tiles of one expert follow each other, so that they find its weights in the cache."""
-    return most_tiles(choices, num_experts, tiling.tokens), triton.cdiv(outputs, tiling.outputs)
+    tiles = most_tiles(choices, num_experts, tiling.tokens) if in_order else choices
+    return tiles, triton.cdiv(outputs, tiling.outputs)
 
 
 def _launch(tiling: MoeTiling) -> dict[str, int]:

@@ -34,6 +34,7 @@ from headrace.kernels.triton import (
     paged_attention,
     pages,
     qkv,
+    router,
     tiling,
 )
 from headrace.spec import AttentionSpec, MoeSpec, layer_kv
@@ -176,6 +177,9 @@ def mixtures() -> None:
     )
     for tokens, dtype in ((1, BF16), (8192, BF16), (8192, torch.float32)):
         gate_up, down = torch.zeros(160, 1024, 256, dtype=dtype), torch.zeros(160, 256, 512, dtype=dtype)
+        if tokens <= 64:
+            for rows in (tokens, 16):
+                router.router_logits(torch.zeros(rows, 256, dtype=dtype), torch.zeros(160, 256), torch.zeros(160))
         experts, weights = moe.route(torch.zeros(tokens, 160), spec, torch.zeros(160))
         x = torch.zeros(tokens, 256, dtype=dtype)
         for invariant in (False, True):

@@ -63,6 +63,24 @@ def test_a_cache_of_wider_strides_and_parts_of_a_projection(device: torch.device
     close(arena[:, :, 1].cpu().reshape(20, -1)[kept], expected[1].view(20, -1)[kept], steps=8)
 
 
+@pytest.mark.parametrize("dtype", STEP, ids=str)
+@pytest.mark.parametrize("name", SIZES)
+def test_q_may_go_elsewhere(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Its rotated channels do, to the first ones of wider heads; q itself stays as it was."""
+    heads, rotated, _, rank = SIZES[name]
+    given, slots = operands(SIZES[name], 5, dtype)
+    expected, _ = run(norm_rotate_and_cache_latent_twin, given, slots)
+    q, compressed, weight, cos_sin, rows = (tensor.to(device, copy=True) for tensor in given)
+    for function, where in ((norm_rotate_and_cache_latent, device), (norm_rotate_and_cache_latent_twin, q.device)):
+        wide = torch.full((5, heads, rotated + rank), torch.nan, dtype=dtype, device=where)
+        function(q, compressed, weight, 1e-6, cos_sin, rows, slots.to(device), wide)
+        assert torch.equal(q.cpu(), given[0])
+        assert wide[..., rotated:].isnan().all()
+        torch.testing.assert_close(
+            wide[..., :rotated].cpu(), expected[..., :rotated], atol=8 * STEP[dtype], rtol=4 * STEP[dtype]
+        )
+
+
 def test_what_does_not_fit() -> None:
     (q, compressed, weight, cos_sin, rows), _ = operands(SIZES["small"], 2, torch.float32)
     for changed, words in (
@@ -74,3 +92,6 @@ def test_what_does_not_fit() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             check_latent(*changed)
+    for q_out in (q[..., :3], q[:, :2], q.half(), q.transpose(1, 2)):
+        with pytest.raises(ValueError, match="q_out"):
+            check_latent(q, compressed, weight, cos_sin, rows, q_out)

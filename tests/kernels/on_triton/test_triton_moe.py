@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from headrace.kernels import moe as twin
-from headrace.kernels.triton import moe
+from headrace.kernels.triton import moe, router
 from headrace.kernels.triton.moe import MoeTiling, most_tiles
 from headrace.spec import CLAMPED_SWIGLU, MoeSpec
 
@@ -101,6 +101,55 @@ def check(given: list, device: torch.device, steps: float = 4, **options: MoeTil
     assert got.dtype == expected.dtype
     bound = steps * STEP[got.dtype]
     torch.testing.assert_close(got, expected, atol=bound * max(expected.abs().max().item(), 1e-3), rtol=bound)
+
+
+@pytest.mark.parametrize("dtype", STEP, ids=str)
+@pytest.mark.parametrize(("tokens", "experts", "hidden"), [(0, 8, 16), (1, 7, 40), (3, 9, 1100), (6, 13, 300), (64, 3, 24)])
+def test_logits(tokens: int, experts: int, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
+    torch.manual_seed(tokens)
+    x, weight, bias = torch.randn(tokens, hidden + 3).to(dtype), torch.randn(experts, hidden), torch.randn(experts)
+    x = x[:, :hidden]
+    for own in (None, bias):
+        got = router.router_logits(x.to(device), weight.to(device), None if own is None else own.to(device))
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got.cpu(), twin.router_logits_twin(x, weight, own), atol=1e-4, rtol=1e-5)
+
+
+def test_logits_of_many_rows_are_a_librarys(device: torch.device) -> None:
+    weight = torch.randn(5, 8, device=device)
+    with pytest.raises(ValueError, match="65 rows"):
+        router.router_logits(torch.randn(65, 8, device=device), weight)
+    x = torch.randn(65, 8, device=device)
+    torch.testing.assert_close(twin.router_logits(x, weight).cpu(), twin.router_logits_twin(x.cpu(), weight.cpu()))
+    with pytest.raises(ValueError, match="router"):
+        twin.router_logits(x, weight.half())
+    with pytest.raises(ValueError, match="router"):
+        twin.router_logits(x[:, 1:], weight)
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 5])
+@pytest.mark.parametrize("plus", [False, True], ids=["alone", "plus"])
+def test_few_choices_have_a_tile_each(tokens: int, plus: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two tokens of one expert, too; and what is added comes after the sum is rounded."""
+    spec = MoeSpec(num_experts=64, top_k=4, intermediate_size=20, bias=True)
+    given = operands(spec, tokens, 40, torch.float16)
+    given[1][-1] = given[1][0]  # type: ignore[index]
+    added = {"plus": torch.randn(tokens, 40).half()} if plus else {}
+    expected = twin.moe_mlp_twin(*given, **added)
+    moved = [value.to(device) if isinstance(value, torch.Tensor) else value for value in given]
+    moved_plus = {name: value.to(device) for name, value in added.items()}
+    got = moe.moe_mlp(*moved, **moved_plus)
+    monkeypatch.setattr(moe, "_FEW", 0)
+    assert torch.equal(got, moe.moe_mlp(*moved, **moved_plus))
+    bound = 4 * STEP[torch.float16]
+    torch.testing.assert_close(got.cpu(), expected, atol=bound * expected.abs().max().item(), rtol=bound)
+
+
+def test_plus_of_another_shape(device: torch.device) -> None:
+    given = [v.to(device) if isinstance(v, torch.Tensor) else v for v in operands(SPEC, 3, 40, torch.float32)]
+    for plus in (torch.zeros(3, 39), torch.zeros(3, 40).half(), torch.zeros(40, 3).T):
+        with pytest.raises(ValueError, match="plus"):
+            twin.moe_mlp(*given, plus=plus.to(device))
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 33])

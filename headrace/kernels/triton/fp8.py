@@ -47,15 +47,6 @@ def to_half(stored, MODE: tl.constexpr):
 
 
 @triton.jit
-def log2(x, MODE: tl.constexpr):
-    """Of float32 that is not subnormal; where the device converts, in one instruction, to 2 ** -22."""
-    if MODE == 1:
-        return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=r,r", [x], tl.float32, is_pure=True, pack=1)
-    else:
-        return tl.log2(x)
-
-
-@triton.jit
 def from_float(x, MODE: tl.constexpr):
     """float32 of at most 448 in absolute value, or NaN -> uint8 that hold e4m3, rounded to nearest, ties to even."""
     if MODE == 1:

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from headrace.kernels.kv_cache import check_scales
-from headrace.kernels.triton.fp8 import OFF, as_bytes, gain, log2, mode, to_half
+from headrace.kernels.triton.fp8 import OFF, as_bytes, gain, mode, to_half
 from headrace.kernels.triton.kv_cache import scale_strides
 from headrace.kernels.triton.pdl import begin as begin_launch
 from headrace.kernels.triton.pdl import options
@@ -163,6 +163,16 @@ def _seen(
 
 
 @triton.jit
+def _parts(scale):
+    """A scale as 2 ** size * rest, with 1 <= rest < 2, and 2 ** -size. NaN is in ``rest``."""
+    scale = tl.where(scale < 1e-12, 1e-12, scale)
+    # Of NaN too, 2 ** -size is a number.
+    exponent = tl.minimum(scale.to(tl.int32, bitcast=True) >> 23, 253)
+    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    return (exponent - 127).to(tl.float32), scale * inverse, inverse
+
+
+@triton.jit
 def _walk(
     begin, end, low, high, highest, total, acc_a, acc_b, q_a, q_b, peak, position, factor, soft_cap, window,
     keys, values, k_scales, v_scales, table, k_block, k_offset, v_block, v_offset, scale_block, scale_offset,
@@ -177,8 +187,8 @@ def _walk(
     ``total`` that of the weights: keys first, each place of the tile has its own, as ``_spread`` makes them, so that threads
     meet once a tile and not twice. Not ``MASKED``: every query sees every key.
 
-    In FP8 a value's scale is part of its score, as log2: the weights that multiply e4m3 numbers are then at most 1, and most
-    of what counts is not far below, which float16 has digits for. ``total`` is free of it.
+    In FP8 the size of a value's scale, a power of two, is part of its score: the weights that multiply e4m3 numbers are then
+    below 2, and most of what counts is not far below, which float16 has digits for. ``total`` is free of it.
     """
     axis: tl.constexpr = 0 if KEYS_FIRST else 1
     n = tl.arange(0, BLOCK_N)
@@ -195,14 +205,13 @@ def _walk(
             k_scale = tl.load(k_scales + place, mask=present, other=0.0) * (factor * gain(FP8))
             tile_factor = _per_key(k_scale, KEYS_FIRST) * _per_query(peak, KEYS_FIRST)
             v_scale = tl.load(v_scales + place, mask=present, other=1.0)
-            v_scale = tl.where(v_scale < 1e-12, 1e-12, v_scale)
+            v_size, v_rest, v_inverse = _parts(v_scale)
         else:
             tile_factor = factor
         scores = _scores(
             q_a, q_b, base, present, tile_factor, soft_cap, BLOCK_M, BLOCK_N, D, D_A, D_B, SOFT_CAP, FP8, KEYS_FIRST, PRECISION
         )  # fmt: skip
         if FP8 > 0:
-            v_size = log2(v_scale, FP8)
             scores += _per_key(v_size, KEYS_FIRST)
         if MASKED:
             seen = _seen(key, present, position, window, WINDOW, SINGLE, KEYS_FIRST)
@@ -217,10 +226,11 @@ def _walk(
         highest = new_highest
         masses = weights
         if FP8 > 0:
-            masses = weights * _per_key(tl.exp2(-v_size), KEYS_FIRST)
+            masses = weights * _per_key(v_inverse, KEYS_FIRST)
+            weights = weights * _per_key(v_rest, KEYS_FIRST)
             if MASKED:
                 # The scale of a key that a query does not see may be NaN.
-                masses = tl.where(seen, masses, 0.0)
+                weights = tl.where(seen, weights, 0.0)
         if KEYS_FIRST:
             total = total * _per_query(decay, KEYS_FIRST) + masses
         else:

@@ -10,12 +10,13 @@ MIN_SPLIT = 256
 """Tokens of the longest row for each split: more splits cost more in merging than they gain in company."""
 KEYS_FIRST = 8
 """Queries of a tile, up to which its keys come first: matrix units take 8 along their second axis, 16 along their first."""
-_SIDE_BY_SIDE = {True: 4, False: 2}
-"""Programs for each multiprocessor, below which rows are split: where a tile's keys come first, and where its queries do."""
+_SIDE_BY_SIDE = 2
+_SMALL_SIDE_BY_SIDE = 4
+_SMALLEST_SIDE_BY_SIDE = 16
+"""Programs for each multiprocessor, below which rows are split: where a tile's queries come first, where its keys do, and where
+what it loads is converted besides."""
 _KEPT_FREE = 4 << 10
 """Bytes of a program's shared memory for reductions and layouts, beside the tiles."""
-_DECODE_TILE = 32 << 10
-"""Bytes of keys and values that a small program loads at once, at most: four programs keep enough on its way."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,9 +90,12 @@ def choose_tiling(geometry: Geometry, *, num_rows: int, num_tokens: int, max_que
     (or FP8).
 
     One query a row is a matter of memory: what counts is that loads are always under way, from several programs on each
-    multiprocessor, as one waits between its tiles. Programs of 2 warps with 32 KB of keys and values, 4 for each
-    multiprocessor: 64 rows of 4096 tokens 4.35 TB/s (4 warps, 128 keys: 3.6), 64 of 16384 4.55 (3.6); splits make up for
-    missing rows, 8 of 16384 in 8 parts 4.13 (in 4 of 4 warps 3.9), 1 of 16384 in 66 parts 2.56 (33: 2.35; 99: 2.66).
+    multiprocessor, as one waits between its tiles. Programs of 2 warps with 64 keys, 4 for each multiprocessor: 64 rows of
+    4096 tokens 4.35 TB/s (4 warps, 128 keys: 3.6), 64 of 16384 4.55 (3.6); splits make up for missing rows. Where the rows
+    alone leave multiprocessors idle, short ones are a matter of how long a tile takes, and 4 warps are faster: 1 of 300
+    tokens 5.2 us (2 warps: 8.4), 1 of 5000 11.1 (14.8), 8 of 5000 46.5 (51.3). FP8 waits for more between its loads (block,
+    scales, conversion), so that as many programs as possible should: of 1 warp and 16 keys, 16 for each multiprocessor, 64 of
+    4096 3.76 TB/s (2 warps and 64 keys: 3.16).
 
     Many queries are a matter of registers and of what runs beside the softmax. 128 queries and heads go with 4 warps and 32
     keys, so that two programs fit on a multiprocessor: 344 TFLOP/s for 8192 tokens (8 warps and 64 keys: 318; and 128 keys:
@@ -104,18 +108,29 @@ def choose_tiling(geometry: Geometry, *, num_rows: int, num_tokens: int, max_que
     block_q = block_m // heads
     tiles = max(num_rows, -(-num_tokens // block_q))
     programs = max(tiles * geometry.num_kv_heads * -(-geometry.group_size // heads), 1)
-    wanted = _SIDE_BY_SIDE[block_m <= KEYS_FIRST] * geometry.device.multiprocessors
+    wanted = _side_by_side(geometry, block_m) * geometry.device.multiprocessors
     splits = max(1, min(wanted // programs, max_seq_len // MIN_SPLIT))
-    block_n, num_warps = _shape(geometry, block_m)
+    block_n, num_warps = _shape(geometry, block_m, programs)
     block_n, num_stages = _keys(geometry, block_m, block_n)
     return Tiling(block_q, heads, block_n, splits, 0, num_warps, num_stages)
 
 
-def _shape(geometry: Geometry, block_m: int) -> tuple[int, int]:
-    """Keys at a time, and warps, as far as registers and time have a say."""
+def _side_by_side(geometry: Geometry, block_m: int) -> int:
+    if block_m > KEYS_FIRST:
+        return _SIDE_BY_SIDE
+    return _SMALLEST_SIDE_BY_SIDE if geometry.converts else _SMALL_SIDE_BY_SIDE
+
+
+def _shape(geometry: Geometry, block_m: int, programs: int) -> tuple[int, int]:
+    """Keys at a time, and warps, as far as registers and time have a say.
+
+    Args:
+        programs: before splits.
+    """
     if block_m <= KEYS_FIRST:
-        token = (geometry.head_dim + geometry.v_head_dim) * geometry.kv_bytes
-        return 128 if 128 * token <= _DECODE_TILE else 64, 2
+        if geometry.converts:
+            return 16, 1
+        return 64, 4 if programs < 2 * geometry.device.multiprocessors else 2
     if block_m <= 32:
         return 128, 4
     if geometry.v_head_dim > 128:
@@ -133,7 +148,7 @@ def partial_size(tiling: Tiling, num_tokens: int, num_heads: int, v_head_dim: in
 def workspace_bound(geometry: Geometry) -> int:
     """At least ``partial_size`` of every tiling that ``choose_tiling`` gives, whatever the batch: it splits only while the
     programs do not fill the device, and a program leaves one partial output for each of its queries and heads."""
-    most = max(_SIDE_BY_SIDE[True] * KEYS_FIRST, _SIDE_BY_SIDE[False] * geometry.max_block_m)
+    most = max(_side_by_side(geometry, m) * m for m in (KEYS_FIRST, geometry.max_block_m))
     return geometry.device.multiprocessors * most * (geometry.v_head_dim + 1)
 
 
@@ -164,7 +179,7 @@ def _keys(geometry: Geometry, block_m: int, block_n: int) -> tuple[int, int]:
     keys_first = block_m <= KEYS_FIRST
     if geometry.q_bytes > 2 or geometry.widest > 256 or (geometry.converts and geometry.v_head_dim > 128 and not keys_first):
         block_n = min(block_n, 32)
-    room = geometry.device.shared_memory // (_SIDE_BY_SIDE[True] if keys_first else 1)
+    room = geometry.device.shared_memory // (_SMALL_SIDE_BY_SIDE if keys_first else 1)
     room -= _KEPT_FREE + block_m * geometry.head_dim * geometry.q_bytes
     while True:
         for num_stages in (3,) if keys_first else (3, 2):

@@ -301,6 +301,7 @@ def module_for(device: Device) -> dict[str, Any]:
             queries = rising(qo_indptr, rows + 1, "qo_indptr")
             pages, lengths = rising(kv_indptr, rows + 1, "kv_indptr"), indices(kv_len_arr, rows, "kv_len_arr")
             assert (head_dim_ckv, head_dim_kpe, causal) == (512, 64, True) and q_data_type == kv_data_type
+            assert 128 % num_heads == 0, "a query whose heads are in two tiles may not see its own key"
             assert all(length >= 1 for length in lengths)
             assert all(-(-n // page_size) <= b - a for n, a, b in zip(lengths, pages, pages[1:], strict=False))
             if self._graph:

@@ -39,7 +39,7 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
 
 def latent_spec(**changes: Any) -> AttentionSpec:
     fixed = {"num_kv_heads": 1, "head_dim": 576, "v_head_dim": 512, "rotary_dim": 64, "scale": 192**-0.5}
-    return AttentionSpec(**{"layer": 0, "num_heads": 3, **fixed, "latent": LatentSpec(head_dim=192, v_head_dim=128), **changes})
+    return AttentionSpec(**{"layer": 0, "num_heads": 4, **fixed, "latent": LatentSpec(head_dim=192, v_head_dim=128), **changes})
 
 
 def oracle(case: Case) -> torch.Tensor:
@@ -290,7 +290,7 @@ def test_partial_results_of_usual_models_fit() -> None:
 # ------------------------------------------------------------------------------------------------------- compressed KV
 
 
-@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize("heads", [1, 4])
 def test_absorbed_rows(heads: int, flashinfer: Device) -> None:
     spec = latent_spec(num_heads=heads)
     backend = ready(FlashInferLatent, spec)
@@ -363,6 +363,8 @@ def test_asked_for_it_does_all(flashinfer: Device, monkeypatch: pytest.MonkeyPat
         (latent_spec(head_dim=320, v_head_dim=256), None, "widths 512 and 64, not 256 and 64"),
         (latent_spec(window=9), None, "no windows"),
         (latent_spec(), "fp8_e4m3", "scales"),
+        (latent_spec(num_heads=20), None, "heads that divide 128, not 20"),
+        (latent_spec(num_heads=256), None, "heads that divide 128, not 256"),
     ],
 )
 def test_what_it_cannot_do_is_refused(

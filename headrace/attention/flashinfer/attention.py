@@ -145,6 +145,10 @@ class FlashInferLatent(_Replanned):
         if widths != kernels.LATENT_WIDTHS:
             wanted, found = (f"{latent} and {rotated}" for latent, rotated in (kernels.LATENT_WIDTHS, widths))
             reasons.append(f"its kernel for compressed KV is for widths {wanted}, not {found}")
+        if kernels.LATENT_TILE % spec.num_heads:
+            # How far a tile of queries sees is rounded down to whole queries (mla_hopper.cuh and mla.cuh of 0.6.14): one whose
+            # heads are in two tiles would not see its own key where that is the first of 64.
+            reasons.append(f"its kernel for compressed KV is for heads that divide {kernels.LATENT_TILE}, not {spec.num_heads}")
         if spec.window is not None or spec.soft_cap is not None:
             reasons.append("its kernel for compressed KV has no windows and no soft caps")
         return reasons

@@ -26,6 +26,8 @@ DTYPES = ("bfloat16", "float16")
 WIDTHS = (64, 128, 256)
 LATENT_WIDTHS = (512, 64)
 """Channels of a compressed key that are values too, and its rotated ones."""
+LATENT_TILE = 128
+"""Queries times heads that two programs of the kernel for compressed KV do together, or, each alone, half of them."""
 _HOPPER = 90
 
 

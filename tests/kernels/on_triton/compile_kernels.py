@@ -2,12 +2,14 @@
 
     python compile_kernels.py 90
 
-prints a JSON line for each compiled kernel: its name, and the bytes of shared memory that a program takes.
+prints a JSON line for each compiled kernel: its name, the bytes of shared memory that a program takes, and of one that is
+launched before the kernel before is complete, what its programs do until they wait for it.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -68,13 +70,24 @@ def compile_only(capability: int) -> None:
 
     def compiled(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         kernel = run(self, *args, grid=grid, warmup=True, **options)
-        print(json.dumps({"kernel": self.fn.__name__, "shared": kernel.metadata.shared}), flush=True)
+        line = {"kernel": self.fn.__name__, "shared": kernel.metadata.shared}
+        print(json.dumps(line | before_waiting(kernel.asm["ptx"], bool(options.get("launch_pdl")))), flush=True)
 
     JITFunction.run = compiled
     support.compute_capability = lambda device: capability
     native = fp8.NATIVE if capability >= NATIVE_FP8_SM else fp8.BITS
     for module in (paged_attention, kv_cache, qkv):
         module.mode = lambda device: native
+
+
+def before_waiting(ptx: str, early: bool) -> dict[str, Any]:
+    """How often the code waits for the kernel before, and the sorts of instructions ahead of that, in order, that matter to
+    others: jumps (what they skip, may wait or not), and whatever reads or writes the device's memory."""
+    code = [line.split("//")[0].strip() for line in ptx.splitlines()]
+    waits = [place for place, line in enumerate(code) if line.startswith("griddepcontrol.wait")]
+    ahead = code[: waits[0] if waits else 0]
+    found = (re.match(r"(?:@!?%\w+\s+)?(bra|ret|exit|ld\.global|st\.global|red|atom|cp)\b", line) for line in ahead)
+    return {"early": early, "waits": len(waits), "ahead": sorted({match[1] for match in found if match})}
 
 
 def fp8_cache(spec: AttentionSpec) -> Fp8LayerCache:
@@ -184,6 +197,12 @@ def mixtures() -> None:
         x = torch.zeros(tokens, 256, dtype=dtype)
         for invariant in (False, True):
             moe.moe_mlp(x, experts, weights, gate_up, down, spec, invariant=invariant)
+    # DeepSeek-V3's widths, few tokens and many. A weight is not read: one number of its type stands for it.
+    spec = MoeSpec(num_experts=256, top_k=8, intermediate_size=2048)
+    for tokens in (1, 4096):
+        x, weight = torch.empty(tokens, 7168, dtype=BF16), torch.zeros(1, dtype=BF16)
+        chosen = torch.zeros(tokens, 8, dtype=torch.int32), torch.zeros(tokens, 8)
+        moe.moe_mlp(x, *chosen, weight, weight, spec)
 
 
 def products() -> None:

@@ -1,4 +1,4 @@
-"""Every kernel compiles for a Hopper GPU, and asks for no more shared memory than that has."""
+"""Every kernel compiles for a Hopper GPU, asks for no more shared memory than that has, and waits for the kernel before."""
 
 from __future__ import annotations
 
@@ -14,6 +14,12 @@ CAPABILITY, SHARED = 90, 227 << 10
 """And the bytes of shared memory that a program may have. The script does other generations too, which takes its time."""
 
 
+READ_AHEAD = {"_single", "_several", "_router_logits"}
+"""Kernels that begin with what no kernel writes: a weight."""
+ALONE = {"_reshape_and_cache"}
+"""Launched when the kernel before is complete."""
+
+
 @pytest.mark.slow
 def test_compiles(tmp_path: Path) -> None:
     script = Path(__file__).with_name("compile_kernels.py")
@@ -27,5 +33,9 @@ def test_compiles(tmp_path: Path) -> None:
     assert len({line["kernel"] for line in compiled}) == 25
     for line in compiled:
         assert line["shared"] <= SHARED, line
+        # That a kernel is complete stands for all before it only if each of its programs waits, whatever way it takes.
+        alone = line["kernel"] in ALONE
+        assert (line["early"], line["waits"]) == (not alone, 0 if alone else 1), line
+        assert line["ahead"] == (["ld.global"] if line["kernel"] in READ_AHEAD else []), line
     # Sums of eight warps, 16 rows and 8 outputs: the factors of a product of few rows do not go by way of shared memory.
     assert {line["shared"] for line in compiled if line["kernel"] == "_several"} == {8 * 16 * 8 * 4}

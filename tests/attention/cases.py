@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -78,3 +79,29 @@ def make_case(
     q = torch.randn(total, spec.num_heads, spec.q_size // spec.num_heads, generator=generator).to(dtype)
     sinks = torch.randn(spec.num_heads, generator=generator) if spec.sinks else None
     return Case(q, LayerCache(spec, 0, cache), step, sinks)
+
+
+class Placed(NamedTuple):
+    """A step's rows among those of a captured one, which has room for more: decode rows first, then prompts'."""
+
+    places: np.ndarray
+    """Row -> its place."""
+    starts: np.ndarray
+    """Place -> its first token, ``[places + 1]``; nobody's decode row has a token too."""
+    lengths: np.ndarray
+    """Place -> tokens of its sequence; 0: nobody's."""
+    index: np.ndarray
+    """The step's tokens among those of the captured one."""
+
+
+def placed(step: StepMetadata, decodes: int, rows: int) -> Placed:
+    """In a captured step of ``rows`` rows, of which ``decodes`` are decode rows."""
+    places = np.arange(len(step.seq_lens_host))
+    places[step.num_decode_rows :] += decodes - step.num_decode_rows
+    counts = np.zeros(rows, dtype=np.int64)
+    counts[:decodes] = 1
+    counts[places] = np.diff(step.query_start_host)
+    starts = np.concatenate(([0], np.cumsum(counts)))
+    lengths = np.zeros(rows, dtype=np.int64)
+    lengths[places] = step.seq_lens_host
+    return Placed(places, starts, lengths, np.concatenate([np.arange(starts[place], starts[place + 1]) for place in places]))

@@ -20,7 +20,7 @@ from headrace.errors import ConfigError
 from headrace.kernels import support
 from headrace.spec import AttentionSpec, LatentSpec
 
-from .cases import Case, layer_spec, make_case
+from .cases import Case, layer_spec, make_case, placed
 from .fake_flashinfer import Device, flashinfer, wait_for_kernels
 
 pytestmark = pytest.mark.skipif(support.refusals("cpu") == ["Triton is not installed"], reason="Triton is not installed")
@@ -147,22 +147,13 @@ class Captured:
 
     def replay(self, case: Case) -> torch.Tensor:
         """``[T of the case, ...]``; what FlashInfer leaves of nobody's tokens must be zeros."""
-        step, decodes = case.step, case.step.num_decode_rows
-        count = len(step.seq_lens_host)
-        places = np.arange(count)
-        places[decodes:] += self.decodes - decodes
-        counts = np.zeros(len(self.lengths), dtype=np.int64)
-        counts[: self.decodes] = 1
-        counts[places] = np.diff(step.query_start_host)
-        starts = np.concatenate(([0], np.cumsum(counts)))
-        lengths = np.zeros(len(self.lengths), dtype=np.int64)
-        lengths[places] = step.seq_lens_host
+        step = case.step
+        places, starts, lengths, index = placed(step, self.decodes, len(self.lengths))
         self.backend.replan(Lengths(self.decodes, self.tokens, starts, lengths))
         self.starts.copy_(torch.from_numpy(starts))
         self.lengths.copy_(torch.from_numpy(lengths))
         self.table.zero_()
         self.table[places, : step.block_tables[0].shape[1]] = step.block_tables[0]
-        index = np.concatenate([np.arange(starts[place], starts[place + 1]) for place in places])
         self.q.zero_()
         self.q[index] = case.q
         with self.device.replay(self.tape):
@@ -193,9 +184,11 @@ WITH_PROMPTS: list[list[tuple[int, int]]] = [
 @pytest.mark.parametrize("changes", GEOMETRIES.values(), ids=GEOMETRIES)
 @pytest.mark.parametrize(("prompts", "replays"), [(0, REPLAYS), (12, WITH_PROMPTS)])
 def test_captured_steps(prompts: int, replays: list[Any], changes: dict[str, Any], flashinfer: Device) -> None:
-    spec = layer_spec(**changes)
-    backend = ready(FlashInferAttention, spec)
-    captured = Captured(backend, flashinfer, spec, 4, prompts, width=16)
+    replays_are_the_oracles(FlashInferAttention, layer_spec(**changes), prompts, replays, flashinfer)
+
+
+def replays_are_the_oracles(kind: Any, spec: AttentionSpec, prompts: int, replays: list[Any], flashinfer: Device) -> None:
+    captured = Captured(ready(kind, spec), flashinfer, spec, 4, prompts, width=16)
     captured.capture(make_case(spec, [(1, 1)]).cache)
     for seed, rows in enumerate(replays):
         case = mixed(spec, rows, sum(count == 1 for count, _ in rows), seed=seed)
@@ -303,13 +296,7 @@ def test_absorbed_rows(heads: int, flashinfer: Device) -> None:
 
 @pytest.mark.parametrize(("prompts", "replays"), [(0, REPLAYS), (12, WITH_PROMPTS)])
 def test_captured_absorbed_rows(prompts: int, replays: list[Any], flashinfer: Device) -> None:
-    spec = latent_spec()
-    backend = ready(FlashInferLatent, spec)
-    captured = Captured(backend, flashinfer, spec, 4, prompts, width=16)
-    captured.capture(make_case(spec, [(1, 1)]).cache)
-    for seed, rows in enumerate(replays):
-        case = mixed(spec, rows, sum(count == 1 for count, _ in rows), seed=seed)
-        torch.testing.assert_close(captured.replay(case), oracle(case).view(len(case.q), -1), atol=2e-5, rtol=2e-5)
+    replays_are_the_oracles(FlashInferLatent, latent_spec(), prompts, replays, flashinfer)
 
 
 def test_it_is_part_of_a_backend_for_compressed_kv(flashinfer: Device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from headrace.attention.flashinfer.attention import FlashInferAttention, FlashIn
 from headrace.attention.reference import ReferenceAttention
 from headrace.spec import AttentionSpec, LatentSpec
 
-from .cases import Case, layer_spec, make_case
+from .cases import Case, layer_spec, make_case, placed
 from .test_triton import to
 
 pytestmark = [
@@ -153,16 +153,8 @@ class Graph:
     def launch(self, case: Case) -> torch.Tensor:
         """Without waiting for the device: the outcome of the case's tokens, there."""
         step = case.step
-        count, first = len(step.seq_lens_host), step.num_decode_rows
-        places = np.arange(count)
-        places[first:] += self.decodes - first
-        counts = np.zeros(len(self.lengths), dtype=np.int64)
-        counts[: self.decodes] = 1
-        counts[places] = np.diff(step.query_start_host)
-        starts = np.concatenate(([0], np.cumsum(counts)))
-        held = np.zeros(len(self.lengths), dtype=np.int64)
-        held[places] = step.seq_lens_host
-        index = torch.from_numpy(np.concatenate([np.arange(starts[place], starts[place + 1]) for place in places])).cuda()
+        places, starts, held, tokens = placed(step, self.decodes, len(self.lengths))
+        index = torch.from_numpy(tokens).cuda()
         table = torch.zeros(self.table.shape, dtype=torch.int32)
         table[places, : step.block_tables[0].shape[1]] = step.block_tables[0]
         self.cache.rows.zero_()

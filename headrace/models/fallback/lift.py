@@ -23,7 +23,7 @@ from headrace.models.fallback.fuse import FusedPart, product
 from headrace.models.fallback.layout import TRANSFORMERS
 from headrace.models.fallback.rotary import Angles
 from headrace.models.fallback.transformers import Calls, TransformersModel
-from headrace.models.fallback.verify import own_values
+from headrace.models.fallback.verify import own_values, run
 from headrace.spec import AttentionSpec
 
 _TOKENS = 8
@@ -235,18 +235,17 @@ def _given(model: TransformersModel) -> Given:
     attending = set(model.calls.modules)
     around = {module for module in model.foreign.modules() if attending & set(module.children())}
     handles = [module.register_forward_pre_hook(note, with_kwargs=True) for module in attending | around]
-    _run(model, handles)
+    _run_hooked(model, handles)
     return given
 
 
-def _run(model: TransformersModel, handles: list[RemovableHandle]) -> None:
+def _run_hooked(model: TransformersModel, handles: list[RemovableHandle]) -> None:
     """A pass of all layers over a few tokens, far positions among them, for hooks that are removed after it."""
     last = model.spec.max_position - 1
     places = torch.tensor([0, 1, 2, min(7, last), last // 3, last // 2, max(last - 1, 0), last])
-    device = next(model.foreign.parameters()).device
     try:
-        with model.calls.in_order(), model.calls.through(own_values(model)):
-            model.body.hidden(torch.zeros(1, _TOKENS, dtype=torch.int64, device=device), places.to(device)[None])
+        with model.calls.through(own_values(model)):
+            run(model, torch.zeros(_TOKENS, dtype=torch.int64), places)
     finally:
         for handle in handles:
             handle.remove()
@@ -402,5 +401,5 @@ def _followers(
 
     handles = [layer.register_forward_hook(returned) for layer in layers]
     handles += [module.register_forward_pre_hook(normed, with_kwargs=True) for module in norms]
-    _run(model, handles)
+    _run_hooked(model, handles)
     return found

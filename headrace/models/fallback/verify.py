@@ -51,7 +51,7 @@ def _tokens_are_apart(model: TransformersModel) -> None:
     handle = embedding.register_forward_hook(poison)
     try:
         with _spreading(model) as spread, model.calls.through(own_values(model)):
-            hidden = _run(model, ids, positions)
+            hidden = run(model, ids, positions)
     finally:
         handle.remove()
     if not poisoned:
@@ -86,7 +86,7 @@ def _everything(model: TransformersModel, ids: torch.Tensor, positions: torch.Te
         return own(index, q, k, v, arguments)
 
     with model.calls.through(note):
-        hidden = _run(model, ids, positions)
+        hidden = run(model, ids, positions)
     return [*seen, hidden.float()]
 
 
@@ -104,7 +104,7 @@ def _positions_are_given(model: TransformersModel) -> None:
         return own(index, q, k, v, arguments)
 
     with model.calls.through(compare):
-        _equal_tokens(_run(model, ids, positions), "hidden states", near)
+        _equal_tokens(run(model, ids, positions), "hidden states", near)
 
 
 def _equal_tokens(tensor: torch.Tensor, what: str, near: float) -> None:
@@ -124,7 +124,7 @@ def _attention_is_attention(model: TransformersModel) -> None:
         return own(index, q, k, v, arguments)
 
     with model.calls.through(note):
-        _run(model, torch.zeros(TOKENS, dtype=torch.int64), torch.arange(TOKENS))
+        run(model, torch.zeros(TOKENS, dtype=torch.int64), torch.arange(TOKENS))
     kinds: set[tuple[Any, ...]] = set()
     for index, (module, spec) in enumerate(zip(model.calls.modules, model.spec.layers, strict=True)):
         function = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
@@ -192,8 +192,8 @@ def own_values(model: TransformersModel) -> Attend:
     return attend
 
 
-def _run(model: TransformersModel, ids: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
-    """``[T, hidden]``"""
+def run(model: TransformersModel, ids: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+    """A pass of all layers over ids and positions ``[T]``: the hidden states ``[T, hidden]``."""
     device = next(model.foreign.parameters()).device
     with model.calls.in_order():
         return model.body.hidden(ids.to(device)[None], None if positions is None else positions.to(device)[None])[0]

@@ -92,8 +92,8 @@ def choose_tiling(geometry: Geometry, *, num_rows: int, num_tokens: int, max_que
     One query a row is a matter of memory: what counts is that loads are always under way, from several programs on each
     multiprocessor, as one waits between its tiles. Programs of 2 warps with 64 keys, 4 for each multiprocessor: 64 rows of
     4096 tokens 4.35 TB/s (4 warps, 128 keys: 3.6), 64 of 16384 4.55 (3.6); splits make up for missing rows. Where the rows
-    alone leave multiprocessors idle, short ones are a matter of how long a tile takes, and 4 warps are faster: 1 of 300
-    tokens 5.2 us (2 warps: 8.4), 1 of 5000 11.1 (14.8), 8 of 5000 46.5 (51.3). FP8 waits for more between its loads (block,
+    alone leave multiprocessors idle, it matters how long a tile takes, and 4 warps are faster in as many splits: 4 rows of
+    5000 tokens 26.8 us (2 warps: 31.7), 8 of 5000 46.5 (51.3), 1 of 300 5.2 (5.3). FP8 waits for more between its loads (block,
     scales, conversion), so that as many programs as possible should: of 1 warp and 16 keys, 16 for each multiprocessor, 64 of
     4096 3.76 TB/s (2 warps and 64 keys: 3.16).
 

@@ -51,12 +51,13 @@ class Attention(nn.Module):
     says ``rotary_dim=0``, because it has rotated already.
     """
 
-    def __init__(self, spec: AttentionSpec) -> None:
+    def __init__(self, spec: AttentionSpec, device: str | torch.device = "cpu") -> None:
         super().__init__()
         self.spec = spec
         self.sinks: nn.Parameter | None = None
         if spec.sinks:
-            self.sinks = nn.Parameter(torch.empty(spec.num_heads, dtype=torch.float32), requires_grad=False)
+            sinks = torch.empty(spec.num_heads, dtype=torch.float32, device=device)
+            self.sinks = nn.Parameter(sinks, requires_grad=False)
 
     def forward(
         self,

@@ -44,7 +44,7 @@ class SelfAttention(nn.Module):
                 self.k_norm = self.norm_class(spec.head_dim, model.norm_eps, dtype=dtype, device=device)
         self.v_norm: UnitRMSNorm | None = None
         self.v_factor = 1.0
-        self.attention = Attention(spec)
+        self.attention = Attention(spec, device)
 
     def parts(self, spec: AttentionSpec) -> Mapping[str, int]:
         """The matrices of ``qkv_proj``, by their names in a checkpoint -> their outputs."""

@@ -24,11 +24,39 @@ DEEPSEEK = {
     "moe_intermediate_size": 48,
     "first_k_dense_replace": 1,
 }
+_THIRD = {"rope_type": "default", "partial_rotary_factor": 0.334}
+MIMO = {
+    "architectures": ["MiMoV2FlashForCausalLM"],
+    "model_type": "mimo_v2_flash",
+    "attention_bias": False,
+    "layer_types": ["full_attention", "sliding_attention"],
+    # No mixtures: which are the best few of many experts is a matter of rounding.
+    "mlp_layer_types": ["dense", "dense"],
+    "attention_value_scale": 0.707,
+    "rope_parameters": {
+        "full_attention": {**_THIRD, "rope_theta": 5e6},
+        "sliding_attention": {**_THIRD, "rope_theta": 1e4},
+    },
+}
+GEMMA3 = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "attention_bias": False,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "layer_types": ["sliding_attention", "full_attention"],
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"head_dim": 64},
     "qwen3": QWEN3 | {"head_dim": 128, "num_key_value_heads": 1, "tie_word_embeddings": True},
     "windows": MISTRAL | {"head_dim": 64, "sliding_window": 19},
     "groups of 3, width 80": {"head_dim": 80, "num_attention_heads": 6, "hidden_size": 96},
+    "sinks, 48 and 32 wide": MIMO
+    | {"num_key_value_heads": 1, "swa_num_key_value_heads": 2, "head_dim": 48, "v_head_dim": 32, "sliding_window": 21},
+    "gemma": GEMMA3 | {"head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 23},
     "mixture": QWEN3_MOE | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True},
     # All experts of every token: which are the best few is a matter of rounding.
     "latent": DEEPSEEK | {"kv_lora_rank": 48, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 20},

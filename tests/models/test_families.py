@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from headrace.attention import select
+from headrace.models import registry
 
-from .families import CASES, VOCAB, greedy, pair, prompt
+from .families import CASES, SMALL, VOCAB, greedy, pair, prompt
 from .harness import Bench, Seq, random_model
 
 STEPS = 26
@@ -122,6 +123,20 @@ def test_a_long_prompt_in_pieces_with_a_window() -> None:
     tokens = prompt(700)
     whole, parts = Bench(ours, num_blocks=200), Bench(ours, num_blocks=200, seed=3)
     close(parts.prefill(parts.sequence(tokens), 333), whole.prefill(whole.sequence(tokens)))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_all_that_a_model_holds_lies_on_its_device(name: str) -> None:
+    _, config_class, changes = CASES[name]
+    model = registry.build(registry.model_spec(config_class(**{**SMALL, **changes})), "float32", "meta")
+    held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    held |= {
+        f"{path}.{attribute}": value
+        for path, module in model.named_modules()
+        for attribute, value in vars(module).items()
+        if isinstance(value, torch.Tensor)
+    }
+    assert [where for where, tensor in held.items() if not tensor.is_meta] == []
 
 
 def test_bfloat16_stays_near() -> None:

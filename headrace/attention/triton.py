@@ -10,7 +10,15 @@ import torch
 
 from headrace.attention.backend import LayerCache, StepMetadata
 from headrace.kernels import support
-from headrace.kernels.triton.tiling import Geometry, Tiling, choose_tiling, invariant_tiling, partial_size, workspace_bound
+from headrace.kernels.triton.tiling import (
+    Geometry,
+    Tiling,
+    aligned,
+    choose_tiling,
+    invariant_tiling,
+    partial_size,
+    workspace_bound,
+)
 from headrace.spec import AttentionSpec, Mode
 
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -135,7 +143,8 @@ class TritonAttention:
         spec = cache.spec
         key = (number, spec.num_kv_heads, spec.group_size, spec.head_dim, spec.v_head_dim, q.dtype, cache.keys.dtype)
         if key not in self._tilings:
-            geometry = Geometry(*key[1:5], q.itemsize, cache.keys.itemsize, support.resources(q.device))
+            straight = aligned(cache.keys, cache.values)
+            geometry = Geometry(*key[1:5], q.itemsize, cache.keys.itemsize, support.resources(q.device), straight)
             if self._invariant:
                 chosen = invariant_tiling(geometry, max_seq_len=part.max_seq_len, split_tokens=INVARIANT_SPLIT)
                 size = partial_size(chosen, len(part.tokens), spec.num_heads, spec.v_head_dim)

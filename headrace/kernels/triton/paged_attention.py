@@ -26,7 +26,7 @@ from headrace.kernels.triton.kv_cache import scale_strides
 from headrace.kernels.triton.pdl import begin as begin_launch
 from headrace.kernels.triton.pdl import options
 from headrace.kernels.triton.splits import merge, partials
-from headrace.kernels.triton.tiling import KEYS_FIRST, Tiling
+from headrace.kernels.triton.tiling import KEYS_FIRST, Tiling, cut
 
 _VARYING = ["num_rows", "first_token", "window", "split_tokens", "table_row"]
 """Numbers that change from step to step or layer to layer: a compiled kernel must not depend on them."""
@@ -544,8 +544,8 @@ def paged_attention(
     target = lse = out
     if tiling.merges:
         target, lse = partials(tiling, len(tokens), out, workspace)
-    d_a, d_b = _cut(head_dim)
-    dv_a, dv_b = _cut(v_head_dim)
+    d_a, d_b = cut(head_dim)
+    dv_a, dv_b = cut(v_head_dim)
     block_q = 1 if single else tiling.block_q
     tiles = num_rows if single else len(tokens) // block_q + num_rows
     block_m = max(KEYS_FIRST if tiling.keys_first else 16, triton.next_power_of_2(block_q * tiling.heads))
@@ -584,14 +584,3 @@ def _check(
     check_scales(keys, k_scale, v_scale)
     if k_scale is not None and v_scale is not None and k_scale.stride() != v_scale.stride():
         raise ValueError(f"k_scale and v_scale differ in strides: {k_scale.stride()} and {v_scale.stride()}")
-
-
-def _cut(width: int) -> tuple[int, int]:
-    """A width as (power of two, rest rounded up to one): 192 -> (128, 64), 80 -> (64, 16), 128 -> (128, 0).
-
-    Both at least 16, which is what a matrix product takes.
-    """
-    if width <= 16:
-        return 16, 0
-    main = 1 << (width.bit_length() - 1)
-    return main, max(16, triton.next_power_of_2(width - main)) if width > main else 0

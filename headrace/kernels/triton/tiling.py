@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
+
 from headrace.kernels.support import Resources
 
 MIN_SPLIT = 256
@@ -32,6 +34,8 @@ class Geometry:
     kv_bytes: int
     """Of one number in the cache."""
     device: Resources
+    aligned: bool = True
+    """Whether tiles of the cache go to shared memory without a detour: what ``aligned`` says."""
 
     @property
     def widest(self) -> int:
@@ -44,9 +48,13 @@ class Geometry:
 
     @property
     def max_block_m(self) -> int:
-        """Queries times heads of a tile whose sums and scores still fit in the registers."""
+        """Queries times heads of a tile whose sums and scores still fit in the registers. Keys and values that take the detour,
+        converted ones aside, keep to tiles too small for Hopper's asynchronous products: their descriptors are where ptxas errs
+        (see ``cut``)."""
         if self.widest > 256 or self.q_bytes > 2:
             return 16
+        if not self.aligned and not self.converts:
+            return 32
         return 64 if self.v_head_dim > 128 or self.widest > 192 or self.converts else 128
 
 
@@ -189,6 +197,24 @@ def _keys(geometry: Geometry, block_m: int, block_n: int) -> tuple[int, int]:
         if block_n == 16:
             return block_n, 1
         block_n //= 2
+
+
+def cut(width: int) -> tuple[int, int]:
+    """A width as (power of two, rest rounded up to one): 192 -> (128, 64), 80 -> (64, 16), 112 -> (128, 0).
+
+    Both at least 16, which is what a matrix product takes, and never alike: two products in a row with factors at the same
+    place of shared memory share their descriptors, of which ptxas 12.8 was seen to leave one uninitialised (values 20 wide,
+    as 16 and 16).
+    """
+    main = max(16, 1 << (width.bit_length() - 1))
+    rest = max(16, _power_of_two(width - main)) if width > main else 0
+    return (2 * main, 0) if rest == main else (main, rest)
+
+
+def aligned(keys: torch.Tensor, values: torch.Tensor) -> bool:
+    """Whether heads begin at multiples of 16 bytes and are multiples of 16 numbers apart. Tiles of others go to shared memory
+    number by number, by way of registers."""
+    return all(part.data_ptr() % 16 == 0 and all(step % 16 == 0 for step in part.stride()[:3]) for part in (keys, values))
 
 
 def _power_of_two(number: int) -> int:

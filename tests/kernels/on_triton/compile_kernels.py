@@ -2,8 +2,9 @@
 
     python compile_kernels.py 90
 
-prints a JSON line for each compiled kernel: its name, the bytes of shared memory that a program takes, and of one that is
-launched before the kernel before is complete, what its programs do until they wait for it.
+prints a JSON line for each compiled kernel: its name, the bytes of shared memory that a program takes; of attention, for which
+widths, and whether it has Hopper's asynchronous products; and of one that is launched before the kernel before is complete,
+what its programs do until they wait for it.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from headrace.spec.kv import FP8_KV
 BF16 = torch.bfloat16
 SHAPES = ((128, 128, 1), (128, 128, 512), (192, 128, 1), (192, 128, 512), (80, 40, 5), (256, 256, 512))
 """Of attention: widths of keys and values, queries of a row."""
+UNALIGNED = (32, 20)
 
 
 class Target:
@@ -70,8 +72,11 @@ def compile_only(capability: int) -> None:
 
     def compiled(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         kernel = run(self, *args, grid=grid, warmup=True, **options)
+        ptx = kernel.asm["ptx"]
         line = {"kernel": self.fn.__name__, "shared": kernel.metadata.shared}
-        print(json.dumps(line | before_waiting(kernel.asm["ptx"], bool(options.get("launch_pdl")))), flush=True)
+        if "DV_A" in options:
+            line |= {"widths": [options["D"], options["DV"]], "asynchronous": "wgmma" in ptx}
+        print(json.dumps(line | before_waiting(ptx, bool(options.get("launch_pdl")))), flush=True)
 
     JITFunction.run = compiled
     support.compute_capability = lambda device: capability
@@ -111,8 +116,9 @@ def attend(
         keys, values = cache.keys, cache.values
         options |= {"k_scale": cache.k_scale, "v_scale": cache.v_scale}
     else:
-        keys, values = (torch.zeros(4, 16, kv_heads, width, dtype=stored) for width in widths)
-    geometry = tiling.Geometry(kv_heads, group, *widths, q.itemsize, keys.itemsize, resources)
+        keys, values = torch.split(torch.zeros(4, 16, kv_heads, sum(widths), dtype=stored), list(widths), dim=3)
+    straight = tiling.aligned(keys, values)
+    geometry = tiling.Geometry(kv_heads, group, *widths, q.itemsize, keys.itemsize, resources, straight)
     if invariant:
         chosen = tiling.invariant_tiling(geometry, max_seq_len=4096, split_tokens=2048)
     else:
@@ -138,6 +144,8 @@ def attention(resources: Resources) -> None:
         attend((2, 12), (64, 64), 1, resources, stored=stored, **extras)
     attend((8, 4), (128, 128), 64, resources, stored=torch.float32)
     attend((1, 16), (576, 512), 64, resources, stored=torch.float32, invariant=True)
+    for invariant in (False, True):
+        attend((4, 1), UNALIGNED, 200, resources, stored=BF16, invariant=invariant)
 
 
 def others() -> None:

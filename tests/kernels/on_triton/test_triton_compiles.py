@@ -37,5 +37,8 @@ def test_compiles(tmp_path: Path) -> None:
         alone = line["kernel"] in ALONE
         assert (line["early"], line["waits"]) == (not alone, 0 if alone else 1), line
         assert line["ahead"] == (["ld.global"] if line["kernel"] in READ_AHEAD else []), line
+    # See ``tiling.cut``.
+    attention = [(line["widths"], line["asynchronous"]) for line in compiled if "widths" in line]
+    assert ([128, 128], True) in attention and ([32, 20], False) in attention and ([32, 20], True) not in attention
     # Sums of eight warps, 16 rows and 8 outputs: the factors of a product of few rows do not go by way of shared memory.
     assert {line["shared"] for line in compiled if line["kernel"] == "_several"} == {8 * 16 * 8 * 4}

@@ -13,7 +13,16 @@ from headrace.kernels.kv_cache import quantize
 from headrace.kernels.paged_attention import paged_attention as twin
 from headrace.kernels.support import Resources, resources
 from headrace.kernels.triton.paged_attention import paged_attention
-from headrace.kernels.triton.tiling import Geometry, Tiling, choose_tiling, invariant_tiling, partial_size, workspace_bound
+from headrace.kernels.triton.tiling import (
+    Geometry,
+    Tiling,
+    aligned,
+    choose_tiling,
+    cut,
+    invariant_tiling,
+    partial_size,
+    workspace_bound,
+)
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3}
 FEW = Tiling(block_q=4, heads=4, block_n=16, splits=1, split_tokens=0, num_warps=4, num_stages=2)
@@ -142,7 +151,8 @@ def geometry(made: Problem, device: Resources | None = None) -> Geometry:
     heads, width = made.q.shape[1:]
     device = device or resources(torch.device("cpu"))
     group = heads // made.kv_heads
-    return Geometry(made.kv_heads, group, width, made.values.shape[3], made.q.itemsize, made.keys.itemsize, device)
+    sizes = made.values.shape[3], made.q.itemsize, made.keys.itemsize
+    return Geometry(made.kv_heads, group, width, *sizes, device, aligned(made.keys, made.values))
 
 
 def chosen(made: Problem, device: Resources | None = None) -> Tiling:
@@ -170,18 +180,22 @@ def test_widths(head_dim: int, v_head_dim: int, fp8: bool, device: torch.device)
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, "fp8"], ids=str)
 @pytest.mark.parametrize(("group", "kv_heads"), [(1, 4), (4, 1)])
-@pytest.mark.parametrize(("head_dim", "v_head_dim"), [*WIDTHS, (32, 20), (32, 32)])
-def test_matrix_units(head_dim: int, v_head_dim: int, group: int, kv_heads: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("head_dim", "v_head_dim"), [*WIDTHS, (20, 20), (32, 20), (32, 32), (56, 56), (100, 100), (112, 112), (192, 100)]
+)
+def test_matrix_units(head_dim: int, v_head_dim: int, group: int, kv_heads: int, stored: torch.dtype | str) -> None:
     """Tiles of every size that there is for the widths, which have instructions of their own."""
-    shape = {"head_dim": head_dim, "v_head_dim": v_head_dim, "group": group, "kv_heads": kv_heads, "block_size": 16}
+    fp8, dtype = stored == "fp8", torch.bfloat16 if isinstance(stored, str) else stored
+    widths = {"head_dim": head_dim, "v_head_dim": v_head_dim, "dtype": dtype, "fp8": fp8}
+    shape = widths | {"group": group, "kv_heads": kv_heads, "block_size": 16}
     device = torch.device("cuda")
     for lengths in ([(80, 80)], [(33, 33), (5, 70)], [(3, 50)], [(17, 300)]):
-        prompts = problem(lengths, dtype=dtype, **shape)
+        prompts = problem(lengths, **shape)
         prompts.check(device, chosen(prompts, resources(device)))
         prompts.check(device, invariant_tiling(geometry(prompts, resources(device)), max_seq_len=300, split_tokens=128))
-    decode = problem(DECODE, dtype=dtype, **shape)
+    decode = problem(DECODE, **shape)
     decode.check(device, chosen(decode, resources(device)), single=True)
 
 
@@ -355,6 +369,23 @@ def test_invariance(features: dict[str, object], fp8: bool, device: torch.device
     assert torch.equal(torch.cat(chunks), whole)
     mixed = run((1, 127, 130), (0, 69, 70), (0, 60, 63), longest=200)
     assert torch.equal(torch.cat(mixed), torch.cat((other[2:], whole[-1:], whole[35:38])))
+
+
+def test_parts_of_a_width() -> None:
+    for width in range(1, 1025):
+        main, rest = cut(width)
+        assert main + rest >= width > main - max(16, main // 2) and main >= 16 and rest != main
+        assert all(part & (part - 1) == 0 for part in (main, rest))
+        assert not rest or (main < width and 16 <= rest < main)
+    assert (cut(192), cut(80), cut(112), cut(20)) == ((128, 64), (64, 16), (128, 0), (32, 0))
+
+
+def test_what_is_not_aligned_has_small_tiles() -> None:
+    for width, v_width, kv_heads, wanted in ((32, 20, 4, False), (128, 128, 2, True), (192, 100, 1, False), (40, 40, 1, True)):
+        made = problem(PROMPTS, head_dim=width, v_head_dim=v_width, kv_heads=kv_heads, dtype=torch.bfloat16, block_size=16)
+        assert aligned(made.keys, made.values) == wanted
+        most = geometry(made, Resources(132, 227 << 10)).max_block_m
+        assert most >= 64 if wanted else most == 32
 
 
 def test_tilings() -> None:

@@ -221,8 +221,12 @@ class Book:
 
 
 def gpu_of(sitting: Json) -> str:
-    gpus = sitting["machine"]["gpus"]
-    return gpus[0]["uuid"] if gpus else "none"
+    """The GPU that engines started from here take: the first, unless CUDA_VISIBLE_DEVICES begins with another."""
+    names: list[str] = [gpu["uuid"] for gpu in sitting["machine"]["gpus"]]
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
+    if first.isdigit() and int(first) < len(names):
+        return names[int(first)]
+    return next((name for name in names if first and name.startswith(first)), names[0] if names else "none")
 
 
 def write(output: Path, data: Json) -> None:

@@ -7,9 +7,9 @@
 # raw numbers of each part, and the logs. Parts, and the seconds that each may take at the most:
 #
 #     kernels  150   our general kernel beside FlashInfer where all layers are alike
-#     mimo     240   mimo-24l on headrace and vLLM: batch64, longctx_decode, mixed256
-#     uneven   240   uneven-24l likewise
-#     gemma    240   gemma-3-12b likewise
+#     mimo     330   mimo-24l on headrace and vLLM: batch64, longctx_decode, mixed256
+#     uneven   330   uneven-24l likewise
+#     gemma    330   gemma-3-12b likewise
 #     bytes     60   what a request's KV takes up in both; measured, of the models that ran in this call
 #
 # vLLM attends with sinks to keys and values of different widths by FlashAttention 4, which needs nvidia-cutlass-dsl; where SITE
@@ -17,7 +17,7 @@
 #
 # FlashInfer's kernels that the models want are compiled first, beside the kernels' part (COMPILE, 240 seconds at the most).
 # PYTHON, WORKLOADS, REPETITIONS (2), MAX_LEN (40960), MEMORY (0.85: the part of the GPU that an engine may take), OURS
-# (other words for headrace), OUR_BUDGET and PEER_BUDGET (90 and 150 seconds for a model) may be set; TINY=1 makes the models
+# (other words for headrace), OUR_BUDGET and PEER_BUDGET (120 and 210 seconds for a model) may be set; TINY=1 makes the models
 # small, for a try without a GPU.
 set -uo pipefail
 [ $# -ge 2 ] || { sed -n '2,/^set/p' "$0" | grep '^#' | cut -c3- >&2; exit 2; }
@@ -35,7 +35,10 @@ for part in "$@"; do
 done
 [ ${#wanted[@]} -eq 0 ] || [ -d "$site" ] || { echo "there is no folder $site" >&2; exit 2; }
 mkdir -p "$out"
-work=$(mktemp -d); trap 'rm -rf "$work"' EXIT
+work=$(mktemp -d)
+# However it ends: what was measured until then is in OUT already, row by row.
+trap 'tar -C "$work" -czf "$out/logs.tgz" --exclude=models .; rm -rf "$work"' EXIT
+trap 'exit 143' TERM
 say() { echo "== $1, $SECONDS s" >&2; }
 failed=0
 
@@ -74,12 +77,13 @@ beside() {
   local name=$1 common
   common=(--models "$work/models/$name" --workloads "$workloads" --max-len "${MAX_LEN:-40960}")
   say "$name"
-  "$python" benchmarks/compare_vllm.py "${common[@]}" --only ours --ours="$ours" --budget "${OUR_BUDGET:-90}" \
-    --output "$work/$name-ours.json" >"$work/$name-ours.txt" 2>&1 || failed=1
+  "$python" benchmarks/compare_vllm.py "${common[@]}" --only ours --ours="$ours" --budget "${OUR_BUDGET:-120}" \
+    --output "$out/$name-ours.json" >"$work/$name-ours.txt" 2>&1 || failed=1
   say "$name on vLLM"
-  "$python" benchmarks/compare_vllm.py "${common[@]}" --only theirs --theirs="$(words "$name")" --budget "${PEER_BUDGET:-150}" --site "$site" \
-    --peer-models "$work/models/vllm" --output "$work/$name-vllm.json" >"$work/$name-vllm.txt" 2>&1 || failed=1
-  "$python" benchmarks/compare_vllm.py --merge "$work/$name-ours.json" "$work/$name-vllm.json" --output "$out/$name.json" || failed=1
+  "$python" benchmarks/compare_vllm.py "${common[@]}" --only theirs --theirs="$(words "$name")" --budget "${PEER_BUDGET:-210}" --site "$site" \
+    --peer-models "$work/models/vllm" --output "$out/$name-vllm.json" >"$work/$name-vllm.txt" 2>&1 || failed=1
+  "$python" benchmarks/compare_vllm.py --merge "$out/$name-ours.json" "$out/$name-vllm.json" --output "$out/$name.json" || failed=1
+  mv "$out/$name-ours".* "$out/$name-vllm".* "$work"
 }
 for name in ${wanted[@]+"${wanted[@]}"}; do beside "$name"; done
 
@@ -89,6 +93,5 @@ if [[ $parts == *" bytes "* ]]; then
   for name in ${wanted[@]+"${wanted[@]}"}; do [ -s "$out/$name.json" ] && measured+=("$out/$name.json"); done
   timeout 60 "$python" benchmarks/kv_bytes.py "$work"/models/*-* --measured ${measured[@]+"${measured[@]}"} --output "$out/kv.json" || failed=1
 fi
-tar -C "$work" -czf "$out/logs.tgz" --exclude=models .
 say "done"
 exit $failed

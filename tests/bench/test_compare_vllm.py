@@ -56,6 +56,23 @@ def test_a_pair_is_of_one_gpu_and_one_hour(compare: ModuleType) -> None:
     assert [each["seconds"] for each in compare.pair(later, ("m", "single"))] == [2.0, 5.0]
 
 
+def test_the_gpu_of_a_row_is_the_one_that_is_seen(compare: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = {"machine": {"gpus": [{"uuid": "GPU-aa"}, {"uuid": "GPU-bb"}]}}
+    for seen, wanted in (
+        (None, "GPU-aa"),
+        ("0", "GPU-aa"),
+        ("1,0", "GPU-bb"),
+        ("GPU-b", "GPU-bb"),
+        ("7", "GPU-aa"),
+        ("", "GPU-aa"),
+    ):
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if seen is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
+        assert compare.gpu_of(machine) == wanted
+    assert compare.gpu_of({"machine": {"gpus": []}}) == "none"
+
+
 def test_ratios(compare: ModuleType) -> None:
     prefill = {"workload": "prefill", "input_tokens": 1000, "output_tokens": 2, "requests": 2}
     data = {

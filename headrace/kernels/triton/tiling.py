@@ -8,8 +8,9 @@ import torch
 
 from headrace.kernels.support import Resources
 
-MIN_SPLIT = 256
-"""Tokens of the longest row for each split: more splits cost more in merging than they gain in company."""
+MIN_SPLIT, SMALL_SPLIT = 256, 64
+"""Tokens of the longest row for each split, and where tiles are of 16 keys: more splits cost more in merging than they gain in
+company."""
 KEYS_FIRST = 8
 """Queries of a tile, up to which its keys come first: matrix units take 8 along their second axis, 16 along their first."""
 _SIDE_BY_SIDE = 2
@@ -117,8 +118,8 @@ def choose_tiling(geometry: Geometry, *, num_rows: int, num_tokens: int, max_que
     tiles = max(num_rows, -(-num_tokens // block_q))
     programs = max(tiles * geometry.num_kv_heads * -(-geometry.group_size // heads), 1)
     wanted = _side_by_side(geometry, block_m) * geometry.device.multiprocessors
-    splits = max(1, min(wanted // programs, max_seq_len // MIN_SPLIT))
     block_n, num_warps = _shape(geometry, block_m, programs)
+    splits = max(1, min(wanted // programs, max_seq_len // (MIN_SPLIT if block_n > 16 else SMALL_SPLIT)))
     block_n, num_stages = _keys(geometry, block_m, block_n)
     return Tiling(block_q, heads, block_n, splits, 0, num_warps, num_stages)
 

@@ -430,7 +430,7 @@ def test_the_measured_choices() -> None:
     assert tiles(8, 1, 16384) == (2, 64, 8, 4)
     assert tiles(1, 1, 16384) == (2, 64, 64, 4)
     assert tiles(64, 1, 4096, kv_bytes=1) == (2, 16, 4, 1)
-    assert tiles(1, 1, 4096)[2] == 16
+    assert tiles(1, 1, 4096)[2] == 16 and tiles(1, 1, 4096, kv_bytes=1)[2] == 64
     assert tiles(64, 1, 4096, width=192, kv_bytes=1) == (2, 16, 4, 1)
     assert tiles(1, 8192, 8192) == (32, 32, 1, 4)
     assert tiles(1, 8192, 8192, width=192) == (32, 128, 1, 8)

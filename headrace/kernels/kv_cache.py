@@ -1,4 +1,4 @@
-"""Writing to a paged KV cache as it is or in FP8, and reading it back.
+"""Writing to a paged KV cache as it is or in FP8, and copying pages out again.
 
 FP8 is dynamic, with one scale a token and head: ``scale = max(absmax / 448, 1e-12)``, ``stored = e4m3(x / scale)``. 448
 is the largest number of e4m3 (Micikevicius et al., "FP8 formats for deep learning", 2022). NaN is stored in the scale
@@ -82,6 +82,61 @@ def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def dequantize(stored: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """``[..., width]`` e4m3 and ``[...]`` float32 -> float32."""
     return stored.float() * scale.unsqueeze(-1)
+
+
+def gather_numbers(
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    pages: torch.Tensor,
+    first: torch.Tensor,
+    count: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """Copies tokens of an FP8 cache out of their blocks, as the numbers that they stand for.
+
+    Args:
+        key_cache: ``[blocks, block_size, kv_heads, d]`` e4m3 of any strides.
+        value_cache: ``[blocks, block_size, kv_heads, dv]`` e4m3 of any strides.
+        k_scale, v_scale: ``[blocks, block_size, kv_heads]`` float32, of the same strides.
+        pages: ``[P]`` int32: a block.
+        first: ``[P]`` int64: where its first token goes in ``out``.
+        count: ``[P]`` int32: how many of its tokens go there.
+        out: ``[tokens, kv_heads, d + dv]`` contiguous: a head's key, then its value. What no page fills stays as it is.
+
+    Raises:
+        ConfigError: the device cannot do FP8.
+        ValueError: a tensor does not fit the others.
+    """
+    check_scales(key_cache, k_scale, v_scale)
+    if k_scale.stride() != v_scale.stride():
+        raise ValueError(f"k_scale and v_scale differ in strides: {k_scale.stride()} and {v_scale.stride()}")
+    wanted = (key_cache.shape[2], key_cache.shape[3] + value_cache.shape[3])
+    if out.ndim != 3 or out.shape[1:] != wanted or not out.is_contiguous():
+        raise ValueError(f"out must be [tokens, {wanted[0]}, {wanted[1]}] and contiguous, not {list(out.shape)}")
+    if not pages.shape == first.shape == count.shape:
+        raise ValueError(f"pages, first and count differ: {list(pages.shape)}, {list(first.shape)}, {list(count.shape)}")
+    run = gpu.kernels("kv_cache").gather_numbers if gpu.takes(out) else gather_numbers_twin
+    run(key_cache, value_cache, k_scale, v_scale, pages, first, count, out)
+
+
+def gather_numbers_twin(
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    pages: torch.Tensor,
+    first: torch.Tensor,
+    count: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    token = torch.arange(key_cache.shape[1], device=pages.device)
+    there = token < count.unsqueeze(1)
+    places = (first.unsqueeze(1) + token)[there]
+    sides = ((key_cache, k_scale), (value_cache, v_scale))
+    chosen = [dequantize(side[pages.long()][there], scale[pages.long()][there]) for side, scale in sides]
+    out[places] = torch.cat(chosen, dim=-1).to(out.dtype)
 
 
 def check_cache(

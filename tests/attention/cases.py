@@ -10,8 +10,11 @@ import numpy as np
 import torch
 
 from headrace.attention.backend import StepMetadata
+from headrace.cache.fp8 import Fp8LayerCache
 from headrace.cache.layer import LayerCache
-from headrace.spec import AttentionSpec
+from headrace.kernels.kv_cache import dequantize, reshape_and_cache
+from headrace.spec import AttentionSpec, layer_kv
+from headrace.spec.kv import FP8_KV
 
 
 def layer_spec(**changes: object) -> AttentionSpec:
@@ -105,3 +108,17 @@ def placed(step: StepMetadata, decodes: int, rows: int) -> Placed:
     lengths = np.zeros(rows, dtype=np.int64)
     lengths[places] = step.seq_lens_host
     return Placed(places, starts, lengths, np.concatenate([np.arange(starts[place], starts[place + 1]) for place in places]))
+
+
+def in_fp8(plain: LayerCache) -> tuple[LayerCache, LayerCache]:
+    """The same keys and values in FP8, and what they stand for then. What nobody owns is 0."""
+    plain.rows.nan_to_num_(0.0)
+    tokens = plain.block_size
+    size = tokens * layer_kv(plain.spec, FP8_KV).bytes_per_token
+    stored = Fp8LayerCache(plain.spec, 0, torch.zeros(len(plain.rows), size, dtype=torch.uint8), tokens=tokens)
+    slots = torch.arange(plain.rows[..., 0, 0].numel())
+    keys, values = plain.keys.flatten(0, 1), plain.values.flatten(0, 1)
+    reshape_and_cache(keys, values, stored.keys, stored.values, slots, "fp8_e4m3", stored.k_scale, stored.v_scale)
+    sides = ((stored.keys, stored.k_scale), (stored.values, stored.v_scale))
+    restored = torch.cat([dequantize(side, scale) for side, scale in sides], dim=-1)
+    return stored, LayerCache(plain.spec, 0, restored.to(plain.rows.dtype))

@@ -20,7 +20,7 @@ from headrace.errors import ConfigError
 from headrace.kernels import support
 from headrace.spec import AttentionSpec, LatentSpec
 
-from .cases import Case, layer_spec, make_case, placed
+from .cases import Case, in_fp8, layer_spec, make_case, placed
 from .fake_flashinfer import Device, flashinfer, wait_for_kernels
 
 pytestmark = pytest.mark.skipif(support.refusals("cpu") == ["Triton is not installed"], reason="Triton is not installed")
@@ -100,6 +100,32 @@ def test_long_prompts_of_wider_keys_are_gathered_too(there: bool, flashinfer: De
     backend.plan(case.step)
     torch.testing.assert_close(backend.run(case.q, case.cache), oracle(case), atol=2e-5, rtol=2e-5)
     assert {wrapper.paged for wrapper in backend._wrappers._planned.values()} == ({True, False} if there else {True})
+
+
+@pytest.mark.parametrize("rows", [[(1, 9), (7, 7), (5, 23)], [(1, 9), (8, 16), (6, 40), (9, 33)], [(12, 12)]], ids=str)
+def test_long_prompts_over_fp8_are_copied_out_as_numbers(
+    rows: list[tuple[int, int]], flashinfer: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And others, as decode rows, are our own kernel's, as is all until theirs is built."""
+    monkeypatch.setattr(support, "compute_capability", lambda device: 90)
+    monkeypatch.setattr("headrace.attention.flashinfer.attention._GATHER_QUERIES", 5)
+    spec = layer_spec(head_dim=32, v_head_dim=32)
+    backend = ready(FlashInferPrompts, spec)
+    case = mixed(spec, rows, sum(count == 1 for count, _ in rows), block_size=8)
+    case.cache, numbers = in_fp8(case.cache)
+    wanted = oracle(dataclasses.replace(case, cache=numbers))
+    backend.plan(case.step)
+    torch.testing.assert_close(backend.run(case.q, case.cache), wanted, atol=4e-3, rtol=4e-3)
+    assert {wrapper.paged for wrapper in backend._wrappers._planned.values()} == {False}
+    kernels.compiling(kernels.for_prompts(spec, torch.float32, torch.device("cpu"))).ready = False
+    backend.plan(case.step)
+    torch.testing.assert_close(backend.run(case.q, case.cache), wanted, atol=4e-3, rtol=4e-3)
+    assert not backend._wrappers._planned
+    monkeypatch.setattr("headrace.attention.flashinfer.attention._GATHER_QUERIES", 50)
+    kernels.compiling(kernels.for_prompts(spec, torch.float32, torch.device("cpu"))).ready = True
+    backend.plan(case.step)
+    torch.testing.assert_close(backend.run(case.q, case.cache), wanted, atol=4e-3, rtol=4e-3)
+    assert not backend._wrappers._planned
 
 
 def test_our_kernel_stands_in_until_theirs_is_ready(flashinfer: Device) -> None:
@@ -331,6 +357,21 @@ def test_auto_leaves_decode_to_our_kernel_and_says_why(flashinfer: Device, monke
     name, reason = select.choose(layer_spec(**WIDE), "cuda", "bfloat16")
     assert name == "flashinfer+triton" and "decode rows and CUDA graphs by headrace's kernel" in reason
     assert not isinstance(select.create(name), Replanned)
+
+
+@pytest.mark.parametrize(
+    ("capability", "changes", "takes"),
+    [(90, {}, True), (90, {"window": 9}, False), (90, {"head_dim": 192}, False), (80, {}, False), (100, {}, False)],
+)
+def test_prompts_over_fp8_are_for_fa3(
+    capability: int, changes: dict[str, Any], takes: bool, flashinfer: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_cuda(monkeypatch)
+    monkeypatch.setattr(support, "compute_capability", lambda device: capability)
+    name, reason = select.choose(layer_spec(**WIDE | changes), "cuda", "bfloat16", kv_dtype="fp8_e4m3")
+    assert name == ("flashinfer+triton" if takes else "triton")
+    assert takes or "copies of numbers are for fa3 alone" in reason
+    assert select.choose(layer_spec(**WIDE | changes), "cuda", "bfloat16")[0] == "flashinfer+triton"
 
 
 def test_asked_for_it_does_all(flashinfer: Device, monkeypatch: pytest.MonkeyPatch) -> None:

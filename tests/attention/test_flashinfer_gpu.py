@@ -12,11 +12,12 @@ import torch
 
 from headrace.attention.backend import LayerCache, Lengths, StepMetadata
 from headrace.attention.flashinfer import kernels
-from headrace.attention.flashinfer.attention import FlashInferAttention, FlashInferLatent
+from headrace.attention.flashinfer.attention import FlashInferAttention, FlashInferLatent, FlashInferPrompts
 from headrace.attention.reference import ReferenceAttention
+from headrace.kernels import support
 from headrace.spec import AttentionSpec, LatentSpec
 
-from .cases import Case, layer_spec, make_case, placed
+from .cases import Case, in_fp8, layer_spec, make_case, placed
 from .test_triton import to
 
 pytestmark = [
@@ -102,6 +103,21 @@ def test_kernel_by_kernel(changes: dict[str, Any]) -> None:
         there = to(case, CUDA)
         backend.plan(there.step)
         check(backend.run(there.q, there.cache), case)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(support.compute_capability("cuda") != 90, reason="copies of numbers are for Hopper's kernel")
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_long_prompts_over_fp8(width: int) -> None:
+    spec = plain(head_dim=width, v_head_dim=width, num_heads=32, num_kv_heads=8)
+    backend = ready(FlashInferPrompts, spec)
+    for seed, rows in enumerate([[(1, 300), (1500, 1600), (900, 900)], [(1700, 1703)]]):
+        case = case_of(spec, rows, seed)
+        stored, numbers = in_fp8(case.cache)
+        there = to(dataclasses.replace(case, cache=stored), CUDA)
+        backend.plan(there.step)
+        check(backend.run(there.q, there.cache), dataclasses.replace(case, cache=numbers))
+        assert {wrapper.paged for wrapper in backend._wrappers._planned.values()} == {False}
 
 
 @pytest.mark.timeout(600)

@@ -11,14 +11,9 @@ import torch
 from headrace.attention import select, triton
 from headrace.attention.reference import ReferenceAttention
 from headrace.attention.triton import InvariantAttention, TritonAttention
-from headrace.cache.fp8 import Fp8LayerCache
-from headrace.cache.layer import LayerCache
 from headrace.kernels import support
-from headrace.kernels.kv_cache import dequantize, reshape_and_cache
-from headrace.spec import layer_kv
-from headrace.spec.kv import FP8_KV
 
-from .cases import Case, layer_spec, make_case
+from .cases import Case, in_fp8, layer_spec, make_case
 
 pytestmark = pytest.mark.skipif(support.refusals("cpu") == ["Triton is not installed"], reason="Triton is not installed")
 
@@ -94,16 +89,9 @@ def test_bfloat16() -> None:
 def test_fp8_caches(device: torch.device) -> None:
     case = make_case(layer_spec(head_dim=32, v_head_dim=16), decode_first(MIXED), block_size=8)
     plain = case.cache
-    plain.rows.nan_to_num_(0.0)
-    size = 8 * layer_kv(plain.spec, FP8_KV).bytes_per_token
-    stored = Fp8LayerCache(plain.spec, 0, torch.zeros(len(plain.rows), size, dtype=torch.uint8), tokens=8)
-    slots = torch.arange(plain.rows[..., 0, 0].numel())
-    keys, values = plain.keys.flatten(0, 1), plain.values.flatten(0, 1)
-    reshape_and_cache(keys, values, stored.keys, stored.values, slots, "fp8_e4m3", stored.k_scale, stored.v_scale)
-    sides = ((stored.keys, stored.k_scale), (stored.values, stored.v_scale))
-    restored = torch.cat([dequantize(side, scale) for side, scale in sides], dim=-1)
-    torch.testing.assert_close(restored, plain.rows, rtol=1 / 16, atol=0.01)
-    expected = run(ReferenceAttention(), dataclasses.replace(case, cache=LayerCache(plain.spec, 0, restored)))
+    stored, numbers = in_fp8(plain)
+    torch.testing.assert_close(numbers.rows, plain.rows, rtol=1 / 16, atol=0.01)
+    expected = run(ReferenceAttention(), dataclasses.replace(case, cache=numbers))
     got = run(TritonAttention(), to(dataclasses.replace(case, cache=stored), device)).cpu()
     torch.testing.assert_close(got, expected, atol=4e-3, rtol=4e-3)
 

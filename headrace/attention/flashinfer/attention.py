@@ -13,6 +13,7 @@ from headrace.attention.flashinfer.kernels import Kernel, LatentKernel, PagedKer
 from headrace.attention.flashinfer.replay import WORKSPACE, LatentReplay, PagedReplay, Place, partial_bytes, split_latent
 from headrace.attention.flashinfer.rows import Rows
 from headrace.attention.triton import TritonAttention
+from headrace.kernels.kv_cache import gather_numbers
 from headrace.kernels.transfer import Mark
 from headrace.spec import AttentionSpec, Mode
 
@@ -223,8 +224,10 @@ class FlashInferPrompts(_OnFlashInfer):
 
     @staticmethod
     def supports(spec: AttentionSpec, device: str, dtype: str, mode: Mode = "dense", kv_dtype: str | None = None) -> list[str]:
-        reasons = TritonAttention.supports(spec, device, dtype, mode, kv_dtype) + scales_missing(kv_dtype)
-        return reasons + kernels.refusals(device, dtype) + kernels.no_kernel(spec)
+        reasons = TritonAttention.supports(spec, device, dtype, mode, kv_dtype) + kernels.refusals(device, dtype)
+        if scales_missing(kv_dtype) and not kernels.reads_copies(spec, torch.device(device)):
+            reasons += [f"{reason}, and copies of numbers are for fa3 alone" for reason in scales_missing(kv_dtype)]
+        return reasons + kernels.no_kernel(spec)
 
     @staticmethod
     def wants(spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> list[Kernel]:
@@ -251,14 +254,16 @@ class FlashInferPrompts(_OnFlashInfer):
             if wrapper.paged:
                 wrapper.run.run(q[rows.tokens], (cache.keys, cache.values), out=out[rows.tokens])
             else:
-                own = cache.rows.flatten(0, 1).index_select(0, rows.key_places(cache.group))
-                width = cache.spec.head_dim
+                own, width = _copied(rows, cache, q.dtype), cache.spec.head_dim
                 wrapper.run.run(q[rows.tokens], own[..., :width], own[..., width:], out=out[rows.tokens])
 
     def _kernel(self, part: Part, rows: Rows, cache: LayerCache, q: torch.Tensor) -> PagedKernel | None:
         """The best one that is ready; None: none is."""
         wanted: list[PagedKernel | None] = []
-        if part.kind == "prompts":
+        if cache.k_scale is not None:
+            kernel = kernels.for_prompts(cache.spec, q.dtype, q.device)
+            wanted.append(kernel if _gathers(kernel, rows, cache) else None)
+        elif part.kind == "prompts":
             other = kernels.for_contiguous(cache.spec, q.dtype, q.device) if self._decodes else None
             wanted.append(other if other is not None and _gathers(other, rows, cache) else None)
             wanted.append(kernels.for_prompts(cache.spec, q.dtype, q.device))
@@ -297,7 +302,7 @@ class FlashInferPrompts(_OnFlashInfer):
             window_left=-1 if spec.window is None else spec.window - 1,
             logits_soft_cap=spec.soft_cap,
             q_data_type=q.dtype,
-            kv_data_type=cache.keys.dtype,
+            kv_data_type=q.dtype,
             **({"max_token_per_sequence": rows.most_queries} if paged else {}),
         )
         wrapper.copied.set()
@@ -312,6 +317,10 @@ class FlashInferAttention(FlashInferPrompts, _Replanned):
     for_latent = FlashInferLatent
     """What goes by the same name where KV is compressed."""
     _decodes = True
+
+    @staticmethod
+    def supports(spec: AttentionSpec, device: str, dtype: str, mode: Mode = "dense", kv_dtype: str | None = None) -> list[str]:
+        return FlashInferPrompts.supports(spec, device, dtype, mode) + scales_missing(kv_dtype)
 
     @staticmethod
     def wants(spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> list[Kernel]:
@@ -335,6 +344,16 @@ class FlashInferAttention(FlashInferPrompts, _Replanned):
 def _gathers(kernel: PagedKernel, rows: Rows, cache: LayerCache) -> bool:
     """Whether keys and values are copied out of their blocks first."""
     long = rows.num_tokens >= _GATHER_QUERIES * rows.num_rows
-    held = cache.rows
-    nbytes = rows.num_keys * held.shape[2] * held.shape[3] * held.itemsize
-    return kernel.variant == "fa3" and long and not kernel.windowed and held.is_contiguous() and nbytes <= _GATHER_BYTES
+    nbytes = rows.num_keys * cache.spec.num_kv_heads * cache.spec.row_width * kernel.dtype.itemsize
+    whole = cache.k_scale is not None or cache.rows.is_contiguous()
+    return kernel.variant == "fa3" and long and not kernel.windowed and whole and nbytes <= _GATHER_BYTES
+
+
+def _copied(rows: Rows, cache: LayerCache, dtype: torch.dtype) -> torch.Tensor:
+    """``[keys, kv_heads, head_dim + v_head_dim]``: the rows' keys and values, one row behind the other."""
+    if cache.k_scale is None or cache.v_scale is None:
+        return cache.rows.flatten(0, 1).index_select(0, rows.key_places(cache.group))
+    spec = cache.spec
+    own = torch.empty(rows.num_keys, spec.num_kv_heads, spec.row_width, dtype=dtype, device=cache.rows.device)
+    gather_numbers(cache.keys, cache.values, cache.k_scale, cache.v_scale, rows.pages(cache.group), *rows.page_spans, own)
+    return own

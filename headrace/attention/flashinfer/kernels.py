@@ -134,6 +134,11 @@ def for_contiguous(spec: AttentionSpec, dtype: torch.dtype, device: torch.device
     return _paged("fa3", spec, dtype) if hopper and (spec.head_dim, spec.v_head_dim) == (192, 128) else None
 
 
+def reads_copies(spec: AttentionSpec, device: torch.device) -> bool:
+    """Whether long prompts of a layer are attended to where they were copied, as numbers, out of their blocks."""
+    return for_prompts(spec, torch.bfloat16, device).variant == "fa3" and spec.window is None
+
+
 def for_few_queries(spec: AttentionSpec, dtype: torch.dtype) -> PagedKernel:
     """For decode rows and steps that are captured: of few queries a row, fa3 reads a quarter as fast (H200)."""
     return _paged("fa2", spec, dtype)

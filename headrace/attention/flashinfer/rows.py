@@ -30,6 +30,7 @@ class Rows:
         self._tables = step.block_tables
         self._pages: dict[int, torch.Tensor] = {}
         self._tokens: dict[int, torch.Tensor] = {}
+        self._spans: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def pages(self, group: int) -> torch.Tensor:
         """``[pages]`` int32: the rows' blocks in a cache group, one row behind the other."""
@@ -51,6 +52,17 @@ class Rows:
                 found = found[upload((np.cumsum(whole) - whole)[row] + token, self._device)]
             self._tokens[group] = found
         return self._tokens[group]
+
+    @property
+    def page_spans(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of each page, the place of its first key among the rows' keys, ``[pages]`` int64, and how many there are, int32."""
+        if self._spans is None:
+            row, column = places(self._counts)
+            before = column * self._block_size
+            count = np.minimum(self._block_size, self.lengths[row] - before).astype(np.int32)
+            first = self.key_start.numpy()[row].astype(np.int64) + before
+            self._spans = upload(first, self._device), upload(count, self._device)
+        return self._spans
 
 
 def places(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

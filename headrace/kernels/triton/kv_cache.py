@@ -1,4 +1,4 @@
-"""Writing to a paged KV cache. Twin: ``headrace.kernels.kv_cache``."""
+"""Writing to a paged KV cache, and copying pages out of it. Twin: ``headrace.kernels.kv_cache``."""
 
 # A kernel's arguments have no types of Python's.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 
 from headrace.kernels.kv_cache import check_cache
-from headrace.kernels.triton.fp8 import OFF, as_bytes, mode, quantized, scale_of
+from headrace.kernels.triton.fp8 import OFF, as_bytes, gain, mode, quantized, scale_of, to_half
+from headrace.kernels.triton.pdl import begin, options
 
 
 @triton.jit
@@ -161,3 +162,64 @@ def check_last_axes(*tensors: torch.Tensor) -> None:
     for tensor in tensors:
         if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
             raise ValueError(f"the last axis of {list(tensor.shape)} must be contiguous; its stride is {tensor.stride(-1)}")
+
+
+@triton.jit
+def _copy_side(
+    cache, scale, out, present, token_step, lane, token, WIDTH: tl.constexpr, WIDTH_P: tl.constexpr, ROW: tl.constexpr,
+    FP8: tl.constexpr
+):  # fmt: skip
+    """Keys or values of one head of a page: ``[token, channel]`` from ``cache``, as numbers to ``out``."""
+    channel = tl.arange(0, WIDTH_P)
+    mask = present[:, None] & (channel < WIDTH)[None, :]
+    stored = tl.load(cache + (token * token_step)[:, None] + (channel * lane)[None, :], mask=mask, other=0)
+    number = to_half(stored, FP8).to(tl.float32) * (scale * gain(FP8))[:, None]
+    tl.store(out + token[:, None] * ROW + channel[None, :], number.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize_on_alignment=["pages", "first", "count"])
+def _gather_numbers(
+    keys, values,  # uint8
+    k_scale, v_scale, pages, first, count, out,
+    k_block: tl.int64, k_token, k_head, k_lane, v_block: tl.int64, v_token, v_head, v_lane,
+    scale_block: tl.int64, scale_token, scale_head,
+    TOKENS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, D_P: tl.constexpr, DV: tl.constexpr, DV_P: tl.constexpr,
+    FP8: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One head of a page."""
+    begin(PDL)
+    page, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    token = tl.arange(0, TOKENS)
+    present = token < tl.load(count + page)
+    block = tl.load(pages + page).to(tl.int64)
+    row: tl.constexpr = HEADS * (D + DV)
+    target = out + tl.load(first + page) * row + head * (D + DV)
+    place = block * scale_block + head * scale_head + token * scale_token
+    k_size = tl.load(k_scale + place, mask=present, other=0.0)
+    v_size = tl.load(v_scale + place, mask=present, other=0.0)
+    _copy_side(keys + block * k_block + head * k_head, k_size, target, present, k_token, k_lane, token, D, D_P, row, FP8)
+    _copy_side(
+        values + block * v_block + head * v_head, v_size, target + D, present, v_token, v_lane, token, DV, DV_P, row, FP8
+    )  # fmt: skip
+
+
+def gather_numbers(
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    pages: torch.Tensor,
+    first: torch.Tensor,
+    count: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """As its twin."""
+    if not len(pages):
+        return
+    heads, width, v_width = *key_cache.shape[2:], value_cache.shape[3]
+    _gather_numbers[(len(pages), heads)](
+        as_bytes(key_cache), as_bytes(value_cache), k_scale, v_scale, pages, first, count, out,
+        *key_cache.stride(), *value_cache.stride(), *k_scale.stride(),
+        TOKENS=triton.next_power_of_2(key_cache.shape[1]), HEADS=heads, D=width, D_P=triton.next_power_of_2(width),
+        DV=v_width, DV_P=triton.next_power_of_2(v_width), FP8=mode(out.device), num_warps=4, **options(out.device),
+    )  # fmt: skip

@@ -1,4 +1,5 @@
-"""reshape_and_cache against its twin, which is itself held to what it says; and what it must not touch."""
+"""reshape_and_cache and gather_numbers against their twins, which are themselves held to what they say; and what they must not
+touch."""
 
 from __future__ import annotations
 
@@ -189,6 +190,64 @@ def test_extremes_in_fp8(device: torch.device) -> None:
     assert restored[1, 0].isnan().all() and there.key_cache.float().isfinite().all()
     torch.testing.assert_close(restored[1, 1], made.key[1, 1])
     assert restored[2:].isfinite().all()
+
+
+PAGES, COUNTS = [3, 1, 4, 2], [8, 3, 8, 1]
+"""Blocks in an order of their own, some of them not full."""
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND", "by channel"])
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "v_head_dim", "dtype"),
+    [(2, 64, 64, torch.float32), (1, 128, 128, torch.bfloat16), (3, 40, 24, torch.float16), (2, 192, 128, torch.bfloat16)],
+)
+def test_pages_come_out_as_numbers(
+    heads: int, head_dim: int, v_head_dim: int, dtype: torch.dtype, layout: str, device: torch.device
+) -> None:
+    shape = {"heads": heads, "head_dim": head_dim, "v_head_dim": v_head_dim, "layout": layout, "dtype": torch.float32}
+    made = problem(kind="fp8_e4m3", tokens=BLOCKS * 8, **shape)  # type: ignore[arg-type]
+    made.slots = torch.arange(BLOCKS * 8)
+    made.write(twin.reshape_and_cache_twin)
+    there = made.to(device)
+    first = torch.tensor([0, 8, 11, 25])
+    out = torch.full((27, heads, head_dim + v_head_dim), -7.0, dtype=dtype, device=device)
+    sides = there.key_cache, there.value_cache, there.k_scale, there.v_scale
+    given = (torch.tensor(PAGES, dtype=torch.int32), first, torch.tensor(COUNTS, dtype=torch.int32))
+    run = kv_cache.gather_numbers
+    run(*sides, *(each.to(device) for each in given), out)  # type: ignore[arg-type]
+    expected = torch.full_like(out, -7.0, device="cpu")
+    tokens = torch.cat([8 * page + torch.arange(count) for page, count in zip(PAGES, COUNTS, strict=True)])
+    places = torch.cat([start + torch.arange(count) for start, count in zip(first.tolist(), COUNTS, strict=True)])
+    for side, scale, columns in (
+        (made.key_cache, made.k_scale, slice(0, head_dim)),
+        (made.value_cache, made.v_scale, slice(head_dim, None)),
+    ):
+        assert scale is not None
+        numbers = side.float() * scale.unsqueeze(-1)
+        expected[places, :, columns] = numbers.flatten(0, 1)[tokens].to(dtype)
+    # The interpreter cuts bfloat16 off where a device rounds.
+    torch.testing.assert_close(out.cpu(), expected, rtol=0.008 if dtype == torch.bfloat16 else 0.0, atol=0.0)
+    # What was written is near what was given.
+    near = torch.cat((made.key, made.value), dim=-1)[tokens]
+    torch.testing.assert_close(expected[places].float(), near.float(), rtol=0.07, atol=0.02)
+    from_twin = torch.full_like(expected, -7.0)
+    twin.gather_numbers(made.key_cache, made.value_cache, made.k_scale, made.v_scale, *given, from_twin)  # type: ignore[arg-type]
+    assert torch.equal(from_twin, expected)
+
+
+def test_pages_that_do_not_fit() -> None:
+    made = problem(kind="fp8_e4m3")
+    sides = [made.key_cache, made.value_cache, made.k_scale, made.v_scale]
+    pages = [torch.zeros(2, dtype=torch.int32), torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int32)]
+    out = torch.zeros(16, 2, 128)
+    twin.gather_numbers(*sides, *pages, out)  # type: ignore[arg-type]
+    for wrong in (out[..., :100], torch.zeros(16, 3, 128), torch.zeros(16, 128, 2).transpose(1, 2)):
+        with pytest.raises(ValueError, match=r"out must be \[tokens, 2, 128\] and contiguous"):
+            twin.gather_numbers(*sides, *pages, wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="pages, first and count differ"):
+        twin.gather_numbers(*sides, pages[0][:1], *pages[1:], out)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="k_scale must be"):
+        twin.gather_numbers(*sides[:2], made.k_scale[:2], made.v_scale, *pages, out)  # type: ignore[arg-type, index]
 
 
 @pytest.mark.parametrize("module", [kv_cache, twin], ids=["kernel", "twin"])

@@ -162,8 +162,9 @@ def others() -> None:
     activation.gelu_tanh_mul(x)
     kv_cache.reshape_and_cache(key, key, rows[..., :128], rows[..., 128:], slots)
     kv_cache.reshape_and_cache(key, key, cache.keys, cache.values, slots, "fp8_e4m3", **scales)
-    pages = torch.zeros(3, dtype=torch.int32), torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int32)
-    kv_cache.gather_numbers(cache.keys, cache.values, cache.k_scale, cache.v_scale, *pages, torch.zeros(48, 4, 256, dtype=BF16))
+    held = torch.zeros(3, dtype=torch.int32), torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int32)
+    out = torch.zeros(48, 8, 256, dtype=BF16)
+    kv_cache.gather_numbers(cache.keys, cache.values, cache.k_scale, cache.v_scale, *held, out)
     packed, weight = torch.zeros(4, 48 * 128, dtype=BF16), x[0, :128]
     for width in (128, 64, 0):
         rotated = {"cos_sin": torch.zeros(4, width), "rotary_dim": width, "q_weight": weight, "k_weight": weight, "eps": 1e-6}

@@ -35,6 +35,7 @@ from headrace.kernels.triton import (
     moe,
     norm,
     paged_attention,
+    pages,
     qkv,
     router,
     tiling,

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Literal
 
+from headrace.errors import ConfigError
 from headrace.spec import AnySpec, Arena, CacheGroup, block_sizes
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -23,8 +24,18 @@ Device = Literal["auto", "cpu", "cuda"]
 
 
 def _limit(variable: str, default: int) -> int:
-    """A limit's default: the environment's value where it is set."""
-    return int(os.environ.get(variable, default))
+    """A limit's default: the environment's value where it is set.
+
+    Raises:
+        ConfigError: it is no whole number.
+    """
+    given = os.environ.get(variable, "").strip()
+    if not given:
+        return default
+    try:
+        return int(given)
+    except ValueError:
+        raise ConfigError(f"the environment's {variable} must be a whole number, not {given!r}", variable) from None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

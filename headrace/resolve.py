@@ -359,10 +359,16 @@ def _attention(
 ) -> tuple[str, ...]:
     requested = _invariant_attention(args, device) if args.deterministic else args.attention_backend
     choices = [select.choose(spec, device.device, dtype, requested, kv_dtype) for spec in model.layers]
+    if args.deterministic:
+        choices = [(backend, DETERMINISTIC) for backend, _ in choices]
     for (backend, reason), count in Counter(choices).items():
         layers = "every layer" if count == len(choices) else f"{count} of {len(choices)} layers"
         book.note("attention_backend", backend, f"{layers}: {reason}")
     return tuple(backend for backend, _ in choices)
+
+
+DETERMINISTIC = "deterministic: it sums up in one order, whatever the batch"
+"""Why a layer has the backend that it has then."""
 
 
 def _invariant_attention(args: EngineArgs, device: DeviceFacts) -> str:
@@ -463,9 +469,9 @@ class _KVPlan:
         if asked is None:
             return most
         if asked > most:
-            why = f"max_model_len {asked} is longer than the model's context of {most} tokens"
+            why = ""
             if any(layer.rope is not None and layer.rope.kind == "longrope" for layer in self._model.layers):
-                why += ": beyond it, longrope turns tokens by other factors, and those in the cache would have to follow"
+                why = ": beyond it, longrope turns tokens by other factors, and those in the cache would have to follow"
             raise ConfigError(
                 f"max_model_len {asked} is longer than the model's context of {most} tokens{why}", "max_model_len"
             )

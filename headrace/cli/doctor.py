@@ -97,7 +97,7 @@ def planned(args: EngineArgs) -> EngineInfo:
 
     start = time.perf_counter()
     files = find_model(args)
-    device = probe()
+    device = probe(args.device)
     chosen = choose(args, files)
     files = dataclasses.replace(files, decisions=(*files.decisions, *chosen.decisions))
     config = resolve(args, files, chosen.spec, device)

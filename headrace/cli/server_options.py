@@ -90,19 +90,7 @@ _LIMIT_KNOBS = (
     Knob("max_prompts", LIMITS, "Most prompts in one completions request.", metavar="INTEGER"),
     Knob("max_n", LIMITS, "Largest `n` of a request.", metavar="INTEGER"),
     Knob("max_choices", LIMITS, "Most prompts times `n` of a request.", metavar="INTEGER"),
-    Knob(
-        "max_stop",
-        LIMITS,
-        "Most entries of a request's `stop` that are read at all, before --max-stop-seqs-num is applied.",
-        metavar="INTEGER",
-    ),
     Knob("max_logit_bias", LIMITS, "Most tokens in a request's `logit_bias`.", metavar="INTEGER"),
-    Knob(
-        "max_bad_words",
-        LIMITS,
-        "Most entries of a request's `bad_words` that are read at all, before --max-bad-words-num is applied.",
-        metavar="INTEGER",
-    ),
 )
 
 SERVER: Group[ServerSettings] = Group(ServerSettings, _MODEL_KNOBS + _SERVER_KNOBS + _SECURITY_KNOBS + _LIMIT_KNOBS)

@@ -6,7 +6,7 @@ from headrace.attention import select
 from headrace.config import EngineConfig
 from headrace.engine import environment
 from headrace.engine.info import DecisionLine, EngineInfo, LayerLine, MemoryLine, StartupPhase
-from headrace.resolve import DeviceFacts
+from headrace.resolve import DETERMINISTIC, DeviceFacts
 from headrace.sources.files import ModelFiles
 from headrace.spec import layer_kv
 
@@ -38,7 +38,10 @@ def engine_info(
 def _layer_lines(config: EngineConfig) -> list[LayerLine]:
     lines = []
     for spec, backend in zip(config.model.layers, config.attention_backends, strict=True):
-        _, reason = select.choose(spec, config.device, config.dtype, config.args.attention_backend, config.cache.dtype)
+        asked = config.args.attention_backend
+        reason = DETERMINISTIC
+        if not config.args.deterministic:
+            _, reason = select.choose(spec, config.device, config.dtype, asked, config.cache.dtype)
         if spec.latent is not None:
             prompts = select.for_prompts(spec, backend, config.device, config.dtype)
             when = f"uncompressed, for {prompts}, where that is less work" if prompts else "absorbed as decode rows are"

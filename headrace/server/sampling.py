@@ -83,9 +83,8 @@ def _common(body: SamplingBody, settings: ServerSettings) -> dict[str, Any]:
     given = {name: value for name in _OPTIONAL if (value := getattr(body, name)) is not None}
     given.update({name: getattr(body, name) for name in _PLAIN})
     given.update({name: value for name in _LISTS if (value := getattr(body, name)) is not None})
-    _limit("bad_words", len(body.bad_words or ()), settings.max_bad_words, "entries")
     if body.stop is not None:
-        given["stop"] = _stops(body.stop, settings.max_stop)
+        given["stop"] = _stops(body.stop)
     if body.logit_bias:
         _limit("logit_bias", len(body.logit_bias), settings.max_logit_bias, "entries")
         given["logit_bias"] = {_token_id(key): bias for key, bias in body.logit_bias.items()}
@@ -98,11 +97,10 @@ def _limit(name: str, value: int, limit: int, unit: str = "") -> None:
         raise ApiError(400, f"{what}, and the limit is {limit}", param=name, code="invalid_value")
 
 
-def _stops(value: Any, limit: int) -> list[str]:
+def _stops(value: Any) -> list[str]:
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
         raise ApiError(400, "stop must be a string or a list of strings", param="stop", code="invalid_type")
-    _limit("stop", len(stops), limit, "entries")
     return stops
 
 

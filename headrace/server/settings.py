@@ -52,9 +52,7 @@ class ServerSettings:
     max_n: int = 128
     max_choices: int = 512
     """Prompts times n."""
-    max_stop: int = 16
     max_logit_bias: int = 1024
-    max_bad_words: int = 256
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

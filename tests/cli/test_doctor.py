@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from headrace.cli.main import app
@@ -89,6 +90,11 @@ def test_as_json(folder: str) -> None:
         (["nowhere/at/all"], "nowhere/at/all"),
         ([".", "--load-format", "dummy", "--max-model-len", "512"], "max_model_len"),
         ([".", "--load-format", "dummy", "--attention-backend", "nonesuch"], "nonesuch"),
+        pytest.param(
+            [".", "--load-format", "dummy", "--device", "cuda"],
+            "no CUDA device",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device"),
+        ),
     ],
 )
 def test_what_cannot_be_served(folder: str, words: list[str], said: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import os
 import subprocess
 import sys
 import typing
@@ -183,3 +184,10 @@ def test_parsers() -> None:
             positive_int(text)
         with pytest.raises(ValueError, match="auto"):
             int_or_auto(text)
+
+
+def test_an_environment_that_makes_no_sense_is_told_of_in_a_line() -> None:
+    environment = os.environ | {"HEADRACE_MAX_STOP_SEQS_NUM": "lots"}
+    done = subprocess.run([sys.executable, "-m", "headrace.cli", "--help"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr == "headrace: the environment's HEADRACE_MAX_STOP_SEQS_NUM must be a whole number, not 'lots'\n"

@@ -164,6 +164,15 @@ def test_the_model_s_own_defaults(bare: InputProcessor) -> None:
         )
 
 
+@pytest.mark.parametrize("variable", ["HEADRACE_MAX_BAD_WORDS_NUM", "HEADRACE_STOP_SEQS_MAX_LEN"])
+def test_an_environment_variable_that_is_no_number_is_named(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, "many")
+    with pytest.raises(ConfigError, match=f"{variable} must be a whole number, not 'many'"):
+        EngineArgs()
+    monkeypatch.setenv(variable, "")
+    assert SamplingLimits.of(EngineArgs()).max_stop_seqs_num == 16
+
+
 def test_limits_follow_their_environment_variables(frontend: Frontend, monkeypatch: pytest.MonkeyPatch) -> None:
     tries = {
         "HEADRACE_MAX_BAD_WORDS_NUM": {"bad_words": ["a", "b"]},

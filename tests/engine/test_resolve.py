@@ -127,8 +127,12 @@ def test_longrope_has_one_set_of_factors_for_all_sequences() -> None:
         assert "beyond 64" in reason(config, "rotary embedding")
         again = decide(config.model, max_model_len=asked)
         assert (again.model, again.decisions) == (config.model, config.decisions)
-    with pytest.raises(ConfigError, match="longer than the model's context of 256 tokens"):
+    with pytest.raises(
+        ConfigError, match=r"^max_model_len 257 is longer than the model's context of 256 tokens: beyond it, longrope"
+    ):
         decide(spec, max_model_len=257)
+    with pytest.raises(ConfigError, match=r"^max_model_len \d+ is longer than the model's context of \d+ tokens$"):
+        decide(plain, max_model_len=plain.max_position + 1)
     assert not any(decision.name == "rotary embedding" for decision in decide(plain).decisions)
 
 

@@ -9,8 +9,9 @@ import pytest
 from headrace.attention import select
 from headrace.attention.triton import InvariantAttention, TritonAttention
 from headrace.config import EngineConfig
+from headrace.engine.report import _layer_lines
 from headrace.errors import ConfigError
-from headrace.resolve import CUDA_SLACK, MAX_GRAPH_ROWS, DeviceFacts
+from headrace.resolve import CUDA_SLACK, DETERMINISTIC, MAX_GRAPH_ROWS, DeviceFacts
 
 from .test_resolve import decide, model
 
@@ -96,6 +97,9 @@ def test_the_cpus_formats_are_refused(asked: str) -> None:
 def test_deterministic() -> None:
     assert set(on_gpu(deterministic=True).attention_backends) == {"invariant"}
     assert set(on_gpu(deterministic=True, attention_backend="invariant").attention_backends) == {"invariant"}
+    config = on_gpu(deterministic=True)
+    told = {(line.backend, line.reason) for line in _layer_lines(config)}
+    assert told == {("invariant", DETERMINISTIC)} and DETERMINISTIC in reasons(config)["attention_backend"]
 
 
 @pytest.mark.parametrize("backend", ["triton", "flashinfer", "reference"])

@@ -29,6 +29,10 @@ from headrace.spec import AttentionSpec
 _TOKENS = 8
 _NEAR = {torch.float32: 1e-4, torch.float64: 1e-6}
 """Relative to the largest value; other dtypes: 2 %."""
+_ACTIVATIONS = 4096
+"""Numbers, at least, that activations are compared by."""
+_ROUNDED = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
+_SMALL = 1e-6
 _EPS = ("variance_epsilon", "eps", "norm_eps")
 _HEAD_NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"), ("query_layernorm", "key_layernorm"))
 
@@ -170,17 +174,35 @@ def _as_mlp(module: nn.Module, dtype: torch.dtype) -> GatedMLP | None:
     if gate.product.rows != [width, width] or gate.weight.dtype != dtype:
         return None
     # Wide enough for activations to differ, whatever the size of the weights.
-    x = _draw(gate.weight, 1, _TOKENS, gate.in_features, size=1.0)
+    x = _draw(gate.weight, 1, _ACTIVATIONS // width + 1, gate.in_features, size=1.0)
     x *= 3.0 / product(x, gate.weight, None).float().std().clamp_min(1e-6).to(x.dtype)
+    products: list[torch.Tensor] = []
+    seen = down.register_forward_pre_hook(lambda _, given: products.append(given[0]))
     try:
         theirs = module(x)
     except Exception:
         return None
+    finally:
+        seen.remove()
+    factors = product(x, gate.product.weight, gate.product.bias)
     for act in (silu_mul, gelu_tanh_mul):
         ours = GatedMLP(gate, down, act)
-        if _alike(ours(x), theirs):
+        if len(products) == 1 and _same_activation(act, factors, products[0]) and _alike(ours(x), theirs):
             return ours
     return None
+
+
+def _same_activation(act: Callable[[torch.Tensor], torch.Tensor], factors: torch.Tensor, products: torch.Tensor) -> bool:
+    """Whether ``products`` is ``act`` of ``factors``, gate and up side by side, number by number up to rounding: the largest of
+    an MLP's outputs would hide what parts a gelu from its approximation by tanh.
+    """
+    ours = act(factors)
+    if ours.shape != products.shape or ours.dtype != products.dtype:
+        return False
+    a, b, (gate, up) = ours.float(), products.float(), factors.float().chunk(2, dim=-1)
+    # Two roundings; and where an activation is a small difference of two numbers near 1, those of float32.
+    bound = _ROUNDED.get(ours.dtype, 0.0) * b.abs() + _SMALL * (gate * up).abs().clamp_min(0.1)
+    return bool(((a - b).abs() <= bound).all().item())
 
 
 # Attention

@@ -96,6 +96,13 @@ class EngineArgs:
     max_stop_seqs_num: int = dataclasses.field(default_factory=lambda: _limit("HEADRACE_MAX_STOP_SEQS_NUM", 16))
     stop_seqs_max_len: int = dataclasses.field(default_factory=lambda: _limit("HEADRACE_STOP_SEQS_MAX_LEN", 8))
 
+    def __post_init__(self) -> None:
+        """Raises ConfigError where a switch is anything but on or off: ``"no"`` would be on."""
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(field.default, bool) and not isinstance(value, bool):
+                raise ConfigError(f"{field.name} must be True or False, not {value!r}", field.name)
+
 
 @dataclasses.dataclass(frozen=True)
 class Decision:

@@ -357,6 +357,11 @@ def _kv_dtype(args: EngineArgs, model: AnySpec, dtype: str, device: DeviceFacts)
 def _attention(
     args: EngineArgs, model: AnySpec, device: DeviceFacts, dtype: str, kv_dtype: str, book: _Book
 ) -> tuple[str, ...]:
+    if args.deterministic and isinstance(model, ForeignSpec):
+        raise ConfigError(
+            f"deterministic is for native models: {model.architecture}'s own code decides in which order its products sum up",
+            "deterministic",
+        )
     requested = _invariant_attention(args, device) if args.deterministic else args.attention_backend
     choices = [select.choose(spec, device.device, dtype, requested, kv_dtype) for spec in model.layers]
     if args.deterministic:

@@ -115,6 +115,15 @@ def test_int4_needs_matrices_that_its_kernel_holds() -> None:
     assert caught.value.param == "quantization"
 
 
+@pytest.mark.parametrize("name", ["trust_remote_code", "enable_prefix_caching", "deterministic", "enforce_eager"])
+@pytest.mark.parametrize("value", ["false", "no", 0, 1, None])
+def test_switches_are_on_or_off(name: str, value: Any) -> None:
+    """Nothing of a checkpoint is read before: code that comes with one least of all."""
+    with pytest.raises(ConfigError, match=f"{name} must be True or False, not {value!r}") as caught:
+        EngineArgs(**{name: value})
+    assert caught.value.param == name
+
+
 def test_longrope_has_one_set_of_factors_for_all_sequences() -> None:
     plain = model(context=64)
     lengths = {"original_max_position_embeddings": 64, "max_position_embeddings": 256}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from headrace.config import EngineConfig
 from headrace.engine.report import _layer_lines
 from headrace.errors import ConfigError
 from headrace.resolve import CUDA_SLACK, DETERMINISTIC, MAX_GRAPH_ROWS, DeviceFacts
+from headrace.spec import ForeignSpec
+from headrace.spec.model import ModelFacts
 
 from .test_resolve import decide, model
 
@@ -106,6 +109,16 @@ def test_deterministic() -> None:
 def test_a_backend_that_is_not_deterministic(backend: str) -> None:
     with pytest.raises(ConfigError, match="depends on the batch") as caught:
         on_gpu(deterministic=True, attention_backend=backend)
+    assert caught.value.param == "deterministic"
+
+
+def test_a_foreign_model_is_not_deterministic() -> None:
+    """Its products are where its own code has them."""
+    own = model(context=4096)
+    shared = {field.name: getattr(own, field.name) for field in dataclasses.fields(ModelFacts)}
+    foreign = ForeignSpec(**shared, num_tokens=own.vocab_size, num_weights=1000)
+    with pytest.raises(ConfigError, match="deterministic is for native models") as caught:
+        decide(foreign, HOPPER, deterministic=True)
     assert caught.value.param == "deterministic"
 
 

@@ -5,7 +5,7 @@ head rotated, and values that are scaled.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from transformers import PretrainedConfig
@@ -14,6 +14,7 @@ from headrace.errors import ConfigError
 from headrace.models.decoder import Decoder, DecoderLayer, SelfAttention
 from headrace.models.family import Family
 from headrace.models.hf_config import attention_specs, decoder_spec, per_layer, required, uniform, windows_by_type
+from headrace.models.mimo_config import in_transformers_words
 from headrace.models.moe_config import experts_of, mixed_specs, number
 from headrace.models.names import decoder_names
 from headrace.spec import AttentionSpec, ModelSpec, MoeSpec
@@ -47,10 +48,13 @@ class MimoDecoder(Decoder):
 
 
 def model_spec(config: PretrainedConfig) -> MimoSpec:
+    config = in_transformers_words(config)
     windows = windows_by_type(config)
+    in_full = _flag(config, "add_full_attention_sink_bias", False)
+    in_window = _flag(config, "add_swa_attention_sink_bias", True)
     layers = tuple(
-        layer if layer.window is None else _with_window(config, layer)
-        for layer in attention_specs(config, windows=windows, partial_rotary=_ROTATED)
+        dataclasses.replace(layer, num_kv_heads=heads, sinks=in_full if layer.window is None else in_window)
+        for layer, heads in _with_kv_heads(config, attention_specs(config, windows=windows, partial_rotary=_ROTATED))
     )
     moe = MoeSpec(
         **experts_of(config, "n_routed_experts", "num_experts_per_tok"),
@@ -71,7 +75,8 @@ def model_spec(config: PretrainedConfig) -> MimoSpec:
         ARCHITECTURE,
         layers,
         mixed_specs(config, moe, lambda layer: kinds[layer] == "sparse"),
-        reads=("partial_rotary_factor",),
+        # Published with a chunk size that nothing of it uses.
+        reads=("partial_rotary_factor", "attention_chunk_size"),
         kind=MimoSpec,
         attention_bias=bool(uniform(config, "attention_bias", False)),
         value_scale=number(config, "attention_value_scale", 1.0),
@@ -79,13 +84,62 @@ def model_spec(config: PretrainedConfig) -> MimoSpec:
     return spec  # type: ignore[return-value]
 
 
-def _with_window(config: PretrainedConfig, layer: AttentionSpec) -> AttentionSpec:
-    """A layer with a window has sinks and, if the config does not say, twice the KV heads."""
-    heads: Any = getattr(config, "swa_num_key_value_heads", None) or 2 * layer.num_kv_heads
-    for name, usual in (("swa_head_dim", layer.head_dim), ("swa_v_head_dim", layer.v_head_dim)):
-        if getattr(config, name, None) not in (None, usual):
-            raise ConfigError(f"layer {layer.layer}: {name} {getattr(config, name)!r} is not the {usual} of other layers", name)
-    return dataclasses.replace(layer, num_kv_heads=heads, sinks=True)
+def _flag(config: PretrainedConfig, name: str, default: bool) -> bool:
+    value = uniform(config, name, default)
+    if not isinstance(value, bool):
+        raise ConfigError(f"config: {name} must be true or false, not {value!r}", name)
+    return value
+
+
+def _with_kv_heads(config: PretrainedConfig, layers: Sequence[AttentionSpec]) -> Iterator[tuple[AttentionSpec, int]]:
+    """Each layer and its KV heads: its own number if it has one, else, where it has a window, that of layers with windows.
+
+    That one is ``swa_num_key_value_heads``, or, if the config does not say, twice the number for all.
+    """
+    own, said = _own_counts(config), per_layer(config, "swa_num_key_value_heads")
+    for layer, has_own, swa in zip(layers, own, said, strict=True):
+        here = f"layer {layer.layer}"
+        if layer.window is None:
+            yield layer, layer.num_kv_heads
+            continue
+        for name, usual in (
+            ("swa_num_attention_heads", layer.num_heads),
+            ("swa_head_dim", layer.head_dim),
+            ("swa_v_head_dim", layer.v_head_dim),
+        ):
+            if (value := uniform(config, name)) not in (None, usual):
+                raise ConfigError(f"{here}: {name} {value!r} is not the {usual} of other layers", name)
+        if swa is not None and (not isinstance(swa, int) or isinstance(swa, bool) or swa < 1):
+            raise ConfigError(
+                f"{here}: swa_num_key_value_heads must be a positive whole number, not {swa!r}", "swa_num_key_value_heads"
+            )
+        if has_own:
+            if swa not in (None, layer.num_kv_heads):
+                raise ConfigError(
+                    f"{here}: swa_num_key_value_heads {swa} contradicts its own num_key_value_heads {layer.num_kv_heads}",
+                    "swa_num_key_value_heads",
+                )
+            yield layer, layer.num_kv_heads
+            continue
+        if swa is None and any(own):
+            # transformers drops an override that equals the number for all, so this may be the layer's own or twice it.
+            raise ConfigError(
+                f"{here}: per_layer_config does not tell its num_key_value_heads from the {layer.num_kv_heads} of all layers; "
+                "num_key_value_heads_list does",
+                "num_key_value_heads",
+            )
+        yield layer, swa or 2 * layer.num_kv_heads
+
+
+def _own_counts(config: PretrainedConfig) -> list[bool]:
+    """Which layers have a ``num_key_value_heads`` of their own."""
+    # As it lies there: reading a field that layers override is an error.
+    count, layers = vars(config).get("num_key_value_heads"), required(config, "num_hidden_layers")
+    if getattr(config, "num_key_value_heads_list", None) or isinstance(count, list | tuple):
+        return [True] * layers
+    if not getattr(config, "is_heterogeneous", False):
+        return [False] * layers
+    return [one.num_key_value_heads != count for one in config.per_layer_config]
 
 
 def names(model: Decoder) -> NameTable:

@@ -38,12 +38,12 @@ def activation(config: PretrainedConfig) -> str:
 
 
 def must_be(config: PretrainedConfig, name: str, *values: Any) -> None:
-    """Refuses any other value of a field.
+    """Refuses any other value of a field, None being the first of them.
 
     Raises:
-        ConfigError: it has one; the message names the field.
+        ConfigError: it has one, or a layer its own; the message names the field.
     """
-    value = getattr(config, name, values[0])
+    value = uniform(config, name, values[0])
     if value not in values:
         raise ConfigError(f"config: {name} {value!r} is not supported", name)
 

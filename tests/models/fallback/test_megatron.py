@@ -236,7 +236,9 @@ def test_a_rollout_leaves_nothing_behind_that_training_meets(kind: str) -> None:
         torch.testing.assert_close(after, without)
 
 
-@pytest.mark.parametrize("how", ["data", "in place", "new memory", "one bit"])
+@pytest.mark.parametrize(
+    "how", ["data", "in place", "new memory", "one bit", "rows turned", "columns turned", "two changed places"]
+)
 def test_weights_written_in_any_way_are_noticed(how: str) -> None:
     model = small.gpt()
     llm = engine(model)
@@ -251,6 +253,12 @@ def test_weights_written_in_any_way_are_noticed(how: str) -> None:
             weight.mul_(-1)
     elif how == "new memory":
         weight.data = -weight.data
+    elif how == "rows turned":
+        weight.data.copy_(weight.data.flip(0))
+    elif how == "columns turned":
+        weight.data.copy_(weight.data.flip(1))
+    elif how == "two changed places":
+        weight.data[[1, 5], [2, 7]] = weight.data[[5, 1], [7, 2]]
     else:
         weight.data.view(-1).view(torch.int32)[7] ^= 1
     assert_same(llm, eager(model), [prompt])

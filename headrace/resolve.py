@@ -495,7 +495,18 @@ class _KVPlan:
                 f"num_kv_blocks to {-(-least // sum(self._sizes))} or more, or max_model_len to {longest} or less, or to auto",
                 "num_kv_blocks",
             )
-        return length, nbytes
+        return length, self._there_is(nbytes, "num_kv_blocks")
+
+    def _there_is(self, nbytes: int, name: str) -> int:
+        """The bytes that were asked for.
+
+        Raises:
+            ConfigError: there are not so many.
+        """
+        if nbytes > self._free:
+            asked = getattr(self._args, name)
+            raise ConfigError(f"{name} {asked:,} takes {nbytes:,} bytes, and {self._free:,} are there beside the weights", name)
+        return nbytes
 
     def _from_memory(self, length: int | None, book: _Book) -> tuple[int, int]:
         given = self._args.kv_cache_memory
@@ -510,7 +521,7 @@ class _KVPlan:
         if least > (most if given is None else given):
             raise self._does_not_fit(length, least, most if given is None else given)
         if given is not None:
-            return length, Arena(given, self._sizes).fitted(given).nbytes
+            return length, self._there_is(Arena(given, self._sizes).fitted(given).nbytes, "kv_cache_memory")
         useful = Arena.holding(self._sizes, [self._useful(group, length) for group in self._groups]).nbytes
         budget = share if self._whole else min(useful, max(share, least))
         if budget == useful:

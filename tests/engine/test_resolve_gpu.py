@@ -56,6 +56,15 @@ def test_a_cache_of_a_given_size() -> None:
     assert 0.99 * GIB < on_gpu(kv_cache_memory=GIB).cache.nbytes <= GIB
 
 
+@pytest.mark.parametrize("asked", [{"kv_cache_memory": 100 * 2**40}, {"num_kv_blocks": 10**11}], ids=str)
+def test_more_cache_than_there_is_memory(asked: dict[str, int]) -> None:
+    (name,) = asked
+    for there in (HOPPER, None):
+        with pytest.raises(ConfigError, match=f"{name} .* bytes, and .* are there beside the weights") as caught:
+            decide(model(context=4096), *([] if there is None else [there]), **asked)
+        assert caught.value.param == name
+
+
 def test_steps_overlap_and_graphs_are_captured() -> None:
     config = on_gpu()
     assert config.scheduler.pipeline_depth == 2

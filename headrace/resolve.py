@@ -540,14 +540,16 @@ class _KVPlan:
 
     def _does_not_fit(self, length: int, least: int, there: int) -> ConfigError:
         longest = self._longest(lambda candidate: self._least_bytes(candidate) <= there)
-        shorter = f" or max_model_len to {longest} or less, or to auto" if longest >= 2 else ""
+        shorter = f"max_model_len to {longest} or less, or to auto" if longest >= 2 else ""
         if self._args.kv_cache_memory is not None:
             message = (
                 f"one sequence of {length} tokens needs {least:,} bytes of KV cache, and kv_cache_memory is {there:,}: set "
             )
-            return ConfigError(f"{message}kv_cache_memory to {least:,} or more,{shorter}", "kv_cache_memory")
-        message = f"one sequence of {length} tokens needs {least:,} bytes of KV cache, and at most {there:,} are free"
-        return ConfigError(f"{message}: set{shorter.removeprefix(' or')}" if shorter else message, "max_model_len")
+            shorter = f", or {shorter}" if shorter else ""
+            return ConfigError(f"{message}kv_cache_memory to {least:,} or more{shorter}", "kv_cache_memory")
+        where = f" within gpu_memory_utilization {self._args.gpu_memory_utilization}" if self._whole else ""
+        message = f"one sequence of {length} tokens needs {least:,} bytes of KV cache, and at most {there:,} are free{where}"
+        return ConfigError(f"{message}: set {shorter}" if shorter else message, "max_model_len")
 
     def _auto_length(self, longest: int, where: str, book: _Book) -> int:
         if longest < 2:

@@ -94,7 +94,7 @@ def _from_directory(args: EngineArgs, path: Path, *, from_hub: bool = False) -> 
             return _from_gguf(dataclasses.replace(args, revision=None), name, files[0])
         if files:
             raise ConfigError(f"{path} holds several GGUF files, name one: {', '.join(file.name for file in files)}", "model")
-        missing = "a .gguf file" if args.load_format == "gguf" else "config.json"
+        missing = ".gguf file" if args.load_format == "gguf" else "config.json"
         raise ConfigError(f"{path} is not a model's directory: it has no {missing}", "model")
     config = directory.read_config(path, trust_remote_code=args.trust_remote_code)
     dummy = args.load_format == "dummy"

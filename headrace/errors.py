@@ -46,6 +46,10 @@ class ConfigError(HeadraceError):
         self.param = param
 
 
+class ContradictionError(ConfigError):
+    """The model's configuration contradicts itself or says what no model can be: whoever builds it, it would be another."""
+
+
 class EngineError(HeadraceError):
     """The engine failed; requests in flight are answered with this."""
 

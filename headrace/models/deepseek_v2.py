@@ -21,7 +21,7 @@ from headrace.layers.linear import FusedLinear, Linear
 from headrace.layers.norm import RMSNorm
 from headrace.models.decoder import Decoder, DecoderLayer
 from headrace.models.family import Family
-from headrace.models.hf_config import decoder_spec, required, rope_specs, uniform
+from headrace.models.hf_config import decoder_spec, per_layer, required, rope_specs, uniform, whole
 from headrace.models.moe_config import experts_of, mixed_specs, must_be, number, shared_experts
 from headrace.spec import AttentionSpec, LatentSpec, ModelSpec, MoeSpec, RopeSpec
 from headrace.spec.projection import halves, of_heads
@@ -133,7 +133,7 @@ def latent_model_spec(
     """What V2 and V3 have in common."""
     must_be(config, "moe_layer_freq", 1)
     bias = bool(uniform(config, "attention_bias", False))
-    dense = getattr(config, "first_k_dense_replace", None) or 0
+    dense = whole(config, "first_k_dense_replace", 0)
     mlps = mixed_specs(config, moe, lambda layer: layer >= dense, bias=mlp_bias)
     return decoder_spec(
         config,
@@ -154,12 +154,13 @@ def latent_specs(config: PretrainedConfig) -> tuple[AttentionSpec, ...]:
         ConfigError: the numbers do not fit together; the message names the layer or the field.
     """
     heads, rank = required(config, "num_attention_heads"), required(config, "kv_lora_rank")
-    if (getattr(config, "num_key_value_heads", None) or heads) != heads:
-        raise ConfigError(
-            f"config: num_key_value_heads {config.num_key_value_heads} is not num_attention_heads {heads}: every head makes "
-            "keys and values of its own of the compressed ones",
-            "num_key_value_heads",
-        )
+    for layer, kv_heads in enumerate(per_layer(config, "num_key_value_heads", heads)):
+        if kv_heads != heads:
+            raise ConfigError(
+                f"layer {layer}: num_key_value_heads {kv_heads!r} is not num_attention_heads {heads}: every head makes keys "
+                "and values of its own of the compressed ones",
+                "num_key_value_heads",
+            )
     rotated, others = required(config, "qk_rope_head_dim"), required(config, "qk_nope_head_dim")
     q_rank = None if uniform(config, "q_lora_rank") is None else required(config, "q_lora_rank")
     latent = LatentSpec(head_dim=rotated + others, v_head_dim=required(config, "v_head_dim"), q_rank=q_rank)

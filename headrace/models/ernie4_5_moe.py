@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 from headrace.models.decoder import Decoder
 from headrace.models.ernie4_5 import ErnieDecoder
 from headrace.models.family import Family
-from headrace.models.hf_config import attention_specs, decoder_spec, required, uniform
+from headrace.models.hf_config import attention_specs, decoder_spec, required, uniform, whole
 from headrace.models.moe_config import experts_of, mixed_specs, number, shared_experts
 from headrace.models.names import decoder_names
 from headrace.spec import ModelSpec, MoeSpec
@@ -39,7 +39,8 @@ def model_spec(config: PretrainedConfig) -> ModelSpec:
         correction_bias=True,
         least_sum=number(config, "moe_norm_min", 1e-12),
     )
-    first, last, step = config.moe_layer_start_index, config.moe_layer_end_index, required(config, "moe_layer_interval")
+    first, last = whole(config, "moe_layer_start_index"), whole(config, "moe_layer_end_index", least=-1)
+    step = required(config, "moe_layer_interval")
     last = required(config, "num_hidden_layers") - 1 if last == -1 else last
     mlps = mixed_specs(config, moe, lambda layer: first <= layer <= last and (layer + 1) % step == 0, bias=bias)
     return decoder_spec(config, ARCHITECTURE, attention_specs(config), mlps, attention_bias=bias, output_bias=bias)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from transformers import PretrainedConfig
 
+from headrace.errors import ContradictionError
 from headrace.layers.norm import OffsetRMSNorm
 from headrace.models.decoder import Decoder, SelfAttention
 from headrace.models.family import Family
@@ -49,7 +51,7 @@ def model_spec(config: PretrainedConfig) -> ModelSpec:
     config = text_part(config)
     scalars = per_layer(config, "query_pre_attn_scalar", 256)
     layers = tuple(
-        dataclasses.replace(layer, scale=scalar**-0.5)
+        dataclasses.replace(layer, scale=_scale(layer.layer, scalar))
         for layer, scalar in zip(attention_specs(config, windows=windows_by_type(config)), scalars, strict=True)
     )
     bias = bool(uniform(config, "attention_bias", False))
@@ -66,6 +68,14 @@ def model_spec(config: PretrainedConfig) -> ModelSpec:
         # It includes what the ropes of the full layers stretch.
         max_position=required(config, "max_position_embeddings"),
     )
+
+
+def _scale(layer: int, scalar: Any) -> float:
+    if not isinstance(scalar, int | float) or isinstance(scalar, bool) or not scalar > 0:
+        raise ContradictionError(
+            f"layer {layer}: query_pre_attn_scalar must be a number above 0, not {scalar!r}", "query_pre_attn_scalar"
+        )
+    return float(scalar**-0.5)
 
 
 FAMILY = Family(

@@ -30,6 +30,7 @@ from headrace.models.hf_config import (
     required,
     text_part,
     uniform,
+    whole,
     windows_by_type,
 )
 from headrace.models.names import decoder_names
@@ -174,7 +175,7 @@ def names(model: Decoder) -> NameTable:
 def model_spec(config: PretrainedConfig) -> Gemma4Spec:
     config = text_part(config)
     kinds = per_layer(config, "layer_types", "full_attention")
-    own = len(kinds) - (uniform(config, "num_kv_shared_layers") or 0)
+    own = len(kinds) - whole(config, "num_kv_shared_layers", 0)
     same = bool(uniform(config, "attention_k_eq_v", False))
     layers = []
     for layer in attention_specs(config, windows=windows_by_type(config), partial_rotary=1.0):
@@ -186,7 +187,7 @@ def model_spec(config: PretrainedConfig) -> Gemma4Spec:
         raise ConfigError(
             "use_bidirectional_attention: text that sees what follows it is not supported", "use_bidirectional_attention"
         )
-    width = uniform(config, "hidden_size_per_layer_input") or 0
+    width = whole(config, "hidden_size_per_layer_input", 0)
     bias = bool(uniform(config, "attention_bias", False))
     spec = decoder_spec(
         config,

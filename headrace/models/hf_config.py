@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, ContradictionError
 from headrace.layers.mlp import ACTIVATIONS
 from headrace.layers.rotary import frequencies
 from headrace.spec import AttentionSpec, DenseSpec, MlpSpec, ModelSpec, RopeSpec
@@ -17,6 +17,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention_chunk_size": (None,),
     "attention_multiplier": (None,),
     "attn_logit_softcapping": (None,),
+    "attn_output_gate": (None, False),
     "clip_qkv": (None,),
     "embedding_multiplier": (None, 1),
     "final_logit_softcapping": (None,),
@@ -51,8 +52,24 @@ def _num_layers(config: PretrainedConfig) -> int:
 
 
 def _checked(where: str, name: str, value: Any) -> int:
+    """Raises ContradictionError for a value that is wrong in any model, ConfigError for one that is not given at all: another
+    implementation may do without."""
+    if value is None:
+        raise ConfigError(f"{where}: {name} must be a positive whole number, not None", name)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{where}: {name} must be a positive whole number, not {value!r}", name)
+        raise ContradictionError(f"{where}: {name} must be a positive whole number, not {value!r}", name)
+    return value
+
+
+def whole(config: PretrainedConfig, name: str, default: int | None = None, *, least: int = 0) -> int:
+    """A whole number of at least ``least``, the same for every layer; None where the config gives none is ``default``.
+
+    Raises:
+        ContradictionError: it is none.
+    """
+    value = uniform(config, name, default)
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ContradictionError(f"config: {name} must be a whole number of at least {least}, not {value!r}", name)
     return value
 
 
@@ -68,20 +85,51 @@ def per_layer(config: PretrainedConfig, name: str, default: Any = None) -> list[
     None where neither is given becomes ``default`` (or its entry for the layer, if it is a list).
 
     Raises:
-        ConfigError: a list has not as many entries as there are layers.
+        ContradictionError: a list has not as many entries as there are layers, or the config says two things of a layer.
     """
     layers = _num_layers(config)
-    values = [getattr(one, name + "_list", None) or getattr(one, name, None) for one in _layer_configs(config, layers)]
+    listed = _list_of(config, name, layers)
+    values = listed or [getattr(one, name, None) for one in _layer_configs(config, layers)]
     for layer, value in enumerate(values):
         if isinstance(value, list | tuple):
             if not value:
                 values[layer] = None
                 continue
             if len(value) != layers:
-                raise ConfigError(f"config: {name} has {len(value)} entries for {layers} layers", name)
+                raise ContradictionError(f"config: {name} has {len(value)} entries for {layers} layers", name)
             values[layer] = value[layer]
     defaults = default if isinstance(default, list) else [default] * layers
     return [defaults[layer] if value is None else value for layer, value in enumerate(values)]
+
+
+def _list_of(config: PretrainedConfig, name: str, layers: int) -> list[Any] | None:
+    """``name + "_list"``, one value a layer; None: there is none.
+
+    Raises:
+        ContradictionError: it is no list of one entry a layer; or a layer is said to be something else beside it, by
+            ``per_layer_config`` or, where the list has null for it, by the one value for all.
+    """
+    field = name + "_list"
+    # Its own view of the layers leaves out what is as the one value for all.
+    uneven = getattr(getattr(config, "_heterogeneity_spec", None), "explicit_per_layer_attributes", ())
+    if field in uneven:
+        raise ContradictionError(f"per_layer_config gives {field}, which is of all layers", "per_layer_config")
+    listed = getattr(config, field, None)
+    if listed is None:
+        return None
+    if not isinstance(listed, list | tuple):
+        raise ContradictionError(f"config: {field} must be a list of one entry for each layer, not {listed!r}", name)
+    if len(listed) != layers:
+        raise ContradictionError(f"config: {field} has {len(listed)} entries for {layers} layers", name)
+    if name in uneven:
+        raise ContradictionError(f"both {field} and per_layer_config give {name}: one of them must go", "per_layer_config")
+    common = getattr(config, name, None)
+    if None in listed and common is not None:
+        raise ContradictionError(
+            f"layer {listed.index(None)}: {field} says null and {name} says {common!r}: the list must say each layer's",
+            name,
+        )
+    return list(listed)
 
 
 def _layer_configs(config: PretrainedConfig, layers: int) -> list[PretrainedConfig]:

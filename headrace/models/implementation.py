@@ -7,10 +7,11 @@ import typing
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+from transformers import PretrainedConfig
 
 from headrace.attention.context import ForwardContext
 from headrace.config import Decision, EngineArgs, EngineConfig, ModelImpl
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, ContradictionError
 from headrace.models import registry
 from headrace.models.fused import fuse
 from headrace.sources.files import ModelFiles
@@ -54,6 +55,7 @@ def choose(args: EngineArgs, files: ModelFiles) -> Implementation:
 
     Raises:
         ConfigError: there is none of that kind for this model; names the layer and the reason where it is a layer's.
+        ContradictionError: the configuration contradicts itself, whichever implementation is asked for.
     """
     asked, config = args.model_impl, files.config
     if asked not in typing.get_args(ModelImpl):
@@ -69,6 +71,7 @@ def choose(args: EngineArgs, files: ModelFiles) -> Implementation:
     if asked == "native":
         return _Native(registry.model_spec(config), (Decision("model_impl", "native", "asked for"),))
     if asked == "transformers":
+        _refuse_contradictions(config)
         return _transformers(args, files, "asked for")
     if files.gguf_file is not None:
         return _Native(registry.model_spec(config), (Decision("model_impl", "native", "it alone reads GGUF files"),))
@@ -77,9 +80,22 @@ def choose(args: EngineArgs, files: ModelFiles) -> Implementation:
         return _instead(args, files, f"{name} has no native implementation")
     try:
         spec = registry.model_spec(config)
+    except ContradictionError:
+        raise
     except ConfigError as error:
         return _instead(args, files, f"the native {name} does not do all of this model: {error.message}")
     return _Native(spec, (Decision("model_impl", "native", f"{name} is registered"),))
+
+
+def _refuse_contradictions(config: PretrainedConfig) -> None:
+    """What the native family, if there is one, knows to be wrong with a configuration, transformers need not notice."""
+    if registry.find(config) is not None:
+        try:
+            registry.model_spec(config)
+        except ContradictionError:
+            raise
+        except ConfigError:
+            return
 
 
 def _instead(args: EngineArgs, files: ModelFiles, why: str) -> Implementation:

@@ -5,11 +5,16 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, ContradictionError
 from headrace.spec.rope import RopeSpec
 
 Mode = Literal["dense", "elastic", "sparse"]
 """How a row attends in a step. Not geometry: any layer may be run in any mode its backend supports."""
+
+
+def _is_whole(value: object, least: int) -> bool:
+    """Numbers of a configuration may be of any type that JSON has, and true counts as 1 elsewhere."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,7 +37,8 @@ class AttentionSpec:
     """One layer's attention. Projection widths, cache shapes and backend choice derive from it and nothing else.
 
     Raises:
-        ConfigError: the numbers do not fit together; the message names the layer.
+        ContradictionError: the numbers do not fit together; the message names the layer.
+        ConfigError: they ask for what does not go together here.
     """
 
     layer: int
@@ -70,21 +76,24 @@ class AttentionSpec:
     def __post_init__(self) -> None:
         where = f"layer {self.layer}"
         for name in ("num_heads", "num_kv_heads", "head_dim", "v_head_dim"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{where}: {name} must be at least 1, not {getattr(self, name)}", name)
+            if not _is_whole(getattr(self, name), 1):
+                raise ContradictionError(
+                    f"{where}: {name} must be a whole number of at least 1, not {getattr(self, name)!r}", name
+                )
         if self.num_heads % self.num_kv_heads:
-            raise ConfigError(
+            raise ContradictionError(
                 f"{where}: {self.num_heads} query heads cannot be shared evenly by {self.num_kv_heads} KV heads", "num_kv_heads"
             )
         if self.v_from_k and self.v_head_dim != self.head_dim:
-            raise ConfigError(f"{where}: values of {self.v_head_dim} cannot be keys of {self.head_dim}", "v_head_dim")
-        if not 0 <= self.rotary_dim <= self.head_dim or self.rotary_dim % 2:
-            raise ConfigError(
+            raise ContradictionError(f"{where}: values of {self.v_head_dim} cannot be keys of {self.head_dim}", "v_head_dim")
+        if not _is_whole(self.rotary_dim, 0) or self.rotary_dim > self.head_dim or self.rotary_dim % 2:
+            raise ContradictionError(
                 f"{where}: rotary_dim {self.rotary_dim} must be even and at most head_dim {self.head_dim}", "rotary_dim"
             )
-        if self.window is not None and self.window < 1:
-            raise ConfigError(f"{where}: window must be at least 1, not {self.window}", "sliding_window")
-
+        if self.window is not None and not _is_whole(self.window, 1):
+            raise ContradictionError(
+                f"{where}: window must be a whole number of at least 1, not {self.window!r}", "sliding_window"
+            )
         if self.latent is not None:
             self._check_latent(self.latent)
 

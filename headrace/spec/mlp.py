@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, ContradictionError
 
 CLAMPED_SWIGLU = "clamped_swiglu"
 """``(clamp(up, -limit, limit) + 1) * g * sigmoid(alpha * g)`` with ``g = min(gate, limit)``: what gpt-oss has for a gate."""
@@ -22,8 +22,11 @@ class DenseSpec:
     """All three matrices have one."""
 
     def __post_init__(self) -> None:
-        if self.intermediate_size < 1:
-            raise ConfigError(f"intermediate_size must be at least 1, not {self.intermediate_size}", "intermediate_size")
+        width = self.intermediate_size
+        if not isinstance(width, int) or isinstance(width, bool) or width < 1:
+            raise ContradictionError(
+                f"intermediate_size must be a whole number of at least 1, not {width!r}", "intermediate_size"
+            )
 
     def matrices(self, hidden_size: int) -> list[tuple[int, int]]:
         """(outputs, inputs) of every matrix."""
@@ -38,7 +41,8 @@ class MoeSpec:
     normalised if ``normalize``, times ``routed_scale``. Shared experts are added with weight 1.
 
     Raises:
-        ConfigError: the numbers do not fit together.
+        ContradictionError: the numbers do not fit together.
+        ConfigError: a limit is not above 0.
     """
 
     num_experts: int
@@ -76,20 +80,20 @@ class MoeSpec:
         for name in ("num_experts", "top_k", "intermediate_size", "num_groups", "top_groups"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"mixture of experts: {name} must be a positive whole number, not {value!r}", name)
+                raise ContradictionError(f"mixture of experts: {name} must be a positive whole number, not {value!r}", name)
         if self.num_experts % self.num_groups:
-            raise ConfigError(
+            raise ContradictionError(
                 f"mixture of experts: {self.num_experts} experts do not make {self.num_groups} equal groups", "num_groups"
             )
         if self.top_groups > self.num_groups:
-            raise ConfigError(
+            raise ContradictionError(
                 f"mixture of experts: top_groups {self.top_groups} is more than the {self.num_groups} groups there are",
                 "top_groups",
             )
         if self.group_score == "top2" and self.num_groups > 1 and self.group_size < 2:
-            raise ConfigError("mixture of experts: a group of one expert has no best two", "num_groups")
+            raise ContradictionError("mixture of experts: a group of one expert has no best two", "num_groups")
         if self.top_k > self.top_groups * self.group_size:
-            raise ConfigError(
+            raise ContradictionError(
                 f"mixture of experts: top_k {self.top_k} is more than the {self.top_groups * self.group_size} experts of "
                 f"{self.top_groups} groups",
                 "top_k",

@@ -23,6 +23,7 @@ from headrace.models.fallback.observe import WITH_MASKS, Observation, forget_pad
 from headrace.models.fallback.refusal import Refusal
 from headrace.models.fallback.rotary import Lengths, fix_frequencies, lengths_of
 from headrace.models.fallback.transformers import ATTENTION, TransformersModel
+from headrace.models.fallback.unread import refuse_unread
 from headrace.models.fallback.verify import verify
 from headrace.models.fallback.waits import waits_for_device
 from headrace.sources.files import ModelFiles
@@ -62,6 +63,7 @@ def describe(config: PretrainedConfig, args: EngineArgs) -> Described:
         seen = observe(model)
     except Refusal as refusal:
         raise refusal.as_error(name) from refusal
+    refuse_unread(config, model, seen)
     text = config.get_text_config()
     spec = ForeignSpec(
         architecture=type(model).__name__,

@@ -262,6 +262,26 @@ def windows_by_type(config: PretrainedConfig) -> list[int | None]:
     return result
 
 
+def _check_windows(config: PretrainedConfig, layers: Sequence[AttentionSpec]) -> None:
+    """Refuses windows that a config asks for and the layers do not have, or do not ask for and have: a family reads
+    ``layer_types`` and ``sliding_window`` as transformers' module of it does, which may be not at all.
+
+    Raises:
+        ConfigError: a layer is not of the type that the config says; the message names it.
+    """
+    types, windows = per_layer(config, "layer_types"), per_layer(config, "sliding_window")
+    for layer, kind, window in zip(layers, types, windows, strict=True):
+        here = f"layer {layer.layer}"
+        if kind not in (None, "full_attention", "sliding_attention"):
+            raise ConfigError(f"{here}: layer_types {kind!r} is not supported", "layer_types")
+        if kind is not None and (kind == "sliding_attention") != (layer.window is not None):
+            has = "no window" if layer.window is None else "a window"
+            raise ConfigError(f"{here}: layer_types {kind!r}, but such layers of this family have {has}", "layer_types")
+        inert = window is None or (isinstance(window, int) and window >= required(config, "max_position_embeddings"))
+        if kind is None and layer.window is None and not inert:
+            raise ConfigError(f"{here}: sliding_window {window!r}, but such layers of this family have none", "sliding_window")
+
+
 def attention_specs(
     config: PretrainedConfig, *, windows: Sequence[int | None] | None = None, partial_rotary: float | None = None
 ) -> tuple[AttentionSpec, ...]:
@@ -358,6 +378,7 @@ def decoder_spec(
         facts: fields of the spec in which the family differs.
     """
     refuse_unknown_maths(config, reads)
+    _check_windows(config, layers)
     values: dict[str, Any] = {
         "architecture": architecture,
         "vocab_size": required(config, "vocab_size"),

@@ -100,7 +100,7 @@ def load(described: Described, files: ModelFiles, config: EngineConfig) -> tuple
     fused = fuse_linears(foreign, described.seen.shared_inputs)
     model = TransformersModel(spec, foreign, described.seen)
     try:
-        verify(model)
+        unseen = verify(model)
         forget_padding(foreign)
         waits = waits_for_device(model)
         lifted = lift(model)
@@ -118,6 +118,7 @@ def load(described: Described, files: ModelFiles, config: EngineConfig) -> tuple
         errors=(),
         decisions=(
             *notes,
+            *unseen,
             Decision("fused matrices", str(fused), "those of one input are multiplied as one"),
             Decision("our kernels for", str(lifted), "on random values they compute what the model's own modules compute"),
         ),

@@ -7,7 +7,7 @@ through every line that serving will, and says what each call of the attention i
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,10 +30,10 @@ TOKENS = 4099
 """In the pass, which costs nothing: so many that what is for long contexts alone (compressed keys, an index that picks some)
 is met; and no size of a layer is likely to be the same."""
 
-_NEUTRAL = frozenset({"dropout", "is_causal", "scaling", "sliding_window", "softcap", "s_aux"})
+KNOWN = frozenset({"dropout", "is_causal", "position_ids", "s_aux", "scaling", "sliding_window", "softcap"})
 """Arguments of the interface that are understood."""
-_LOGIT_MAKERS = frozenset({"position_bias", "block_indices", "indices", "block_table", "head_mask", "sinks"})
-"""Arguments that change what is attended to, and have no equal here."""
+_TENSORS = frozenset({"position_ids", "s_aux"})
+"""Those of them that may be tensors: the other tensors that models give their attention change what is attended to."""
 _QUERIES = (0, 3, 1021, 262_147)
 """Positions at which a mask is looked at."""
 
@@ -207,18 +207,13 @@ class _Recorder:
         path = self._paths[module]
         if not self.body and len(self._stack) > 1:
             self.body = self._stack[1]
-        for name in arguments.keys() & _LOGIT_MAKERS:
-            if arguments[name] is not None:
-                raise Refusal(f"its attention takes {name}, to which headrace's has no equal", path)
+        _check_arguments(path, arguments)
         _check_shapes(path, q, k, v)
         window = self._window(path, module, mask, arguments)
         self._kept += [k, v]
         source = self._source(k, v, window)
         head_dim = q.shape[3]
         scale, cap = arguments.get("scaling"), arguments.get("softcap")
-        for name, value in (("scaling", scale), ("softcap", cap)):
-            if value is not None and not isinstance(value, int | float):
-                raise Refusal(f"its {name} is a {type(value).__name__} that is computed in every step", path)
         spec = AttentionSpec(
             layer=len(self.calls),
             num_heads=q.shape[1],
@@ -232,7 +227,7 @@ class _Recorder:
             kv_source=source,
         )
         self._kv.append((_storage(k), _storage(v)))
-        plain = {name: value for name, value in arguments.items() if name in _NEUTRAL and not isinstance(value, torch.Tensor)}
+        plain = {name: value for name, value in arguments.items() if name in KNOWN and not isinstance(value, torch.Tensor)}
         self.calls.append(Call(path, spec, plain))
         return q.new_empty(1, q.shape[2], q.shape[1], v.shape[3])
 
@@ -326,6 +321,25 @@ def _places(index: torch.Tensor | None) -> list[torch.Tensor | None]:
     if index is None or not _is_mask(index):
         return [index]
     return [index.new_empty(0, dtype=torch.int64) for _ in range(index.dim())]
+
+
+def _check_arguments(path: str, arguments: dict[str, Any]) -> None:
+    """Plain values with unknown names pass: they are given to the model's own attention function when it is compared."""
+    for name in ("scaling", "softcap"):
+        value = arguments.get(name)
+        if value is not None and not isinstance(value, int | float):
+            raise Refusal(f"its {name} is a {type(value).__name__} that is computed in every step", path)
+    for name, value in arguments.items():
+        if name not in _TENSORS and _holds_tensor(value):
+            raise Refusal(f"its attention takes {name}, to which headrace's has no equal", path)
+
+
+def _holds_tensor(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_holds_tensor, value.values()))
+    if isinstance(value, list | tuple | set | frozenset):
+        return any(map(_holds_tensor, value))
+    return isinstance(value, torch.Tensor)
 
 
 def _check_shapes(path: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

@@ -7,14 +7,18 @@ that nobody here has ever seen, code from a checkpoint among them.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import AttentionInterface
 
+from headrace.config import Decision
 from headrace.models.fallback.layout import TRANSFORMERS, TRANSFORMERS_OUT
+from headrace.models.fallback.observe import KNOWN
 from headrace.models.fallback.refusal import Refusal
 from headrace.models.fallback.transformers import Attend, TransformersModel
 from headrace.spec import AttentionSpec
@@ -25,14 +29,21 @@ _POSITION = 11
 _NEAR = {torch.float32: 1e-3, torch.float64: 1e-6}
 """Relative difference that rounding makes of equal tokens; other dtypes: 5 %."""
 
+_DEFAULTS = threading.Lock()
+"""Models may be loaded side by side."""
+
 
 @torch.inference_mode()
-def verify(model: TransformersModel) -> None:
-    """Raises Refusal if the model cannot compute a step's packed tokens; names the module."""
+def verify(model: TransformersModel) -> tuple[Decision, ...]:
+    """What could not be looked at, and why.
+
+    Raises:
+        Refusal: the model cannot compute a step's packed tokens; names the module.
+    """
     _tokens_are_apart(model)
     _first_position(model)
     _positions_are_given(model)
-    _attention_is_attention(model)
+    return _attention_is_attention(model)
 
 
 def _tokens_are_apart(model: TransformersModel) -> None:
@@ -114,30 +125,78 @@ def _equal_tokens(tensor: torch.Tensor, what: str, near: float) -> None:
         raise Refusal(f"{what} depend on where in a batch a token stands: it does not go by position_ids")
 
 
-def _attention_is_attention(model: TransformersModel) -> None:
-    """The model's own attention function, for each kind of layer, computes what the layer's spec says."""
+def _attention_is_attention(model: TransformersModel) -> tuple[Decision, ...]:
+    """The model's own attention function computes what the layer's spec says, in every layer.
+
+    Returns:
+        Which layers could not be compared, if any, and why.
+    """
     asked: dict[int, dict[str, Any]] = {}
+    functions: dict[int, Callable[..., Any] | None] = {}
     own = own_values(model)
 
     def note(index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
         asked[index] = arguments
+        file = sys.modules[type(model.calls.modules[index]).__module__]
+        functions[index] = defaults.pop() if defaults else getattr(file, "eager_attention_forward", None)
+        defaults.clear()
         return own(index, q, k, v, arguments)
 
-    with model.calls.through(note):
+    with _defaults() as defaults, model.calls.through(note):
         run(model, torch.zeros(TOKENS, dtype=torch.int64), torch.arange(TOKENS))
-    kinds: set[tuple[Any, ...]] = set()
+    unknown: dict[str, list[int]] = {}
     for index, (module, spec) in enumerate(zip(model.calls.modules, model.spec.layers, strict=True)):
-        function = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-        kind = (type(module), function, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.v_head_dim, spec.soft_cap)
-        if function is None or kind in kinds:
-            continue
-        kinds.add(kind)
-        _same_attention(model, module, function, spec, asked[index])
+        why = _same_attention(model, module, functions[index], spec, asked[index])
+        if why:
+            _nothing_unknown(module, spec, asked[index], why)
+            unknown.setdefault(why, []).append(index)
+    return tuple(
+        Decision(
+            "attention not compared", f"layers {', '.join(map(str, layers))}", f"{why}: doctor --parity compares the model"
+        )
+        for why, layers in unknown.items()
+    )
+
+
+@contextmanager
+def _defaults() -> Iterator[list[Callable[..., Any]]]:
+    """Collects what models say is their attention when no other is asked for, whatever they call it."""
+    found: list[Callable[..., Any]] = []
+    theirs = AttentionInterface.get_interface
+
+    def note(self: AttentionInterface, attn_implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
+        found.append(default)
+        function: Callable[..., Any] = theirs(self, attn_implementation, default)
+        return function
+
+    with _DEFAULTS:
+        AttentionInterface.get_interface = note  # type: ignore[method-assign]
+        try:
+            yield found
+        finally:
+            AttentionInterface.get_interface = theirs  # type: ignore[method-assign]
+
+
+def _nothing_unknown(module: nn.Module, spec: AttentionSpec, arguments: dict[str, Any], why: str) -> None:
+    """An argument that nobody here knows may be ignored only where the model's own attention function ignores it too."""
+    for name, value in arguments.items():
+        if name not in KNOWN and value is not None and not isinstance(value, bool):
+            raise Refusal(
+                f"the attention of a {type(module).__name__} takes {name}, which headrace's does not know, and {why}",
+                f"layer {spec.layer}",
+            )
 
 
 def _same_attention(
-    model: TransformersModel, module: nn.Module, function: Callable[..., Any], spec: AttentionSpec, arguments: dict[str, Any]
-) -> None:
+    model: TransformersModel,
+    module: nn.Module,
+    function: Callable[..., Any] | None,
+    spec: AttentionSpec,
+    arguments: dict[str, Any],
+) -> str:
+    """Why it cannot be said whether they are the same; empty: they are. Raises Refusal if they are not."""
+    if function is None:
+        return f"the file of {type(module).__name__} has no attention function"
     generator = torch.Generator().manual_seed(0)
     device, dtype = next(model.foreign.parameters()).device, model.dtype
 
@@ -151,18 +210,22 @@ def _same_attention(
     )
     mask = torch.full((TOKENS, TOKENS), torch.finfo(dtype).min, dtype=dtype, device=device).triu(1)[None, None]
     try:
-        out = function(module, q, k, v, mask, **{"scaling": spec.scale, "dropout": 0.0} | arguments)[0]
-    except Exception:
-        # Its signature is its own; that tokens attend as they should is then for a parity report to show.
-        return
+        out = function(module, q, k, v, mask, **arguments)[0]
+        found = out.float().reshape(TOKENS, spec.num_heads, spec.v_head_dim).transpose(0, 1)
+    except Exception as error:
+        text = " ".join(str(error).split())[:200]
+        return (
+            f"{getattr(function, '__name__', 'its function')} of {type(module).__name__} fails: {type(error).__name__}: {text}"
+        )
     expected = _attention(q[0].float(), k[0].float(), v[0].float(), spec, arguments.get("s_aux"))
-    error = (out[0].float().transpose(0, 1) - expected).abs().amax()
-    if bool((error > _NEAR.get(dtype, 0.05) * expected.abs().amax()).item()):
+    off = (found - expected).abs().amax()
+    if bool((off > _NEAR.get(dtype, 0.05) * expected.abs().amax()).item()):
         raise Refusal(
             f"the attention of a {type(module).__name__} is not the softmax of scaled products over what a token sees "
-            f"(off by {float(error):.2g})",
+            f"(off by {float(off):.2g})",
             f"layer {spec.layer}",
         )
+    return ""
 
 
 def _attention(

@@ -1,0 +1,168 @@
+"""Models that nobody here has ever seen: what is found out about them before they are served."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama import modeling_llama
+
+from headrace import LLM
+from headrace.bench import tiny_models
+from headrace.bench.architectures import quiet
+from headrace.config import Decision
+from headrace.models.fallback.observe import WITH_MASKS, observe
+from headrace.models.fallback.refusal import Refusal
+from headrace.models.fallback.transformers import ATTENTION, TransformersModel
+from headrace.models.fallback.verify import verify
+from headrace.spec import ForeignSpec
+
+CONFIG = LlamaConfig(
+    hidden_size=32,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    num_hidden_layers=2,
+    intermediate_size=16,
+    vocab_size=97,
+    max_position_embeddings=64,
+)
+
+
+def looked_at(kind: type[LlamaForCausalLM]) -> tuple[Decision, ...]:
+    """Observed without weights, then with random ones."""
+    build: Any = kind._from_config
+    with torch.device("meta"):
+        bare = build(CONFIG, attn_implementation=WITH_MASKS, dtype=torch.float32).train(False)
+    seen = observe(bare)
+    torch.manual_seed(0)
+    foreign = build(CONFIG, attn_implementation=ATTENTION, dtype=torch.float32).train(False)
+    spec = ForeignSpec(
+        architecture=kind.__name__,
+        vocab_size=seen.vocab_size,
+        hidden_size=seen.hidden_size,
+        layers=tuple(call.spec for call in seen.calls),
+        max_position=64,
+        dtype="float32",
+        num_tokens=97,
+        num_weights=sum(parameter.numel() for parameter in foreign.parameters()),
+        host_reads=seen.host_reads,
+    )
+    return verify(TransformersModel(spec, foreign, seen))
+
+
+def softmax(
+    module: nn.Module,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor,
+    scaling: float,
+    bias: Any = None,
+    slope: float = 0.0,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """An attention function with biases on its logits, under a name of its own."""
+    groups = q.shape[1] // k.shape[1]
+    places = torch.arange(q.shape[2])
+    weights = q @ k.repeat_interleave(groups, 1).transpose(2, 3) * scaling + mask
+    weights = weights - slope * (places[:, None] - places).abs()
+    if isinstance(bias, torch.Tensor):
+        weights = weights + bias
+    return (weights.softmax(-1) @ v.repeat_interleave(groups, 1)).transpose(1, 2), None
+
+
+def sloping(*args: Any, **arguments: Any) -> tuple[torch.Tensor, None]:
+    return softmax(*args, **arguments | {"slope": 0.5})
+
+
+def sloping_later(module: nn.Module, *args: Any, **arguments: Any) -> tuple[torch.Tensor, None]:
+    """In the last layer alone."""
+    return softmax(module, *args, **arguments | {"slope": 0.5 * float(module.layer_idx == 1)})
+
+
+def failing(*_: Any, **__: Any) -> tuple[torch.Tensor, None]:
+    raise NotImplementedError("no such thing")
+
+
+def llama(function: Callable[..., Any] | None, **given: Any) -> type[LlamaForCausalLM]:
+    """With attention that gives the interface more than others do. None: it says of no function that it is its own."""
+
+    class Attention(modeling_llama.LlamaAttention):
+        def forward(self, hidden_states: Any, position_embeddings: Any, attention_mask: Any = None, **_: Any) -> Any:  # type: ignore[override]
+            shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+            q, k, v = (x(hidden_states).view(shape).transpose(1, 2) for x in (self.q_proj, self.k_proj, self.v_proj))
+            q, k = modeling_llama.apply_rotary_pos_emb(q, k, *position_embeddings)
+            name = self.config._attn_implementation
+            attend = (
+                ALL_ATTENTION_FUNCTIONS[name] if function is None else ALL_ATTENTION_FUNCTIONS.get_interface(name, function)
+            )
+            out, _ = attend(self, q, k, v, attention_mask, scaling=self.scaling, dropout=0.0, **given)
+            return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), None
+
+    class Own(LlamaForCausalLM):  # type: ignore[no-untyped-call]
+        def __init__(self, config: LlamaConfig) -> None:
+            super().__init__(config)
+            for index, layer in enumerate(self.model.layers):
+                layer.self_attn = Attention(config, index)
+            self.post_init()  # type: ignore[no-untyped-call]
+
+    return Own
+
+
+@pytest.mark.parametrize("value", [torch.zeros(1), [torch.zeros(1)], {"of": (torch.zeros(1),)}], ids=["bare", "list", "dict"])
+@pytest.mark.parametrize("function", [softmax, None])
+def test_a_tensor_that_nobody_knows_is_refused(value: Any, function: Callable[..., Any] | None) -> None:
+    with pytest.raises(Refusal, match=r"model\.layers\.0\.self_attn: its attention takes bias, to which") as caught:
+        looked_at(llama(function, bias=value))
+    assert caught.value.path == "model.layers.0.self_attn"
+
+
+def test_attention_of_the_own_name_is_compared() -> None:
+    assert looked_at(llama(softmax)) == ()
+    assert looked_at(llama(softmax, slope=0.0, of_no_use="x")) == ()
+    with pytest.raises(Refusal, match="layer 0: the attention of a Attention is not the softmax"):
+        looked_at(llama(sloping))
+    with pytest.raises(Refusal, match="layer 0: the attention of a Attention is not the softmax"):
+        looked_at(llama(softmax, slope=0.5))
+
+
+def test_each_layer_is_compared() -> None:
+    with pytest.raises(Refusal, match="layer 1: the attention of a Attention is not the softmax"):
+        looked_at(llama(sloping_later))
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [(failing, "failing of Attention fails: NotImplementedError: no such thing"), (None, "has no attention function")],
+)
+def test_what_cannot_be_compared_is_said(function: Callable[..., Any] | None, why: str) -> None:
+    (decision,) = looked_at(llama(function, output_attentions=False, position_ids=torch.zeros(1)))
+    assert (decision.name, decision.value) == ("attention not compared", "layers 0, 1")
+    assert why in decision.reason
+    with pytest.raises(Refusal, match="layer 0: the attention of a Attention takes slope, which headrace's does not know"):
+        looked_at(llama(function, slope=0.5))
+
+
+def test_the_report_has_what_could_not_be_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with quiet():
+        tiny_models.save(tiny_models.model("llama"), tmp_path)
+        monkeypatch.setattr(modeling_llama, "eager_attention_forward", failing)
+        llm = LLM(
+            model=str(tmp_path),
+            model_impl="transformers",
+            skip_tokenizer_init=True,
+            device="cpu",
+            dtype="float32",
+            num_kv_blocks=40,
+            max_model_len=64,
+            num_threads=1,
+        )
+    said = {line.name: line for line in llm.info.decisions}
+    assert said["attention not compared"].value == "layers 0, 1, 2"
+    assert "failing of LlamaAttention fails" in said["attention not compared"].reason

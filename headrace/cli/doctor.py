@@ -14,6 +14,7 @@ from rich.console import Console
 from headrace.cli.engine_options import ENGINE
 from headrace.cli.options import command
 from headrace.config import EngineArgs
+from headrace.errors import ConfigError
 from headrace.sources.locate import locate
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ def doctor(
     from headrace.cli.startup import print_report
 
     if parity:
+        if load:
+            raise ConfigError("--parity reports on no engine that was loaded to serve: leave --load out, or --parity", "--load")
         _compare(args, as_json)
         return
     info = asyncio.run(_loaded(args)) if load else planned(args)
@@ -67,6 +70,8 @@ def _compare(args: EngineArgs, as_json: bool) -> None:
     if as_json:
         sys.stdout.write(encoded(result) + "\n")
     else:
+        for note in result.notes:
+            errors.print(f"note: {note}", style="yellow", highlight=False, soft_wrap=True)
         print_parity(Console(), result)
     raise typer.Exit(0 if result.passed else 1)
 

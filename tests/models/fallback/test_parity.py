@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from typer.testing import CliRunner
 
 from headrace.bench import tiny_models
@@ -116,3 +117,141 @@ def test_the_exit_code_says_it(llama: Path, monkeypatch: pytest.MonkeyPatch, pas
     assert ("fail: off" in found.stdout) is not passed
     as_json = CliRunner().invoke(app, ["doctor", str(llama), "--parity", "--json"])
     assert json.loads(as_json.stdout)["passed"] is passed
+
+
+def not_finite(monkeypatch: pytest.MonkeyPatch, *, rows: int) -> None:
+    """The native model's logits are NaN in a row of steps that ask for so many rows or more."""
+    plain = implementation.load_weights
+
+    def spoilt(model: Any, *rest: Any, **options: Any) -> Any:
+        report = plain(model, *rest, **options)
+        logits = model.logits
+
+        def bad(hidden: torch.Tensor) -> torch.Tensor:
+            out = logits(hidden).clone()
+            if len(out) >= rows:
+                out[0] = torch.nan
+            return out
+
+        model.logits = bad
+        return report
+
+    monkeypatch.setattr(implementation, "load_weights", spoilt)
+
+
+def test_logits_that_are_not_finite_fail(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    not_finite(monkeypatch, rows=9)
+    parity, lines = run(args(llama, dtype="bfloat16"))
+    assert not parity.passed
+    for dtype in ("float32", "bfloat16"):
+        native = lines["native", dtype]
+        assert native.passed is False and native.broken > 0
+        assert f"{native.broken} positions with logprobs that are not finite" in native.note
+        assert lines["transformers", dtype].passed and lines["transformers", dtype].broken == 0
+
+
+def test_a_sequence_that_ends_early_is_a_failed_line(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    not_finite(monkeypatch, rows=1)
+    parity, lines = run(args(llama, dtype="float32"))
+    assert not parity.passed
+    assert lines["native", "float32"].passed is False
+    assert "ended after 0 tokens: the model gave logits that are not finite" in lines["native", "float32"].note
+    assert lines["transformers", "float32"].passed
+
+
+@pytest.mark.parametrize("context", [20, 40])
+def test_prompts_are_cut_to_the_context(llama: Path, context: int) -> None:
+    parity, lines = run(args(llama, dtype="float32", max_model_len=context))
+    assert parity.passed
+    assert lines["native", "float32"].agreement == 1
+    (note,) = parity.notes
+    assert f"cut to {context - 12}: the context has {context}" in note
+    assert ("longer than a step" in note) is (context == 20)
+    # A sequence's last token is drawn and not looked at: the first prompt has three.
+    assert parity.tokens == 15 + context + min(30 + 12, context)
+
+
+def test_nothing_is_cut_without_a_word(llama: Path) -> None:
+    assert run(args(llama, dtype="float32"))[0].notes == ()
+
+
+def test_a_model_of_a_short_context(tmp_path: Path) -> None:
+    config = tiny_models.config("llama")
+    config.max_position_embeddings = 32
+    with quiet():
+        tiny_models.save(transformers.LlamaForCausalLM._from_config(config, dtype=torch.float32), tmp_path)
+    parity, _ = run(args(tmp_path, dtype="float32", max_model_len=None))
+    assert parity.passed
+    assert "cut to 20: the context has 32" in parity.notes[0]
+
+
+def test_a_context_without_room_for_a_prompt_is_refused(llama: Path) -> None:
+    with pytest.raises(ConfigError, match="continues a prompt by 12 tokens, and the context has 12"):
+        measure(args(llama, max_model_len=12))
+
+
+@pytest.mark.parametrize("kind", ["roberta", "gemma3n_text", "hrm_text", "gemma4_text"])
+def test_a_line_that_passes_diverges_nowhere(kind: str, tmp_path: Path) -> None:
+    """Positions counted without padding; many streams, repeated calls, layers that are more than their forward."""
+    parity, _ = run(args(saved(kind, tmp_path), dtype="float32"))
+    assert parity.passed
+    judged = [line for line in parity.lines if line.passed is not None]
+    assert [line.diverging for line in judged] == [""] * len(judged)
+    assert max(line.max_error for line in judged) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("kind", "weight"), [("gemma3n_text", "post_attention_layernorm.weight"), ("hrm_text", "self_attn.o_proj.weight")]
+)
+def test_a_layer_of_many_streams_or_calls_is_named(
+    kind: str, weight: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = load.fuse_linears
+
+    def spoilt(model: Any, groups: Any) -> int:
+        count = plain(model, groups)
+        stack = max((module for module in model.modules() if isinstance(module, torch.nn.ModuleList)), key=len)
+        spoil(stack[1], weight)
+        return count
+
+    monkeypatch.setattr(load, "fuse_linears", spoilt)
+    parity, lines = run(args(saved(kind, tmp_path), dtype="float32"))
+    assert not parity.passed
+    assert lines["transformers", "float32"].diverging.startswith("layer 1")
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("kv_cache_dtype", "fp8_e4m3"),
+        ("quantization", "int8"),
+        ("max_num_seqs", 9),
+        ("deterministic", True),
+        ("model_impl", "megatron"),
+    ],
+)
+def test_options_that_it_does_not_measure_are_refused(llama: Path, option: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"does not measure|not Megatron's") as caught:
+        measure(args(llama, **{option: value}))
+    assert caught.value.param == option
+
+
+def test_every_such_option_is_named(llama: Path) -> None:
+    with pytest.raises(ConfigError, match="measure --kv-cache-dtype, --max-num-seqs; it honours"):
+        measure(args(llama, kv_cache_dtype="fp8_e4m3", max_num_seqs=3))
+
+
+def test_what_it_computes_with_may_be_said(llama: Path) -> None:
+    said = args(llama, dtype="float32", quantization="none", enforce_eager=True, enable_prefix_caching=False)
+    assert run(said)[0].passed
+
+
+def test_one_implementation_alone(llama: Path) -> None:
+    _, lines = run(args(llama, dtype="float32", model_impl="native"))
+    assert list(lines) == [("native", "float32")]
+
+
+def test_it_is_not_combined_with_load(llama: Path) -> None:
+    found = CliRunner().invoke(app, ["doctor", str(llama), "--parity", "--load"])
+    assert found.exit_code == 2
+    assert "leave --load out, or --parity" in found.output

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,7 +24,11 @@ from headrace.models.fallback.transformers import Attend, TransformersModel
 from headrace.spec import AttentionSpec
 
 TOKENS = 8
-_POISONED = 3
+_POISONED = 1
+"""Neither the first nor the last of its sequence: a model may go by positions and stop at a sequence's ends."""
+_CHANGED = (1, 5, 2)
+"""Whose ids are changed, one after another while other tokens notice: rounding alone may send one to another expert."""
+_GIVEN, _MADE = "given", "made"
 _POSITION = 11
 _NEAR = {torch.float32: 1e-3, torch.float64: 1e-6}
 """Relative difference that rounding makes of equal tokens; other dtypes: 5 %."""
@@ -43,6 +47,7 @@ def verify(model: TransformersModel) -> tuple[Decision, ...]:
     _tokens_are_apart(model)
     _first_position(model)
     _positions_are_given(model)
+    _ids_are_apart(model)
     return _attention_is_attention(model)
 
 
@@ -88,12 +93,12 @@ def _first_position(model: TransformersModel) -> None:
 
 
 def _everything(model: TransformersModel, ids: torch.Tensor, positions: torch.Tensor | None) -> list[torch.Tensor]:
-    """The queries and keys of all layers, and the hidden states."""
+    """The queries, keys and values of all layers, and the hidden states: ``[T, ...]`` each."""
     seen: list[torch.Tensor] = []
     own = own_values(model)
 
     def note(index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
-        seen.extend((q.float(), k.float()))
+        seen.extend(TRANSFORMERS.pack(tensor, "q, k or v", f"layer {index}").float() for tensor in (q, k, v))
         return own(index, q, k, v, arguments)
 
     with model.calls.through(note):
@@ -123,6 +128,77 @@ def _equal_tokens(tensor: torch.Tensor, what: str, near: float) -> None:
     rows = tensor.flatten(1).float()
     if bool(((rows - rows[:1]).abs().amax() > near * rows.abs().amax()).item()):
         raise Refusal(f"{what} depend on where in a batch a token stands: it does not go by position_ids")
+
+
+def _ids_are_apart(model: TransformersModel) -> None:
+    """One token's id is changed: no other token may notice. Hashes of neighbouring ids have no poison to spread."""
+    count, positions = model.spec.num_tokens, torch.arange(TOKENS)
+    ids = (3 + torch.arange(TOKENS)) % count
+    expected = _everything(model, ids, positions)
+    for token in _CHANGED:
+        changed = ids.clone()
+        changed[token] = (3 + TOKENS + token) % count
+        found = _everything(model, changed, positions)
+        near = _NEAR.get(model.dtype, 0.05)
+        noticed = [_others_differ(a, b, token, near) for a, b in zip(found, expected, strict=True)]
+        if not bool(torch.stack(noticed).any().item()):
+            return
+    with _rows_of_modules(model) as before:
+        run(model, ids, positions)
+    with _rows_of_modules(model) as after:
+        run(model, changed, positions)
+    for (path, way, a), (other, _, b) in zip(after, before, strict=False):
+        if path == other and a.shape == b.shape and bool(_others_differ(a, b, token, near).item()):
+            raise _noticed(model, path, way)
+    raise Refusal("what it computes for a token depends on the ids of other tokens, without attention")
+
+
+def _noticed(model: TransformersModel, path: str, way: str) -> Refusal:
+    """Of the first module to which another token's id matters: what it makes is its own doing, what it is given its owner's."""
+    what, owner = "makes", path
+    if way == _GIVEN:
+        owner = path.rpartition(".")[0]
+        while isinstance(model.foreign.get_submodule(owner), nn.ModuleList):
+            owner = owner.rpartition(".")[0]
+        what = f"gives {path.removeprefix(owner + '.')}"
+    kind = type(model.foreign.get_submodule(owner)).__name__
+    return Refusal(f"what a {kind} {what} for a token depends on the ids of other tokens, without attention", owner)
+
+
+def _others_differ(a: torch.Tensor, b: torch.Tensor, token: int, near: float) -> torch.Tensor:
+    """Whether other rows than ``token`` do, ``[]`` bool. ``a``, ``b``: ``[T, ...]``."""
+    others = [row for row in range(TOKENS) if row != token]
+    return (a[others] - b[others]).abs().amax() > near * b.abs().amax()
+
+
+@contextmanager
+def _rows_of_modules(model: TransformersModel) -> Iterator[list[tuple[str, str, torch.Tensor]]]:
+    """Collects what modules are given and make in one pass, as they do: (path, which of the two, ``[T, width]``)."""
+    seen: list[tuple[str, str, torch.Tensor]] = []
+
+    def note(path: str, way: str, values: Iterable[Any]) -> None:
+        for tensor in values:
+            if isinstance(tensor, torch.Tensor):
+                rows = tensor[0] if tensor.dim() > 1 and tensor.shape[0] == 1 else tensor
+                if rows.dim() and rows.shape[0] == TOKENS:
+                    seen.append((path, way, rows.to(torch.float32, copy=True).reshape(TOKENS, -1)))
+
+    def enter(path: str) -> Callable[..., None]:
+        return lambda module, args, kwargs: note(path, _GIVEN, [*args, *kwargs.values()])
+
+    def leave(path: str) -> Callable[..., None]:
+        return lambda module, args, out: note(path, _MADE, out if isinstance(out, (tuple, list)) else [out])
+
+    handles: list[Any] = []
+    for path, module in model.foreign.named_modules():
+        handles.append(module.register_forward_pre_hook(enter(path), with_kwargs=True))
+        handles.append(module.register_forward_hook(leave(path)))
+    try:
+        with model.calls.through(own_values(model)):
+            yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _attention_is_attention(model: TransformersModel) -> tuple[Decision, ...]:

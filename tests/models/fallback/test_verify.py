@@ -34,6 +34,46 @@ CONFIG = LlamaConfig(
 )
 
 
+class Hashed(LlamaForCausalLM):  # type: ignore[no-untyped-call]
+    """Adds something to its embedding that is made of ids."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.model.table = nn.Embedding(97, 32)
+        self.model.forward = self.whole
+        self.post_init()  # type: ignore[no-untyped-call]
+
+    def whole(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None, **arguments: Any) -> Any:
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1])[None]
+        arguments.pop("inputs_embeds", None)
+        embedded = self.added(self.model.embed_tokens(input_ids), input_ids, position_ids)
+        return type(self.model).forward(self.model, inputs_embeds=embedded, position_ids=position_ids, **arguments)
+
+    def added(self, embedded: torch.Tensor, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Of the token's own id."""
+        return embedded + self.model.table(ids * 31 % 97)
+
+
+class Bigrams(Hashed):  # type: ignore[no-untyped-call]
+    def added(self, embedded: torch.Tensor, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return embedded + 0.5 * torch.sin((ids * 31 + ids.roll(1, 1) * 17).to(embedded.dtype))[..., None]
+
+
+class Tabled(Hashed):  # type: ignore[no-untyped-call]
+    """Bigrams of one sequence alone, looked up in a table."""
+
+    def added(self, embedded: torch.Tensor, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return embedded + self.model.table((ids * 31 + torch.where(positions > 0, ids.roll(1, 1), 0) * 17) % 97)
+
+
+class Shifted(Hashed):  # type: ignore[no-untyped-call]
+    """Mixes embeddings, of one sequence alone."""
+
+    def added(self, embedded: torch.Tensor, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return embedded + torch.where(positions[..., None] > 0, embedded.roll(1, 1), 0.0)
+
+
 def looked_at(kind: type[LlamaForCausalLM]) -> tuple[Decision, ...]:
     """Observed without weights, then with random ones."""
     build: Any = kind._from_config
@@ -166,3 +206,20 @@ def test_the_report_has_what_could_not_be_compared(tmp_path: Path, monkeypatch: 
     said = {line.name: line for line in llm.info.decisions}
     assert said["attention not compared"].value == "layers 0, 1, 2"
     assert "failing of LlamaAttention fails" in said["attention not compared"].reason
+
+
+def test_what_is_made_of_a_tokens_own_id_is_fine() -> None:
+    assert looked_at(Hashed) == ()
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (Bigrams, r"model: what a LlamaModel gives rotary_emb for a token depends on the ids of other tokens"),
+        (Tabled, "model: what a LlamaModel gives table for a token depends on the ids of other tokens"),
+        (Shifted, "mixes tokens of different sequences, without attention"),
+    ],
+)
+def test_models_that_mix_ids_are_refused(kind: type[LlamaForCausalLM], why: str) -> None:
+    with pytest.raises(Refusal, match=why):
+        looked_at(kind)

@@ -50,27 +50,27 @@ class Hashed(LlamaForCausalLM):  # type: ignore[no-untyped-call]
         embedded = self.added(self.model.embed_tokens(input_ids), input_ids, position_ids)
         return type(self.model).forward(self.model, inputs_embeds=embedded, position_ids=position_ids, **arguments)
 
-    def added(self, embedded: torch.Tensor, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def added(self, embedded: torch.Tensor, ids: torch.Tensor, positions: torch.Tensor) -> Any:
         """Of the token's own id."""
         return embedded + self.model.table(ids * 31 % 97)
 
 
 class Bigrams(Hashed):  # type: ignore[no-untyped-call]
-    def added(self, embedded: torch.Tensor, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def added(self, embedded: torch.Tensor, ids: torch.Tensor, positions: torch.Tensor) -> Any:
         return embedded + 0.5 * torch.sin((ids * 31 + ids.roll(1, 1) * 17).to(embedded.dtype))[..., None]
 
 
 class Tabled(Hashed):  # type: ignore[no-untyped-call]
     """Bigrams of one sequence alone, looked up in a table."""
 
-    def added(self, embedded: torch.Tensor, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def added(self, embedded: torch.Tensor, ids: torch.Tensor, positions: torch.Tensor) -> Any:
         return embedded + self.model.table((ids * 31 + torch.where(positions > 0, ids.roll(1, 1), 0) * 17) % 97)
 
 
 class Shifted(Hashed):  # type: ignore[no-untyped-call]
     """Mixes embeddings, of one sequence alone."""
 
-    def added(self, embedded: torch.Tensor, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def added(self, embedded: torch.Tensor, ids: torch.Tensor, positions: torch.Tensor) -> Any:
         return embedded + torch.where(positions[..., None] > 0, embedded.roll(1, 1), 0.0)
 
 

@@ -88,6 +88,14 @@ def test_answers(shared: Running) -> None:
         assert (stopped["message"]["content"], stopped["stop_reason"]) == ("The mill ", "wheel")
 
 
+@pytest.mark.parametrize("name", ["stop", "bad_words"])
+def test_lists_are_limited_by_the_engine(name: str, shared: Running) -> None:
+    words = [f"{name} {number}" for number in range(17)]
+    refused = httpx.post(f"{shared.url}/v1/completions", json={"prompt": "a", "max_tokens": 1, name: words}, timeout=60)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == name
+    assert "at most 16 are allowed" in refused.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("extra", [{"max_tokens": 0}, {"max_tokens": 2}, {"max_tokens": 2, "stream": True}])
 def test_echo_scores_long_prompts_that_take_several_chunks(shared: Running, extra: dict[str, Any]) -> None:
     prompt = "wörld " * 25

@@ -50,6 +50,10 @@ class ContradictionError(ConfigError):
     """The model's configuration contradicts itself or says what no model can be: whoever builds it, it would be another."""
 
 
+class MissingPackageError(ConfigError, ImportError):
+    """Something that was asked for takes a package that is not installed; says how to install it."""
+
+
 class EngineError(HeadraceError):
     """The engine failed; requests in flight are answered with this."""
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from headrace.cli.main import app
+from headrace.errors import MissingPackageError
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -102,3 +104,13 @@ def test_what_cannot_be_served(folder: str, words: list[str], said: str) -> None
     result = CliRunner().invoke(app, ["doctor", *words])
     assert result.exit_code == 2
     assert said in result.stderr and len(result.stderr.strip().splitlines()) == 1
+
+
+def test_a_package_that_is_missing_is_told_of_in_a_line(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: Any, **__: Any) -> None:
+        raise MissingPackageError("this takes another package: pip install another")
+
+    monkeypatch.setattr("headrace.cli.doctor.planned", missing)
+    result = CliRunner().invoke(app, ["doctor", folder, "--load-format", "dummy"])
+    assert result.exit_code == 2 and isinstance(result.exception, SystemExit)
+    assert result.stderr.strip().splitlines() == ["error: this takes another package: pip install another"]

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils.import_utils import is_accelerate_available
 
 from headrace.config import Decision, EngineArgs, EngineConfig
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, MissingPackageError
 from headrace.models.fallback.fuse import fuse_linears
 from headrace.models.fallback.lift import lift
 from headrace.models.fallback.observe import WITH_MASKS, Observation, forget_padding, observe
@@ -234,7 +234,7 @@ def _read(
 ) -> tuple[PreTrainedModel, tuple[Decision, ...]]:
     """Weights from files, straight to the device."""
     if device.type != "cpu" and not is_accelerate_available():
-        raise ImportError(f"loading a model of transformers onto {device} takes accelerate: {_INSTALL}")
+        raise MissingPackageError(f"loading a model of transformers onto {device} takes accelerate: {_INSTALL}")
     factory = _auto_class(files.config, trusted)
     options: dict[str, Any] = {"trust_remote_code": trusted} if factory is AutoModelForCausalLM else {}
     if device.type != "cpu":

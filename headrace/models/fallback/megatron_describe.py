@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from headrace.errors import MissingPackageError
 from headrace.models.fallback.contract import layer_ids
 from headrace.models.fallback.megatron_ranks import Ranks
 from headrace.models.fallback.megatron_rotary import Rotary
@@ -67,7 +68,7 @@ def import_megatron() -> Any:
     try:
         import megatron.core
     except ImportError as error:
-        raise ImportError(f"Megatron models need megatron-core: {INSTALL}") from error
+        raise MissingPackageError(f"Megatron models need megatron-core: {INSTALL}") from error
     return megatron.core
 
 

@@ -110,8 +110,7 @@ def gather_numbers(
         ValueError: a tensor does not fit the others.
     """
     check_scales(key_cache, k_scale, v_scale)
-    if k_scale.stride() != v_scale.stride():
-        raise ValueError(f"k_scale and v_scale differ in strides: {k_scale.stride()} and {v_scale.stride()}")
+    check_same_strides(k_scale, v_scale)
     wanted = (key_cache.shape[2], key_cache.shape[3] + value_cache.shape[3])
     if out.ndim != 3 or out.shape[1:] != wanted or not out.is_contiguous():
         raise ValueError(f"out must be [tokens, {wanted[0]}, {wanted[1]}] and contiguous, not {list(out.shape)}")
@@ -176,3 +175,9 @@ def check_scales(key_cache: torch.Tensor, k_scale: torch.Tensor | None, v_scale:
         if scale is None or scale.dtype != torch.float32 or scale.shape != key_cache.shape[:3]:
             got = "nothing" if scale is None else f"{list(scale.shape)} {scale.dtype}"
             raise ValueError(f"{name} must be {list(key_cache.shape[:3])} float32, not {got}")
+
+
+def check_same_strides(k_scale: torch.Tensor, v_scale: torch.Tensor) -> None:
+    """Raises ValueError if one place in both scales is not at one distance: kernels that read them work it out once."""
+    if k_scale.stride() != v_scale.stride():
+        raise ValueError(f"k_scale and v_scale differ in strides: {k_scale.stride()} and {v_scale.stride()}")

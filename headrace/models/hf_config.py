@@ -12,6 +12,7 @@ from headrace.errors import ConfigError, ContradictionError
 from headrace.layers.mlp import ACTIVATIONS
 from headrace.layers.rotary import frequencies
 from headrace.spec import AttentionSpec, DenseSpec, MlpSpec, ModelSpec, RopeSpec
+from headrace.spec.whole import is_whole
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention_chunk_size": (None,),
@@ -56,7 +57,7 @@ def _checked(where: str, name: str, value: Any) -> int:
     implementation may do without."""
     if value is None:
         raise ConfigError(f"{where}: {name} must be a positive whole number, not None", name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not is_whole(value, 1):
         raise ContradictionError(f"{where}: {name} must be a positive whole number, not {value!r}", name)
     return value
 
@@ -68,7 +69,7 @@ def whole(config: PretrainedConfig, name: str, default: int | None = None, *, le
         ContradictionError: it is none.
     """
     value = uniform(config, name, default)
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+    if not is_whole(value, least):
         raise ContradictionError(f"config: {name} must be a whole number of at least {least}, not {value!r}", name)
     return value
 

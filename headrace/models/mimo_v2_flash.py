@@ -18,6 +18,7 @@ from headrace.models.mimo_config import in_transformers_words
 from headrace.models.moe_config import experts_of, mixed_specs, number
 from headrace.models.names import decoder_names
 from headrace.spec import AttentionSpec, ModelSpec, MoeSpec
+from headrace.spec.whole import is_whole
 from headrace.weights.names import NameTable
 
 ARCHITECTURE = "MiMoV2FlashForCausalLM"
@@ -109,7 +110,7 @@ def _with_kv_heads(config: PretrainedConfig, layers: Sequence[AttentionSpec]) ->
         ):
             if (value := uniform(config, name)) not in (None, usual):
                 raise ConfigError(f"{here}: {name} {value!r} is not the {usual} of other layers", name)
-        if swa is not None and (not isinstance(swa, int) or isinstance(swa, bool) or swa < 1):
+        if swa is not None and not is_whole(swa, 1):
             raise ConfigError(
                 f"{here}: swa_num_key_value_heads must be a positive whole number, not {swa!r}", "swa_num_key_value_heads"
             )

@@ -10,6 +10,7 @@ from transformers import PretrainedConfig
 from headrace.errors import ConfigError
 from headrace.models.hf_config import dense_specs, required, uniform
 from headrace.spec import DenseSpec, MlpSpec, MoeSpec
+from headrace.spec.whole import is_whole
 
 
 def mixed_specs(
@@ -27,7 +28,7 @@ def mixed_specs(
 def shared_experts(config: PretrainedConfig, count: str, width: int, *, bias: bool = False) -> DenseSpec | None:
     """The shared experts as one MLP, ``width`` wide each; None if the field ``count`` says that there are none."""
     experts = uniform(config, count, 0)
-    if not isinstance(experts, int) or isinstance(experts, bool) or experts < 0:
+    if not is_whole(experts, 0):
         raise ConfigError(f"config: {count} must be a whole number, not {experts!r}", count)
     return DenseSpec(experts * width, activation(config), bias) if experts else None
 

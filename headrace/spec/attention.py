@@ -7,14 +7,10 @@ from typing import Literal
 
 from headrace.errors import ConfigError, ContradictionError
 from headrace.spec.rope import RopeSpec
+from headrace.spec.whole import is_whole
 
 Mode = Literal["dense", "elastic", "sparse"]
 """How a row attends in a step. Not geometry: any layer may be run in any mode its backend supports."""
-
-
-def _is_whole(value: object, least: int) -> bool:
-    """Numbers of a configuration may be of any type that JSON has, and true counts as 1 elsewhere."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,7 +72,7 @@ class AttentionSpec:
     def __post_init__(self) -> None:
         where = f"layer {self.layer}"
         for name in ("num_heads", "num_kv_heads", "head_dim", "v_head_dim"):
-            if not _is_whole(getattr(self, name), 1):
+            if not is_whole(getattr(self, name), 1):
                 raise ContradictionError(
                     f"{where}: {name} must be a whole number of at least 1, not {getattr(self, name)!r}", name
                 )
@@ -86,11 +82,11 @@ class AttentionSpec:
             )
         if self.v_from_k and self.v_head_dim != self.head_dim:
             raise ContradictionError(f"{where}: values of {self.v_head_dim} cannot be keys of {self.head_dim}", "v_head_dim")
-        if not _is_whole(self.rotary_dim, 0) or self.rotary_dim > self.head_dim or self.rotary_dim % 2:
+        if not is_whole(self.rotary_dim, 0) or self.rotary_dim > self.head_dim or self.rotary_dim % 2:
             raise ContradictionError(
                 f"{where}: rotary_dim {self.rotary_dim} must be even and at most head_dim {self.head_dim}", "rotary_dim"
             )
-        if self.window is not None and not _is_whole(self.window, 1):
+        if self.window is not None and not is_whole(self.window, 1):
             raise ContradictionError(
                 f"{where}: window must be a whole number of at least 1, not {self.window!r}", "sliding_window"
             )

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Literal
 
 from headrace.errors import ConfigError, ContradictionError
+from headrace.spec.whole import is_whole
 
 CLAMPED_SWIGLU = "clamped_swiglu"
 """``(clamp(up, -limit, limit) + 1) * g * sigmoid(alpha * g)`` with ``g = min(gate, limit)``: what gpt-oss has for a gate."""
@@ -23,7 +24,7 @@ class DenseSpec:
 
     def __post_init__(self) -> None:
         width = self.intermediate_size
-        if not isinstance(width, int) or isinstance(width, bool) or width < 1:
+        if not is_whole(width, 1):
             raise ContradictionError(
                 f"intermediate_size must be a whole number of at least 1, not {width!r}", "intermediate_size"
             )
@@ -79,7 +80,7 @@ class MoeSpec:
     def __post_init__(self) -> None:
         for name in ("num_experts", "top_k", "intermediate_size", "num_groups", "top_groups"):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            if not is_whole(value, 1):
                 raise ContradictionError(f"mixture of experts: {name} must be a positive whole number, not {value!r}", name)
         if self.num_experts % self.num_groups:
             raise ContradictionError(

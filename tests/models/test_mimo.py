@@ -10,10 +10,11 @@ import pytest
 
 from headrace.config import EngineArgs
 from headrace.errors import ConfigError
-from headrace.models import registry
 from headrace.models.implementation import choose
 from headrace.sources.files import find_model
-from headrace.spec import ModelSpec, MoeSpec
+from headrace.spec import MoeSpec
+
+from .saved_config import native_spec
 
 COMMON = {
     "architectures": ["MiMoV2FlashForCausalLM"],
@@ -74,18 +75,9 @@ TRANSFORMERS = COMMON | {
 }
 
 
-def spec_of(folder: Path, config: dict[str, Any]) -> ModelSpec:
-    (folder / "config.json").write_text(json.dumps(config))
-    args = EngineArgs(model=str(folder), load_format="dummy", model_impl="native")
-    files = find_model(args)
-    spec = choose(args, files).spec
-    assert isinstance(spec, ModelSpec) and spec == registry.model_spec(files.config)
-    return spec
-
-
 def test_the_published_words_and_those_of_transformers_are_the_same_model(tmp_path: Path) -> None:
-    spec = spec_of(tmp_path, PUBLISHED)
-    assert spec == spec_of(tmp_path, TRANSFORMERS) == spec_of(tmp_path, PUBLISHED | TRANSFORMERS)
+    spec = native_spec(tmp_path, PUBLISHED)
+    assert spec == native_spec(tmp_path, TRANSFORMERS) == native_spec(tmp_path, PUBLISHED | TRANSFORMERS)
     assert spec.norm_eps == 0.01
     assert [(one.num_kv_heads, one.window, one.sinks) for one in spec.layers] == [
         (2, None, False),
@@ -105,11 +97,11 @@ def test_a_published_config_is_served_natively_by_itself(tmp_path: Path) -> None
 
 def test_published_sinks_are_as_they_say(tmp_path: Path) -> None:
     changed = {"add_full_attention_sink_bias": True, "add_swa_attention_sink_bias": False}
-    assert [one.sinks for one in spec_of(tmp_path, PUBLISHED | changed).layers] == [True, False, False, True]
+    assert [one.sinks for one in native_spec(tmp_path, PUBLISHED | changed).layers] == [True, False, False, True]
 
 
 def test_a_scaling_is_that_of_both_kinds_each_with_its_theta(tmp_path: Path) -> None:
-    spec = spec_of(tmp_path, PUBLISHED | {"rope_scaling": {"type": "linear", "factor": 2.0}})
+    spec = native_spec(tmp_path, PUBLISHED | {"rope_scaling": {"type": "linear", "factor": 2.0}})
     assert [one.rope and (one.rope.kind, one.rope.theta) for one in spec.layers[:2]] == [("linear", 2e6), ("linear", 5e3)]
 
 
@@ -134,9 +126,9 @@ def test_only_the_number_for_all_layers_is_doubled_where_there_is_a_window(
     config = TRANSFORMERS | changes
     if isinstance(counts, str):
         with pytest.raises(ConfigError, match=counts):
-            spec_of(tmp_path, config)
+            native_spec(tmp_path, config)
     else:
-        assert [one.num_kv_heads for one in spec_of(tmp_path, config).layers] == counts
+        assert [one.num_kv_heads for one in native_spec(tmp_path, config).layers] == counts
 
 
 @pytest.mark.parametrize(
@@ -164,17 +156,17 @@ def test_published_words_that_cannot_be_honoured_are_refused_by_name(
     changes: dict[str, Any], param: str, message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
-        spec_of(tmp_path, PUBLISHED | changes)
+        native_spec(tmp_path, PUBLISHED | changes)
     assert caught.value.param == param
 
 
 def test_a_rope_in_two_words_is_one_rope(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"7000.0 contradicts rope_parameters.sliding_attention.rope_theta 5000.0") as caught:
-        spec_of(tmp_path, TRANSFORMERS | {"swa_rope_theta": 7e3})
+        native_spec(tmp_path, TRANSFORMERS | {"swa_rope_theta": 7e3})
     assert caught.value.param == "swa_rope_theta"
 
 
 @pytest.mark.parametrize("nothing", [{}, {"rope_scaling": None}])
 def test_a_rope_that_is_not_said_is_the_usual(nothing: dict[str, Any], tmp_path: Path) -> None:
-    spec = spec_of(tmp_path, COMMON | nothing)
+    spec = native_spec(tmp_path, COMMON | nothing)
     assert [(one.rope and one.rope.theta, one.rotary_dim) for one in spec.layers[:2]] == [(5e6, 8), (1e4, 8)]

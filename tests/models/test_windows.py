@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from headrace.config import EngineArgs
 from headrace.errors import ConfigError
-from headrace.models import registry
-from headrace.models.implementation import choose
-from headrace.sources.files import find_model
 from headrace.spec import ModelSpec
+
+from .saved_config import native_spec
 
 SMALL = {
     "vocab_size": 89,
@@ -59,12 +56,7 @@ SOME: dict[str, dict[str, Any]] = {
 
 def spec_of(folder: Path, architecture: str, changes: dict[str, Any]) -> ModelSpec:
     config = SMALL | {"architectures": [architecture]} | (NONE | ALL | SOME)[architecture] | changes
-    (folder / "config.json").write_text(json.dumps(config))
-    args = EngineArgs(model=str(folder), load_format="dummy", model_impl="native")
-    files = find_model(args)
-    spec = choose(args, files).spec
-    assert isinstance(spec, ModelSpec) and spec == registry.model_spec(files.config)
-    return spec
+    return native_spec(folder, config)
 
 
 @pytest.mark.parametrize("architecture", NONE)

@@ -225,8 +225,8 @@ class FlashInferPrompts(_OnFlashInfer):
     @staticmethod
     def supports(spec: AttentionSpec, device: str, dtype: str, mode: Mode = "dense", kv_dtype: str | None = None) -> list[str]:
         reasons = TritonAttention.supports(spec, device, dtype, mode, kv_dtype) + kernels.refusals(device, dtype)
-        if scales_missing(kv_dtype) and not kernels.reads_copies(spec, torch.device(device)):
-            reasons += [f"{reason}, and copies of numbers are for fa3 alone" for reason in scales_missing(kv_dtype)]
+        missing = [] if kernels.reads_copies(spec, torch.device(device)) else scales_missing(kv_dtype)
+        reasons += [f"{reason}, and copies of numbers are for fa3 alone" for reason in missing]
         return reasons + kernels.no_kernel(spec)
 
     @staticmethod

@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from headrace.kernels.kv_cache import check_scales
+from headrace.kernels.kv_cache import check_same_strides, check_scales
 from headrace.kernels.triton.fp8 import OFF, as_bytes, gain, mode, to_half
 from headrace.kernels.triton.kv_cache import scale_strides
 from headrace.kernels.triton.pdl import begin as begin_launch
@@ -582,5 +582,5 @@ def _check(
     if k_scale is None and v_scale is None:
         return
     check_scales(keys, k_scale, v_scale)
-    if k_scale is not None and v_scale is not None and k_scale.stride() != v_scale.stride():
-        raise ValueError(f"k_scale and v_scale differ in strides: {k_scale.stride()} and {v_scale.stride()}")
+    if k_scale is not None and v_scale is not None:
+        check_same_strides(k_scale, v_scale)

@@ -82,8 +82,8 @@ class LLM:
             engine_args: fields of ``EngineArgs`` that do not say how a model is read from files.
 
         Raises:
-            ConfigError: the model cannot run on headrace's attention (names the layer and the reason), or the arguments
-                cannot work with it.
+            ConfigError: the model cannot run on headrace's attention (names the layer or the weight, and the reason), or the
+                arguments cannot work with it.
             ValueError: ``config`` or ``vocab_size`` is not the model's, or its layers' numbers are not consecutive.
             ImportError: megatron-core is not installed; says how to install it.
         """

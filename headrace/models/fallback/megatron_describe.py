@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
-from headrace.errors import MissingPackageError
+from headrace.errors import ConfigError, MissingPackageError
 from headrace.models.fallback.contract import layer_ids
 from headrace.models.fallback.megatron_ranks import Ranks
 from headrace.models.fallback.megatron_rotary import Rotary
 from headrace.models.fallback.refusal import Refusal
 from headrace.spec import AttentionSpec, ForeignSpec
+from headrace.spec.whole import is_whole
 
 INSTALL = "pip install 'megatron-core==0.16.1'"
 _FEATURES = (
@@ -102,29 +103,35 @@ def describe_megatron(model: Any, config: Any = None, num_tokens: int | None = N
         num_tokens: of the vocabulary; columns of the logits beyond it are padding. None: there are none.
 
     Raises:
-        Refusal: it cannot run on headrace's attention; names the layer and the reason.
+        Refusal: it cannot run on headrace's attention; names the layer or the weight, and the reason.
+        ConfigError: an argument is not of the kind that it must be; names the argument.
         ValueError: an argument does not belong to the model, or the layers' numbers are not consecutive.
         ImportError: there is no megatron-core.
     """
     model = unwrapped(model)
     config = _checked_config(model, config)
+    for name in ("vocab_size", "max_sequence_length"):
+        _check_whole(model, name, "", least=1)
     if num_tokens is None:
         num_tokens = model.vocab_size
-    if not 0 < num_tokens <= model.vocab_size:
+    if not is_whole(num_tokens, 1):
+        raise ConfigError(f"vocab_size is {num_tokens!r}, and must be a whole number of at least 1", "vocab_size")
+    if num_tokens > model.vocab_size:
         raise ValueError(f"vocab_size is {num_tokens}, but the model has {model.vocab_size} columns of logits")
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) != 1:
         raise Refusal(f"its weights are on {' and '.join(sorted(map(str, devices)))}")
     (device,) = devices
+    _check_routers(model, device)
     layers = _layers(model, device)
-    dtype = model.embedding.word_embeddings.weight.dtype
+    dtype = _dtype(model)
     spec = ForeignSpec(
         architecture=type(model).__name__,
         vocab_size=model.vocab_size,
         hidden_size=config.hidden_size,
         layers=tuple(layer.spec for layer in layers),
         max_position=model.max_sequence_length,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=_named(dtype),
         num_tokens=num_tokens,
         num_weights=sum(parameter.numel() for parameter in model.parameters()),
         host_reads=tuple(_host_reads(model, config)),
@@ -136,6 +143,8 @@ def describe_megatron(model: Any, config: Any = None, num_tokens: int | None = N
 def _checked_config(model: Any, config: Any) -> Any:
     """The model's config. Raises Refusal where it asks for something that a step cannot do."""
     own = model.config
+    if config is not None and not dataclasses.is_dataclass(config):
+        raise ConfigError(f"config is a {type(config).__name__}, not the model's TransformerConfig", "config")
     if config is not None and config is not own:
         differing = [
             field.name
@@ -153,9 +162,64 @@ def _checked_config(model: Any, config: Any) -> Any:
     return own
 
 
+def _check_whole(owner: Any, name: str, path: str, least: int = 0) -> None:
+    """Raises Refusal if the owner's attribute of that name is no whole number. ``path``: of the owner."""
+    value = getattr(owner, name, None)
+    if not is_whole(value, least):
+        given = f"is {value!r}" if hasattr(owner, name) else "is missing"
+        raise Refusal(f"{name} {given}, and must be a whole number of at least {least}", path)
+
+
+def _check_routers(model: Any, device: torch.device) -> None:
+    """Raises Refusal if Megatron would choose experts on another device than the model's."""
+    from megatron.core.transformer.moe.router import Router
+
+    routers = [name for name, module in model.named_modules() if isinstance(module, Router)]
+    if not routers or device.type != "cpu":
+        return
+    try:
+        there = torch.device(torch.cuda.current_device())
+    except Exception as error:
+        # What PyTorch raises depends on how it was built.
+        raise Refusal(f"Megatron's router asks for a CUDA device, and the model is on the CPU ({error})", routers[0]) from error
+    if there != device:
+        raise Refusal(f"Megatron's router moves to {there}, and the model is on the CPU", routers[0])
+
+
+def _dtype(model: Any) -> torch.dtype:
+    """Of all products. Norms and sinks may have another, and so may routers, which say what they choose experts in.
+
+    Raises:
+        Refusal: a product would be of two dtypes; names the weight.
+    """
+    from megatron.core.transformer.moe.router import Router
+
+    embedding = model.embedding.word_embeddings.weight
+    dtype: torch.dtype = embedding.dtype
+    for path, module in model.named_modules():
+        own = dict(module.named_parameters(recurse=False))
+        if isinstance(module, Router) or all(parameter.dim() < 2 for parameter in own.values()):
+            continue
+        for name, parameter in own.items():
+            # Transformer Engine has a norm and the product behind it in one module.
+            if parameter.dtype != dtype and not name.startswith("layer_norm"):
+                raise Refusal(
+                    f"it is {_named(parameter.dtype)} and embedding.word_embeddings.weight is {_named(dtype)}: "
+                    "what is multiplied must be of one dtype, and nothing is converted",
+                    f"{path}.{name}",
+                )
+    return dtype
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _layers(model: Any, device: torch.device) -> tuple[MegatronLayer, ...]:
     """The layers that attend, in their order."""
     modules = list(model.decoder.layers)
+    for index, module in enumerate(modules):
+        _check_whole(module, "layer_number", f"decoder.layers.{index}")
     layer_ids([module.layer_number for module in modules])
     found: list[MegatronLayer] = []
     rotaries: dict[tuple[Any, ...], Rotary] = {}
@@ -201,7 +265,7 @@ def _layer(
         num_kv_heads=kv_heads,
         head_dim=attention.key_hidden_size,
         v_head_dim=attention.val_hidden_size,
-        scale=_scale(attention, latent),
+        scale=_scale(attention, latent, path),
         window=_window(attention, path),
         sinks=attention.config.softmax_type != "vanilla",
     )
@@ -220,7 +284,7 @@ def _heads_here(attention: Any, latent: bool) -> tuple[int, int]:
     return heads, attention.num_query_groups_per_partition
 
 
-def _scale(attention: Any, latent: bool) -> float:
+def _scale(attention: Any, latent: bool, path: str) -> float:
     """The factor on q.k, from the layer."""
     config, core = attention.config, attention.core_attention
     if latent:
@@ -231,14 +295,18 @@ def _scale(attention: Any, latent: bool) -> float:
     if not isinstance(own, float):
         return expected
     # Scaling by layer divides the product by the layer's number, and multiplies the logits by it again.
-    divided = config.apply_query_key_layer_scaling and not math.isclose(own, expected)
-    return own * core.layer_number if divided else own
+    if not config.apply_query_key_layer_scaling or math.isclose(own, expected):
+        return own
+    _check_whole(core, "layer_number", f"{path}.core_attention")
+    return float(own * core.layer_number)
 
 
 def _window(attention: Any, path: str) -> int | None:
     from megatron.core.transformer.utils import is_layer_window_attention
 
     config = attention.config
+    if config.window_size is not None and config.window_attn_skip_freq is not None:
+        _check_whole(attention, "layer_number", path)
     if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, attention.layer_number):
         return None
     before, after = config.window_size

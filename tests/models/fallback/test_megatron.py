@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -13,7 +11,7 @@ import pytest
 import torch
 
 from headrace import LLM, SamplingParams
-from headrace.errors import ConfigError, EngineError
+from headrace.errors import EngineError
 
 from . import megatron_models as small
 
@@ -403,9 +401,6 @@ def test_a_tokenizer_as_an_object_or_a_directory(tokenizer: Any, tmp_path: Any) 
     assert len(texts) == 1
 
 
-# Refusals
-
-
 def test_weights_are_updated_under_megatrons_names() -> None:
     model = small.gpt()
     llm = engine(model)
@@ -420,107 +415,6 @@ def test_weights_are_updated_under_megatrons_names() -> None:
         ours.update_weights([("decoder.layers.9.mlp.linear_fc2.weight", value)])
     with pytest.raises(ValueError, match="has the shape"):
         ours.update_weights([(name, value[:1])])
-
-
-FEATURES: dict[str, Any] = {
-    "sequence_parallel": True,
-    "moe_expert_capacity_factor": 1.5,
-    "moe_router_force_load_balancing": True,
-    "moe_input_jitter_eps": 0.1,
-    "pipeline_model_parallel_size": 2,
-    "context_parallel_size": 2,
-    "expert_model_parallel_size": 2,
-    "cuda_graph_impl": "local",
-    "cpu_offloading": True,
-    "fine_grained_activation_offloading": True,
-    "defer_embedding_wgrad_compute": True,
-    "fp8": "hybrid",
-    "fp4": "e2m1",
-    "cache_mla_latents": True,
-    "experimental_attention_variant": "dsa",
-    "inference_fuse_tp_communication": True,
-    "fused_single_qkv_rope": True,
-}
-
-
-@contextlib.contextmanager
-def refused(match: str, param: str = "model_impl") -> Iterator[None]:
-    with pytest.raises(ConfigError, match=match) as caught:
-        yield
-    assert caught.value.param == param
-
-
-@pytest.mark.parametrize("name", FEATURES)
-def test_configurations_that_cannot_run_are_refused(name: str) -> None:
-    model = small.gpt()
-    setattr(model.config, name, FEATURES[name])
-    with refused(f"GPTModel cannot run through Megatron: {name} is {FEATURES[name]}: "):
-        engine(model)
-
-
-def test_models_that_cannot_run_are_refused_with_the_layer() -> None:
-    from megatron.core.transformer.enums import AttnMaskType
-
-    with refused("it is in 2 chunks"):
-        LLM.from_megatron([small.gpt(), small.gpt()])
-    with refused("it is a Linear, not a GPTModel"):
-        LLM.from_megatron(torch.nn.Linear(2, 2))
-    model = small.gpt()
-    model.decoder.layers[1].self_attention.attn_mask_type = AttnMaskType.no_mask
-    with refused(r"decoder\.layers\.1\.self_attention: its mask is no_mask"):
-        engine(model)
-    with refused(r"decoder\.layers\.0\.self_attention: window_size is \(4, 2\)"):
-        engine(small.gpt(window_size=(4, 2)))
-    model = small.gpt()
-    model.decoder.layers[2].self_attention = torch.nn.Linear(3, 3)
-    with refused(r"decoder\.layers\.2\.self_attention: a Linear has no core_attention"):
-        engine(model)
-    model = small.gpt()
-    model.decoder.layers[2].cross_attention = torch.nn.Linear(3, 3)
-    with refused(r"decoder\.layers\.2\.cross_attention: it attends to another sequence"):
-        engine(model)
-    model = small.gpt()
-    model.position_embedding_type = "mrope"
-    with refused("position_embedding_type mrope"):
-        engine(model)
-    model = small.gpt()
-    model.post_process = False
-    with refused("one stage of a pipeline"):
-        engine(model)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("dtype", "bfloat16"),
-        ("quantization", "int8"),
-        ("load_format", "dummy"),
-        ("model_impl", "native"),
-        ("skip_tokenizer_init", True),
-        ("tokenizer", object()),
-    ],
-)
-def test_arguments_that_would_change_the_model_are_refused(name: str, value: Any) -> None:
-    with refused("", name):
-        engine(small.gpt(), **{name: value})
-
-
-def test_arguments_of_another_model_raise() -> None:
-    model = small.gpt()
-    with pytest.raises(ValueError, match="config is not the model's: num_query_groups"):
-        LLM.from_megatron(model, small.gpt(num_query_groups=4).config)
-    with pytest.raises(ValueError, match="vocab_size is 97, but the model has 96"):
-        LLM.from_megatron(model, vocab_size=97)
-    with pytest.raises(TypeError, match="max_tokens"):
-        LLM.from_megatron(model, max_tokens=3)
-
-
-def test_without_the_library_one_line_says_how_to_install_it() -> None:
-    model = small.gpt()
-    with mock.patch.dict(sys.modules, {"megatron.core": None}), pytest.raises(ImportError) as caught:
-        engine(model)
-    assert str(caught.value).endswith("pip install 'megatron-core==0.16.1'")
-    assert "\n" not in str(caught.value)
 
 
 # One call of a layer

@@ -258,6 +258,9 @@ def test_weights_that_do_not_fit_the_arguments_are_refused(tmp_path: Path) -> No
     save(model, tmp_path / "kind", args=arguments(linear_attention_freq=2))
     with refused("linear_attention_freq is 2"):
         load(tmp_path / "kind")
+    save(model, tmp_path / "words", args=arguments(vocab_size="90"))
+    with refused("vocab_size is '90', and must be a whole number", "vocab_size"):
+        load(tmp_path / "words")
     save(model, tmp_path / "latent", args=arguments(multi_latent_attention=True, num_query_groups=4))
     with refused("Megatron cannot build the model of .* on cpu"):
         load(tmp_path / "latent")

@@ -13,7 +13,17 @@ from headrace.cache.layer import LayerCache
 from headrace.spec import AttentionSpec, Mode
 from headrace.spec.kv import FP8_KV
 
-__all__ = ["AttentionBackend", "LayerCache", "Lengths", "Replanned", "StepMetadata", "scales_missing"]
+__all__ = [
+    "AttentionBackend",
+    "LayerCache",
+    "Lengths",
+    "Replanned",
+    "StepMetadata",
+    "Workspaces",
+    "distinct",
+    "scales_missing",
+    "workspace_bytes",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +123,25 @@ class Replanned(Protocol):
     def replan(self, lengths: Lengths) -> None:
         """Before a replay of a step with so many decode rows and tokens, in the stream of the replay."""
         ...
+
+    def reserve(self, device: torch.device) -> None:
+        """Allocates the workspace that all captured steps share, so that it is there when memory is measured."""
+        ...
+
+
+@runtime_checkable
+class Workspaces(Protocol):
+    """A backend that keeps memory from step to step, to work in."""
+
+    @property
+    def workspace_bytes(self) -> int:
+        """What it keeps now."""
+        ...
+
+
+def workspace_bytes(backends: Iterable[AttentionBackend]) -> int:
+    """Bytes that backends keep to work in, each instance counted once."""
+    return sum(backend.workspace_bytes for backend in distinct(backends) if isinstance(backend, Workspaces))
 
 
 def scales_missing(kv_dtype: str | None) -> list[str]:

@@ -14,7 +14,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from headrace.attention.backend import AttentionBackend, LayerCache, Lengths, Replanned, StepMetadata, scales_missing
+from headrace.attention.backend import (
+    AttentionBackend,
+    LayerCache,
+    Lengths,
+    Replanned,
+    StepMetadata,
+    scales_missing,
+    workspace_bytes,
+)
 from headrace.attention.context import ForwardContext
 from headrace.attention.layer import HeadNorm
 from headrace.cache.planes import write_compressed
@@ -191,6 +199,10 @@ class LatentBackend:
             self._absorbed.plan(self._few.step)
 
     @property
+    def workspace_bytes(self) -> int:
+        return self._workspace.nbytes + workspace_bytes((self._absorbed, *self._made))
+
+    @property
     def uncompressed_rows(self) -> list[int]:
         """Of the planned step: those whose keys and values are uncompressed."""
         return [int(row) for row in self._many]
@@ -334,6 +346,9 @@ class ReplannedLatentBackend(LatentBackend):
 
     def replan(self, lengths: Lengths) -> None:
         self._replanned.replan(lengths)
+
+    def reserve(self, device: torch.device) -> None:
+        self._replanned.reserve(device)
 
 
 def _together(rows: np.ndarray, sizes: np.ndarray, most: int) -> list[np.ndarray]:

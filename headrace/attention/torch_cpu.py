@@ -85,6 +85,10 @@ class TorchAttention:
             reasons.append(f"it attends densely only, not {mode}")
         return reasons
 
+    @property
+    def workspace_bytes(self) -> int:
+        return self._workspace.nbytes
+
     def plan(self, step: StepMetadata) -> None:
         self._step = step
         self._layouts.clear()

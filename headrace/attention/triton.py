@@ -84,6 +84,10 @@ class TritonAttention:
             reasons.append(f"it attends densely only, not {mode}")
         return reasons
 
+    @property
+    def workspace_bytes(self) -> int:
+        return self._workspace.nbytes + sum(outgrown.nbytes for outgrown in self._outgrown)
+
     def plan(self, step: StepMetadata) -> None:
         self._step = step
         self._tilings.clear()

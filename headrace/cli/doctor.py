@@ -94,10 +94,11 @@ def planned(args: EngineArgs) -> EngineInfo:
         ConfigError: it could not be built.
     """
     from headrace.engine.environment import probe
-    from headrace.engine.info import MemoryLine, StartupPhase
-    from headrace.engine.report import cache_lines, engine_info
+    from headrace.engine.info import StartupPhase
+    from headrace.engine.ledger import planned_ledger
+    from headrace.engine.report import engine_info
     from headrace.models.implementation import choose
-    from headrace.resolve import resolve, weight_bytes
+    from headrace.resolve import resolve
     from headrace.sources.files import find_model
 
     start = time.perf_counter()
@@ -106,7 +107,5 @@ def planned(args: EngineArgs) -> EngineInfo:
     chosen = choose(args, files)
     files = dataclasses.replace(files, decisions=(*files.decisions, *chosen.decisions))
     config = resolve(args, files, chosen.spec, device)
-    weights = weight_bytes(config.model, config.dtype, config.quantization)
-    memory = [MemoryLine("weights", weights, "estimated: --load measures it"), *cache_lines(config)]
     phases = [StartupPhase("config", time.perf_counter() - start, "the weights were not loaded")]
-    return engine_info(files, config, device, phases, memory)
+    return engine_info(files, config, device, phases, planned_ledger(config, device))

@@ -20,9 +20,10 @@ from headrace.engine.core import EngineCore
 from headrace.engine.frontend import Frontend, load_frontend
 from headrace.engine.info import EngineInfo, MemoryLine, Progress, StartupPhase
 from headrace.engine.inputs import InputProcessor
+from headrace.engine.ledger import ledger
 from headrace.engine.outputs import OutputProcessor
-from headrace.engine.profile import kv_room
-from headrace.engine.report import cache_lines, engine_info
+from headrace.engine.profile import measure
+from headrace.engine.report import engine_info
 from headrace.layers.linear import make_invariant
 from headrace.models import implementation
 from headrace.resolve import resolve
@@ -136,9 +137,11 @@ def load_engine(args: EngineArgs, on_progress: Callable[[Progress], None] | None
         phase.detail = f"{report.num_tensors:,} tensors, {report.nbytes_read:,} bytes read"
     if args.deterministic:
         make_invariant(model)
+    profile = None
     if device.cuda:
         with timeline.phase("profile") as phase:
-            room = kv_room(model, config) if given is None else given.least(kv_room(model, config))
+            profile = measure(model, config)
+            room = profile.room if given is None else given.least(profile.room)
             config = resolve(args, files, _as_it_ran(config.model, report), device, kv_room=room)
             phase.detail = f"{room:,} bytes left for KV cache"
     if given is not None:
@@ -161,8 +164,7 @@ def load_engine(args: EngineArgs, on_progress: Callable[[Progress], None] | None
         core.warm_up(_warm_up_requests(config))
     inputs = frontend.inputs(args, vocab_size=config.model.vocab_size, max_model_len=config.scheduler.max_model_len)
     weights = [MemoryLine(line.name, line.nbytes, line.detail) for line in report.memory]
-    rest = [MemoryLine(name, nbytes) for name, nbytes in runner.memory() if name != "KV cache" and nbytes]
-    memory = [*weights, *cache_lines(config), *rest]
+    memory = ledger(weights, config, runner.memory(), profile)
     decisions = (*config.decisions, *report.decisions)
     config = dataclasses.replace(config, quantization=report.quantization, decisions=decisions)
     info = engine_info(files, config, device, timeline.phases, memory)

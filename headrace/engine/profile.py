@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import torch
 
-from headrace.attention.backend import AttentionBackend, LayerCache, StepMetadata, distinct
+from headrace.attention.backend import AttentionBackend, LayerCache, Replanned, StepMetadata, distinct, workspace_bytes
 from headrace.attention.context import ForwardContext
 from headrace.cache.planes import allocate
 from headrace.config import EngineConfig
@@ -16,21 +16,54 @@ from headrace.runner.build import make_backends
 from headrace.runner.model import Model
 
 
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """What a GPU's memory goes to when the largest step runs, in bytes. All of it sums up to ``total``."""
+
+    total: int
+    """What ``gpu_memory_utilization`` allows."""
+    others: int
+    """Of other processes, and of the CUDA context and libraries in this one."""
+    held: int
+    """What PyTorch holds when no step runs: the weights."""
+    activations: int
+    """The most that the step takes at once, beside workspaces."""
+    workspaces: int
+    """What attention backends keep from step to step."""
+    slack: int = CUDA_SLACK
+    """Held back for what comes once the cache is there: the slots' tables, CUDA graphs, fragments."""
+
+    @property
+    def room(self) -> int:
+        """What is left for KV."""
+        return self.total - self.others - self.held - self.activations - self.workspaces - self.slack
+
+
 @torch.inference_mode()
-def kv_room(model: Model, config: EngineConfig) -> int:
-    """Bytes that the KV cache may take: ``gpu_memory_utilization`` of the GPU, less what others have of it, the weights, the
-    most that a step takes beside them, and a slack for CUDA graphs and libraries' workspaces.
-    """
+def measure(model: Model, config: EngineConfig) -> Profile:
+    """Runs the largest step there can be on the GPU where the model is."""
+    held = torch.cuda.memory_allocated()
     few = dataclasses.replace(config.cache, nbytes=config.cache.arena.reserved)
     caches = allocate(few, config.model, config.device, few.dtype)
+    backends = make_backends(config)
+    if config.graph_rows:
+        for backend in distinct(backends):
+            if isinstance(backend, Replanned):
+                backend.reserve(torch.device(config.device))
     torch.cuda.reset_peak_memory_stats()
-    _largest_step(model, config, caches, make_backends(config))
+    _largest_step(model, config, caches, backends)
     torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated()
+    workspaces, peak = workspace_bytes(backends), torch.cuda.max_memory_allocated()
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
-    others = total - free - torch.cuda.memory_reserved()
-    return int(config.args.gpu_memory_utilization * total) - others - peak - CUDA_SLACK
+    return Profile(
+        total=int(config.args.gpu_memory_utilization * total),
+        others=total - free - torch.cuda.memory_reserved(),
+        held=held,
+        # The null block that the step wrote nowhere but into is the KV cache's.
+        activations=peak - held - workspaces - few.nbytes,
+        workspaces=workspaces,
+    )
 
 
 def _largest_step(model: Model, config: EngineConfig, caches: list[LayerCache], backends: list[AttentionBackend]) -> None:

@@ -65,21 +65,3 @@ def _layer_lines(config: EngineConfig) -> list[LayerLine]:
             )
         )
     return lines
-
-
-def cache_lines(config: EngineConfig) -> list[MemoryLine]:
-    """The KV cache, to the byte: what blocks can take, and what is nobody's."""
-    cache, arena = config.cache, config.cache.arena
-    if len(cache.groups) == 1:
-        (count,) = cache.num_blocks
-        detail = f"{count - 1} blocks of {cache.block_size} tokens and the null block, {cache.dtype}"
-        return [MemoryLine("KV cache", cache.nbytes, detail)]
-    blocks = ", ".join(
-        f"{group.name} {size:,} bytes ({len(group.layers)} layer{'s' * (len(group.layers) > 1)})"
-        for group, size in zip(cache.groups, arena.block_bytes, strict=True)
-    )
-    detail = f"shared by all groups; a block of {cache.block_size} tokens, {cache.dtype}: {blocks}"
-    return [
-        MemoryLine("KV cache", arena.capacity, detail),
-        MemoryLine("KV cache, null block", cache.nbytes - arena.capacity, "the largest group's, and what does not divide"),
-    ]

@@ -96,6 +96,8 @@ class StepGraphs:
         self._replanned = [backend for backend in self._to_plan if isinstance(backend, Replanned)]
         self._tables, self._sampler = tables, sampler
         self._device = tables.device
+        for backend in self._replanned:
+            backend.reserve(self._device)
         self._decode_rows = config.graph_rows
         self._beside = tuple(sorted({*(size for size in _BESIDE if size < config.graph_rows[-1]), config.graph_rows[-1]}))
         self._prompt_tokens = config.graph_prompt_tokens

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from headrace.attention.backend import AttentionBackend, LayerCache, distinct
+from headrace.attention.backend import AttentionBackend, LayerCache, distinct, workspace_bytes
 from headrace.attention.context import ForwardContext
 from headrace.cache.blocks import ArenaBlocks
 from headrace.config import EngineConfig
@@ -309,6 +309,7 @@ class ModelRunner:
         storages = [cache.rows.untyped_storage() for cache in self._caches]
         return [
             ("KV cache", sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())),
+            ("attention workspaces", workspace_bytes(self._to_plan)),
             ("slots", self.slots.nbytes),
             ("penalty histograms", self.sampler.nbytes),
             ("CUDA graphs", 0 if self._graphs is None else self._graphs.nbytes),

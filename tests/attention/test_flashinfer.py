@@ -333,6 +333,22 @@ def test_it_is_part_of_a_backend_for_compressed_kv(flashinfer: Device, monkeypat
     assert isinstance(plain, LatentBackend) and not isinstance(plain, Replanned)
 
 
+@pytest.mark.parametrize(
+    ("kind", "captured"), [(FlashInferAttention, 512 << 20), (FlashInferLatent, 0), (FlashInferPrompts, None)]
+)
+def test_workspaces_are_there_before_any_kernel_is(kind: type[Any], captured: int | None, flashinfer: Device) -> None:
+    """So that a profile sees them: those of steps that are captured apart where they are larger."""
+    backend: Any = kind()
+    assert backend.workspace_bytes == 0
+    backend.plan(mixed(latent_spec() if kind is FlashInferLatent else layer_spec()).step)
+    assert backend.workspace_bytes == 256 << 20
+    if captured is not None:
+        backend.reserve(torch.device("cpu"))
+        assert backend.workspace_bytes == captured + (256 << 20)
+        around = LatentBackend(latent_spec(), backend, kind)
+        assert around.workspace_bytes == backend.workspace_bytes, "it adds its own and those of both backends"
+
+
 def test_uncompressed_prompts_are_asked_of_the_same_one(flashinfer: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     on_cuda(monkeypatch)
     assert select.for_prompts(latent_spec(), "flashinfer", "cuda", "bfloat16") == "flashinfer"

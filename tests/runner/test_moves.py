@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from headrace.core.plan import StepPlan
-from headrace.engine.report import cache_lines
+from headrace.engine.ledger import cache_lines
 from headrace.errors import EngineError
 from headrace.runner.slots import SlotTables
 

@@ -76,7 +76,14 @@ class _OnFlashInfer:
         self._bounded = Bounded()
         self._workspaces: dict[int, torch.Tensor] = {}
 
+    @property
+    def workspace_bytes(self) -> int:
+        return self._own.workspace_bytes + sum(space.nbytes for space in self._workspaces.values())
+
     def plan(self, step: StepMetadata) -> None:
+        if not step.bounded:
+            # Whether or not a kernel is ready to use it: one that becomes ready later finds no memory taken by the KV cache.
+            self._space(step.seq_lens.device)
         self._own.plan(step)
         self._step = step
         self._wrappers.next_step()
@@ -123,6 +130,8 @@ class _Replanned(_OnFlashInfer):
     """Those that plan for captured steps too."""
 
     _captures = True
+    _captured_bytes = _WORKSPACE
+    """Of the workspace of captured steps."""
 
     @property
     def edition(self) -> int:
@@ -130,6 +139,9 @@ class _Replanned(_OnFlashInfer):
 
     def replan(self, lengths: Lengths) -> None:
         self._bounded.replan(lengths)
+
+    def reserve(self, device: torch.device) -> None:
+        self._space(device, self._captured_bytes)
 
 
 class FlashInferLatent(_Replanned):
@@ -167,7 +179,7 @@ class FlashInferLatent(_Replanned):
         key = (cache.group, spec.num_heads, spec.scale, kernel)
 
         def make(place: Place) -> LatentReplay:
-            return LatentReplay(kernel, spec, place, self._space(q.device))
+            return LatentReplay(kernel, spec, place, self._space(q.device, self._captured_bytes))
 
         return self._bounded.replay(part, step, cache, kernel, key, make)
 
@@ -317,6 +329,7 @@ class FlashInferAttention(FlashInferPrompts, _Replanned):
     for_latent = FlashInferLatent
     """What goes by the same name where KV is compressed."""
     _decodes = True
+    _captured_bytes = WORKSPACE
 
     @staticmethod
     def supports(spec: AttentionSpec, device: str, dtype: str, mode: Mode = "dense", kv_dtype: str | None = None) -> list[str]:
@@ -334,9 +347,9 @@ class FlashInferAttention(FlashInferPrompts, _Replanned):
         key = (cache.group, spec.num_heads, spec.num_kv_heads, spec.scale, spec.window, spec.soft_cap, kernel)
 
         def make(place: Place) -> PagedReplay | None:
-            if partial_bytes(spec, place) > WORKSPACE:
+            if partial_bytes(spec, place) > self._captured_bytes:
                 return None
-            return PagedReplay(kernel, spec, place, self._space(q.device, WORKSPACE))
+            return PagedReplay(kernel, spec, place, self._space(q.device, self._captured_bytes))
 
         return self._bounded.replay(part, step, cache, kernel, key, make)
 

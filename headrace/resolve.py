@@ -24,6 +24,7 @@ from headrace.config import (
 )
 from headrace.errors import ConfigError
 from headrace.kernels import support
+from headrace.models.size import model_size
 from headrace.quant import int4, int8, native
 from headrace.quant.groups import GROUP
 from headrace.sampling_params import MAX_SEED
@@ -167,14 +168,19 @@ def _with_rope_factors(args: EngineArgs, model: AnySpec, book: _Book) -> AnySpec
 
 
 def weight_bytes(model: AnySpec, dtype: str, quantization: str) -> int:
-    """About what the weights will take, second copies included: for planning, before they are loaded."""
-    size = DTYPE_BYTES[dtype]
+    """What the weights will take, before they are loaded: to the byte for a native model that is not packed. For one that is,
+    the most: its matrices packed, and a second copy of each as it was.
+    """
     if isinstance(model, ForeignSpec):
-        return model.num_weights * size
-    linear = sum(outputs * inputs for outputs, inputs in _matrices(model))
-    embedding = model.vocab_size * model.hidden_size * (1 if model.tie_word_embeddings else 2)
-    packed = {"none": 0.0, "int8": 1.0, "int4": 0.5 + 4 / GROUP}[quantization]
-    return int((linear + embedding) * size + linear * packed)
+        return model.num_weights * DTYPE_BYTES[dtype]
+    size = model_size(model, dtype)
+    if quantization == "none":
+        return size.nbytes
+    # The head is always of 8 bits, and its copy a second one of embeddings that are tied to it.
+    head, scales = model.vocab_size * model.hidden_size, 4 / GROUP
+    body = (size.packable - head) * ({"int8": 1.0, "int4": 0.5}[quantization] + scales)
+    copied = head * DTYPE_BYTES[dtype] if model.tie_word_embeddings else 0
+    return size.nbytes + int(body + head * (1 + scales)) + copied
 
 
 def _matrices(model: ModelSpec) -> Iterator[tuple[int, int]]:

@@ -33,7 +33,15 @@ def model(
 ) -> ModelSpec:
     layers = tuple(
         AttentionSpec(
-            layer=i, num_heads=4, num_kv_heads=2, head_dim=16, v_head_dim=16, scale=0.25, rotary_dim=16, window=window
+            layer=i,
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=16,
+            v_head_dim=16,
+            scale=0.25,
+            rotary_dim=16,
+            window=window,
+            rope=RopeSpec(1e4),
         )
         for i, window in enumerate(windows)
     )

@@ -14,6 +14,7 @@ from headrace.layers.linear import Linear
 from headrace.models import registry
 from headrace.models.decoder import Decoder
 from headrace.quant.packed import PackedLinear
+from headrace.resolve import weight_bytes
 from headrace.weights.load import load_weights
 from headrace.weights.report import LoadReport
 
@@ -241,11 +242,18 @@ def test_packed(tmp_path: Path, quantization: str, tied: bool) -> None:
 
 
 @pytest.mark.usefixtures("with_or_without_native")
-def test_packed_memory_is_what_the_model_holds() -> None:
-    hf_config = config(tie_word_embeddings=True)
-    model, report = load(hf_config, "dummy", [], dtype="bfloat16", quantization="int4")
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("quantization", ["int4", "int8"])
+def test_packed_memory_is_what_the_model_holds(quantization: str, tied: bool) -> None:
+    """And no more than was estimated before."""
+    hf_config = config(tie_word_embeddings=tied)
+    model, report = load(hf_config, "dummy", [], dtype="bfloat16", quantization=quantization)
     unique = {tensor.data_ptr(): tensor.nbytes for tensor in [*model.parameters(), *model.buffers()]}
     assert report.nbytes == sum(unique.values())
+    estimate = weight_bytes(model.spec, "bfloat16", quantization)
+    assert report.nbytes <= estimate
+    if "second copy of packed weights" in {line.name for line in report.memory}:
+        assert report.nbytes > 0.95 * estimate
 
 
 def test_what_cannot_be_packed_is_refused() -> None:

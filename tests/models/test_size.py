@@ -1,0 +1,20 @@
+"""What a model's weights will take is known before they are loaded, for every family."""
+
+from __future__ import annotations
+
+import pytest
+
+from headrace.models import registry
+from headrace.resolve import weight_bytes
+
+from .families import CASES, SMALL
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", CASES)
+def test_the_estimate_is_what_is_built(name: str, dtype: str) -> None:
+    """To the byte: embeddings for each layer, biases, norms, and what a family keeps in float32 whatever the dtype is."""
+    _, config_class, changes = CASES[name]
+    spec = registry.model_spec(config_class(**{**SMALL, **changes}))
+    model = registry.build(spec, dtype, "meta")
+    assert weight_bytes(spec, dtype, "none") == sum(parameter.nbytes for parameter in model.parameters()) > 0

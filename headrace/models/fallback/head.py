@@ -19,12 +19,13 @@ class Body:
 
     Args:
         path: of the module that has the layers.
+        given: names of the arguments that the head calls them with.
 
     Raises:
         Refusal: the layers cannot be told where the tokens stand.
     """
 
-    def __init__(self, model: PreTrainedModel, path: str) -> None:
+    def __init__(self, model: PreTrainedModel, path: str, given: frozenset[str]) -> None:
         self._model = model
         body = model.get_submodule(path)
         self._forward = body.forward
@@ -32,11 +33,15 @@ class Body:
         open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
         if "position_ids" not in parameters and not open_ended:
             raise Refusal("it takes no position_ids: where a token stands is taken from its place in the batch", path)
+        # What a signature leaves open it takes by name from the head.
+        taken = given | set(parameters) if open_ended else set(parameters)
         self._arguments: dict[str, Any] = {
             name: value
             for name, value in (("attention_mask", None), ("use_cache", False), ("return_dict", True))
-            if name in parameters
+            if name in taken
         }
+        own: Any = inspect.signature(model.forward).parameters.get("position_ids")
+        self._head_wants_positions = own is not None and own.default is own.empty
         self.first_position = 0
         """Of a sequence's first token, as the model counts: some begin behind a padding index."""
         self._handed: torch.Tensor | None = None
@@ -58,8 +63,9 @@ class Body:
         """
         ids = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
         self._handed = hidden
+        positions = {"position_ids": torch.zeros_like(ids)} if self._head_wants_positions else {}
         try:
-            out = self._model(input_ids=ids, use_cache=False)
+            out = self._model(input_ids=ids, use_cache=False, **positions)
             if self._handed is not None:
                 raise Refusal("its head does not call its layers")
         finally:

@@ -322,7 +322,10 @@ def _rotation(model: TransformersModel, index: int, parts: _Parts, given: dict[s
     # Large enough for clamps to be met.
     hidden = _draw(weight, 1, _TOKENS, weight.shape[1], size=30.0)
     with model.calls.through(note), model.calls.at(index):
-        result = module(**given | {"hidden_states": hidden})
+        try:
+            result = module(**given | {"hidden_states": hidden})
+        except Exception:
+            return None
     if not isinstance(result, tuple) or len(result) != 2 or result[1] is not None:
         return None
     q, k, v = torch.split(linear(hidden[0], parts.qkv.product.weight, parts.qkv.product.bias), parts.qkv.product.rows, dim=-1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import time
@@ -19,8 +20,8 @@ from headrace.config import Decision, EngineArgs, EngineConfig
 from headrace.errors import ConfigError, MissingPackageError
 from headrace.models.fallback.fuse import fuse_linears
 from headrace.models.fallback.lift import lift
-from headrace.models.fallback.observe import WITH_MASKS, Observation, forget_padding, observe
-from headrace.models.fallback.refusal import Refusal
+from headrace.models.fallback.observe import TOKENS, WITH_MASKS, Observation, forget_padding, observe
+from headrace.models.fallback.refusal import Broken, Refusal
 from headrace.models.fallback.rotary import Lengths, fix_frequencies, lengths_of
 from headrace.models.fallback.transformers import ATTENTION, TransformersModel
 from headrace.models.fallback.unread import refuse_unread
@@ -33,6 +34,8 @@ from headrace.weights.report import LoadReport, WeightMemory
 
 _CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx", "seq_length")
 """Where configurations say how long a context may be."""
+_FEW = 13
+"""Tokens that any model takes."""
 _INSTALL = "pip install 'accelerate>=1.2'"
 
 
@@ -58,12 +61,11 @@ def describe(config: PretrainedConfig, args: EngineArgs) -> Described:
     if getattr(config, "quantization_config", None):
         raise ConfigError(f"{name}: a checkpoint with quantization_config is not run through transformers", "model_impl")
     try:
-        model = _skeleton(config, args.trust_remote_code, dtype=torch.bfloat16)
-        lengths = lengths_of(model, _context(config, model, args), args.max_model_len)
-        seen = observe(model)
+        model, seen = _look_at(config, args.trust_remote_code)
     except Refusal as refusal:
         raise refusal.as_error(name) from refusal
     refuse_unread(config, model, seen)
+    lengths = lengths_of(model, _context(config, model, args), args.max_model_len)
     text = config.get_text_config()
     spec = ForeignSpec(
         architecture=type(model).__name__,
@@ -96,11 +98,11 @@ def load(described: Described, files: ModelFiles, config: EngineConfig) -> tuple
         foreign, notes = _read(files, described.trusted, dtype, device)
     foreign.train(False)
     foreign.requires_grad_(False)
-    fix_frequencies(foreign, described.lengths)
+    fix_frequencies(foreign)
     fused = fuse_linears(foreign, described.seen.shared_inputs)
     model = TransformersModel(spec, foreign, described.seen)
     try:
-        unseen = verify(model)
+        unseen = verify(model, config.scheduler.max_model_len)
         forget_padding(foreign)
         waits = waits_for_device(model)
         lifted = lift(model)
@@ -125,6 +127,22 @@ def load(described: Described, files: ModelFiles, config: EngineConfig) -> tuple
         waits=waits,
     )
     return model, report
+
+
+def _look_at(config: PretrainedConfig, trusted: bool) -> tuple[PreTrainedModel, Observation]:
+    """The model without its weights, and what was seen of it. Raises Refusal."""
+    model = _skeleton(config, trusted, dtype=torch.bfloat16)
+    with contextlib.suppress(Broken):
+        return model, observe(model)
+    # Modules there are that compute in float32 alone, and tables of positions that end before so many tokens.
+    tokens = min(TOKENS, _said_context(config, model) or TOKENS)
+    model = _skeleton(config, trusted, dtype=torch.float32)
+    try:
+        return model, observe(model, tokens)
+    except Broken as broken:
+        # It is not served with padding, nor for so few tokens; but with them it may show a better reason not to run.
+        observe(_skeleton(config, trusted, dtype=torch.float32), min(tokens, _FEW), padding=True)
+        raise broken
 
 
 def _name(config: PretrainedConfig) -> str:
@@ -173,7 +191,10 @@ def _skeleton(config: PretrainedConfig, trusted: bool, dtype: torch.dtype) -> Pr
     """
     try:
         with torch.device("meta"):
-            return _build(config, trusted, WITH_MASKS, dtype)
+            model = _build(config, trusted, WITH_MASKS, dtype)
+        # Those too that are made without asking for torch's default device.
+        nn.Module.to(model, "meta")
+        return model
     except KeyError as error:
         raise Refusal(f"its attention is chosen from classes of its own: there is none for {error}") from error
     except ConfigError:
@@ -182,12 +203,20 @@ def _skeleton(config: PretrainedConfig, trusted: bool, dtype: torch.dtype) -> Pr
         raise Refusal(f"transformers cannot build it: {type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
 
 
-def _context(config: PretrainedConfig, model: PreTrainedModel, args: EngineArgs) -> int:
+def _said_context(config: PretrainedConfig, model: PreTrainedModel) -> int | None:
+    """Tokens, as the configuration says; None: it does not."""
     text = config.get_text_config()
     for name in _CONTEXT:
         value = getattr(text, name, None)
         if isinstance(value, int) and value > 0:
             return value - _reserved(model, value)
+    return None
+
+
+def _context(config: PretrainedConfig, model: PreTrainedModel, args: EngineArgs) -> int:
+    said = _said_context(config, model)
+    if said is not None:
+        return said
     if isinstance(args.max_model_len, int):
         return args.max_model_len
     raise ConfigError(f"{_name(config)}: the configuration says no context length: set max_model_len", "max_model_len")

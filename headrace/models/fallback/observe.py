@@ -7,6 +7,7 @@ through every line that serving will, and says what each call of the attention i
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from headrace.models.fallback.head import Body
-from headrace.models.fallback.refusal import Refusal
+from headrace.models.fallback.refusal import Broken, Refusal
 from headrace.spec import AttentionSpec
 
 WITH_MASKS = "headrace-observed"
@@ -34,6 +35,7 @@ KNOWN = frozenset({"dropout", "is_causal", "position_ids", "s_aux", "scaling", "
 """Arguments of the interface that are understood."""
 _TENSORS = frozenset({"position_ids", "s_aux"})
 """Those of them that may be tensors: the other tensors that models give their attention change what is attended to."""
+_CARRIES = "it carries a state from token to token (a convolution, a state space or a recurrence)"
 _QUERIES = (0, 3, 1021, 262_147)
 """Positions at which a mask is looked at."""
 
@@ -55,6 +57,8 @@ class Observation:
 
     body: str
     """Path of the module that has the layers, and that the head calls."""
+    given: frozenset[str]
+    """Names of the arguments that the head gives it."""
     calls: tuple[Call, ...]
     """In the order in which they are made: the place of a call is its layer's id."""
     hidden_size: int
@@ -67,33 +71,47 @@ class Observation:
     """Linear modules of one parent that were handed the very same tensor, in the order of their calls."""
 
 
-def observe(model: PreTrainedModel) -> Observation:
+def observe(model: PreTrainedModel, tokens: int = TOKENS, padding: bool = False) -> Observation:
     """Runs a model whose tensors are all on the meta device, built with the attention implementation ``WITH_MASKS``.
 
+    Args:
+        tokens: of the pass.
+        padding: the model keeps its token for padding, if it knows one.
+
     Raises:
-        Refusal: it asks for what headrace's attention does not do, or cannot run at all.
+        Refusal: it asks for what headrace's attention does not do, or cannot run at all; ``Broken`` if its code failed.
     """
-    ids = torch.zeros(1, TOKENS, dtype=torch.int64, device="meta")
-    forget_padding(model)
-    whole = _Recorder(model)
-    with whole.watching():
-        model(input_ids=ids, position_ids=torch.zeros_like(ids), use_cache=False)
+    ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
+    if not padding:
+        forget_padding(model)
+    stateful = getattr(model, "_is_stateful", False)
+    for path, module in model.named_modules():
+        if stateful and isinstance(module, nn.Conv1d):
+            raise Refusal(_CARRIES, path)
+    whole = _Recorder(model, tokens)
+    try:
+        with whole.watching():
+            model(input_ids=ids, position_ids=torch.zeros_like(ids), use_cache=False)
+    except Broken as broken:
+        raise Refusal(_CARRIES) if stateful else broken from None
     if not whole.calls:
-        raise Refusal("none of its layers calls transformers' attention interface: its attention, if it has one, is its own")
+        bypassed = "none of its layers calls transformers' attention interface: its attention, if it has one, is its own"
+        raise Refusal(_CARRIES if stateful else bypassed)
     whole.refuse_recurrent_layers()
     if not whole.body:
         raise Refusal("its layers cannot be told from its head")
     set_implementation(model, _WITHOUT_MASKS)
-    body, parts = Body(model, whole.body), _Recorder(model)
+    body, parts = Body(model, whole.body, whole.given), _Recorder(model, tokens)
     with parts.watching():
         hidden = body.hidden(ids, torch.zeros_like(ids))
         logits = body.logits(hidden)
     if [call.path for call in parts.calls] != [call.path for call in whole.calls]:
         raise Refusal("its layers attend in another order when they run apart from the head", whole.body)
     if hidden.shape[:2] != ids.shape or logits.shape[:2] != ids.shape:
-        raise Refusal(f"it makes hidden states {list(hidden.shape)} and logits {list(logits.shape)} of {TOKENS} tokens")
+        raise Refusal(f"it makes hidden states {list(hidden.shape)} and logits {list(logits.shape)} of {tokens} tokens")
     return Observation(
         body=whole.body,
+        given=whole.given,
         calls=tuple(whole.calls),
         hidden_size=hidden.shape[-1],
         vocab_size=logits.shape[-1],
@@ -124,17 +142,20 @@ def _configs(model: PreTrainedModel) -> list[Any]:
 class _Recorder:
     """What is seen during one pass."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, tokens: int) -> None:
         self.calls: list[Call] = []
         self.host_reads: list[str] = []
         self.masks: dict[int, int | str | None] = {}
         """Storage of a mask that was handed out -> its window, or why it is none."""
         self._model = model
+        self._tokens = tokens
         self._paths = {module: path for path, module in model.named_modules()}
         self._holders: list[Any] = [*self._paths, *_configs(model)]
         """Who is asked for the recorder: modules by attention, their configurations by masks."""
         self.body = ""
         """The first module that the model itself calls and that attends."""
+        self.given: frozenset[str] = frozenset()
+        """Names of the arguments that it was called with."""
         self._stack: list[str] = []
         self._kept: list[torch.Tensor] = []
         """So that no storage is used twice."""
@@ -158,8 +179,10 @@ class _Recorder:
                 raise
             except Exception as error:
                 # The model cannot be run this way, and the user is told why.
-                text = " ".join(str(error).split())[:300]
-                raise Refusal(f"it fails on packed tokens: {type(error).__name__}: {text}", self.where) from error
+                reason = f"it fails on packed tokens: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+                if self.where in self.host_reads:
+                    reason = "the shapes of what it computes depend on what it computes for a step's tokens"
+                raise Broken(reason, self.where) from error
 
     @contextmanager
     def _attached(self) -> Iterator[None]:
@@ -167,7 +190,7 @@ class _Recorder:
         for holder in self._holders:
             holder.__dict__[RECORDER] = self
         for module, path in self._paths.items():
-            handles.append(module.register_forward_pre_hook(lambda module, args, path=path: self._enter(path, module, args)))
+            handles.append(module.register_forward_pre_hook(functools.partial(self._enter, path), with_kwargs=True))
             handles.append(module.register_forward_hook(lambda *_: self._leave()))
         try:
             yield
@@ -177,8 +200,10 @@ class _Recorder:
             for holder in self._holders:
                 holder.__dict__.pop(RECORDER, None)
 
-    def _enter(self, path: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def _enter(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._stack.append(path)
+        if len(self._stack) == 2 and not self.body:
+            self.given = frozenset(kwargs)
         if type(module) is nn.Linear and len(args) == 1:
             self._kept.append(args[0])
             self._inputs.setdefault((path.rpartition(".")[0], id(args[0])), []).append(path)
@@ -208,7 +233,7 @@ class _Recorder:
         if not self.body and len(self._stack) > 1:
             self.body = self._stack[1]
         _check_arguments(path, arguments)
-        _check_shapes(path, q, k, v)
+        _check_shapes(path, self._tokens, q, k, v)
         window = self._window(path, module, mask, arguments)
         self._kept += [k, v]
         source = self._source(k, v, window)
@@ -260,9 +285,6 @@ class _Recorder:
         """Of a model that says it keeps a state: the first layer that has no attention to keep it in."""
         if not getattr(self._model, "_is_stateful", False):
             return
-        for path, module in self._model.named_modules():
-            if isinstance(module, nn.Conv1d):
-                raise Refusal("it carries a state from token to token (a convolution, a state space or a recurrence)", path)
         called = [call.path for call in self.calls]
         stacks = {path.rpartition(".layers.")[0] + ".layers" for path in called if ".layers." in path}
         for stack in stacks:
@@ -299,6 +321,10 @@ class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if packet is torch.ops.aten.masked_select:
                 self._read()
                 return first.new_empty(0)
+            if packet is torch.ops.aten.split_with_sizes and not any(args[1]):
+                # Sizes that were read, and so are zeros: all of it goes to the first.
+                dim = args[2] if len(args) > 2 else kwargs.get("dim", 0)
+                return func(first, [first.shape[dim], *args[1][1:]], *args[2:], **kwargs)
             if packet is torch.ops.aten._to_copy and torch.device(kwargs.get("device") or "meta").type != "meta":
                 self._read()
                 return torch.zeros(first.shape, dtype=kwargs.get("dtype") or first.dtype)
@@ -342,13 +368,13 @@ def _holds_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def _check_shapes(path: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+def _check_shapes(path: str, tokens: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 4 or tensor.shape[0] != 1:
             raise Refusal(f"{name} has the shape {list(tensor.shape)}, not [1, heads, tokens, width]", path)
-    if q.shape[2] != TOKENS or k.shape[2] != q.shape[2] or v.shape[2] != q.shape[2]:
+    if q.shape[2] != tokens or k.shape[2] != q.shape[2] or v.shape[2] != q.shape[2]:
         raise Refusal(
-            f"{q.shape[2]} queries attend to {k.shape[2]} keys where {TOKENS} tokens were given: it attends to something else "
+            f"{q.shape[2]} queries attend to {k.shape[2]} keys where {tokens} tokens were given: it attends to something else "
             "(another sequence, or blocks of tokens)",
             path,
         )

@@ -21,3 +21,7 @@ class Refusal(Exception):
     def as_error(self, architecture: str, library: str = "transformers") -> ConfigError:
         """For whoever asked for the model."""
         return ConfigError(f"{architecture} cannot run through {library}: {self}", "model_impl")
+
+
+class Broken(Refusal):
+    """Its code failed where it was looked at: the fault may lie in the way it was called."""

@@ -121,7 +121,7 @@ class TransformersModel(nn.Module):
         self.angles = Angles()
         layers = [ForeignLayer(layer, self.cell, TRANSFORMERS, TRANSFORMERS_OUT) for layer in spec.layers]
         self.calls = Calls([foreign.get_submodule(call.path) for call in seen.calls], layers)
-        self.body = Body(foreign, seen.body)
+        self.body = Body(foreign, seen.body, seen.given)
         self._checked = False
 
     @torch.inference_mode()

@@ -38,8 +38,11 @@ _DEFAULTS = threading.Lock()
 
 
 @torch.inference_mode()
-def verify(model: TransformersModel) -> tuple[Decision, ...]:
+def verify(model: TransformersModel, longest: int) -> tuple[Decision, ...]:
     """What could not be looked at, and why.
+
+    Args:
+        longest: tokens that a sequence may have.
 
     Raises:
         Refusal: the model cannot compute a step's packed tokens; names the module.
@@ -47,6 +50,7 @@ def verify(model: TransformersModel) -> tuple[Decision, ...]:
     _tokens_are_apart(model)
     _first_position(model)
     _positions_are_given(model)
+    _positions_are_apart(model, longest)
     _ids_are_apart(model)
     return _attention_is_attention(model)
 
@@ -81,7 +85,11 @@ def _tokens_are_apart(model: TransformersModel) -> None:
 def _first_position(model: TransformersModel) -> None:
     """Finds out where the model itself puts a sequence's first token, and has positions begin there."""
     ids = torch.full((TOKENS,), min(5, model.spec.num_tokens - 1))
-    expected = _everything(model, ids, None)
+    try:
+        expected = _everything(model, ids, None)
+    except Exception:
+        # It computes with the positions that it is given, as was just seen, and has none of its own to begin elsewhere.
+        return
     paddings = [module.padding_idx for module in model.foreign.modules() if isinstance(module, nn.Embedding)]
     for first in dict.fromkeys([0, *(padding + 1 for padding in paddings if padding is not None)]):
         model.body.first_position = first
@@ -90,6 +98,23 @@ def _first_position(model: TransformersModel) -> None:
         if all(bool(((a - b).abs().amax() <= near * b.abs().amax()).item()) for a, b in zip(found, expected, strict=True)):
             return
     raise Refusal("where its tokens stand is not counted from 0, and not from behind a padding index either")
+
+
+def _positions_are_apart(model: TransformersModel, longest: int) -> None:
+    """One token is moved to the end of the context: no other may notice, or the longest sequence would change the others."""
+    ids, positions = (3 + torch.arange(TOKENS)) % model.spec.num_tokens, torch.arange(TOKENS).clamp(max=longest - 1)
+    expected, near = _everything(model, ids, positions), _NEAR.get(model.dtype, 0.05)
+    for token in _CHANGED:
+        moved = positions.clone()
+        moved[token] = longest - 1
+        found = _everything(model, ids, moved)
+        noticed = [_others_differ(a, b, token, near) for a, b in zip(found, expected, strict=True)]
+        if not bool(torch.stack(noticed).any().item()):
+            return
+    raise Refusal(
+        f"what it computes for a token depends on how far others of the batch have come (one is at position {longest - 1}), as "
+        "with rotary frequencies that are chosen by the longest sequence: a lower max_model_len may end before they change"
+    )
 
 
 def _everything(model: TransformersModel, ids: torch.Tensor, positions: torch.Tensor | None) -> list[torch.Tensor]:

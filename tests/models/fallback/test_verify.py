@@ -93,7 +93,7 @@ def looked_at(kind: type[LlamaForCausalLM]) -> tuple[Decision, ...]:
         num_weights=sum(parameter.numel() for parameter in foreign.parameters()),
         host_reads=seen.host_reads,
     )
-    return verify(TransformersModel(spec, foreign, seen))
+    return verify(TransformersModel(spec, foreign, seen), spec.max_position)
 
 
 def softmax(

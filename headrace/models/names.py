@@ -10,11 +10,9 @@ from torch import nn
 from headrace.layers.linear import FusedLinear, Linear
 from headrace.layers.moe import Experts
 from headrace.models.decoder import SelfAttention
-from headrace.spec.projection import grouped_rows
+from headrace.spec.projection import GROUPED, grouped_rows
 from headrace.weights.names import IGNORABLE, Layout, NameTable
 
-GROUPED = ("query_key_value", "linear_qkv")
-"""Names of fused projections that hold, for each KV group, its query heads, its gates, its K head and its V head."""
 _MOVED = {".attention.sinks": ".sinks"}
 """Endings of our names -> of a checkpoint's."""
 

@@ -8,6 +8,9 @@ from collections.abc import Sequence
 from headrace.errors import ConfigError
 from headrace.spec.attention import AttentionSpec
 
+GROUPED = ("query_key_value", "linear_qkv")
+"""Names of fused projections that hold, for each KV group, its query heads, its gates, its K head and its V head."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Matrix:

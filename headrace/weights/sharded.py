@@ -5,16 +5,18 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from headrace.errors import ConfigError
-from headrace.parallel.shards import Cut, attention_cuts, dense_cuts, join
+from headrace.parallel.shards import Cut, attention_cuts, dense_cuts, join, shard_attention
 from headrace.quant.groups import GroupCodes
 from headrace.spec import DenseSpec, ModelSpec
-from headrace.spec.projection import input_matrices
+from headrace.spec.projection import GROUPED, grouped_rows, input_matrices
 from headrace.weights.checkpoint import StoredTensor
+from headrace.weights.names import Layout
 from headrace.weights.safetensors import SafetensorsCheckpoint
 
 _RANK_FILE = re.compile(r"model-rank-(\d+)-part-\d+\.safetensors")
@@ -35,13 +37,16 @@ class _Whole:
     """The matrices that lie one below the other in each rank's part, each cut for all ranks; none: all ranks hold it whole."""
     rows: int | None = None
     """Rows of the whole that are real; the rest is padding of a vocabulary."""
+    grouped: tuple[Layout, Layout] | None = None
+    """Where the matrices are interleaved by KV group instead: how in each rank's part, by its own groups, and in the whole."""
 
 
 class ShardedCheckpoint:
     """Files ``model-rank-R-part-P.safetensors`` of ranks 0 to N - 1, whose tensors have the names of a whole model's.
 
     Each matrix is cut by its own width, as ``headrace.parallel.shards`` says, or in fused ones (``qkv_proj``,
-    ``gate_up_proj``) each of its matrices is.
+    ``gate_up_proj``) each of its matrices is. A rank's part of one that is interleaved by KV group holds the groups of that
+    rank; one that shares a KV head with its neighbours has its own query heads and that head.
 
     Raises:
         ConfigError: a rank is missing or lacks a tensor, or a part is not of the size that the model's layers mean.
@@ -87,6 +92,8 @@ class ShardedCheckpoint:
         if not whole.segments:
             return self._ranks[0].read(name)
         parts = [one.read(name) for one in self._ranks]
+        if whole.grouped is not None:
+            parts = [whole.grouped[0].take(part) for part in parts]
         joined, at = [], [0] * len(parts)
         for cuts in whole.segments:
             pieces = []
@@ -95,6 +102,8 @@ class ShardedCheckpoint:
                 pieces.append(part.narrow(axis, at[rank], cut.stop - cut.start))
                 at[rank] += cut.stop - cut.start
             joined.append(join(cuts, pieces))
+        if whole.grouped is not None:
+            return whole.grouped[1].give(torch.cat(joined))
         return torch.cat(joined)[: whole.rows] if len(joined) > 1 or whole.rows is not None else joined[0]
 
     def codes(self, name: str) -> GroupCodes | None:
@@ -116,12 +125,17 @@ def _whole(name: str, spec: ModelSpec, shapes: Sequence[tuple[int, ...]]) -> _Wh
     if match is None:
         return _Whole(())
     layer, part, matrix, kind = int(match[1]), match[2], match[3], match[4]
+    grouped = None
     if layer >= spec.num_layers:
         return _Whole(())
     if part == "self_attn":
         attention = spec.layers[layer]
         by_rank = [attention_cuts(attention, rank, size) for rank in range(size)]
-        members = tuple(one.name for one in input_matrices(attention)) if matrix == "qkv" else (matrix,)
+        if matrix in GROUPED:
+            local = shard_attention(attention, size)
+            grouped = Layout(partial(grouped_rows, local)), Layout(partial(grouped_rows, attention))
+        fused = matrix == "qkv" or grouped is not None
+        members = tuple(one.name for one in input_matrices(attention)) if fused else (matrix,)
     else:
         mlp = spec.mlps[layer]
         if not isinstance(mlp, DenseSpec):
@@ -130,4 +144,4 @@ def _whole(name: str, spec: ModelSpec, shapes: Sequence[tuple[int, ...]]) -> _Wh
         members = ("gate", "up") if matrix == "gate_up" else (matrix,)
     if any(member not in by_rank[0] for member in members) or (kind == "bias" and by_rank[0][members[0]].along == "inputs"):
         return _Whole(())
-    return _Whole(tuple(tuple(cuts[member] for cuts in by_rank) for member in members))
+    return _Whole(tuple(tuple(cuts[member] for cuts in by_rank) for member in members), grouped=grouped)

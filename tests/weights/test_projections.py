@@ -54,8 +54,8 @@ def check(model: Decoder, hf_config: PretrainedConfig, weights: Mapping[str, tor
 
 
 def by_hand(weight: Mapping[str, torch.Tensor], kv_heads: int) -> torch.Tensor:
-    """[q ... | k | v] of each KV group, by slicing."""
-    group = HEADS // kv_heads * HEAD_DIM
+    """[q ... | k | v] of each KV group, by slicing; the same of what one rank holds."""
+    group = len(weight["q"]) // kv_heads
     rows = []
     for index in range(kv_heads):
         rows.append(weight["q"][index * group : (index + 1) * group])
@@ -112,7 +112,7 @@ def test_a_fused_tensor_of_another_width_is_refused(uneven: PretrainedConfig, tm
 
 
 def shards(
-    hf_config: PretrainedConfig, weights: Mapping[str, torch.Tensor], size: int, *, fuse: bool, padding: int = 0
+    hf_config: PretrainedConfig, weights: Mapping[str, torch.Tensor], size: int, *, fuse: str, padding: int = 0
 ) -> list[dict[str, torch.Tensor]]:
     """What each rank of an engine would save."""
     model = spec(hf_config)
@@ -141,9 +141,12 @@ def shards(
             for layer in range(model.num_layers):
                 here = f"model.layers.{layer}."
                 for end in ("weight", "bias"):
-                    out[f"{here}self_attn.qkv_proj.{end}"] = torch.cat(
-                        [out.pop(f"{here}self_attn.{p}_proj.{end}") for p in "qkv"]
-                    )
+                    parts = {p: out.pop(f"{here}self_attn.{p}_proj.{end}") for p in "qkv"}
+                    if fuse == "plain":
+                        out[f"{here}self_attn.qkv_proj.{end}"] = torch.cat(list(parts.values()))
+                    else:
+                        own = max(1, model.layers[layer].num_kv_heads // size)
+                        out[f"{here}self_attn.{fuse}.{end}"] = by_hand(parts, own)
                 out[f"{here}mlp.gate_up_proj.weight"] = torch.cat(
                     [out.pop(f"{here}mlp.{p}_proj.weight") for p in ("gate", "up")]
                 )
@@ -160,10 +163,12 @@ def write_shards(folder: Path, ranks: list[dict[str, torch.Tensor]]) -> list[Pat
     return paths
 
 
-@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize("fuse", ["", "plain", "query_key_value", "linear_qkv"])
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_parts_that_ranks_saved(uneven: PretrainedConfig, size: int, fuse: bool, tmp_path: Path) -> None:
-    """KV heads 6, 2 and 1 for two ranks; four ranks hold 2 and 1, which makes replicas of both."""
+def test_parts_that_ranks_saved(uneven: PretrainedConfig, size: int, fuse: str, tmp_path: Path) -> None:
+    """KV heads 6, 2 and 1 for two ranks; four ranks hold 2 and 1, which makes replicas of both. q, k and v are apart, one
+    below the other, or interleaved by KV group.
+    """
     if size == 4:
         uneven = type(uneven)(**uneven.to_dict())
         uneven.num_key_value_heads_list = [4, 2, 1]
@@ -174,11 +179,11 @@ def test_parts_that_ranks_saved(uneven: PretrainedConfig, size: int, fuse: bool,
 
 def test_a_padded_vocabulary(uneven: PretrainedConfig, tmp_path: Path) -> None:
     weights = tensors(uneven)
-    check(load(uneven, write_shards(tmp_path, shards(uneven, weights, 2, fuse=True, padding=32))), uneven, weights)
+    check(load(uneven, write_shards(tmp_path, shards(uneven, weights, 2, fuse="plain", padding=32))), uneven, weights)
 
 
 def test_parts_that_are_wrong_are_refused(uneven: PretrainedConfig, tmp_path: Path) -> None:
-    ranks = shards(uneven, tensors(uneven), 2, fuse=True)
+    ranks = shards(uneven, tensors(uneven), 2, fuse="plain")
     paths = write_shards(tmp_path, ranks)
     with pytest.raises(ConfigError, match=r"parts of ranks \[1\]: one is missing"):
         load(uneven, [path for path in paths if "rank-1" in path.name])
@@ -189,6 +194,26 @@ def test_parts_that_are_wrong_are_refused(uneven: PretrainedConfig, tmp_path: Pa
     ranks[1]["model.layers.2.self_attn.qkv_proj.weight"] = right
     del ranks[1]["model.norm.weight"]
     with pytest.raises(ConfigError, match=r"the part of rank 1 lacks model\.norm\.weight"):
+        load(uneven, write_shards(tmp_path, ranks))
+
+
+def test_interleaved_parts_without_replicas_are_slices_of_the_whole(uneven: PretrainedConfig) -> None:
+    """Of the layer whose KV heads all ranks have their own of: what an engine that cuts the fused matrix itself would save."""
+    weights = tensors(uneven)
+    ranks = shards(uneven, weights, 2, fuse="query_key_value")
+    name = "model.layers.0.self_attn.query_key_value.weight"
+    assert torch.equal(torch.cat([rank[name] for rank in ranks]), fused(weights, "grouped")[name])
+
+
+def test_an_interleaved_part_of_another_width_is_refused(uneven: PretrainedConfig, tmp_path: Path) -> None:
+    """Four ranks that share one KV head among them cannot each have a quarter of it."""
+    uneven = type(uneven)(**uneven.to_dict())
+    uneven.num_key_value_heads_list = [4, 4, 1]
+    ranks = shards(uneven, tensors(uneven), 4, fuse="query_key_value")
+    name = "model.layers.2.self_attn.query_key_value.weight"
+    for rank in ranks:
+        rank[name] = torch.zeros((12 * 32 + 32 + 16) // 4, 96)
+    with pytest.raises(ConfigError, match=r"layers\.2\.self_attn\.query_key_value\.weight of rank 0 .*\[108, 96\].* holds 144"):
         load(uneven, write_shards(tmp_path, ranks))
 
 

@@ -6,6 +6,7 @@ import inspect
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from headrace.models.fallback.refusal import Refusal
@@ -31,8 +32,14 @@ class Body:
         self._forward = body.forward
         parameters = inspect.signature(self._forward).parameters
         open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-        if "position_ids" not in parameters and not open_ended:
+        self._positions: torch.Tensor | None = None
+        """Of the pass, ``[1, T]``, for tables that are asked for a place in the batch."""
+        tables = [] if "position_ids" in parameters else [module for module in body.modules() if _is_table_of_positions(module)]
+        if "position_ids" not in parameters and not open_ended and not tables:
             raise Refusal("it takes no position_ids: where a token stands is taken from its place in the batch", path)
+        for table in tables:
+            table.register_forward_pre_hook(self._place, with_kwargs=True)
+        self._takes_positions = "position_ids" in parameters or open_ended
         # What a signature leaves open it takes by name from the head.
         taken = given | set(parameters) if open_ended else set(parameters)
         self._arguments: dict[str, Any] = {
@@ -51,9 +58,18 @@ class Body:
         """The layers: ids and positions ``[1, T]`` -> ``[1, T, hidden]``. None: the positions that the model makes itself."""
         if positions is not None and self.first_position:
             positions = positions + self.first_position
-        out = self._forward(input_ids=ids, position_ids=positions, **self._arguments)
+        given = {"position_ids": positions} if self._takes_positions else {}
+        self._positions = positions
+        try:
+            out = self._forward(input_ids=ids, **given, **self._arguments)
+        finally:
+            self._positions = None
         hidden: torch.Tensor = out[0]
         return hidden
+
+    def _place(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """A table of positions is told where the tokens stand, ``[T]``, whatever the layers tell it."""
+        return args, kwargs if self._positions is None else kwargs | {"position_ids": self._positions[0]}
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The head: ``[1, N, hidden] -> [1, N, columns]``.
@@ -78,6 +94,10 @@ class Body:
         if hidden is None:
             raise Refusal("its head calls its layers more than once")
         return _Handed((hidden,))
+
+
+def _is_table_of_positions(module: nn.Module) -> bool:
+    return isinstance(module, nn.Embedding) and "position_ids" in inspect.signature(module.forward).parameters
 
 
 class _Handed(tuple[torch.Tensor]):

@@ -88,7 +88,7 @@ def observe(model: PreTrainedModel, tokens: int = TOKENS, padding: bool = False)
     for path, module in model.named_modules():
         if stateful and isinstance(module, nn.Conv1d):
             raise Refusal(_CARRIES, path)
-    whole = _Recorder(model, tokens)
+    whole = _Recorder(model, tokens, masked=True)
     try:
         with whole.watching():
             model(input_ids=ids, position_ids=torch.zeros_like(ids), use_cache=False)
@@ -101,7 +101,7 @@ def observe(model: PreTrainedModel, tokens: int = TOKENS, padding: bool = False)
     if not whole.body:
         raise Refusal("its layers cannot be told from its head")
     set_implementation(model, _WITHOUT_MASKS)
-    body, parts = Body(model, whole.body, whole.given), _Recorder(model, tokens)
+    body, parts = Body(model, whole.body, whole.given), _Recorder(model, tokens, masked=False)
     with parts.watching():
         hidden = body.hidden(ids, torch.zeros_like(ids))
         logits = body.logits(hidden)
@@ -142,13 +142,15 @@ def _configs(model: PreTrainedModel) -> list[Any]:
 class _Recorder:
     """What is seen during one pass."""
 
-    def __init__(self, model: PreTrainedModel, tokens: int) -> None:
+    def __init__(self, model: PreTrainedModel, tokens: int, masked: bool) -> None:
         self.calls: list[Call] = []
         self.host_reads: list[str] = []
         self.masks: dict[int, int | str | None] = {}
         """Storage of a mask that was handed out -> its window, or why it is none."""
         self._model = model
         self._tokens = tokens
+        self._masked = masked
+        """Masks are handed out, so that a layer without one is as causal as it says; where none are, that is known already."""
         self._paths = {module: path for path, module in model.named_modules()}
         self._holders: list[Any] = [*self._paths, *_configs(model)]
         """Who is asked for the recorder: modules by attention, their configurations by masks."""
@@ -259,7 +261,7 @@ class _Recorder:
     def _window(self, path: str, module: nn.Module, mask: torch.Tensor | None, arguments: dict[str, Any]) -> int | None:
         if mask is None:
             causal = arguments.get("is_causal")
-            if not (getattr(module, "is_causal", True) if causal is None else causal):
+            if self._masked and not (getattr(module, "is_causal", True) if causal is None else causal):
                 raise Refusal("its tokens see those after them", path)
             return None
         if _storage(mask) not in self.masks:

@@ -20,6 +20,8 @@ from headrace.models.fallback.observe import window_of
 from headrace.models.fallback.refusal import Refusal
 
 RUN = [
+    "bart",
+    "bigbird_pegasus",
     "cohere2",
     "deepseek_v3",
     "gemma2",
@@ -32,10 +34,10 @@ RUN = [
     "mimo_v2_flash",
     "mixtral",
 ]
-"""Windows between full layers, latent attention, soft caps, shared KV, learned positions, sinks, multipliers, heads that
-differ by layer with K wider than V, experts, experts that read on the host how many tokens they are given."""
+"""Tables that are asked for a place in the batch, layers causal by their mask alone, windows between full layers, latent
+attention, soft caps, shared KV, learned positions, sinks, multipliers, heads that differ by layer with K wider than V, experts,
+experts that read on the host how many tokens they are given."""
 REFUSED = {
-    "bart": "it does not go by position_ids",
     "bloom": "none of its layers calls transformers' attention interface",
     "blt": r"model\.patcher: the shapes of what it computes depend on what it computes for a step's tokens",
     "deepseek_v32": "its attention takes indices",

@@ -45,7 +45,7 @@ class Hashed(LlamaForCausalLM):  # type: ignore[no-untyped-call]
 
     def whole(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None, **arguments: Any) -> Any:
         if position_ids is None:
-            position_ids = torch.arange(input_ids.shape[1])[None]
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
         arguments.pop("inputs_embeds", None)
         embedded = self.added(self.model.embed_tokens(input_ids), input_ids, position_ids)
         return type(self.model).forward(self.model, inputs_embeds=embedded, position_ids=position_ids, **arguments)
@@ -72,6 +72,13 @@ class Shifted(Hashed):  # type: ignore[no-untyped-call]
 
     def added(self, embedded: torch.Tensor, ids: torch.Tensor, positions: torch.Tensor) -> Any:
         return embedded + torch.where(positions[..., None] > 0, embedded.roll(1, 1), 0.0)
+
+
+class Counted(Hashed):  # type: ignore[no-untyped-call]
+    """Goes by places in the batch, whatever positions it is given."""
+
+    def whole(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None, **arguments: Any) -> Any:
+        return super().whole(input_ids, None, **arguments)
 
 
 def looked_at(kind: type[LlamaForCausalLM]) -> tuple[Decision, ...]:
@@ -218,8 +225,9 @@ def test_what_is_made_of_a_tokens_own_id_is_fine() -> None:
         (Bigrams, r"model: what a LlamaModel gives rotary_emb for a token depends on the ids of other tokens"),
         (Tabled, "model: what a LlamaModel gives table for a token depends on the ids of other tokens"),
         (Shifted, "mixes tokens of different sequences, without attention"),
+        (Counted, "queries of layer 0 depend on where in a batch a token stands: it does not go by position_ids"),
     ],
 )
-def test_models_that_mix_ids_are_refused(kind: type[LlamaForCausalLM], why: str) -> None:
+def test_models_that_mix_tokens_or_count_them_are_refused(kind: type[LlamaForCausalLM], why: str) -> None:
     with pytest.raises(Refusal, match=why):
         looked_at(kind)

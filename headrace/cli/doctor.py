@@ -32,9 +32,9 @@ def doctor(
         bool,
         typer.Option(
             "--parity",
-            help="In place of the report: run prompts through every implementation of the model and through transformers' own "
-            "forward, in float32 and in the dtype that would be served, and compare logprobs, layers and tokens. Exit code "
-            "0: they agree; 1: they do not. Loads the model several times.",
+            help="In place of the report: run prompts through every implementation of the model and through its library's own "
+            "forward (transformers', or Megatron's for its checkpoints), in float32 and in the dtype that would be served, and "
+            "compare logprobs, layers and tokens. Exit code 0: they agree; 1: they do not. Loads the model several times.",
         ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,

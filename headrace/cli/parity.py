@@ -23,7 +23,7 @@ def print_parity(console: Console, parity: Parity) -> None:
     if not console.is_terminal:
         console.width = PLAIN_WIDTH
     table = Table(
-        title=f"{parity.architecture}: logprobs of {parity.tokens} tokens against transformers in float32",
+        title=f"{parity.architecture}: logprobs of {parity.tokens} tokens against {parity.reference}",
         title_justify="left",
         title_style="bold",
         box=box.SIMPLE_HEAD,

@@ -21,7 +21,7 @@ from headrace.engine.info import EngineInfo, Progress
 from headrace.engine.inputs import InputProcessor, Prompt
 from headrace.engine.loader import Engine, load_engine
 from headrace.engine.streams import new_output
-from headrace.errors import EngineError, QueueFullError, RequestError
+from headrace.errors import ConfigError, EngineError, QueueFullError, RequestError
 from headrace.metrics.stats import EngineStats
 from headrace.outputs import OutputDelta, RequestOutput
 from headrace.sampling_params import SamplingParams
@@ -29,6 +29,7 @@ from headrace.text.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from headrace.engine.handed import HandedOver
+    from headrace.engine.parity import Parity
 
 Messages = list[dict[str, Any]]
 
@@ -210,6 +211,33 @@ class LLM:
         such a look cannot see.
         """
         self._engine.core.scheduler.bump_weight_version()
+
+    def parity(self, tell: Callable[[str], None] = lambda what: None) -> Parity:
+        """Whether the engine computes what the model's own library computes: the report of ``headrace doctor --parity``, of a
+        model that was handed over, where it is and in its own dtype.
+
+        Prompts go through the library's own forward pass and through an engine like this one, in small steps and over a KV
+        cache of their own; weights, modes and cached prefixes stay as they are. Processes that share the model call it
+        together.
+
+        Args:
+            tell: called with what comes next.
+
+        Returns:
+            Its ``passed`` says yes or no, ``lines`` has the numbers, ``reference`` says what they are compared with.
+
+        Raises:
+            ConfigError: the model was loaded from files, which ``headrace doctor MODEL --parity`` compares; or its own forward
+                cannot run on this device; or the engine has an option that changes what is computed and is not measured.
+        """
+        from headrace.engine.parity import measure_handed
+
+        if self._handed is None:
+            raise ConfigError(
+                "parity is of models that were handed over: one from files is compared by `headrace doctor MODEL --parity`",
+                "model",
+            )
+        return measure_handed(self._handed, self._engine.config.scheduler.max_model_len, tell)
 
     def check_integrity(self) -> None:
         """Raises: EngineError: the block pool's books do not add up."""

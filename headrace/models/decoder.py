@@ -7,7 +7,7 @@ A family that differs overrides the part in which it does: a class that builds a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -66,6 +66,8 @@ class SelfAttention(nn.Module):
 class DecoderLayer(nn.Module):
     attention_class: type[nn.Module] = SelfAttention
     norm_class: type[RMSNorm] = RMSNorm
+    entry = "forward"
+    """The method that is the whole layer, which the decoder calls."""
 
     def __init__(self, model: ModelSpec, index: int, dtype: torch.dtype, device: str | torch.device) -> None:
         super().__init__()
@@ -101,6 +103,10 @@ class DecoderLayer(nn.Module):
     def stream(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """``[T, hidden]``: the residual stream behind the layer, of the two that ``forward`` returned."""
         return residual + x
+
+    def behind(self, result: Any) -> torch.Tensor:
+        """``[T, hidden]``: the residual stream behind the layer, of what ``entry`` returned."""
+        return self.stream(*result)
 
 
 class LayersAtOnce(Protocol):

@@ -78,6 +78,7 @@ class Gemma4Router(nn.Module):
 
 class Gemma4Layer(GemmaLayer):
     attention_class = Gemma4Attention
+    entry = "with_tokens"
 
     def __init__(self, model: ModelSpec, index: int, dtype: torch.dtype, device: str | torch.device) -> None:
         super().__init__(model, index, dtype, device)
@@ -126,6 +127,9 @@ class Gemma4Layer(GemmaLayer):
             gated = self.act_mul(torch.cat((self.per_layer_input_gate(stream), tokens), dim=-1))
             stream = stream + self.post_per_layer_input_norm(self.per_layer_projection(gated))
         return stream * self.layer_scalar
+
+    def behind(self, result: torch.Tensor) -> torch.Tensor:
+        return result
 
 
 class Gemma4Decoder(GemmaDecoder):

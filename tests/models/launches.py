@@ -174,9 +174,8 @@ def of_case(case: str) -> list[Layer]:
 
         return run
 
-    entry = "with_tokens" if hasattr(model.layers[0], "with_tokens") else "forward"
     for layer in model.layers:
-        setattr(layer, entry, bounded(getattr(layer, entry)))
+        setattr(layer, layer.entry, bounded(getattr(layer, layer.entry)))
     model.forward, model.logits = seen.during(model.forward), seen.during(model.logits)  # type: ignore[method-assign]
     # On a GPU the product itself gives float32.
     model.lm_head.forward = seen.as_one("linear", model.lm_head.forward)  # type: ignore[method-assign]

@@ -106,7 +106,7 @@ class MegatronModel(nn.Module):
     def __init__(self, described: MegatronDescription) -> None:
         super().__init__()
         self.spec = described.spec
-        self._foreign = (described.model,)
+        self._described = (described,)
         self._rotary = described.rotary
         self._cell = ContextCell()
         self._turn = Turn(len(described.layers))
@@ -118,8 +118,12 @@ class MegatronModel(nn.Module):
         self._checked = False
 
     @property
+    def described(self) -> MegatronDescription:
+        return self._described[0]
+
+    @property
     def foreign(self) -> Any:
-        return self._foreign[0]
+        return self.described.model
 
     @torch.inference_mode()
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
@@ -168,19 +172,15 @@ class MegatronModel(nn.Module):
     @contextlib.contextmanager
     def _borrowed(self) -> Iterator[None]:
         """The trainer's modules as a step needs them, and afterwards as they were."""
-        training = [module for module in self._modules_of_foreign if module.training]
         originals = [(owner, name, getattr(owner, name)) for owner, name, _ in self._replacements]
-        try:
-            for module in training:
-                module.training = False
-            for owner, name, ours in self._replacements:
-                setattr(owner, name, ours)
-            yield
-        finally:
-            for owner, name, original in originals:
-                setattr(owner, name, original)
-            for module in training:
-                module.training = True
+        with evaluating(self._modules_of_foreign):
+            try:
+                for owner, name, ours in self._replacements:
+                    setattr(owner, name, ours)
+                yield
+            finally:
+                for owner, name, original in originals:
+                    setattr(owner, name, original)
 
     @contextlib.contextmanager
     def _turned(self, positions: torch.Tensor) -> Iterator[None]:
@@ -199,6 +199,19 @@ class MegatronModel(nn.Module):
         finally:
             for module in self._layer_rotaries:
                 module.angles = None
+
+
+@contextlib.contextmanager
+def evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """They are in eval mode, and afterwards in the mode that each was in."""
+    training = [module for module in modules if module.training]
+    try:
+        for module in training:
+            module.training = False
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def _replacements(layer: MegatronLayer, cell: ContextCell, turn: Turn) -> Iterator[tuple[Any, str, nn.Module]]:

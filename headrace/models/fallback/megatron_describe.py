@@ -177,13 +177,20 @@ def _check_routers(model: Any, device: torch.device) -> None:
     routers = [name for name, module in model.named_modules() if isinstance(module, Router)]
     if not routers or device.type != "cpu":
         return
-    try:
-        there = torch.device(torch.cuda.current_device())
-    except Exception as error:
-        # What PyTorch raises depends on how it was built.
-        raise Refusal(f"Megatron's router asks for a CUDA device, and the model is on the CPU ({error})", routers[0]) from error
+    there = asked_device()
+    if there is None:
+        raise Refusal("Megatron's router asks for a CUDA device, and the model is on the CPU", routers[0])
     if there != device:
         raise Refusal(f"Megatron's router moves to {there}, and the model is on the CPU", routers[0])
+
+
+def asked_device() -> torch.device | None:
+    """The device that modules of Megatron take for the current one, wherever they are. None: they raise."""
+    try:
+        return torch.device(torch.cuda.current_device())
+    except Exception:
+        # What PyTorch raises depends on how it was built.
+        return None
 
 
 def _dtype(model: Any) -> torch.dtype:

@@ -16,6 +16,7 @@ from headrace.bench.architectures import quiet
 from headrace.cli.main import app
 from headrace.config import EngineArgs
 from headrace.engine.parity import Line, Parity, measure
+from headrace.engine.parity.layers import Layers
 from headrace.errors import ConfigError
 from headrace.models import implementation
 from headrace.models.fallback import load
@@ -231,7 +232,7 @@ def test_a_layer_of_many_streams_or_calls_is_named(
     ],
 )
 def test_options_that_it_does_not_measure_are_refused(llama: Path, option: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=r"does not measure|not Megatron's") as caught:
+    with pytest.raises(ConfigError, match=r"does not measure|model_impl megatron is for distributed checkpoints") as caught:
         measure(args(llama, **{option: value}))
     assert caught.value.param == option
 
@@ -244,6 +245,12 @@ def test_every_such_option_is_named(llama: Path) -> None:
 def test_what_it_computes_with_may_be_said(llama: Path) -> None:
     said = args(llama, dtype="float32", quantization="none", enforce_eager=True, enable_prefix_caching=False)
     assert run(said)[0].passed
+
+
+def test_experts_are_no_layers() -> None:
+    layers = [torch.nn.ModuleDict({"experts": torch.nn.ModuleList(torch.nn.Linear(1, 1) for _ in range(9))}) for _ in "ab"]
+    model = torch.nn.ModuleDict({"few": torch.nn.ModuleList([torch.nn.Linear(1, 1)]), "layers": torch.nn.ModuleList(layers)})
+    assert Layers.of(model)._layers == layers
 
 
 def test_one_implementation_alone(llama: Path) -> None:

@@ -1,0 +1,256 @@
+"""Parity: the same prompts through the engine and through the library's own forward pass, number by number.
+
+What is right is the library's forward in float32. The engine is compared with it in float32, where little more than the order
+of sums may differ, and in the dtype that would be served, where rounding is real: there the measure is how far the library's
+own forward in that dtype is from the same float32 results.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from headrace.config import DType, EngineArgs, ModelImpl
+from headrace.engine import environment
+from headrace.engine.frontend import load_frontend
+from headrace.engine.handed import HandedOver
+from headrace.engine.parity.compare import Seen, compared, judged
+from headrace.engine.parity.engine import steps
+from headrace.engine.parity.megatron import OfMegatron
+from headrace.engine.parity.prompts import CHUNK, CONTINUED, LONGEST, cut, prompts_of
+from headrace.engine.parity.reference import OfTransformers, Reference, continued, free, passes
+from headrace.engine.parity.report import Line, Parity
+from headrace.errors import ConfigError, RequestError
+from headrace.models import implementation, registry
+from headrace.models.implementation import Implementation
+from headrace.resolve import DeviceFacts, resolve
+from headrace.sources.files import ModelFiles
+from headrace.spec import ForeignSpec
+
+_HONOURED = frozenset(
+    {
+        *("model", "revision", "tokenizer", "skip_tokenizer_init", "trust_remote_code", "load_format", "model_impl"),
+        *("device", "dtype", "num_threads", "attention_backend", "max_model_len"),
+        *("block_size", "num_kv_blocks", "kv_cache_memory", "gpu_memory_utilization"),
+    }
+)
+"""Options of the engine that are compared as they are given. With others, what is served is not what is compared."""
+_FIXED: Mapping[str, Any] = {
+    "quantization": "none",
+    "kv_cache_dtype": "auto",
+    "enforce_eager": True,
+    "pipeline_depth": 1,
+    "max_num_batched_tokens": CHUNK,
+    "max_num_seqs": 4,
+    "enable_prefix_caching": False,
+}
+"""What the engine is compared with: whole steps launched one by one, every token of every prompt computed."""
+_NUMBERS = ("kv_cache_dtype", "deterministic")
+"""Options that change what is computed, of an engine that is running."""
+
+Tell = Callable[[str], None]
+"""Called with what comes next."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Task:
+    """What is compared with what."""
+
+    args: EngineArgs
+    files: ModelFiles
+    device: DeviceFacts
+    reference: Reference
+    choices: Sequence[tuple[str, Implementation | str]]
+    """Each implementation of the model, or why it is none."""
+    dtypes: Sequence[DType]
+
+    @property
+    def padding(self) -> frozenset[int]:
+        """Tokens that stand for none: some models of transformers count positions without them, and none is ever served."""
+        configs = (self.files.config, self.files.config.get_text_config())
+        found = [getattr(config, "pad_token_id", None) for config in configs]
+        return frozenset(token for token in found if isinstance(token, int) and 0 <= token < configs[1].vocab_size)
+
+    @property
+    def context(self) -> int:
+        """Tokens that every implementation has room for."""
+        lengths = []
+        for _, choice in self.choices:
+            if isinstance(choice, str):
+                continue
+            try:
+                lengths.append(resolve(self.args, self.files, choice.spec, self.device).scheduler.max_model_len)
+            except ConfigError:
+                continue  # Its line says why.
+        return min(lengths, default=LONGEST + CONTINUED)
+
+
+def measure(args: EngineArgs, tell: Tell = lambda what: None) -> Parity:
+    """Loads the model once for each implementation and dtype, one after the other.
+
+    Raises:
+        ConfigError: the model cannot be compared: it has no weights that both can read, its library's own forward cannot run
+            here, its context is too short, or an option was given that parity does not measure.
+    """
+    _refuse_unmeasured(args)
+    args = dataclasses.replace(args, **_FIXED)
+    frontend = load_frontend(args)
+    files = frontend.files
+    if files.kind not in ("safetensors", "megatron"):
+        raise ConfigError(f"--parity compares with transformers, which wants safetensors, not {files.kind}", "model")
+    device = environment.probe(args.device)
+    chosen = implementation.choose(args, files)
+    config = resolve(args, files, chosen.spec, device)
+    torch.set_num_threads(config.num_threads)
+    served = typing.cast(DType, config.dtype)
+    dtypes: list[DType] = ["float32", *([served] if served != "float32" else [])]
+    if files.kind == "megatron":
+        reference: Reference = OfMegatron(args, files, chosen, device, live=False)
+        choices: Sequence[tuple[str, Implementation | str]] = [("megatron", chosen)]
+        known = _known(chosen)
+    else:
+        reference = OfTransformers(files, args.trust_remote_code, device.device)
+        choices, known = _choices(args, files), files.config.get_text_config().vocab_size
+    task = _Task(args, files, device, reference, choices, dtypes)
+    tokens = [token for token in range(known) if token not in task.padding]
+    prompts, notes = cut(prompts_of(frontend.tokenizer, tokens), task.context)
+    return _compare(task, chosen.spec.architecture, prompts, notes, tell)
+
+
+def measure_handed(handed: HandedOver, context: int, tell: Tell = lambda what: None) -> Parity:
+    """A live model where it is, in its own dtype: nothing is loaded, and no weight is kept converted.
+
+    Processes that share the model must call it together.
+
+    Args:
+        context: the longest of the engine that runs on it, in tokens.
+
+    Raises:
+        ConfigError: its library's own forward cannot run here, its context is too short, or its engine computes with options
+            that parity does not measure.
+    """
+    given, notes = _unmeasured_of(handed.args)
+    chosen, files = handed.implementation, handed.frontend.files
+    # A cache of its own: for one sequence, beside the engine's.
+    longest = min(LONGEST + CONTINUED, context)
+    blocks = -(-longest // given.block_size) + 1
+    args = dataclasses.replace(given, **_FIXED, max_model_len=longest, num_kv_blocks=blocks, kv_cache_memory=None)
+    device = environment.probe(args.device)
+    reference = OfMegatron(args, files, chosen, device, live=True)
+    dtype = typing.cast(DType, chosen.spec.dtype)
+    task = _Task(args, files, device, reference, [("megatron", chosen)], [dtype])
+    prompts, cuts = cut(prompts_of(handed.frontend.tokenizer, range(_known(chosen))), longest)
+    return _compare(task, chosen.spec.architecture, prompts, (*notes, *cuts), tell)
+
+
+def _compare(task: _Task, architecture: str, prompts: Sequence[list[int]], notes: tuple[str, ...], tell: Tell) -> Parity:
+    tell("the reference, float32")
+    sequences, reference, against, note = _reference(task, prompts)
+    free()
+    notes += (note,) if note else ()
+    if not all(bool(logprobs.isfinite().any(-1).all()) for logprobs in reference.logprobs):
+        raise ConfigError(f"{against}, gives logits that are not finite: there is nothing to compare with")
+    lines: list[Line] = []
+    for dtype in task.dtypes:
+        own: Line | None = None
+        if dtype != "float32":
+            tell(f"the library's own, {dtype}")
+            own = _own(task, dtype, sequences, reference)
+            free()
+            lines.append(own)
+        for name, choice in task.choices:
+            if isinstance(choice, str):
+                lines.append(Line(name, dtype, note=choice))
+                continue
+            tell(f"{name}, {dtype}")
+            try:
+                seen = _ours(task, choice, dtype, sequences)
+            except RequestError as error:
+                lines.append(Line(name, dtype, passed=False, note=f"a prompt was refused: {error.message}"))
+                continue
+            except ConfigError as error:
+                lines.append(Line(name, dtype, note=error.message))
+                continue
+            finally:
+                free()
+            lines.append(judged(compared(name, dtype, seen, reference), own, seen.ended))
+    return Parity(architecture, sum(map(len, sequences)), tuple(lines), notes, against)
+
+
+# Each of these has a model, which is gone when it returns.
+
+
+def _reference(task: _Task, prompts: Sequence[list[int]]) -> tuple[list[list[int]], Seen, str, str]:
+    """The prompts and what follows them; what the library makes of both in float32; what that is, and a note on it."""
+    with task.reference.opened("float32") as forward:
+        sequences = [continued(forward, prompt, task.padding) for prompt in prompts]
+        return sequences, passes(forward, sequences), f"{forward.name}, float32", forward.note
+
+
+def _own(task: _Task, dtype: DType, sequences: Sequence[Sequence[int]], reference: Seen) -> Line:
+    """The library's own forward in another dtype."""
+    with task.reference.opened(dtype) as forward:
+        return compared(forward.name, dtype, passes(forward, sequences), reference)
+
+
+def _ours(task: _Task, choice: Implementation, dtype: DType, sequences: Sequence[Sequence[int]]) -> Seen:
+    config = resolve(dataclasses.replace(task.args, dtype=dtype), task.files, choice.spec, task.device)
+    model, _ = choice.load(task.files, config, lambda done, total: None)
+    return steps(model, config, sequences, task.padding)
+
+
+def _known(chosen: Implementation) -> int:
+    """Tokens that are no padding of the vocabulary."""
+    spec = chosen.spec
+    return spec.num_tokens if isinstance(spec, ForeignSpec) else spec.vocab_size
+
+
+def _changed(args: EngineArgs) -> list[str]:
+    """Options that are not what they are by themselves."""
+    default = EngineArgs()
+    given = {field.name: getattr(args, field.name) for field in dataclasses.fields(args)}
+    changed = [name for name, value in given.items() if value != getattr(default, name)]
+    return [name for name in changed if name not in _HONOURED and (name not in _FIXED or given[name] != _FIXED[name])]
+
+
+def _refuse_unmeasured(args: EngineArgs) -> None:
+    """Raises: ConfigError: names every option that would be served and is not compared."""
+    refused = _changed(args)
+    if refused:
+        options = ", ".join("--" + name.replace("_", "-") for name in refused)
+        honoured = ", ".join("--" + name.replace("_", "-") for name in sorted(_HONOURED - {"model"}))
+        raise ConfigError(f"--parity does not measure {options}; it honours {honoured}", refused[0])
+
+
+def _unmeasured_of(args: EngineArgs) -> tuple[EngineArgs, tuple[str, ...]]:
+    """The options of a running engine as far as they are measured, and what there is to say of the others.
+
+    Raises:
+        ConfigError: one of them changes what is computed.
+    """
+    changed = _changed(args)
+    for name in changed:
+        if name in _NUMBERS:
+            raise ConfigError(f"parity does not measure {name}", name)
+    default = EngineArgs()
+    measured = dataclasses.replace(args, **{name: getattr(default, name) for name in changed})
+    return measured, (f"not measured: {', '.join(changed)}",) if changed else ()
+
+
+def _choices(args: EngineArgs, files: ModelFiles) -> list[tuple[str, Implementation | str]]:
+    """Each implementation of the model, or why it is none."""
+    choices: list[tuple[str, Implementation | str]] = []
+    names: tuple[ModelImpl, ...] = ("native", "transformers") if args.model_impl == "auto" else (args.model_impl,)
+    for name in names:
+        if name == "native" and registry.find(files.config) is None:
+            choices.append((name, "there is none"))
+            continue
+        try:
+            choices.append((name, implementation.choose(dataclasses.replace(args, model_impl=name), files)))
+        except ConfigError as error:
+            choices.append((name, error.message))
+    return choices

@@ -27,18 +27,16 @@ def allocate(config: CacheConfig, model: ModelFacts, device: str | torch.device,
     caches that share bytes cannot be kept so: a scale's bytes, read as e4m3, may be NaN. They are ``dirty``.
 
     Raises:
-        ConfigError: dtype is not the one the config accounts for, a layer reads KV that it cannot, or ``block_size`` leaves
-            an FP8 layer's bytes unaligned.
+        ConfigError: dtype is not the one the config accounts for, or ``block_size`` leaves an FP8 layer's bytes unaligned.
     """
     name = str(dtype).removeprefix("torch.")
     if name != config.dtype or name not in DTYPE_BYTES:
         raise ConfigError(f"the KV cache was sized for {config.dtype}, not for {name}", "dtype")
-    sources = [None if spec.kv_source is None else _kv_source(spec, model) for spec in model.layers]
     group_of = {layer: group.index for group in config.groups for layer in group.layers}
     rows = _views(config, model, device)
     caches: list[LayerCache] = []
-    for spec, source in zip(model.layers, sources, strict=True):
-        kept = spec.layer if source is None else source
+    for spec in model.layers:
+        kept = spec.layer if spec.kv_source is None else spec.kv_source
         if name == FP8_KV:
             dirty = len(config.groups) > 1
             caches.append(Fp8LayerCache(spec, group_of[kept], rows[kept], tokens=config.block_size, dirty=dirty))
@@ -71,22 +69,6 @@ def _block_shape(spec: AttentionSpec, config: CacheConfig) -> tuple[int, ...]:
         check_alignment(spec, config.block_size)
         return (config.block_size * layer_kv(spec, FP8_KV).bytes_per_token,)
     return config.block_size, spec.num_kv_heads, spec.row_width
-
-
-def _kv_source(spec: AttentionSpec, model: ModelFacts) -> int:
-    """The layer whose KV ``spec`` reads, after checking that it can."""
-    where = f"layer {spec.layer}: kv_source {spec.kv_source}"
-    if spec.kv_source is None or not 0 <= spec.kv_source < spec.layer:
-        raise ConfigError(f"{where} is not an earlier layer", "kv_source")
-    source = model.layers[spec.kv_source]
-    if source.kv_source is not None:
-        raise ConfigError(f"{where} keeps no KV of its own", "kv_source")
-    for field in ("num_kv_heads", "head_dim", "v_head_dim"):
-        if getattr(source, field) != getattr(spec, field):
-            raise ConfigError(f"{where} has {field} {getattr(source, field)}, not {getattr(spec, field)}", "kv_source")
-    if source.window is not None and (spec.window is None or spec.window > source.window):
-        raise ConfigError(f"{where} keeps a window of {source.window} tokens, which is too few", "kv_source")
-    return spec.kv_source
 
 
 def write(cache: LayerCache, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, ContradictionError
 from headrace.spec.attention import AttentionSpec
 from headrace.spec.mlp import MlpSpec
 
@@ -22,7 +23,8 @@ class ModelFacts:
     """What the engine needs to know of any model, whoever builds it. ``layers[i].layer == i``.
 
     Raises:
-        ConfigError: the layers are not numbered 0, 1, 2 ...
+        ConfigError: the layers are not numbered 0, 1, 2 ..., or one would read KV that another has given up.
+        ContradictionError: a layer reads KV that is not there, or not of its geometry. Both name the layer.
     """
 
     architecture: str
@@ -37,10 +39,30 @@ class ModelFacts:
     def __post_init__(self) -> None:
         if [layer.layer for layer in self.layers] != list(range(len(self.layers))):
             raise ConfigError("the layers must be numbered 0, 1, 2 ... in order", "layers")
+        for layer in self.layers:
+            if layer.kv_source is not None:
+                _check_source(layer, layer.kv_source, self.layers)
 
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+
+def _check_source(spec: AttentionSpec, index: int, layers: Sequence[AttentionSpec]) -> None:
+    """That a layer can read the KV of the one with the index."""
+    where = f"layer {spec.layer}: kv_source {index}"
+    if not 0 <= index < spec.layer:
+        raise ContradictionError(f"{where} is not an earlier layer", "kv_source")
+    source = layers[index]
+    if source.kv_source is not None:
+        raise ContradictionError(f"{where} keeps no KV of its own", "kv_source")
+    if source.latent is not None:
+        raise ConfigError(f"{where} keeps compressed KV, which another layer cannot read", "kv_source")
+    for field in ("num_kv_heads", "head_dim", "v_head_dim"):
+        if getattr(source, field) != getattr(spec, field):
+            raise ContradictionError(f"{where} has {field} {getattr(source, field)}, not {getattr(spec, field)}", "kv_source")
+    if source.window is not None and (spec.window is None or spec.window > source.window):
+        raise ConfigError(f"{where} keeps a window of {source.window} tokens, which is too few", "kv_source")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

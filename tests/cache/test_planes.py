@@ -70,27 +70,6 @@ def test_a_layer_can_read_anothers_kv() -> None:
     assert caches[3].spec.layer == 3
 
 
-@pytest.mark.parametrize(
-    ("source", "reader", "message"),
-    [
-        (layer(0), layer(1, kv_source=1), "not an earlier layer"),
-        (layer(0), layer(1, kv_source=0, num_kv_heads=1), "has num_kv_heads 2, not 1"),
-        (layer(0), layer(1, kv_source=0, v_head_dim=8), "has v_head_dim 4, not 8"),
-        (layer(0, window=4), layer(1, kv_source=0), "too few"),
-        (layer(0, window=4), layer(1, kv_source=0, window=5), "too few"),
-    ],
-)
-def test_kv_that_cannot_be_read_is_refused(source: AttentionSpec, reader: AttentionSpec, message: str) -> None:
-    with pytest.raises(ConfigError, match=f"layer 1: kv_source .*{message}"):
-        allocate(config(model(source, reader)), model(source, reader), "cpu", "float32")
-
-
-def test_no_chains() -> None:
-    chain = model(layer(0), layer(1, kv_source=0), layer(2, kv_source=1))
-    with pytest.raises(ConfigError, match="layer 2: kv_source 1 keeps no KV"):
-        allocate(config(chain), chain, "cpu", "float32")
-
-
 def test_a_narrower_window_may_read_full_kv() -> None:
     spec = model(layer(0), layer(1, kv_source=0, window=4))
     caches = allocate(config(spec), spec, "cpu", "float32")

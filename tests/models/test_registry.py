@@ -20,7 +20,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, ContradictionError
 from headrace.models import registry
 from headrace.models.gemma4 import Gemma4Spec
 from headrace.spec import CLAMPED_SWIGLU, DenseSpec, ModelSpec, MoeSpec
@@ -242,6 +242,13 @@ def test_gemma4() -> None:
     assert [one.kv_source for one in spec.layers] == [None, None, None, 2, 1]
     assert [mlp.intermediate_size for mlp in spec.mlps] == [80, 80, 80, 160, 160]
     assert (spec.token_width, spec.layers[1].scale) == (6, 1.0)
+
+
+def test_layers_that_share_kv_are_of_one_geometry() -> None:
+    config = Gemma4TextConfig(**SMALL | GEMMA4 | {"num_kv_shared_layers": 2})
+    config.num_key_value_heads_list = [2, 2, 2, 2, 3]
+    with pytest.raises(ContradictionError, match="layer 4: kv_source 1 has num_kv_heads 2, not 3"):
+        spec_of(config)
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.errors import ConfigError
-from headrace.spec import AttentionSpec, LatentSpec, cache_groups, layer_kv
+from headrace.errors import ConfigError, ContradictionError
+from headrace.spec import AttentionSpec, LatentSpec, ModelFacts, cache_groups, layer_kv
 from headrace.spec.kv import FP8_KV
 
 
@@ -64,3 +64,37 @@ def test_groups_run_from_full_to_the_narrowest_window() -> None:
         (1, 64, (2,)),
         (2, 16, (0, 3)),
     ]
+
+
+LATENT = spec(0, num_kv_heads=1, head_dim=12, v_head_dim=8, rotary_dim=4, latent=LatentSpec(head_dim=8, v_head_dim=4))
+
+
+@pytest.mark.parametrize(
+    ("source", "reader", "message", "contradicts"),
+    [
+        (spec(0), spec(1, kv_source=1), "not an earlier layer", True),
+        (spec(0), spec(1, kv_source=-1), "not an earlier layer", True),
+        (spec(0), spec(1, kv_source=0, num_kv_heads=1), "has num_kv_heads 2, not 1", True),
+        (spec(0), spec(1, kv_source=0, head_dim=6), "has head_dim 8, not 6", True),
+        (spec(0), spec(1, kv_source=0, v_head_dim=8), "has v_head_dim 4, not 8", True),
+        (spec(0, window=4), spec(1, kv_source=0), "too few", False),
+        (spec(0, window=4), spec(1, kv_source=0, window=5), "too few", False),
+        (LATENT, spec(1, kv_source=0, num_kv_heads=1, head_dim=12, v_head_dim=8), "compressed KV", False),
+    ],
+)
+def test_kv_that_cannot_be_read_is_refused(
+    source: AttentionSpec, reader: AttentionSpec, message: str, contradicts: bool
+) -> None:
+    """As soon as all layers are known, and not when the cache is allocated."""
+    with pytest.raises(ConfigError, match=f"layer 1: kv_source .*{message}") as caught:
+        facts(source, reader)
+    assert caught.value.param == "kv_source" and isinstance(caught.value, ContradictionError) == contradicts
+
+
+def test_no_chains_of_kv_sources() -> None:
+    with pytest.raises(ContradictionError, match="layer 2: kv_source 1 keeps no KV"):
+        facts(spec(0), spec(1, kv_source=0), spec(2, kv_source=1))
+
+
+def facts(*layers: AttentionSpec) -> ModelFacts:
+    return ModelFacts(architecture="Test", vocab_size=10, hidden_size=16, layers=layers, max_position=64)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,8 +20,9 @@ from transformers.utils.import_utils import is_accelerate_available
 from headrace.config import Decision, EngineArgs, EngineConfig
 from headrace.errors import ConfigError, MissingPackageError
 from headrace.models.fallback.fuse import fuse_linears
+from headrace.models.fallback.inner import call_interface
 from headrace.models.fallback.lift import lift
-from headrace.models.fallback.observe import TOKENS, WITH_MASKS, Observation, forget_padding, observe
+from headrace.models.fallback.observe import TOKENS, WITH_MASKS, Observation, forget_padding, observe, set_implementation
 from headrace.models.fallback.refusal import Broken, Refusal
 from headrace.models.fallback.rotary import Lengths, fix_frequencies, lengths_of
 from headrace.models.fallback.transformers import ATTENTION, TransformersModel
@@ -172,14 +174,25 @@ def _build(config: PretrainedConfig, trusted: bool, implementation: str, dtype: 
     """On torch's default device, with the values of a fresh model."""
     factory = _auto_class(config, trusted)
     auto = factory is AutoModelForCausalLM
-    options: dict[str, Any] = {"attn_implementation": implementation, "dtype": dtype}
-    config = copy.deepcopy(config)
-    model: PreTrainedModel
-    if auto:
-        model = factory.from_config(config, trust_remote_code=trusted, **options)
-    else:
-        model = factory._from_config(config, **options)
+    build = functools.partial(factory.from_config, trust_remote_code=trusted) if auto else factory._from_config
+    model = _with_attention(implementation, lambda name: build(copy.deepcopy(config), attn_implementation=name, dtype=dtype))
     model.train(False)
+    return model
+
+
+def _with_attention(implementation: str, build: Callable[[str], PreTrainedModel]) -> PreTrainedModel:
+    """What ``build`` makes of the name of an attention implementation, calling that one.
+
+    Raises:
+        KeyError: its attention is chosen from classes of its own.
+    """
+    try:
+        model = build(implementation)
+    except KeyError:
+        # Classes for each implementation; those for this one may call the interface when they are shown how.
+        model = build("eager")
+        set_implementation(model, implementation)
+    call_interface(model)
     return model
 
 
@@ -268,18 +281,26 @@ def _read(
     options: dict[str, Any] = {"trust_remote_code": trusted} if factory is AutoModelForCausalLM else {}
     if device.type != "cpu":
         options["device_map"] = {"": device}
-    with _without_bars():
+    infos: list[Mapping[str, Any]] = []
+
+    def read(name: str) -> PreTrainedModel:
+        model: PreTrainedModel
         model, info = factory.from_pretrained(
             files.directory,
             config=copy.deepcopy(files.config),
             dtype=dtype,
-            attn_implementation=attention,
+            attn_implementation=name,
             use_safetensors=True,
             local_files_only=True,
             output_loading_info=True,
             **options,
         )
-    return model, _judge(info)
+        infos.append(info)
+        return model
+
+    with _without_bars():
+        model = _with_attention(attention, read)
+    return model, _judge(infos[-1])
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from transformers.models.gptj.modeling_gptj import GPTJAttention
 
 from headrace import LLM, SamplingParams
 from headrace.bench import tiny_models
@@ -28,6 +29,7 @@ RUN = [
     "gemma3n_text",
     "gpt2",
     "gpt_oss",
+    "gptj",
     "granite",
     "jetmoe",
     "llama",
@@ -36,7 +38,7 @@ RUN = [
 ]
 """Tables that are asked for a place in the batch, layers causal by their mask alone, windows between full layers, latent
 attention, soft caps, shared KV, learned positions, sinks, multipliers, heads that differ by layer with K wider than V, experts,
-experts that read on the host how many tokens they are given."""
+experts that read on the host how many tokens they are given, attention in a method of its own."""
 REFUSED = {
     "bloom": "none of its layers calls transformers' attention interface",
     "blt": r"model\.patcher: the shapes of what it computes depend on what it computes for a step's tokens",
@@ -72,6 +74,17 @@ def test_refusals_name_the_layer_and_the_reason(kind: str, tmp_path: Path) -> No
         with pytest.raises(ConfigError, match=REFUSED[kind]) as caught:
             engine(tmp_path)
     assert caught.value.param == "model_impl"
+
+
+def test_a_method_that_attends_otherwise_than_it_is_taken_to_is_found_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = GPTJAttention._attn
+    monkeypatch.setattr(GPTJAttention, "_attn", lambda self, q, k, v, mask=None: own(self, 1.5 * q, k, v, mask))
+    with quiet():
+        tiny_models.save(tiny_models.model("gptj"), tmp_path)
+        with pytest.raises(ConfigError, match="layer 0: the attention of a GPTJAttention is not the softmax"):
+            engine(tmp_path)
 
 
 def engine(folder: Path, **changes: Any) -> LLM:

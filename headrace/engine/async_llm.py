@@ -29,7 +29,7 @@ from headrace.engine.messages import (
 )
 from headrace.engine.streams import Inbox, OutputStream, new_output
 from headrace.engine.supervisor import EngineSupervisor, Health
-from headrace.errors import EngineDeadError, EngineError, QueueFullError, RequestError
+from headrace.errors import ConfigError, EngineDeadError, EngineError, QueueFullError, RequestError
 from headrace.metrics.stats import EngineStats
 from headrace.outputs import OutputDelta, RequestOutput
 from headrace.sampling_params import SamplingParams
@@ -224,6 +224,19 @@ class AsyncLLM:
     async def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes. False: some blocks are in use, and nothing was forgotten."""
         return await self._call("reset_prefix_cache")
+
+    async def update_weights(self, tensors: object) -> int:
+        """Not here: ``LLM`` takes new weights.
+
+        Raises:
+            ConfigError: always. An engine process that is restarted comes back with the weights of its files, so that
+                requests would be answered by the old model unnoticed.
+        """
+        raise ConfigError(
+            "weights are updated in the engine of the calling process (LLM.update_weights): one in a process of its own would "
+            "come back with the weights of its files when it is restarted",
+            "tensors",
+        )
 
     async def check_integrity(self) -> None:
         """Raises: EngineError: the block pool's books do not add up."""

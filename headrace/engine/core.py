@@ -66,6 +66,23 @@ class EngineCore:
         self._host_seconds += time.perf_counter() - start - result.forward_seconds - result.sample_seconds
         return deltas
 
+    def settle(self) -> None:
+        """Waits for steps under way, so that weights may be written.
+
+        Raises:
+            EngineError: requests are running, which would go on with KV of the old weights.
+        """
+        scheduler = self.scheduler
+        if scheduler.num_running or scheduler.num_waiting:
+            raise EngineError("requests are running: weights may change when they have ended, or were aborted")
+        while self.has_work():
+            self.step()
+
+    def weights_changed(self) -> None:
+        """No KV from before is found again. Raises: as ``settle``."""
+        self.settle()
+        self.scheduler.bump_weight_version()
+
     def warm_up(self, requests: Sequence[Request]) -> None:
         """Serves requests that nobody asked for, as it would any others, and forgets that it did.
 

@@ -23,9 +23,11 @@ from headrace.engine.loader import Engine, load_engine
 from headrace.engine.streams import new_output
 from headrace.errors import ConfigError, EngineError, QueueFullError, RequestError
 from headrace.metrics.stats import EngineStats
+from headrace.models.update import weight_update
 from headrace.outputs import OutputDelta, RequestOutput
 from headrace.sampling_params import SamplingParams
 from headrace.text.tokenizer import Tokenizer, load_tokenizer
+from headrace.weights.update import Named, WeightUpdate
 
 if TYPE_CHECKING:
     from headrace.engine.handed import HandedOver
@@ -204,13 +206,63 @@ class LLM:
         """Forgets all cached prefixes. False if there is no prefix cache."""
         return self._engine.core.scheduler.reset_prefix_cache()
 
+    def update_weights(self, tensors: Named) -> int:
+        """New weights, after a trainer's step: written where the weights are, and no KV from before is found again.
+
+        ::
+
+            llm.update_weights(policy.state_dict())
+
+        All tensors are checked before any is written. An update may have some of the weights only, so that a large model comes
+        in several.
+
+        Args:
+            tensors: by name, a mapping or pairs; on any device. Names and shapes are those of the model's checkpoints where the
+                model is headrace's own, parts of fused matrices included, and else of the library's own parameters. Values of
+                another float dtype are rounded to the weight's, as a checkpoint's are. Processes that share a model each give
+                their part, under the same names.
+
+        Returns:
+            How many weights were written.
+
+        Raises:
+            ConfigError: a name is unknown or there twice, a tensor is not of the weight's shape or of no float dtype, or the
+                weight was packed to few bits when it was loaded. Names the weight; nothing was written.
+            EngineError: requests are running; or writing failed, and the engine cannot be used any more.
+        """
+        if self._unusable is not None:
+            raise EngineError(self._unusable)
+        self._engine.core.settle()
+        update = self._checked(tensors)
+        try:
+            count = update.write()
+        except Exception as error:
+            self._unusable = f"an update of weights was cut short: {type(error).__name__}: {error}"
+            raise EngineError(self._unusable) from error
+        self.weights_changed()
+        return count
+
+    def _checked(self, tensors: Named) -> WeightUpdate:
+        """Refused in all processes that share the model, if in one."""
+        try:
+            update, refusal = weight_update(self._engine.model, tensors), None
+        except ConfigError as error:
+            update, refusal = None, error
+        elsewhere = self._handed is not None and self._handed.ranks.any(refusal is not None)
+        if update is None or elsewhere:
+            raise refusal or ConfigError("the update was refused in another process that shares the model", "tensors")
+        return update
+
     def weights_changed(self) -> None:
         """Somebody wrote the weights in place: no KV from before is found again.
 
-        Models that were handed over are looked at before each call, so this is needed only where somebody changes what
-        such a look cannot see.
+        ``update_weights`` calls it itself, and models that were handed over are looked at before each call: it is needed where
+        somebody changes what such a look cannot see.
+
+        Raises:
+            EngineError: requests are running.
         """
-        self._engine.core.scheduler.bump_weight_version()
+        self._engine.core.weights_changed()
 
     def parity(self, tell: Callable[[str], None] = lambda what: None) -> Parity:
         """Whether the engine computes what the model's own library computes: the report of ``headrace doctor --parity``, of a

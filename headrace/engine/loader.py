@@ -50,6 +50,7 @@ class Engine:
     files: ModelFiles
     tokenizer: Tokenizer | None
     """None with ``skip_tokenizer_init``."""
+    model: implementation.Built
 
 
 class _Phase:
@@ -168,7 +169,7 @@ def load_engine(args: EngineArgs, on_progress: Callable[[Progress], None] | None
     decisions = (*config.decisions, *report.decisions)
     config = dataclasses.replace(config, quantization=report.quantization, decisions=decisions)
     info = engine_info(files, config, device, timeline.phases, memory)
-    return Engine(core, inputs, info, config, files, tokenizer)
+    return Engine(core, inputs, info, config, files, tokenizer, model)
 
 
 def load_core(args: EngineArgs, on_progress: Callable[[Progress], None]) -> tuple[EngineCore, EngineInfo]:

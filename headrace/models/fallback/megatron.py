@@ -21,6 +21,7 @@ from headrace.models.fallback.layout import MEGATRON
 from headrace.models.fallback.megatron_describe import MegatronDescription, MegatronLayer
 from headrace.models.fallback.megatron_rotary import StepRotary
 from headrace.weights.names import NameTable
+from headrace.weights.update import Named, WeightUpdate
 
 
 class CoreAttention(nn.Module):
@@ -165,9 +166,9 @@ class MegatronModel(nn.Module):
         """The library's names of the weights."""
         return weights.name_table(self.foreign)
 
-    def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
-        """New values under the library's names; in the trainer's own tensors. As ``weights.update_weights``."""
-        return weights.update_weights(self.foreign, tensors)
+    def weight_update(self, tensors: Named) -> WeightUpdate:
+        """New values under the library's names, for the trainer's own tensors; as ``weights.weight_update``."""
+        return weights.weight_update(self.foreign, tensors)
 
     @contextlib.contextmanager
     def _borrowed(self) -> Iterator[None]:

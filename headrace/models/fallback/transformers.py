@@ -6,7 +6,7 @@ calls, which is the order that was observed when the model was looked at (``obse
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +23,7 @@ from headrace.models.fallback.observe import Observation
 from headrace.models.fallback.rotary import Angles
 from headrace.spec import ForeignSpec
 from headrace.weights.names import NameTable
+from headrace.weights.update import Named, WeightUpdate
 
 ATTENTION = "headrace"
 """Of the attention implementation. No masks are registered under this name, so transformers makes none."""
@@ -158,9 +159,9 @@ class TransformersModel(nn.Module):
         """The library's names of the weights."""
         return weights.name_table(self.foreign)
 
-    def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
-        """New values under the library's names; fused ones are views of one, and follow. As ``weights.update_weights``."""
-        return weights.update_weights(self.foreign, tensors)
+    def weight_update(self, tensors: Named) -> WeightUpdate:
+        """New values under the library's names, as ``weights.weight_update``; fused matrices are views of one, and follow."""
+        return weights.weight_update(self.foreign, tensors)
 
 
 def _attend(

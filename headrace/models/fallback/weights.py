@@ -2,42 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import nn
 
 from headrace.weights.names import NameTable
+from headrace.weights.update import Named, WeightUpdate
 
 
 def name_table(foreign: nn.Module) -> NameTable:
-    """The library's names, and the parameters of the adapter (whose ``foreign`` the model is) that they are.
+    """The library's names, and the weights of the adapter (whose ``foreign`` the model is) that they are.
 
-    A tied weight has one name.
+    A tied weight has one name, and its others are ties.
     """
-    table = NameTable()
-    for name, _ in foreign.named_parameters():
-        table.add(name, f"foreign.{name}")
+    table, first = NameTable(), dict[int, str]()
+    for name, weight in _weights(foreign).items():
+        if id(weight) in first:
+            table.tie(name, f"foreign.{first[id(weight)]}")
+        else:
+            first[id(weight)] = name
+            table.add(name, f"foreign.{name}")
     return table
 
 
-@torch.inference_mode()
-def update_weights(foreign: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
-    """Puts new values in place of weights, under the library's names.
+def weight_update(foreign: nn.Module, tensors: Named) -> WeightUpdate:
+    """New values under the library's names, checked and not written yet. Errors as of ``WeightUpdate``."""
+    parameters = {f"foreign.{name}": weight for name, weight in _weights(foreign).items()}
+    return WeightUpdate(name_table(foreign), parameters, tensors)
 
-    Returns:
-        How many there were.
 
-    Raises:
-        ValueError: there is no such weight, or it has another shape. Those before it are in place by then.
-    """
-    parameters = dict(foreign.named_parameters(remove_duplicate=False))
-    count = 0
-    for name, tensor in tensors:
-        if name not in parameters:
-            raise ValueError(f"{type(foreign).__name__} has no weight {name} to update")
-        if parameters[name].shape != tensor.shape:
-            raise ValueError(f"{name} has the shape {list(parameters[name].shape)}, the update {list(tensor.shape)}")
-        parameters[name].data.copy_(tensor)
-        count += 1
-    return count
+def _weights(foreign: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters, and those buffers that are saved: what chooses experts may be one. Libraries save states beside them."""
+    stored = foreign.state_dict(keep_vars=True)
+    return {name: value for name, value in stored.items() if isinstance(value, torch.Tensor) and value.is_floating_point()}

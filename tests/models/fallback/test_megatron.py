@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from headrace import LLM, SamplingParams
-from headrace.errors import EngineError
+from headrace.errors import ConfigError, EngineError
+from headrace.models.fallback import weights
+from headrace.models.fallback.megatron import MegatronModel
 
 from . import megatron_models as small
 
@@ -401,20 +403,44 @@ def test_a_tokenizer_as_an_object_or_a_directory(tokenizer: Any, tmp_path: Any) 
     assert len(texts) == 1
 
 
+def test_all_weights_are_updated_at_once() -> None:
+    """In the trainer's own tensors; what was cached of the old ones is not used again."""
+    model, other = small.gpt(add_qkv_bias=True), small.gpt(add_qkv_bias=True, seed=1)
+    llm = engine(model)
+    prompt = [*SHARED, 1, 2, 3, 4]
+    tokens_of(llm, prompt)
+    places, hits = [parameter.data_ptr() for parameter in model.parameters()], llm.stats.prefix_hit_tokens
+    assert llm.update_weights(other.named_parameters()) == len(places)
+    assert [parameter.data_ptr() for parameter in model.parameters()] == places
+    assert_same(llm, eager(other), [prompt])
+    assert llm.stats.prefix_hit_tokens == hits
+
+
+def test_what_chooses_experts_is_updated_too() -> None:
+    """It is a buffer, which the trainer moves between its steps."""
+    with small.no_device_asked_for():
+        model = small.gpt(**OWN["experts with a bias"])
+    name = "decoder.layers.1.mlp.router.expert_bias"
+    value = torch.tensor([1.0, -2.0, 3.0, -4.0])
+    assert weights.weight_update(model, {name: value}).write() == 1
+    assert torch.equal(model.get_buffer(name), value)
+
+
 def test_weights_are_updated_under_megatrons_names() -> None:
     model = small.gpt()
     llm = engine(model)
-    ours = llm._engine.core.runner._model
+    ours = llm._engine.model
+    assert isinstance(ours, MegatronModel)
     name = "decoder.layers.1.mlp.linear_fc2.weight"
     assert name in dict(ours.name_table().items())
     value = torch.full_like(model.get_parameter(name), 0.25)
-    assert ours.update_weights([(name, value)]) == 1
+    assert llm.update_weights({name: value}) == 1
     assert torch.equal(model.get_parameter(name), value)
     assert_same(llm, eager(model), PROMPTS[:2])
-    with pytest.raises(ValueError, match="has no weight"):
-        ours.update_weights([("decoder.layers.9.mlp.linear_fc2.weight", value)])
-    with pytest.raises(ValueError, match="has the shape"):
-        ours.update_weights([(name, value[:1])])
+    with pytest.raises(ConfigError, match="has no weight"):
+        llm.update_weights({"decoder.layers.9.mlp.linear_fc2.weight": value})
+    with pytest.raises(ConfigError, match="has the shape"):
+        llm.update_weights({name: value[:1]})
 
 
 # One call of a layer

@@ -202,7 +202,7 @@ def test_matrices_of_one_input_are_fused_and_still_take_updates(llama: Path) -> 
     name = "model.layers.1.self_attn.k_proj.weight"
     assert name in dict(model.name_table().items())
     weight = dict(model.foreign.named_parameters())[name]
-    assert model.update_weights([(name, 3 * torch.randn(weight.shape))]) == 1
+    assert llm.update_weights([(name, 3 * torch.randn(weight.shape))]) == 1
     changed = tokens_of(llm, [prompt[0], 12, *prompt])
     assert changed != tokens_of(again, [prompt[0], 12, *prompt])
     assert before == tokens_of(again, prompt)
@@ -210,11 +210,11 @@ def test_matrices_of_one_input_are_fused_and_still_take_updates(llama: Path) -> 
 
 def test_updates_of_unknown_weights_raise(llama: Path) -> None:
     with quiet():
-        model = model_of(engine(llama))
-    with pytest.raises(ValueError, match="has no weight"):
-        model.update_weights([("model.layers.7.mlp.up_proj.weight", torch.zeros(1))])
-    with pytest.raises(ValueError, match="has the shape"):
-        model.update_weights([("model.norm.weight", torch.zeros(1))])
+        llm = engine(llama)
+    with pytest.raises(ConfigError, match="has no weight"):
+        llm.update_weights([("model.layers.7.mlp.up_proj.weight", torch.zeros(1))])
+    with pytest.raises(ConfigError, match="has the shape"):
+        llm.update_weights([("model.norm.weight", torch.zeros(1))])
 
 
 def test_no_tokens_at_all(llama: Path) -> None:

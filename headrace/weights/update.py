@@ -1,0 +1,91 @@
+"""New values for the weights of a model that is there already, in the memory where they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from headrace.errors import ConfigError
+from headrace.weights.names import NameTable, Part
+
+Named = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+"""Tensors under their names."""
+
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+class WeightUpdate:
+    """Tensors that were checked, each with its place, and not written yet.
+
+    Weights are written where they are: whatever reads that memory, a captured graph included, reads the new values.
+
+    Args:
+        table: the names of the model's weights.
+        parameters: what the table's parameters are, by their names there.
+        tensors: new values, of some weights or all, under the table's names. Of another float dtype than the weight they are
+            rounded, as those of a checkpoint are.
+
+    Raises:
+        ConfigError: a name is unknown or given twice, or a tensor is not one of the shape that its weight has, or of no float
+            dtype, or contradicts what it is tied to; or the weight was packed when it was loaded. Names the weight.
+    """
+
+    def __init__(self, table: NameTable, parameters: Mapping[str, torch.Tensor], tensors: Named) -> None:
+        given: dict[str, torch.Tensor] = {}
+        for name, tensor in tensors.items() if isinstance(tensors, Mapping) else tensors:
+            if name in given:
+                raise ConfigError(f"{name} is given twice", "tensors")
+            given[name] = tensor
+        self._places: list[tuple[Part, torch.Tensor, torch.Tensor]] = []
+        """(place, parameter, value)"""
+        # A checkpoint may have other tensors in place of the usual ones, and so may an update.
+        table = table.chosen(given)
+        for name, tensor in given.items():
+            if (part := table.part(name)) is not None:
+                parameter = _held(parameters, part.parameter, name)
+                _check(name, tensor, part.stored_shape(parameter))
+                self._places.append((part, parameter, tensor))
+            elif (tied := table.tied(name)) is not None:
+                _check_tie(name, tensor, tied, given.get(table.names(tied)[0]), _held(parameters, tied, name))
+            elif not table.ignored(name):
+                raise ConfigError(f"the model has no weight {name} to update", "tensors")
+
+    @torch.inference_mode()
+    def write(self) -> int:
+        """Puts the values in their places. Returns how many there were."""
+        for part, parameter, value in self._places:
+            part.fill(parameter.data, value.detach())
+        return len(self._places)
+
+
+def _held(parameters: Mapping[str, torch.Tensor], parameter: str, name: str) -> torch.Tensor:
+    if parameter not in parameters:
+        raise ConfigError(
+            f"{name} was packed when it was loaded, and is not updated: load the model with quantization none", "quantization"
+        )
+    return parameters[parameter]
+
+
+def _check(name: str, tensor: object, expected: tuple[int, ...]) -> None:
+    if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
+        raise ConfigError(f"{name} must be a tensor with values, not {type(tensor).__name__}", "tensors")
+    if hasattr(tensor, "full_tensor"):
+        raise ConfigError(f"{name} is distributed over processes: give what its full_tensor() returns", "tensors")
+    if tensor.dtype not in _FLOATS:
+        floats = ", ".join(_named(dtype) for dtype in _FLOATS)
+        raise ConfigError(f"{name} is {_named(tensor.dtype)}, and must be one of {floats}", "tensors")
+    if tuple(tensor.shape) != expected:
+        raise ConfigError(f"{name} has the shape {list(expected)}, the update {list(tensor.shape)}", "tensors")
+
+
+def _check_tie(name: str, tensor: torch.Tensor, tied: str, other: torch.Tensor | None, held: torch.Tensor) -> None:
+    """It must be what it is tied to: of this update, or of the model. ``other``: what the update has of that."""
+    _check(name, tensor, tuple(held.shape))
+    will_be = held if other is None or other.shape != held.shape else other
+    if not torch.equal(tensor.to(held.device, held.dtype), will_be.to(held.device, held.dtype)):
+        raise ConfigError(f"the model ties {name} to {tied}, and the update gives it another value", "tensors")
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -71,8 +71,11 @@ def choose(args: EngineArgs, files: ModelFiles) -> Implementation:
     if asked == "native":
         return _Native(registry.model_spec(config), (Decision("model_impl", "native", "asked for"),))
     if asked == "transformers":
-        _refuse_contradictions(config)
-        return _transformers(args, files, "asked for")
+        meant = _meant(config)
+        model = _transformers(args, files, "asked for")
+        if meant is not None:
+            _refuse_other_geometry(meant, model.spec)
+        return model
     if files.gguf_file is not None:
         return _Native(registry.model_spec(config), (Decision("model_impl", "native", "it alone reads GGUF files"),))
     name = " / ".join(getattr(config, "architectures", None) or [config.model_type])
@@ -87,15 +90,40 @@ def choose(args: EngineArgs, files: ModelFiles) -> Implementation:
     return _Native(spec, (Decision("model_impl", "native", f"{name} is registered"),))
 
 
-def _refuse_contradictions(config: PretrainedConfig) -> None:
-    """What the native family, if there is one, knows to be wrong with a configuration, transformers need not notice."""
-    if registry.find(config) is not None:
-        try:
-            registry.model_spec(config)
-        except ContradictionError:
-            raise
-        except ConfigError:
-            return
+def _meant(config: PretrainedConfig) -> ModelSpec | None:
+    """What the native family makes of a configuration; None: there is none that does all of it.
+
+    Raises:
+        ContradictionError: it is wrong with the configuration, which transformers need not notice.
+    """
+    if registry.find(config) is None:
+        return None
+    try:
+        return registry.model_spec(config)
+    except ContradictionError:
+        raise
+    except ConfigError:
+        return None
+
+
+_GEOMETRY = ("num_heads", "num_kv_heads", "head_dim", "v_head_dim", "window", "soft_cap", "sinks")
+"""What a configuration says of a layer, whoever builds it."""
+
+
+def _refuse_other_geometry(meant: ModelSpec, seen: AnySpec) -> None:
+    """Refuses a model of transformers some of whose layers are not as the configuration means: it does not read a field."""
+    for ours, theirs in zip(meant.layers, seen.layers, strict=False):
+        ours = ours if ours.latent is None else ours.uncompressed
+        if min(one.window or meant.max_position for one in (ours, theirs)) >= meant.max_position:
+            # A window that no context fills is none.
+            ours, theirs = (dataclasses.replace(one, window=None) for one in (ours, theirs))
+        for field in _GEOMETRY:
+            if getattr(ours, field) != getattr(theirs, field):
+                raise ConfigError(
+                    f"layer {ours.layer}: the configuration means {field} {getattr(ours, field)}, and transformers' own module "
+                    f"of this model has {getattr(theirs, field)}: set model_impl native",
+                    "model_impl",
+                )
 
 
 def _instead(args: EngineArgs, files: ModelFiles, why: str) -> Implementation:

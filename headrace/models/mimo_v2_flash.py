@@ -154,5 +154,10 @@ def names(model: Decoder) -> NameTable:
 
 
 FAMILY = Family(
-    architectures=(ARCHITECTURE,), model_types=("mimo_v2_flash",), model_spec=model_spec, decoder=MimoDecoder, names=names
+    architectures=(ARCHITECTURE,),
+    model_types=("mimo_v2_flash",),
+    model_spec=model_spec,
+    decoder=MimoDecoder,
+    names=names,
+    in_transformers_words=in_transformers_words,
 )

@@ -74,6 +74,17 @@ def model_spec(hf_config: PretrainedConfig) -> ModelSpec:
     return family.model_spec(hf_config)
 
 
+def in_transformers_words(hf_config: PretrainedConfig) -> PretrainedConfig:
+    """The configuration as transformers' own module of the model reads it.
+
+    Raises:
+        ConfigError: a field that it would not read cannot be said in those that it does; names it.
+    """
+    family = find(hf_config)
+    translate = None if family is None else family.in_transformers_words
+    return hf_config if translate is None else translate(hf_config)
+
+
 def family_of(spec: ModelSpec) -> Family:
     """The family that the spec is of.
 

@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import MiMoV2FlashConfig, MiMoV2FlashForCausalLM
 
+from headrace import LLM, SamplingParams
 from headrace.config import EngineArgs
 from headrace.errors import ConfigError
 from headrace.models.implementation import choose
@@ -170,3 +173,47 @@ def test_a_rope_in_two_words_is_one_rope(tmp_path: Path) -> None:
 def test_a_rope_that_is_not_said_is_the_usual(nothing: dict[str, Any], tmp_path: Path) -> None:
     spec = native_spec(tmp_path, COMMON | nothing)
     assert [(one.rope and one.rope.theta, one.rotary_dim) for one in spec.layers[:2]] == [(5e6, 8), (1e4, 8)]
+
+
+def logprobs(folder: Path, impl: str) -> tuple[list[int], list[float]]:
+    """Of tokens that are drawn, those of a prompt first."""
+    with LLM(str(folder), model_impl=impl, dtype="float32", skip_tokenizer_init=True, num_threads=1, num_kv_blocks=20) as llm:
+        sampling = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, prompt_logprobs=0, logprobs=0)
+        (result,) = llm.generate([{"prompt_token_ids": [3 + 5 * place % 83 for place in range(40)]}], sampling)
+    entries = [*(result.prompt_logprobs or [])[1:], *(result.outputs[0].logprobs or [])]
+    return list(result.outputs[0].token_ids), [one.logprob for entry in entries if entry for one in entry.values()]
+
+
+def test_both_implementations_read_the_published_words(tmp_path: Path) -> None:
+    """Windows, ropes, dense layers and the norm's epsilon are none of transformers' defaults."""
+    torch.manual_seed(0)
+    model = MiMoV2FlashForCausalLM(MiMoV2FlashConfig(**TRANSFORMERS))
+    for parameter in model.parameters():
+        parameter.data.normal_(0.0, 0.3)
+    model.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED))
+    tokens, values = logprobs(tmp_path, "native")
+    assert len(values) == 39 + 8
+    others, theirs = logprobs(tmp_path, "transformers")
+    assert others == tokens and theirs == pytest.approx(values, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"swa_num_key_value_heads": 8},
+            "layer 1: .* means num_kv_heads 8, and .* has 4: set model_impl native",
+        ),
+        ({"add_full_attention_sink_bias": True}, "layer 0: the configuration means sinks True, and .* has False"),
+        ({"add_swa_attention_sink_bias": False}, "layer 1: the configuration means sinks False, and .* has True"),
+        ({"layernorm_epsilon": "small"}, "layernorm_epsilon"),
+    ],
+)
+def test_published_words_that_transformers_module_does_not_follow(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED | changes))
+    args = EngineArgs(model=str(tmp_path), load_format="dummy", model_impl="transformers")
+    with pytest.raises(ConfigError, match=message):
+        choose(args, find_model(args))

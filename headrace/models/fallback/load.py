@@ -29,6 +29,7 @@ from headrace.models.fallback.transformers import ATTENTION, TransformersModel
 from headrace.models.fallback.unread import refuse_unread
 from headrace.models.fallback.verify import verify
 from headrace.models.fallback.waits import waits_for_device
+from headrace.models.registry import in_transformers_words
 from headrace.sources.files import ModelFiles
 from headrace.spec import ForeignSpec
 from headrace.weights.checkpoint import DUMMY_STD
@@ -60,6 +61,7 @@ def describe(config: PretrainedConfig, args: EngineArgs) -> Described:
             reason.
     """
     name = _name(config)
+    config = in_transformers_words(config)
     if getattr(config, "quantization_config", None):
         raise ConfigError(f"{name}: a checkpoint with quantization_config is not run through transformers", "model_impl")
     try:
@@ -91,6 +93,7 @@ def load(described: Described, files: ModelFiles, config: EngineConfig) -> tuple
         ImportError: a library that this takes is not there; says how to install it.
     """
     start = time.perf_counter()
+    files = _translated(files)
     dtype, device = getattr(torch, config.dtype), torch.device(config.device)
     spec = described.spec
     notes: tuple[Decision, ...] = ()
@@ -129,6 +132,10 @@ def load(described: Described, files: ModelFiles, config: EngineConfig) -> tuple
         waits=waits,
     )
     return model, report
+
+
+def _translated(files: ModelFiles) -> ModelFiles:
+    return dataclasses.replace(files, config=in_transformers_words(files.config))
 
 
 def _look_at(config: PretrainedConfig, trusted: bool) -> tuple[PreTrainedModel, Observation]:
@@ -266,7 +273,7 @@ def own_model(files: ModelFiles, trusted: bool, dtype: torch.dtype, device: torc
 
     Raises: as ``load``.
     """
-    model, _ = _read(files, trusted, dtype, device, "eager")
+    model, _ = _read(_translated(files), trusted, dtype, device, "eager")
     model.train(False)
     return model
 

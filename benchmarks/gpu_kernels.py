@@ -95,6 +95,8 @@ class Shape:
     head_dim: int = 128
     v_head_dim: int = 128
     fp8: bool = False
+    longest: int | None = None
+    """The launch is cut up for rows of this length, as captured steps are; for those there are, unless told otherwise."""
 
     @property
     def spec(self) -> AttentionSpec:
@@ -120,7 +122,8 @@ class Shape:
     @property
     def facts(self) -> dict[str, object]:
         kind = "fp8" if self.fp8 else "bf16"
-        return {"shape": f"{self.rows}x{self.length}", "heads": f"{self.head_dim}/{self.v_head_dim}", "kv": kind}
+        cut = {"cut for": self.longest} if self.longest else {}
+        return {"shape": f"{self.rows}x{self.length}", "heads": f"{self.head_dim}/{self.v_head_dim}", "kv": kind, **cut}
 
     @property
     def work(self) -> dict[str, float]:
@@ -169,7 +172,7 @@ class Attention:
             num_rows=shape.rows,
             num_tokens=shape.rows * shape.queries,
             max_queries=shape.queries,
-            max_seq_len=shape.length,
+            max_seq_len=shape.longest or shape.length,
         )
 
     def call(self, tiling: Tiling, cache: LayerCache) -> None:
@@ -199,6 +202,9 @@ DECODE = [
     Shape(8, 4096),
     Shape(1, 4096),
     Shape(1, 300),
+    Shape(1, 300, longest=40_960),
+    Shape(1, 16384, longest=40_960),
+    Shape(8, 400, longest=40_960),
     Shape(16, 16384),
     Shape(256, 1024),
     Shape(64, 4096, head_dim=192),

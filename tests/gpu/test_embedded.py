@@ -150,15 +150,16 @@ def test_fp8_kv_says_nearly_the_same(device: str, dtype: str, report: Callable[[
     the model finds likely with KV in float32."""
     count, length = AMOUNT[device]
     known = reference(count, length)
-    backend = "triton" if device == "cuda" else "reference"
-    with engine(device, dtype, kv_cache_dtype="fp8_e4m3", attention_backend="auto" if device == "cuda" else backend) as llm:
+    asked = {"cuda": "auto", "cpu": "reference"}[device]
+    with engine(device, dtype, kv_cache_dtype="fp8_e4m3", attention_backend=asked) as llm:
         outputs = llm.generate(
             [{"prompt_token_ids": prompt} for prompt in known.prompts], SamplingParams(temperature=0.0, max_tokens=length)
         )
         logprobs = text_logprobs(llm, known.texts)
         backends = {line.backend for line in llm.info.layers}
         bytes_per_token = sum(line.kv_bytes_per_token for line in llm.info.layers)
-    assert backends == {backend}
+    # Long prompts may be FlashInfer's, of bfloat16 alone.
+    assert backends <= {"cuda": {"triton", "flashinfer+triton"}, "cpu": {"reference"}}[device]
     assert bytes_per_token == 30 * 3 * (2 * 64 + 8), "a byte a number, and two scales a head"
     texts = [prompt + output.outputs[0].token_ids for prompt, output in zip(known.prompts, outputs, strict=True)]
     gaps = behind_the_best(texts, [len(output.outputs[0].token_ids) for output in outputs])

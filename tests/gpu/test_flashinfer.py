@@ -11,9 +11,10 @@ import pytest
 from .conftest import CUDA
 from .driver import driving
 from .test_invariants import PLAIN, REQUESTS, WAYS, arguments, close, expected, graphs_ran, null_blocks_are_untouched, together
+from .tiny import EVERY_EXPERT
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("flashinfer") is None, reason="FlashInfer is not installed")
-FAMILIES = ("llama", "qwen3", "windows", "mixture", "latent, full width")
+FAMILIES = ("llama", "qwen3", "windows", EVERY_EXPERT, "latent, full width")
 ASKED = {"attention_backend": "flashinfer", "wait_for_kernels": True}
 
 

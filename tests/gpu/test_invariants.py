@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import random
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -261,12 +261,21 @@ def close(found: Samples, wanted: Samples, bound: float = BOUND, mean: float = M
 
 families = pytest.mark.parametrize("family", FAMILIES)
 ways = pytest.mark.parametrize("way", WAYS)
-CASES = [pytest.param("cuda", family, marks=CUDA.marks) for family in FAMILIES]
+ROUNDED = [EVERY_EXPERT if family == "mixture" else family for family in FAMILIES]
+"""What can be compared in bfloat16: which few experts of many are the best is a matter of rounding there, on a CPU as well."""
 HERE = [("cpu", "groups of 3, width 80"), ("cpu", "latent")]
-on_both = pytest.mark.parametrize(("device", "family"), [*HERE, *CASES])
 
 
-@on_both
+def on_both(of: Iterable[str]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(
+        ("device", "family"), [*HERE, *(pytest.param("cuda", family, marks=CUDA.marks) for family in of)]
+    )
+
+
+in_float32, in_bfloat16 = on_both(FAMILIES), on_both(ROUNDED)
+
+
+@in_float32
 @ways
 def test_float32(family: str, device: str, way: str, folder_of: Callable[[str], Path]) -> None:
     wanted = expected(folder_of(family), device, "float32")
@@ -275,7 +284,7 @@ def test_float32(family: str, device: str, way: str, folder_of: Callable[[str], 
         null_blocks_are_untouched(driver)
 
 
-@on_both
+@in_bfloat16
 @ways
 def test_bfloat16(family: str, device: str, way: str, folder_of: Callable[[str], Path]) -> None:
     if device == "cpu" and way not in ("together", "chunks of 20", "cached, short of blocks"):
@@ -286,7 +295,7 @@ def test_bfloat16(family: str, device: str, way: str, folder_of: Callable[[str],
         null_blocks_are_untouched(driver)
 
 
-@on_both
+@in_float32
 @ways
 def test_plain_float32(family: str, device: str, way: str, folder_of: Callable[[str], Path]) -> None:
     with driving(arguments(folder_of(family), device, "float32", **WAYS[way].args)) as driver:
@@ -295,7 +304,7 @@ def test_plain_float32(family: str, device: str, way: str, folder_of: Callable[[
         graphs_ran(driver, device, way)
 
 
-@on_both
+@in_bfloat16
 @ways
 def test_plain_bfloat16(family: str, device: str, way: str, folder_of: Callable[[str], Path]) -> None:
     """Greedy tokens are as good as the best ones, by float32's account of the same text."""
@@ -393,11 +402,10 @@ def test_both_devices_agree_in_float32(family: str, device: str, folder_of: Call
     ("device", "family"),
     [
         *(("cpu", family) for family in ("latent", EVERY_EXPERT)),
-        *(pytest.param("cuda", EVERY_EXPERT if family == "mixture" else family, marks=CUDA.marks) for family in FAMILIES),
+        *(pytest.param("cuda", family, marks=CUDA.marks) for family in ROUNDED),
     ],
 )
 def test_bfloat16_is_near_float32(family: str, device: str, folder_of: Callable[[str], Path]) -> None:
-    """Which few experts of many are the best is a matter of rounding, on a CPU as well: what can be compared has them all."""
     close(expected(folder_of(family), device, "bfloat16"), expected(folder_of(family), "cpu", "float32"))
 
 

@@ -1,7 +1,8 @@
 """A server's engine under random traffic, in its own process: every request is answered, nothing leaks, and what a request
 gets does not depend on who else is there.
 
-SOAK_REQUESTS says how many: 10,000 on a GPU and 200 on a CPU unless told otherwise.
+SOAK_REQUESTS says how many: 10,000 on a GPU and 200 on a CPU unless told otherwise. Whatever else runs on the GPU meanwhile
+must not take memory: what leaks is seen by the device's own account.
 """
 
 from __future__ import annotations

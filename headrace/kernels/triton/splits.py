@@ -13,19 +13,22 @@ from headrace.kernels.triton.pdl import begin as begin_launch
 from headrace.kernels.triton.pdl import options
 from headrace.kernels.triton.tiling import Tiling, partial_size
 
-_MERGED_CHANNELS = 128
-"""Of one program of the merge."""
+_MERGED_CHANNELS, _MERGED_SPLITS = 128, 128
+"""Of one program of the merge: channels, and splits at a time."""
+_MERGED_AT_ONCE = 4096
+"""Numbers that a program has in registers."""
 
 
 @triton.jit(do_not_specialize=["splits"])
 def _merge(
-    partial, lse, out, splits, DV: tl.constexpr, BLOCK: tl.constexpr, SPLITS_P: tl.constexpr, ORDERED: tl.constexpr,
-    PDL: tl.constexpr
+    partial, lse, out, splits, DV: tl.constexpr, BLOCK: tl.constexpr, SPLITS_P: tl.constexpr, AT_ONCE: tl.constexpr,
+    ORDERED: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """Weighs the splits of one (token, head) by their softmax mass, for a block of channels.
 
-    A split whose mass is 0 may hold anything. ``ORDERED``: sums one by one, so that empty splits at the end do not change
-    the order of the others.
+    A split whose mass is 0 may hold anything. A graph has splits for the longest rows there may be, and short ones leave most
+    of them empty: what is behind the last that has a mass is not looked at. ``ORDERED``: sums one by one, so that empty
+    splits do not change the order of the others.
     """
     begin_launch(PDL)
     place = tl.program_id(0).to(tl.int64)
@@ -35,10 +38,11 @@ def _merge(
     mass = tl.load(lse + place * splits + s, mask=s < splits, other=float("-inf"))
     pivot = tl.max(mass, 0)
     pivot = tl.where(pivot == float("-inf"), 0.0, pivot)
+    filled = tl.max(tl.where(mass == float("-inf"), 0, s + 1), 0)
     base = partial + place * splits * DV + channel
+    merged = tl.zeros([BLOCK], tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
     if ORDERED:
-        merged = tl.zeros([BLOCK], tl.float32)
-        total = tl.zeros([BLOCK], tl.float32)
         for split in range(splits):
             # The same number for each channel: blocks of one shape can be masks for each other.
             weight = tl.exp2(tl.load(lse + place * splits + split + 0 * channel) - pivot)
@@ -46,10 +50,13 @@ def _merge(
             merged += weight * part
             total += weight
     else:
-        weights = tl.exp2(mass - pivot)
-        parts = tl.load(base[None, :] + s[:, None] * DV, mask=present[None, :] & (weights > 0.0)[:, None], other=0.0)
-        merged = tl.sum(parts * weights[:, None], 0)
-        total = tl.sum(weights, 0)
+        for first in range(0, filled, AT_ONCE):
+            split = first + tl.arange(0, AT_ONCE)
+            weights = tl.exp2(tl.load(lse + place * splits + split, mask=split < splits, other=float("-inf")) - pivot)
+            wanted = present[None, :] & (weights > 0.0)[:, None]
+            parts = tl.load(base[None, :] + split[:, None] * DV, mask=wanted, other=0.0)
+            merged += tl.sum(parts * weights[:, None], 0)
+            total += tl.sum(weights, 0)
     merged = merged / tl.where(total == 0.0, 1.0, total)
     tl.store(out + place * DV + channel, merged.to(out.dtype.element_ty), mask=present)
 
@@ -70,9 +77,11 @@ def partials(
 def merge(partial: torch.Tensor, lse: torch.Tensor, out: torch.Tensor, tiling: Tiling) -> None:
     """Fills ``out [tokens, H, dv]`` from what ``partials`` gave and the splits filled."""
     num_tokens, num_heads, v_head_dim = out.shape
-    block = min(_MERGED_CHANNELS, triton.next_power_of_2(v_head_dim))
+    splits = triton.next_power_of_2(tiling.splits)
+    at_once = min(splits, _MERGED_SPLITS)
+    block = min(_MERGED_CHANNELS, triton.next_power_of_2(v_head_dim), _MERGED_AT_ONCE // at_once)
     _merge[(num_tokens * num_heads, triton.cdiv(v_head_dim, block))](
         partial, lse, out, tiling.splits,
-        DV=v_head_dim, BLOCK=block, SPLITS_P=triton.next_power_of_2(tiling.splits), ORDERED=tiling.invariant,
+        DV=v_head_dim, BLOCK=block, SPLITS_P=splits, AT_ONCE=at_once, ORDERED=tiling.invariant,
         **options(out.device),
     )  # fmt: skip

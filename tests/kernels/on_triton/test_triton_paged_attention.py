@@ -257,6 +257,12 @@ def test_more_splits_than_keys(splits: int, device: torch.device) -> None:
     assert torch.equal(got[3], torch.zeros_like(got[3]))
 
 
+def test_more_splits_than_are_merged_at_once(device: torch.device) -> None:
+    """Of 300 splits the long row fills 150, the short one 2."""
+    made = problem([(1, 2400), (1, 30)], group=2, head_dim=16, block_size=16, sinks=True)
+    made.check(device, dataclasses.replace(FEW, block_q=1, heads=2, splits=300), single=True)
+
+
 def test_a_workspace_may_hold_anything(device: torch.device) -> None:
     made = problem(DECODE)
     tiling = dataclasses.replace(FEW, splits=4)

@@ -19,10 +19,14 @@ from transformers.models.codegen.modeling_codegen import CodeGenAttention
 from transformers.models.gpt_neox_japanese.modeling_gpt_neox_japanese import GPTNeoXJapaneseAttention
 from transformers.models.gptj.modeling_gptj import GPTJAttention
 
+from headrace.models.fallback.rewritten import FORWARDS
+
 
 def call_interface(model: PreTrainedModel) -> None:
-    """Has the modules of ``model`` that attend in a method of their own call what the configuration asks for."""
+    """Has the modules of ``model`` that attend by themselves call what the configuration asks for, where it is known how."""
     for module in model.modules():
+        if type(module) in FORWARDS:
+            module.forward = functools.partial(FORWARDS[type(module)], model.config, module)
         if type(module) in (CodeGenAttention, GPTJAttention, GPTNeoXJapaneseAttention):
             own: Callable[..., Any] = type(module)._attn  # type: ignore[attr-defined]
             module._attn = functools.partial(_through_interface, model.config, module, own)  # type: ignore[assignment]

@@ -37,6 +37,8 @@ from headrace.weights.report import LoadReport, WeightMemory
 
 _CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx", "seq_length")
 """Where configurations say how long a context may be."""
+_OWN = "eager"
+"""The attention implementation that every model of transformers has."""
 _FEW = 13
 """Tokens that any model takes."""
 _INSTALL = "pip install 'accelerate>=1.2'"
@@ -188,16 +190,12 @@ def _build(config: PretrainedConfig, trusted: bool, implementation: str, dtype: 
 
 
 def _with_attention(implementation: str, build: Callable[[str], PreTrainedModel]) -> PreTrainedModel:
-    """What ``build`` makes of the name of an attention implementation, calling that one.
-
-    Raises:
-        KeyError: its attention is chosen from classes of its own.
-    """
+    """What ``build`` makes of the name of an attention implementation of ours, calling that one."""
     try:
         model = build(implementation)
     except KeyError:
-        # Classes for each implementation; those for this one may call the interface when they are shown how.
-        model = build("eager")
+        # It has a class for each that it knows. The plain one may call the interface when it is shown how.
+        model = build(_OWN)
         set_implementation(model, implementation)
     call_interface(model)
     return model
@@ -215,8 +213,6 @@ def _skeleton(config: PretrainedConfig, trusted: bool, dtype: torch.dtype) -> Pr
         # Those too that are made without asking for torch's default device.
         nn.Module.to(model, "meta")
         return model
-    except KeyError as error:
-        raise Refusal(f"its attention is chosen from classes of its own: there is none for {error}") from error
     except ConfigError:
         raise
     except Exception as error:
@@ -273,7 +269,7 @@ def own_model(files: ModelFiles, trusted: bool, dtype: torch.dtype, device: torc
 
     Raises: as ``load``.
     """
-    model, _ = _read(_translated(files), trusted, dtype, device, "eager")
+    model, _ = _read(_translated(files), trusted, dtype, device, _OWN)
     model.train(False)
     return model
 
@@ -306,7 +302,7 @@ def _read(
         return model
 
     with _without_bars():
-        model = _with_attention(attention, read)
+        model = read(attention) if attention == _OWN else _with_attention(attention, read)
     return model, _judge(infos[-1])
 
 

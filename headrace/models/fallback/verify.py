@@ -6,6 +6,7 @@ that nobody here has ever seen, code from a checkpoint among them.
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -20,6 +21,7 @@ from headrace.config import Decision
 from headrace.models.fallback.layout import TRANSFORMERS, TRANSFORMERS_OUT
 from headrace.models.fallback.observe import KNOWN
 from headrace.models.fallback.refusal import Refusal
+from headrace.models.fallback.rewritten import FORWARDS
 from headrace.models.fallback.transformers import Attend, TransformersModel
 from headrace.spec import AttentionSpec
 
@@ -52,6 +54,7 @@ def verify(model: TransformersModel, longest: int) -> tuple[Decision, ...]:
     _positions_are_given(model)
     _positions_are_apart(model, longest)
     _ids_are_apart(model)
+    _rewritten_as_they_were(model)
     return _attention_is_attention(model)
 
 
@@ -226,6 +229,53 @@ def _rows_of_modules(model: TransformersModel) -> Iterator[list[tuple[str, str, 
             handle.remove()
 
 
+def _rewritten_as_they_were(model: TransformersModel) -> None:
+    """Forward passes that were written again, with attention by the formula, make what the modules' own make."""
+    given: dict[nn.Module, dict[str, Any]] = {}
+
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        named = inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments
+        given[module] = {name: value for name, value in named.items() if name not in ("self", "kwargs")} | named.get(
+            "kwargs", {}
+        )
+
+    rewritten = [module for module in model.calls.modules if type(module) in FORWARDS]
+    handles = [module.register_forward_pre_hook(note, with_kwargs=True) for module in rewritten]
+    try:
+        with model.calls.through(own_values(model)):
+            run(model, torch.zeros(TOKENS, dtype=torch.int64), torch.arange(TOKENS))
+    finally:
+        for handle in handles:
+            handle.remove()
+
+    def attend(index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
+        out = _attention(q[0].float(), k[0].float(), v[0].float(), model.spec.layers[index], None)
+        return out.transpose(0, 1)[None].to(q.dtype)
+
+    for index, module in enumerate(model.calls.modules):
+        if module not in given:
+            continue
+        hidden = given[module]["hidden_states"]
+        drawn = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(index)).to(hidden)
+        arguments = given[module] | {"hidden_states": drawn, "attention_mask": None}
+        with model.calls.through(attend), model.calls.at(index):
+            ours = module(**arguments)[0]
+        mask = _causal(drawn.dtype, drawn.device)
+        theirs = type(module).forward(module, **arguments | {"attention_mask": mask})[0]
+        off = (ours - theirs).abs().amax().float()
+        if bool((off > _NEAR.get(model.dtype, 0.05) * theirs.abs().amax()).item()):
+            raise Refusal(
+                f"a {type(module).__name__} is not what it is taken for: written again, it makes something else "
+                f"(off by {float(off):.2g})",
+                f"layer {index}",
+            )
+
+
+def _causal(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """``[1, 1, T, T]``, to be added to logits."""
+    return torch.full((TOKENS, TOKENS), torch.finfo(dtype).min, dtype=dtype, device=device).triu(1)[None, None]
+
+
 def _attention_is_attention(model: TransformersModel) -> tuple[Decision, ...]:
     """The model's own attention function computes what the layer's spec says, in every layer.
 
@@ -247,6 +297,8 @@ def _attention_is_attention(model: TransformersModel) -> tuple[Decision, ...]:
         run(model, torch.zeros(TOKENS, dtype=torch.int64), torch.arange(TOKENS))
     unknown: dict[str, list[int]] = {}
     for index, (module, spec) in enumerate(zip(model.calls.modules, model.spec.layers, strict=True)):
+        if type(module) in FORWARDS:
+            continue
         why = _same_attention(model, module, functions[index], spec, asked[index])
         if why:
             _nothing_unknown(module, spec, asked[index], why)
@@ -309,9 +361,8 @@ def _same_attention(
         draw(spec.num_kv_heads, spec.head_dim),
         draw(spec.num_kv_heads, spec.v_head_dim),
     )
-    mask = torch.full((TOKENS, TOKENS), torch.finfo(dtype).min, dtype=dtype, device=device).triu(1)[None, None]
     try:
-        out = function(module, q, k, v, mask, **arguments)[0]
+        out = function(module, q, k, v, _causal(dtype, device), **arguments)[0]
         found = out.float().reshape(TOKENS, spec.num_heads, spec.v_head_dim).transpose(0, 1)
     except Exception as error:
         text = " ".join(str(error).split())[:200]

@@ -1,0 +1,95 @@
+"""Attention modules of transformers that attend in the midst of their forward pass, written again to call the interface.
+
+Some older families never got to call it. What these modules hold and how their projections are laid out is theirs; between
+the projections stands one call. Whether such a pass makes what the module's own makes is tried when a model is loaded
+(``verify.py``).
+A case that is not written here runs as the family has it, and so is refused for attending by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.falcon.modeling_falcon import FalconAttention, apply_rotary_pos_emb
+from transformers.models.megatron_bert.modeling_megatron_bert import MegatronBertSelfAttention
+from transformers.models.mvp.modeling_mvp import MvpAttention
+from transformers.models.rembert.modeling_rembert import RemBertSelfAttention
+from transformers.models.trocr.modeling_trocr import TrOCRAttention
+from transformers.models.xglm.modeling_xglm import XGLMAttention
+
+Result = tuple[torch.Tensor, None]
+"""``[1, T, hidden]``, and no weights."""
+
+
+def _attend(
+    config: Any, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+) -> torch.Tensor:
+    """``[1, heads, T, width]`` each -> ``[1, T, heads * width]``, scaled by the width of the queries."""
+    attend = ALL_ATTENTION_FUNCTIONS[config._attn_implementation]
+    out: torch.Tensor = attend(module, q, k, v, mask, scaling=q.shape[-1] ** -0.5)[0]
+    return out.flatten(2)
+
+
+def _heads(projected: torch.Tensor, width: int) -> torch.Tensor:
+    """``[1, T, heads * width] -> [1, heads, T, width]``"""
+    return projected.view(*projected.shape[:-1], -1, width).transpose(1, 2)
+
+
+def _projected(
+    config: Any, module: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **rest: Any
+) -> Result:
+    """BART's old way: q_proj, k_proj, v_proj, out_proj."""
+    if rest.get("key_value_states") is not None or rest.get("attn_prompt") is not None:
+        return type(module).forward(module, hidden_states, attention_mask=attention_mask, **rest)  # type: ignore[no-any-return]
+    q, k, v = (_heads(part(hidden_states), module.head_dim) for part in (module.q_proj, module.k_proj, module.v_proj))
+    return module.out_proj(_attend(config, module, q, k, v, attention_mask)), None
+
+
+def _queried(
+    config: Any, module: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, *args: Any, **rest: Any
+) -> Result:
+    """BERT's old way: query, key, value; what follows is another module's."""
+    if (args and args[0] is not None) or rest.get("encoder_hidden_states") is not None:
+        return type(module).forward(module, hidden_states, attention_mask, *args, **rest)  # type: ignore[no-any-return]
+    parts = (module.query, module.key, module.value)
+    q, k, v = (_heads(part(hidden_states), module.attention_head_size) for part in parts)
+    return _attend(config, module, q, k, v, attention_mask), None
+
+
+def _falcon(
+    config: Any,
+    module: Any,
+    hidden_states: torch.Tensor,
+    alibi: torch.Tensor | None,
+    attention_mask: torch.Tensor | None,
+    *,
+    position_embeddings: Any = None,
+    **rest: Any,
+) -> Result:
+    """Rotary Falcon. Newer ones repeat each key and value for the heads of its group: here it is one head again."""
+    if alibi is not None:
+        given = rest | {"position_embeddings": position_embeddings}
+        return type(module).forward(module, hidden_states, alibi, attention_mask, **given)  # type: ignore[no-any-return]
+    # [1, T, heads, width]
+    q, k, v = module._split_heads(module.query_key_value(hidden_states))
+    if module.new_decoder_architecture:
+        group = module.num_heads // module.num_kv_heads
+        k, v = k[:, :, ::group], v[:, :, ::group]
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    q, k = apply_rotary_pos_emb(q, k, *position_embeddings)  # type: ignore[no-untyped-call]
+    return module.dense(_attend(config, module, q, k, v, attention_mask)), None
+
+
+FORWARDS: dict[type[nn.Module], Callable[..., Result]] = {
+    FalconAttention: _falcon,
+    MegatronBertSelfAttention: _queried,
+    MvpAttention: _projected,
+    RemBertSelfAttention: _queried,
+    TrOCRAttention: _projected,
+    XGLMAttention: _projected,
+}
+"""Class of a module -> (the model's configuration, the module, its arguments) -> its result."""

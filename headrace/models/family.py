@@ -29,6 +29,8 @@ class Family:
     decoder: type[Decoder] = Decoder
     names: Callable[[Decoder], NameTable] = decoder_names
     """The checkpoint names of a model that was built; it may lie on the meta device."""
+    unused: tuple[str, ...] = ()
+    """Fields that change other models, which its published configurations have and nothing of it uses."""
     in_transformers_words: Callable[[PretrainedConfig], PretrainedConfig] | None = None
     """A copy of a configuration that says in the fields that transformers' own module reads what the published one says in
     others; None: it reads the published ones. Raises ConfigError as ``model_spec`` does."""

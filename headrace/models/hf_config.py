@@ -14,7 +14,7 @@ from headrace.layers.rotary import frequencies
 from headrace.spec import AttentionSpec, DenseSpec, MlpSpec, ModelSpec, RopeSpec
 from headrace.spec.whole import is_whole
 
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention_chunk_size": (None,),
     "attention_multiplier": (None,),
     "attn_logit_softcapping": (None,),
@@ -160,9 +160,9 @@ def refuse_unknown_maths(config: PretrainedConfig, reads: Collection[str] = ()) 
     """Raises ConfigError for fields that change what the model computes and that nobody reads.
 
     Args:
-        reads: those of ``_NEUTRAL`` that the family does read.
+        reads: those of ``NEUTRAL`` that the family does read.
     """
-    for name, neutral in _NEUTRAL.items():
+    for name, neutral in NEUTRAL.items():
         if name in reads:
             continue
         for layer, value in enumerate(per_layer(config, name)):

@@ -24,6 +24,7 @@ from headrace.weights.names import NameTable
 ARCHITECTURE = "MiMoV2FlashForCausalLM"
 _ROTATED = 0.334
 """Of a head's channels, where a config does not say."""
+_UNUSED = ("attention_chunk_size",)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,8 +77,7 @@ def model_spec(config: PretrainedConfig) -> MimoSpec:
         ARCHITECTURE,
         layers,
         mixed_specs(config, moe, lambda layer: kinds[layer] == "sparse"),
-        # Published with a chunk size that nothing of it uses.
-        reads=("partial_rotary_factor", "attention_chunk_size"),
+        reads=("partial_rotary_factor", *_UNUSED),
         kind=MimoSpec,
         attention_bias=bool(uniform(config, "attention_bias", False)),
         value_scale=number(config, "attention_value_scale", 1.0),
@@ -159,5 +159,6 @@ FAMILY = Family(
     model_spec=model_spec,
     decoder=MimoDecoder,
     names=names,
+    unused=_UNUSED,
     in_transformers_words=in_transformers_words,
 )

@@ -26,6 +26,9 @@ LLAMA: dict[str, Any] = {
 }
 MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None}
 GRANITE = {"architectures": ["GraniteForCausalLM"], "model_type": "granite"}
+OLMO = {"architectures": ["OlmoForCausalLM"], "model_type": "olmo"}
+GLM = {"architectures": ["GlmForCausalLM"], "model_type": "glm", "head_dim": 8, "pad_token_id": 0}
+SMOLLM3 = {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "pad_token_id": 0}
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 8}
 GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "head_dim": 8}
 ERNIE = {
@@ -102,6 +105,28 @@ def test_contradictions_are_refused_whoever_builds_the_model(
         (GRANITE | {HEADS: [6, 2, 1]}, HEADS),
         (GRANITE | {"v_head_dim": 4}, "v_head_dim"),
         (QWEN3 | {"attn_output_gate": True}, "attn_output_gate"),
+        *(
+            (changes | {"model_impl": impl}, field)
+            for impl in ("auto", "transformers")
+            for changes, field in [
+                ({"clip_qkv": 8.0}, "clip_qkv"),
+                ({"attention_multiplier": 0.5}, "attention_multiplier"),
+                ({"embedding_multiplier": 12.0}, "embedding_multiplier"),
+                ({"residual_multiplier": 0.2}, "residual_multiplier"),
+                ({"logits_scaling": 8.0}, "logits_scaling"),
+                ({"logit_scale": 0.0625}, "logit_scale"),
+                ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+                ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+                ({"attention_chunk_size": 16}, "attention_chunk_size"),
+                ({"no_rope_layers": [1, 0, 1]}, "no_rope_layers"),
+                ({"use_mrope": True}, "use_mrope"),
+                ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+                (QWEN3 | {"clip_qkv": 8.0}, "clip_qkv"),
+            ]
+        ),
+        (GRANITE | {"clip_qkv": 8.0}, "clip_qkv"),
+        (OLMO | {"attention_multiplier": 0.5}, "attention_multiplier"),
+        ({"hidden_act": "relu2", "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     ],
 )
 def test_what_transformers_would_not_read_is_refused_by_its_name(changes: dict[str, Any], field: str, tmp_path: Path) -> None:
@@ -114,8 +139,25 @@ def test_what_transformers_would_not_read_is_refused_by_its_name(changes: dict[s
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {HEADS: [2, 2, 2]}, {"v_head_dim": 8}, {"intermediate_size_list": [80] * 3}, DEEPSEEK, ERNIE, GRANITE],
-    ids=["plain", "same-heads", "same-values", "same-width", "latent", "experts", "granite"],
+    [
+        {},
+        {HEADS: [2, 2, 2]},
+        {"v_head_dim": 8},
+        {"intermediate_size_list": [80] * 3},
+        DEEPSEEK,
+        ERNIE,
+        GRANITE,
+        GRANITE
+        | {"attention_multiplier": 0.5, "embedding_multiplier": 12.0, "residual_multiplier": 0.2, "logits_scaling": 8.0},
+        OLMO | {"clip_qkv": 8.0},
+        GLM | {"partial_rotary_factor": 0.5},
+        SMOLLM3 | {"no_rope_layers": [1, 0, 1]},
+        {"clip_qkv": None, "attention_multiplier": None, "logit_scale": 1, "use_mrope": False, "pretraining_tp": 2},
+    ],
+    ids=[
+        *("plain", "same-heads", "same-values", "same-width", "latent", "experts", "granite", "multipliers", "clipped"),
+        *("rotated-in-part", "rotated-in-some-layers", "neutral"),
+    ],
 )
 def test_what_transformers_does_as_said_runs(changes: dict[str, Any], tmp_path: Path) -> None:
     assert chosen(tmp_path, "transformers", **changes).decisions[0].value == "transformers"

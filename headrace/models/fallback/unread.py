@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from headrace.errors import ConfigError
+from headrace.models import registry
+from headrace.models.fallback.mentions import mentioned_by
 from headrace.models.fallback.observe import Observation
+from headrace.models.hf_config import NEUTRAL
 
 _SEEN = {
     "num_attention_heads": "num_heads",
@@ -25,10 +29,15 @@ _SEEN = {
 }
 """Fields of configurations -> what of an AttentionSpec shows whether a layer has that value."""
 _LIST = "_list"
+_ELSEWHERE = ("attn_output_gate", "pretraining_tp")
+"""Of ``NEUTRAL``: what is looked at above, and what says in how many pieces a product is computed, which changes nothing."""
+_HELPERS = {"attention_chunk_size": "create_chunked_causal_mask"}
+"""Fields that functions of the library read for a model -> the function that it then uses."""
 
 
 def refuse_unread(config: PretrainedConfig, model: PreTrainedModel, seen: Observation) -> None:
-    """Refuses ``<field>_list``, ``v_head_dim`` and ``attn_output_gate`` where the model does not do as they say.
+    """Refuses ``<field>_list``, ``v_head_dim``, ``attn_output_gate`` and what else changes the maths of a decoder where the
+    model does not do as they say.
 
     Args:
         model: as the library built it from ``config``.
@@ -42,6 +51,7 @@ def refuse_unread(config: PretrainedConfig, model: PreTrainedModel, seen: Observ
             _check_list(part, field, seen)
         _check_values(part, seen)
         _check_gate(part, model, seen)
+        _check_maths(part, model)
 
 
 def _refusal(config: PretrainedConfig, field: str) -> ConfigError:
@@ -87,6 +97,30 @@ def _check_gate(config: PretrainedConfig, model: PreTrainedModel, seen: Observat
         beside = call.spec.num_heads * (call.spec.head_dim + call.spec.v_head_dim)
         if not any("gate" in name or (name == "q_proj" and width == beside) for name, width in widths.items()):
             raise _refusal(config, field)
+
+
+def _check_maths(config: PretrainedConfig, model: PreTrainedModel) -> None:
+    """Fields that make another model wherever they are read must be read by this one."""
+    family = registry.find(config)
+    unused = _ELSEWHERE if family is None else (*_ELSEWHERE, *family.unused)
+    for field, neutral in NEUTRAL.items():
+        if field in unused or all(value in neutral for value in _values(config, field)):
+            continue
+        if not mentioned_by(config, model) & {field, _HELPERS.get(field, field)}:
+            raise _refusal(config, field)
+
+
+def _values(config: PretrainedConfig, field: str) -> Iterator[Any]:
+    """All that a configuration says of a field, for whichever layers."""
+    for one in config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]:
+        value = vars(one).get(field)
+        yield from value if isinstance(value, list | tuple) else [value]
+        if field == "partial_rotary_factor":
+            ropes = vars(one).get("rope_parameters") or {}
+            for rope in [ropes, *ropes.values()]:
+                # Those of other kinds are made by the library's own functions for each, which read it.
+                if isinstance(rope, dict) and rope.get("rope_type", "default") == "default":
+                    yield rope.get(field)
 
 
 def _declares(config: PretrainedConfig, field: str) -> bool:

@@ -19,6 +19,8 @@ from headrace.errors import ConfigError, EngineError
 from headrace.weights.names import Part
 
 PROMPT = list(range(40, 90))
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, needs_cuda])
 K_PROJ = "model.layers.1.self_attn.k_proj.weight"
 Weights = dict[str, torch.Tensor]
 
@@ -40,7 +42,8 @@ def weights_of(folder: Path) -> Weights:
 
 @pytest.fixture(scope="module")
 def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("old"))
+    # A width that attention kernels of GPUs know, so that steps are captured there.
+    return write_model(tmp_path_factory.mktemp("old"), head_dim=64)
 
 
 def changed(old: Path, folder: Path, change: Callable[[Weights], Weights]) -> Path:
@@ -62,9 +65,10 @@ def new(old: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return changed(old, tmp_path_factory.mktemp("new"), noisy)
 
 
+@pytest.mark.parametrize("device", ["cpu", CUDA])
 @pytest.mark.parametrize("implementation", ["native", "transformers"])
-def test_an_updated_engine_is_a_fresh_one(old: Path, new: Path, implementation: Any) -> None:
-    llm, fresh = (build(folder, model_impl=implementation) for folder in (old, new))
+def test_an_updated_engine_is_a_fresh_one(old: Path, new: Path, implementation: Any, device: str) -> None:
+    llm, fresh = (build(folder, model_impl=implementation, device=device) for folder in (old, new))
     before = tokens_of(llm)
     assert tokens_of(llm) == before
     hits = llm.stats.prefix_hit_tokens
@@ -85,7 +89,7 @@ def test_an_updated_engine_is_a_fresh_one(old: Path, new: Path, implementation: 
 @pytest.mark.parametrize("implementation", ["native", "transformers"])
 def test_some_weights_alone(old: Path, tmp_path: Path, implementation: Any) -> None:
     """A part of a fused matrix; in another dtype, and as pairs."""
-    value = (3 * torch.randn(32, 64, generator=torch.Generator().manual_seed(2))).bfloat16()
+    value = (3 * torch.randn(128, 64, generator=torch.Generator().manual_seed(2))).bfloat16()
     mixed = changed(old, tmp_path / "mixed", lambda weights: weights | {K_PROJ: value.float()})
     llm = build(old, model_impl=implementation)
     assert llm.update_weights([(K_PROJ, value)]) == 1
@@ -101,12 +105,12 @@ def llm(old: Path) -> LLM:
     ("value", "match"),
     [
         ({"model.layers.9.mlp.up_proj.weight": torch.zeros(128, 64)}, r"has no weight model\.layers\.9"),
-        ({K_PROJ: torch.zeros(32, 63)}, r"k_proj\.weight has the shape \[32, 64\], the update \[32, 63\]"),
-        ({K_PROJ: torch.zeros(32, 64, dtype=torch.int64)}, r"k_proj\.weight is int64, and must be one of float64, float32"),
-        ({K_PROJ: torch.zeros(32, 64, dtype=torch.float8_e4m3fn)}, r"k_proj\.weight is float8_e4m3fn"),
-        ({K_PROJ: torch.zeros(32, 64, device="meta")}, r"k_proj\.weight must be a tensor with values"),
+        ({K_PROJ: torch.zeros(128, 63)}, r"k_proj\.weight has the shape \[128, 64\], the update \[128, 63\]"),
+        ({K_PROJ: torch.zeros(128, 64, dtype=torch.int64)}, r"k_proj\.weight is int64, and must be one of float64, float32"),
+        ({K_PROJ: torch.zeros(128, 64, dtype=torch.float8_e4m3fn)}, r"k_proj\.weight is float8_e4m3fn"),
+        ({K_PROJ: torch.zeros(128, 64, device="meta")}, r"k_proj\.weight must be a tensor with values"),
         ({K_PROJ: [0.0]}, r"k_proj\.weight must be a tensor with values, not list"),
-        ([(K_PROJ, torch.zeros(32, 64)), (K_PROJ, torch.zeros(32, 64))], r"k_proj\.weight is given twice"),
+        ([(K_PROJ, torch.zeros(128, 64)), (K_PROJ, torch.zeros(128, 64))], r"k_proj\.weight is given twice"),
     ],
 )
 def test_what_is_refused_changes_nothing(llm: LLM, value: Any, match: str) -> None:

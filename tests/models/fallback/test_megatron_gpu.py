@@ -99,6 +99,18 @@ def test_as_megatron_itself(kind: str, dtype: torch.dtype) -> None:
     assert (graphs == ["none"]) == ("experts" in kind)
 
 
+@pytest.mark.parametrize("dtype", BOUNDS)
+def test_parity_is_with_megatrons_own_forward(dtype: torch.dtype) -> None:
+    """In 16 bits that is the measure of rounding, and its modules in float32 are what is right."""
+    model = small.gpt(device="cuda", dtype=dtype, bf16=dtype is torch.bfloat16, **WIDE)
+    parity = engine(model).parity()
+    exact = dtype is torch.float32
+    assert parity.reference == f"Megatron's {'own forward' if exact else 'modules, eager attention'}, float32"
+    assert [line.name for line in parity.lines] == [*([] if exact else ["Megatron's own forward"]), "megatron"]
+    assert not parity.lines[-1].diverging
+    assert parity.passed if not exact else parity.lines[-1].max_error <= BOUNDS[dtype][0]
+
+
 def test_graphs_that_were_captured_read_the_weights_of_today() -> None:
     model = small.gpt(device="cuda", **WIDE)
     llm = engine(model)

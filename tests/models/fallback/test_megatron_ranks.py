@@ -15,7 +15,7 @@ from headrace import LLM, SamplingParams
 from headrace.errors import ConfigError, RequestError
 
 from . import megatron_models as small
-from .test_megatron import PROMPTS, assert_same_every_way, eager, engine, tokens_of
+from .test_megatron import PROMPTS, assert_same, assert_same_every_way, eager, engine, tokens_of
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed: pip install 'headrace[megatron]'")
 
@@ -59,6 +59,29 @@ def weights_of_one_changed(rank: int) -> None:
     assert llm.stats.prefix_hit_tokens > hits
 
 
+def updates_of_each_part(rank: int) -> None:
+    """Each has its part of the new weights; what one refuses is written in neither."""
+    model, other = small.gpt(), small.gpt(seed=1)
+    llm = engine(model)
+    name, norm = "decoder.layers.0.self_attention.linear_qkv.weight", "decoder.final_layernorm.weight"
+    value = model.get_parameter(norm).detach().clone()
+    whole = torch.zeros(model.get_parameter(name).shape[0] + rank, 32)
+    with pytest.raises(ConfigError, match="has the shape" if rank else "was refused in another process"):
+        llm.update_weights({norm: 2 * value, name: whole})
+    assert torch.equal(model.get_parameter(norm), value)
+    llm.update_weights(other.named_parameters())
+    assert_same(llm, eager(other), PROMPTS[:1])
+
+
+def parity_is_the_same_in_both(rank: int) -> None:
+    for model in (small.gpt(num_query_groups=1), small.gpt(dtype=torch.bfloat16, bf16=True, std=0.1)):
+        parity = engine(model).parity()
+        assert parity.passed, parity
+        both: list[Any] = [None, None]
+        torch.distributed.all_gather_object(both, parity)
+        assert both[0] == both[1]
+
+
 def other_prompts_are_refused_in_both(rank: int) -> None:
     llm = engine(small.gpt())
     with pytest.raises(RequestError, match="must all be given the same prompts"):
@@ -97,6 +120,8 @@ CHECKS: list[Callable[[int], None]] = [
     one_kv_head_for_both,
     random_tokens_are_the_same,
     weights_of_one_changed,
+    updates_of_each_part,
+    parity_is_the_same_in_both,
     other_prompts_are_refused_in_both,
     other_arguments_are_refused_in_both,
     memory_is_what_the_poorer_has,

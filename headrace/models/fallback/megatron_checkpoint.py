@@ -21,7 +21,12 @@ import torch
 from headrace.config import Decision, EngineArgs, EngineConfig
 from headrace.errors import ConfigError
 from headrace.models.fallback.megatron import MegatronModel
-from headrace.models.fallback.megatron_describe import MegatronDescription, describe_megatron, import_megatron
+from headrace.models.fallback.megatron_describe import (
+    MegatronDescription,
+    check_routers,
+    describe_megatron,
+    import_megatron,
+)
 from headrace.models.fallback.refusal import Refusal
 from headrace.sources.files import ModelFiles
 from headrace.sources.megatron import COMMON, MegatronFiles, find_megatron
@@ -105,13 +110,21 @@ def stored_megatron(args: EngineArgs, files: ModelFiles, why: str) -> StoredMega
     with _quiet(), torch.device("meta"):
         model = _build(arguments, checkpoint, dtype, torch.device("cpu"))
     spec = _described(model, arguments).spec
+    if args.device == "cpu" or not torch.cuda.is_available():
+        with _as_error(model):
+            check_routers(model, torch.device("cpu"))
     return StoredMegatron(checkpoint, arguments, spec, (Decision("model_impl", "megatron", why),))
 
 
 def _described(model: Any, arguments: argparse.Namespace) -> MegatronDescription:
-    num_tokens = getattr(arguments, "vocab_size", None)
+    with _as_error(model):
+        return describe_megatron(model, num_tokens=getattr(arguments, "vocab_size", None))
+
+
+@contextlib.contextmanager
+def _as_error(model: Any) -> Iterator[None]:
     try:
-        return describe_megatron(model, num_tokens=num_tokens)
+        yield
     except Refusal as refusal:
         raise refusal.as_error(type(model).__name__, "Megatron") from refusal
 

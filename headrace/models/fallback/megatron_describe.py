@@ -122,7 +122,7 @@ def describe_megatron(model: Any, config: Any = None, num_tokens: int | None = N
     if len(devices) != 1:
         raise Refusal(f"its weights are on {' and '.join(sorted(map(str, devices)))}")
     (device,) = devices
-    _check_routers(model, device)
+    check_routers(model, device)
     layers = _layers(model, device)
     dtype = _dtype(model)
     spec = ForeignSpec(
@@ -170,7 +170,7 @@ def _check_whole(owner: Any, name: str, path: str, least: int = 0) -> None:
         raise Refusal(f"{name} {given}, and must be a whole number of at least {least}", path)
 
 
-def _check_routers(model: Any, device: torch.device) -> None:
+def check_routers(model: Any, device: torch.device) -> None:
     """Raises Refusal if Megatron would choose experts on another device than the model's."""
     from megatron.core.transformer.moe.router import Router
 

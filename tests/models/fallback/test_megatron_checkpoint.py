@@ -17,7 +17,7 @@ from headrace import LLM, SamplingParams
 from headrace.errors import ConfigError
 
 from . import megatron_models as small
-from .test_megatron import PROMPTS, assert_same, eager
+from .test_megatron import OWN, PROMPTS, assert_same, eager
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed: pip install 'headrace[megatron]'")
 
@@ -264,6 +264,16 @@ def test_weights_that_do_not_fit_the_arguments_are_refused(tmp_path: Path) -> No
     save(model, tmp_path / "latent", args=arguments(multi_latent_attention=True, num_query_groups=4))
     with refused("Megatron cannot build the model of .* on cpu"):
         load(tmp_path / "latent")
+
+
+def test_experts_are_refused_on_a_cpu_before_their_weights_are_read(tmp_path: Path) -> None:
+    with small.no_device_asked_for():
+        save(small.gpt(**OWN["experts"]), tmp_path, args=arguments(num_experts=4, moe_router_topk=2))
+        assert small.own_logprobs(load(tmp_path)._engine.model.foreign, [4, 5]).isfinite().all()  # type: ignore[attr-defined]
+    fill = mock.patch("headrace.models.fallback.megatron_checkpoint._fill")
+    with fill as filled, refused(r"decoder\.layers\.0\.mlp\.router: Megatron's router (asks for|moves to)", "model_impl"):
+        load(tmp_path)
+    filled.assert_not_called()
 
 
 def test_other_implementations_and_formats_are_refused(saved: Path) -> None:

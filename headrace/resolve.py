@@ -24,14 +24,13 @@ from headrace.config import (
 )
 from headrace.errors import ConfigError
 from headrace.kernels import support
-from headrace.models.size import model_size
+from headrace.models.size import weight_bytes
 from headrace.quant import int4, int8, native
-from headrace.quant.groups import GROUP
 from headrace.sampling_params import MAX_SEED
 from headrace.sources.files import ModelFiles
 from headrace.sources.gguf import open_gguf
 from headrace.spec import AnySpec, Arena, CacheGroup, ForeignSpec, ModelSpec, MoeSpec, RopeSpec, block_sizes, cache_groups
-from headrace.spec.kv import DTYPE_BYTES, FP8_KV
+from headrace.spec.kv import FP8_KV
 
 CPU_NUM_SEQS = 64
 CPU_BATCHED_TOKENS = 2048
@@ -112,6 +111,8 @@ def resolve(
     """
     _check_arguments(args)
     book = _Book(files.decisions)
+    if not device.cuda:
+        _note_gpu_arguments(args, book)
     model = _with_rope_factors(args, model, book)
     types = _gguf_types(files)
     dtype = _dtype(args, model, types, device, book)
@@ -167,22 +168,6 @@ def _with_rope_factors(args: EngineArgs, model: AnySpec, book: _Book) -> AnySpec
     return dataclasses.replace(model, layers=layers, max_position=longest)
 
 
-def weight_bytes(model: AnySpec, dtype: str, quantization: str) -> int:
-    """What the weights will take, before they are loaded: to the byte for a native model that is not packed. For one that is,
-    the most: its matrices packed, and a second copy of each as it was.
-    """
-    if isinstance(model, ForeignSpec):
-        return model.num_weights * DTYPE_BYTES[dtype]
-    size = model_size(model, dtype)
-    if quantization == "none":
-        return size.nbytes
-    # The head is always of 8 bits, and its copy a second one of embeddings that are tied to it.
-    head, scales = model.vocab_size * model.hidden_size, 4 / GROUP
-    body = (size.packable - head) * ({"int8": 1.0, "int4": 0.5}[quantization] + scales)
-    copied = head * DTYPE_BYTES[dtype] if model.tie_word_embeddings else 0
-    return size.nbytes + int(body + head * (1 + scales)) + copied
-
-
 def _matrices(model: ModelSpec) -> Iterator[tuple[int, int]]:
     """(outputs, inputs) of every matrix of the layers."""
     for spec, mlp in zip(model.layers, model.mlps, strict=True):
@@ -218,6 +203,21 @@ def _check_arguments(args: EngineArgs) -> None:
         _check_number(args, name, low, high)
     if args.num_kv_blocks is not None and args.kv_cache_memory is not None:
         raise ConfigError("give num_kv_blocks or kv_cache_memory, not both: each says how large the cache is", "num_kv_blocks")
+
+
+_FOR_GPUS = {
+    "enforce_eager": "a CPU has no CUDA graphs: every kernel is launched by itself as it is",
+    "wait_for_kernels": "FlashInfer's kernels, which are compiled in the background, are a GPU's",
+    "graph_capture_seconds": "a CPU has no CUDA graphs to capture",
+    "gpu_memory_utilization": "it is a share of a GPU's memory: on a CPU kv_cache_memory says how much the cache takes",
+}
+"""Arguments that are of no effect on a CPU, and why. Scripts that serve on both kinds of machines may give them."""
+
+
+def _note_gpu_arguments(args: EngineArgs, book: _Book) -> None:
+    for field in dataclasses.fields(args):
+        if (why := _FOR_GPUS.get(field.name)) and (value := getattr(args, field.name)) != field.default:
+            book.note(field.name, "no effect", f"{value} was asked for, but {why}")
 
 
 def _check_number(args: EngineArgs, name: str, low: float, high: float) -> None:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from headrace.config import EngineConfig
 from headrace.engine.info import MemoryLine
 from headrace.engine.profile import Profile
-from headrace.resolve import CUDA_SLACK, DeviceFacts, weight_bytes
+from headrace.models.size import weight_bytes
+from headrace.resolve import CUDA_SLACK, DeviceFacts
 
 _FOR = "CUDA graphs, slots, libraries and fragments"
 _OTHERS = "other processes, the CUDA context and libraries"

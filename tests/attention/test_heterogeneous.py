@@ -18,7 +18,8 @@ from transformers import LlamaConfig
 from headrace.attention import select
 from headrace.config import EngineArgs
 from headrace.models import registry
-from headrace.resolve import DeviceFacts, resolve, weight_bytes
+from headrace.models.size import weight_bytes
+from headrace.resolve import DeviceFacts, resolve
 from headrace.sources.files import ModelFiles
 
 from .cases import layer_spec, make_case

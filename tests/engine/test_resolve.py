@@ -17,6 +17,7 @@ from headrace.config import EngineArgs, EngineConfig
 from headrace.errors import ConfigError
 from headrace.kernels import support
 from headrace.kv import KVCacheManager
+from headrace.models.size import weight_bytes
 from headrace.resolve import DeviceFacts, resolve
 from headrace.sources.files import ModelFiles
 from headrace.spec import AttentionSpec, DenseSpec, ModelSpec, RopeSpec
@@ -251,7 +252,7 @@ def test_default_memory_is_what_could_be_used_but_modest() -> None:
     needy = decide(device=dataclasses.replace(ZEN, available_memory=33 * per_block * 2 + 300_000))
     assert needy.cache.num_blocks == (33,) and "one sequence" in reason(needy, "kv_cache_memory")
     with pytest.raises(ConfigError, match=r"max_model_len to .* or less, or to auto"):
-        decide(device=dataclasses.replace(ZEN, available_memory=resolving.weight_bytes(model(), "bfloat16", "none") + 100_000))
+        decide(device=dataclasses.replace(ZEN, available_memory=weight_bytes(model(), "bfloat16", "none") + 100_000))
     with pytest.raises(ConfigError):
         decide(device=dataclasses.replace(ZEN, available_memory=0), max_model_len="auto")
 
@@ -293,3 +294,19 @@ def test_nothing_is_mutated() -> None:
     args = EngineArgs(max_model_len="auto", num_kv_blocks=10)
     config = decide(max_model_len="auto", num_kv_blocks=10)
     assert config.args == args == EngineArgs(max_model_len="auto", num_kv_blocks=10)
+
+
+FOR_GPUS: dict[str, Any] = {
+    "enforce_eager": True,
+    "wait_for_kernels": True,
+    "graph_capture_seconds": 3.0,
+    "gpu_memory_utilization": 0.5,
+}
+
+
+@pytest.mark.parametrize("name", FOR_GPUS)
+def test_what_is_for_gpus_alone_is_said_to_have_no_effect_on_a_cpu(name: str) -> None:
+    decisions = {decision.name: decision for decision in decide(**{name: FOR_GPUS[name]}).decisions}
+    assert set(FOR_GPUS) & set(decisions) == {name}, "of what was not asked for nothing is said"
+    assert decisions[name].value == "no effect"
+    assert decisions[name].reason.startswith(f"{FOR_GPUS[name]} was asked for, but ")

@@ -16,7 +16,7 @@ from headrace.resolve import CUDA_SLACK, DETERMINISTIC, MAX_GRAPH_ROWS, DeviceFa
 from headrace.spec import ForeignSpec
 from headrace.spec.model import ModelFacts
 
-from .test_resolve import decide, model
+from .test_resolve import FOR_GPUS, decide, model
 
 GIB = 2**30
 HOPPER = DeviceFacts(
@@ -147,3 +147,7 @@ def test_a_share_that_is_none(share: Any) -> None:
 def test_invariant_attention_is_never_chosen_for_its_speed() -> None:
     names = select.names()
     assert names.index("invariant") > names.index("triton") > names.index("flashinfer+triton")
+
+
+def test_what_is_for_gpus_has_an_effect_there() -> None:
+    assert "no effect" not in {decision.value for decision in on_gpu(**FOR_GPUS).decisions}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace.models import registry
-from headrace.resolve import weight_bytes
+from headrace.models.size import weight_bytes
 
 from .families import CASES, SMALL
 

@@ -13,8 +13,8 @@ from headrace.errors import ConfigError
 from headrace.layers.linear import Linear
 from headrace.models import registry
 from headrace.models.decoder import Decoder
+from headrace.models.size import weight_bytes
 from headrace.quant.packed import PackedLinear
-from headrace.resolve import weight_bytes
 from headrace.weights.load import load_weights
 from headrace.weights.report import LoadReport
 

@@ -19,6 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from headrace.models.fallback.head import Body
 from headrace.models.fallback.refusal import Broken, Refusal
+from headrace.models.fallback.rewritten import WINDOW
 from headrace.spec import AttentionSpec
 
 WITH_MASKS = "headrace-observed"
@@ -259,6 +260,10 @@ class _Recorder:
         return q.new_empty(1, q.shape[2], q.shape[1], v.shape[3])
 
     def _window(self, path: str, module: nn.Module, mask: torch.Tensor | None, arguments: dict[str, Any]) -> int | None:
+        given, own = self._window_of_mask(path, module, mask, arguments), arguments.get(WINDOW)
+        return min((window for window in (given, own) if window is not None), default=None)
+
+    def _window_of_mask(self, path: str, module: nn.Module, mask: torch.Tensor | None, arguments: dict[str, Any]) -> int | None:
         if mask is None:
             causal = arguments.get("is_causal")
             if self._masked and not (getattr(module, "is_causal", True) if causal is None else causal):

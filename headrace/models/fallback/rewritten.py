@@ -15,22 +15,35 @@ import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.falcon.modeling_falcon import FalconAttention, apply_rotary_pos_emb
+from transformers.models.gpt_neo.modeling_gpt_neo import GPTNeoSelfAttention
 from transformers.models.megatron_bert.modeling_megatron_bert import MegatronBertSelfAttention
 from transformers.models.mvp.modeling_mvp import MvpAttention
+from transformers.models.openai.modeling_openai import Attention as OpenAIGPTAttention
 from transformers.models.rembert.modeling_rembert import RemBertSelfAttention
+from transformers.models.roformer.modeling_roformer import RoFormerSelfAttention
 from transformers.models.trocr.modeling_trocr import TrOCRAttention
 from transformers.models.xglm.modeling_xglm import XGLMAttention
 
-Result = tuple[torch.Tensor, None]
+WINDOW = "headrace_window"
+"""Argument of the interface: how many tokens a token sees, where the module and not the mask says so."""
+Result = tuple[torch.Tensor, None] | list[torch.Tensor]
 """``[1, T, hidden]``, and no weights."""
 
 
 def _attend(
-    config: Any, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+    config: Any,
+    module: nn.Module,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float | None = None,
+    window: int | None = None,
 ) -> torch.Tensor:
-    """``[1, heads, T, width]`` each -> ``[1, T, heads * width]``, scaled by the width of the queries."""
+    """``[1, heads, T, width]`` each -> ``[1, T, heads * width]``. ``scale``: None for that of the queries' width."""
     attend = ALL_ATTENTION_FUNCTIONS[config._attn_implementation]
-    out: torch.Tensor = attend(module, q, k, v, mask, scaling=q.shape[-1] ** -0.5)[0]
+    given = {"scaling": q.shape[-1] ** -0.5 if scale is None else scale, WINDOW: window}
+    out: torch.Tensor = attend(module, q, k, v, mask, **given)[0]
     return out.flatten(2)
 
 
@@ -84,11 +97,53 @@ def _falcon(
     return module.dense(_attend(config, module, q, k, v, attention_mask)), None
 
 
+def _gpt_neo(
+    config: Any, module: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **rest: Any
+) -> Result:
+    """Unscaled; every other layer sees a window, which is in a buffer of its own."""
+    parts = (module.q_proj, module.k_proj, module.v_proj)
+    q, k, v = (_heads(part(hidden_states), module.head_dim) for part in parts)
+    window = config.window_size if module.attention_type == "local" else None
+    return module.out_proj(_attend(config, module, q, k, v, attention_mask, scale=1.0, window=window)), None
+
+
+def _openai_gpt(
+    config: Any, module: Any, x: torch.Tensor, attention_mask: torch.Tensor | None = None, output_attentions: bool = False
+) -> Result:
+    """Causal by a buffer of its own."""
+    parts = module.c_attn(x).split(module.split_size, dim=-1)
+    q, k, v = (_heads(part, module.split_size // module.n_head) for part in parts)
+    return [module.c_proj(_attend(config, module, q, k, v, attention_mask, scale=None if module.scale else 1.0))]
+
+
+def _roformer(
+    config: Any,
+    module: Any,
+    hidden_states: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    sinusoidal_pos: torch.Tensor | None = None,
+    **rest: Any,
+) -> Result:
+    """As ``_queried``, rotated."""
+    if sinusoidal_pos is None or rest.get("encoder_hidden_states") is not None:
+        return type(module).forward(module, hidden_states, attention_mask, sinusoidal_pos, **rest)  # type: ignore[no-any-return]
+    parts = (module.query, module.key, module.value)
+    q, k, v = (_heads(part(hidden_states), module.attention_head_size) for part in parts)
+    if module.rotary_value:
+        q, k, v = module.apply_rotary_position_embeddings(sinusoidal_pos, q, k, v)
+    else:
+        q, k = module.apply_rotary_position_embeddings(sinusoidal_pos, q, k)
+    return _attend(config, module, q, k, v, attention_mask), None
+
+
 FORWARDS: dict[type[nn.Module], Callable[..., Result]] = {
     FalconAttention: _falcon,
+    GPTNeoSelfAttention: _gpt_neo,
     MegatronBertSelfAttention: _queried,
     MvpAttention: _projected,
+    OpenAIGPTAttention: _openai_gpt,
     RemBertSelfAttention: _queried,
+    RoFormerSelfAttention: _roformer,
     TrOCRAttention: _projected,
     XGLMAttention: _projected,
 }

@@ -249,15 +249,16 @@ def _rewritten_as_they_were(model: TransformersModel) -> None:
             handle.remove()
 
     def attend(index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
-        out = _attention(q[0].float(), k[0].float(), v[0].float(), model.spec.layers[index], None)
+        spec = model.spec.layers[index]
+        out = _attention(q[0].float(), k[0].float(), v[0].float(), spec, None, spec.window)
         return out.transpose(0, 1)[None].to(q.dtype)
 
     for index, module in enumerate(model.calls.modules):
         if module not in given:
             continue
-        hidden = given[module]["hidden_states"]
+        name, hidden = next(iter(given[module].items()))
         drawn = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(index)).to(hidden)
-        arguments = given[module] | {"hidden_states": drawn, "attention_mask": None}
+        arguments = given[module] | {name: drawn, "attention_mask": None}
         with model.calls.through(attend), model.calls.at(index):
             ours = module(**arguments)[0]
         mask = _causal(drawn.dtype, drawn.device)
@@ -381,7 +382,12 @@ def _same_attention(
 
 
 def _attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, sinks: torch.Tensor | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    spec: AttentionSpec,
+    sinks: torch.Tensor | None,
+    window: int | None = None,
 ) -> torch.Tensor:
     """``[heads, T, width]`` each, causal, by the formula."""
     k, v = (x.repeat_interleave(spec.group_size, dim=0) for x in (k, v))
@@ -389,6 +395,8 @@ def _attention(
     if spec.soft_cap is not None:
         logits = spec.soft_cap * torch.tanh(logits / spec.soft_cap)
     logits = logits + torch.full_like(logits[0], -torch.inf).triu(1)
+    if window is not None:
+        logits = logits + torch.full_like(logits[0], -torch.inf).tril(-window)
     if sinks is not None:
         logits = torch.cat((logits, sinks.float().view(-1, 1, 1).expand(-1, TOKENS, 1)), dim=-1)
     return logits.softmax(-1)[..., :TOKENS] @ v

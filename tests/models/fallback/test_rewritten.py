@@ -11,7 +11,7 @@ from transformers import FalconForCausalLM
 from transformers.models.xglm.modeling_xglm import XGLMAttention, XGLMConfig
 
 from headrace.bench import tiny_models
-from headrace.bench.architectures import quiet, survey_one
+from headrace.bench.architectures import TOLERANCE, quiet, survey_one
 from headrace.errors import ConfigError
 from headrace.models.fallback.rewritten import FORWARDS
 
@@ -20,11 +20,12 @@ from .test_transformers import engine, model_of, tokens_of
 PROMPT = list(range(3, 24))
 
 
-@pytest.mark.parametrize("kind", ["falcon", "megatron-bert", "xglm"])
+@pytest.mark.parametrize("kind", ["falcon", "gpt_neo", "megatron-bert", "openai-gpt", "roformer", "xglm"])
 def test_tokens_and_logprobs_are_transformers_own(kind: str) -> None:
     verdict = survey_one(kind)
     assert verdict.runs, verdict.reason
     assert not verdict.fault
+    assert verdict.error <= TOLERANCE
 
 
 def falcon(folder: Path, **changes: Any) -> FalconForCausalLM:
@@ -54,6 +55,13 @@ def test_keys_of_falcon_are_kept_once(changes: dict[str, Any], kv_heads: int, tm
         for _ in range(6):
             tokens.append(int(theirs(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
     assert tokens_of(llm, PROMPT) == tokens[len(PROMPT) :]
+
+
+def test_windows_that_a_module_keeps_to_itself_are_its_layers(tmp_path: Path) -> None:
+    with quiet():
+        tiny_models.save(tiny_models.model("gpt_neo"), tmp_path)
+        llm = engine(tmp_path)
+    assert [layer.window for layer in model_of(llm).spec.layers] == [None, 7, None]
 
 
 def test_falcon_with_alibi_is_refused(tmp_path: Path) -> None:

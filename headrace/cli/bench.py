@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -30,6 +30,11 @@ if TYPE_CHECKING:
 
 BUSY = 0.5
 """Load for each CPU beyond which a measurement is of the neighbours as much as of us."""
+OF_WORKLOADS = "a named workload has prompts and lengths of its own: leave it out, or --workload"
+"""Why options that describe prompts are refused beside one."""
+_LENGTH = 128
+"""Tokens of a prompt, and to generate, where nothing is said."""
+_TIMEOUT = 1800.0
 WHAT, HOW, REPORT = "What is measured", "How it is measured", "Report"
 
 app = typer.Typer(
@@ -80,9 +85,13 @@ def latency(
     args: EngineArgs,
     workload: WorkloadName = None,
     input_len: Annotated[
-        int, typer.Option(min=1, help="Tokens of the prompt, without --workload.", rich_help_panel=WHAT)
-    ] = 128,
-    output_len: Annotated[int, typer.Option(min=1, help="Tokens to generate, without --workload.", rich_help_panel=WHAT)] = 128,
+        int | None,
+        typer.Option(min=1, help="Tokens of the prompt, without --workload.", show_default=str(_LENGTH), rich_help_panel=WHAT),
+    ] = None,
+    output_len: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens to generate, without --workload.", show_default=str(_LENGTH), rich_help_panel=WHAT),
+    ] = None,
     repetitions: Annotated[int, typer.Option(min=1, help="Times that each prompt counts.", rich_help_panel=HOW)] = 5,
     warm_up: Annotated[int, typer.Option(min=0, help="Requests before those that count.", rich_help_panel=HOW)] = 2,
     as_json: AsJson = False,
@@ -94,13 +103,16 @@ def latency(
     from headrace.bench.workloads import prose, random_tokens
     from headrace.engine.async_llm import AsyncLLM
 
+    if workload is not None:
+        _not_with(OF_WORKLOADS, {"--input-len": input_len, "--output-len": output_len})
     encoder, vocab_size = _encoder(args)
+    lengths = input_len or _LENGTH, output_len or _LENGTH
     if workload is not None:
         load = _workload(workload, encoder, vocab_size)
     elif encoder is not None:
-        load = prose(encoder, "prose", 1, input_len, output_len)
+        load = prose(encoder, "prose", 1, *lengths)
     else:
-        load = random_tokens("random", 0, 1, input_len, output_len).folded(vocab_size)
+        load = random_tokens("random", 0, 1, *lengths).folded(vocab_size)
 
     async def measure(tell: Callable[[str], None]) -> dict[str, Any]:
         llm = AsyncLLM(args)
@@ -150,11 +162,15 @@ def throughput(
         ),
     ] = None,
     input_len: Annotated[
-        int, typer.Option(min=1, help="Tokens of each prompt, without --workload.", rich_help_panel=WHAT)
-    ] = 128,
+        int | None,
+        typer.Option(min=1, help="Tokens of each prompt, without --workload.", show_default=str(_LENGTH), rich_help_panel=WHAT),
+    ] = None,
     output_len: Annotated[
-        int, typer.Option(min=1, help="Tokens to generate for each, without --workload.", rich_help_panel=WHAT)
-    ] = 128,
+        int | None,
+        typer.Option(
+            min=1, help="Tokens to generate for each, without --workload.", show_default=str(_LENGTH), rich_help_panel=WHAT
+        ),
+    ] = None,
     compare: Annotated[
         list[str] | None,
         typer.Option(
@@ -165,8 +181,13 @@ def throughput(
         ),
     ] = None,
     reference_dtype: Annotated[
-        Dtype, typer.Option(help="Number format of transformers; a quantised file is dequantised.", rich_help_panel=HOW)
-    ] = Dtype.bfloat16,
+        Dtype | None,
+        typer.Option(
+            help="Number format of transformers, with --compare transformers; a quantised file is dequantised.",
+            show_default=Dtype.bfloat16.value,
+            rich_help_panel=HOW,
+        ),
+    ] = None,
     temperature: Annotated[
         float | None,
         typer.Option(
@@ -185,7 +206,15 @@ def throughput(
             rich_help_panel=HOW,
         ),
     ] = None,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds that one sitting may take.", rich_help_panel=HOW)] = 1800.0,
+    timeout: Annotated[
+        float | None,
+        typer.Option(
+            min=1,
+            help="Seconds that one sitting may take; not with --workload alone, whose engine is in this process.",
+            show_default=f"{_TIMEOUT:g}",
+            rich_help_panel=HOW,
+        ),
+    ] = None,
     as_json: AsJson = False,
     output: Output = None,
 ) -> None:
@@ -194,7 +223,12 @@ def throughput(
     Every engine gets the same token ids and generates the same number of tokens, greedily, in a process of its own; they run
     one after the other, in turns. Named workloads without other engines share one engine, which is loaded once.
     """
+    if workload:
+        _not_with(OF_WORKLOADS, {"--batch": batch or None, "--input-len": input_len, "--output-len": output_len})
+    if "transformers" not in (compare or []):
+        _not_with("it is of transformers, and needs --compare transformers", {"--reference-dtype": reference_dtype})
     if workload and not compare:
+        _not_with("one engine in this process runs all workloads: it needs --compare, or no --workload", {"--timeout": timeout})
         _suite(args, workload, temperature or 0.0, repetitions, as_json, output)
         return
     if temperature is not None:
@@ -212,19 +246,28 @@ def throughput(
     if workload:
         cases = [bench.case_of(_workload(name, encoder, vocab_size)) for name in _workload_names(workload)]
     else:
-        cases = bench.standard_cases(encoder, vocab_size, batch or [1, 8, 32], input_len, output_len)
+        lengths = input_len or _LENGTH, output_len or _LENGTH
+        cases = bench.standard_cases(encoder, vocab_size, batch or [1, 8, 32], *lengths)
     threads = args.num_threads or probe().num_cores
+    reference = (reference_dtype or Dtype.bfloat16).value
     jobs = [
-        Job(engine=e, engine_args=_changed(args), reference_dtype=reference_dtype.value, num_threads=threads, cases=cases)
+        Job(engine=e, engine_args=_changed(args), reference_dtype=reference, num_threads=threads, cases=cases)
         for e in [bench.OURS, *others]
     ]
     with _status("starting") as tell:
-        report = bench.run(jobs, repetitions or 3, timeout=timeout, tell=tell)
+        report = bench.run(jobs, repetitions or 3, timeout=timeout or _TIMEOUT, tell=tell)
     _emit(report, bench.tables(report), as_json, output)
     for engine, error in report["errors"].items():
         print_error(f"{engine}: {error}")
     if report["errors"]:
         raise typer.Exit(EXIT_FAILURE)
+
+
+def _not_with(why: str, given: Mapping[str, object]) -> None:
+    """Raises ConfigError for the first option that was given: what is measured leaves it nothing to say."""
+    for option, value in given.items():
+        if value is not None:
+            raise ConfigError(why, option)
 
 
 def _suite(

@@ -119,3 +119,52 @@ def test_the_command_writes_rows_and_reasons(tmp_path: Path) -> None:
 def test_temperature_is_for_named_workloads_alone() -> None:
     result = CliRunner().invoke(app, ["bench", "throughput", "--temperature", "0.5"])
     assert result.exit_code == 2 and "--temperature" in result.stderr
+
+
+THROUGHPUT, LATENCY = ["bench", "throughput"], ["bench", "latency"]
+NAMED = ["--workload", "single"]
+
+
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        ([*THROUGHPUT, *NAMED, "--batch", "4"], "--batch"),
+        ([*THROUGHPUT, *NAMED, "--input-len", "128"], "--input-len"),
+        ([*THROUGHPUT, *NAMED, "--output-len", "7"], "--output-len"),
+        ([*THROUGHPUT, *NAMED, "--timeout", "60"], "--timeout"),
+        ([*THROUGHPUT, *NAMED, "--reference-dtype", "float32"], "--reference-dtype"),
+        ([*THROUGHPUT, "--reference-dtype", "float32"], "--reference-dtype"),
+        ([*THROUGHPUT, "--compare", "llama.cpp", "--reference-dtype", "float32"], "--reference-dtype"),
+        ([*THROUGHPUT, *NAMED, "--compare", "transformers", "--batch", "4"], "--batch"),
+        ([*LATENCY, *NAMED, "--input-len", "128"], "--input-len"),
+        ([*LATENCY, *NAMED, "--output-len", "7"], "--output-len"),
+    ],
+    ids=" ".join,
+)
+def test_options_that_would_change_nothing_are_refused(words: list[str], option: str) -> None:
+    """Their defaults too, where they were given."""
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 2 and f"error: {option}: " in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_options_are_heard_where_they_say_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside other engines named workloads take a time limit and a format; without names lengths and batches count."""
+    seen: list[tuple[Any, Any]] = []
+
+    def run(jobs: list[Any], repetitions: int, *, timeout: float, tell: object) -> dict[str, Any]:
+        seen.append((jobs, timeout))
+        return {"errors": {}}
+
+    monkeypatch.setattr("headrace.bench.throughput.run", run)
+    monkeypatch.setattr("headrace.bench.throughput.tables", lambda report: [])
+    compared = [*THROUGHPUT, *NAMED, "--compare", "transformers", "--timeout", "60", "--reference-dtype", "float32"]
+    assert CliRunner().invoke(app, compared).exit_code == 0
+    lengths = [*THROUGHPUT, "--batch", "2", "--input-len", "20", "--output-len", "7"]
+    assert CliRunner().invoke(app, lengths).exit_code == 0
+    ((named, limit), (plain, usual)) = seen
+    assert limit == 60 and {job.reference_dtype for job in named} == {"float32"} and len(named) == 2
+    (job,) = plain
+    assert usual == 1800 and job.reference_dtype == "bfloat16"
+    assert [len(prompt) for prompt in job.cases[0].prompts] == [20, 20]
+    assert set(job.cases[0].output_lens) == {7}

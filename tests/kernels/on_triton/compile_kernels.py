@@ -47,6 +47,11 @@ BF16 = torch.bfloat16
 SHAPES = ((128, 128, 1), (128, 128, 512), (192, 128, 1), (192, 128, 512), (80, 40, 5), (256, 256, 512))
 """Of attention: widths of keys and values, queries of a row."""
 UNALIGNED = (32, 20)
+PROJECTIONS = (
+    *((128, BF16, False, False), (128, torch.uint8, True, True), (64, BF16, True, False), (64, torch.uint8, False, True)),
+    *((0, BF16, True, True), (0, torch.uint8, False, False)),
+)
+"""Rotated channels, the stored type, norms with an offset, V made of K: each with each value of the others."""
 
 
 class Target:
@@ -136,9 +141,9 @@ def attention(resources: Resources) -> None:
     for stored in (BF16, torch.uint8):
         for width, v_width, queries in SHAPES:
             attend((8, 4), (width, v_width), queries, resources, stored=stored)
-        for heads in (16, 128):
-            attend((1, heads), (576, 512), 1, resources, stored=stored)
-            attend((1, heads), (576, 512), 64, resources, stored=stored, invariant=True)
+        few, many = (16, 128) if stored == BF16 else (128, 16)
+        attend((1, few), (576, 512), 1, resources, stored=stored)
+        attend((1, many), (576, 512), 64, resources, stored=stored, invariant=True)
         attend((8, 4), (128, 128), 64, resources, stored=stored, invariant=True)
         extras = {"window": 100, "soft_cap": 3.0, "sinks": torch.zeros(24)}
         attend((2, 12), (64, 64), 1, resources, stored=stored, **extras)
@@ -167,13 +172,12 @@ def others() -> None:
     out = torch.zeros(48, 8, 256, dtype=BF16)
     kv_cache.gather_numbers(cache.keys, cache.values, cache.k_scale, cache.v_scale, *held, out)
     packed, weight = torch.zeros(4, 48 * 128, dtype=BF16), x[0, :128]
-    for width in (128, 64, 0):
+    for width, stored, offset, values in PROJECTIONS:
         rotated = {"cos_sin": torch.zeros(4, width), "rotary_dim": width, "q_weight": weight, "k_weight": weight, "eps": 1e-6}
-        qkv.norm_rotate_and_cache(packed, 32, rows[..., :128], rows[..., 128:], slots, **rotated)
-        qkv.norm_rotate_and_cache(packed, 32, cache.keys, cache.values, slots, **rotated, **scales)
-        qkv.norm_rotate_and_cache(packed, 32, rows[..., :128], rows[..., 128:], slots, **rotated, offset=True)
-        values = {"v_from_k": True, "v_norm": True, "v_factor": 0.7}
-        qkv.norm_rotate_and_cache(packed[:, : 40 * 128], 32, rows[..., :128], rows[..., 128:], slots, **rotated, **values)
+        options = {"offset": offset, **({"v_from_k": True, "v_norm": True, "v_factor": 0.7} if values else {})}
+        to = (cache.keys, cache.values) if stored == torch.uint8 else (rows[..., :128], rows[..., 128:])
+        given = packed[:, : 40 * 128] if values else packed
+        qkv.norm_rotate_and_cache(given, 32, *to, slots, **rotated, **options, **(scales if stored == torch.uint8 else {}))
     for count, tiles in ((1, None), (3, None), (4, linear.LinearTiling(8, 512, 8, 2, 8))):
         linear.linear(x[:count], torch.zeros(1024, 4096, dtype=BF16), x[0, :1024], x[:count, :1024], tiles)
     logits, keys = torch.zeros(2, 50_000), torch.zeros(2, 3, dtype=torch.int64)
@@ -224,6 +228,12 @@ def products() -> None:
             matmul.matmul_by_head(x, turned, torch.zeros(4, 16, 512, dtype=dtype))
 
 
+def aside() -> None:
+    """Sizes that are no multiples of 16, at addresses that are none."""
+    x, weight, bias = (torch.zeros(size + 1, dtype=BF16)[1:] for size in (4 * 101, 33 * 101, 33))
+    matmul.matmul(x.view(4, 101), weight.view(33, 101), bias)
+
+
 if __name__ == "__main__":
     asked = int(sys.argv[1])
     compile_only(asked)
@@ -232,3 +242,4 @@ if __name__ == "__main__":
     mixtures()
     compressed()
     products()
+    aside()

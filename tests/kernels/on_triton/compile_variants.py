@@ -1,10 +1,11 @@
 """Compiles the kernels of each operation for a Hopper GPU that need not be there, for rows alone and in company, at addresses
-that are multiples of 16 and at others.
+that are multiples of 16 and at others; no further than to Triton's own representation, which is where the order of sums is
+settled: the compiler behind it may not change it, and ``compile_kernels`` goes all the way.
 
-    python compile_variants.py float32
+    python compile_variants.py float32 bfloat16
 
-prints a JSON line for each launch: the operation, the kernel, and how it sums up: its sums, scans and products of floats
-with the layouts of what goes into them, which settle the order.
+prints a JSON line for each launch: the type, the operation, the kernel, and how it sums up: its sums, scans and products of
+floats with the layouts of what goes into them.
 """
 
 from __future__ import annotations
@@ -45,25 +46,43 @@ def aside(x: torch.Tensor, by: int) -> torch.Tensor:
     return held[by:].view(x.shape).copy_(x)
 
 
-def main(dtype: torch.dtype) -> None:
+def no_further(*asked: Any) -> tuple[str, str]:
+    """Triton's hook for who changes the stages of a compilation; without arguments it is asked for what tells caches apart."""
+    if asked:
+        _, stages, *_ = asked
+        for stage in set(stages) - {"ttir", "ttgir"}:
+            del stages[stage]
+        stages["cubin"] = nothing
+    return "no further than ttgir", "no further than ttgir"
+
+
+def nothing(module: Any, metadata: dict[str, Any]) -> bytes:
+    """In place of the code, with what Triton wants to know of it."""
+    metadata |= {"name": "none", "shared": 0}
+    return b""
+
+
+def main(dtypes: list[str]) -> None:
     triton.runtime.driver.set_active(Target(CAPABILITY))
+    triton.knobs.runtime.add_stages_inspection_hook = no_further
     run: Callable[..., Any] = JITFunction.run
-    current = [""]
+    current: dict[str, str] = {}
 
     def compiled(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         kernel = run(self, *args, grid=grid, warmup=True, **options)
         sums = sums_of(kernel.asm["ttgir"])
-        print(json.dumps({"operation": current[0], "kernel": self.fn.__name__, "sums": sums}), flush=True)
+        print(json.dumps(current | {"kernel": self.fn.__name__, "sums": sums}), flush=True)
 
     JITFunction.run = compiled
-    for name, make in operations(Maker(dtype, torch.device("cpu"))):
-        current[0] = name
-        operation = make()
-        for start, size, by in ((0, POOL, 0), (0, 1, 0), (1, 1, 1), (3, 17, 1), (0, 16, 2), (5, 33, 4)):
-            # What was never computed may be no index.
-            with contextlib.suppress(IndexError):
-                operation.run(*(aside(rows[start : start + size], by) for rows in operation.rows))
+    for dtype in dtypes:
+        for name, make in operations(Maker(getattr(torch, dtype), torch.device("cpu"))):
+            current |= {"dtype": dtype, "operation": name}
+            operation = make()
+            for start, size, by in ((0, POOL, 0), (0, 1, 0), (1, 1, 1), (3, 17, 1), (0, 16, 2), (5, 33, 4)):
+                # What was never computed may be no index.
+                with contextlib.suppress(IndexError):
+                    operation.run(*(aside(rows[start : start + size], by) for rows in operation.rows))
 
 
 if __name__ == "__main__":
-    main(getattr(torch, sys.argv[1]))
+    main(sys.argv[1:])

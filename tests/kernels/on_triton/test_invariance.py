@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from .operations import POOL, PRODUCTS, Maker, Operation, Tensors, operations
 # The interpreter computes by numpy, which says so when a number overflows or is none.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered")
 
+DTYPES = ["float32", "bfloat16"]
 SIZES = (1, 2, 3, 5, 17, 33, 64)
 NAMES = [name for name, _ in operations(Maker(torch.float32, torch.device("cpu")))]
 SLOW = ("full width", "2048", "biases", "draws", "attention, decode", "attention, prompt", "3 of 80")
@@ -106,19 +108,25 @@ def test_what_pytorch_does_with_one_number_at_a_time(dtype: torch.dtype) -> None
     check(Operation((make.random(POOL, 101), make.random(POOL, 101)), run))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_all_variants_of_a_kernel_sum_up_alike(dtype: str, tmp_path: Path) -> None:
-    """A kernel is compiled anew for addresses and numbers that are no multiples of 16; on a GPU that need not be there."""
+@pytest.fixture(scope="module")
+def variants(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What ``compile_variants`` prints of both types: kernels that do not depend on it are compiled once."""
     script = Path(__file__).with_name("compile_variants.py")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    done = subprocess.run([sys.executable, str(script), dtype], env=environment, capture_output=True, text=True, timeout=580)
+    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("variants"))
+    command = [sys.executable, str(script), *DTYPES]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_variants_of_a_kernel_sum_up_alike(dtype: str, variants: list[dict[str, Any]]) -> None:
+    """A kernel is compiled anew for addresses and numbers that are no multiples of 16; on a GPU that need not be there."""
     ways: dict[tuple[str, str], set[str]] = defaultdict(set)
-    for line in done.stdout.splitlines():
-        if line.startswith("{"):
-            found = json.loads(line)
+    for found in variants:
+        if found["dtype"] == dtype:
             ways[found["operation"], found["kernel"]].add(json.dumps(found["sums"]))
     assert {operation for operation, _ in ways} == set(NAMES) - {"embedding"}
     assert any("dot" in sums for own in ways.values() for sums in own)

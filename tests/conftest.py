@@ -5,6 +5,7 @@ Triton kernels are compiled where there is a CUDA device, else run by Triton's i
 
 from __future__ import annotations
 
+import importlib.util
 import os
 
 # Test processes run side by side: threads that spin while they wait would take the processors from each other.
@@ -16,6 +17,10 @@ import torch
 if not torch.cuda.is_available():
     # Triton asks for it when it is imported, and libraries import it, so it must be said before anything else.
     os.environ["TRITON_INTERPRET"] = "1"
+    if importlib.util.find_spec("triton"):
+        from interpreter import remember_builtins
+
+        remember_builtins()
 
 
 @pytest.fixture(params=["interpreted", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -160,8 +160,8 @@ def of_case(case: str) -> list[Layer]:
     model = random_model(registry.model_spec(config_class(**{**SMALL, **changes})), "float16")
     bench, seen = Bench(model, "triton"), Launches()
     rows = [bench.sequence(prompt(length)) for length in (1, 2, 3, 4, 5)]
+    bench.step([(row, len(row.tokens)) for row in rows])
     for row in rows:
-        bench.prefill(row)
         row.tokens.append(7)
     borders: list[tuple[int, int]] = []
 

@@ -6,10 +6,10 @@ through every line that serving will, and says what each call of the attention i
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -172,7 +172,7 @@ class _Recorder:
         """The innermost module that is running."""
         return self._stack[-1] if self._stack else ""
 
-    @contextmanager
+    @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """While the model runs. Raises Refusal for whatever its code raises."""
         with self._attached(), torch.no_grad(), _Answers(self):
@@ -187,7 +187,7 @@ class _Recorder:
                     reason = "the shapes of what it computes depend on what it computes for a step's tokens"
                 raise Broken(reason, self.where) from error
 
-    @contextmanager
+    @contextlib.contextmanager
     def _attached(self) -> Iterator[None]:
         handles = []
         for holder in self._holders:
@@ -345,6 +345,16 @@ class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._recorder.host_reads.append(self._recorder.where)
 
 
+class _Zeros(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Takes tensors without values for zeros."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        filled = [torch.zeros(x.shape, dtype=x.dtype) if isinstance(x, torch.Tensor) and x.is_meta else x for x in args]
+        return func(*filled, **kwargs or {})
+
+
 def _is_mask(index: torch.Tensor | None) -> bool:
     return index is not None and index.dtype in (torch.bool, torch.uint8)
 
@@ -447,6 +457,12 @@ def _observed_mask(
         window = refusal.reason
     except Exception:
         window = "its attention mask depends on more than where tokens stand"
+        with contextlib.suppress(Exception), _Zeros():  # type: ignore[no-untyped-call]
+            try:
+                window_of(sees)
+            except Refusal as refusal:
+                # As for a step without padding, which is what such tensors tell of.
+                window = refusal.reason
     mask = torch.empty(1, 1, q_length, kv_length, dtype=dtype, device="meta")
     recorder.handed_out(mask, window)
     return mask

@@ -46,7 +46,7 @@ REFUSED = {
     "doge": r"model\.layers\.0\.self_attn: it changes the attention mask itself",
     "falcon_h1": r"model\.layers\.0\.mamba\.conv1d: it carries a state",
     "lfm2": r"model\.layers\.0\.conv: a Lfm2ShortConv mixes tokens of different sequences",
-    "llama4_text": "its attention mask",
+    "llama4_text": "neither causal nor a sliding window: how far a token sees depends on its place",
     "mamba": r"backbone\.layers\.0\.mixer\.conv1d: it carries a state",
     "mpt": "none of its layers calls",
     "prophetnet": "none of its layers calls",

@@ -39,7 +39,7 @@ same_version = pytest.mark.skipif(made_with() != transformers.__version__, reaso
 def test_enough_run() -> None:
     """Of which the more have a native implementation, the more families are ported."""
     ran = {architecture for architecture, runs in page().values() if runs}
-    assert len(ran) >= 95
+    assert len(ran) >= 115
 
 
 def test_nothing_that_runs_says_something_else() -> None:

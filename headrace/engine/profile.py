@@ -60,7 +60,7 @@ def measure(model: Model, config: EngineConfig) -> Profile:
         total=int(config.args.gpu_memory_utilization * total),
         others=total - free - torch.cuda.memory_reserved(),
         held=held,
-        # The null block that the step wrote nowhere but into is the KV cache's.
+        # The null block, which is all that the step saw, is the KV cache's.
         activations=peak - held - workspaces - few.nbytes,
         workspaces=workspaces,
     )

@@ -18,7 +18,7 @@ import zmq
 
 import headrace
 from headrace.engine.messages import FromEngine, Shutdown, ToEngine, decode_from_engine, encode
-from headrace.engine.process import SOCKET_FILE, STACKS_FILE, STACKS_SIGNAL
+from headrace.engine.process import SOCKET_FILE, STACK_SIGNAL, STACKS_FILE, STACKS_SIGNAL
 
 logger = logging.getLogger("headrace.engine")
 
@@ -62,20 +62,31 @@ class Incarnation:
         self._loop.call_soon(self._read)
 
     async def stacks(self, seconds: float = 1.0) -> str:
-        """What every thread of the engine is doing; empty if it does not answer in time."""
-        file = self._folder / STACKS_FILE
-        self._signal(STACKS_SIGNAL)
+        """What every thread of the engine is doing; less, or nothing, if it does not answer in time."""
         # A stopped process takes no other signal.
         self._signal(signal.SIGCONT)
+        for wanted in (STACK_SIGNAL, STACKS_SIGNAL):
+            self._signal(wanted)
+            await self._written(seconds)
+        return self._stacks.read_text(errors="replace") if self._stacks.exists() else ""
+
+    async def _written(self, seconds: float) -> None:
+        """Until more stacks were written than there were, and no more comes."""
         deadline = self._loop.time() + seconds
-        size = 0
-        while self._loop.time() < deadline:
+        first = size = self._stacks_size()
+        while self._loop.time() < deadline and not self.exited.done():
             await asyncio.sleep(0.1)
-            now = file.stat().st_size if file.exists() else 0
-            if now and now == size:
-                break
+            now = self._stacks_size()
+            if now > first and now == size:
+                return
             size = now
-        return file.read_text(errors="replace") if size else ""
+
+    @property
+    def _stacks(self) -> Path:
+        return self._folder / STACKS_FILE
+
+    def _stacks_size(self) -> int:
+        return self._stacks.stat().st_size if self._stacks.exists() else 0
 
     def kill(self) -> None:
         self._signal(signal.SIGKILL)

@@ -50,8 +50,9 @@ logger = logging.getLogger("headrace.engine")
 
 SOCKET_FILE = "engine.sock"
 STACKS_FILE = "stacks.txt"
-STACKS_SIGNAL = signal.SIGUSR1
-"""Makes the engine write the stacks of all its threads to the stacks file."""
+STACK_SIGNAL, STACKS_SIGNAL = signal.SIGUSR1, signal.SIGUSR2
+"""Ask for the stack of the thread that gets the signal, the main one as a rule, and for every thread's, in the stacks file. The
+frames of threads that run meanwhile are read as they change, which can end the process: what is wanted most comes first."""
 _LINGER_MS = 2000
 
 Load = Callable[[EngineArgs, Callable[[Progress], None]], tuple[EngineCore, EngineInfo]]
@@ -165,6 +166,7 @@ def serve(folder: Path, load: Load) -> int:
     _outlive_terminal_signals()
     _die_with_parent(folder)
     stacks = (folder / STACKS_FILE).open("w")
+    faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=False)
     faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
     channel = Channel(folder)
     try:

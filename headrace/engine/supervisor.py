@@ -162,7 +162,8 @@ class EngineSupervisor:
             incarnation.send(Start(self._args, logging.getLogger("headrace").getEffectiveLevel()))
             watchdog = asyncio.create_task(self._watch(incarnation), name="engine-watchdog")
             status = await asyncio.shield(incarnation.exited)
-            return watchdog.result() if watchdog.done() else self._cause(status)
+            # One that was stuck may end before it is killed, while it tells its stacks: that is not the cause.
+            return await watchdog if self._state == "stuck" else self._cause(status)
         finally:
             if watchdog is not None:
                 watchdog.cancel()

@@ -287,6 +287,22 @@ def test_a_stopped_engine_is_found_out_and_replaced(make: Callable[..., AsyncLLM
     assert "fake_process.py" in logged, "the stacks say where it was"
 
 
+def test_a_stuck_engine_that_dies_over_its_stacks_was_stuck(make: Callable[..., AsyncLLM]) -> None:
+    async def work() -> None:
+        async with make(seconds=0.01, step_timeout=0.6) as llm:
+            task = asyncio.create_task(collect(llm.generate("a", params(240))))
+            await until(lambda: llm.stats.num_running == 1)
+            engine = psutil.Process(llm.engine_pid)
+            engine.send_signal(signal.SIGSTOP)
+            await until(lambda: engine.status() == psutil.STATUS_STOPPED)
+            # Waits until it goes on, as it does to tell its stacks.
+            engine.send_signal(signal.SIGSEGV)
+            assert "no step finished" in ((await task).error or "")
+            await until(lambda: llm.health().ok)
+
+    run(work())
+
+
 def test_an_idle_engine_is_not_stuck(make: Callable[..., AsyncLLM]) -> None:
     async def work() -> None:
         async with make(step_timeout=0.2) as llm:

@@ -15,19 +15,22 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.codegen.modeling_codegen import CodeGenAttention
-from transformers.models.gpt_neox_japanese.modeling_gpt_neox_japanese import GPTNeoXJapaneseAttention
-from transformers.models.gptj.modeling_gptj import GPTJAttention
 
-from headrace.models.fallback.rewritten import FORWARDS
+from headrace.models.fallback.rewritten import forward_of, name_in_transformers
+
+_WITH_A_METHOD = (
+    "codegen.modeling_codegen.CodeGenAttention",
+    "gpt_neox_japanese.modeling_gpt_neox_japanese.GPTNeoXJapaneseAttention",
+    "gptj.modeling_gptj.GPTJAttention",
+)
 
 
 def call_interface(model: PreTrainedModel) -> None:
     """Has the modules of ``model`` that attend by themselves call what the configuration asks for, where it is known how."""
     for module in model.modules():
-        if type(module) in FORWARDS:
-            module.forward = functools.partial(FORWARDS[type(module)], model.config, module)
-        if type(module) in (CodeGenAttention, GPTJAttention, GPTNeoXJapaneseAttention):
+        if (forward := forward_of(module)) is not None:
+            module.forward = functools.partial(forward, model.config, module)
+        if name_in_transformers(module) in _WITH_A_METHOD:
             own: Callable[..., Any] = type(module)._attn  # type: ignore[attr-defined]
             module._attn = functools.partial(_through_interface, model.config, module, own)  # type: ignore[assignment]
 

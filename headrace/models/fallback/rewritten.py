@@ -8,21 +8,13 @@ A case that is not written here runs as the family has it, and so is refused for
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.falcon.modeling_falcon import FalconAttention, apply_rotary_pos_emb
-from transformers.models.gpt_neo.modeling_gpt_neo import GPTNeoSelfAttention
-from transformers.models.megatron_bert.modeling_megatron_bert import MegatronBertSelfAttention
-from transformers.models.mvp.modeling_mvp import MvpAttention
-from transformers.models.openai.modeling_openai import Attention as OpenAIGPTAttention
-from transformers.models.rembert.modeling_rembert import RemBertSelfAttention
-from transformers.models.roformer.modeling_roformer import RoFormerSelfAttention
-from transformers.models.trocr.modeling_trocr import TrOCRAttention
-from transformers.models.xglm.modeling_xglm import XGLMAttention
 
 WINDOW = "headrace_window"
 """Argument of the interface: how many tokens a token sees, where the module and not the mask says so."""
@@ -93,7 +85,7 @@ def _falcon(
         group = module.num_heads // module.num_kv_heads
         k, v = k[:, :, ::group], v[:, :, ::group]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    q, k = apply_rotary_pos_emb(q, k, *position_embeddings)  # type: ignore[no-untyped-call]
+    q, k = sys.modules[type(module).__module__].apply_rotary_pos_emb(q, k, *position_embeddings)
     return module.dense(_attend(config, module, q, k, v, attention_mask)), None
 
 
@@ -136,15 +128,28 @@ def _roformer(
     return _attend(config, module, q, k, v, attention_mask), None
 
 
-FORWARDS: dict[type[nn.Module], Callable[..., Result]] = {
-    FalconAttention: _falcon,
-    GPTNeoSelfAttention: _gpt_neo,
-    MegatronBertSelfAttention: _queried,
-    MvpAttention: _projected,
-    OpenAIGPTAttention: _openai_gpt,
-    RemBertSelfAttention: _queried,
-    RoFormerSelfAttention: _roformer,
-    TrOCRAttention: _projected,
-    XGLMAttention: _projected,
+Forward = Callable[..., Result]
+"""(the model's configuration, the module, its arguments) -> its result"""
+_FORWARDS: Mapping[str, Forward] = {
+    "falcon.modeling_falcon.FalconAttention": _falcon,
+    "gpt_neo.modeling_gpt_neo.GPTNeoSelfAttention": _gpt_neo,
+    "megatron_bert.modeling_megatron_bert.MegatronBertSelfAttention": _queried,
+    "mvp.modeling_mvp.MvpAttention": _projected,
+    "openai.modeling_openai.Attention": _openai_gpt,
+    "rembert.modeling_rembert.RemBertSelfAttention": _queried,
+    "roformer.modeling_roformer.RoFormerSelfAttention": _roformer,
+    "trocr.modeling_trocr.TrOCRAttention": _projected,
+    "xglm.modeling_xglm.XGLMAttention": _projected,
 }
-"""Class of a module -> (the model's configuration, the module, its arguments) -> its result."""
+
+
+def name_in_transformers(module: nn.Module) -> str:
+    """Of its class, below ``transformers.models``; empty for any other's. By name, so that no release must have them all."""
+    kind = type(module)
+    place, name = "transformers.models.", f"{kind.__module__}.{kind.__qualname__}"
+    return name.removeprefix(place) if name.startswith(place) else ""
+
+
+def forward_of(module: nn.Module) -> Forward | None:
+    """What is written here for a module's class."""
+    return _FORWARDS.get(name_in_transformers(module))

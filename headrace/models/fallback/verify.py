@@ -21,7 +21,7 @@ from headrace.config import Decision
 from headrace.models.fallback.layout import TRANSFORMERS, TRANSFORMERS_OUT
 from headrace.models.fallback.observe import KNOWN
 from headrace.models.fallback.refusal import Refusal
-from headrace.models.fallback.rewritten import FORWARDS
+from headrace.models.fallback.rewritten import forward_of
 from headrace.models.fallback.transformers import Attend, TransformersModel
 from headrace.spec import AttentionSpec
 
@@ -239,7 +239,7 @@ def _rewritten_as_they_were(model: TransformersModel) -> None:
             "kwargs", {}
         )
 
-    rewritten = [module for module in model.calls.modules if type(module) in FORWARDS]
+    rewritten = [module for module in model.calls.modules if forward_of(module) is not None]
     handles = [module.register_forward_pre_hook(note, with_kwargs=True) for module in rewritten]
     try:
         with model.calls.through(own_values(model)):
@@ -298,7 +298,7 @@ def _attention_is_attention(model: TransformersModel) -> tuple[Decision, ...]:
         run(model, torch.zeros(TOKENS, dtype=torch.int64), torch.arange(TOKENS))
     unknown: dict[str, list[int]] = {}
     for index, (module, spec) in enumerate(zip(model.calls.modules, model.spec.layers, strict=True)):
-        if type(module) in FORWARDS:
+        if forward_of(module) is not None:
             continue
         why = _same_attention(model, module, functions[index], spec, asked[index])
         if why:

@@ -13,7 +13,7 @@ from transformers.models.xglm.modeling_xglm import XGLMAttention, XGLMConfig
 from headrace.bench import tiny_models
 from headrace.bench.architectures import TOLERANCE, quiet, survey_one
 from headrace.errors import ConfigError
-from headrace.models.fallback.rewritten import FORWARDS
+from headrace.models.fallback.rewritten import forward_of
 
 from .test_transformers import engine, model_of, tokens_of
 
@@ -88,5 +88,7 @@ def test_attention_to_an_encoder_stays_the_modules_own() -> None:
     module: Any = XGLMAttention(embed_dim=32, num_heads=4, is_decoder=True)
     x, others = torch.randn(1, 3, 32), torch.randn(1, 5, 32)
     config = XGLMConfig(attn_implementation="eager")
-    found = FORWARDS[XGLMAttention](config, module, x, key_value_states=others)[0]
+    forward = forward_of(module)
+    assert forward is not None
+    found = forward(config, module, x, key_value_states=others)[0]
     torch.testing.assert_close(found, module(x, key_value_states=others)[0])

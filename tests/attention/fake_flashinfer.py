@@ -40,6 +40,8 @@ class Device:
         self._tape: list[Any] = []
         self._at = 0
         self.built: list[tuple[Any, ...]] = []
+        self.wrappers = 0
+        """Made so far."""
         self.allowed = threading.Event()
         """To build kernels."""
         self.allowed.set()
@@ -109,6 +111,7 @@ def rising(tensor: torch.Tensor, length: int, name: str) -> list[int]:
 def module_for(device: Device) -> dict[str, Any]:
     class Base:
         def __init__(self, workspace: torch.Tensor) -> None:
+            device.wrappers += 1
             assert workspace.dtype == torch.uint8 and workspace.dim() == 1
             self._integers = torch.zeros(8, dtype=torch.uint8)
             self._planned: dict[str, Any] | None = None
@@ -214,6 +217,7 @@ def module_for(device: Device) -> dict[str, Any]:
             self._dtype, self._page_size = q_data_type, page_size
             self._limits = {"scale": sm_scale, "window": None if window_left < 0 else window_left + 1}
             self._limits["soft_cap"] = logits_soft_cap
+            self._heads = num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo
             self.write_plan(torch.tensor(queries + pages), {"launch": self._launch, "queries": queries, "pages": pages})
 
         def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], *, out: torch.Tensor) -> None:
@@ -222,6 +226,7 @@ def module_for(device: Device) -> dict[str, Any]:
             keys, values = kv
             assert keys.stride() == values.stride() and q.dtype == keys.dtype == out.dtype == self._dtype
             assert keys.shape[1] == self._page_size
+            assert (q.shape[1], *keys.shape[2:], values.shape[3]) == self._heads, "planned for other heads"
             if not device.replaying:
                 assert len(q) == self._total
             plan = self.read_plan(self._launch)

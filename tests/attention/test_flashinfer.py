@@ -62,15 +62,35 @@ def mixed(spec: AttentionSpec, rows: list[tuple[int, int]] = MIXED, decodes: int
     return case
 
 
+SEVERAL = [(3, 9), (1, 40), (4, 21), (7, 23)]
+"""Decode rows may have more than one query: tokens that were guessed behind the last."""
+
+
 @pytest.mark.parametrize("kind", [FlashInferAttention, FlashInferPrompts])
 @pytest.mark.parametrize("changes", GEOMETRIES.values(), ids=GEOMETRIES)
 def test_steps_that_are_not_captured(kind: type[Any], changes: dict[str, Any], flashinfer: Device) -> None:
     backend = ready(kind, layer_spec(**changes))
-    for seed, (rows, decodes) in enumerate([(MIXED, 3), ([(1, 5), (1, 33)], 2), ([(9, 9), (2, 17)], 0), (MIXED, 3)]):
+    for seed, (rows, decodes) in enumerate([(MIXED, 3), ([(1, 5), (1, 33)], 2), ([(9, 9), (2, 17)], 0), (SEVERAL, 3)]):
         case = mixed(layer_spec(**changes), rows, decodes, seed=seed)
         backend.plan(case.step)
         torch.testing.assert_close(backend.run(case.q, case.cache), oracle(case), atol=2e-5, rtol=2e-5)
     assert {arguments[0] for arguments in flashinfer.built} == {"fa2"}
+
+
+@pytest.mark.parametrize("kind", [FlashInferAttention, FlashInferPrompts])
+def test_layers_of_several_kv_heads_in_one_step(kind: type[Any], flashinfer: Device) -> None:
+    """Each is planned for by its own; and the wrappers of the first step serve all later ones."""
+    specs = [layer_spec(num_kv_heads=kv_heads) for kv_heads in (2, 1, 6)]
+    for spec in specs:
+        wait_for_kernels(kind, spec)
+    backend, made = kind(), []
+    for seed in range(2):
+        cases = [mixed(spec, [(1, 9), (7, 7), (5, 23)], 1, seed=seed) for spec in specs]
+        backend.plan(cases[0].step)
+        for case in cases:
+            torch.testing.assert_close(backend.run(case.q, case.cache), oracle(case), atol=2e-5, rtol=2e-5)
+        made.append(flashinfer.wrappers)
+    assert made[0] == made[1] > 0
 
 
 def test_long_prompts_on_hopper_are_gathered(flashinfer: Device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,7 +258,7 @@ def test_shapes_share_what_their_rows_are_planned_with(flashinfer: Device) -> No
 
 
 def test_layers_of_several_geometries_in_one_captured_step(flashinfer: Device) -> None:
-    specs = [layer_spec(), layer_spec(layer=1, num_kv_heads=1, window=5)]
+    specs = [layer_spec(), *(layer_spec(num_kv_heads=1, window=window) for window in (None, 5, 9))]
     backend = FlashInferAttention()
     for spec in specs:
         wait_for_kernels(FlashInferAttention, spec)

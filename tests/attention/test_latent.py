@@ -94,6 +94,14 @@ def test_mixed_rows(name: str, block_size: int) -> None:
 
 
 @pytest.mark.parametrize("name", HERE)
+def test_decode_rows_of_several_queries(name: str) -> None:
+    """One and the tokens that were guessed behind it."""
+    case = make_case(latent_spec(), [(3, 9), (1, 40), (4, 21), (17, 23)])
+    case.step = dataclasses.replace(case.step, num_decode_rows=3)
+    assert check(case, name).uncompressed_rows == [3]
+
+
+@pytest.mark.parametrize("name", HERE)
 @pytest.mark.parametrize("rows", [[(1, 5), (1, 12)], [(30, 30), (25, 60)], [(1, 3), (2, 9)], [(1, 1), (33, 33)]], ids=str)
 def test_rows_of_one_kind(rows: list[tuple[int, int]], name: str) -> None:
     check(make_case(latent_spec(), rows, seed=2, wide=2), name)

@@ -76,6 +76,13 @@ def test_one_kind_of_rows(rows: list[tuple[int, int]], device: torch.device) -> 
     check(case, device)
 
 
+def test_decode_rows_of_several_queries(device: torch.device) -> None:
+    """One and the tokens that were guessed behind it: rows are not as many as their queries."""
+    case = make_case(layer_spec(), [(3, 9), (1, 40), (4, 21), (7, 23)], block_size=8)
+    case.step = dataclasses.replace(case.step, num_decode_rows=3)
+    check(case, device)
+
+
 def test_half_precision(device: torch.device) -> None:
     check(make_case(layer_spec(), decode_first(MIXED), dtype=torch.float16, block_size=8), device, 4e-3)
 

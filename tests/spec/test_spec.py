@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from headrace.errors import ConfigError, ContradictionError
@@ -17,6 +19,14 @@ def spec(layer: int = 0, **changes: object) -> AttentionSpec:
 def test_widths_follow_keys_and_values_apart() -> None:
     one = spec()
     assert (one.q_size, one.k_size, one.v_size, one.out_size, one.group_size) == (48, 16, 8, 24, 3)
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(AttentionSpec)])
+def test_nothing_of_a_layer_changes(field: str) -> None:
+    """Its scale above all: what is set for a call and not restored, as after an exception, is the next call's."""
+    one = spec()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(one, field, 3)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,8 @@ from headrace.errors import ConfigError
 from headrace.models import registry
 from headrace.models.decoder import Decoder
 from headrace.parallel.shards import attention_cuts, dense_cuts
-from headrace.spec.projection import grouped_rows
+from headrace.spec import ModelSpec
+from headrace.spec.projection import grouped_rows, input_matrices
 from headrace.weights.load import load_weights
 from headrace.weights.names import Layout, NameTable
 
@@ -54,11 +56,12 @@ def check(model: Decoder, hf_config: PretrainedConfig, weights: Mapping[str, tor
 
 
 def by_hand(weight: Mapping[str, torch.Tensor], kv_heads: int) -> torch.Tensor:
-    """[q ... | k | v] of each KV group, by slicing; the same of what one rank holds."""
-    group = len(weight["q"]) // kv_heads
+    """[q ... | gate ... | k | v] of each KV group, by slicing; the same of what one rank holds."""
     rows = []
     for index in range(kv_heads):
-        rows.append(weight["q"][index * group : (index + 1) * group])
+        for part in (weight[name] for name in ("q", "gate") if name in weight):
+            group = len(part) // kv_heads
+            rows.append(part[index * group : (index + 1) * group])
         rows.append(weight["k"][index * HEAD_DIM : (index + 1) * HEAD_DIM])
         rows.append(weight["v"][index * V_HEAD_DIM : (index + 1) * V_HEAD_DIM])
     return torch.cat(rows)
@@ -112,10 +115,9 @@ def test_a_fused_tensor_of_another_width_is_refused(uneven: PretrainedConfig, tm
 
 
 def shards(
-    hf_config: PretrainedConfig, weights: Mapping[str, torch.Tensor], size: int, *, fuse: str, padding: int = 0
+    model: ModelSpec, weights: Mapping[str, torch.Tensor], size: int, *, fuse: str, padding: int = 0
 ) -> list[dict[str, torch.Tensor]]:
     """What each rank of an engine would save."""
-    model = spec(hf_config)
     vocabulary = model.vocab_size + padding
     ranks: list[dict[str, torch.Tensor]] = []
     for rank in range(size):
@@ -140,8 +142,9 @@ def shards(
         if fuse:
             for layer in range(model.num_layers):
                 here = f"model.layers.{layer}."
+                names = [one.name for one in input_matrices(model.layers[layer])]
                 for end in ("weight", "bias"):
-                    parts = {p: out.pop(f"{here}self_attn.{p}_proj.{end}") for p in "qkv"}
+                    parts = {p: out.pop(f"{here}self_attn.{p}_proj.{end}") for p in names}
                     if fuse == "plain":
                         out[f"{here}self_attn.qkv_proj.{end}"] = torch.cat(list(parts.values()))
                     else:
@@ -173,17 +176,33 @@ def test_parts_that_ranks_saved(uneven: PretrainedConfig, size: int, fuse: str, 
         uneven = type(uneven)(**uneven.to_dict())
         uneven.num_key_value_heads_list = [4, 2, 1]
     weights = tensors(uneven)
-    ranks = shards(uneven, weights, size, fuse=fuse)
+    ranks = shards(spec(uneven), weights, size, fuse=fuse)
     check(load(uneven, write_shards(tmp_path, ranks)), uneven, weights)
+
+
+@pytest.mark.parametrize("fuse", ["", "plain", "query_key_value"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_gates_are_cut_as_the_queries_are(uneven: PretrainedConfig, size: int, fuse: str, tmp_path: Path) -> None:
+    """By their own width, which is that of values; also where KV heads beside them in one matrix have replicas."""
+    uneven = type(uneven)(**uneven.to_dict())
+    uneven.num_key_value_heads_list = [4, 2, 1]
+    made = spec(uneven)
+    gated = dataclasses.replace(made, layers=tuple(dataclasses.replace(one, output_gate=True) for one in made.layers))
+    model, table = registry.build(gated, "float32", "cpu"), registry.name_table(gated)
+    weights = {name: torch.randn(tensor.shape) for name, tensor in table.export(model)}
+    assert len(weights["model.layers.1.self_attn.gate_proj.weight"]) == HEADS * V_HEAD_DIM
+    paths = write_shards(tmp_path, shards(gated, weights, size, fuse=fuse))
+    load_weights(model, table, files(uneven, "safetensors", paths))
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in table.export(model))
 
 
 def test_a_padded_vocabulary(uneven: PretrainedConfig, tmp_path: Path) -> None:
     weights = tensors(uneven)
-    check(load(uneven, write_shards(tmp_path, shards(uneven, weights, 2, fuse="plain", padding=32))), uneven, weights)
+    check(load(uneven, write_shards(tmp_path, shards(spec(uneven), weights, 2, fuse="plain", padding=32))), uneven, weights)
 
 
 def test_parts_that_are_wrong_are_refused(uneven: PretrainedConfig, tmp_path: Path) -> None:
-    ranks = shards(uneven, tensors(uneven), 2, fuse="plain")
+    ranks = shards(spec(uneven), tensors(uneven), 2, fuse="plain")
     paths = write_shards(tmp_path, ranks)
     with pytest.raises(ConfigError, match=r"parts of ranks \[1\]: one is missing"):
         load(uneven, [path for path in paths if "rank-1" in path.name])
@@ -200,7 +219,7 @@ def test_parts_that_are_wrong_are_refused(uneven: PretrainedConfig, tmp_path: Pa
 def test_interleaved_parts_without_replicas_are_slices_of_the_whole(uneven: PretrainedConfig) -> None:
     """Of the layer whose KV heads all ranks have their own of: what an engine that cuts the fused matrix itself would save."""
     weights = tensors(uneven)
-    ranks = shards(uneven, weights, 2, fuse="query_key_value")
+    ranks = shards(spec(uneven), weights, 2, fuse="query_key_value")
     name = "model.layers.0.self_attn.query_key_value.weight"
     assert torch.equal(torch.cat([rank[name] for rank in ranks]), fused(weights, "grouped")[name])
 
@@ -209,7 +228,7 @@ def test_an_interleaved_part_of_another_width_is_refused(uneven: PretrainedConfi
     """Four ranks that share one KV head among them cannot each have a quarter of it."""
     uneven = type(uneven)(**uneven.to_dict())
     uneven.num_key_value_heads_list = [4, 4, 1]
-    ranks = shards(uneven, tensors(uneven), 4, fuse="query_key_value")
+    ranks = shards(spec(uneven), tensors(uneven), 4, fuse="query_key_value")
     name = "model.layers.2.self_attn.query_key_value.weight"
     for rank in ranks:
         rank[name] = torch.zeros((12 * 32 + 32 + 16) // 4, 96)

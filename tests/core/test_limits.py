@@ -36,6 +36,8 @@ def sequence(outputs: list[int], *, max_model_len: int = 100, seq_id: int = 0, *
 def test_end_of_sequence_stops_unless_ignored() -> None:
     assert check_stop(sequence([5, 2], eos_token_ids=[2, 3])) == Stop("stop", None)
     assert check_stop(sequence([5, 4], eos_token_ids=[2, 3])) is None
+    # Not as many as a power of two: what would fill a list up ends nothing.
+    assert check_stop(sequence([5, 0], eos_token_ids=[2, 3, 4], stop_token_ids=[7, 8, 9])) is None
     assert check_stop(sequence([5, 2], eos_token_ids=[2], ignore_eos=True)) is None
 
 

@@ -177,6 +177,14 @@ def test_prompt_logprobs_come_chunk_by_chunk(runner: ModelRunner) -> None:
     assert len(first.prompt_logprobs[12]) == 4
 
 
+def test_prompt_logprobs_are_not_those_of_the_slot_s_last_sequence(runner: ModelRunner) -> None:
+    tokens = prompt(5, 8)
+    first = done(runner, plan(row(12, 2, 0, 8, [9, 10]), new=[new(12, 2, tokens, prompt_logprobs=1)]))
+    assert len(first.prompt_logprobs[12]) == 7
+    second = done(runner, plan(row(13, 2, 0, 8, [9, 10]), released=[2], new=[new(13, 2, tokens)]))
+    assert second.prompt_logprobs == {} and second.token_ids == first.token_ids
+
+
 def test_memory_is_what_is_held(runner: ModelRunner) -> None:
     memory = dict(runner.memory())
     layers = runner.config.model.layers

@@ -37,7 +37,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "penalties": {"repetition_penalty": 1.2, "presence_penalty": 0.4, "frequency_penalty": 0.7},
     "bias": {"logit_bias": {5: 4.0, 299: -100.0, 17: 2.5}},
     "allowed": {"allowed_token_ids": [1, 2, 9, 30, 31, 250]},
-    "min tokens": {"min_tokens": 3, "stop_token_ids": [40, 41], "max_tokens": 20},
+    "min tokens": {"min_tokens": 3, "stop_token_ids": [40, 41, 42], "max_tokens": 20},
     "bad words": {"bad_words": ["aba", "cc", "bcab"]},
     "bad words and special": {"bad_words": ["s>a", "<p", "bb"], "skip_special_tokens": False},
     "filters": {"top_k": 40, "top_p": 0.8, "min_p": 0.01},

@@ -163,7 +163,7 @@ def angles(count: int, channels: int, base: float = 10000.0, interleaved: bool =
 @torch.no_grad()
 def eager_logprobs(model: Any, tokens: Sequence[int], rotary: torch.Tensor | None, window: int | None = None) -> torch.Tensor:
     """``[T, VOCAB]`` of the same modules with eager attention, the whole sequence at once."""
-    layers = [layer.self_attention for layer in model.decoder.layers]
+    layers = [layer.self_attention for layer in model.decoder.layers if hasattr(layer.self_attention, "core_attention")]
     originals = [layer.core_attention for layer in layers]
     try:
         for layer in layers:

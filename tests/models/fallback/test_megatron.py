@@ -174,6 +174,19 @@ def test_layers_may_be_numbered_from_anywhere(first: int) -> None:
     assert_same(llm, eager(model))
 
 
+@pytest.mark.parametrize("empty", [0, 1])
+def test_layers_that_do_not_attend_are_not_counted(empty: int) -> None:
+    """As empty layers at the head of a pipeline: the others' numbers begin behind them."""
+    from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+
+    model = small.gpt()
+    layer = model.decoder.layers[empty]
+    layer.input_layernorm, layer.self_attention, layer.self_attn_bda = IdentityOp(), IdentityOp(), IdentityFuncOp()
+    llm = engine(model)
+    assert [one.layer for one in llm.info.layers] == [0, 1]
+    assert_same(llm, eager(model))
+
+
 @pytest.mark.parametrize("numbers", [[1, 2, 2], [1, 3, 4], [3, 2, 1], [2, 1, 3]])
 def test_wrong_numbers_raise(numbers: list[int]) -> None:
     model = small.gpt()
@@ -494,8 +507,12 @@ def test_no_tokens_at_all() -> None:
     ours = engine(small.gpt())._engine.core.runner._model
     empty = torch.empty(0, dtype=torch.int64)
     context: Any = type("Context", (), {"caches": [None] * 3})()
+    ours._checked = False
+    with pytest.raises(ValueError, match="3 layers have 2 entries"):
+        ours(empty, empty, type("Context", (), {"caches": [None] * 2})())
     assert ours(empty, empty, context).shape == (0, 32)
-    assert ours.logits(torch.empty(0, 32)).shape == (0, small.VOCAB)
+    logits = ours.logits(torch.empty(0, 32, dtype=torch.bfloat16))
+    assert (logits.shape, logits.dtype) == ((0, small.VOCAB), torch.float32)
 
 
 def test_bfloat16_follows_the_model() -> None:

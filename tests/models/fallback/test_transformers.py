@@ -223,7 +223,8 @@ def test_no_tokens_at_all(llama: Path) -> None:
     empty = torch.empty(0, dtype=torch.int64)
     context: Any = type("Context", (), {"caches": [None] * 3})()
     assert model(empty, empty, context).shape == (0, 32)
-    assert model.logits(torch.empty(0, 32)).shape == (0, tiny_models.VOCAB)
+    logits = model.logits(torch.empty(0, 32, dtype=torch.bfloat16))
+    assert (logits.shape, logits.dtype) == ((0, tiny_models.VOCAB), torch.float32)
     with pytest.raises(ValueError, match="3 layers have 2 entries"):
         fresh(llama)(empty, empty, type("Context", (), {"caches": [None] * 2})())
 

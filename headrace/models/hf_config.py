@@ -96,8 +96,7 @@ def per_layer(config: PretrainedConfig, name: str, default: Any = None) -> list[
             if not value:
                 values[layer] = None
                 continue
-            if len(value) != layers:
-                raise ContradictionError(f"config: {name} has {len(value)} entries for {layers} layers", name)
+            _check_length(name, value, layers, name)
             values[layer] = value[layer]
     defaults = default if isinstance(default, list) else [default] * layers
     return [defaults[layer] if value is None else value for layer, value in enumerate(values)]
@@ -120,8 +119,7 @@ def _list_of(config: PretrainedConfig, name: str, layers: int) -> list[Any] | No
         return None
     if not isinstance(listed, list | tuple):
         raise ContradictionError(f"config: {field} must be a list of one entry for each layer, not {listed!r}", name)
-    if len(listed) != layers:
-        raise ContradictionError(f"config: {field} has {len(listed)} entries for {layers} layers", name)
+    _check_length(field, listed, layers, name)
     if name in uneven:
         raise ContradictionError(f"both {field} and per_layer_config give {name}: one of them must go", "per_layer_config")
     common = getattr(config, name, None)
@@ -131,6 +129,13 @@ def _list_of(config: PretrainedConfig, name: str, layers: int) -> list[Any] | No
             name,
         )
     return list(listed)
+
+
+def _check_length(field: str, listed: Sequence[Any], layers: int, name: str) -> None:
+    """Raises ContradictionError if a list has not an entry for each layer; names the first layer at fault."""
+    if len(listed) != layers:
+        fault = f"layer {len(listed)} has none" if len(listed) < layers else f"there is no layer {layers}"
+        raise ContradictionError(f"config: {field} has {len(listed)} entries for {layers} layers: {fault}", name)
 
 
 def _layer_configs(config: PretrainedConfig, layers: int) -> list[PretrainedConfig]:

@@ -151,7 +151,9 @@ def test_lists_of_the_layers() -> None:
 @pytest.mark.parametrize(
     ("changes", "param", "message"),
     [
-        ({"num_key_value_heads_list": [1, 2]}, "num_key_value_heads", "2 entries for 3 layers"),
+        ({"num_key_value_heads_list": [1, 2]}, "num_key_value_heads", "2 entries for 3 layers: layer 2 has none"),
+        ({"num_key_value_heads_list": [1, 2, 3, 6]}, "num_key_value_heads", "4 entries for 3 layers: there is no layer 3"),
+        ({"v_head_dim": [8]}, "v_head_dim", "1 entries for 3 layers: layer 1 has none"),
         ({"num_key_value_heads_list": [1, 2, 4]}, "num_kv_heads", "layer 2: 6 query heads"),
         ({"num_key_value_heads_list": [1, -2, 3]}, "num_key_value_heads", "layer 1: .* not -2"),
         ({"num_key_value_heads_list": [1, 2, "3"]}, "num_key_value_heads", "layer 2: .* not '3'"),

@@ -38,7 +38,7 @@ serve: $(STAMP) ## Serve the embedded model on http://127.0.0.1:8000 (more optio
 	$(BIN)/headrace serve $(ARGS)
 
 test: lint ## Check style and types, then run the tests (more options: ARGS="-n 2")
-	$(BIN)/python -m pytest -m 'not gpu' -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -m 'not gpu' -n 2 --dist worksteal $(ARGS)
 
 lint: $(STAMP) ## ruff and mypy
 	$(BIN)/ruff check .

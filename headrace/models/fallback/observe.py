@@ -28,9 +28,9 @@ _WITHOUT_MASKS = "headrace-observed-bare"
 """Likewise when it runs as it will: no mask is made."""
 RECORDER = "_headrace_recorder"
 """Attribute of every module of a model that is being observed."""
-TOKENS = 4099
+TOKENS, _FEW = 4099, 8
 """In the pass, which costs nothing: so many that what is for long contexts alone (compressed keys, an index that picks some)
-is met; and no size of a layer is likely to be the same."""
+is met; and no size of a layer is likely to be the same. And in a first pass of what may go token by token."""
 
 KNOWN = frozenset({"dropout", "is_causal", "position_ids", "s_aux", "scaling", "sliding_window", "softcap"})
 """Arguments of the interface that are understood."""
@@ -82,26 +82,21 @@ def observe(model: PreTrainedModel, tokens: int = TOKENS, padding: bool = False)
     Raises:
         Refusal: it asks for what headrace's attention does not do, or cannot run at all; ``Broken`` if its code failed.
     """
-    ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
     if not padding:
         forget_padding(model)
     stateful = getattr(model, "_is_stateful", False)
     for path, module in model.named_modules():
         if stateful and isinstance(module, nn.Conv1d):
             raise Refusal(_CARRIES, path)
-    whole = _Recorder(model, tokens, masked=True)
-    try:
-        with whole.watching():
-            model(input_ids=ids, position_ids=torch.zeros_like(ids), use_cache=False)
-    except Broken as broken:
-        raise Refusal(_CARRIES) if stateful else broken from None
-    if not whole.calls:
-        bypassed = "none of its layers calls transformers' attention interface: its attention, if it has one, is its own"
-        raise Refusal(_CARRIES if stateful else bypassed)
+    if stateful:
+        # Such code may go token by token: what attends nowhere shows it in a few.
+        _passed(model, _FEW, stateful)
+    whole = _passed(model, tokens, stateful)
     whole.refuse_recurrent_layers()
     if not whole.body:
         raise Refusal("its layers cannot be told from its head")
     set_implementation(model, _WITHOUT_MASKS)
+    ids = _ids(tokens)
     body, parts = Body(model, whole.body, whole.given), _Recorder(model, tokens, masked=False)
     with parts.watching():
         hidden = body.hidden(ids, torch.zeros_like(ids))
@@ -119,6 +114,29 @@ def observe(model: PreTrainedModel, tokens: int = TOKENS, padding: bool = False)
         host_reads=tuple(dict.fromkeys(parts.host_reads)),
         shared_inputs=parts.shared_inputs(),
     )
+
+
+def _ids(tokens: int) -> torch.Tensor:
+    """``[1, T]`` of nothing."""
+    return torch.zeros(1, tokens, dtype=torch.int64, device="meta")
+
+
+def _passed(model: PreTrainedModel, tokens: int, stateful: bool) -> _Recorder:
+    """What is seen in one pass of the whole model.
+
+    Raises:
+        Refusal: it fails, or attends nowhere.
+    """
+    recorder, ids = _Recorder(model, tokens, masked=True), _ids(tokens)
+    try:
+        with recorder.watching():
+            model(input_ids=ids, position_ids=torch.zeros_like(ids), use_cache=False)
+    except Broken as broken:
+        raise Refusal(_CARRIES) if stateful else broken from None
+    if not recorder.calls:
+        bypassed = "none of its layers calls transformers' attention interface: its attention, if it has one, is its own"
+        raise Refusal(_CARRIES if stateful else bypassed)
+    return recorder
 
 
 def set_implementation(model: PreTrainedModel, name: str) -> None:

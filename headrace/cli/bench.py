@@ -35,6 +35,7 @@ OF_WORKLOADS = "a named workload has prompts and lengths of its own: leave it ou
 _LENGTH = 128
 """Tokens of a prompt, and to generate, where nothing is said."""
 _TIMEOUT = 1800.0
+_IN_FLIGHT = 1024
 WHAT, HOW, REPORT = "What is measured", "How it is measured", "Report"
 
 app = typer.Typer(
@@ -340,10 +341,15 @@ def serve(
             rich_help_panel=WHAT,
         ),
     ] = False,
-    seed: Annotated[int, typer.Option(help="Seeds the arrivals of the open loop.", rich_help_panel=HOW)] = 0,
+    seed: Annotated[
+        int | None, typer.Option(help="Open loop: seeds the arrivals.", show_default="0", rich_help_panel=HOW)
+    ] = None,
     max_in_flight: Annotated[
-        int, typer.Option(min=1, max=16_384, help="Open loop: requests in flight at most.", rich_help_panel=HOW)
-    ] = 1024,
+        int | None,
+        typer.Option(
+            min=1, max=16_384, help="Open loop: requests in flight at most.", show_default=str(_IN_FLIGHT), rich_help_panel=HOW
+        ),
+    ] = None,
     as_json: AsJson = False,
     output: Output = None,
 ) -> None:
@@ -352,6 +358,8 @@ def serve(
     from headrace.bench.report import distributions_table, table
     from headrace.bench.texts import CHAT_PROMPTS
 
+    if rate is None:
+        _not_with("it is of the open loop, and needs --rate", {"--seed": seed, "--max-in-flight": max_in_flight})
     load = bench.Load(
         url=url,
         model=model,
@@ -362,8 +370,8 @@ def serve(
         duration=duration,
         concurrency=8 if concurrency is None and rate is None else concurrency,
         rate=rate,
-        max_in_flight=max_in_flight,
-        seed=seed,
+        max_in_flight=max_in_flight or _IN_FLIGHT,
+        seed=seed or 0,
         ignore_eos=ignore_eos,
     )
     if not bench.is_loopback(url):

@@ -11,17 +11,20 @@ from typing import Any
 
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType
-from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+from transformers import AutoConfig, PreTrainedConfig
 
 from headrace.config import Decision
 from headrace.errors import ConfigError
 
-_CONFIGS: dict[str, tuple[type[PreTrainedConfig], str]] = {
-    "llama": (LlamaConfig, "LlamaForCausalLM"),
-    "qwen2": (Qwen2Config, "Qwen2ForCausalLM"),
-    "qwen3": (Qwen3Config, "Qwen3ForCausalLM"),
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
 }
-_MISTRAL = (MistralConfig, "MistralForCausalLM")
+"""By model type in transformers."""
+_KNOWN = ("llama", "qwen2", "qwen3")
+"""What a file calls itself."""
 _PLAIN_DTYPES = {
     GGMLQuantizationType.F32: "float32",
     GGMLQuantizationType.F16: "float16",
@@ -166,8 +169,8 @@ def read_facts(path: Path) -> GGUFFacts:
     metadata = Metadata(path, reader)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     architecture = metadata["general.architecture"]
-    if architecture not in _CONFIGS:
-        known = ", ".join(sorted(_CONFIGS))
+    if architecture not in _KNOWN:
+        known = ", ".join(_KNOWN)
         raise ConfigError(f"{path} holds the architecture {architecture!r}; known are: {known}", "model")
     decisions: list[Decision] = []
     config = _config(metadata, tensors, architecture, decisions)
@@ -189,7 +192,7 @@ def eos_token_ids(metadata: Metadata) -> list[int]:
 
 
 def _config(metadata: Metadata, tensors: Mapping[str, Any], arch: str, decisions: list[Decision]) -> PreTrainedConfig:
-    config_class, architecture = _CONFIGS[arch]
+    kind = arch
     if metadata.get(f"{arch}.expert_count", 0):
         raise ConfigError(f"{metadata.path} is a mixture of experts, which is not supported", "model")
     if "token_embd.weight" not in tensors:
@@ -223,7 +226,7 @@ def _config(metadata: Metadata, tensors: Mapping[str, Any], arch: str, decisions
         raise ConfigError(f"{metadata.path}: {arch}.embedding_length is not token_embd.weight's width {hidden}", "model")
     window = metadata.integer(f"{arch}.attention.sliding_window", 0)
     if arch == "llama" and window:
-        config_class, architecture = _MISTRAL
+        kind = "mistral"
         facts["sliding_window"] = window
     elif arch == "llama":
         facts["attention_bias"] = "blk.0.attn_q.bias" in tensors
@@ -234,10 +237,12 @@ def _config(metadata: Metadata, tensors: Mapping[str, Any], arch: str, decisions
     if arch == "qwen3":
         facts["attention_bias"] = "blk.0.attn_q.bias" in tensors
     try:
-        return config_class(architectures=[architecture], **facts)
+        # By its name: a family's class, once imported, brings half of transformers along.
+        found: PreTrainedConfig = AutoConfig.for_model(kind, architectures=[_ARCHITECTURES[kind]], **facts)
+        return found
     except Exception as error:
         # The config classes check their values with errors of their own libraries.
-        raise ConfigError(f"{metadata.path} does not describe a {architecture}: {error}", "model") from error
+        raise ConfigError(f"{metadata.path} does not describe a {_ARCHITECTURES[kind]}: {error}", "model") from error
 
 
 def _rope(metadata: Metadata, tensors: Mapping[str, Any], arch: str, head_dim: int) -> dict[str, Any]:

@@ -138,6 +138,8 @@ NAMED = ["--workload", "single"]
         ([*THROUGHPUT, *NAMED, "--compare", "transformers", "--batch", "4"], "--batch"),
         ([*LATENCY, *NAMED, "--input-len", "128"], "--input-len"),
         ([*LATENCY, *NAMED, "--output-len", "7"], "--output-len"),
+        (["bench", "serve", "--seed", "0"], "--seed"),
+        (["bench", "serve", "--concurrency", "4", "--max-in-flight", "9"], "--max-in-flight"),
     ],
     ids=" ".join,
 )

@@ -140,7 +140,7 @@ def test_everyone_gets_their_own_tokens(world_and_script: tuple[World, list[Arri
 
 
 @pytest.mark.slow
-@settings(max_examples=1500, derandomize=True, deadline=None, database=None, suppress_health_check=QUIET)
+@settings(max_examples=900, derandomize=True, deadline=None, database=None, suppress_health_check=QUIET)
 @given(worlds(), st.lists(st.booleans(), min_size=1, max_size=7))
 def test_everyone_gets_their_own_tokens_in_many_worlds(
     world_and_script: tuple[World, list[Arrival]], collects: list[bool]

@@ -44,6 +44,12 @@ def _heads(projected: torch.Tensor, width: int) -> torch.Tensor:
     return projected.view(*projected.shape[:-1], -1, width).transpose(1, 2)
 
 
+def _query_key_value(module: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """``[1, heads, T, width]`` each, of a module whose projections are called so."""
+    parts = (module.query, module.key, module.value)
+    return tuple(_heads(part(hidden_states), module.attention_head_size) for part in parts)
+
+
 def _projected(
     config: Any, module: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **rest: Any
 ) -> Result:
@@ -60,8 +66,7 @@ def _queried(
     """BERT's old way: query, key, value; what follows is another module's."""
     if (args and args[0] is not None) or rest.get("encoder_hidden_states") is not None:
         return type(module).forward(module, hidden_states, attention_mask, *args, **rest)  # type: ignore[no-any-return]
-    parts = (module.query, module.key, module.value)
-    q, k, v = (_heads(part(hidden_states), module.attention_head_size) for part in parts)
+    q, k, v = _query_key_value(module, hidden_states)
     return _attend(config, module, q, k, v, attention_mask), None
 
 
@@ -119,8 +124,7 @@ def _roformer(
     """As ``_queried``, rotated."""
     if sinusoidal_pos is None or rest.get("encoder_hidden_states") is not None:
         return type(module).forward(module, hidden_states, attention_mask, sinusoidal_pos, **rest)  # type: ignore[no-any-return]
-    parts = (module.query, module.key, module.value)
-    q, k, v = (_heads(part(hidden_states), module.attention_head_size) for part in parts)
+    q, k, v = _query_key_value(module, hidden_states)
     if module.rotary_value:
         q, k, v = module.apply_rotary_position_embeddings(sinusoidal_pos, q, k, v)
     else:

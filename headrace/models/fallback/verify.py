@@ -240,6 +240,8 @@ def _rewritten_as_they_were(model: TransformersModel) -> None:
         )
 
     rewritten = [module for module in model.calls.modules if forward_of(module) is not None]
+    if not rewritten:
+        return
     handles = [module.register_forward_pre_hook(note, with_kwargs=True) for module in rewritten]
     try:
         with model.calls.through(own_values(model)):

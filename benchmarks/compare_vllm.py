@@ -1,4 +1,4 @@
-"""headrace and vLLM on the same workloads, models and GPU, one after the other; prints and writes the table of ratios.
+"""Runs headrace and vLLM on the same workloads, models and GPU, one after the other, and writes the table of ratios.
 
     python benchmarks/compare_vllm.py --site SITE --models MODEL... --output results.json
     python benchmarks/compare_vllm.py --site SITE --models MODEL... --output results.json \\
@@ -6,17 +6,17 @@
     python benchmarks/compare_vllm.py --merge first.json second.json --output results.json
 
 Engines are headrace and vllm, and both with transformers' implementation of the model: headrace-transformers and
-vllm-transformers. Each of ours is compared with each of theirs.
+vllm-transformers. Each headrace engine is compared with each vLLM engine.
 
-vllm_peer.py measures vLLM, or what is given as --peer: it takes --model, --workloads (names with commas between), --max-len
-and, for vllm-transformers, --model-impl, and prints a line of JSON when vLLM is ready (engine, model, startup_s) and one for
-every workload (workload, seconds, in_tok, out_tok); it may print one of its KV cache (kv). SITE is the folder that vLLM is
-installed in, if it is not importable anyway; headrace never sees it. Weights are random: a model is a folder with a
+vllm_peer.py, or the script given as --peer, measures vLLM: it takes --model, --workloads (comma-separated), --max-len and,
+for vllm-transformers, --model-impl, and prints a line of JSON when vLLM is ready (engine, model, startup_s) and one for
+every workload (workload, seconds, in_tok, out_tok); it may print one of its KV cache (kv). SITE is the folder in which vLLM
+is installed, unless it is importable; headrace does not use it. Weights are random: a model is a folder with a
 config.json. If --peer-models has a folder of the same name, vLLM reads that one.
 
-Both files, the JSON with every raw row and the table beside it (.md), are written anew after every row. An engine that
-fails costs its own rows, and the table says so. Rows make a ratio only if both were measured on the same GPU within the
-same hour.
+Both files, the JSON with every raw row and the table beside it (.md), are rewritten after every row. An engine that
+fails loses only its own rows, and the table reports it. Two rows are compared only if both were measured on the same GPU
+within an hour.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Run:
     environment: dict[str, str]
     log: Path
     read: Callable[[], Iterable[Json]]
-    """What it has told so far: rows, and its start-up."""
+    """What it has printed so far: rows, and its start-up."""
 
 
 def side(engine: str) -> str:

@@ -1,9 +1,9 @@
-"""Compiles the kernels of FlashInfer that models would have compiled while they are served, and says how long each took.
+"""Compiles the FlashInfer kernels that models need, and prints the seconds of each.
 
     python benchmarks/compile_kernels.py MODEL...
 
-A model is a folder with a config.json. Nothing runs on the GPU. Whoever measures runs this before: a compiler beside the
-engine takes the cores that it plans steps on.
+A model is a folder with a config.json. Nothing runs on the GPU. Run this before measuring: a compiler in the
+background takes cores from the engine.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ sys.path.insert(0, str(ROOT))
 
 from headrace.attention import select  # noqa: E402
 from headrace.config import EngineArgs  # noqa: E402
+from headrace.model_spec import AttentionSpec  # noqa: E402
 from headrace.models.implementation import choose  # noqa: E402
 from headrace.sources.files import find_model  # noqa: E402
-from headrace.spec import AttentionSpec  # noqa: E402
 
 DEVICE, DTYPE = "cuda", "bfloat16"
 
@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("models", type=Path, nargs="+", help="folders with a config.json")
     options = parser.parse_args()
     specs = [spec for folder in options.models for spec in layers(folder)]
-    backends = [select.choose(spec, DEVICE, DTYPE)[0] for spec in specs]
+    backends = [select.choose(spec, DEVICE, DTYPE).name for spec in specs]
     kernels = select.begin_compiling(specs, backends, DEVICE, DTYPE)
     for kernel in kernels:
         kernel.join(None)

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Models by transformers' own code: headrace native, headrace with transformers' implementation, and vLLM with it, in one
-# sitting, as one table.
+# Compares headrace native, headrace with transformers' implementation of a model, and vLLM with it, in one sitting, as one
+# table.
 #
 #     benchmarks/foreign.sh OUT SITE MODEL...
 #
-# SITE is the folder that vLLM is installed in, MODEL a folder with a config.json. OUT gets foreign.md, foreign.json and the
-# logs. A model takes about two to four minutes; BUDGET (540) is the most seconds for everything: an engine that it ends
-# costs its own rows. PYTHON, WORKLOADS, ENGINES, MAX_LEN (40960), MEMORY (0.85), OURS and THEIRS
-# (other words for headrace, further ones for vLLM) may be set.
+# SITE is the folder in which vLLM is installed, MODEL a folder with a config.json. OUT gets foreign.md, foreign.json and the
+# logs. A model takes about two to four minutes; BUDGET (540) is the time limit in seconds: an engine that it ends
+# loses its own rows. PYTHON, WORKLOADS, ENGINES, MAX_LEN (40960), MEMORY (0.85), OURS and THEIRS
+# (replacing headrace's arguments, added to vLLM's) may be set.
 set -uo pipefail
 [ $# -ge 3 ] || { sed -n '2,/^set/p' "$0" | grep '^#' | cut -c3- >&2; exit 2; }
 out=$(realpath -m "$1") site=$(realpath -m "$2"); shift 2

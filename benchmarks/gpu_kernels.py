@@ -1,13 +1,13 @@
-"""Times the GPU kernels at the shapes that serving has. One JSON line a measurement.
+"""Times the GPU kernels at the shapes of serving. Prints one JSON line per measurement.
 
     python benchmarks/gpu_kernels.py                    # all, about two minutes with compiling
     python benchmarks/gpu_kernels.py --only decode      # decode, prefill, small or linear
-    python benchmarks/gpu_kernels.py --sweep            # other tilings: of attention the three fastest, of products all
-    python benchmarks/gpu_kernels.py --flashinfer       # FlashInfer beside ours, where it is installed; it compiles first
-    python benchmarks/gpu_kernels.py --only uniform     # ours beside FlashInfer where all layers are alike, as a table
+    python benchmarks/gpu_kernels.py --sweep            # other tile sizes: the three fastest for attention, all for products
+    python benchmarks/gpu_kernels.py --flashinfer       # FlashInfer too, if installed; it compiles first
+    python benchmarks/gpu_kernels.py --only uniform     # headrace and FlashInfer where all layers are alike, as a table
 
-Each measurement is a captured graph of calls that go round over copies of their data, as a step goes over its layers, so
-that nothing is found in the L2 cache that would not be there in service. Attention: 32 query heads, 8 KV heads.
+Each measurement is a captured graph of calls that cycle through copies of their data, as a step does through its layers, so
+that the L2 cache holds no more than in service. Attention: 32 query heads, 8 KV heads.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from headrace.kernels.triton.linear import LinearTiling, linear
 from headrace.kernels.triton.linear import choose_tiling as choose_linear
 from headrace.kernels.triton.paged_attention import paged_attention
 from headrace.kernels.triton.tiling import Geometry, Tiling, choose_tiling
-from headrace.spec import AttentionSpec, layer_kv
-from headrace.spec.kv import FP8_KV
+from headrace.model_spec import AttentionSpec, layer_kv
+from headrace.model_spec.kv import FP8_KV
 
 CUDA = torch.device("cuda")
 BLOCK = 16
@@ -439,22 +439,21 @@ def written(tokens: int, fp8: bool) -> None:
     fused = (packed, HEADS, cache.keys, cache.values, slots)
     calls: list[Call] = [partial(qkv.norm_rotate_and_cache, *fused, **options)] * 8
     report("norm_rotate_and_cache", calls, nbytes=tokens * 2 * 9216 + kept, kernel="triton", **facts)
-    kind = "fp8_e4m3" if fp8 else "auto"
-    alone = (key, value, cache.keys, cache.values, slots, kind, cache.k_scale, cache.v_scale)
+    alone = (key, value, cache.keys, cache.values, slots, cache.k_scale, cache.v_scale)
     calls = [partial(kv_cache.reshape_and_cache, *alone)] * 8
     report("reshape_and_cache", calls, nbytes=tokens * 4096 + kept, kernel="triton", **facts)
-    # The twins leave out unused slots, which takes a look at them: they cannot be captured in a graph.
-    twins: dict[str, Call] = {
+    # The references leave out unused slots, which takes a look at them: they cannot be captured in a graph.
+    references: dict[str, Call] = {
         "norm_rotate_and_cache": partial(plain_qkv.norm_rotate_and_cache, *fused, **options),
         "reshape_and_cache": partial(plain_kv_cache.reshape_and_cache, *alone),
     }
-    for name, twin in twins.items():
-        twin()
+    for name, ref in references.items():
+        ref()
         torch.cuda.synchronize()
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         for _ in range(8):
-            twin()
+            ref()
         end.record()
         end.synchronize()
         print(json.dumps({"name": name, "kernel": "torch", **facts, "ms": round(start.elapsed_time(end) / 8, 5)}), flush=True)

@@ -1,11 +1,11 @@
-"""Times mixtures of experts and attention over compressed KV on a GPU. One JSON line a measurement.
+"""Times mixtures of experts and MLA attention on a GPU. Prints one JSON line per measurement.
 
     python benchmarks/gpu_moe.py                     # all, a few minutes with compiling
     python benchmarks/gpu_moe.py --only experts      # route, experts, decode or prefill
-    python benchmarks/gpu_moe.py --sweep             # experts with other tilings: the three fastest of each shape
+    python benchmarks/gpu_moe.py --sweep             # experts with other tile sizes: the three fastest of each shape
 
-Experts: our kernels beside ``torch.nn.functional.grouped_mm`` with tokens sorted and gathered for it. TB/s counts each
-weight of an expert that was chosen once. Attention: DeepSeek's widths, absorbed and uncompressed.
+Experts: headrace's kernels and ``torch.nn.functional.grouped_mm`` with sorted and gathered tokens. TB/s counts each
+weight of a chosen expert once. Attention: DeepSeek's widths, absorbed and uncompressed.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from gpu_kernels import BEYOND_L2, CUDA, Call, report, seconds
 from torch.nn.functional import grouped_mm
 
 from headrace.attention.backend import StepMetadata
-from headrace.attention.latent import LatentBackend
+from headrace.attention.mla import MLABackend
 from headrace.attention.triton import TritonAttention
 from headrace.cache.layer import LayerCache
-from headrace.kernels.moe import gated, route_twin
+from headrace.kernels.moe import gated, route
 from headrace.kernels.triton import moe
 from headrace.kernels.triton.moe import MoeTiling
-from headrace.spec import AttentionSpec, LatentSpec, MoeSpec
+from headrace.model_spec import AttentionSpec, MLASpec, MoeSpec
 
 MODELS: dict[str, tuple[int, MoeSpec]] = {
     "qwen3-30b-a3b": (2048, MoeSpec(num_experts=128, top_k=8, intermediate_size=768)),
@@ -78,7 +78,7 @@ class Mixture:
         spec, count = self.spec, self.spec.num_experts
         self.logits = torch.randn(self.tokens, count, device=CUDA)
         self.correction = torch.zeros(count, device=CUDA) if spec.correction_bias else None
-        self.experts, self.weights = route_twin(self.logits, spec, self.correction)
+        self.experts, self.weights = route.__wrapped__(self.logits, spec, self.correction)
         shape = count, 2 * spec.intermediate_size, self.hidden
         nbytes = 3 * 2 * count * spec.intermediate_size * self.hidden
         copies = 1 if nbytes > 4 * BEYOND_L2 else 2
@@ -115,7 +115,7 @@ def routing() -> None:
         for tokens in TOKENS:
             logits = torch.randn(tokens, spec.num_experts, device=CUDA)
             bias = torch.zeros(spec.num_experts, device=CUDA) if spec.correction_bias else None
-            for kind, run in (("triton", moe.route), ("torch", route_twin)):
+            for kind, run in (("triton", moe.route), ("torch", route.__wrapped__)):
                 report("route", [partial(run, logits, spec, bias)] * 8, kernel=kind, model=name, tokens=tokens)
 
 
@@ -142,7 +142,7 @@ def sweep() -> None:
             print(json.dumps(line), flush=True)
 
 
-def latent_spec(heads: int) -> AttentionSpec:
+def mla_spec(heads: int) -> AttentionSpec:
     return AttentionSpec(
         layer=0,
         num_heads=heads,
@@ -151,23 +151,22 @@ def latent_spec(heads: int) -> AttentionSpec:
         v_head_dim=512,
         rotary_dim=64,
         scale=192**-0.5,
-        latent=LatentSpec(head_dim=192, v_head_dim=128),
+        mla=MLASpec(head_dim=192, v_head_dim=128),
     )
 
 
-def latent(heads: int, rows: int, length: int, queries: int, *, absorbed: bool) -> None:
+def mla(heads: int, rows: int, length: int, queries: int, *, absorbed: bool) -> None:
     """Rows of one length, of which the last ``queries`` tokens attend; up-projections included.
 
     Args:
         absorbed: whatever is less work; else what the backend chooses.
     """
-    spec, blocks = latent_spec(heads), -(-length // BLOCK)
+    spec, blocks = mla_spec(heads), -(-length // BLOCK)
     starts = np.arange(rows + 1, dtype=np.int32) * queries
     step = StepMetadata(
         num_decode_rows=rows if queries == 1 else 0,
         query_start=torch.from_numpy(starts).to(CUDA),
         seq_lens=torch.full((rows,), length, dtype=torch.int32, device=CUDA),
-        positions=torch.zeros(rows * queries, dtype=torch.int64, device=CUDA),
         slot_mapping=(torch.zeros(rows * queries, dtype=torch.int64, device=CUDA),),
         block_tables=((1 + torch.randperm(rows * blocks, device=CUDA)).view(rows, blocks).int(),),
         query_start_host=starts,
@@ -177,13 +176,13 @@ def latent(heads: int, rows: int, length: int, queries: int, *, absorbed: bool) 
     cache = LayerCache(spec, 0, torch.randn(1 + rows * blocks, BLOCK, 1, 576, device=CUDA).bfloat16())
     q = torch.randn(rows * queries, heads, 192, device=CUDA).bfloat16()
     up = torch.randn(heads * 256, 512, device=CUDA).bfloat16() * 512**-0.5
-    backend = LatentBackend(spec, TritonAttention(), TritonAttention)
+    backend = MLABackend(spec, TritonAttention(), TritonAttention)
     backend.plan(step)
     facts = {"heads": heads, "rows": rows, "length": length, "queries": queries}
     pairs = rows * (queries * (length - queries) + queries * (queries + 1) / 2)
     calls: list[Call] = [partial(backend.attend, q, cache, up)] * 4
     kind = "uncompressed" if backend.uncompressed_rows else "absorbed"
-    report("latent", calls, nbytes=2.0 * rows * length * 576, flops=2 * heads * pairs * 320, kernel=kind, **facts)
+    report("mla", calls, nbytes=2.0 * rows * length * 576, flops=2 * heads * pairs * 320, kernel=kind, **facts)
 
 
 def main() -> None:
@@ -205,12 +204,12 @@ def main() -> None:
         experts()
     if "decode" in wanted:
         for heads, rows, length in itertools.product((16, 128), (1, 8, 64), (4096, 16384)):
-            latent(heads, rows, length, 1, absorbed=True)
+            mla(heads, rows, length, 1, absorbed=True)
     if "prefill" in wanted:
         for heads, (length, queries), absorbed in itertools.product(
             (16, 128), ((2048, 2048), (8192, 8192), (8192, 512), (8192, 256)), (True, False)
         ):
-            latent(heads, 1, length, queries, absorbed=absorbed)
+            mla(heads, 1, length, queries, absorbed=absorbed)
 
 
 if __name__ == "__main__":

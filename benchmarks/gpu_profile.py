@@ -1,14 +1,14 @@
-"""Where the time of a step goes: GPU kernels, the gaps between them, and the host.
+"""Profiles a step: GPU kernels, the gaps between them, and the host.
 
     python benchmarks/gpu_profile.py MODEL --batch 64 --context 1024
     python benchmarks/gpu_profile.py MODEL --phase prefill --batch 16 --context 8192
     python benchmarks/gpu_profile.py MODEL --batch 1 --host --set enforce_eager=true --json profile.json
 
-MODEL is a folder with a config.json; its weights are random. Sequences of --context random tokens are brought to their
-first output token; then --steps decode steps run several times: unwatched, for the true time of a step; with a clock around
-each part of the engine's step; under torch.profiler, for the kernels; and with --host under cProfile, for Python's functions.
-Watching slows what is watched: take times from the
-first, shares from the others. Without a GPU the second lists PyTorch's operations in place of kernels.
+MODEL is a folder with a config.json; its weights are random. After the first output token of sequences of --context
+random tokens, --steps decode steps run several times: without a profiler, for the time of a step; with a timer around each
+part of the engine's step; under torch.profiler, for the kernels; and with --host under cProfile, for Python functions.
+Profiling slows a step: take times from the first pass, and shares from the others. Without a GPU, PyTorch's operations are
+listed instead of kernels.
 """
 
 from __future__ import annotations
@@ -109,7 +109,11 @@ class Bench:
     def parts(self, count: int) -> dict[str, float]:
         """Milliseconds of a step that the host spends in each part of it; to collect is also to wait for the device."""
         core, spent = self._core, {"whole": 0.0}
-        places = {"schedule": core.scheduler, "launch": core.runner, "collect": core.runner, "update": core.scheduler}
+        places = (
+            {"schedule": core.scheduler}
+            | dict.fromkeys(("execute", "sample", "collect"), core.executor)
+            | {"update": core.scheduler}
+        )
         with contextlib.ExitStack() as stack:
             for name, owner in (*places.items(), ("process", core.outputs)):
                 spent[name] = 0.0

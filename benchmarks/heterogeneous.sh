@@ -1,24 +1,24 @@
 #!/usr/bin/env bash
-# Everything that is measured on a GPU of models whose layers differ, within bounds of time.
+# Runs all GPU measurements of models whose layers differ, within time limits.
 #
 #     benchmarks/heterogeneous.sh OUT SITE [kernels] [mimo] [uneven] [gemma] [bytes]
 #
-# SITE is the folder that vLLM is installed in. Without names: kernels, mimo, gemma and bytes. OUT gets a table (.md) and the
-# raw numbers of each part, and the logs. Parts, and the seconds that each may take at the most:
+# SITE is the folder in which vLLM is installed. Without names: kernels, mimo, gemma and bytes. OUT gets a table (.md) and the
+# raw numbers of each part, and the logs. Parts, and their time limits in seconds:
 #
-#     kernels  150   our general kernel beside FlashInfer where all layers are alike
+#     kernels  150   headrace's general kernel and FlashInfer where all layers are alike
 #     mimo     330   mimo-24l on headrace and vLLM: batch64, longctx_decode, mixed256
 #     uneven   330   uneven-24l likewise
 #     gemma    330   gemma-3-12b likewise
-#     bytes     60   what a request's KV takes up in both; measured, of the models that ran in this call
+#     bytes     60   KV bytes of a request in both; measured for the models of this call
 #
-# vLLM attends with sinks to keys and values of different widths by FlashAttention 4, which needs nvidia-cutlass-dsl; where SITE
-# and the host have none, it is told to use its Triton kernel (PEER_BACKEND names another).
+# For sinks with keys and values of different widths vLLM uses FlashAttention 4, which needs nvidia-cutlass-dsl; if it is not
+# installed, vLLM gets its Triton kernel (PEER_BACKEND selects another).
 #
-# FlashInfer's kernels that the models want are compiled first, beside the kernels' part (COMPILE, 240 seconds at the most).
-# PYTHON, WORKLOADS, REPETITIONS (2), MAX_LEN (40960), MEMORY (0.85: the part of the GPU that an engine may take), OURS
-# (other words for headrace), OUR_BUDGET and PEER_BUDGET (120 and 210 seconds for a model) may be set; TINY=1 makes the models
-# small, for a try without a GPU.
+# The models' FlashInfer kernels are compiled first, in parallel with the kernels' part (COMPILE, at most 240 seconds).
+# PYTHON, WORKLOADS, REPETITIONS (2), MAX_LEN (40960), MEMORY (0.85: the fraction of the GPU for an engine), OURS
+# (replacing headrace's arguments), OUR_BUDGET and PEER_BUDGET (120 and 210 seconds for a model) may be set; TINY=1 makes the models
+# small, to try it without a GPU.
 set -uo pipefail
 [ $# -ge 2 ] || { sed -n '2,/^set/p' "$0" | grep '^#' | cut -c3- >&2; exit 2; }
 out=$(realpath -m "$1") site=$(realpath -m "$2"); shift 2
@@ -36,7 +36,7 @@ done
 [ ${#wanted[@]} -eq 0 ] || [ -d "$site" ] || { echo "there is no folder $site" >&2; exit 2; }
 mkdir -p "$out"
 work=$(mktemp -d)
-# However it ends: what was measured until then is in OUT already, row by row.
+# Rows measured so far are already in OUT, however this ends.
 trap 'tar -C "$work" -czf "$out/logs.tgz" --exclude=models .; rm -rf "$work"' EXIT
 trap 'exit 143' TERM
 say() { echo "== $1, $SECONDS s" >&2; }
@@ -62,7 +62,7 @@ if [ -n "$compiler" ]; then
   say "kernels compiled"
 fi
 
-# Words for vLLM on a model.
+# vLLM's arguments for a model.
 words() {
   local backend=${PEER_BACKEND:-}
   case $1 in mimo* | uneven*)
@@ -72,7 +72,7 @@ words() {
   echo "$theirs${backend:+ --attention-backend $backend}"
 }
 
-# One engine after the other, each within its own bound: a slow one costs its own rows alone.
+# One engine after the other, each with its own time limit, so that a slow one loses only its own rows.
 beside() {
   local name=$1 common
   common=(--models "$work/models/$name" --workloads "$workloads" --max-len "${MAX_LEN:-40960}")

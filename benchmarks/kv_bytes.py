@@ -1,14 +1,14 @@
-"""The bytes of KV that a request holds, with headrace and with vLLM, as a table.
+"""Prints the KV bytes of a request in headrace and in vLLM, as a table.
 
     python benchmarks/kv_bytes.py MODEL... --output kv.json
     python benchmarks/kv_bytes.py MODEL... --measured results.json --output kv.json
 
-A model is a folder with a config.json; no weights and no GPU are needed. headrace's numbers are those of its own block
-manager, which is run. vLLM's are a prediction from the rules of its version 0.26, and marked so, unless a raw file of
-``compare_vllm.py`` given as --measured has what vLLM itself said of its cache.
+A model is a folder with a config.json; no weights and no GPU are needed. headrace's numbers come from running its
+block manager. vLLM's are predicted from the rules of its version 0.26, and marked so, unless a raw file of
+``compare_vllm.py``, given as --measured, has vLLM's own numbers.
 
-Three numbers for each length: what the tokens that can still be seen take up, to the byte; and what the blocks take up that
-hold them, in each engine.
+Three numbers per length: the bytes of the tokens that can still be attended to, and of the blocks that hold them in each
+engine.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from headrace.config import CacheConfig, EngineArgs  # noqa: E402
-from headrace.kv.block_pool import NULL_BLOCK  # noqa: E402
-from headrace.kv.manager import KVCacheManager  # noqa: E402
+from headrace.kv import NULL_BLOCK, CacheIdentity, KVCacheManager  # noqa: E402
+from headrace.model_spec import Arena, AttentionSpec, block_sizes, cache_groups, layer_kv  # noqa: E402
 from headrace.models.implementation import choose  # noqa: E402
 from headrace.sources.files import find_model  # noqa: E402
-from headrace.spec import AttentionSpec, cache_groups, layer_kv  # noqa: E402
 
 Json = dict[str, Any]
 DTYPE = "bfloat16"
@@ -67,11 +66,10 @@ def held_by_us(specs: Sequence[AttentionSpec], length: int) -> int:
     """Bytes of the blocks that a request of ``length`` computed tokens holds, by the engine's own manager."""
     groups = cache_groups(specs, DTYPE)
     blocks = -(-length // BLOCK) + 1
-    config = CacheConfig.holding(
-        [blocks] * len(groups), block_size=BLOCK, groups=groups, enable_prefix_caching=False, dtype=DTYPE
-    )
+    nbytes = Arena.holding(block_sizes(groups, BLOCK), [blocks] * len(groups)).nbytes
+    config = CacheConfig(block_size=BLOCK, groups=groups, nbytes=nbytes, enable_prefix_caching=False, dtype=DTYPE)
     manager = KVCacheManager(config)
-    sequence = manager.open(0, [0] * length, None, ())
+    sequence = manager.open(0, [0] * length, CacheIdentity())
     manager.attach(sequence, manager.no_hit())
     for start in range(0, length, CHUNK):
         end = min(start + CHUNK, length)

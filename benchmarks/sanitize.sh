@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the kernel tests under compute-sanitizer's memcheck, a few shapes of each, and says what it found.
+# Runs the kernel tests under compute-sanitizer's memcheck, a few shapes of each, and prints the errors.
 #
 #     benchmarks/sanitize.sh [LOG] [pytest arguments, in place of tests/kernels/on_triton]
 #

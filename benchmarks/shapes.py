@@ -1,11 +1,11 @@
-"""Writes model folders, a config.json each, of the shapes that benchmarks of heterogeneous models run with random weights.
+"""Writes model folders with a config.json, for benchmarks of heterogeneous models with random weights.
 
-    python benchmarks/shapes.py OUT                     # those that one GPU holds
-    python benchmarks/shapes.py OUT --all               # the whole models too, whose bytes of KV can be counted anywhere
-    python benchmarks/shapes.py OUT --tiny mimo-24l     # the same pattern of layers in small widths, for a CPU
+    python benchmarks/shapes.py OUT                     # models that fit one GPU
+    python benchmarks/shapes.py OUT --all               # larger ones too, whose KV bytes can be counted
+    python benchmarks/shapes.py OUT --tiny mimo-24l     # the same layers in small widths, for a CPU
 
-OUT/NAME is read by headrace, transformers and vLLM, unless there is OUT/vllm/NAME: then vLLM reads that one. It says the
-same in the words that vLLM's own implementation of the model asks for.
+headrace, transformers and vLLM read OUT/NAME. If OUT/vllm/NAME exists, vLLM reads that one: the same model in the fields of
+vLLM's implementation.
 """
 
 from __future__ import annotations

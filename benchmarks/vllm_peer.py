@@ -1,9 +1,10 @@
-"""vLLM on headrace's workloads: what ``compare_vllm.py`` runs for vLLM's rows, where nothing else is given as ``--peer``.
+"""Runs headrace's workloads on vLLM: the default ``--peer`` of ``compare_vllm.py``.
 
     PYTHONPATH=SITE python benchmarks/vllm_peer.py --model FOLDER --workloads single,batch64 --model-impl transformers
 
 Weights are random, prefix caching is off, every output has exactly the workload's length, a workload runs three times (two
-if it is large), and the best counts. A line of JSON for the KV cache, one when the engine is ready, one for every workload:
+if it is large), and the best counts. Prints a line of JSON for the KV cache, one when the engine is ready, and one per
+workload:
 
     {"engine": "vllm", "model": NAME, "kv": {"available_bytes": ..., "num_blocks": ..., "tokens": ..., "groups": [...]}}
     {"engine": "vllm", "model": NAME, "startup_s": SECONDS, "model_impl": ..., "architecture": ..., "backends": [...]}

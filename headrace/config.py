@@ -1,18 +1,19 @@
 """Arguments as a user gives them (EngineArgs) and the configuration they resolve to (EngineConfig). Both are frozen.
 
-``headrace.resolve.resolve`` turns the first into the second, and says why.
+``headrace.resolve`` turns the first into the second, and says why.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
 from functools import cached_property
-from typing import Literal
+from types import MappingProxyType
+from typing import Annotated, Any, Literal
 
 from headrace.errors import ConfigError
-from headrace.spec import AnySpec, Arena, CacheGroup, block_sizes
+from headrace.model_spec import AnySpec, Arena, CacheGroup, block_sizes
+from headrace.options import CACHE, DEBUGGING, INT64_MAX, LIMITS, MODEL, SCHEDULING, OptionSpec, check
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["none", "auto", "int8", "int4"]
@@ -23,85 +24,150 @@ Policy = Literal["fcfs", "priority"]
 Device = Literal["auto", "cpu", "cuda"]
 
 
-def _limit(variable: str, default: int) -> int:
-    """A limit's default: the environment's value where it is set.
+def _from_environment(variable: str, default: int) -> Any:
+    """A field whose default is the environment variable's value where it is set.
 
-    Raises:
-        ConfigError: it is no whole number.
+    Its factory raises ConfigError if the value is not an integer.
     """
-    given = os.environ.get(variable, "").strip()
-    if not given:
-        return default
-    try:
-        return int(given)
-    except ValueError:
-        raise ConfigError(f"the environment's {variable} must be a whole number, not {given!r}", variable) from None
+
+    def read() -> int:
+        given = os.environ.get(variable, "").strip()
+        try:
+            return int(given) if given else default
+        except ValueError:
+            raise ConfigError(f"the environment's {variable} must be a whole number, not {given!r}", variable) from None
+
+    return dataclasses.field(default_factory=read)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineArgs:
-    """Everything a user may set about an engine. None means: let headrace choose, and say why."""
+    """Everything a user may set about an engine. None means that headrace chooses, and the start-up report says why.
 
-    model: str | None = None
-    """A directory, a hub id, a .gguf file; None: the embedded default model."""
-    revision: str | None = None
-    tokenizer: str | None = None
-    skip_tokenizer_init: bool = False
+    Raises:
+        ConfigError: a value is of another type or out of range; the error names the field.
+    """
+
+    panels = MappingProxyType(
+        {
+            "model": MODEL,
+            "max_model_len": CACHE,
+            "max_num_seqs": SCHEDULING,
+            "max_logprobs": LIMITS,
+            "step_timeout": DEBUGGING,
+        }
+    )
+
+    model: Annotated[str | None, OptionSpec(positional=True, default="the embedded SmolLM2-135M-Instruct", metavar="MODEL")] = (
+        None
+    )
+    """Directory of a Hugging Face checkpoint, hub id such as Qwen/Qwen3-0.6B, or .gguf file."""
     device: Device = "auto"
-    """auto: the first CUDA device if there is one, else the CPU."""
+    """Device of the model: cpu, cuda, or auto (the first CUDA device if there is one, else the CPU)."""
+    revision: Annotated[str | None, OptionSpec(default="the hub's main branch")] = None
+    """Branch, tag or commit of a hub model. Pin a commit to keep results reproducible."""
+    tokenizer: Annotated[str | None, OptionSpec(default="the model's own", metavar="PATH")] = None
+    """Directory or hub id of a tokenizer that replaces the model's own."""
+    skip_tokenizer_init: Annotated[bool, OptionSpec(flags=("--skip-tokenizer-init",))] = False
+    """Load no tokenizer: prompts and outputs are token ids only. For benchmarks, or where another program tokenises."""
     model_impl: ModelImpl = "auto"
-    """Whose code the model is. auto: ours if there is an implementation of it, else transformers'; Megatron's for its own
-    checkpoints."""
-    trust_remote_code: bool = False
-    """Run code that comes with a checkpoint."""
+    """Model implementation. native: headrace's own. transformers: the library's model with its attention replaced by
+    headrace's, so that paged KV, chunked prefill and prefix caching work. megatron: a distributed checkpoint of
+    Megatron-core. auto: native if there is one, megatron for its checkpoints, else transformers; the start-up report gives
+    the reason."""
+    trust_remote_code: Annotated[bool, OptionSpec(flags=("--trust-remote-code",))] = False
+    """Run Python code that comes with the checkpoint, if neither headrace nor transformers implements the model. The code
+    has your permissions: read it first, and pin --revision."""
     load_format: LoadFormat = "auto"
+    """Format of the weights. auto detects it from the files. dummy creates random weights from the config alone, with the
+    speed and memory of the real model."""
     dtype: DType = "auto"
+    """Number format of activations and of weights that are not quantised. float32 is exact and the slowest on most CPUs.
+    auto takes the checkpoint's format where the device runs it well; the start-up report gives the reason."""
     quantization: Quantization = "auto"
-    seed: int = 0
-    """Seeds requests that bring no seed of their own, and dummy weights."""
-    max_model_len: int | Literal["auto"] | None = None
-    """None: the model's own context length. auto: the longest that fits in the KV cache."""
+    """Weight quantisation. auto keeps a quantised GGUF file quantised where a packed CPU kernel supports it, and leaves
+    other checkpoints as they are. int8 and int4 quantise any checkpoint while it loads and report the error. none gives
+    exact results."""
+    seed: Annotated[int, OptionSpec(min=0, max=INT64_MAX)] = 0
+    """Seed for requests without a seed, and for dummy weights. Two engines with the same seed that get the same requests in
+    the same order generate the same tokens."""
+    num_threads: Annotated[int | None, OptionSpec(min=1, default="the physical cores that this process may use")] = None
+    """CPU threads for the model's kernels. More threads than physical cores are slower; use fewer where other programs
+    share the machine."""
+    max_model_len: Annotated[
+        int | Literal["auto"] | None, OptionSpec(min=2, default="the model's context length", metavar="INTEGER|auto")
+    ] = None
+    """Maximum length of prompt plus output, in tokens. Lower it to save memory. auto takes the longest length that the KV
+    cache holds."""
     kv_cache_dtype: KVCacheDType = "auto"
-    """auto: as ``dtype``. fp8_e4m3: half of bfloat16's bytes and a scale for each token and head of K and of V."""
-    block_size: int = 16
-    num_kv_blocks: int | None = None
-    kv_cache_memory: int | None = None
-    """Bytes for KV cache."""
-    gpu_memory_utilization: float = 0.9
-    """Share of a GPU's memory that the engine may take in all."""
+    """Number format of the KV cache. auto is that of --dtype. fp8_e4m3 stores a number in one byte, with a float32 scale
+    for K and for V of each token and head: about twice as many tokens as bfloat16, with 3 mantissa bits. Needs a GPU of
+    SM80 or newer; on a CPU only the slow reference backend reads it."""
+    kv_cache_memory: Annotated[
+        int | None,
+        OptionSpec(min=1, size=True, default="up to 2GiB, within a quarter of the memory that is free beside the weights"),
+    ] = None
+    """Memory for the KV cache: 2GiB, 500MB, or bytes. More memory runs more or longer requests at once and keeps more
+    prefixes for reuse."""
+    gpu_memory_utilization: Annotated[float, OptionSpec(min=0.0, max=1.0, metavar="SHARE")] = 0.9
+    """Fraction of GPU memory that the engine uses in total, from 0 to 1: weights, the activations of the largest step, and
+    the rest for KV cache. Lower it where other programs use the GPU."""
+    num_kv_blocks: Annotated[int | None, OptionSpec(min=1, default="as many as fit in --kv-cache-memory")] = None
+    """Number of KV blocks to allocate, in place of --kv-cache-memory. A block holds --block-size tokens of every layer. For
+    tests and reproducible runs."""
+    block_size: Annotated[int, OptionSpec(min=1, max=1024)] = 16
+    """Tokens in a KV block. Smaller blocks waste less at the end of a sequence and share prefixes at a finer grain; larger
+    blocks cost less bookkeeping."""
     enable_prefix_caching: bool = True
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    max_queue_len: int = 4096
+    """Keep the KV of finished requests and reuse it for prompts with the same prefix. Does not change results. Turn it off
+    to measure prefill speed."""
+    max_num_seqs: Annotated[int | None, OptionSpec(min=1, default="64 on a CPU, 256 on a GPU")] = None
+    """Maximum number of sequences that run at once. A higher value raises throughput and the time between tokens."""
+    max_num_batched_tokens: Annotated[int | None, OptionSpec(min=1, default="2048 on a CPU, 16384 on a GPU")] = None
+    """Maximum number of tokens computed in one step, over all sequences; longer prompts are split into chunks. A smaller
+    value keeps the time between tokens even while prompts arrive; a larger one finishes prompts sooner."""
+    max_queue_len: Annotated[int, OptionSpec(min=1)] = 4096
+    """Maximum number of waiting sequences. Further requests are refused at once with HTTP 429."""
     policy: Policy = "fcfs"
-    attention_backend: str = "auto"
-    num_threads: int | None = None
-    pipeline_depth: int | None = None
-    """How many steps may be launched before the first one's results are read."""
-    enforce_eager: bool = False
-    """Launch every kernel of a step by itself: no CUDA graphs."""
-    deterministic: bool = False
-    """A request's tokens and logprobs are bitwise the same in any company and chunking, preempted or not, cached or not."""
-    wait_for_kernels: bool = False
-    """Begin to serve only when libraries' kernels that are compiled in the background are ready."""
-    graph_capture_seconds: float = 20.0
-    """How long a start-up may capture CUDA graphs; those that it did not come to are captured when first needed."""
-    step_timeout: float = 120.0
-    """Seconds without a finished step, while work is pending, after which the engine counts as stuck."""
-    record_steps: str | None = None
-    """File that receives the stream of plans, for replay."""
-    max_logprobs: int = 20
-    max_bad_words_num: int = dataclasses.field(default_factory=lambda: _limit("HEADRACE_MAX_BAD_WORDS_NUM", 16))
-    bad_words_max_len: int = dataclasses.field(default_factory=lambda: _limit("HEADRACE_BAD_WORDS_MAX_LEN", 8))
-    max_stop_seqs_num: int = dataclasses.field(default_factory=lambda: _limit("HEADRACE_MAX_STOP_SEQS_NUM", 16))
-    stop_seqs_max_len: int = dataclasses.field(default_factory=lambda: _limit("HEADRACE_STOP_SEQS_MAX_LEN", 8))
+    """Order of waiting requests. fcfs: first come, first served. priority: the lowest `priority` field of the request
+    first, then first come, first served."""
+    attention_backend: Annotated[str, OptionSpec(metavar="NAME")] = "auto"
+    """Attention kernels. auto chooses the fastest backend that supports each layer; the start-up report gives the reason.
+    flashinfer uses FlashInfer for decode rows and CUDA graphs too. reference is slow, for comparisons."""
+    pipeline_depth: Annotated[int | None, OptionSpec(min=1, max=8, default="1 on a CPU, 2 on a GPU")] = None
+    """Maximum number of steps in flight. With 2, the host plans the next step while the device runs the current one, which
+    pays off where the device is not the host's own cores."""
+    enforce_eager: Annotated[bool, OptionSpec(flags=("--enforce-eager",))] = False
+    """Launch each kernel separately, without CUDA graphs. Starts sooner and simplifies debugging; decoding is slower."""
+    deterministic: Annotated[bool, OptionSpec(flags=("--deterministic",))] = False
+    """Batch-invariant kernels: a request gets bitwise the same tokens and logprobs whatever else is in the batch, however
+    its prompt is chunked, preempted or not, with or without a cached prefix. GPUs only; slower."""
+    wait_for_kernels: Annotated[bool, OptionSpec(flags=("--wait-for-kernels",))] = False
+    """Start serving only after FlashInfer's kernels are compiled, which takes about a minute the first time on a machine.
+    Without this, headrace's own kernels run until then."""
+    graph_capture_seconds: Annotated[
+        float | None, OptionSpec(min=0.0, max=3600.0, default="2; 20 in Python's LLM", metavar="SECONDS")
+    ] = None
+    """Time limit for capturing CUDA graphs before the engine takes requests, in seconds, most useful sizes first. A server
+    captures the others while it is idle; a step without a graph launches its kernels one by one."""
+    max_logprobs: Annotated[int, OptionSpec(min=-1)] = 20
+    """Largest `logprobs` and `prompt_logprobs` of a request; -1: no limit. High values slow each step and enlarge responses."""
+    max_bad_words_num: Annotated[int, OptionSpec(min=0)] = _from_environment("HEADRACE_MAX_BAD_WORDS_NUM", 16)
+    """Maximum number of `bad_words` in a request. Also set by HEADRACE_MAX_BAD_WORDS_NUM."""
+    bad_words_max_len: Annotated[int, OptionSpec(min=1)] = _from_environment("HEADRACE_BAD_WORDS_MAX_LEN", 8)
+    """Maximum length of a bad word, in tokens. Also set by HEADRACE_BAD_WORDS_MAX_LEN."""
+    max_stop_seqs_num: Annotated[int, OptionSpec(min=0)] = _from_environment("HEADRACE_MAX_STOP_SEQS_NUM", 16)
+    """Maximum number of `stop` strings in a request. Also set by HEADRACE_MAX_STOP_SEQS_NUM."""
+    stop_seqs_max_len: Annotated[int, OptionSpec(min=1)] = _from_environment("HEADRACE_STOP_SEQS_MAX_LEN", 8)
+    """Maximum length of a stop string, in tokens. Also set by HEADRACE_STOP_SEQS_MAX_LEN."""
+    step_timeout: Annotated[float, OptionSpec(above=0.0, metavar="SECONDS")] = 120.0
+    """Seconds without a finished step, while work is pending, after which the engine counts as stuck: its stack traces are
+    logged and its process is restarted. Raise it for very long prompts on a slow device."""
+    record_steps: Annotated[str | None, OptionSpec(metavar="FILE")] = None
+    """Write every step plan to this file. A recording replays a run without its clients."""
 
     def __post_init__(self) -> None:
-        """Raises ConfigError where a switch is anything but on or off: ``"no"`` would be on."""
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if isinstance(field.default, bool) and not isinstance(value, bool):
-                raise ConfigError(f"{field.name} must be True or False, not {value!r}", field.name)
+        check(self, ConfigError)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,16 +190,6 @@ class CacheConfig:
     dtype: str
     """Of the numbers in it: the model's, or fp8_e4m3."""
 
-    @classmethod
-    def holding(
-        cls, counts: Sequence[int], *, block_size: int, groups: tuple[CacheGroup, ...], enable_prefix_caching: bool, dtype: str
-    ) -> CacheConfig:
-        """With as many bytes as it takes to hold ``counts[g]`` blocks of each group at once, and the null block."""
-        nbytes = Arena.holding(block_sizes(groups, block_size), counts).nbytes
-        return cls(
-            block_size=block_size, groups=groups, nbytes=nbytes, enable_prefix_caching=enable_prefix_caching, dtype=dtype
-        )
-
     @cached_property
     def arena(self) -> Arena:
         return Arena(self.nbytes, block_sizes(self.groups, self.block_size))
@@ -152,6 +208,8 @@ class SchedulerConfig:
     max_queue_len: int
     policy: Policy
     pipeline_depth: int
+    max_num_encoder_tokens: int = 0
+    """Encoder work of a step, in the unit of ``Item.encoder_tokens``; 0: the model has no encoder."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -177,7 +235,6 @@ class EngineConfig:
     model: AnySpec
     cache: CacheConfig
     scheduler: SchedulerConfig
-    limits: SamplingLimits
     device: str
     dtype: str
     quantization: str

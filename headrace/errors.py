@@ -17,10 +17,12 @@ class RequestError(HeadraceError):
     status = 400
     kind = "invalid_request_error"
 
-    def __init__(self, message: str, param: str | None = None) -> None:
+    def __init__(self, message: str, param: str | None = None, *, code: str | None = None) -> None:
+        """``code``: OpenAI's word for the kind of mistake, such as ``context_length_exceeded``."""
         super().__init__(message)
         self.message = message
         self.param = param
+        self.code = code
 
 
 class QueueFullError(RequestError):
@@ -28,13 +30,6 @@ class QueueFullError(RequestError):
 
     status = 429
     kind = "rate_limit_error"
-
-
-class NotFoundError(RequestError):
-    """The request names something that does not exist here (a model, for example)."""
-
-    status = 404
-    kind = "not_found_error"
 
 
 class ConfigError(HeadraceError):

@@ -1,7 +1,8 @@
-"""What the engine gives back: deltas on the wire, accumulated outputs for callers."""
+"""Outputs: deltas between processes, accumulated outputs for callers."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -18,7 +19,8 @@ class Logprob(NamedTuple):
 
 
 PositionLogprobs = dict[int, Logprob]
-"""token id -> Logprob: the token at this position and the best alternatives that were asked for."""
+"""token id -> Logprob: the token at this position and the most likely ones that were asked for."""
+TokenText = Callable[[int], str]
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True):
@@ -32,6 +34,16 @@ class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True):
     rank: int
 
 
+def position_logprobs(entry: TokenLogprobs, text: TokenText | None = None) -> PositionLogprobs:
+    """The token at a position first, then the most likely ones; ``text`` decodes a token."""
+    first, *best = entry.token_ids
+    found = {first: Logprob(entry.logprobs[0], entry.rank, text and text(first))}
+    for rank, (token, logprob) in enumerate(zip(best, entry.logprobs[1:], strict=True), start=1):
+        if token != first:
+            found[token] = Logprob(logprob, rank, text and text(token))
+    return found
+
+
 class RequestTimes(msgspec.Struct, array_like=True, frozen=True):
     """Marks of a request's life, in seconds of ``time.monotonic()`` on the engine's host."""
 
@@ -42,14 +54,18 @@ class RequestTimes(msgspec.Struct, array_like=True, frozen=True):
 
 
 class OutputDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one sequence gained in one step. ``index`` tells the samples of one request apart."""
+    """What one sequence gained in one step. ``index`` tells the samples of one request apart.
+
+    Tokens of logprobs are not decoded: the reader of the delta does so, if it shows them.
+    """
 
     request_id: str
     index: int = 0
     text: str = ""
     token_ids: list[int] = []
-    logprobs: list[PositionLogprobs] | None = None
-    prompt_logprobs: list[PositionLogprobs | None] | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    """An entry for each token of ``token_ids``."""
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
     """Sent once, with the first delta of index 0. Its first entry is None: nothing precedes the first token."""
     num_cached_tokens: int = 0
     finish_reason: FinishReason | None = None
@@ -85,19 +101,20 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     error: str | None = None
     times: RequestTimes | None = None
 
-    def add(self, delta: OutputDelta) -> None:
-        """Folds one delta in; ``outputs[delta.index]`` must exist."""
+    def add(self, delta: OutputDelta, text: TokenText | None = None) -> None:
+        """Fold one delta in; ``outputs[delta.index]`` must exist. ``text`` decodes the tokens of logprobs."""
         sample = self.outputs[delta.index]
         sample.text += delta.text
         sample.token_ids.extend(delta.token_ids)
         if delta.logprobs is not None:
             if sample.logprobs is None:
                 sample.logprobs, sample.cumulative_logprob = [], 0.0
-            sample.logprobs.extend(delta.logprobs)
-            chosen = (position[token].logprob for position, token in zip(delta.logprobs, delta.token_ids, strict=True))
-            sample.cumulative_logprob = (sample.cumulative_logprob or 0.0) + sum(chosen)
+            sample.logprobs.extend(position_logprobs(entry, text) for entry in delta.logprobs)
+            sample.cumulative_logprob = (sample.cumulative_logprob or 0.0) + sum(entry.logprobs[0] for entry in delta.logprobs)
         if delta.prompt_logprobs is not None:
-            self.prompt_logprobs = delta.prompt_logprobs
+            self.prompt_logprobs = [
+                None if entry is None else position_logprobs(entry, text) for entry in delta.prompt_logprobs
+            ]
         self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached_tokens)
         if delta.finish_reason is not None:
             sample.finish_reason, sample.stop_reason = delta.finish_reason, delta.stop_reason

@@ -1,128 +1,100 @@
-"""What a caller may ask of sampling. Field names follow vLLM's."""
+"""SamplingParams: the declaration of what a request may ask of sampling. Field names follow vLLM's."""
 
 from __future__ import annotations
 
-import math
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from headrace.errors import RequestError
+from headrace.options import FLOAT32_MAX, FLOAT32_TINY, INT32_MAX, INT64_MAX, OptionSpec, check
 
 LogprobsMode = Literal["raw", "processed"]
-MAX_SEED = 2**63 - 1
+MAX_SEED = INT64_MAX
+MAX_SAMPLES = 128
+MAX_STRING = 4096
+"""Characters of a stop string or bad word."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How to sample one request. Immutable; checked when it is made.
 
+    Numbers that the device keeps as float32 must be finite there. The order of a step: logit_bias and bans, penalties,
+    temperature, min_p, top_k, top_p, draw.
+
     Raises:
-        RequestError: a value is out of range; the error names the field.
+        RequestError: a value is of another type or out of range; the error names the field.
     """
 
-    n: int = 1
-    """Independent samples of the prompt; they share its KV blocks."""
-    temperature: float = 1.0
-    """0 means argmax."""
-    top_p: float = 1.0
-    top_k: int = 0
-    """0 or -1: no limit."""
-    min_p: float = 0.0
-    seed: int | None = None
-    repetition_penalty: float = 1.0
-    """Over tokens of prompt and output: a seen token's logit is divided by it if positive, else multiplied."""
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
-    """Strings that never appear in the emitted text, however they are tokenised."""
-    stop: list[str] | None = None
+    max_tokens: Annotated[
+        int | None, OptionSpec(min=1, max=INT32_MAX, default="what is left of the context", metavar="INTEGER")
+    ] = None
+    """Largest number of tokens to generate for each sample."""
+    min_tokens: Annotated[int, OptionSpec(min=0, max=INT32_MAX, metavar="INTEGER")] = 0
+    """Number of tokens to generate before the end-of-sequence token, a stop token or a stop string can end the output."""
+    temperature: Annotated[float, OptionSpec(min=0.0, max=FLOAT32_MAX, default="the model's, else 1.0")] = 1.0
+    """Divides the logits before sampling. 0 always takes the most likely token; higher values are more random."""
+    top_p: Annotated[float, OptionSpec(above=0.0, max=1.0, default="the model's, else 1.0")] = 1.0
+    """Nucleus sampling: sample from the smallest set of most likely tokens whose probabilities sum to at least this."""
+    top_k: Annotated[int, OptionSpec(min=-1, max=INT32_MAX, default="the model's, else 0")] = 0
+    """Sample from this many most likely tokens. 0 or -1: from all."""
+    min_p: Annotated[float, OptionSpec(min=0.0, max=1.0, default="the model's, else 0.0")] = 0.0
+    """Leave out tokens whose probability is below this fraction of the most likely token's."""
+    seed: Annotated[
+        int | None, OptionSpec(min=-INT64_MAX - 1, max=INT64_MAX, flags=("--sampling-seed",), default="drawn from --seed")
+    ] = None
+    """Seed of the random numbers. The same seed, prompt and parameters generate the same tokens."""
+    n: Annotated[int, OptionSpec(min=1, max=MAX_SAMPLES, flags=("--n", "-n"))] = 1
+    """Number of independent samples of each prompt. They share the KV cache of the prompt."""
+    repetition_penalty: Annotated[float, OptionSpec(min=FLOAT32_TINY, max=FLOAT32_MAX, default="the model's, else 1.0")] = 1.0
+    """Applied to tokens in the prompt or the output: divides a positive logit and multiplies a negative one. Values above 1
+    make these tokens less likely."""
+    presence_penalty: Annotated[float, OptionSpec(min=-2.0, max=2.0)] = 0.0
+    """Subtracted once from the logit of each token that was generated so far."""
+    frequency_penalty: Annotated[float, OptionSpec(min=-2.0, max=2.0)] = 0.0
+    """Subtracted from a token's logit for each time it was generated so far."""
+    logit_bias: Annotated[dict[int, float] | None, OptionSpec(min=-100.0, max=100.0, metavar="JSON")] = None
+    """JSON object from token id to a number that is added to its logit."""
+    allowed_token_ids: Annotated[list[int] | None, OptionSpec(min=0, max=INT32_MAX, empty=False, metavar="IDS")] = None
+    """The only token ids that may be generated."""
+    bad_words: Annotated[list[str] | None, OptionSpec(min=1, max=MAX_STRING, flags=("--bad-word",))] = None
+    """Strings that never appear in the output, however they are tokenised."""
+    stop: Annotated[list[str] | None, OptionSpec(min=1, max=MAX_STRING, single=True)] = None
+    """Strings that end the output."""
     include_stop_str_in_output: bool = False
-    stop_token_ids: list[int] | None = None
-    min_tokens: int = 0
-    max_tokens: int | None = None
-    """None: until the context is full."""
+    """Keep the stop string at the end of the text."""
+    stop_token_ids: Annotated[list[int] | None, OptionSpec(min=0, max=INT32_MAX, metavar="IDS")] = None
+    """Token ids that end the output."""
     ignore_eos: bool = False
-    logprobs: int | None = None
-    """How many best tokens to report at each step beside the sampled one; -1: the whole vocabulary."""
+    """Continue after the end-of-sequence token, up to max_tokens. For benchmarks."""
+    logprobs: Annotated[int | None, OptionSpec(min=-1, max=INT32_MAX)] = None
+    """Number of most likely tokens to report at each output position, with log-probabilities, beside the generated token.
+    -1: the whole vocabulary."""
     logprobs_mode: LogprobsMode = "raw"
-    """raw: of the model's logits. processed: of the distribution actually drawn from."""
-    prompt_logprobs: int | None = None
+    """raw: log-probabilities of the model's logits. processed: of the distribution that tokens are sampled from."""
+    prompt_logprobs: Annotated[int | None, OptionSpec(min=-1, max=INT32_MAX)] = None
+    """Number of most likely tokens to report at each prompt position. -1: the whole vocabulary."""
     skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
     detokenize: bool = True
+    """Convert the output tokens to text."""
 
     def __post_init__(self) -> None:
-        check = _Checker(self)
-        check.integer("n", low=1)
-        check.number("temperature", low=0.0)
-        check.number("top_p", low=0.0, high=1.0, low_open=True)
-        check.integer("top_k", low=-1)
-        check.number("min_p", low=0.0, high=1.0)
-        check.integer("seed", low=-MAX_SEED - 1, high=MAX_SEED)
-        check.number("repetition_penalty", low=0.0, low_open=True)
-        check.number("presence_penalty", low=-2.0, high=2.0)
-        check.number("frequency_penalty", low=-2.0, high=2.0)
-        check.integer("min_tokens", low=0)
-        check.integer("max_tokens", low=1)
-        check.integer("logprobs", low=-1)
-        check.integer("prompt_logprobs", low=-1)
-        check.strings("bad_words")
-        check.strings("stop")
-        check.token_ids("allowed_token_ids", allow_empty=False)
-        check.token_ids("stop_token_ids")
+        check(self, RequestError)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise RequestError(f"min_tokens ({self.min_tokens}) is larger than max_tokens ({self.max_tokens})", "min_tokens")
-        if self.logprobs_mode not in ("raw", "processed"):
-            raise RequestError(f"logprobs_mode must be 'raw' or 'processed', not {self.logprobs_mode!r}", "logprobs_mode")
+            raise RequestError(
+                f"min_tokens ({self.min_tokens}) is larger than max_tokens ({self.max_tokens})",
+                "min_tokens",
+                code="invalid_value",
+            )
         if self.stop and not self.detokenize:
-            raise RequestError("stop strings need detokenize=true", "stop")
-        for token, bias in (self.logit_bias or {}).items():
-            if isinstance(bias, bool) or not isinstance(bias, (int, float)) or not math.isfinite(bias) or abs(bias) > 100:
-                raise RequestError(f"logit_bias of token {token} must be a number in [-100, 100], not {bias!r}", "logit_bias")
-            if not isinstance(token, int) or token < 0:
-                raise RequestError(f"logit_bias has the key {token!r}: keys are token ids", "logit_bias")
+            raise RequestError("stop strings need detokenize=true", "stop", code="invalid_value")
+
+    def replace(self, fields: dict[str, Any]) -> SamplingParams:
+        """A checked copy with other values of some fields."""
+        return SamplingParams(**msgspec.structs.asdict(self) | fields)
 
     @property
     def greedy(self) -> bool:
-        """True when the draw is an argmax and needs no random number."""
+        """True when sampling is an argmax and needs no random number."""
         return self.temperature == 0.0 or self.top_k == 1
-
-
-class _Checker:
-    """Range checks that name the field."""
-
-    def __init__(self, params: SamplingParams) -> None:
-        self._params = params
-
-    def number(self, name: str, *, low: float, high: float = math.inf, low_open: bool = False) -> None:
-        value = getattr(self._params, name)
-        ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-        if not ok or value > high or value < low or (low_open and value == low):
-            left = "(" if low_open else "["
-            right = f"{high}]" if math.isfinite(high) else "inf)"
-            raise RequestError(f"{name} must be a number in {left}{low}, {right}, not {value!r}", name)
-
-    def integer(self, name: str, *, low: int, high: int | None = None) -> None:
-        value = getattr(self._params, name)
-        if value is None:
-            return
-        if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
-            upper = "" if high is None else f" and at most {high}"
-            raise RequestError(f"{name} must be an integer of at least {low}{upper}, not {value!r}", name)
-
-    def strings(self, name: str) -> None:
-        value = getattr(self._params, name)
-        if value is None:
-            return
-        if not isinstance(value, list) or not all(isinstance(s, str) and s for s in value):
-            raise RequestError(f"{name} must be a list of non-empty strings", name)
-
-    def token_ids(self, name: str, *, allow_empty: bool = True) -> None:
-        value = getattr(self._params, name)
-        if value is None:
-            return
-        if not isinstance(value, list) or not all(isinstance(t, int) and not isinstance(t, bool) and t >= 0 for t in value):
-            raise RequestError(f"{name} must be a list of token ids", name)
-        if not value and not allow_empty:
-            raise RequestError(f"{name} must not be empty", name)

@@ -1,18 +1,28 @@
-"""Triton's interpreter, made quicker: what it looks for at every launch, and at every call within one, is found once."""
+"""Triton's interpreter for tests: quicker launches, and products whose bits do not depend on numpy's BLAS."""
 
 from __future__ import annotations
 
 import inspect
 from typing import Any
 
+import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+ABREAST = 8
+"""Sums that a product keeps side by side for each result: the quickest for blocks of kernels."""
+
+blas_dot = InterpreterBuilder.create_dot
+"""Triton's own ``tl.dot``, which calls ``numpy.matmul``."""
 
 
 def remember_builtins() -> None:
-    """A launch puts functions of numpy in the place of Triton's builtins, and puts those back at its end. To find them it sorts
-    all members of Triton's modules, which takes a third of the time that kernels of small tensors take. Which names are
-    builtins' does not change while no kernel runs; whether one is in its place at the moment is still asked each time.
+    """Look up the names of Triton's builtins once.
+
+    A launch replaces Triton's builtins by functions of numpy, and restores them at its end. To find them it sorts all members
+    of Triton's modules, which takes a third of the time that kernels of small tensors take. Which names are builtins' does not
+    change while no kernel runs; whether one is in its place at the moment is still asked each time.
     """
     names = {
         package: [name for name, member in inspect.getmembers(package) if tl.core.is_builtin(member)]
@@ -30,3 +40,46 @@ def remember_builtins() -> None:
                 interpreter._patch_attr(package, name, member, builder, scope)
 
     interpreter._patch_builtin = patch
+
+
+def use_invariant_dot() -> None:
+    """Compute ``tl.dot`` by :func:`product` in place of BLAS, whose rows depend on how many there are.
+
+    BLAS chooses its blocking by the CPU and by the size of the product, so that ``(a @ b)[i:j]`` and ``a[i:j] @ b`` may differ
+    in bits.
+    """
+
+    def dot(builder: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
+        dtype = d.data.dtype
+        return TensorHandle(product(_widened(a, dtype), _widened(b, dtype)) + d.data, d.dtype.scalar)
+
+    InterpreterBuilder.create_dot = dot
+
+
+def product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """``a`` [..., M, K] times ``b`` [..., K, N], in their type.
+
+    Elementwise operations alone add up each result's K terms, in an order that K decides: bits do not depend on M, N, the CPU
+    or the number of threads.
+    """
+    left = np.ascontiguousarray(a.swapaxes(-1, -2))[..., :, :, None]  # [..., K, M, 1]
+    right = b[..., :, None, :]  # [..., K, 1, N]
+    count = right.shape[-3]
+    sums = left[..., :ABREAST, :, :] * right[..., :ABREAST, :, :]  # [..., ABREAST, M, N]
+    for k in range(ABREAST, count, ABREAST):
+        terms = left[..., k : k + ABREAST, :, :] * right[..., k : k + ABREAST, :, :]
+        sums[..., : terms.shape[-3], :, :] += terms
+    total = sums[..., 0, :, :]
+    for k in range(1, sums.shape[-3]):
+        total = total + sums[..., k, :, :]
+    return total
+
+
+def _widened(operand: Any, dtype: np.dtype) -> np.ndarray:
+    """An operand's values in the type of the sums; numpy holds bfloat16 and float8 as integers."""
+    data = operand.data
+    if operand.dtype.is_bf16():
+        return (data.astype(np.uint32) << 16).view(np.float32).astype(dtype, copy=False)
+    if operand.dtype.is_fp8():
+        data = interpreter._convert_float(data, operand.dtype, tl.float16, None).view(np.float16).reshape(data.shape)
+    return data.astype(dtype, copy=False)

@@ -1,4 +1,4 @@
-"""Causal masks for queries that stand at the end of a longer row of keys."""
+"""Causal masks for queries at the end of a longer row of keys."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ class Staircases:
     """Additive masks, kept between steps.
 
     In a causal mask whose last query sees the last key, each query sees one key more than the one before: every such mask
-    is a cut-out of one wide staircase, so that a few are made in all, and none a step.
+    is a view of one wide staircase, so only a few are ever allocated.
     """
 
     def __init__(self) -> None:
-        self._made: dict[object, torch.Tensor] = {}
+        self._by_shape: dict[object, torch.Tensor] = {}
 
     @staticmethod
     def num_queries(length: int) -> int:
@@ -32,9 +32,9 @@ class Staircases:
         """
         steps = 1 << max(length - 1, 0).bit_length()
         key = (steps, window, dtype, device)
-        wide = self._made.get(key)
+        wide = self._by_shape.get(key)
         if wide is None or len(wide) < queries:
-            wide = self._made[key] = _staircase(max(queries, self.num_queries(steps)), steps, window, dtype, device)
+            wide = self._by_shape[key] = _staircase(max(queries, self.num_queries(steps)), steps, window, dtype, device)
         # Row i of the staircase sees up to column steps + i; row i of the mask sees up to key length - queries + i.
         shift = steps - (length - queries)
         return wide[:queries, shift : shift + length]

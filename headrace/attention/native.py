@@ -4,58 +4,58 @@ from __future__ import annotations
 
 import torch
 
-from headrace.attention.backend import LayerCache, StepMetadata, scales_missing
+from headrace.attention.backend import NO_MODES, AttentionBackend, AttentionInputs, Modes, Scratch, StepMetadata, scales_missing
 from headrace.kernels import native
 from headrace.kernels.native.library import DTYPES
-from headrace.spec import AttentionSpec, Mode
+from headrace.model_spec import AttentionSpec
 
 
-class NativeAttention:
-    """Decode and prefill of any geometry. Lengths are read where they are, so upper bounds on the host do no harm.
+class NativeAttention(AttentionBackend):
+    """Decode and prefill of any geometry. Reads lengths from the step's tensors, so host lengths may be upper bounds.
 
     Raises:
-        RuntimeError: the library cannot be had here, which ``supports`` would have said.
+        RuntimeError: the library is not available; ``supports`` reports it.
     """
 
     name = "native"
-    capturable = False
-    needs_exact_lengths = False
 
-    def __init__(self) -> None:
+    def __init__(self, scratch: Scratch | None = None) -> None:
+        super().__init__(scratch)
         kernels = native.load()
         if kernels is None:
             raise RuntimeError("the native kernels are not available")
         self._attention = kernels.attention
-        self._step: StepMetadata | None = None
         self._addresses: tuple[int, int] = (0, 0)
         """Of the planned step's ``query_start`` and ``seq_lens``."""
 
-    @staticmethod
-    def supports(spec: AttentionSpec, device: str, dtype: str, mode: Mode = "dense", kv_dtype: str | None = None) -> list[str]:
-        reasons = scales_missing(kv_dtype)
+    @classmethod
+    def supports(
+        cls, spec: AttentionSpec, device: str, dtype: str, kv_dtype: str | None = None, modes: Modes = NO_MODES
+    ) -> list[str]:
+        reasons = super().supports(spec, device, dtype, kv_dtype, modes) + scales_missing(kv_dtype)
         if not device.startswith("cpu"):
-            reasons.append(f"it is made for the CPU, not for {device}")
+            reasons.append(f"it runs on the CPU, not on {device}")
         elif native.load() is None:
             reasons.append("the native kernels are switched off or could not be compiled")
         names = [str(kind).removeprefix("torch.") for kind in DTYPES]
         if dtype not in names:
             reasons.append(f"it computes in {', '.join(names)}, not in {dtype}")
-        if mode != "dense":
-            reasons.append(f"it attends densely only, not {mode}")
         return reasons
 
     def plan(self, step: StepMetadata) -> None:
-        self._step = step
+        super().plan(step)
         self._addresses = step.query_start.data_ptr(), step.seq_lens.data_ptr()
 
-    def run(self, q: torch.Tensor, cache: LayerCache, sinks: torch.Tensor | None = None) -> torch.Tensor:
-        step, spec = self._step, cache.spec
-        if step is None:
-            raise RuntimeError("plan() comes before run()")
+    def run(self, inputs: AttentionInputs) -> torch.Tensor:
+        q, cache, sinks, _, out = inputs
+        step, spec = self.step, cache.spec
         if q.stride(2) != 1 or q.stride(1) != spec.head_dim:
             q = q.contiguous()
-        table, tokens = step.block_tables[cache.group], q.shape[0]
-        out = torch.empty(tokens, spec.num_heads * spec.v_head_dim, dtype=q.dtype)
+        table, tokens = step.block_tables[cache.group], 0
+        if out is None:
+            # The kernel clears what lies between the last row's tokens and so many.
+            tokens = q.shape[0]
+            out = torch.empty(tokens, spec.num_heads, spec.v_head_dim, dtype=q.dtype)
         self._attention(
             q.data_ptr(),
             q.stride(0),
@@ -79,4 +79,4 @@ class NativeAttention:
             spec.window or 0,
             DTYPES[q.dtype],
         )
-        return out
+        return out.flatten(1)

@@ -1,173 +1,263 @@
-"""Which backend runs a layer, and why. Backends register here and nowhere else."""
+"""Which backend runs a layer's decode rows and its prefill rows, and why. Backends register here and nowhere else."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
-from headrace.attention.backend import AttentionBackend, Replanned
-from headrace.attention.flashinfer.attention import FlashInferAttention, FlashInferLatent, FlashInferPrompts
+from headrace.attention.backend import NO_MODES, AttentionBackend, Modes, Scratch
+from headrace.attention.compose import ByRowClass
+from headrace.attention.flashinfer.attention import (
+    FlashInferBackend,
+    FlashInferCapturedPrefill,
+    FlashInferDecode,
+    FlashInferMLA,
+    FlashInferPrefill,
+)
 from headrace.attention.flashinfer.kernels import Compiling, Kernel, compile_ahead
-from headrace.attention.latent import LatentBackend, ReplannedLatentBackend
+from headrace.attention.mla import MLABackend
 from headrace.attention.native import NativeAttention
 from headrace.attention.reference import ReferenceAttention
 from headrace.attention.torch_cpu import TorchAttention
 from headrace.attention.triton import InvariantAttention, TritonAttention
 from headrace.errors import ConfigError
-from headrace.spec import AttentionSpec
+from headrace.model_spec import AttentionSpec
 
-_BACKENDS: dict[str, type[AttentionBackend]] = {}
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A registered name: a backend for each row class, or one for both."""
+
+    name: str
+    decode: type[AttentionBackend]
+    prefill: type[AttentionBackend]
+    does: str = ""
+    """Which kernel runs which rows, where there are several."""
+    eager_decode: bool = False
+    """See ``ByRowClass``."""
+
+    @property
+    def parts(self) -> list[type[AttentionBackend]]:
+        return [self.decode] if self.decode is self.prefill else [self.decode, self.prefill]
+
+    def refusals(self, spec: AttentionSpec, device: str, dtype: str, kv_dtype: str | None, modes: Modes) -> list[str]:
+        """Distinct reasons of all parts."""
+        parts: list[type[AttentionBackend]] = self.parts if spec.mla is None else [*self.parts, MLABackend]
+        return list(dict.fromkeys(why for part in parts for why in part.supports(spec, device, dtype, kv_dtype, modes)))
+
+    def create(self) -> AttentionBackend:
+        scratch = Scratch()
+        parts = [part(scratch) for part in self.parts]
+        return ByRowClass(self.name, *parts, eager_decode=self.eager_decode) if len(parts) > 1 else parts[0]
+
+
+class BackendChoice(NamedTuple):
+    """The backend of a layer."""
+
+    name: str
+    """As in ``--attention-backend``."""
+    why: str
+    does: str
+    """Which kernel runs which rows, where there are several."""
+    decode: str
+    prefill: str
+    """Backends of decode rows and of prefill rows."""
+
+    @property
+    def reason(self) -> str:
+        """Why it was chosen, and which kernel runs which rows."""
+        return f"{self.why}; {self.does}" if self.does else self.why
+
+
+_ENTRIES: dict[str, Entry] = {}
 """By name, the most preferred first: ``auto`` takes the first that supports the layer."""
+_MLA_ENTRIES: dict[str, Entry] = {}
+"""Overrides of ``_ENTRIES`` for MLA layers."""
 
 
-def register(backend: type[AttentionBackend], before: str | None = None) -> None:
+def register(
+    decode: type[AttentionBackend],
+    prefill: type[AttentionBackend] | None = None,
+    *,
+    name: str | None = None,
+    does: str = "",
+    before: str | None = None,
+) -> None:
     """Adds a backend: the least preferred one, or the one preferred to ``before``.
+
+    Args:
+        decode: for decode rows, and for captured steps as a whole where ``prefill`` is not ``capturable``.
+        prefill: for prefill rows; None: as ``decode``.
+        name: of the two together; None: the name of ``decode``.
+        does: which of the two runs which rows, for reports.
 
     Raises:
         ValueError: the name is taken, or there is no backend ``before``.
     """
-    if backend.name in _BACKENDS:
-        raise ValueError(f"an attention backend named {backend.name} is registered already")
-    order = list(_BACKENDS.items())
-    place = len(order) if before is None else [name for name, _ in order].index(before)
-    order.insert(place, (backend.name, backend))
-    _BACKENDS.clear()
-    _BACKENDS.update(order)
+    entry = Entry(name or decode.name, decode, prefill or decode, does)
+    if entry.name in _ENTRIES:
+        raise ValueError(f"an attention backend named {entry.name} is registered already")
+    order = list(_ENTRIES.values())
+    place = len(order) if before is None else [each.name for each in order].index(before)
+    order.insert(place, entry)
+    _ENTRIES.clear()
+    _ENTRIES.update({each.name: each for each in order})
 
 
 def names() -> list[str]:
     """Every registered backend, the most preferred first."""
-    return list(_BACKENDS)
+    return list(_ENTRIES)
 
 
-def refusals(spec: AttentionSpec, device: str, dtype: str, kv_dtype: str | None = None) -> dict[str, list[str]]:
-    """Per backend, why it cannot run the layer; an empty list: it can."""
-    return {name: _backend(name, spec).supports(spec, device, dtype, "dense", kv_dtype) for name in _BACKENDS}
+def refusals(
+    spec: AttentionSpec, device: str, dtype: str, kv_dtype: str | None = None, modes: Modes = NO_MODES
+) -> dict[str, list[str]]:
+    """Reasons per backend why it cannot run the layer; empty: it can."""
+    return {name: _entry(name, spec).refusals(spec, device, dtype, kv_dtype, modes) for name in _ENTRIES}
 
 
 def choose(
-    spec: AttentionSpec, device: str, dtype: str, requested: str = "auto", kv_dtype: str | None = None
-) -> tuple[str, str]:
+    spec: AttentionSpec,
+    device: str,
+    dtype: str,
+    kv_dtype: str | None = None,
+    modes: Modes = NO_MODES,
+    requested: str = "auto",
+) -> BackendChoice:
     """The backend for a layer.
 
     Args:
-        requested: a backend's name, or ``auto``.
         kv_dtype: of the KV cache; None: as ``dtype``.
-
-    Returns:
-        Its name, and why it was chosen.
+        modes: what the layer needs beyond dense causal attention.
+        requested: a backend's name, or ``auto``.
 
     Raises:
         ConfigError: there is no such backend, or none that can run the layer; says why each cannot.
     """
     if requested != "auto":
-        reasons = _backend(requested, spec).supports(spec, device, dtype, "dense", kv_dtype)
+        reasons = _entry(requested, spec).refusals(spec, device, dtype, kv_dtype, modes)
         if reasons:
             raise ConfigError(
                 f"layer {spec.layer}: attention backend {requested} cannot run it: {'; '.join(reasons)}", "attention_backend"
             )
-        return requested, _with_work("asked for", requested, spec)
+        return _choice(requested, "asked for", spec, device, dtype)
     passed: list[str] = []
-    for name, reasons in refusals(spec, device, dtype, kv_dtype).items():
+    for name, reasons in refusals(spec, device, dtype, kv_dtype, modes).items():
         if not reasons:
             why = f"not {', not '.join(passed)}" if passed else f"the fastest that runs on {device}"
-            return name, _with_work(why, name, spec)
+            return _choice(name, why, spec, device, dtype)
         passed.append(f"{name} ({'; '.join(reasons)})")
     raise ConfigError(f"layer {spec.layer}: no attention backend can run it: {', '.join(passed)}", "attention_backend")
 
 
-def _with_work(reason: str, name: str, spec: AttentionSpec) -> str:
-    """The reason, and where several kernels share a backend's work which does what."""
-    does = getattr(_backend(name, spec), "does", "")
-    return f"{reason}; {does}" if does else reason
+def _choice(name: str, why: str, spec: AttentionSpec, device: str, dtype: str) -> BackendChoice:
+    entry = _entry(name, spec)
+    does, prefill = entry.does, entry.prefill.name
+    if spec.mla is not None:
+        prompts = for_prompts(spec, name, device, dtype)
+        when = f"uncompressed, for {prompts}, where that is less work" if prompts else "absorbed as decode rows are"
+        does, prefill = "; ".join(filter(None, (does, f"prompts are {when}"))), prompts or prefill
+    return BackendChoice(name, why, does, entry.decode.name, prefill)
 
 
 def create(name: str) -> AttentionBackend:
-    """A new instance. One serves all layers that chose it.
+    """Creates an instance, which serves all layers of that backend.
 
     Raises:
         ConfigError: there is no such backend.
     """
-    return _backend(name)()
+    return _entry(name).create()
 
 
 def begin_compiling(specs: Sequence[AttentionSpec], names: Sequence[str], device: str, dtype: str) -> list[Compiling]:
-    """Begins to build what the layers will want of FlashInfer; nothing waits for it.
+    """Starts compiling the FlashInfer kernels of the layers; does not wait.
 
     Args:
-        names: chosen for each layer.
+        names: the backend of each layer.
     """
     wanted: list[Kernel] = []
     for spec, name in zip(specs, names, strict=True):
-        asked = [(spec, name)]
-        prompts = None if spec.latent is None else for_prompts(spec, name, device, dtype)
+        layers = [(spec, _entry(name, spec))]
+        prompts = None if spec.mla is None else for_prompts(spec, name, device, dtype)
         if prompts is not None:
-            asked.append((spec.uncompressed, prompts))
-        for each, chosen in asked:
-            backend = _backend(chosen, each)
-            if issubclass(backend, FlashInferPrompts | FlashInferLatent):
-                wanted += backend.wants(each, getattr(torch, dtype), torch.device(device))
+            layers.append((spec.uncompressed, _entry(prompts)))
+        for each, entry in layers:
+            for part in entry.parts:
+                if issubclass(part, FlashInferBackend):
+                    wanted += part.wants(each, getattr(torch, dtype), torch.device(device))
     return compile_ahead(wanted)
 
 
 def create_for(specs: Sequence[AttentionSpec], names: Sequence[str], device: str, dtype: str) -> list[AttentionBackend]:
-    """The backend of each layer: one instance of a name, and one of each geometry of compressed KV.
+    """Creates the backend of each layer: one instance per name, and one per MLA geometry.
 
     Args:
-        names: chosen for each layer.
+        names: the backend of each layer.
 
     Raises:
         ConfigError: there is no such backend, or none that can run a layer's uncompressed prompts.
     """
-    made: dict[object, AttentionBackend] = {}
+    by_key: dict[object, AttentionBackend] = {}
     backends = []
     for spec, name in zip(specs, names, strict=True):
-        key = (name, spec.latent, spec.num_heads, spec.v_head_dim, spec.rotary_dim) if spec.latent is not None else name
-        if key not in made:
-            made[key] = create(name) if spec.latent is None else _latent(spec, name, device, dtype)
-        backends.append(made[key])
+        key = (name, spec.mla, spec.num_heads, spec.v_head_dim, spec.rotary_dim) if spec.mla is not None else name
+        if key not in by_key:
+            by_key[key] = create(name) if spec.mla is None else _mla(spec, name, device, dtype)
+        backends.append(by_key[key])
     return backends
 
 
-def _latent(spec: AttentionSpec, name: str, device: str, dtype: str) -> AttentionBackend:
+def _mla(spec: AttentionSpec, name: str, device: str, dtype: str) -> AttentionBackend:
     prompts = for_prompts(spec, name, device, dtype)
-    absorbed = _backend(name, spec)()
-    kind = ReplannedLatentBackend if isinstance(absorbed, Replanned) else LatentBackend
-    return kind(spec, absorbed, None if prompts is None else _backend(prompts))
+    return MLABackend(spec, _entry(name, spec).create(), None if prompts is None else _entry(prompts).create)
 
 
 def for_prompts(spec: AttentionSpec, name: str, device: str, dtype: str) -> str | None:
-    """Which backend attends over the uncompressed KV of a layer that keeps compressed KV and for which ``name`` was chosen.
+    """Chooses the backend for the uncompressed prompts of an MLA layer that uses backend ``name``.
 
-    It is the most preferred one, or that of ``name`` where that is the oracle, or FlashInfer's and can. None: prompts are
-    absorbed too, for what a token comes to must not depend on how much of its prompt is in the step.
+    It is ``name`` itself for the reference, and for FlashInfer if it supports the geometry; else the most preferred one. None:
+    prompts are absorbed too, because a batch-invariant token must not depend on how much of its prompt is in the step.
 
     Raises:
-        ConfigError: none can.
+        ConfigError: no backend supports the geometry.
     """
     if name == InvariantAttention.name:
         return None
     full = spec.uncompressed
-    asked = name == ReferenceAttention.name
-    asked |= name == FlashInferAttention.name and not FlashInferAttention.supports(full, device, dtype)
-    return choose(full, device, dtype, name if asked else "auto")[0]
+    keeps_name = name == ReferenceAttention.name
+    keeps_name |= name == FlashInferBackend.name and not _ENTRIES[name].refusals(full, device, dtype, None, NO_MODES)
+    return choose(full, device, dtype, requested=name if keeps_name else "auto").name
 
 
-def _backend(name: str, spec: AttentionSpec | None = None) -> type[AttentionBackend]:
-    """What goes by a name; some have another class for compressed KV."""
-    if name not in _BACKENDS:
-        raise ConfigError(f"there is no attention backend {name!r}; there are: {', '.join(_BACKENDS)}", "attention_backend")
-    found = _BACKENDS[name]
-    return getattr(found, "for_latent", found) if spec is not None and spec.latent is not None else found
+def _entry(name: str, spec: AttentionSpec | None = None) -> Entry:
+    """The entry of a name, for a layer."""
+    if name not in _ENTRIES:
+        raise ConfigError(f"there is no attention backend {name!r}; there are: {', '.join(_ENTRIES)}", "attention_backend")
+    return _ENTRIES[name] if spec is None or spec.mla is None else _MLA_ENTRIES.get(name, _ENTRIES[name])
 
 
 register(NativeAttention)
 register(TorchAttention)
-register(FlashInferPrompts)
+register(
+    TritonAttention,
+    FlashInferPrefill,
+    name="flashinfer+triton",
+    does="prompts by FlashInfer, decode rows and CUDA graphs by headrace's kernel, which reads KV faster",
+)
 register(TritonAttention)
 register(ReferenceAttention)
-# Never the fastest, but there for the asking: the one where outputs must not depend on the batch, the other, measured
-# behind our own decode kernel, to compare with and to fall back to.
+# Only on request: one for batch-invariant outputs; the other, slower in decode than our own kernel, for comparison and as a
+# fallback.
 register(InvariantAttention)
-register(FlashInferAttention)
+register(FlashInferDecode, FlashInferCapturedPrefill, does="prompts, decode rows and CUDA graphs by FlashInfer")
+# The launch of the MLA kernel depends on the average number of queries per row, which a capture would freeze.
+_MLA_ENTRIES["flashinfer"] = Entry(
+    "flashinfer",
+    FlashInferMLA,
+    TritonAttention,
+    "FlashInfer's MLA kernel for absorbed rows, but for prompts within a graph",
+    eager_decode=True,
+)

@@ -10,13 +10,23 @@ import numpy as np
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from headrace.attention.backend import LayerCache, StepMetadata, scales_missing
+from headrace.attention.backend import (
+    NO_MODES,
+    VISIBLE_ENDS,
+    AttentionBackend,
+    AttentionInputs,
+    LayerCache,
+    Modes,
+    Scratch,
+    StepMetadata,
+    scales_missing,
+)
 from headrace.attention.masks import Staircases
-from headrace.spec import AttentionSpec, Mode
+from headrace.model_spec import AttentionSpec
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 _PART_BYTES = 2 << 20
-"""KV gathered at a time for rows with one query: small enough to be still in the core's cache when it is attended to."""
+"""KV gathered at a time for rows with one query: small enough to stay in the core's cache until it is used."""
 _PART_WASTE = 512
 """Padded key positions in a part, beyond which another part costs less."""
 
@@ -57,48 +67,47 @@ class _Row:
     pieces: list[_Piece]
 
 
-class TorchAttention:
+class TorchAttention(AttentionBackend):
     """Rows with one query are gathered in cache-sized groups and attended together, the others one by one.
 
     Plain layers go through ``scaled_dot_product_attention``; the query heads that share a KV head are its query positions,
-    so that keys are never repeated. Soft caps and sinks take a matrix product of their own.
+    so that keys are never repeated. Soft caps and sinks use explicit matrix products.
     """
 
     name = "torch"
-    capturable = False
-    needs_exact_lengths = True
+    modes = frozenset({VISIBLE_ENDS})
 
-    def __init__(self) -> None:
-        self._step: StepMetadata | None = None
+    def __init__(self, scratch: Scratch | None = None) -> None:
+        super().__init__(scratch)
         self._layouts: dict[object, tuple[list[_Part], list[_Row]]] = {}
         self._staircases = Staircases()
         self._workspace = torch.empty(0, dtype=torch.uint8)
 
-    @staticmethod
-    def supports(spec: AttentionSpec, device: str, dtype: str, mode: Mode = "dense", kv_dtype: str | None = None) -> list[str]:
-        reasons = scales_missing(kv_dtype)
+    @classmethod
+    def supports(
+        cls, spec: AttentionSpec, device: str, dtype: str, kv_dtype: str | None = None, modes: Modes = NO_MODES
+    ) -> list[str]:
+        reasons = super().supports(spec, device, dtype, kv_dtype, modes) + scales_missing(kv_dtype)
         if not device.startswith("cpu"):
-            reasons.append(f"it is made for the CPU, not for {device}")
+            reasons.append(f"it runs on the CPU, not on {device}")
         if dtype not in _DTYPES:
             reasons.append(f"it computes in {', '.join(_DTYPES)}, not in {dtype}")
-        if mode != "dense":
-            reasons.append(f"it attends densely only, not {mode}")
         return reasons
 
     @property
-    def workspace_bytes(self) -> int:
-        return self._workspace.nbytes
+    def workspaces(self) -> list[torch.Tensor]:
+        return [self._workspace]
 
     def plan(self, step: StepMetadata) -> None:
-        self._step = step
+        super().plan(step)
         self._layouts.clear()
 
-    def run(self, q: torch.Tensor, cache: LayerCache, sinks: torch.Tensor | None = None) -> torch.Tensor:
-        spec, step = cache.spec, self._planned()
-        parts, rows = self._layout(cache, q.dtype)
-        out = q.new_empty(len(q), spec.num_kv_heads, spec.group_size, spec.v_head_dim)
-        if len(q) > step.num_tokens:
-            out[step.num_tokens :] = 0
+    def run(self, inputs: AttentionInputs) -> torch.Tensor:
+        q, cache, sinks, visible_ends, _ = inputs
+        spec = cache.spec
+        parts, rows = self._layout(cache, q.dtype, visible_ends)
+        whole = self.output(inputs)
+        out = whole.view(len(q), spec.num_kv_heads, spec.group_size, spec.v_head_dim)
         for part in parts:
             kv = self._gather(cache, part.blocks)
             kv = kv.view(part.num_rows, -1, *kv.shape[1:])[:, : part.length]
@@ -107,7 +116,7 @@ class TorchAttention:
             kv = self._gather(cache, row.blocks)
             for piece in row.pieces:
                 out[piece.queries] = _attend_piece(q[piece.queries], kv[piece.keys], piece.mask, spec, sinks)
-        return out.flatten(1)
+        return whole.flatten(1)
 
     def _gather(self, cache: LayerCache, blocks: torch.Tensor) -> torch.Tensor:
         """``[len(blocks) * block_size, num_kv_heads, row_width]``, valid until the next call."""
@@ -120,28 +129,32 @@ class TorchAttention:
         torch.index_select(cache.rows.view(num_blocks, -1), 0, blocks, out=rows)
         return rows.view(-1, heads, width)
 
-    def _layout(self, cache: LayerCache, dtype: torch.dtype) -> tuple[list[_Part], list[_Row]]:
-        """How to go about the step's rows; the same for all layers of this geometry, so made once a step."""
+    def _layout(
+        self, cache: LayerCache, dtype: torch.dtype, visible_ends: torch.Tensor | None
+    ) -> tuple[list[_Part], list[_Row]]:
+        """The layout of the step's rows, computed once a step for all layers of one geometry."""
         spec = cache.spec
         token_bytes = spec.num_kv_heads * cache.rows.shape[-1] * cache.rows.itemsize
-        key = (cache.group, cache.block_size, spec.window, token_bytes, dtype)
+        key = (cache.group, cache.block_size, spec.window, token_bytes, dtype, visible_ends is None)
         layout = self._layouts.get(key)
         if layout is None:
-            planner = _Planner(self._planned(), cache, dtype, self._staircases)
+            planner = _Planner(self.step, cache, dtype, self._staircases, visible_ends)
             layout = planner.parts(max(1, _PART_BYTES // token_bytes)), planner.rows()
             self._layouts[key] = layout
         return layout
-
-    def _planned(self) -> StepMetadata:
-        if self._step is None:
-            raise RuntimeError("plan() comes before run()")
-        return self._step
 
 
 class _Planner:
     """Lays out one step for the layers of one geometry."""
 
-    def __init__(self, step: StepMetadata, cache: LayerCache, dtype: torch.dtype, staircases: Staircases) -> None:
+    def __init__(
+        self,
+        step: StepMetadata,
+        cache: LayerCache,
+        dtype: torch.dtype,
+        staircases: Staircases,
+        visible_ends: torch.Tensor | None,
+    ) -> None:
         self._table = step.block_tables[cache.group]
         self._block_size = cache.block_size
         self._window = cache.spec.window
@@ -149,9 +162,10 @@ class _Planner:
         self._device = cache.rows.device
         self._staircases = staircases
         self._starts = step.query_start_host[:-1].astype(np.int64)
-        self._counts = np.diff(step.query_start_host).astype(np.int64)
-        # A padding row has no tokens in the cache: it attends to the null block, and nobody reads the result.
+        self._counts = step.query_counts.astype(np.int64)
+        # A padding row has no tokens in the cache: it attends to the null block, and its result is discarded.
         self._lengths = np.maximum(step.seq_lens_host.astype(np.int64), self._counts)
+        self._visible_ends = None if visible_ends is None else visible_ends.numpy()
 
     def _first_seen(self, positions: np.ndarray) -> np.ndarray:
         """The first key position that a query at each position sees."""
@@ -206,7 +220,8 @@ class _Planner:
         first_block = int(self._first_seen(np.array(prefix))) // self._block_size
         base = first_block * self._block_size
         blocks = self._table[row, first_block : -(-length // self._block_size)]
-        if prefix == 0 and (self._window is None or count <= self._window):
+        ends = self._ends_beyond(start, count, prefix)
+        if ends is None and prefix == 0 and (self._window is None or count <= self._window):
             whole = _Piece(slice(start, start + count), slice(0, count), None)
             return _Row(blocks, [whole])
         pieces = []
@@ -215,10 +230,28 @@ class _Planner:
             queries = min(step, count - done)
             position = prefix + done
             first = int(self._first_seen(np.array(position)))
-            end = position + queries
-            mask = self._staircases.mask(queries, end - first, self._window, self._dtype, self._device)
+            if ends is None:
+                end = position + queries
+                mask = self._staircases.mask(queries, end - first, self._window, self._dtype, self._device)
+            else:
+                end = int(ends[done : done + queries].max())
+                mask = self._mask(position, ends[done : done + queries], np.arange(first, end))
             pieces.append(_Piece(slice(start + done, start + done + queries), slice(first - base, end - base), mask))
         return _Row(blocks, pieces)
+
+    def _ends_beyond(self, start: int, count: int, prefix: int) -> np.ndarray | None:
+        """``[count]``: the visible ends of a row's queries; None: they are causal."""
+        if self._visible_ends is None:
+            return None
+        ends = self._visible_ends[start : start + count]
+        return None if np.array_equal(ends, prefix + 1 + np.arange(count)) else ends
+
+    def _mask(self, position: int, ends: np.ndarray, keys: np.ndarray) -> torch.Tensor:
+        """``[n, keys]``, 0 or -inf, of the n queries from ``position`` on."""
+        first = self._first_seen(position + np.arange(len(ends)))
+        hidden = (keys >= ends[:, None]) | (keys < first[:, None])
+        mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device)
+        return mask.masked_fill_(self._tensor(hidden), -torch.inf)
 
 
 def partition(sizes: Sequence[int], budget: int, waste: int) -> list[list[int]]:
@@ -250,9 +283,9 @@ def _widen(q: torch.Tensor, kv: torch.Tensor, spec: AttentionSpec) -> tuple[torc
     """q, keys and values of one width, as PyTorch's fused kernel wants them.
 
     Where K and V differ in width, whole rows serve as both: zeros in q leave V out of the logits, and the leading columns
-    of the result, which are K's, are for the caller to drop. So do they of compressed KV, where V is a part of K.
+    of the result, which are K's, are for the caller to drop. Whole rows also serve as both for MLA, where V is a part of K.
     """
-    if spec.latent is not None:
+    if spec.mla is not None:
         return q, kv, kv
     if spec.head_dim == spec.v_head_dim:
         return q, kv[..., : spec.head_dim], kv[..., spec.head_dim :]
@@ -312,7 +345,7 @@ def _attend_piece(
 def _attend_in_full(
     q: torch.Tensor, kv: torch.Tensor, mask: torch.Tensor | None, spec: AttentionSpec, sinks: torch.Tensor | None
 ) -> torch.Tensor:
-    """The formula with all logits at hand, in float32 at least: for soft caps and sinks.
+    """Attention with explicit logits, in float32 or wider: for soft caps and sinks.
 
     Args:
         q: ``[R, num_kv_heads, group_size, n, head_dim]``

@@ -1,145 +1,176 @@
-"""The engines that ``bench throughput`` compares, behind one face: token ids in, a fixed number of greedy tokens out."""
+"""The engines that ``bench throughput`` measures behind one interface: token ids in, a fixed number of tokens out."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+import dataclasses
+import runpy
+from pathlib import Path
+from typing import Any, Protocol
 
-from headrace.bench.llamacpp import LlamaCppEngine
+import msgspec
+
+from headrace.bench.workloads import Workload
 from headrace.config import EngineArgs
+from headrace.engine.info import EngineInfo
 from headrace.errors import ConfigError, EngineError
+from headrace.sampling_params import SamplingParams
 
-if TYPE_CHECKING:
-    from headrace.bench.worker import Job
-    from headrace.sources.files import ModelFiles
+OURS = "headrace"
+OTHERS = ("transformers", "llama.cpp")
+_LLAMA_CPP = Path(__file__).resolve().parents[2] / "benchmarks" / "llamacpp.py"
+"""The llama.cpp engine, which only a source checkout has."""
+_NO_COUNTERS = frozenset(
+    {"num_running", "num_waiting", "kv_blocks_used", "kv_blocks_total", "graphs_captured", "graphs_total", "finished"}
+)
 
-NAMES = ("headrace", "transformers", "llama.cpp")
 
-
-class Engine(Protocol):
+class BenchEngine(Protocol):
     """One loaded engine."""
 
-    def generate(self, prompts: list[list[int]], output_lens: list[int]) -> None:
-        """Greedy, all prompts at once, exactly ``output_lens[i]`` tokens for prompt i, no prefix reused."""
+    def generate(self, load: Workload) -> None:
+        """Generates for all prompts at once exactly as many tokens as the workload says, and reuses no prefix."""
         ...
 
-    def seconds(self) -> dict[str, float]:
-        """Running totals of where the time went, by the engine's own account; empty if it keeps none."""
+    def counters(self) -> dict[str, float]:
+        """Running totals of the engine's own counters; empty if it has none."""
         ...
 
-    def facts(self) -> dict[str, str]: ...
+    def facts(self) -> dict[str, Any]: ...
 
     def close(self) -> None: ...
 
 
-def create(job: Job) -> Engine:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BenchJob:
+    """The work of one process: one engine and the workloads it runs."""
+
+    engine: str
+    args: EngineArgs
+    """For headrace; the other engines take the model from it."""
+    reference_dtype: str
+    num_threads: int
+    loads: list[Workload]
+
+
+def create(job: BenchJob) -> BenchEngine:
     """
     Raises:
-        ConfigError: no such engine, its library is missing, or it cannot run this model.
+        ConfigError: the engine does not exist, its library is missing, or it cannot run this model.
     """
-    if job.engine == "headrace":
-        return HeadraceEngine(job)
+    if job.engine == OURS:
+        return HeadraceEngine(job.args)
     if job.engine == "transformers":
         return TransformersEngine(job)
     if job.engine == "llama.cpp":
         return _llama_cpp(job)
-    raise ConfigError(f"there is no engine {job.engine!r} to compare with; there are {', '.join(NAMES)}", "--compare")
+    raise ConfigError(f"there is no engine {job.engine!r} to compare with; there are {', '.join(OTHERS)}", "--compare")
 
 
-def _llama_cpp(job: Job) -> LlamaCppEngine:
+def _llama_cpp(job: BenchJob) -> BenchEngine:
     from headrace.sources.files import find_model
 
-    files = find_model(EngineArgs(**job.engine_args))  # type: ignore[arg-type]
+    if not _LLAMA_CPP.exists():
+        raise ConfigError(f"llama.cpp is compared from a source checkout of headrace: there is no {_LLAMA_CPP}", "--compare")
+    files = find_model(job.args)
     if files.kind != "gguf":
-        raise ConfigError(f"llama.cpp reads GGUF files alone, and {files.name} is {files.kind}", "--compare")
-    longest = max(len(p) + n for case in job.cases for p, n in zip(case.prompts, case.output_lens, strict=True))
-    sequences = max(len(case.prompts) for case in job.cases)
-    return LlamaCppEngine(str(files.weight_files[0]), sequences=sequences, longest=longest, num_threads=job.num_threads)
+        raise ConfigError(f"llama.cpp reads only GGUF files, and {files.name} is {files.kind}", "--compare")
+    engine: BenchEngine = runpy.run_path(str(_LLAMA_CPP))["LlamaCppEngine"](
+        str(files.weight_files[0]),
+        sequences=max(len(load.prompts) for load in job.loads),
+        longest=max(load.longest for load in job.loads),
+        num_threads=job.num_threads,
+    )
+    return engine
 
 
-def check_length(engine: str, wanted: int, got: int) -> None:
-    if wanted != got:
-        raise EngineError(f"{engine} generated {got} tokens where {wanted} were asked for: its row would mean nothing")
+def check_length(engine: str, wanted: int, generated: int) -> None:
+    if wanted != generated:
+        raise EngineError(f"{engine} generated {generated} tokens where {wanted} were asked for: its row would mean nothing")
 
 
 class HeadraceEngine:
-    """Ours, through the offline API."""
+    """headrace through its offline API."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, args: EngineArgs, temperature: float = 0.0) -> None:
         from headrace.engine.llm import LLM
 
-        arguments: dict[str, Any] = job.engine_args
-        self._llm = LLM(**arguments)
+        self._llm = LLM(**vars(args))
+        self._temperature = temperature
 
-    def generate(self, prompts: list[list[int]], output_lens: list[int]) -> None:
-        from headrace.sampling_params import SamplingParams
+    @property
+    def info(self) -> EngineInfo:
+        return self._llm.info
 
+    def generate(self, load: Workload) -> None:
         params = [
-            SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=length, detokenize=False) for length in output_lens
+            SamplingParams(temperature=self._temperature, ignore_eos=True, max_tokens=length, detokenize=False)
+            for length in load.output_lens
         ]
-        results = self._llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
-        for result, length in zip(results, output_lens, strict=True):
-            check_length("headrace", length, len(result.outputs[0].token_ids))
+        results = self._llm.generate([{"prompt_token_ids": prompt} for prompt in load.prompts], params)
+        for result, length in zip(results, load.output_lens, strict=True):
+            check_length(OURS, length, len(result.outputs[0].token_ids))
 
-    def seconds(self) -> dict[str, float]:
-        stats = self._llm.stats
-        return {"forward": stats.forward_seconds, "sample": stats.sample_seconds, "host": stats.host_seconds}
+    def counters(self) -> dict[str, float]:
+        stats = msgspec.structs.asdict(self._llm.stats)
+        return {name: value for name, value in stats.items() if name not in _NO_COUNTERS}
 
-    def facts(self) -> dict[str, str]:
-        info = self._llm.info
-        return {"dtype": info.dtype, "quantization": info.quantization, "device": info.device}
+    def facts(self) -> dict[str, Any]:
+        """Settings and decisions that bear on speed."""
+        info = self.info
+        names = ("architecture", "dtype", "quantization", "device", "max_model_len", "max_num_seqs", "max_num_batched_tokens")
+        return {name: getattr(info, name) for name in (*names, "block_size", "num_blocks", "environment")} | {
+            "attention": sorted({line.backend for line in info.layers}),
+            "decisions": {line.name: f"{line.value}: {line.reason}" for line in info.decisions},
+            "memory": {line.name: line.nbytes for line in info.memory},
+        }
 
     def close(self) -> None:
         self._llm.close()
 
 
-def _gguf(transformers: Any, files: ModelFiles) -> dict[str, Any]:
-    """What ``from_pretrained`` must be told of a GGUF file: which, and that its weights are to be made plain."""
-    if files.kind != "gguf":
-        return {}
-    # Newer versions would keep them packed, for kernels that need a network to be fetched.
-    config = getattr(transformers, "GgufConfig", None)
-    return {"gguf_file": files.weight_files[0].name} | (
-        {} if config is None else {"quantization_config": config(dequantize=True)}
-    )
-
-
 class TransformersEngine:
-    """transformers' ``generate``, on the same files; a GGUF is dequantised."""
+    """transformers' greedy ``generate`` on the same files; a GGUF file is dequantised."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: BenchJob) -> None:
         import torch
         import transformers
 
         from headrace.sources.files import find_model
+        from headrace.sources.plain_config import in_transformers
 
         torch.set_num_threads(job.num_threads)
-        args = EngineArgs(**job.engine_args)  # type: ignore[arg-type]
-        files = find_model(args)
+        files = find_model(job.args)
         self._dtype = getattr(torch, job.reference_dtype)
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         factory: Any = transformers.AutoModelForCausalLM
         if files.kind == "dummy":
-            self._model = factory.from_config(files.config, dtype=self._dtype)
+            self._model = factory.from_config(in_transformers(files.config), dtype=self._dtype)
         else:
-            self._model = factory.from_pretrained(str(files.directory), dtype=self._dtype, **_gguf(transformers, files))
+            options: dict[str, Any] = {}
+            if files.kind == "gguf":
+                options["gguf_file"] = files.weight_files[0].name
+                # Newer versions keep the weights packed otherwise, for kernels that they download.
+                if hasattr(transformers, "GgufConfig"):
+                    options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+            self._model = factory.from_pretrained(str(files.directory), dtype=self._dtype, **options)
         self._model = self._model.to(self._device).eval()
-        # No end of sequence: every prompt gets as many tokens as it is due.
-        settings: Any = transformers.GenerationConfig
-        self._model.generation_config = settings(do_sample=False, pad_token_id=0)
+        # Without an end-of-sequence token, every prompt gets the full number of tokens.
+        config: Any = transformers.GenerationConfig
+        self._model.generation_config = config(do_sample=False, pad_token_id=0)
         self._version = transformers.__version__
 
-    def generate(self, prompts: list[list[int]], output_lens: list[int]) -> None:
+    def generate(self, load: Workload) -> None:
         import torch
 
-        width, length = max(map(len, prompts)), max(output_lens)
-        rows = [[0] * (width - len(prompt)) + prompt for prompt in prompts]
-        mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+        width, length = max(map(len, load.prompts)), max(load.output_lens)
+        rows = [[0] * (width - len(prompt)) + prompt for prompt in load.prompts]
+        mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in load.prompts]
         ids, attention = torch.tensor(rows, device=self._device), torch.tensor(mask, device=self._device)
         with torch.inference_mode():
             output = self._model.generate(ids, attention_mask=attention, max_new_tokens=length)
         check_length("transformers", length, output.shape[1] - width)
 
-    def seconds(self) -> dict[str, float]:
+    def counters(self) -> dict[str, float]:
         return {}
 
     def facts(self) -> dict[str, str]:

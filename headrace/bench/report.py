@@ -1,7 +1,9 @@
-"""What every benchmark prints beside its numbers, and how: percentiles, machine facts, tables, JSON."""
+"""What benchmarks report beside their numbers: percentiles, machine facts, tables, JSON."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import datetime
 import importlib.metadata
 import json
@@ -9,7 +11,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,34 +26,55 @@ GPU_FIELDS = ("name", "uuid", "driver_version", "memory.total", "clocks.max.sm",
 PERCENTILES = (50, 90, 99)
 
 
-def percentile(values: Sequence[float], percent: float) -> float:
-    """The value below which ``percent`` of the values lie, interpolated linearly between neighbours."""
-    if not values:
-        raise ValueError("no values")
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * percent / 100
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
-
-
 def distribution(seconds: Sequence[float]) -> dict[str, float]:
     """Mean, percentiles and maximum in milliseconds; empty for no values."""
     if not seconds:
         return {}
-    result = {"mean": sum(seconds) / len(seconds)}
-    result |= {f"p{percent}": percentile(seconds, percent) for percent in PERCENTILES}
-    result["max"] = max(seconds)
-    return {name: round(value * 1e3, 3) for name, value in result.items()}
+    import numpy as np
+
+    times = np.array(seconds) * 1e3
+    quantiles = zip(PERCENTILES, np.percentile(times, PERCENTILES), strict=True)
+    result = {"mean": times.mean()} | {f"p{percent}": value for percent, value in quantiles} | {"max": times.max()}
+    return {name: round(float(value), 3) for name, value in result.items()}
+
+
+@dataclasses.dataclass
+class Exchange:
+    """One request, in seconds since it was sent."""
+
+    first_token: float | None = None
+    between_tokens: list[float] = dataclasses.field(default_factory=list)
+    """One gap for each token, or event, after the first."""
+    whole: float | None = None
+    input_tokens: int = 0
+    output_tokens: int = 0
+    error: str | None = None
+
+
+def totals(exchanges: Sequence[Exchange], gaps: str) -> dict[str, Any]:
+    """Tokens and distributions of times. ``gaps``: name of the times between tokens or events."""
+    return {
+        "input_tokens": sum(exchange.input_tokens for exchange in exchanges),
+        "output_tokens": sum(exchange.output_tokens for exchange in exchanges),
+        "milliseconds": {
+            "first token": distribution([e.first_token for e in exchanges if e.first_token is not None]),
+            gaps: distribution([gap for e in exchanges for gap in e.between_tokens]),
+            "whole request": distribution([e.whole for e in exchanges if e.whole is not None]),
+        },
+    }
 
 
 def load_average() -> float:
-    """Processes that have wanted a CPU in the last minute. Ask before measuring, which adds to it."""
+    """Mean number of runnable processes in the last minute. Read it before measuring, which adds to it."""
     return round(os.getloadavg()[0], 2)
 
 
+def usable_cpus() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def facts(load_before: float) -> dict[str, Any]:
-    """Where and when this was measured, with what, by which command, and beside how much else."""
+    """Machine, date, versions, command, and the load before the measurement."""
     return {
         "load_before": load_before,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -60,7 +83,7 @@ def facts(load_before: float) -> dict[str, Any]:
             "system": platform.platform(),
             "cpu": _cpu(),
             "cpus": os.cpu_count(),
-            "cpus_usable": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "cpus_usable": usable_cpus(),
             "gpus": gpus(),
         },
         "versions": {"headrace": headrace.__version__, "python": platform.python_version()} | _versions(),
@@ -68,7 +91,7 @@ def facts(load_before: float) -> dict[str, Any]:
 
 
 def gpus() -> list[dict[str, str]]:
-    """What ``nvidia-smi`` tells of each GPU; empty where there is none."""
+    """``GPU_FIELDS`` of each GPU, from ``nvidia-smi``; empty without a GPU."""
     command = ["nvidia-smi", f"--query-gpu={','.join(GPU_FIELDS)}", "--format=csv,noheader"]
     try:
         listed = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
@@ -78,7 +101,7 @@ def gpus() -> list[dict[str, str]]:
 
 
 def _cpu() -> str:
-    """The processor's name, where the system tells it."""
+    """Name of the processor, or of its architecture if the system does not report it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -88,27 +111,33 @@ def _cpu() -> str:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return versions
 
 
-def table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """The first column to the left, numbers to the right."""
+def table(title: str, header: Sequence[str], rows: Iterable[Sequence[str | Text]], align: str = "") -> Table:
+    """A table of plain text: square brackets in a cell are no markup.
+
+    Args:
+        align: ``l`` or ``r`` for each column; without it the first column is aligned left and the others right.
+    """
     result = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for place, name in enumerate(header):
-        result.add_column(name, justify="left" if place == 0 else "right")
+    for name, side in zip(header, align or "l" + "r" * (len(header) - 1), strict=True):
+        result.add_column(Text(name), justify="left" if side == "l" else "right", overflow="fold")
     for row in rows:
-        result.add_row(*map(Text, row))
+        add_row(result, *row)
     return result
 
 
+def add_row(table: Table, *cells: str | Text) -> None:
+    table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells))
+
+
 def distributions_table(title: str, parts: dict[str, dict[str, float]]) -> Table:
-    """A row a quantity, in milliseconds."""
+    """One row per quantity, in milliseconds."""
     columns = ["mean", *(f"p{percent}" for percent in PERCENTILES), "max"]
     rows = [[name, *(f"{values[column]:,.1f}" for column in columns)] for name, values in parts.items() if values]
     return table(title, ["milliseconds", *columns], rows)

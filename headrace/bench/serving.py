@@ -9,13 +9,14 @@ import ipaddress
 import json
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 
-from headrace.bench.report import distribution, facts, load_average
+from headrace.bench.report import Exchange, facts, load_average, totals
 from headrace.errors import ConfigError, EngineError
 
 CONNECT_SECONDS = 10.0
@@ -57,18 +58,6 @@ class Load:
         return self.url.rstrip("/").removesuffix("/v1")
 
 
-@dataclasses.dataclass
-class Exchange:
-    """One request, in seconds since it was sent."""
-
-    first_token: float | None = None
-    between_tokens: list[float] = dataclasses.field(default_factory=list)
-    whole: float | None = None
-    input_tokens: int = 0
-    output_tokens: int = 0
-    error: str | None = None
-
-
 def is_loopback(url: str) -> bool:
     """True if the address can only be this machine."""
     host = urlsplit(url).hostname or ""
@@ -81,7 +70,7 @@ def is_loopback(url: str) -> bool:
 
 
 async def run(load: Load, *, tell: Callable[[str], None]) -> dict[str, Any]:
-    """Sends the load and says what came of it.
+    """Sends the load and returns the report.
 
     Raises:
         EngineError: the server cannot be reached before the first request.
@@ -109,8 +98,19 @@ async def _first_model(client: httpx.AsyncClient, base: str) -> str:
         raise EngineError(f"no model to be had from {base}: {error or type(error).__name__}") from None
 
 
+async def events(lines: AsyncIterator[str]) -> AsyncIterator[dict[str, Any]]:
+    """The JSON of each server-sent event, to the closing ``[DONE]``."""
+    done = False
+    async for line in lines:
+        data = line.removeprefix("data:").strip() if line.startswith("data:") else ""
+        # The rest is read and ignored, so that the connection can be used again.
+        done = done or data == "[DONE]"
+        if data and not done:
+            yield json.loads(data)
+
+
 class _Sender:
-    """The requests of one load, and what came of each."""
+    """Sends the requests of one load and records each exchange."""
 
     def __init__(self, client: httpx.AsyncClient, load: Load, model: str, tell: Callable[[str], None]) -> None:
         self._client = client
@@ -148,7 +148,7 @@ class _Sender:
         await self._finish(tasks)
 
     async def _finish(self, tasks: list[asyncio.Task[None]]) -> None:
-        """Waits for what is in flight, as long again as the load lasted."""
+        """Waits for requests in flight up to the duration of the load, then cancels them."""
         if not tasks:
             return
         remaining = max(0.0, self._deadline - time.perf_counter()) + self._load.duration
@@ -188,11 +188,7 @@ class _Sender:
             if not response.is_success:
                 await response.aread()
                 raise EngineError(f"HTTP {response.status_code}: {response.text[:200]}")
-            async for line in response.aiter_lines():
-                data = line.removeprefix("data:").strip() if line.startswith("data:") else ""
-                if not data or data == "[DONE]":
-                    continue
-                event = json.loads(data)
+            async for event in events(response.aiter_lines()):
                 if "error" in event:
                     raise EngineError(str(event["error"].get("message", event["error"])))
                 if any(choice.get("delta", {}).get("content") for choice in event.get("choices", [])):
@@ -209,29 +205,18 @@ class _Sender:
 def summary(load: Load, model: str, exchanges: list[Exchange], dropped: int, seconds: float) -> dict[str, Any]:
     """Times of the requests that succeeded; the others are counted by error."""
     good = [exchange for exchange in exchanges if exchange.error is None]
-    errors: dict[str, int] = {}
-    for exchange in exchanges:
-        if exchange.error is not None:
-            errors[exchange.error] = errors.get(exchange.error, 0) + 1
-    inputs, outputs = sum(e.input_tokens for e in good), sum(e.output_tokens for e in good)
-    return {
+    measured = totals(good, "between events")
+    return measured | {
         "benchmark": "serve",
         "url": load.url,
         "model": model,
         "loop": {"closed": {"concurrency": load.concurrency}} if load.concurrency else {"open": {"rate": load.rate}},
         "seconds": round(seconds, 3),
         "requests": {"sent": len(exchanges), "succeeded": len(good), "failed": len(exchanges) - len(good), "dropped": dropped},
-        "errors": errors,
-        "input_tokens": inputs,
-        "output_tokens": outputs,
+        "errors": Counter(exchange.error for exchange in exchanges if exchange.error is not None),
         "rates": {
             "requests": round(len(good) / seconds, 3),
-            "input_tokens": round(inputs / seconds, 1),
-            "output_tokens": round(outputs / seconds, 1),
-        },
-        "milliseconds": {
-            "first token": distribution([e.first_token for e in good if e.first_token is not None]),
-            "between events": distribution([gap for e in good for gap in e.between_tokens]),
-            "whole request": distribution([e.whole for e in good if e.whole is not None]),
+            "input_tokens": round(measured["input_tokens"] / seconds, 1),
+            "output_tokens": round(measured["output_tokens"] / seconds, 1),
         },
     }

@@ -1,15 +1,18 @@
-"""Offline throughput: the same prompts and token counts through one engine or several, in one sitting.
+"""Offline throughput: workloads through one engine in this process, or through several engines in turn.
 
-Each engine runs in a process of its own, one after the other and never two at once; repetitions are interleaved
-(a, b, a, b, ...), so that a machine that slows down slows both. The best repetition of each row counts.
+In a comparison each engine runs in its own process (``python -m headrace.bench.throughput JOB RESULT``), one at a time, and
+repetitions are interleaved (a, b, a, b, ...), so that a machine that slows down slows all of them. The best repetition of
+each row counts.
 """
 
 from __future__ import annotations
 
-import os
+import dataclasses
+import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,120 +20,206 @@ from typing import Any
 import msgspec
 from rich.table import Table
 
+from headrace.bench.engines import OURS, BenchEngine, BenchJob, HeadraceEngine, create
 from headrace.bench.report import facts, load_average, table
-from headrace.bench.worker import Case, Job, Measured, Outcome
 from headrace.bench.workloads import Encoder, Workload, prose, random_tokens
+from headrace.config import EngineArgs
+from headrace.errors import HeadraceError
 
-OURS = "headrace"
-PROMPT_ROW = "prompts"
+SMALL = 60_000
+"""Tokens, in and out: smaller workloads are repeated once more."""
+WARM_UP_TOKENS = 4
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine's best of one case. Rates are in tokens a second; None where the case cannot tell."""
+class WorkloadRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One workload on one engine. Rates are in tokens per second, over the best repetition."""
 
-    case: str
-    engine: str
+    engine: str = OURS
+    workload: str
     requests: int
     input_tokens: int
     output_tokens: int
-    first_seconds: float | None
-    whole_seconds: float | None
+    seconds: list[float]
+    """Of each repetition, in order: from the submission of all prompts to the last token of the last request."""
+    best: float
+    median: float
+    output_rate: float
+    total_rate: float
+    """Input and output tokens."""
     prompt_rate: float | None
-    """Prompt tokens over the time to the first token of every request."""
-    decode_rate: float | None
-    """Tokens after the first over the time after the first."""
-    output_rate: float | None
-    """All output tokens over the whole time, prompts included."""
-    request_rate: float
-    engine_seconds: dict[str, float]
+    """Input tokens, where every request has one output token; else None."""
+    counters: dict[str, float]
+    """Increase of the engine's counters in the best repetition: steps, seconds in forward pass, sampler and host, ..."""
+    at: float
+    """Seconds since the epoch when the row was complete."""
+
+    @property
+    def rate(self) -> float:
+        """The rate that the workload is about."""
+        return self.output_rate if self.prompt_rate is None else self.prompt_rate
+
+    @property
+    def steps(self) -> float:
+        return self.counters.get("step", 0)
 
 
-def standard_cases(
+def standard_loads(
     encoder: Encoder | None, vocab_size: int, batches: Sequence[int], input_len: int, output_len: int
-) -> list[Case]:
-    """Decoding in batches of the given sizes, then the processing of longer prompts. English, or random without a tokenizer."""
+) -> list[Workload]:
+    """Decoding in batches of the given sizes, then longer prompts. English, or random tokens without a tokenizer."""
     shapes = [("single" if batch == 1 else f"batch {batch}", batch, input_len, output_len) for batch in batches]
-    shapes.append((PROMPT_ROW, 8, 512, 1))
+    shapes.append(("prompts", 8, 512, 1))
     if encoder is not None:
-        return [case_of(prose(encoder, *shape)) for shape in shapes]
-    return [case_of(random_tokens(name, 0, *shape).folded(vocab_size)) for name, *shape in shapes]
+        return [prose(encoder, *shape) for shape in shapes]
+    return [random_tokens(name, 0, *shape).folded(vocab_size) for name, *shape in shapes]
 
 
-def case_of(load: Workload) -> Case:
-    return Case(name=load.name, prompts=load.prompts, output_lens=load.output_lens)
+def repetitions_of(load: Workload) -> int:
+    return 3 if load.input_tokens + load.output_tokens < SMALL else 2
 
 
-def run(jobs: Sequence[Job], repetitions: int, *, timeout: float, tell: Callable[[str], None]) -> dict[str, Any]:
-    """Runs every job ``repetitions`` times, interleaved; ``jobs`` differ by engine and share their cases."""
+def measure(engine: BenchEngine, load: Workload, repetitions: int) -> WorkloadRow:
+    """Raises: EngineError: a request got another number of tokens than the workload says."""
+    runs: list[tuple[float, dict[str, float]]] = []
+    for _ in range(repetitions):
+        before = engine.counters()
+        start = time.perf_counter()
+        engine.generate(load)
+        seconds = time.perf_counter() - start
+        runs.append((seconds, {name: value - before[name] for name, value in engine.counters().items()}))
+    return row_of(load, runs)
+
+
+def row_of(load: Workload, runs: Sequence[tuple[float, dict[str, float]]]) -> WorkloadRow:
+    """``runs``: (seconds, counters) of each repetition."""
+    best, counters = min(runs, key=lambda run: run[0])
+    inputs, outputs = load.input_tokens, load.output_tokens
+    return WorkloadRow(
+        workload=load.name,
+        requests=len(load.prompts),
+        input_tokens=inputs,
+        output_tokens=outputs,
+        seconds=[seconds for seconds, _ in runs],
+        best=best,
+        median=statistics.median(seconds for seconds, _ in runs),
+        output_rate=outputs / best,
+        total_rate=(inputs + outputs) / best,
+        prompt_rate=inputs / best if set(load.output_lens) == {1} else None,
+        counters=counters,
+        at=time.time(),
+    )
+
+
+def run(
+    args: EngineArgs,
+    loads: Sequence[Workload],
+    *,
+    temperature: float,
+    repetitions: int | None,
+    tell: Callable[[str], None],
+    save: Callable[[dict[str, Any]], None],
+) -> dict[str, Any]:
+    """Loads headrace in this process and measures each workload in turn. The first repetition is the warm-up.
+
+    Args:
+        temperature: 0 is greedy.
+        repetitions: None: two or three, by the workload's size.
+        save: called with the report so far after every row.
+
+    Raises:
+        ConfigError: the arguments cannot work.
+        EngineError: the engine failed; ``save`` has had the rows before.
+    """
+    load_before = load_average()
+    start = time.perf_counter()
+    import headrace.engine.llm  # noqa: F401
+
+    imported = time.perf_counter()
+    engine = HeadraceEngine(args, temperature)
+    ready = time.perf_counter()
+    report: dict[str, Any] = {
+        "benchmark": "workloads",
+        "model": Path(args.model).name if args.model else engine.info.model,
+        "temperature": temperature,
+        "startup": {
+            "seconds": ready - imported,
+            "import_seconds": imported - start,
+            "phases": {phase.name: phase.seconds for phase in engine.info.timeline},
+        },
+        "engine": engine.facts(),
+        "rows": [],
+        "skipped": {},
+    } | facts(load_before)
+    save(report)
+    try:
+        for load in loads:
+            if load.longest > engine.info.max_model_len:
+                report["skipped"][load.name] = f"{load.longest:,} tokens, and the context is {engine.info.max_model_len:,}"
+                continue
+            tell(f"{load.name}: {load.input_tokens:,} tokens in, {load.output_tokens:,} out")
+            row = measure(engine, load, repetitions or repetitions_of(load))
+            report["rows"].append(msgspec.structs.asdict(row))
+            save(report)
+    finally:
+        engine.close()
+    save(report)
+    return report
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of one process of a comparison."""
+
+    facts: dict[str, Any] = {}
+    rows: list[WorkloadRow] = []
+    error: str | None = None
+
+
+def compare(jobs: Sequence[BenchJob], repetitions: int, *, timeout: float, tell: Callable[[str], None]) -> dict[str, Any]:
+    """Runs every job ``repetitions`` times, interleaved; ``jobs`` differ in their engine and share their workloads."""
     load_before = load_average()
     outcomes: dict[str, list[Outcome]] = {job.engine: [] for job in jobs}
-    broken: dict[str, str] = {}
+    errors: dict[str, str] = {}
     for repetition in range(repetitions):
         for job in jobs:
-            if job.engine in broken:
+            if job.engine in errors:
                 continue
-            tell(f"{job.engine}, sitting {repetition + 1} of {repetitions}")
-            outcome = _sitting(job, timeout)
+            tell(f"{job.engine}, repetition {repetition + 1} of {repetitions}")
+            outcome = _run_process(job, timeout)
             if outcome.error is not None:
-                broken[job.engine] = outcome.error
+                errors[job.engine] = outcome.error
             else:
                 outcomes[job.engine].append(outcome)
+    measured = {engine: sittings for engine, sittings in outcomes.items() if sittings}
     rows = [
-        row_of(case, job.engine, [_of(outcome, case.name) for outcome in outcomes[job.engine]])
-        for case in jobs[0].cases
-        for job in jobs
-        if outcomes[job.engine]
+        _merged(engine, [outcome.rows[place] for outcome in sittings])
+        for place in range(len(jobs[0].loads))
+        for engine, sittings in measured.items()
     ]
     return {
         "benchmark": "throughput",
         "rows": [msgspec.structs.asdict(row) for row in rows],
-        "engines": {engine: found[0].facts for engine, found in outcomes.items() if found},
-        "errors": broken,
+        "engines": {engine: sittings[0].facts for engine, sittings in measured.items()},
+        "errors": errors,
         "repetitions": repetitions,
         "threads": jobs[0].num_threads,
     } | facts(load_before)
 
 
-def _of(outcome: Outcome, name: str) -> Measured:
-    return next(measured for measured in outcome.measured if measured.name == name)
+def _merged(engine: str, rows: Sequence[WorkloadRow]) -> WorkloadRow:
+    seconds = [each for row in rows for each in row.seconds]
+    best = min(rows, key=lambda row: row.best)
+    return msgspec.structs.replace(best, engine=engine, seconds=seconds, median=statistics.median(seconds))
 
 
-def row_of(case: Case, engine: str, measured: Sequence[Measured]) -> Row:
-    """The best of the repetitions, each time by itself."""
-    requests, outputs = len(case.prompts), sum(case.output_lens)
-    inputs = sum(map(len, case.prompts))
-    first = min((m.first for m in measured if m.first is not None), default=None)
-    best = min(measured, key=lambda m: m.whole if m.whole is not None else float("inf"))
-    whole = best.whole
-    rest = None if first is None or whole is None else whole - first
-    total = whole if whole is not None else first
-    if total is None:
-        raise ValueError(f"case {case.name} was not measured")
-    return Row(
-        case=case.name,
-        engine=engine,
-        requests=requests,
-        input_tokens=inputs,
-        output_tokens=outputs,
-        first_seconds=first,
-        whole_seconds=whole,
-        prompt_rate=inputs / first if first else None,
-        decode_rate=(outputs - requests) / rest if rest and rest > 0 else None,
-        output_rate=outputs / whole if whole else None,
-        request_rate=requests / total,
-        engine_seconds=best.engine_seconds,
-    )
-
-
-def _sitting(job: Job, timeout: float) -> Outcome:
-    """One worker process from start to end. What it prints is shown only if it fails."""
+def _run_process(job: BenchJob, timeout: float) -> Outcome:
+    """Runs a job in its own process. Shows what the process prints only if it fails."""
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder:
         job_file, result_file, log_file = (Path(folder) / name for name in ("job.json", "result.json", "log.txt"))
         job_file.write_bytes(msgspec.json.encode(job))
-        command = [sys.executable, "-m", "headrace.bench.worker", str(job_file), str(result_file)]
+        command = [sys.executable, "-m", "headrace.bench.throughput", str(job_file), str(result_file)]
         with log_file.open("wb") as log:
             try:
-                code = subprocess.run(command, stdout=log, stderr=log, timeout=timeout, env=dict(os.environ)).returncode
+                code = subprocess.run(command, stdout=log, stderr=log, timeout=timeout).returncode
             except subprocess.TimeoutExpired:
                 return Outcome(error=f"took longer than {timeout:g} seconds")
         if result_file.is_file():
@@ -140,65 +229,83 @@ def _sitting(job: Job, timeout: float) -> Outcome:
         return Outcome(error=f"its process ended with {ending}: {lines[-1] if lines else 'it printed nothing'}")
 
 
+def run_job(job: BenchJob) -> Outcome:
+    """Loads the engine; runs each workload once with short outputs, then measures it once."""
+    engine = create(job)
+    try:
+        rows = []
+        for load in job.loads:
+            short = [min(WARM_UP_TOKENS, length) for length in load.output_lens]
+            engine.generate(dataclasses.replace(load, output_lens=short))
+            rows.append(measure(engine, load, 1))
+        return Outcome(facts=engine.facts(), rows=rows)
+    finally:
+        engine.close()
+
+
 def tables(report: dict[str, Any]) -> list[Table]:
-    """Rates of each engine, then ours over the others', then our host overhead."""
-    rows = [Row(**row) for row in report["rows"]]
-    result = [_rates_table(rows)]
-    others = [engine for engine in report["engines"] if engine != OURS]
-    if OURS in report["engines"] and others:
-        result.append(_ratio_table(rows, others))
-    overhead = _overhead_rows(rows)
-    if overhead:
-        result.append(table("Where headrace's time goes", ["case", "forward", "sampler", "host"], overhead))
-    return result
-
-
-def _rates_table(rows: Sequence[Row]) -> Table:
-    header = ["case", "engine", "tokens in", "tokens out", "prompt", "decode", "output", "requests"]
+    """Rates of each engine, the ratios of headrace's to the others', and how headrace's steps divide."""
+    rows = [msgspec.convert(row, WorkloadRow) for row in report["rows"]]
+    header = ["workload", "engine", "requests", "tokens in", "tokens out", "best, s", "median, s", "tokens/s", "of"]
     cells = [
         [
-            row.case,
+            row.workload,
             row.engine,
+            f"{row.requests:,}",
             f"{row.input_tokens:,}",
             f"{row.output_tokens:,}",
-            _rate(row.prompt_rate),
-            _rate(row.decode_rate),
-            _rate(row.output_rate),
-            f"{row.request_rate:.2f}",
+            f"{row.best:.3f}",
+            f"{row.median:.3f}",
+            f"{row.rate:,.1f}",
+            "output" if row.prompt_rate is None else "prompt",
         ]
         for row in rows
     ]
-    return table("Tokens a second: of prompts, decoded, of all output; requests a second", header, cells)
-
-
-def _rate(value: float | None) -> str:
-    return "" if value is None else f"{value:,.1f}" if value < 1000 else f"{value:,.0f}"
-
-
-def _ratio_table(rows: Sequence[Row], others: Sequence[str]) -> Table:
-    by_key = {(row.case, row.engine): row for row in rows}
-    cells = []
-    for case in dict.fromkeys(row.case for row in rows):
-        for other in others:
-            ours, theirs = by_key.get((case, OURS)), by_key.get((case, other))
-            if ours is not None and theirs is not None:
-                names = ("prompt_rate", "decode_rate", "output_rate")
-                ratios = [_ratio(getattr(ours, name), getattr(theirs, name)) for name in names]
-                cells.append([case, other, *ratios])
-    return table("headrace over the others", ["case", "over", "prompt", "decode", "output"], cells)
-
-
-def _ratio(ours: float | None, theirs: float | None) -> str:
-    return "" if ours is None or theirs is None else f"{ours / theirs:.2f}x"
-
-
-def _overhead_rows(rows: Sequence[Row]) -> list[list[str]]:
-    """Shares of the time in headrace's steps."""
-    result = []
-    for row in rows:
-        spent = row.engine_seconds
-        if row.engine != OURS or not spent or not sum(spent.values()):
-            continue
-        total = sum(spent.values())
-        result.append([row.case, *(f"{spent[name] / total:.1%}" for name in ("forward", "sample", "host"))])
+    startup = f"{report['model']}: ready after {report['startup']['seconds']:.1f} s" if "startup" in report else "Throughput"
+    result = [table(startup, header, cells)]
+    ours = {row.workload: row for row in rows if row.engine == OURS}
+    ratios = [
+        [row.workload, row.engine, f"{ours[row.workload].rate / row.rate:.2f}x"]
+        for row in rows
+        if row.engine != OURS and row.workload in ours
+    ]
+    if ratios:
+        result.append(table("headrace over the others", ["workload", "over", "ratio"], ratios))
+    steps = [
+        [row.workload, f"{row.steps:,.0f}", *(f"{ms:.3f}" for ms in step_milliseconds(row)), *launches(row)]
+        for row in ours.values()
+        if row.steps
+    ]
+    if steps:
+        header = ["workload", "steps", "wall", "forward", "sample", "host", "as graphs", "padding tokens"]
+        result.append(table("Milliseconds per step of headrace, by its own counters", header, steps))
+    if report.get("skipped"):
+        result.append(table("Skipped", ["workload", "why"], [[name, why] for name, why in report["skipped"].items()]))
     return result
+
+
+def step_milliseconds(row: WorkloadRow) -> list[float]:
+    """Wall time per step, then its forward pass, sampler and host, which overlap on a GPU."""
+    spent = [row.best, *(row.counters.get(f"{name}_seconds", 0.0) for name in ("forward", "sample", "host"))]
+    return [1e3 * seconds / row.steps for seconds in spent]
+
+
+def launches(row: WorkloadRow) -> list[str]:
+    """The share of steps that ran as CUDA graphs, and the padding tokens that they computed."""
+    replayed, eager = (row.counters.get(f"{kind}_steps", 0) for kind in ("replayed", "eager"))
+    share = f"{replayed / (replayed + eager):.1%}" if replayed + eager else "-"
+    return [share, f"{row.counters.get('padding_tokens', 0):,.0f}"]
+
+
+def main(job_file: str, result_file: str) -> int:
+    job = msgspec.json.decode(Path(job_file).read_bytes(), type=BenchJob)
+    try:
+        outcome = run_job(job)
+    except HeadraceError as error:
+        outcome = Outcome(error=str(error))
+    Path(result_file).write_bytes(msgspec.json.encode(outcome))
+    return 1 if outcome.error else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

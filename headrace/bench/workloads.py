@@ -1,7 +1,7 @@
 """Workloads by name: prompts as token ids, and how many tokens to generate for each. The same on every run and machine.
 
-The random ones stand for no language, only for lengths; that their draws repeat is what makes two engines' rows
-comparable, so the order of the draws is part of their definition.
+Random workloads represent lengths only. Two engines' rows are comparable because the random numbers repeat, so the order in
+which they are generated is part of the definition.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from headrace.bench.texts import CHAT_PROMPTS, PROSE, SYSTEM_PROMPT
 from headrace.errors import ConfigError
 
 FIRST_TOKEN, LAST_TOKEN = 100, 150_000
-"""Random prompts draw their token ids from here, both ends included."""
+"""Range of the token ids of random prompts, both ends included."""
 
 
 class Encoder(Protocol):
-    """What a text workload asks of a tokenizer."""
+    """The tokenizer interface of text workloads."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 
@@ -65,7 +65,7 @@ def random_tokens(name: str, seed: int, batch: int, prompt_len: int, output_len:
 
 
 def _mixed256() -> Workload:
-    """256 requests of 100 to 1024 tokens in and 100 to 1024 out: all lengths are drawn before any token."""
+    """256 requests of 100 to 1024 tokens in and 100 to 1024 out: all lengths are sampled before any token."""
     rng = random.Random(0)
     inputs = [rng.randint(100, 1024) for _ in range(256)]
     outputs = [rng.randint(100, 1024) for _ in range(256)]

@@ -11,8 +11,8 @@ import torch
 from headrace.cache.layer import LayerCache
 from headrace.errors import ConfigError
 from headrace.kernels.kv_cache import FP8
-from headrace.spec import AttentionSpec, layer_kv
-from headrace.spec.kv import ALIGNMENT, FP8_KV
+from headrace.model_spec import AttentionSpec, layer_kv
+from headrace.model_spec.kv import ALIGNMENT, FP8_KV
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 
-from headrace.spec import AttentionSpec
+from headrace.model_spec import AttentionSpec
 
 
 @dataclasses.dataclass(frozen=True)

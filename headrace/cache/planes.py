@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 
 from headrace.cache.fp8 import Fp8LayerCache, check_alignment
@@ -12,8 +13,8 @@ from headrace.config import CacheConfig
 from headrace.errors import ConfigError
 from headrace.kernels import gpu
 from headrace.kernels.kv_cache import reshape_and_cache
-from headrace.spec import AttentionSpec, ModelFacts, layer_kv
-from headrace.spec.kv import DTYPE_BYTES, FP8_KV
+from headrace.model_spec import AttentionSpec, ModelFacts, layer_kv
+from headrace.model_spec.kv import DTYPE_BYTES, FP8_KV
 
 
 def allocate(config: CacheConfig, model: ModelFacts, device: str | torch.device, dtype: str | torch.dtype) -> list[LayerCache]:
@@ -50,17 +51,25 @@ def _views(config: CacheConfig, model: ModelFacts, device: str | torch.device) -
     dtype = torch.uint8 if config.dtype == FP8_KV else getattr(torch, config.dtype)
     arena = None
     if len(config.groups) > 1:
-        arena = torch.zeros(config.nbytes, dtype=torch.uint8, device=device).view(dtype)
+        arena = _zeros((config.nbytes,), torch.uint8, device).view(dtype)
     views = {}
     for group, block_bytes, num_blocks in zip(config.groups, config.arena.block_bytes, config.num_blocks, strict=True):
         for layer, offset in zip(group.layers, group.layer_offsets(config.block_size), strict=True):
             shape = _block_shape(model.layers[layer], config)
             if arena is None:
-                views[layer] = torch.zeros(num_blocks, *shape, dtype=dtype, device=device)
+                views[layer] = _zeros((num_blocks, *shape), dtype, device)
                 continue
             strides = (block_bytes // dtype.itemsize, *(math.prod(shape[axis + 1 :]) for axis in range(len(shape))))
             views[layer] = arena.as_strided((num_blocks, *shape), strides, offset // dtype.itemsize)
     return views
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str | torch.device) -> torch.Tensor:
+    """On the CPU of memory that the system zeros when it is first touched: gigabytes of it cost a start-up seconds."""
+    if torch.device(device).type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    nbytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(nbytes, dtype=np.uint8)).view(dtype).view(shape)
 
 
 def _block_shape(spec: AttentionSpec, config: CacheConfig) -> tuple[int, ...]:
@@ -79,18 +88,15 @@ def write(cache: LayerCache, k: torch.Tensor, v: torch.Tensor, slot_mapping: tor
         v: ``[T, num_kv_heads, v_head_dim]``
         slot_mapping: ``[T]`` int64: ``block * block_size + offset``.
     """
-    if cache.k_scale is not None:
-        reshape_and_cache(k, v, cache.keys, cache.values, slot_mapping, FP8_KV, cache.k_scale, cache.v_scale)
-        return
-    if gpu.takes(k):
-        reshape_and_cache(k, v, cache.keys, cache.values, slot_mapping)
+    if cache.k_scale is not None or gpu.takes(k):
+        reshape_and_cache(k, v, cache.keys, cache.values, slot_mapping, cache.k_scale, cache.v_scale)
         return
     kept = slot_mapping >= 0
     slots, size = slot_mapping[kept], cache.block_size
     cache.rows[slots // size, slots % size] = torch.cat((k, v), dim=-1)[kept]
 
 
-def write_compressed(cache: LayerCache, row: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+def write_mla(cache: LayerCache, row: torch.Tensor, slot_mapping: torch.Tensor) -> None:
     """``write`` of compressed KV: ``row [T, 1, row_width]``."""
     rotated = cache.spec.rotary_dim
     if gpu.takes(row) and rotated:

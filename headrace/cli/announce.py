@@ -1,4 +1,4 @@
-"""An engine client that shows its start-up: progress while it loads, the report when it is ready."""
+"""An engine client that prints its start-up: progress while it loads, then the report."""
 
 from __future__ import annotations
 
@@ -10,16 +10,25 @@ from headrace.cli.startup import print_report
 from headrace.config import EngineArgs
 from headrace.engine.async_llm import AsyncLLM
 from headrace.engine.info import Progress
+from headrace.engine.spawn import Spawned
 
 
 class AnnouncedLLM(AsyncLLM):
     """Prints to ``console``; the progress only where that is a terminal."""
 
-    def __init__(self, args: EngineArgs, console: Console, *, chat_template: str | None = None, report: bool = True) -> None:
+    def __init__(
+        self,
+        args: EngineArgs,
+        console: Console,
+        *,
+        chat_template: str | None = None,
+        report: bool = True,
+        spawned: Spawned | None = None,
+    ) -> None:
         self._console = console
         self._report = report
         self._status: Status | None = None
-        super().__init__(args, on_progress=self._show, chat_template=chat_template)
+        super().__init__(args, on_progress=self._show, chat_template=chat_template, spawned=spawned)
 
     async def start(self) -> None:
         with self._console.status("starting the engine") as self._status:
@@ -27,6 +36,9 @@ class AnnouncedLLM(AsyncLLM):
                 await super().start()
             finally:
                 self._status = None
+
+    def serving(self) -> None:
+        super().serving()
         if self._report:
             print_report(self._console, self.info)
 

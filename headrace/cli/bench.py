@@ -5,20 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from headrace.cli.engine_options import ENGINE
 from headrace.cli.errors import EXIT_FAILURE, print_error
-from headrace.cli.options import Group, command
+from headrace.cli.options import ENGINE_OPTIONS, Group, command
 from headrace.cli.startup import PLAIN_WIDTH
 from headrace.config import EngineArgs
 from headrace.errors import ConfigError
@@ -29,11 +26,10 @@ if TYPE_CHECKING:
     from headrace.bench.workloads import Encoder, Workload
 
 BUSY = 0.5
-"""Load for each CPU beyond which a measurement is of the neighbours as much as of us."""
-OF_WORKLOADS = "a named workload has prompts and lengths of its own: leave it out, or --workload"
-"""Why options that describe prompts are refused beside one."""
+"""Load per CPU above which other processes distort a measurement."""
+OF_WORKLOADS = "a named workload has its own prompts and lengths: leave this option out, or --workload"
 _LENGTH = 128
-"""Tokens of a prompt, and to generate, where nothing is said."""
+"""Default length of a prompt and of an output, in tokens."""
 _TIMEOUT = 1800.0
 _IN_FLIGHT = 1024
 WHAT, HOW, REPORT = "What is measured", "How it is measured", "Report"
@@ -61,10 +57,19 @@ WorkloadName = Annotated[
 ]
 
 
-class Dtype(StrEnum):
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
+InputLen = Annotated[
+    int | None,
+    typer.Option(min=1, help="Tokens of each prompt, without --workload.", show_default=str(_LENGTH), rich_help_panel=WHAT),
+]
+OutputLen = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Tokens to generate for each, without --workload.", show_default=str(_LENGTH), rich_help_panel=WHAT
+    ),
+]
+
+
+Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 class _BenchGroup(Group[EngineArgs]):
@@ -74,10 +79,7 @@ class _BenchGroup(Group[EngineArgs]):
         return super().build({"enable_prefix_caching": False} | self.given(values))
 
 
-BENCH_ENGINE = _BenchGroup(
-    EngineArgs,
-    tuple(dataclasses.replace(knob, default="off") if knob.field == "enable_prefix_caching" else knob for knob in ENGINE.knobs),
-)
+BENCH_ENGINE = _BenchGroup(EngineArgs, ENGINE_OPTIONS.changed("enable_prefix_caching", default="off").options)
 
 
 @app.command("latency")
@@ -85,35 +87,26 @@ BENCH_ENGINE = _BenchGroup(
 def latency(
     args: EngineArgs,
     workload: WorkloadName = None,
-    input_len: Annotated[
-        int | None,
-        typer.Option(min=1, help="Tokens of the prompt, without --workload.", show_default=str(_LENGTH), rich_help_panel=WHAT),
-    ] = None,
-    output_len: Annotated[
-        int | None,
-        typer.Option(min=1, help="Tokens to generate, without --workload.", show_default=str(_LENGTH), rich_help_panel=WHAT),
-    ] = None,
-    repetitions: Annotated[int, typer.Option(min=1, help="Times that each prompt counts.", rich_help_panel=HOW)] = 5,
-    warm_up: Annotated[int, typer.Option(min=0, help="Requests before those that count.", rich_help_panel=HOW)] = 2,
+    input_len: InputLen = None,
+    output_len: OutputLen = None,
+    repetitions: Annotated[int, typer.Option(min=1, help="Measured repetitions of each prompt.", rich_help_panel=HOW)] = 5,
+    warm_up: Annotated[int, typer.Option(min=0, help="Requests before the measured ones.", rich_help_panel=HOW)] = 2,
     as_json: AsJson = False,
     output: Output = None,
 ) -> None:
     """One request at a time: time to the first token, between tokens, and to the end."""
     from headrace.bench import latency as bench
     from headrace.bench.report import distributions_table, table
-    from headrace.bench.workloads import prose, random_tokens
+    from headrace.bench.throughput import standard_loads
     from headrace.engine.async_llm import AsyncLLM
 
     if workload is not None:
-        _not_with(OF_WORKLOADS, {"--input-len": input_len, "--output-len": output_len})
+        _refuse(OF_WORKLOADS, {"--input-len": input_len, "--output-len": output_len})
     encoder, vocab_size = _encoder(args)
-    lengths = input_len or _LENGTH, output_len or _LENGTH
     if workload is not None:
         load = _workload(workload, encoder, vocab_size)
-    elif encoder is not None:
-        load = prose(encoder, "prose", 1, *lengths)
     else:
-        load = random_tokens("random", 0, 1, *lengths).folded(vocab_size)
+        load = standard_loads(encoder, vocab_size, [1], input_len or _LENGTH, output_len or _LENGTH)[0]
 
     async def measure(tell: Callable[[str], None]) -> dict[str, Any]:
         llm = AsyncLLM(args)
@@ -146,8 +139,7 @@ def throughput(
         list[str] | None,
         typer.Option(
             "--workload",
-            help="Workloads by name, as for latency. Repeatable, or several with commas between; all: every one of random "
-            "tokens. Without --compare, one engine loaded once runs them all.",
+            help="Workloads by name, as for latency. Repeatable, or separated by commas; all: every one of random tokens.",
             metavar="NAME",
             rich_help_panel=WHAT,
         ),
@@ -162,21 +154,13 @@ def throughput(
             rich_help_panel=WHAT,
         ),
     ] = None,
-    input_len: Annotated[
-        int | None,
-        typer.Option(min=1, help="Tokens of each prompt, without --workload.", show_default=str(_LENGTH), rich_help_panel=WHAT),
-    ] = None,
-    output_len: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Tokens to generate for each, without --workload.", show_default=str(_LENGTH), rich_help_panel=WHAT
-        ),
-    ] = None,
+    input_len: InputLen = None,
+    output_len: OutputLen = None,
     compare: Annotated[
         list[str] | None,
         typer.Option(
             "--compare",
-            help="Run the same prompts and token counts through transformers or llama.cpp too. Repeatable.",
+            help="Also run the workloads through transformers or llama.cpp. Repeatable.",
             metavar="ENGINE",
             rich_help_panel=WHAT,
         ),
@@ -184,8 +168,8 @@ def throughput(
     reference_dtype: Annotated[
         Dtype | None,
         typer.Option(
-            help="Number format of transformers, with --compare transformers; a quantised file is dequantised.",
-            show_default=Dtype.bfloat16.value,
+            help="Dtype of transformers, with --compare transformers; a quantised file is dequantised.",
+            show_default="bfloat16",
             rich_help_panel=HOW,
         ),
     ] = None,
@@ -193,7 +177,7 @@ def throughput(
         float | None,
         typer.Option(
             min=0.0,
-            help="Sample at this temperature, with --workload and without --compare.",
+            help="Sampling temperature, without --compare.",
             show_default="0: greedy",
             rich_help_panel=HOW,
         ),
@@ -202,7 +186,7 @@ def throughput(
         int | None,
         typer.Option(
             min=1,
-            help="Sittings of each engine, or repetitions of each workload in one; the best one counts.",
+            help="Repetitions of each workload; the best one counts.",
             show_default="3; of large workloads 2",
             rich_help_panel=HOW,
         ),
@@ -211,7 +195,7 @@ def throughput(
         float | None,
         typer.Option(
             min=1,
-            help="Seconds that one sitting may take; not with --workload alone, whose engine is in this process.",
+            help="Seconds that each process of a comparison may take.",
             show_default=f"{_TIMEOUT:g}",
             rich_help_panel=HOW,
         ),
@@ -219,86 +203,75 @@ def throughput(
     as_json: AsJson = False,
     output: Output = None,
 ) -> None:
-    """Offline: tokens a second of prompts and outputs, alone or beside other engines.
+    """Offline: tokens per second of prompts and outputs, alone or compared with other engines.
 
-    Every engine gets the same token ids and generates the same number of tokens, greedily, in a process of its own; they run
-    one after the other, in turns. Named workloads without other engines share one engine, which is loaded once.
+    Without --compare, one engine runs all workloads. With it, every engine gets the same token ids and generates the same
+    number of tokens, greedily, in its own process; the processes run one after the other, in turns.
     """
     if workload:
-        _not_with(OF_WORKLOADS, {"--batch": batch or None, "--input-len": input_len, "--output-len": output_len})
+        _refuse(OF_WORKLOADS, {"--batch": batch or None, "--input-len": input_len, "--output-len": output_len})
     if "transformers" not in (compare or []):
-        _not_with("it is of transformers, and needs --compare transformers", {"--reference-dtype": reference_dtype})
-    if workload and not compare:
-        _not_with("one engine in this process runs all workloads: it needs --compare, or no --workload", {"--timeout": timeout})
-        _suite(args, workload, temperature or 0.0, repetitions, as_json, output)
-        return
-    if temperature is not None:
-        raise ConfigError("all engines are compared greedily: it needs --workload, and no --compare", "--temperature")
+        _refuse("it applies to transformers, and needs --compare transformers", {"--reference-dtype": reference_dtype})
+    if compare:
+        _refuse("engines are compared greedily: it cannot be combined with --compare", {"--temperature": temperature})
+    else:
+        _refuse("it limits the processes of a comparison, and needs --compare", {"--timeout": timeout})
     from headrace.bench import throughput as bench
-    from headrace.bench.engines import NAMES
-    from headrace.bench.worker import Job
+    from headrace.bench.engines import OTHERS, OURS, BenchJob
+    from headrace.bench.workloads import RANDOM_WORKLOADS
     from headrace.engine.environment import probe
 
-    others = list(dict.fromkeys(compare or []))
-    for engine in others:
-        if engine not in NAMES[1:]:
-            raise ConfigError(f"there is no engine {engine!r} to compare with; there are {', '.join(NAMES[1:])}", "--compare")
+    engines = [OURS, *dict.fromkeys(compare or [])]
+    for engine in engines[1:]:
+        if engine not in OTHERS:
+            raise ConfigError(f"there is no engine {engine!r} to compare with; there are {', '.join(OTHERS)}", "--compare")
     encoder, vocab_size = _encoder(args)
+    if encoder is None:
+        args = dataclasses.replace(args, skip_tokenizer_init=True)
     if workload:
-        cases = [bench.case_of(_workload(name, encoder, vocab_size)) for name in _workload_names(workload)]
+        names = [name.strip() for entry in workload for name in entry.split(",") if name.strip()]
+        chosen = dict.fromkeys(each for name in names for each in (RANDOM_WORKLOADS if name == "all" else [name]))
+        loads = [_workload(name, encoder, vocab_size) for name in chosen]
     else:
         lengths = input_len or _LENGTH, output_len or _LENGTH
-        cases = bench.standard_cases(encoder, vocab_size, batch or [1, 8, 32], *lengths)
-    threads = args.num_threads or probe().num_cores
-    reference = (reference_dtype or Dtype.bfloat16).value
-    jobs = [
-        Job(engine=e, engine_args=_changed(args), reference_dtype=reference, num_threads=threads, cases=cases)
-        for e in [bench.OURS, *others]
-    ]
-    with _status("starting") as tell:
-        report = bench.run(jobs, repetitions or 3, timeout=timeout or _TIMEOUT, tell=tell)
-    _emit(report, bench.tables(report), as_json, output)
-    for engine, error in report["errors"].items():
-        print_error(f"{engine}: {error}")
-    if report["errors"]:
-        raise typer.Exit(EXIT_FAILURE)
-
-
-def _not_with(why: str, given: Mapping[str, object]) -> None:
-    """Raises ConfigError for the first option that was given: what is measured leaves it nothing to say."""
-    for option, value in given.items():
-        if value is not None:
-            raise ConfigError(why, option)
-
-
-def _suite(
-    args: EngineArgs, names: list[str], temperature: float, repetitions: int | None, as_json: bool, output: Path | None
-) -> None:
-    """Named workloads through one engine, in this process. The report is written after every row."""
-    from headrace.bench import suite
-
-    encoder, vocab_size = _encoder(args)
-    if encoder is None and not args.skip_tokenizer_init:
-        args = dataclasses.replace(args, skip_tokenizer_init=True)
-    loads = [_workload(name, encoder, vocab_size) for name in _workload_names(names)]
-    if output is not None:
-        _write({}, output)
+        loads = bench.standard_loads(encoder, vocab_size, batch or [1, 8, 32], *lengths)
 
     def save(report: dict[str, Any]) -> None:
         if output is not None:
             _write(report, output)
 
-    with _status("starting the engine") as tell:
-        report = suite.run(args, loads, temperature=temperature, repetitions=repetitions, tell=tell, save=save)
-    _emit(report, suite.tables(report), as_json, None)
+    save({})
+    with _status("starting") as tell:
+        if compare:
+            dtype, threads = reference_dtype or "bfloat16", args.num_threads or probe().num_cores
+            jobs = [BenchJob(engine=e, args=args, reference_dtype=dtype, num_threads=threads, loads=loads) for e in engines]
+            report = bench.compare(jobs, repetitions or 3, timeout=timeout or _TIMEOUT, tell=tell)
+        else:
+            report = bench.run(args, loads, temperature=temperature or 0.0, repetitions=repetitions, tell=tell, save=save)
+    _emit(report, bench.tables(report), as_json, output)
+    errors = report.get("errors", {})
+    for engine, error in errors.items():
+        print_error(f"{engine}: {error}")
+    if errors:
+        raise typer.Exit(EXIT_FAILURE)
 
 
-def _workload_names(given: list[str]) -> list[str]:
-    """Each once, in order."""
-    from headrace.bench.workloads import RANDOM_WORKLOADS
+def _refuse(reason: str, options: Mapping[str, object]) -> None:
+    """Raises ConfigError for the first option that is set, although the others leave it without effect."""
+    for option, value in options.items():
+        if value is not None:
+            raise ConfigError(reason, option)
 
-    names = [name.strip() for entry in given for name in entry.split(",") if name.strip()]
-    return list(dict.fromkeys(each for name in names for each in (RANDOM_WORKLOADS if name == "all" else [name])))
+
+def _workload(name: str, encoder: Encoder | None, vocab_size: int) -> Workload:
+    """The named workload, its token ids folded into the vocabulary where that is smaller than the sampled ids."""
+    from headrace.bench.workloads import build
+
+    load = build(name, encoder)
+    if max(map(max, load.prompts)) < vocab_size:
+        return load
+    Console(stderr=True).print(f"[dim]{name}: token ids are taken modulo the vocabulary's {vocab_size:,}[/dim]")
+    return load.folded(vocab_size)
 
 
 @app.command("serve")
@@ -316,7 +289,7 @@ def serve(
         typer.Option(
             min=1,
             max=4096,
-            help="Closed loop: so many clients, each sends its next request when the last is answered.",
+            help="Closed loop: number of clients, each of which sends its next request when the last is answered.",
             show_default="8, without --rate",
             rich_help_panel=WHAT,
         ),
@@ -353,13 +326,13 @@ def serve(
     as_json: AsJson = False,
     output: Output = None,
 ) -> None:
-    """Load on a running server: times to the first token, between events, and to the end, over HTTP streams."""
+    """Load a running server: times to the first token, between events, and to the end, over HTTP streams."""
     from headrace.bench import serving as bench
     from headrace.bench.report import distributions_table, table
     from headrace.bench.texts import CHAT_PROMPTS
 
     if rate is None:
-        _not_with("it is of the open loop, and needs --rate", {"--seed": seed, "--max-in-flight": max_in_flight})
+        _refuse("it applies to the open loop, and needs --rate", {"--seed": seed, "--max-in-flight": max_in_flight})
     load = bench.Load(
         url=url,
         model=model,
@@ -413,36 +386,14 @@ def _encoder(args: EngineArgs) -> tuple[Encoder | None, int]:
         return None, vocab_size
 
 
-def _workload(name: str, encoder: Encoder | None, vocab_size: int) -> Workload:
-    """The workload, its token ids folded into the vocabulary where that is smaller than the ids drawn."""
-    from headrace.bench.workloads import build
-
-    load = build(name, encoder)
-    if max(map(max, load.prompts)) < vocab_size:
-        return load
-    Console(stderr=True).print(f"[dim]{name}: token ids are taken modulo the vocabulary's {vocab_size:,}[/dim]")
-    return load.folded(vocab_size)
-
-
-def _changed(args: EngineArgs) -> dict[str, Any]:
-    """The fields that differ from their defaults."""
-    plain = EngineArgs()
-    names = (field.name for field in dataclasses.fields(args))
-    return {name: getattr(args, name) for name in names if getattr(args, name) != getattr(plain, name)}
-
-
-def _usable_cpus() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 @contextlib.contextmanager
 def _status(text: str) -> Iterator[Callable[[str], None]]:
-    """A line on standard error that says what is going on; nothing where that is not a terminal."""
-    from headrace.bench.report import load_average
+    """Shows progress on standard error if that is a terminal. Yields the function that updates it."""
+    from headrace.bench.report import load_average, usable_cpus
 
     console = Console(stderr=True)
-    if (load := load_average()) > BUSY * _usable_cpus():
-        console.print(Text(f"note: this machine is busy (load {load}), and its numbers will say little", "yellow"))
+    if (load := load_average()) > BUSY * usable_cpus():
+        console.print(Text(f"note: this machine is busy (load {load}), which distorts the numbers", "yellow"))
     with console.status(text) as status:
         yield status.update
 
@@ -464,7 +415,7 @@ def _emit(report: dict[str, Any], tables: Sequence[RenderableType], as_json: boo
 
 
 def _write(report: dict[str, Any], output: Path) -> None:
-    """Whole or not at all: whoever reads while we write finds the report before or the one after."""
+    """Replaces the file atomically, so that a reader never sees half a report."""
     from headrace.bench.report import as_json as encoded
 
     partial = output.with_name(output.name + ".partial")

@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 from rich.console import Console
 
-from headrace.cli.engine_options import ENGINE
 from headrace.cli.errors import describe, print_error
-from headrace.cli.options import SERVER, command
-from headrace.cli.sampling_options import SAMPLING
+from headrace.cli.options import ENGINE_OPTIONS, SAMPLING_OPTIONS, command
 from headrace.config import EngineArgs
 from headrace.errors import ConfigError, EngineError, RequestError
+from headrace.options import SERVER
 
 if TYPE_CHECKING:
     from headrace.cli.talk import Messages, Talker
@@ -38,7 +37,9 @@ HELP = """\
 A line that ends with \\ goes on in the next one. Ctrl-C stops a reply."""
 
 
-@command(args=ENGINE, sampling=SAMPLING.without("n", "logprobs", "logprobs_mode", "prompt_logprobs", "detokenize"))
+@command(
+    args=ENGINE_OPTIONS, sampling=SAMPLING_OPTIONS.without("n", "logprobs", "logprobs_mode", "prompt_logprobs", "detokenize")
+)
 def chat(
     args: EngineArgs,
     sampling: dict[str, Any],
@@ -84,7 +85,7 @@ def chat(
 
 
 def _only_model(args: EngineArgs) -> None:
-    """An engine option has no meaning with --url: the server has its own."""
+    """Refuses engine options with --url, where they have no effect."""
     plain = EngineArgs(model=args.model)
     for field in dataclasses.fields(args):
         if getattr(args, field.name) != getattr(plain, field.name):
@@ -92,10 +93,11 @@ def _only_model(args: EngineArgs) -> None:
 
 
 class LoopThread:
-    """An event loop in a thread of its own, so that reading a line never holds it up and Ctrl-C stays with the terminal."""
+    """An event loop in its own thread, so that reading a line does not block it and Ctrl-C reaches the main thread."""
 
     def __enter__(self) -> LoopThread:
-        self._loop = asyncio.new_event_loop()
+        self._runner = asyncio.Runner()
+        self._loop = self._runner.get_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="chat-loop", daemon=True)
         self._thread.start()
         return self
@@ -103,13 +105,7 @@ class LoopThread:
     def __exit__(self, *exc: object) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-        for task in asyncio.all_tasks(self._loop):
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                self._loop.run_until_complete(task)
-        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-        self._loop.run_until_complete(self._loop.shutdown_default_executor())
-        self._loop.close()
+        self._runner.close()
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -150,7 +146,7 @@ class Conversation:
         self.messages = [{"role": "system", "content": self._system}] if self._system else []
 
     def _read(self) -> str | None:
-        """One message, drawn together over lines that end with a backslash; None at the end of the input."""
+        """One message, joined from lines that end with a backslash; None at the end of the input."""
         lines: list[str] = []
         while True:
             try:
@@ -195,7 +191,7 @@ class Conversation:
             print_error(f"cannot write {name}: {error.strerror}")
 
     def _turn(self, text: str) -> None:
-        """One message and its reply. What was said of a stopped reply is kept; a refused message is not."""
+        """One message and its reply. The start of a stopped reply is kept; a refused message is dropped."""
         self.messages.append({"role": "user", "content": text})
         try:
             reply = self._stream()
@@ -226,10 +222,8 @@ class Conversation:
             future.result()
         except KeyboardInterrupt:
             future.cancel()
-            try:
+            with contextlib.suppress(CancelledError):
                 future.result()
-            except CancelledError:
-                pass
             self._console.print(" [dim](stopped)[/dim]", end="")
         finally:
             print(flush=True)

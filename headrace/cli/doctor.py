@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from headrace.cli.engine_options import ENGINE
-from headrace.cli.options import command
+from headrace.cli.options import ENGINE_OPTIONS, command
 from headrace.config import EngineArgs
+from headrace.engine.spawn import spawn
+from headrace.engine.timeline import process_start
 from headrace.errors import ConfigError
 from headrace.sources.locate import locate
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from headrace.engine.info import EngineInfo
 
 
-@command(args=ENGINE)
+@command(args=ENGINE_OPTIONS)
 def doctor(
     args: EngineArgs,
     load: Annotated[
@@ -77,9 +78,10 @@ def _compare(args: EngineArgs, as_json: bool) -> None:
 
 
 async def _loaded(args: EngineArgs) -> EngineInfo:
+    spawned = spawn(origin=process_start())
     from headrace.cli.announce import AnnouncedLLM
 
-    llm = AnnouncedLLM(args, Console(stderr=True), report=False)
+    llm = AnnouncedLLM(args, Console(stderr=True), report=False, spawned=spawned)
     try:
         await llm.start()
         return llm.info

@@ -1,4 +1,4 @@
-"""One clear red line for what the user or the operator got wrong, in place of a traceback."""
+"""Reports expected errors as one line without a traceback."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from rich.text import Text
 from headrace.errors import ConfigError, EngineError, HeadraceError, RequestError
 
 EXIT_USAGE = 2
-"""The user or the operator asked for something that cannot be."""
+"""Invalid usage or configuration."""
 EXIT_FAILURE = 1
-"""The engine, or something it needs, failed."""
+"""The engine or a dependency failed."""
 
 
 def describe(error: HeadraceError) -> str:
@@ -31,7 +31,7 @@ def describe(error: HeadraceError) -> str:
 
 
 def option_name(field: str | None) -> str:
-    """``max_model_len`` as it is written on the command line."""
+    """``max_model_len`` -> ``--max-model-len``"""
     return f"--{field.replace('_', '-')}" if field else ""
 
 

@@ -42,6 +42,3 @@ app.command("run")(run)
 app.command("chat")(chat)
 app.add_typer(bench_app, name="bench")
 app.command("doctor")(doctor)
-
-if __name__ == "__main__":
-    app()

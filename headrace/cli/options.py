@@ -1,8 +1,8 @@
-"""Options that fill a dataclass or struct: one table a class, one option a field, nothing accepted and dropped.
+"""Command-line options for the declared fields of a class: one option a field, nothing accepted and dropped.
 
 A command asks for a whole group by a parameter of its function:
 
-    @command(args=ENGINE, settings=SERVER)
+    @command(args=ENGINE_OPTIONS, settings=SERVER_OPTIONS)
     def serve(args: EngineArgs, settings: ServerSettings) -> None: ...
 
 Options that were not given are not passed on, so that the class's own defaults (and its environment variables) apply.
@@ -13,29 +13,22 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import operator
-import types
+import json
 import typing
 from collections.abc import Callable
-from typing import Annotated, Any, Generic, Literal, TypeVar
+from typing import Annotated, Any, Generic, Literal, Self, TypeVar
 
 import typer
 from typer.models import ArgumentInfo
 
 from headrace.cli.errors import reported
+from headrace.cli.units import parse_size
+from headrace.config import EngineArgs
+from headrace.errors import RequestError
+from headrace.options import DEBUGGING, PANELS, Option, check_value, from_json, options
+from headrace.sampling_params import SamplingParams
 
 T = TypeVar("T")
-
-MODEL = "Model"
-CACHE = "Memory and cache"
-SCHEDULING = "Scheduling"
-SAMPLING = "Sampling"
-LIMITS = "Sampling limits"
-SERVER = "Server"
-SECURITY = "Security"
-DEBUGGING = "Debugging"
-PANELS = (MODEL, CACHE, SCHEDULING, SAMPLING, LIMITS, SERVER, SECURITY, DEBUGGING)
-"""The parts of a command's help, in their order."""
 
 DEBUG = Annotated[
     bool,
@@ -48,58 +41,38 @@ DEBUG = Annotated[
 
 
 @dataclasses.dataclass(frozen=True)
-class Knob:
-    """How one field is set on the command line."""
-
-    field: str
-    panel: str
-    help: str
-    default: str | None = None
-    """What the help shows as default; None: the field's own default value."""
-    flags: tuple[str, ...] = ()
-    """Replaces ``--field-name`` (a bool's is ``--field-name/--no-field-name``)."""
-    parser: Callable[[str], Any] | None = None
-    """From the written word to the field's value; raises ValueError."""
-    metavar: str | None = None
-    positional: bool = False
-    envvar: str | None = None
-
-
-@dataclasses.dataclass(frozen=True)
 class Group(Generic[T]):
     """The options of one class. ``cls`` is called with the fields that were given."""
 
     cls: Callable[..., T]
-    knobs: tuple[Knob, ...]
+    options: tuple[Option, ...]
 
-    def without(self, *fields: str) -> Group[T]:
+    @classmethod
+    def of(cls, declared: Callable[..., T]) -> Self:
+        """Every declared field of a class, by panel."""
+        return cls(declared, tuple(sorted(options(declared).values(), key=lambda option: PANELS.index(option.panel))))
+
+    def without(self, *fields: str) -> Self:
         """The same group for a command in which these fields have no meaning."""
-        unknown = set(fields) - {knob.field for knob in self.knobs}
+        unknown = set(fields) - {option.name for option in self.options}
         if unknown:
             raise ValueError(f"no such options: {sorted(unknown)}")
-        return dataclasses.replace(self, knobs=tuple(knob for knob in self.knobs if knob.field not in fields))
+        return dataclasses.replace(self, options=tuple(o for o in self.options if o.name not in fields))
 
-    def renamed(self, **flags: str) -> Group[T]:
-        """The same group with other flags, where another group of the command owns the name."""
-        change = {field: (flag,) for field, flag in flags.items()}
+    def changed(self, field: str, **spec: Any) -> Self:
+        """The same group with another declaration of one field."""
         return dataclasses.replace(
-            self, knobs=tuple(dataclasses.replace(k, flags=change.get(k.field, k.flags)) for k in self.knobs)
+            self,
+            options=tuple(
+                dataclasses.replace(o, spec=dataclasses.replace(o.spec, **spec)) if o.name == field else o for o in self.options
+            ),
         )
-
-    def as_options(self, *fields: str) -> Group[T]:
-        """The same group with these arguments as options, where other words take the command's positions."""
-        knobs = (dataclasses.replace(k, positional=False) if k.field in fields else k for k in self.knobs)
-        return dataclasses.replace(self, knobs=tuple(knobs))
-
-    def defaults(self) -> dict[str, Any]:
-        """field -> its default, where it has one."""
-        return _field_defaults(self.cls)
 
     def given(self, values: dict[str, Any]) -> dict[str, Any]:
         """What was set on the command line, by field; a repeatable option that was not used counts as not set."""
-        hints = typing.get_type_hints(self.cls)
+        tuples = {option.name for option in self.options if typing.get_origin(option.type) is tuple}
         return {
-            field: tuple(value) if typing.get_origin(without_none(hints[field])) is tuple else value
+            field: tuple(value) if field in tuples else value
             for field, value in values.items()
             if value is not None and value != []
         }
@@ -109,45 +82,33 @@ class Group(Generic[T]):
 
     def parameters(self, prefix: str) -> list[inspect.Parameter]:
         """A keyword parameter a field, named ``prefix__field``, annotated for typer."""
-        hints = typing.get_type_hints(self.cls)
-        defaults = self.defaults()
         return [
             inspect.Parameter(
-                f"{prefix}__{knob.field}",
-                inspect.Parameter.KEYWORD_ONLY,
-                default=None,
-                annotation=_annotation(knob, hints[knob.field], defaults.get(knob.field)),
+                f"{prefix}__{option.name}", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_annotation(option)
             )
-            for knob in self.knobs
+            for option in self.options
         ]
 
 
-def _field_defaults(cls: Any) -> dict[str, Any]:
-    """field -> its default, for dataclasses and msgspec structs."""
-    if dataclasses.is_dataclass(cls):
-        fields = dataclasses.fields(cls)
-        return {
-            f.name: f.default_factory() if f.default_factory is not dataclasses.MISSING else f.default
-            for f in fields
-            if f.default is not dataclasses.MISSING or f.default_factory is not dataclasses.MISSING
-        }
-    return dict(zip(cls.__struct_fields__[-len(cls.__struct_defaults__) :], cls.__struct_defaults__, strict=True))
-
-
-def _annotation(knob: Knob, hint: Any, default: Any) -> Any:
-    value_type = str if knob.parser else without_none(hint)
+def _annotation(option: Option) -> Any:
+    spec = option.spec
+    parser = parse_size if spec.size else _PARSERS.get(option.type)
+    value_type = str if parser else option.type
     if typing.get_origin(value_type) is tuple:
         value_type = list[typing.get_args(value_type)[0]]  # type: ignore[misc]
-    flag = "--" + knob.field.replace("_", "-")
-    flags = knob.flags or ((f"{flag}/--no-{flag[2:]}",) if value_type is bool else (flag,))
-    shown = knob.default if knob.default is not None else _shown(default)
-    help = knob.help if shown is None else f"{knob.help} Default: {shown}."
-    common: dict[str, Any] = {"help": help, "rich_help_panel": knob.panel, "show_default": False, "metavar": knob.metavar}
-    if knob.parser is not None:
-        common["parser"] = _checked(knob.parser)
-    if knob.envvar is not None:
-        common |= {"envvar": knob.envvar, "show_envvar": True}
-    if knob.positional:
+    flag = "--" + option.name.replace("_", "-")
+    flags = spec.flags or ((f"{flag}/--no-{flag[2:]}",) if value_type is bool else (flag,))
+    repeatable = " Repeatable." if value_type == list[str] and "Repeatable" not in option.help else ""
+    shown = spec.default or _shown(option.default_value)
+    common: dict[str, Any] = {
+        "help": option.help + repeatable + ("" if shown is None else f" Default: {shown}."),
+        "rich_help_panel": option.panel,
+        "show_default": False,
+        "metavar": spec.metavar or ("SIZE" if spec.size else None),
+    }
+    if parser is not None:
+        common["parser"] = _checked(parser)
+    if spec.positional:
         return Annotated[value_type | None, typer.Argument(**common)]
     return Annotated[value_type | None, typer.Option(*flags, **common)]
 
@@ -165,13 +126,6 @@ def _checked(parser: Callable[[str], Any]) -> Callable[[str], Any]:
     return parse
 
 
-def without_none(hint: Any) -> Any:
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        rest = [arm for arm in typing.get_args(hint) if arm is not type(None)]
-        return functools.reduce(operator.or_, rest)
-    return hint
-
-
 def _shown(default: Any) -> str | None:
     if default is None or default == [] or default == ():
         return None
@@ -184,9 +138,9 @@ def command(**groups: Group[Any]) -> Callable[[Callable[..., Any]], Callable[...
     """Expands each parameter named in ``groups`` into its options, adds ``--debug``, and reports errors as one line."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., None]:
-        own = inspect.signature(function, eval_str=True)
+        signature = inspect.signature(function, eval_str=True)
         parameters: list[inspect.Parameter] = []
-        for parameter in own.parameters.values():
+        for parameter in signature.parameters.values():
             if parameter.name in groups:
                 parameters += groups[parameter.name].parameters(parameter.name)
             elif parameter.name != "debug":
@@ -197,7 +151,7 @@ def command(**groups: Group[Any]) -> Callable[[Callable[..., Any]], Callable[...
         @functools.wraps(function)
         def run(**values: Any) -> None:
             wants_debug = values["debug"]
-            if "debug" not in own.parameters:
+            if "debug" not in signature.parameters:
                 del values["debug"]
             with reported(wants_debug):
                 function(**_gathered(groups, values))
@@ -228,19 +182,59 @@ def _place(parameter: inspect.Parameter) -> int:
     return PANELS.index(panel) if panel in PANELS else -1
 
 
-def positive_int(text: str) -> int:
-    """A count of at least one."""
-    value = int(text) if text.strip().lstrip("+-").isdigit() else 0
-    if value < 1:
-        raise ValueError(f"{text!r} is not a whole number of at least 1")
-    return value
-
-
 def int_or_auto(text: str) -> int | Literal["auto"]:
-    """A count of at least one, or the word auto."""
-    if text == "auto":
-        return "auto"
+    """A number, or the word auto."""
     try:
-        return positive_int(text)
+        return "auto" if text == "auto" else int(text)
     except ValueError:
-        raise ValueError(f"{text!r} is neither a whole number of at least 1 nor 'auto'") from None
+        raise ValueError(f"{text!r} is neither a whole number nor 'auto'") from None
+
+
+def _token_ids(text: str) -> list[int]:
+    """Ids written as 1,2,3."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{text!r} is not a list of token ids such as 11,42") from None
+
+
+def _token_numbers(text: str) -> dict[int, float]:
+    """A JSON object from token id to number."""
+    try:
+        return {int(token): float(number) for token, number in json.loads(text).items()}
+    except (ValueError, AttributeError, TypeError):
+        raise ValueError(f'{text!r} is not a JSON object from token id to number, such as {{"42": -5}}') from None
+
+
+_PARSERS: dict[Any, Callable[[str], Any]] = {
+    int | Literal["auto"]: int_or_auto,
+    list[int]: _token_ids,
+    dict[int, float]: _token_numbers,
+}
+"""From the written word to a field's type; what typer parses itself is not here. Ranges are checked by the field's class."""
+
+
+class SamplingGroup(Group[SamplingParams]):
+    """Builds the fields that were given, checked, in place of a whole SamplingParams.
+
+    The model's own defaults come from its files, and a line of an input file may override an option.
+    """
+
+    def build(self, values: dict[str, Any]) -> Any:
+        return checked_fields(self.given(values))
+
+
+def checked_fields(fields: dict[str, Any]) -> dict[str, Any]:
+    """Some sampling parameters, as JSON has them, in the types that SamplingParams keeps.
+
+    Raises:
+        RequestError: a name is not a sampling parameter, or a value is of the wrong type or out of range.
+    """
+    converted = from_json(SamplingParams, fields)
+    for name, value in converted.items():
+        check_value(options(SamplingParams)[name], value, RequestError)
+    return converted
+
+
+ENGINE_OPTIONS: Group[EngineArgs] = Group.of(EngineArgs)
+SAMPLING_OPTIONS = SamplingGroup.of(SamplingParams)

@@ -13,14 +13,13 @@ from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from headrace.cli.engine_options import ENGINE
 from headrace.cli.errors import EXIT_FAILURE, EXIT_USAGE, describe, print_error
-from headrace.cli.options import command
-from headrace.cli.prompts import BadLine, Job, parse_lines
-from headrace.cli.sampling_options import SAMPLING, combine
+from headrace.cli.options import ENGINE_OPTIONS, SAMPLING_OPTIONS, command
+from headrace.cli.prompts import PromptJob, parse_lines
 from headrace.config import EngineArgs
+from headrace.engine.spawn import spawn
+from headrace.engine.timeline import process_start
 from headrace.errors import ConfigError, EngineError, RequestError
 from headrace.outputs import RequestOutput
 
@@ -33,7 +32,7 @@ AHEAD = 4
 PROMPT_PANEL = "Prompts and results"
 
 
-@command(args=ENGINE.as_options("model"), sampling=SAMPLING)
+@command(args=ENGINE_OPTIONS.changed("model", positional=False), sampling=SAMPLING_OPTIONS)
 def run(
     args: EngineArgs,
     sampling: dict[str, Any],
@@ -85,19 +84,19 @@ def run(
     with contextlib.ExitStack() as stack:
         jobs, total = _jobs(prompts, input, chat, stack)
         sink: IO[str] = stack.enter_context(_created(output)) if output else sys.stdout
-        failed = asyncio.run(_run_all(args, sampling, jobs, sink, strict=strict, progress=_Bar(total, shown=progress)))
+        failed = asyncio.run(_run_all(args, sampling, jobs, sink, strict=strict, total=total, progress=progress))
     if failed:
         raise typer.Exit(EXIT_USAGE if strict else EXIT_FAILURE)
 
 
 def _jobs(
     prompts: list[str] | None, input: str | None, chat: bool, stack: contextlib.ExitStack
-) -> tuple[Iterable[Job | BadLine], int | None]:
+) -> tuple[Iterable[PromptJob], int | None]:
     """The prompts, and how many there are where that is known beforehand."""
     if prompts:
         kind = "messages" if chat else "prompt"
         contents: list[Any] = [[{"role": "user", "content": text}] if chat else text for text in prompts]
-        return [Job(number, content, kind) for number, content in enumerate(contents, start=1)], len(prompts)
+        return [PromptJob(number, content, kind) for number, content in enumerate(contents, start=1)], len(prompts)
     if input == "-":
         return parse_lines(sys.stdin), None
     path = Path(input or "")
@@ -115,49 +114,37 @@ def _created(path: Path) -> IO[str]:
         raise ConfigError(f"cannot write {path}: {error.strerror}", "--output") from None
 
 
-class _Bar:
-    """Progress on standard error: a bar on a terminal, nothing elsewhere."""
-
-    def __init__(self, total: int | None, *, shown: bool) -> None:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        console = Console(stderr=True)
-        self.progress = Progress(*columns, console=console, disable=not (shown and console.is_terminal))
-        self._task = self.progress.add_task("starting", total=total)
-        self._tokens = 0
-
-    def started(self) -> None:
-        self.progress.update(self._task, description="prompts")
-
-    def done(self, result: RequestOutput | None) -> None:
-        self._tokens += sum(len(sample.token_ids) for sample in result.outputs) if result else 0
-        self.progress.update(self._task, advance=1, description=f"{self._tokens:,} tokens")
-
-
 async def _run_all(
     args: EngineArgs,
     sampling: dict[str, Any],
-    jobs: Iterable[Job | BadLine],
+    jobs: Iterable[PromptJob],
     sink: IO[str],
     *,
     strict: bool,
-    progress: _Bar,
+    total: int | None,
+    progress: bool,
 ) -> int:
-    """Runs every prompt, some ahead of the one whose result is written next. Returns how many failed."""
+    """Runs every prompt, several at a time. Returns the number of failed ones."""
+    spawned = spawn(origin=process_start())
     from headrace.cli.announce import AnnouncedLLM
+    from headrace.engine.progress import ProgressBar
 
     failed = 0
-    llm = AnnouncedLLM(args, Console(stderr=True), report=False)
+    console = Console(stderr=True)
+    llm = AnnouncedLLM(args, console, report=False, spawned=spawned)
+    progress_bar = ProgressBar(total, shown=progress and console.is_terminal)
     try:
         await llm.start()
-        with progress.progress:
-            progress.started()
+        with progress_bar.bar:
             window = min(AHEAD * llm.info.max_num_seqs, args.max_queue_len)
             async with contextlib.aclosing(_in_order(llm, sampling, iter(jobs), window)) as results:
                 async for job, result in results:
                     sink.write(json.dumps(_record(job, result), ensure_ascii=False) + "\n")
                     sink.flush()
-                    progress.done(result if isinstance(result, RequestOutput) else None)
-                    if not isinstance(result, RequestOutput):
+                    if isinstance(result, RequestOutput):
+                        progress_bar.add(sum(len(sample.token_ids) for sample in result.outputs), finished=True)
+                    else:
+                        progress_bar.add(0, finished=True)
                         failed += 1
                         print_error(f"line {job.number}: {describe(result)}")
                         if strict:
@@ -168,12 +155,12 @@ async def _run_all(
 
 
 async def _in_order(
-    llm: AsyncLLM, sampling: dict[str, Any], jobs: Iterator[Job | BadLine], window: int
-) -> AsyncGenerator[tuple[Job | BadLine, RequestOutput | RequestError]]:
-    """Every job with its result or error, in the order of the jobs, of which ``window`` are under way at a time."""
-    under_way: deque[tuple[Job | BadLine, asyncio.Task[RequestOutput]]] = deque()
+    llm: AsyncLLM, sampling: dict[str, Any], jobs: Iterator[PromptJob], window: int
+) -> AsyncGenerator[tuple[PromptJob, RequestOutput | RequestError]]:
+    """Yields every job with its result or error, in order, with up to ``window`` jobs in flight."""
+    under_way: deque[tuple[PromptJob, asyncio.Task[RequestOutput]]] = deque()
     # Lines are read in a thread: one that is slow to come holds up no result.
-    reader: asyncio.Task[Job | BadLine | None] | None = None
+    reader: asyncio.Task[PromptJob | None] | None = None
     exhausted = False
     try:
         while True:
@@ -200,17 +187,13 @@ async def _in_order(
         await asyncio.gather(*(task for _, task in under_way), return_exceptions=True)
 
 
-async def _generate(llm: AsyncLLM, sampling: dict[str, Any], job: Job | BadLine) -> RequestOutput:
-    if isinstance(job, BadLine):
+async def _generate(llm: AsyncLLM, sampling: dict[str, Any], job: PromptJob) -> RequestOutput:
+    if job.error is not None:
         raise job.error
-    params = combine(llm.inputs.default_sampling_params(), sampling, job.sampling)
-    prompt: Any = job.content
+    params = llm.inputs.default_sampling.replace(sampling | job.sampling)
+    prompt: Any = {job.kind: job.content}
     if job.kind == "messages":
-        if llm.tokenizer is None:
-            raise RequestError("messages need a tokenizer, and this engine has none", "messages")
-        prompt = {"prompt_token_ids": llm.tokenizer.encode_chat(job.content)}
-    elif job.kind == "prompt_token_ids":
-        prompt = {"prompt_token_ids": job.content}
+        prompt = llm.inputs.chat_prompt(job.content)
     result: RequestOutput | None = None
     async for so_far in llm.generate(prompt, params, request_id=f"run-{job.number}"):
         result = so_far
@@ -221,7 +204,7 @@ async def _generate(llm: AsyncLLM, sampling: dict[str, Any], job: Job | BadLine)
     return result
 
 
-def _record(job: Job | BadLine, result: RequestOutput | RequestError) -> dict[str, Any]:
+def _record(job: PromptJob, result: RequestOutput | RequestError) -> dict[str, Any]:
     """One line of the result file."""
     record: dict[str, Any] = {"line": job.number} | ({"id": job.id} if job.id is not None else {})
     if isinstance(result, RequestError):

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
 
-from headrace.cli.engine_options import ENGINE
-from headrace.cli.options import DEBUGGING, command
-from headrace.cli.server_options import SERVER
+from headrace.cli.options import ENGINE_OPTIONS, Group, command
 from headrace.config import EngineArgs
+from headrace.engine.spawn import spawn
+from headrace.engine.timeline import process_start
+from headrace.options import DEBUGGING
 from headrace.server.settings import ServerSettings
 from headrace.sources.locate import locate
 
-
-class LogLevel(StrEnum):
-    debug = "debug"
-    info = "info"
-    warning = "warning"
-    error = "error"
+LogLevel = Literal["debug", "info", "warning", "error"]
+SERVER_OPTIONS: Group[ServerSettings] = Group.of(ServerSettings)
 
 
-@command(args=ENGINE, settings=SERVER)
+@command(args=ENGINE_OPTIONS, settings=SERVER_OPTIONS)
 def serve(
     args: EngineArgs,
     settings: ServerSettings,
@@ -31,19 +27,22 @@ def serve(
         LogLevel,
         typer.Option(
             "--log-level",
-            help="How much to log. debug adds a line for every step a request takes through the engine's process.",
+            help="Log level. debug adds lines about each request from the engine process.",
             rich_help_panel=DEBUGGING,
         ),
-    ] = LogLevel.info,
+    ] = "info",
 ) -> None:
     """Serve a model over HTTP, in the shape of OpenAI's API.
 
     Without MODEL it serves a small embedded one, so that `headrace serve` works on a machine with no GPU and no network.
     """
     locate(args.model)  # A mistyped name is told before anything heavy is imported, and before the port is taken.
+    # Before anything else is imported: the engine's process imports its own part beside this one.
+    spawned = spawn(origin=process_start())
     from headrace.cli import logs
     from headrace.cli.announce import AnnouncedLLM
     from headrace.server.run import run
 
-    logs.set_up(log_level.value)
-    run(AnnouncedLLM(args, Console(stderr=True), chat_template=settings.chat_template), settings)
+    logs.set_up(log_level)
+    console = Console(stderr=True)
+    run(AnnouncedLLM(args, console, chat_template=settings.chat_template, spawned=spawned), settings)

@@ -1,4 +1,4 @@
-"""What a start-up prints: how long each phase took, where the memory goes, which backend each layer got, what was decided."""
+"""The start-up report: seconds of each phase, use of memory, attention backend of each layer, decisions."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import json
 from typing import Any
 
 import msgspec
-from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from headrace.bench.report import add_row, table
 from headrace.cli.units import human_size, ranges
 from headrace.engine.info import EngineInfo, LayerLine
 
@@ -28,7 +28,7 @@ def render(info: EngineInfo, *, environment: bool = False) -> RenderableType:
     """The whole report; empty parts are left out."""
     parts: list[RenderableType] = [headline(info)]
     if environment and info.environment:
-        parts.append(_pairs("Environment", list(info.environment.items())))
+        parts.append(table("Environment", ("fact", ""), info.environment.items(), "ll"))
     if info.timeline:
         parts.append(timeline(info))
     if info.memory:
@@ -65,43 +65,26 @@ def headline(info: EngineInfo) -> Text:
 
 
 def timeline(info: EngineInfo) -> Table:
-    table = _table("Start-up", ("phase", "left"), ("seconds", "right"), ("", "left"))
-    for phase in info.timeline:
-        _add(table, phase.name, f"{phase.seconds:.2f}", phase.detail)
-    table.add_section()
-    _add(table, "total", f"{sum(phase.seconds for phase in info.timeline):.2f}", "")
-    return table
+    rows = [(phase.name, f"{phase.seconds:.2f}", phase.detail) for phase in info.timeline]
+    result = table("Start-up", ("phase", "seconds", ""), rows, "lrl")
+    return _with_total(result, "total", f"{sum(phase.seconds for phase in info.timeline):.2f}", "")
 
 
 def memory(info: EngineInfo) -> Table:
-    table = _table("Memory", ("what", "left"), ("bytes", "right"), ("", "right"), ("", "left"))
-    for line in info.memory:
-        _add(table, line.name, f"{line.nbytes:,}", human_size(line.nbytes), line.detail)
+    rows = [(line.name, f"{line.nbytes:,}", human_size(line.nbytes), line.detail) for line in info.memory]
     total = sum(line.nbytes for line in info.memory)
-    table.add_section()
-    _add(table, "total", f"{total:,}", human_size(total), "")
-    return table
+    result = table("Memory", ("what", "bytes", "", ""), rows, "lrrl")
+    return _with_total(result, "total", f"{total:,}", human_size(total), "")
 
 
 def layers(info: EngineInfo) -> Table:
-    """Layers of one geometry and backend share a line, wherever in the model they stand."""
-    table = _table(
-        "Attention",
-        ("layers", "left"),
-        ("heads", "left"),
-        ("width", "left"),
-        ("sees", "left"),
-        ("KV a token", "right"),
-        ("backend", "left"),
-        ("because", "left"),
-    )
+    """Layers of one geometry and backend share a line, wherever in the model they are."""
     groups: dict[tuple[Any, ...], list[LayerLine]] = {}
     for line in info.layers:
-        groups.setdefault(_kind(line), []).append(line)
-    for members in groups.values():
-        first = members[0]
-        _add(
-            table,
+        kind = tuple(getattr(line, name) for name in line.__struct_fields__ if name != "layer")
+        groups.setdefault(kind, []).append(line)
+    rows = [
+        (
             ranges([line.layer for line in members]),
             f"{first.num_heads} / {first.num_kv_heads} KV",
             _width(first),
@@ -110,14 +93,22 @@ def layers(info: EngineInfo) -> Table:
             first.backend,
             first.reason,
         )
+        for members in groups.values()
+        for first in members[:1]
+    ]
+    header = ("layers", "heads", "width", "sees", "KV a token", "backend", "because")
     total = sum(line.kv_bytes_per_token for line in info.layers)
+    return _with_total(table("Attention", header, rows, "llllrll"), "all", "", "", "", f"{total:,} B", "", "")
+
+
+def _with_total(table: Table, *cells: str) -> Table:
     table.add_section()
-    _add(table, "all", "", "", "", f"{total:,} B", "", "")
+    add_row(table, *cells)
     return table
 
 
 def _width(line: LayerLine) -> str:
-    if line.latent:
+    if line.mla:
         return f"latent {line.v_head_dim}, {line.rotary_dim} rotated"
     width = str(line.head_dim) if line.head_dim == line.v_head_dim else f"K {line.head_dim} / V {line.v_head_dim}"
     return width if line.rotary_dim in (0, line.head_dim) else f"{width}, {line.rotary_dim} rotated"
@@ -135,30 +126,5 @@ def _sees(line: LayerLine) -> str:
 
 
 def decisions(info: EngineInfo) -> Table:
-    table = _table("Decisions", ("setting", "left"), ("value", "left"), ("because", "left"))
-    for line in info.decisions:
-        _add(table, line.name, line.value, line.reason)
-    return table
-
-
-def _kind(line: LayerLine) -> tuple[Any, ...]:
-    return tuple(getattr(line, name) for name in line.__struct_fields__ if name != "layer")
-
-
-def _pairs(title: str, pairs: list[tuple[str, str]]) -> Table:
-    table = _table(title, ("fact", "left"), ("", "left"))
-    for name, value in pairs:
-        _add(table, name, value)
-    return table
-
-
-def _table(title: str, *columns: tuple[str, str]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for name, side in columns:
-        table.add_column(Text(name), justify="right" if side == "right" else "left", overflow="fold")
-    return table
-
-
-def _add(table: Table, *cells: str) -> None:
-    """Names and reasons are data: a square bracket in them is no markup."""
-    table.add_row(*map(Text, cells))
+    rows = [(line.name, line.value, line.reason) for line in info.decisions]
+    return table("Decisions", ("setting", "value", "because"), rows, "lll")

@@ -1,8 +1,7 @@
-"""Where ``headrace chat`` gets its replies: an engine of its own, or a server's chat completions."""
+"""Sources of replies for ``headrace chat``: an engine started here, or a server's chat completions."""
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import AsyncIterator
 from typing import Any, Protocol
@@ -10,8 +9,10 @@ from typing import Any, Protocol
 import httpx
 from rich.console import Console
 
-from headrace.cli.sampling_options import combine
+from headrace.bench.serving import events
 from headrace.config import EngineArgs
+from headrace.engine.spawn import spawn
+from headrace.engine.timeline import process_start
 from headrace.errors import ConfigError, EngineError, RequestError
 
 Messages = list[dict[str, Any]]
@@ -37,9 +38,10 @@ class EngineTalker:
     """Runs the model itself."""
 
     def __init__(self, args: EngineArgs, console: Console, sampling: dict[str, Any]) -> None:
+        spawned = spawn(origin=process_start())
         from headrace.cli.announce import AnnouncedLLM
 
-        self._llm = AnnouncedLLM(args, console, report=False)
+        self._llm = AnnouncedLLM(args, console, report=False, spawned=spawned)
         self._sampling = sampling
         self.name = args.model or ""
 
@@ -48,12 +50,9 @@ class EngineTalker:
         self.name = self._llm.info.model
 
     async def reply(self, messages: Messages) -> AsyncIterator[str]:
-        tokenizer = self._llm.tokenizer
-        if tokenizer is None:
-            raise ConfigError("chat needs a tokenizer", "--skip-tokenizer-init")
-        params = combine(self._llm.inputs.default_sampling_params(), self._sampling)
-        tokens = tokenizer.encode_chat(messages)
-        request = self._llm.inputs.request({"prompt_token_ids": tokens}, params, request_id=f"chat-{uuid.uuid4().hex}")
+        params = self._llm.inputs.default_sampling.replace(self._sampling)
+        prompt = self._llm.inputs.chat_prompt(messages)
+        request = self._llm.inputs.request(prompt, params, request_id=f"chat-{uuid.uuid4().hex}")
         async with await self._llm.add(request) as stream:
             async for delta in stream:
                 if delta.error:
@@ -113,7 +112,7 @@ class ServerTalker:
 
 
 async def _check(response: httpx.Response) -> None:
-    """Turns an error answer into ours, with the server's own words where it has some."""
+    """Raises an error response as RequestError or EngineError, with the server's message."""
     if response.is_success:
         return
     await response.aread()
@@ -125,14 +124,3 @@ async def _check(response: httpx.Response) -> None:
     if response.status_code < 500:
         raise RequestError(f"the server refused ({response.status_code}): {message}", param)
     raise EngineError(f"the server failed ({response.status_code}): {message}")
-
-
-async def events(lines: AsyncIterator[str]) -> AsyncIterator[dict[str, Any]]:
-    """The JSON of each server-sent event, to the closing ``[DONE]``."""
-    async for line in lines:
-        if not line.startswith("data:"):
-            continue
-        data = line.removeprefix("data:").strip()
-        if data == "[DONE]":
-            return
-        yield json.loads(data)

@@ -1,4 +1,4 @@
-"""Sizes and counts as people write them."""
+"""Human-readable sizes and ranges."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def human_size(nbytes: int) -> str:
 
 
 def ranges(numbers: list[int]) -> str:
-    """Ascending numbers with runs drawn together: [0, 1, 2, 5] is "0-2, 5", with an en dash."""
+    """Ascending numbers with runs merged: [0, 1, 2, 5] is "0-2, 5", with an en dash."""
     parts: list[tuple[int, int]] = []
     for number in numbers:
         if parts and number == parts[-1][1] + 1:

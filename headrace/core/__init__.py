@@ -1,1 +1,1 @@
-"""The book: which sequence runs when. Neither torch nor I/O."""
+"""Requests, sequences, plans and the scheduler. Depends on neither torch nor I/O."""

@@ -1,4 +1,4 @@
-"""Admission: what is refused when a request is added, rather than failing later."""
+"""Admission: refuses requests that the scheduler can never serve, or not now. InputProcessor has checked everything else."""
 
 from __future__ import annotations
 
@@ -9,55 +9,51 @@ from headrace.kv import KVCacheManager
 
 
 def check_request(request: Request, config: SchedulerConfig, kv: KVCacheManager, num_waiting: int) -> None:
-    """Raises an error that names the parameter if the request can never be served, or not now.
+    """Checks a request against the step budget, the KV cache and the queue.
 
     Raises:
-        RequestError: it can never be served.
+        RequestError: the request can never be served; the error names the parameter.
         QueueFullError: the queue is full.
     """
-    _check_lengths(request, config)
-    _check_spans(request, config)
+    _check_items(request, config)
     _check_cache(request, kv)
     n = request.sampling.n
     if n > config.max_queue_len:
-        raise RequestError(f"n is {n}, but only {config.max_queue_len} sequences can wait (max_queue_len)", "n")
+        raise RequestError(f"n is {n}, and the queue holds at most {config.max_queue_len} sequences (max_queue_len)", "n")
     if num_waiting + n > config.max_queue_len:
-        raise QueueFullError(f"{num_waiting} sequences are waiting already, of at most {config.max_queue_len}; try again later")
+        raise QueueFullError(f"{num_waiting} sequences wait in a queue of at most {config.max_queue_len}; try again later")
 
 
-def _check_lengths(request: Request, config: SchedulerConfig) -> None:
-    num_prompt = len(request.prompt_token_ids)
-    if num_prompt == 0:
-        raise RequestError("the prompt has no tokens", "prompt")
-    if num_prompt >= config.max_model_len:
-        raise RequestError(
-            f"the prompt has {num_prompt} tokens; with at least one token to generate "
-            f"the context of {config.max_model_len} tokens (max_model_len) is too short",
-            "prompt",
-        )
-    if request.max_tokens < 1:
-        raise RequestError(f"max_tokens must be at least 1, not {request.max_tokens}", "max_tokens")
-
-
-def _check_spans(request: Request, config: SchedulerConfig) -> None:
-    num_prompt, before = len(request.prompt_token_ids), 0
-    for start, end in request.spans:
-        if not before <= start < end <= num_prompt:
+def _check_items(request: Request, config: SchedulerConfig) -> None:
+    num_prompt, previous_end = len(request.prompt_token_ids), 0
+    for index, item in enumerate(request.items):
+        where, length = f"items[{index}] ({item.start}, {item.end})", item.end - item.start
+        if not previous_end <= item.start < item.end <= num_prompt:
             raise RequestError(
-                f"span ({start}, {end}) must be a range of the prompt's {num_prompt} tokens, after the span before it", "spans"
+                f"{where} must be a range of the prompt's {num_prompt} tokens, after the item before it", "items"
             )
-        if end - start > config.max_num_batched_tokens:
+        if item.bidirectional and not item.atomic:
+            raise RequestError(f"{where} is bidirectional, so it must be atomic", "items")
+        if item.atomic and length > config.max_num_batched_tokens:
             raise RequestError(
-                f"span ({start}, {end}) has {end - start} tokens; a step takes at most {config.max_num_batched_tokens} "
-                "(max_num_batched_tokens), and spans are never cut",
-                "spans",
+                f"{where} is atomic and has {length} tokens; a step takes at most {config.max_num_batched_tokens} "
+                "(max_num_batched_tokens)",
+                "items",
             )
-        before = end
+        if not 0 <= item.encoder_tokens <= config.max_num_encoder_tokens:
+            raise RequestError(
+                f"{where} has {item.encoder_tokens} encoder tokens; a step takes 0 to {config.max_num_encoder_tokens} "
+                "(max_num_encoder_tokens)",
+                "items",
+            )
+        if not item.content_hash:
+            raise RequestError(f"{where} must have a content_hash", "items")
+        previous_end = item.end
 
 
 def _check_cache(request: Request, kv: KVCacheManager) -> None:
-    longest = max((end - start for start, end in request.spans), default=1)
-    # Samples fork up to a block before the prompt's end, and windows stay behind the fork until then.
+    longest = max((item.end - item.start for item in request.items if item.atomic), default=1)
+    # Samples fork up to a block before the prompt's end, and window groups keep what the fork sees until then.
     fork = kv.block_size if request.sampling.n > 1 else 0
     if reason := kv.too_small_for(len(request.prompt_token_ids), longest + fork):
         raise RequestError(f"the prompt can never fit in the KV cache: {reason}", "prompt")

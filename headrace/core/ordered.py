@@ -1,4 +1,4 @@
-"""OrderedSequences: the waiting queue and the running set, both kept in policy order."""
+"""OrderedSequences: the container of the waiting queue and of the running set, sorted by policy."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from headrace.core.sequence import Sequence
 
 
 class OrderedSequences:
-    """Sequences sorted by a key that must not change while they are in here.
+    """Sequences sorted by a key that must not change while they are members.
 
-    Insertion and removal find their place in O(log n), and move pointers within one list.
+    Insertion and removal find the position in O(log n), then shift a list.
     """
 
     def __init__(self, key: Callable[[Sequence], tuple[Any, ...]]) -> None:
@@ -38,7 +38,7 @@ class OrderedSequences:
         return self._sequences[0]
 
     def snapshot(self) -> list[Sequence]:
-        """A copy to walk over while members come and go."""
+        """A copy to iterate over while members are added and removed."""
         return self._sequences.copy()
 
     def add(self, seq: Sequence) -> None:
@@ -48,7 +48,7 @@ class OrderedSequences:
         self._sequences.insert(place, seq)
 
     def remove(self, seq: Sequence) -> None:
-        """Raises KeyError if the sequence is not in here."""
+        """Raises KeyError if the sequence is not a member."""
         place = bisect_left(self._keys, self._key(seq))
         if place == len(self._sequences) or self._sequences[place] is not seq:
             raise KeyError(seq)

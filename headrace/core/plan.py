@@ -1,10 +1,12 @@
-"""StepPlan and StepResult: the only contract between scheduler and runner.
+"""StepPlan, SamplePlan and StepResult: the only contract between scheduler and runner.
 
-A plan is immutable and serialisable (``encode_plan`` / ``decode_plan``). The runner's state is a function of the
-stream of plans, so a recorded stream can be replayed. New sequences come in full, running ones as what changed.
+Plans are immutable and serialisable (``encode_plan`` / ``decode_plan``). The runner's state is a function of the
+stream of plans, so a recorded stream can be replayed. Plans carry new sequences in full, and changes of running ones.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -19,13 +21,13 @@ class NewSequence(msgspec.Struct, frozen=True, array_like=True):
     seq_id: int
     slot: int
     token_ids: list[int]
-    """Everything known: prompt, then outputs."""
+    """Prompt tokens, then known outputs."""
     prompt_len: int
     """``token_ids[prompt_len:]`` are outputs: penalties treat only those as generated."""
     sampling: SamplingParams
     seed: int
     sample_index: int
-    """With ``seed`` and the position, the key of every random number drawn for this sequence."""
+    """With ``seed`` and the position, the key of every random number of this sequence."""
     eos_token_ids: list[int]
     bad_words: BadWordsTable | None
 
@@ -36,64 +38,86 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
     seq_id: int
     slot: int
     num_computed: int
-    """Tokens whose KV is in the cache before this step (an upper bound where speculation may roll back)."""
+    """Tokens whose KV is in the cache before this step: an upper bound while a step in flight may return fewer tokens than it
+    has logits rows. The device keeps the exact number."""
     num_tokens: int
-    samples: bool
-    """True if the last computed token is the sequence's last known one, so that a next token is drawn."""
+    num_logits: int
+    """Logits rows: the row's last ``num_logits`` tokens get logits, and the row returns 0 to ``num_logits`` tokens. The first
+    of them is the sequence's last known token, the others are drafts. 0: a prompt chunk, which samples nothing."""
     new_blocks: tuple[tuple[int, ...], ...]
-    """Per cache group, the blocks to append to the slot's table."""
+    """Per cache group, the blocks to append to the slot's block table."""
 
 
-class StepPlan(msgspec.Struct, frozen=True, array_like=True):
-    """What to do in one step. May be empty. Applied in order: ``moves``, ``released``, ``new``, ``rows``."""
+class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="step"):
+    """The work of one step; may be empty. The runner applies ``moves``, ``released``, ``new`` and ``rows`` in this order."""
 
     step: int
     released: tuple[int, ...]
-    """Slots whose sequence is gone (finished, aborted or preempted) since the last plan."""
+    """Slots whose sequence finished, was aborted or was preempted since the last plan."""
     new: tuple[NewSequence, ...]
     rows: tuple[Row, ...]
-    """Decode rows first, then prefill rows: the one order that every index of the step uses."""
+    """Decode rows first, then prefill rows: every row index of the step refers to this order."""
     num_decode_rows: int
-    """Rows past their prefill. A one-token last chunk of a prompt is prefill."""
+    """Rows past their prefill. The last chunk of a prompt is prefill even if it has one token."""
     moves: tuple[tuple[int, int, int], ...] = ()
-    """Cache group, from, to: one after the other, the content of a block is copied to another, which takes its place in every
-    block table. Rows have the new numbers already. Steps launched before may still write the old places, so that the copies
-    come after those steps; and the old places may belong to any group now."""
+    """(cache group, source block, target block), executed in order: the content is copied, and the target replaces the source
+    in every block table. ``rows`` have the new numbers already. Steps launched before may still write the sources, so the
+    copies run after them; the bytes of a source may belong to another group from this step on."""
 
     @property
     def num_tokens(self) -> int:
         return sum(row.num_tokens for row in self.rows)
 
 
+class SamplePlan(msgspec.Struct, frozen=True, array_like=True, tag="sample"):
+    """Inputs of a step's sampling that were unknown when its model was launched. May be empty."""
+
+    step: int
+    masks: tuple[bytes, ...] = ()
+    """Distinct token bitmasks: little-endian int32 words ``[ceil(vocab_size / 32)]``; a set bit allows the token."""
+    rows: dict[int, tuple[int, ...]] = {}
+    """seq_id -> index into ``masks`` for each of its logits rows. Other sequences have no mask."""
+
+    @classmethod
+    def of(cls, step: int, masks: Mapping[int, Sequence[bytes]]) -> SamplePlan:
+        """Builds a plan from seq_id -> a mask for each of its logits rows. Equal masks are stored once."""
+        index: dict[bytes, int] = {}
+        rows = {seq_id: tuple(index.setdefault(mask, len(index)) for mask in by_row) for seq_id, by_row in masks.items()}
+        return cls(step, tuple(index), rows)
+
+    def __bool__(self) -> bool:
+        return bool(self.rows)
+
+
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
-    """What came back from one step, tagged with the sequences it belongs to."""
+    """Output of one step, by sequence."""
 
     step: int
     seq_ids: list[int]
     """The sequences of the rows that sampled, in row order."""
     token_ids: list[list[int]]
-    """Per entry of ``seq_ids``, 0 to 1 + K tokens."""
+    """Per entry of ``seq_ids``, 0 to ``num_logits`` tokens."""
     logprobs: dict[int, list[TokenLogprobs]] = {}
-    """seq_id -> an entry a sampled token, for sequences that asked."""
+    """seq_id -> an entry for each sampled token, for sequences that request logprobs."""
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
-    """seq_id -> entries for the prompt tokens ``num_computed + 1 ...`` of this step's chunk, for sequences that asked."""
+    """seq_id -> entries for the prompt tokens ``num_computed + 1 ...`` of the chunk, for sequences that request them."""
     errors: dict[int, str] = {}
-    """seq_id -> why this sequence, and it alone, cannot go on."""
+    """seq_id -> why this sequence failed; others are not affected."""
     forward_seconds: float = 0.0
     sample_seconds: float = 0.0
     replayed: bool | None = None
-    """The model ran as a CUDA graph, or kernel by kernel; None: it did not run."""
+    """Whether the model ran as a CUDA graph (True) or eagerly (False); None: it did not run."""
     padding_tokens: int = 0
-    """Tokens of nobody's that it computed, because a graph has room for more than there were."""
+    """Padding tokens computed to fill a CUDA graph."""
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(StepPlan)
+_decoder: msgspec.msgpack.Decoder[StepPlan | SamplePlan] = msgspec.msgpack.Decoder(StepPlan | SamplePlan)
 
 
-def encode_plan(plan: StepPlan) -> bytes:
+def encode_plan(plan: StepPlan | SamplePlan) -> bytes:
     return _encoder.encode(plan)
 
 
-def decode_plan(data: bytes) -> StepPlan:
+def decode_plan(data: bytes) -> StepPlan | SamplePlan:
     return _decoder.decode(data)

@@ -1,4 +1,4 @@
-"""Taking the runner's tokens and logprobs into a sequence."""
+"""Adds the runner's tokens and logprobs to a sequence."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from headrace.outputs import TokenLogprobs
 def collect_tokens(
     seq: Sequence, token_ids: list[int], logprobs: list[TokenLogprobs] | None
 ) -> tuple[SequenceUpdate, Stop | None]:
-    """Appends sampled tokens up to the first that stops the sequence; what comes after it is thrown away."""
-    taken, stop = 0, None
+    """Appends sampled tokens up to the first that stops the sequence, and drops the others."""
+    num_kept, stop = 0, None
     for token in token_ids:
         seq.token_ids.append(token)
-        taken += 1
+        num_kept += 1
         stop = check_stop(seq)
         if stop is not None:
             break
-    update = SequenceUpdate(seq, token_ids[:taken], logprobs[:taken] if logprobs is not None else None)
+    update = SequenceUpdate(seq, token_ids[:num_kept], logprobs[:num_kept] if logprobs is not None else None)
     if seq.prompt_logprobs is not None:
         update.prompt_logprobs = _complete_prompt_logprobs(seq)
         seq.prompt_logprobs = None
@@ -27,7 +27,7 @@ def collect_tokens(
 
 
 def keep_prompt_logprobs(seq: Sequence, start: int, entries: list[TokenLogprobs]) -> None:
-    """Keeps the entries for prompt tokens ``start + 1, start + 2, ...``; a recomputed chunk brings the same again."""
+    """Stores the entries for prompt tokens ``start + 1, start + 2, ...``; a recomputed chunk overwrites them."""
     kept = seq.prompt_logprobs
     if kept is None:
         return

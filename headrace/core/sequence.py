@@ -1,4 +1,4 @@
-"""Sequence: the progress of one generation of a request."""
+"""Sequence: the state of one sample of a request."""
 
 from __future__ import annotations
 
@@ -6,94 +6,76 @@ import dataclasses
 import enum
 
 from headrace.core.request import Request
-from headrace.kv import SequenceBlocks
+from headrace.kv import Item, SequenceBlocks
 from headrace.outputs import FinishReason, RequestTimes, TokenLogprobs
 
 
 class Status(enum.Enum):
     WAITING = "waiting"
-    """Has no slot yet (or waits for its first sample to compute the prompt they share)."""
+    """Has no slot yet; or waits until the first sample of its request has computed their prompt."""
     RUNNING = "running"
     """Has a slot."""
     PREEMPTED = "preempted"
-    """Waits again, having lost its slot and its blocks; keeps its tokens."""
+    """Waits again: slot and KV blocks are gone, tokens are kept."""
     FINISHED = "finished"
 
 
+@dataclasses.dataclass(slots=True, eq=False, repr=False)
 class Sequence:
-    """One sample of a request, as the scheduler sees it.
+    """The scheduler's state of one sample of a request.
 
-    ``token_ids`` holds what is known: prompt and outputs. Each launched step that samples adds a *placeholder*, a token that
-    only the device knows, until the step is collected. So the sequence is ``len(token_ids) + num_placeholders`` tokens long,
-    of which ``num_computed`` have their KV in the cache once all launched steps have run, and ``num_collected`` have it there
-    for certain.
+    ``token_ids`` holds the prompt and the known outputs. Each launched logits row adds a *placeholder*, a token that only the
+    device knows until the step is collected. So the sequence has at most ``len(token_ids) + num_placeholders`` tokens.
+    ``num_computed`` of them have their KV in the cache once all launched steps have run, ``num_collected`` already have.
+    A result with fewer tokens than its row has logits rows lowers these counts again.
     """
 
-    __slots__ = (
-        "arrived",
-        "blocks",
-        "error",
-        "finish_reason",
-        "finished_at",
-        "first_token_at",
-        "incarnation",
-        "index",
-        "max_len",
-        "num_cached_tokens",
-        "num_collected",
-        "num_computed",
-        "num_in_flight",
-        "num_placeholders",
-        "num_prompt",
-        "prefill_len",
-        "prompt_logprobs",
-        "request",
-        "scheduled_at",
-        "seq_id",
-        "siblings",
-        "slot",
-        "status",
-        "stop_reason",
-        "token_ids",
-    )
+    seq_id: int
+    """Unique and rising: also the order of arrival."""
+    request: Request
+    index: int
+    """Index of the sample within the request."""
+    blocks: SequenceBlocks
+    max_model_len: dataclasses.InitVar[int]
+    token_ids: list[int] = dataclasses.field(init=False)
+    num_prompt: int = dataclasses.field(init=False)
+    max_len: int = dataclasses.field(init=False)
+    """The sequence ends at this length."""
+    items: tuple[Item, ...] = dataclasses.field(init=False)
+    status: Status = Status.WAITING
+    slot: int = -1
+    """Valid while the sequence runs."""
+    preemption_epoch: int = 0
+    """Incremented on preemption: KV is discarded, sampled tokens are kept."""
+    prefill_len: int = 0
+    """Length when the sequence took its slot: up to here its rows are prefill, afterwards decode."""
+    num_computed: int = 0
+    num_collected: int = 0
+    num_encoded: int = 0
+    """Encoders have run for the items that start before this token."""
+    num_placeholders: int = 0
+    num_in_flight: int = 0
+    """Rows in steps that are launched and not yet collected."""
+    num_cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache when the request first ran."""
+    siblings: list[Sequence] = dataclasses.field(default_factory=list)
+    """Samples of the same request that wait until this one has computed their prompt."""
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """For prompt tokens 1, 2, ..., filled in as they are computed; None if not requested, or delivered already."""
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+    scheduled_at: float | None = None
+    first_token_at: float | None = None
+    finished_at: float | None = None
 
-    def __init__(self, seq_id: int, request: Request, index: int, blocks: SequenceBlocks, max_model_len: int) -> None:
-        self.seq_id = seq_id
-        """Unique and rising: also the order of arrival."""
-        self.request = request
-        self.index = index
-        self.token_ids: list[int] = blocks.token_ids
-        self.num_prompt = len(request.prompt_token_ids)
-        self.max_len = min(self.num_prompt + request.max_tokens, max_model_len)
-        """At this length the sequence ends."""
-        self.blocks = blocks
-        self.status = Status.WAITING
-        self.slot: int | None = None
-        self.incarnation = 0
-        """Rises when the sequence loses its blocks: what older steps computed is gone, what they sampled still counts."""
-        self.prefill_len = 0
-        """Tokens known when the sequence took its slot: computing those is prefill, whatever comes after is decode."""
-        self.num_computed = 0
-        self.num_collected = 0
-        self.num_placeholders = 0
-        self.num_in_flight = 0
-        """Launched rows not yet collected."""
-        self.num_cached_tokens = 0
-        """Prompt tokens found in the prefix cache when the request first ran."""
-        self.siblings: list[Sequence] = []
-        """Samples of the same request that wait for this one to compute their prompt."""
-        wants_prompt_logprobs = request.sampling.prompt_logprobs is not None and index == 0
-        self.prompt_logprobs: list[TokenLogprobs | None] | None = (
-            [None] * (self.num_prompt - 1) if wants_prompt_logprobs else None
-        )
-        """For prompt tokens 1, 2, ... as they are computed; None once they have been delivered, or were not asked for."""
-        self.finish_reason: FinishReason | None = None
-        self.stop_reason: int | str | None = None
-        self.error: str | None = None
-        self.arrived = request.arrival_time
-        self.scheduled_at: float | None = None
-        self.first_token_at: float | None = None
-        self.finished_at: float | None = None
+    def __post_init__(self, max_model_len: int) -> None:
+        self.token_ids = self.blocks.token_ids
+        self.num_prompt = len(self.request.prompt_token_ids)
+        self.max_len = min(self.num_prompt + self.request.max_tokens, max_model_len)
+        self.items = self.blocks.identity.items
+        if self.request.sampling.prompt_logprobs is not None and self.index == 0:
+            self.prompt_logprobs = [None] * (self.num_prompt - 1)
 
     @property
     def num_tokens(self) -> int:
@@ -105,21 +87,17 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt
 
     @property
-    def output_token_ids(self) -> list[int]:
-        return self.token_ids[self.num_prompt :]
-
-    @property
     def finished(self) -> bool:
         return self.status is Status.FINISHED
 
     @property
     def decoding(self) -> bool:
-        """True past prefill. The one-token last chunk of a prompt is prefill."""
+        """True past prefill. The last chunk of a prompt is prefill even if it has one token."""
         return self.num_computed >= self.prefill_len
 
     @property
     def times(self) -> RequestTimes:
-        return RequestTimes(self.arrived, self.scheduled_at, self.first_token_at, self.finished_at)
+        return RequestTimes(self.request.arrival_time, self.scheduled_at, self.first_token_at, self.finished_at)
 
     def __repr__(self) -> str:
         return (
@@ -130,16 +108,16 @@ class Sequence:
 
 @dataclasses.dataclass(slots=True)
 class SequenceUpdate:
-    """What one collected step changed about one sequence."""
+    """The changes that one collected step brought to one sequence."""
 
     seq: Sequence
     token_ids: list[int] = dataclasses.field(default_factory=list)
-    """New output tokens, the one that stops the sequence included."""
+    """New output tokens, including the one that stops the sequence."""
     logprobs: list[TokenLogprobs] | None = None
-    """An entry a token of ``token_ids``, if they were asked for."""
+    """An entry for each of ``token_ids``; None if not requested."""
     prompt_logprobs: list[TokenLogprobs] | None = None
-    """For prompt tokens 1, 2, ... (none for token 0); once, for the request's first sample, when all are known."""
+    """For prompt tokens 1, 2, ... (token 0 has none): once, with the request's first sample, when all are known."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
-    """With finish_reason "error": why."""
+    """The error message where ``finish_reason`` is "error"."""

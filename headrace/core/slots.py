@@ -1,4 +1,4 @@
-"""Slots: the persistent places of sequences in the runner."""
+"""Slots: allocates the runner's per-sequence state slots."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import heapq
 
 
 class Slots:
-    """Slots ``0 .. count - 1``; the lowest free one is taken, so that few sequences use few slots."""
+    """Allocates slots ``0 .. count - 1``, lowest first, so that few sequences use few slots."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -21,12 +21,12 @@ class Slots:
         return heapq.heappop(self._free)
 
     def release(self, slot: int) -> None:
-        """The slot may be taken again at once: a plan applies ``released`` before ``new``."""
+        """Frees a slot. It can be taken again in the same plan, which applies ``released`` before ``new``."""
         heapq.heappush(self._free, slot)
         self._released.append(slot)
 
     def take_released(self) -> tuple[int, ...]:
-        """What was released since the last call, for the next plan."""
+        """Returns the slots released since the last call, for the next plan."""
         released = tuple(self._released)
         self._released.clear()
         return released

@@ -1,4 +1,4 @@
-"""Token-level stop conditions. Stop strings are the host's business after detokenising."""
+"""Token-level stop conditions. The engine checks stop strings after detokenising."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from headrace.outputs import FinishReason
 class Stop(NamedTuple):
     reason: FinishReason
     stop_reason: int | None
-    """The token of ``stop_token_ids`` that stopped the sequence; None for end of sequence and for length."""
+    """The token of ``stop_token_ids`` that stopped the sequence; None for an end-of-sequence token and for length."""
 
 
 def check_stop(seq: Sequence) -> Stop | None:
-    """Whether the sequence ends with its last token, which is an output.
+    """Returns why the sequence ends with its last token, an output, or None if it continues.
 
-    The sampler bans end-of-sequence tokens until ``min_tokens``; no token stops a sequence before.
+    Before ``min_tokens`` no token stops a sequence: the sampler bans end-of-sequence tokens until then.
     """
     token = seq.token_ids[-1]
     sampling = seq.request.sampling

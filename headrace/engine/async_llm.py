@@ -1,4 +1,4 @@
-"""AsyncLLM: the engine in a process of its own, for servers."""
+"""AsyncLLM: client of an engine in its own process, for servers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 from headrace.config import EngineArgs
 from headrace.core.request import Request
 from headrace.engine.frontend import Frontend, load_frontend
-from headrace.engine.incarnation import COMMAND
 from headrace.engine.info import EngineInfo, Progress
 from headrace.engine.inputs import InputProcessor, Prompt
 from headrace.engine.messages import (
@@ -25,10 +24,13 @@ from headrace.engine.messages import (
     FromEngine,
     Ready,
     Rejected,
-    Step,
+    Stats,
+    StepDeltas,
 )
+from headrace.engine.spawn import COMMAND, Spawned
 from headrace.engine.streams import Inbox, OutputStream, new_output
 from headrace.engine.supervisor import EngineSupervisor, Health
+from headrace.engine.timeline import followed_by
 from headrace.errors import ConfigError, EngineDeadError, EngineError, QueueFullError, RequestError
 from headrace.metrics.stats import EngineStats
 from headrace.outputs import OutputDelta, RequestOutput
@@ -40,8 +42,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("headrace.engine")
 
 T = TypeVar("T")
-_THREAD_CHARACTERS = 16_384
-"""Prompts longer than this are tokenised in a thread, so that the event loop goes on."""
 
 
 class AsyncLLM:
@@ -63,13 +63,15 @@ class AsyncLLM:
         *,
         chat_template: str | None = None,
         on_progress: Callable[[Progress], None] | None = None,
+        spawned: Spawned | None = None,
     ) -> None:
-        """``chat_template``: a template, or the path of one, in place of the tokenizer's."""
+        """``chat_template``: a template, or the path of one, in place of the tokenizer's. ``spawned``: the process for the
+        first start, started before; None: ``start`` starts it."""
         self.args = args or EngineArgs()
         self._chat_template = chat_template
         self.stats = EngineStats()
-        """As of the engine's last step; its counters start again at 0 when the engine restarts."""
-        self._supervisor = EngineSupervisor(self.args, self, on_progress=on_progress, command=self.command)
+        """As of at most ``STATS_SECONDS`` ago, and exact while the engine is idle. Counters restart at 0 with the engine."""
+        self._supervisor = EngineSupervisor(self.args, self, on_progress=on_progress, command=self.command, spawned=spawned)
         self._inboxes: dict[str, Inbox] = {}
         self._calls: dict[int, tuple[ControlName, asyncio.Future[bool]]] = {}
         self._num_calls = 0
@@ -100,12 +102,16 @@ class AsyncLLM:
             await self.close()
             raise
 
+    def serving(self) -> None:
+        """Ends the start-up timeline; called when the server accepts requests."""
+        self._info = followed_by(self.info, "server", self._supervisor.origin, "until it took requests")
+
     async def close(self) -> None:
         """Ends the engine; requests in flight end with an error."""
         await self._supervisor.close()
 
     async def drain(self) -> None:
-        """Takes no more requests, and waits until those in flight have ended.
+        """Refuses new requests, and waits until those in flight have ended.
 
         Raises: EngineDeadError: the engine died meanwhile; its requests have ended with errors.
         """
@@ -141,36 +147,34 @@ class AsyncLLM:
 
     @property
     def engine_pid(self) -> int | None:
-        """Process id of the engine that runs now."""
+        """Process id of the running engine."""
         return self._supervisor.pid
 
     # Requests
 
-    async def add(self, request: Request) -> OutputStream:
-        """Hands a request to the engine, and returns once it is in the queue.
+    async def add(self, *requests: Request) -> OutputStream:
+        """Hand requests to the engine, and return once they are in its queue. One stream carries the deltas of all.
 
         Raises:
-            RequestError: the engine refuses it, or a request of this id is running.
+            RequestError: the engine refuses one, or a request with this id is running; then none runs.
             QueueFullError: too many requests are waiting.
-            EngineDeadError: the engine is not running, or died before it took the request.
+            EngineDeadError: the engine is not running, or died before it took the requests.
         """
         self._supervisor.check()
         if self._draining:
             raise EngineDeadError("the engine is draining and takes no more requests")
-        request_id = request.request_id
-        if request_id in self._inboxes:
-            raise RequestError(f"a request of the id {request_id!r} is running", "request_id")
-        inbox = self._inboxes[request_id] = Inbox(request_id, request.sampling.n)
+        for request in requests:
+            if request.request_id in self._inboxes:
+                raise RequestError(f"a request with the id {request.request_id!r} is running", "request_id")
+        inbox = Inbox(requests)
+        self._inboxes |= dict.fromkeys(inbox.open, inbox)
         stream = OutputStream(inbox, self._abandon)
         try:
-            self._supervisor.send(AddRequest(request))
+            for request in requests:
+                self._supervisor.send(AddRequest(request))
             await inbox.accepted
-        except (RequestError, EngineDeadError):
-            inbox.open.clear()
-            self._inboxes.pop(request_id, None)
-            raise
         except BaseException:
-            # Cancelled: the engine may have taken it all the same.
+            # Refused in part or cancelled: the engine may have taken some.
             await stream.aclose()
             raise
         return stream
@@ -188,45 +192,46 @@ class AsyncLLM:
 
         Raises: as ``add``. An engine that dies later shows in ``output.error`` and in finish_reason "error".
         """
-        params = params if params is not None else self.inputs.default_sampling
-        request_id = request_id if request_id is not None else f"generate-{uuid.uuid4().hex}"
-
-        def make() -> Request:
-            return self.inputs.request(prompt, params, request_id=request_id, priority=priority, cache_salt=cache_salt)
-
-        slow = bool(params.bad_words) or (isinstance(prompt, str) and len(prompt) > _THREAD_CHARACTERS)
-        request = await asyncio.to_thread(make) if slow else make()
+        request = await self.inputs.request_async(
+            prompt,
+            params if params is not None else self.inputs.default_sampling,
+            request_id=request_id if request_id is not None else f"generate-{uuid.uuid4().hex}",
+            priority=priority,
+            cache_salt=cache_salt,
+        )
         output = new_output(request)
+        text = self.tokenizer.token_text if self.tokenizer is not None else None
         async with await self.add(request) as stream:
             async for delta in stream:
-                output.add(delta)
+                output.add(delta, text)
                 yield output
 
     async def abort(self, request_id: str) -> None:
-        """Ends a request within a step; its stream gets deltas with finish_reason "abort". Unknown ids are ignored."""
-        self._abandon_here(request_id)
+        """End a request within a step; its stream gets deltas with finish_reason "abort". Unknown ids are ignored."""
+        self._abandon_here([request_id])
 
-    def _abandon(self, request_id: str) -> None:
-        """Abort from wherever a stream was dropped, the garbage collector of another thread included."""
+    def _abandon(self, request_ids: list[str]) -> None:
+        """Abort from any thread: the garbage collector may drop a stream in another one."""
         try:
             if self._loop is not None:
-                self._loop.call_soon_threadsafe(self._abandon_here, request_id)
+                self._loop.call_soon_threadsafe(self._abandon_here, request_ids)
         except RuntimeError:
-            logger.debug("request %s: dropped after its event loop had ended", request_id)
+            logger.debug("%s: dropped after the event loop had ended", request_ids)
 
-    def _abandon_here(self, request_id: str) -> None:
-        if request_id in self._inboxes and self.health().ok:
-            logger.debug("abort %s", request_id)
-            self._supervisor.send(Abort([request_id]))
+    def _abandon_here(self, request_ids: list[str]) -> None:
+        running = [request_id for request_id in request_ids if request_id in self._inboxes]
+        if running and self.health().ok:
+            logger.debug("abort %s", running)
+            self._supervisor.send(Abort(running))
 
     # Calls
 
     async def reset_prefix_cache(self) -> bool:
-        """Forgets all cached prefixes. False: some blocks are in use, and nothing was forgotten."""
+        """Forget all cached prefixes. False: prefix caching is disabled."""
         return await self._call("reset_prefix_cache")
 
     async def update_weights(self, tensors: object) -> int:
-        """Not here: ``LLM`` takes new weights.
+        """Unsupported: only ``LLM`` accepts new weights.
 
         Raises:
             ConfigError: always. An engine process that is restarted comes back with the weights of its files, so that
@@ -239,7 +244,7 @@ class AsyncLLM:
         )
 
     async def check_integrity(self) -> None:
-        """Raises: EngineError: the block pool's books do not add up."""
+        """Raises: EngineError: the block pool is inconsistent."""
         await self._call("check_integrity")
 
     async def _call(self, name: ControlName) -> bool:
@@ -258,19 +263,17 @@ class AsyncLLM:
 
     def on_message(self, message: FromEngine) -> None:
         match message:
-            case Step(deltas, stats):
-                self.stats = stats
+            case StepDeltas(deltas):
                 for delta in deltas:
                     self._deliver(delta)
-            case Ready(_, stats):
+            case Stats(stats) | Ready(_, stats):
                 self.stats = stats
             case Accepted(request_id):
                 if (inbox := self._inboxes.get(request_id)) is not None:
                     inbox.accept()
             case Rejected(request_id, kind, text, param):
                 if (inbox := self._inboxes.pop(request_id, None)) is not None:
-                    inbox.open.clear()
-                    inbox.reject(QueueFullError(text, param) if kind == "queue_full" else RequestError(text, param))
+                    inbox.reject(request_id, (QueueFullError if kind == "queue_full" else RequestError)(text, param))
             case ControlReply(call, value, error):
                 _, reply = self._calls.get(call, (None, None))
                 if reply is None or reply.done():
@@ -282,8 +285,8 @@ class AsyncLLM:
 
     def on_lost(self, reason: str) -> None:
         inboxes, self._inboxes = self._inboxes, {}
-        for inbox in inboxes.values():
-            inbox.lost(reason)
+        for request_id, inbox in inboxes.items():
+            inbox.lost(request_id, reason)
         for _, reply in self._calls.values():
             if not reply.done():
                 reply.set_exception(EngineDeadError(reason))
@@ -297,7 +300,7 @@ class AsyncLLM:
         if inbox is None:
             return
         inbox.put(delta)
-        if not inbox.open:
+        if delta.request_id not in inbox.open:
             del self._inboxes[delta.request_id]
             if delta.finish_reason in ("stop", "length"):
                 self._supervisor.served()

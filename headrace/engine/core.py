@@ -5,37 +5,41 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from headrace.core.plan import StepPlan
+from headrace.core.plan import SamplePlan, StepPlan
 from headrace.core.request import Request
 from headrace.core.scheduler import Scheduler
 from headrace.engine.outputs import OutputProcessor
 from headrace.errors import EngineError
 from headrace.metrics.stats import EngineStats
 from headrace.outputs import OutputDelta
-from headrace.runner.protocol import Runner
+
+if TYPE_CHECKING:
+    from headrace.engine.executor import Executor
 
 
 class EngineCore:
-    """One engine: who drives it calls ``add`` and ``abort`` between steps, and ``step`` while ``has_work``.
+    """One engine. Call ``add`` and ``abort`` between steps, and ``step`` while ``has_work``.
 
     Not thread-safe. What concerns one request is raised by ``add`` or comes as a delta; an exception that leaves
     ``step`` concerns the engine, which must then not be used again.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: Runner[Any], outputs: OutputProcessor, *, pipeline_depth: int = 1) -> None:
+    def __init__(
+        self, scheduler: Scheduler, executor: Executor[Any], outputs: OutputProcessor, *, pipeline_depth: int = 1
+    ) -> None:
         self.scheduler = scheduler
-        self.runner = runner
+        self.executor = executor
         self.outputs = outputs
         self._depth = pipeline_depth
         self._launched: deque[tuple[StepPlan, Any]] = deque()
         """Steps whose results have not been read, oldest first."""
         self._host_seconds = 0.0
         self._before = EngineStats()
-        """What the counters had counted when the warm-up ended."""
+        """Counters at the end of the warm-up."""
 
     def add(self, request: Request) -> None:
         """Raises: RequestError, QueueFullError: the request was not taken."""
@@ -51,23 +55,36 @@ class EngineCore:
     def step(self) -> list[OutputDelta]:
         """Launches what the pipeline has room for, then reads the oldest step's result.
 
-        Raises: EngineError, and whatever the runner raises: the engine is broken.
+        Raises: EngineError, and whatever the executor raises: the engine is broken.
         """
         start = time.perf_counter()
         while len(self._launched) < self._depth and (plan := self.scheduler.schedule()) is not None:
-            self._launched.append((plan, self.runner.launch(plan)))
+            handle = self.executor.execute(plan)
+            self.executor.sample(handle, SamplePlan(plan.step))
+            self._launched.append((plan, handle))
         if not self._launched:
             if self.scheduler.has_work():
                 raise EngineError("work is pending, and no step of it can be launched")
             return []
         plan, handle = self._launched.popleft()
-        result = self.runner.collect(handle)
-        deltas = self.outputs.process(self.scheduler.update(plan, result))
+        result = self.executor.collect(handle)
+        updates = self.scheduler.update(plan, result)
+        deltas, ended = self.outputs.process(updates)
+        for sequence, reason, stop_reason in ended:
+            self.scheduler.finish(sequence, reason, stop_reason)
         self._host_seconds += time.perf_counter() - start - result.forward_seconds - result.sample_seconds
         return deltas
 
-    def settle(self) -> None:
-        """Waits for steps under way, so that weights may be written.
+    def idle(self) -> bool:
+        """Captures one CUDA graph unless requests are waiting. False: nothing was captured."""
+        captured, total = self.executor.graphs()
+        if self.has_work() or captured >= total:
+            return False
+        self.executor.capture_next()
+        return True
+
+    def drain(self) -> None:
+        """Waits for steps in flight, so that weights may be written.
 
         Raises:
             EngineError: requests are running, which would go on with KV of the old weights.
@@ -79,12 +96,12 @@ class EngineCore:
             self.step()
 
     def weights_changed(self) -> None:
-        """No KV from before is found again. Raises: as ``settle``."""
-        self.settle()
-        self.scheduler.bump_weight_version()
+        """Invalidates cached prefixes. Raises: as ``drain``."""
+        self.drain()
+        self.scheduler.kv.bump_weight_version()
 
     def warm_up(self, requests: Sequence[Request]) -> None:
-        """Serves requests that nobody asked for, as it would any others, and forgets that it did.
+        """Serves warm-up requests, then resets the prefix cache and the counters.
 
         Raises: as ``add`` and ``step``.
         """
@@ -92,14 +109,17 @@ class EngineCore:
             self.add(request)
         while self.has_work():
             self.step()
-        self.scheduler.reset_prefix_cache()
+        self.scheduler.kv.reset_prefix_cache()
         self._before = self._counted()
 
     def stats(self) -> EngineStats:
         return self._counted().since(self._before)
 
     def _counted(self) -> EngineStats:
-        return msgspec.structs.replace(self.scheduler.stats(), host_seconds=self._host_seconds)
+        captured, most = self.executor.graphs()
+        return msgspec.structs.replace(
+            self.scheduler.stats(), host_seconds=self._host_seconds, graphs_captured=captured, graphs_total=most
+        )
 
     def close(self) -> None:
-        self.runner.close()
+        self.executor.close()

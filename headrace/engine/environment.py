@@ -1,14 +1,14 @@
-"""What the machine has, as far as this process may use it; and the facts of it that help to explain a run."""
+"""Device, memory and cores available to this process, and facts that help to explain a run."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import platform
 from pathlib import Path
 
 import psutil
 import torch
-import transformers
 
 import headrace
 from headrace.engine import wait
@@ -66,7 +66,7 @@ def describe(device: DeviceFacts, num_threads: int) -> dict[str, str]:
         "headrace": headrace.__version__,
         "python": platform.python_version(),
         "torch": str(torch.__version__),
-        "transformers": transformers.__version__,
+        "transformers": importlib.metadata.version("transformers"),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "device": f"{device.device}: {device.name}",
         "instructions": " ".join(telling) or "none that matter here",
@@ -83,7 +83,7 @@ def describe(device: DeviceFacts, num_threads: int) -> dict[str, str]:
 
 
 def _cpu() -> tuple[str, frozenset[str]]:
-    """Name and features; empty features where the system does not tell them."""
+    """Name and features; no features where the system does not report them."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -124,8 +124,8 @@ def _cgroup_folders() -> list[Path]:
         entries = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
         return []
-    own = next((entry.removeprefix("0::/") for entry in entries if entry.startswith("0::/")), "")
-    folder = _CGROUPS / own
+    group = next((entry.removeprefix("0::/") for entry in entries if entry.startswith("0::/")), "")
+    folder = _CGROUPS / group
     return [folder, *(parent for parent in folder.parents if parent.is_relative_to(_CGROUPS))]
 
 

@@ -38,5 +38,9 @@ def load_frontend(args: EngineArgs, chat_template: str | None = None, *, prepare
     files = find_model(args)
     tokenizer = None if args.skip_tokenizer_init else load_tokenizer(files, args.tokenizer, chat_template)
     if prepared and tokenizer is not None:
-        tokenizer.token_bytes.prepare()
+        tokenizer.prepare()
+    if prepared and files.gguf_file is not None:
+        from headrace.sources.gguf import forget
+
+        forget()
     return Frontend(files, tokenizer)

@@ -1,4 +1,4 @@
-"""EngineInfo: what a running engine tells about itself once, at start-up."""
+"""EngineInfo: the start-up report of an engine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class Progress(msgspec.Struct, frozen=True, array_like=True):
-    """Where a start-up stands, for whoever watches it."""
+    """Progress of a start-up."""
 
     phase: str
     """As in the timeline that the finished start-up reports."""
@@ -48,7 +48,7 @@ class LayerLine(msgspec.Struct, frozen=True, array_like=True):
     sinks: bool = False
     kv_source: int | None = None
     """The layer whose KV this one reads; its own bytes are then 0."""
-    latent: bool = False
+    mla: bool = False
     """KV is compressed: its one head's last ``v_head_dim`` channels are the values too."""
 
 

@@ -1,7 +1,9 @@
-"""InputProcessor: from a prompt and sampling parameters to a checked Request."""
+"""InputProcessor: checks a prompt and its sampling parameters and makes a Request of them."""
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import random
 import time
 from collections import OrderedDict
@@ -13,6 +15,8 @@ import msgspec
 from headrace.config import SamplingLimits
 from headrace.core.request import BadWordsTable, Request
 from headrace.errors import ConfigError, RequestError
+from headrace.kv import Item
+from headrace.options import Option, OptionSpec, check_value, options
 from headrace.sampling_params import MAX_SEED, SamplingParams
 from headrace.text.bad_words import check_bad_words, compile_bad_words
 from headrace.text.stops import check_stops
@@ -33,13 +37,13 @@ class TextPrompt(TypedDict):
 
 Prompt = str | TokensPrompt | TextPrompt
 
-MAX_SAMPLES = 128
-"""Most samples of one request."""
-_MAX_REQUEST_ID = 256
-_MAX_STRING = 4096
 _BAD_WORDS_CACHED = 32
-_INT64 = 2**63
+_THREAD_CHARACTERS = 16_384
+"""Longer prompts are tokenised in a thread: it takes longer than a step may."""
 _GENERATION_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+_PROMPT_TEXT = Option(None, "prompt", OptionSpec(), str, False)
 
 
 class InputProcessor:
@@ -65,8 +69,8 @@ class InputProcessor:
         self.tokenizer = tokenizer
         self.default_sampling = _sampling_defaults(generation_config)
         """What a caller who gives no sampling parameters gets."""
-        own = tokenizer.eos_token_ids if tokenizer is not None else []
-        self.eos_token_ids = sorted({*own, *generation_config.get("eos_token_id", ())})
+        tokenizer_eos = tokenizer.eos_token_ids if tokenizer is not None else []
+        self.eos_token_ids = sorted({*tokenizer_eos, *generation_config.get("eos_token_id", ())})
         """Every token that ends a sequence of this model."""
         self._limits = limits
         self._seeds = random.Random(seed)
@@ -74,8 +78,37 @@ class InputProcessor:
         pieces = tokenizer.token_bytes.pieces if tokenizer is not None else ()
         self._longest_piece = max((len(piece) for piece in pieces), default=1)
 
-    def default_sampling_params(self) -> SamplingParams:
-        return self.default_sampling
+    def chat_prompt(
+        self, messages: Any, tokenizer: Tokenizer | None = None, *, add_special_tokens: bool = False, **options: Any
+    ) -> TokensPrompt:
+        """Normalise, render and tokenise a conversation.
+
+        Args:
+            tokenizer: one with another chat template.
+            add_special_tokens: templates write bos and eos themselves.
+            options: of ``Tokenizer.render_chat``.
+
+        Raises:
+            RequestError: the messages cannot be rendered, or are longer than the context.
+        """
+        text = (tokenizer or self._need_tokenizer("messages")).render_chat(messages, **options)
+        return {"prompt": text, "prompt_token_ids": self.encode(text, add_special_tokens, "messages")}
+
+    def encode(self, text: str, add_special_tokens: bool = True, param: str = "prompt") -> list[int]:
+        """Tokens of a text. Raises RequestError if it cannot fit in the context, whatever its tokens are."""
+        tokenizer = self._need_tokenizer(param)
+        if len(text) > self.max_model_len * self._longest_piece:
+            raise _too_long(f"{param}: {len(text)} characters cannot fit in a context of {self.max_model_len} tokens", param)
+        return tokenizer.encode(text, add_special_tokens, param=param)
+
+    async def request_async(
+        self, prompt: Prompt, params: SamplingParams, *, add_special_tokens: bool = True, **options: Any
+    ) -> Request:
+        """As ``request``; work that takes longer than a step may is done in a thread."""
+        make = functools.partial(self.request, prompt, params, add_special_tokens=add_special_tokens, **options)
+        text = prompt.get("prompt") if isinstance(prompt, dict) and "prompt_token_ids" not in prompt else prompt
+        slow = bool(params.bad_words) or (isinstance(text, str) and len(text) > _THREAD_CHARACTERS)
+        return await asyncio.to_thread(make) if slow else make()
 
     def request(
         self,
@@ -85,21 +118,19 @@ class InputProcessor:
         request_id: str,
         priority: int = 0,
         cache_salt: str | None = None,
-        spans: Sequence[tuple[int, int]] = (),
+        items: Sequence[Item] = (),
+        add_special_tokens: bool = True,
     ) -> Request:
-        """Tokenises and checks.
+        """Tokenise a prompt and check it with its parameters: behind this, types and ranges are trusted.
 
         Raises:
             RequestError: the request cannot be served as asked; the error names the parameter.
         """
-        text, tokens = self._tokens(prompt)
+        text, tokens = self._tokens(prompt, add_special_tokens)
         self._check_sampling(params)
-        if not _is_text(request_id) or not 0 < len(request_id) <= _MAX_REQUEST_ID:
-            raise RequestError(f"request_id must be a string of 1 to {_MAX_REQUEST_ID} characters", "request_id")
-        if isinstance(priority, bool) or not isinstance(priority, int) or not -_INT64 <= priority < _INT64:
-            raise RequestError(f"priority must be a 64-bit integer, not {priority!r}", "priority")
-        if cache_salt is not None and (not _is_text(cache_salt) or not cache_salt):
-            raise RequestError("cache_salt must be a string that is not empty", "cache_salt")
+        declared = options(Request)
+        for name, value in (("request_id", request_id), ("priority", priority), ("cache_salt", cache_salt)):
+            check_value(declared[name], value, RequestError)
         return Request(
             request_id=request_id,
             prompt_token_ids=tokens,
@@ -111,46 +142,37 @@ class InputProcessor:
             prompt=text,
             priority=priority,
             cache_salt=cache_salt,
-            spans=_checked_spans(spans, len(tokens)),
+            items=tuple(items),
             arrival_time=time.monotonic(),
         )
 
     # The prompt
 
-    def _tokens(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+    def _tokens(self, prompt: Prompt, add_special_tokens: bool) -> tuple[str | None, list[int]]:
         """The prompt's text where there is one, and its tokens."""
         if isinstance(prompt, str):
-            return prompt, self._checked_tokens(self._encode(prompt))
+            return prompt, self._checked_tokens(self.encode(prompt, add_special_tokens))
         if not isinstance(prompt, dict):
             raise RequestError(f"a prompt is a string or a dict, not a {type(prompt).__name__}", "prompt")
         unknown = sorted(map(str, set(prompt) - {"prompt", "prompt_token_ids"}))
         if unknown:
             raise RequestError(f"a prompt has no part named {unknown[0]!r}", "prompt")
         text, tokens = prompt.get("prompt"), prompt.get("prompt_token_ids")
-        if text is not None and not _is_text(text):
-            raise RequestError("prompt must be a string that UTF-8 can hold", "prompt")
+        if text is not None:
+            check_value(_PROMPT_TEXT, text, RequestError)
         if tokens is None:
             if text is None:
                 raise RequestError("a prompt needs 'prompt' or 'prompt_token_ids'", "prompt")
-            return text, self._checked_tokens(self._encode(text))
+            return text, self._checked_tokens(self.encode(text, add_special_tokens))
         if not isinstance(tokens, list) or not set(map(type, tokens)) <= {int}:
             raise RequestError("prompt_token_ids must be a list of token ids", "prompt_token_ids")
         return text, self._checked_tokens(tokens)
-
-    def _encode(self, text: str) -> list[int]:
-        if self.tokenizer is None:
-            raise RequestError("this engine has no tokenizer (skip_tokenizer_init): give prompt_token_ids", "prompt")
-        if len(text) > self.max_model_len * self._longest_piece:
-            raise RequestError(
-                f"the prompt's {len(text)} characters cannot fit in a context of {self.max_model_len} tokens", "prompt"
-            )
-        return self.tokenizer.encode(text)
 
     def _checked_tokens(self, tokens: list[int]) -> list[int]:
         if not tokens:
             raise RequestError("the prompt is empty", "prompt")
         if len(tokens) >= self.max_model_len:
-            raise RequestError(
+            raise _too_long(
                 f"the prompt has {len(tokens)} tokens; with a context of {self.max_model_len} it may have at most "
                 f"{self.max_model_len - 1}, so that one more can follow",
                 "prompt",
@@ -165,13 +187,13 @@ class InputProcessor:
         """What the request may generate: as asked, or the rest of the context."""
         rest = self.max_model_len - num_prompt
         if params.max_tokens is not None and params.max_tokens > rest:
-            raise RequestError(
+            raise _too_long(
                 f"{num_prompt} tokens of prompt and max_tokens {params.max_tokens} make "
                 f"{num_prompt + params.max_tokens}, and the context is {self.max_model_len}",
                 "max_tokens",
             )
         if params.min_tokens > rest:
-            raise RequestError(
+            raise _too_long(
                 f"{num_prompt} tokens of prompt leave room for {rest}, and min_tokens is {params.min_tokens}", "min_tokens"
             )
         return rest if params.max_tokens is None else params.max_tokens
@@ -179,24 +201,22 @@ class InputProcessor:
     # The sampling parameters
 
     def _check_sampling(self, params: SamplingParams) -> None:
-        if params.n > MAX_SAMPLES:
-            raise RequestError(f"n is {params.n}, and at most {MAX_SAMPLES} samples may share a request", "n")
+        """Limits of this engine and this model; SamplingParams has checked types and ranges."""
         for name in ("logprobs", "prompt_logprobs"):
             self._check_logprobs(name, getattr(params, name))
-        self._check_vocabulary("allowed_token_ids", params.allowed_token_ids or ())
-        self._check_vocabulary("stop_token_ids", params.stop_token_ids or ())
-        self._check_vocabulary("logit_bias", params.logit_bias or ())
+        for name in ("allowed_token_ids", "stop_token_ids", "logit_bias"):
+            self._check_vocabulary(name, getattr(params, name) or ())
         if params.stop:
-            check_stops(params.stop, self._tokenizer_for("stop", params.stop), self._limits)
+            check_stops(params.stop, self._need_tokenizer("stop"), self._limits)
         if params.bad_words:
-            check_bad_words(params.bad_words, self._tokenizer_for("bad_words", params.bad_words), self._limits)
+            check_bad_words(params.bad_words, self._need_tokenizer("bad_words"), self._limits)
 
     def _check_logprobs(self, name: str, count: int | None) -> None:
         limit = self._limits.max_logprobs
         if count is None or limit == -1:
             return
-        asked = self.vocab_size if count == -1 else count
-        if asked > limit:
+        requested = self.vocab_size if count == -1 else count
+        if requested > limit:
             what = "the whole vocabulary" if count == -1 else str(count)
             raise RequestError(f"{name} asks for {what}, and this engine gives at most {limit} (max_logprobs)", name)
 
@@ -206,13 +226,9 @@ class InputProcessor:
                 f"{name}: token id {max(tokens)} is not in the vocabulary, which has {self.vocab_size} tokens", name
             )
 
-    def _tokenizer_for(self, name: str, strings: Sequence[str]) -> Tokenizer:
-        """Who counts the tokens of ``strings``. What is absurdly long is refused uncounted."""
+    def _need_tokenizer(self, param: str) -> Tokenizer:
         if self.tokenizer is None:
-            raise RequestError(f"{name} needs a tokenizer, and this engine has none (skip_tokenizer_init)", name)
-        longest = max(map(len, strings))
-        if longest > _MAX_STRING:
-            raise RequestError(f"{name} has a string of {longest} characters; at most {_MAX_STRING} are allowed", name)
+            raise RequestError(f"{param} needs a tokenizer, and this engine has none (skip_tokenizer_init)", param)
         return self.tokenizer
 
     def _compiled_bad_words(self, params: SamplingParams) -> BadWordsTable | None:
@@ -230,28 +246,8 @@ class InputProcessor:
         return table
 
 
-def _is_text(value: object) -> bool:
-    """A string that can be sent: JSON may bring lone surrogates, which UTF-8 cannot hold."""
-    if not isinstance(value, str):
-        return False
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _checked_spans(spans: Sequence[tuple[int, int]], num_prompt: int) -> list[tuple[int, int]]:
-    end = 0
-    for span in spans:
-        if len(span) != 2 or not end <= span[0] < span[1] <= num_prompt:
-            raise RequestError(
-                f"spans must be ascending, disjoint ranges [start, end) inside the prompt of {num_prompt} tokens, "
-                f"and {tuple(span)} is not",
-                "spans",
-            )
-        end = span[1]
-    return [(start, end) for start, end in spans]
+def _too_long(message: str, param: str) -> RequestError:
+    return RequestError(message, param, code="context_length_exceeded")
 
 
 def _sampling_defaults(generation_config: Mapping[str, Any]) -> SamplingParams:

@@ -8,7 +8,8 @@ from headrace.config import EngineConfig
 from headrace.engine.info import MemoryLine
 from headrace.engine.profile import Profile
 from headrace.models.size import weight_bytes
-from headrace.resolve import CUDA_SLACK, DeviceFacts
+from headrace.resolve import DeviceFacts
+from headrace.resolve.memory import CUDA_SLACK
 
 _FOR = "CUDA graphs, slots, libraries and fragments"
 _OTHERS = "other processes, the CUDA context and libraries"
@@ -48,7 +49,7 @@ def ledger(
 
 
 def planned_ledger(config: EngineConfig, device: DeviceFacts) -> list[MemoryLine]:
-    """The lines of an engine that was decided upon and not built: weights are estimated."""
+    """Lines of an engine that was configured but not built: weights are estimated."""
     estimate = weight_bytes(config.model, config.dtype, config.quantization)
     lines = [MemoryLine("weights", estimate, "estimated: --load measures it"), *cache_lines(config)]
     if not device.cuda:
@@ -71,7 +72,7 @@ def _some(line: MemoryLine) -> bool:
 
 
 def cache_lines(config: EngineConfig) -> list[MemoryLine]:
-    """The KV cache, to the byte: what blocks can take, and what is nobody's."""
+    """Bytes of the KV cache: those for blocks, and those that no block uses."""
     cache, arena = config.cache, config.cache.arena
     if len(cache.groups) == 1:
         (count,) = cache.num_blocks

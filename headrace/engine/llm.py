@@ -11,26 +11,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
-
 from headrace.config import EngineArgs
 from headrace.core.request import Request
 from headrace.engine.info import EngineInfo, Progress
 from headrace.engine.inputs import InputProcessor, Prompt
-from headrace.engine.loader import Engine, load_engine
+from headrace.engine.loader import LoadedEngine, load_engine
+from headrace.engine.progress import ProgressBar
+from headrace.engine.source import FileSource
 from headrace.engine.streams import new_output
+from headrace.engine.timeline import Timeline
 from headrace.errors import ConfigError, EngineError, QueueFullError, RequestError
 from headrace.metrics.stats import EngineStats
-from headrace.models.update import weight_update
 from headrace.outputs import OutputDelta, RequestOutput
 from headrace.sampling_params import SamplingParams
 from headrace.text.tokenizer import Tokenizer, load_tokenizer
-from headrace.weights.update import Named, WeightUpdate
+from headrace.weights.update import Named
 
 if TYPE_CHECKING:
-    from headrace.engine.handed import HandedOver
+    from headrace.engine.external_model import ExternalModel
     from headrace.engine.parity import Parity
 
 Messages = list[dict[str, Any]]
@@ -90,18 +88,18 @@ class LLM:
             ValueError: ``config`` or ``vocab_size`` is not the model's, or its layers' numbers are not consecutive.
             ImportError: megatron-core is not installed; says how to install it.
         """
-        from headrace.engine.handed import hand_over_megatron
+        from headrace.engine.external_model import external_megatron
 
         _check_names(engine_args)
-        handed = hand_over_megatron(model, config, tokenizer, vocab_size=vocab_size, engine_args=engine_args)
+        external = external_megatron(model, config, tokenizer, vocab_size=vocab_size, engine_args=engine_args)
         llm = cls.__new__(cls)
-        llm._start(handed.args, handed, on_progress)
+        llm._start(external.args, external, on_progress)
         return llm
 
-    def _start(self, args: EngineArgs, handed: HandedOver | None, on_progress: Callable[[Progress], None] | None) -> None:
+    def _start(self, args: EngineArgs, external: ExternalModel | None, on_progress: Callable[[Progress], None] | None) -> None:
         self.args = args
-        self._loaded: Engine | None = load_engine(args, on_progress, handed)
-        self._handed = handed
+        self._loaded: LoadedEngine | None = load_engine(external or FileSource(args), Timeline(on_progress))
+        self._external = external
         self._ids = itertools.count()
         self._templated: dict[str, Tokenizer] = {}
         self._unusable: str | None = None
@@ -166,16 +164,15 @@ class LLM:
         conversations: Any = [messages] if single else messages
         prompts: list[Prompt] = []
         for conversation in conversations:
-            text = tokenizer.render_chat(
+            prompt = self.inputs.chat_prompt(
                 conversation,
+                tokenizer,
                 tools=tools,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
-                **(chat_template_kwargs or {}),
+                chat_template_kwargs=chat_template_kwargs,
             )
-            # Templates write bos and eos themselves.
-            tokens = tokenizer.encode(text, add_special_tokens=False, param="messages")
-            prompts.append({"prompt": text, "prompt_token_ids": tokens})
+            prompts.append(prompt)
         return self.generate(prompts, sampling_params, progress=progress, use_tqdm=use_tqdm)
 
     def default_sampling_params(self) -> SamplingParams:
@@ -204,7 +201,7 @@ class LLM:
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes. False if there is no prefix cache."""
-        return self._engine.core.scheduler.reset_prefix_cache()
+        return self._engine.core.scheduler.kv.reset_prefix_cache()
 
     def update_weights(self, tensors: Named) -> int:
         """New weights, after a trainer's step: written where the weights are, and no KV from before is found again.
@@ -232,32 +229,20 @@ class LLM:
         """
         if self._unusable is not None:
             raise EngineError(self._unusable)
-        self._engine.core.settle()
-        update = self._checked(tensors)
+        self._engine.core.drain()
         try:
-            count = update.write()
-        except Exception as error:
-            self._unusable = f"an update of weights was cut short: {type(error).__name__}: {error}"
-            raise EngineError(self._unusable) from error
+            count = self._engine.executor.update_weights(tensors)
+        except EngineError as error:
+            self._unusable = str(error)
+            raise
         self.weights_changed()
         return count
 
-    def _checked(self, tensors: Named) -> WeightUpdate:
-        """Refused in all processes that share the model, if in one."""
-        try:
-            update, refusal = weight_update(self._engine.model, tensors), None
-        except ConfigError as error:
-            update, refusal = None, error
-        elsewhere = self._handed is not None and self._handed.ranks.any(refusal is not None)
-        if update is None or elsewhere:
-            raise refusal or ConfigError("the update was refused in another process that shares the model", "tensors")
-        return update
-
     def weights_changed(self) -> None:
-        """Somebody wrote the weights in place: no KV from before is found again.
+        """Drops the prefix cache after weights were changed in place.
 
-        ``update_weights`` calls it itself, and models that were handed over are looked at before each call: it is needed where
-        somebody changes what such a look cannot see.
+        ``update_weights`` calls it, and external models are checked before each call: call it only after a change that this
+        check cannot detect.
 
         Raises:
             EngineError: requests are running.
@@ -282,17 +267,17 @@ class LLM:
             ConfigError: the model was loaded from files, which ``headrace doctor MODEL --parity`` compares; or its own forward
                 cannot run on this device; or the engine has an option that changes what is computed and is not measured.
         """
-        from headrace.engine.parity import measure_handed
+        from headrace.engine.parity import measure_external
 
-        if self._handed is None:
+        if self._external is None:
             raise ConfigError(
                 "parity is of models that were handed over: one from files is compared by `headrace doctor MODEL --parity`",
                 "model",
             )
-        return measure_handed(self._handed, self._engine.config.scheduler.max_model_len, tell)
+        return measure_external(self._external, self._engine.config.scheduler.max_model_len, tell)
 
     def check_integrity(self) -> None:
-        """Raises: EngineError: the block pool's books do not add up."""
+        """Raises: EngineError: the block pool is inconsistent."""
         self._engine.core.scheduler.check_integrity()
 
     def close(self) -> None:
@@ -300,7 +285,7 @@ class LLM:
         if self._loaded is not None:
             self._loaded.core.close()
             self._loaded, self._unusable = None, "the engine was closed"
-            self._handed = None
+            self._external = None
 
     def __enter__(self) -> LLM:
         return self
@@ -311,39 +296,39 @@ class LLM:
     # Parts
 
     @property
-    def _engine(self) -> Engine:
+    def _engine(self) -> LoadedEngine:
         if self._loaded is None:
             raise EngineError("the engine was closed")
         return self._loaded
 
-    def _params(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
-        if given is None or isinstance(given, SamplingParams):
-            return [given if given is not None else self.inputs.default_sampling] * count
-        if len(given) != count:
-            raise RequestError(f"there are {len(given)} sampling_params for {count} prompts", "sampling_params")
-        return given
+    def _params(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
+        if params is None or isinstance(params, SamplingParams):
+            return [params if params is not None else self.inputs.default_sampling] * count
+        if len(params) != count:
+            raise RequestError(f"there are {len(params)} sampling_params for {count} prompts", "sampling_params")
+        return params
 
     def _chat_tokenizer(self, chat_template: str | None) -> Tokenizer:
-        own = self.get_tokenizer()
+        tokenizer = self.get_tokenizer()
         if chat_template is None:
-            return own
+            return tokenizer
         if chat_template not in self._templated:
-            self._templated[chat_template] = self._with_template(own, chat_template)
+            self._templated[chat_template] = self._with_template(tokenizer, chat_template)
         return self._templated[chat_template]
 
-    def _with_template(self, own: Tokenizer, chat_template: str) -> Tokenizer:
-        if self._handed is not None:
-            from headrace.engine.handed import with_template
+    def _with_template(self, tokenizer: Tokenizer, chat_template: str) -> Tokenizer:
+        if self._external is not None:
+            from headrace.engine.external_model import with_template
 
-            return with_template(own, chat_template)
+            return with_template(tokenizer, chat_template)
         return load_tokenizer(self._engine.files, self.args.tokenizer, chat_template)
 
-    def _follow(self, handed: HandedOver, requests: list[Request]) -> None:
-        """What the model's owner did since the last call, and asks now, in all processes that share the model."""
-        handed.agree(requests)
-        if self._engine.config.cache.enable_prefix_caching and handed.look():
+    def _follow(self, external: ExternalModel, requests: list[Request]) -> None:
+        """Checks that all processes got the same requests, and reacts to changed or moved weights."""
+        external.agree(requests)
+        if self._engine.config.cache.enable_prefix_caching and external.look():
             self.weights_changed()
-        if self._engine.config.graph_rows and handed.watch.moved():
+        if self._engine.config.graph_rows and external.watch.moved():
             raise EngineError(
                 "weights of the model are in other memory than when CUDA graphs were captured: make a new LLM, or set "
                 "enforce_eager"
@@ -352,15 +337,17 @@ class LLM:
     def _run(self, requests: list[Request], progress: bool) -> list[RequestOutput]:
         if self._unusable is not None:
             raise EngineError(self._unusable)
-        if self._handed is not None:
-            self._follow(self._handed, requests)
+        if self._external is not None:
+            self._follow(self._external, requests)
         outputs = {request.request_id: new_output(request) for request in requests}
+        text = self._engine.tokenizer.token_text if self._engine.tokenizer is not None else None
         try:
-            with _bar(len(requests), progress) as show, _deferred_interrupt() as interrupted:
+            progress_bar = ProgressBar(len(requests), shown=progress)
+            with progress_bar.bar, _deferred_interrupt() as interrupted:
                 for delta in self._deltas(requests, interrupted):
                     output = outputs[delta.request_id]
-                    output.add(delta)
-                    show(output, delta)
+                    output.add(delta, text)
+                    progress_bar.add(len(delta.token_ids), output.finished and delta.finish_reason is not None)
         except (KeyboardInterrupt, RequestError):
             for request in requests:
                 self._engine.core.abort(request.request_id)
@@ -371,18 +358,18 @@ class LLM:
         return list(outputs.values())
 
     def _deltas(self, requests: list[Request], interrupted: threading.Event) -> Iterator[OutputDelta]:
-        """Runs the engine until every request has ended; hands it no more requests than its queue takes."""
+        """Runs the engine until every request has ended; adds requests as its queue has room."""
         core, waiting = self._engine.core, iter(requests)
-        held = next(waiting, None)
-        while held is not None or core.has_work():
+        request = next(waiting, None)
+        while request is not None or core.has_work():
             if interrupted.is_set():
                 raise KeyboardInterrupt
-            while held is not None:
+            while request is not None:
                 try:
-                    core.add(held)
+                    core.add(request)
                 except QueueFullError:
                     break
-                held = next(waiting, None)
+                request = next(waiting, None)
             yield from core.step()
 
 
@@ -402,7 +389,7 @@ def _shown(progress: bool, use_tqdm: bool | None) -> bool:
 
 @contextlib.contextmanager
 def _deferred_interrupt() -> Iterator[threading.Event]:
-    """Ctrl-C sets the event, to be looked at between steps: cut short anywhere else, a step would leave the books open.
+    """Ctrl-C sets the event, which is checked between steps: an interrupted step would leave inconsistent state.
 
     A second Ctrl-C interrupts at once.
     """
@@ -422,21 +409,3 @@ def _deferred_interrupt() -> Iterator[threading.Event]:
         yield interrupted
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-@contextlib.contextmanager
-def _bar(total: int, shown: bool) -> Iterator[Callable[[RequestOutput, OutputDelta], None]]:
-    """Counts finished prompts and generated tokens on standard error."""
-    if not shown:
-        yield lambda output, delta: None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Bar(*columns, console=Console(stderr=True)) as bar:
-        task, tokens = bar.add_task("prompts", total=total), 0
-
-        def show(output: RequestOutput, delta: OutputDelta) -> None:
-            nonlocal tokens
-            tokens += len(delta.token_ids)
-            bar.update(task, advance=int(output.finished and delta.finish_reason is not None), description=f"{tokens:,} tokens")
-
-        yield show

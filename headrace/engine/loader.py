@@ -1,47 +1,51 @@
-"""Builds an engine from its arguments, and keeps account: how long each phase took, where the memory goes, what was chosen."""
+"""Builds an engine from its arguments and reports phases, memory and decisions."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from headrace.attention import select
 from headrace.attention.flashinfer.kernels import Compiling
-from headrace.config import EngineArgs, EngineConfig
+from headrace.config import Decision, EngineArgs, EngineConfig
 from headrace.core.request import Request
 from headrace.core.scheduler import Scheduler
 from headrace.engine import environment
 from headrace.engine.core import EngineCore
-from headrace.engine.frontend import Frontend, load_frontend
-from headrace.engine.info import EngineInfo, MemoryLine, Progress, StartupPhase
+from headrace.engine.executor import Executor, Loaded, LocalExecutor
+from headrace.engine.frontend import Frontend
+from headrace.engine.info import EngineInfo, MemoryLine
 from headrace.engine.inputs import InputProcessor
 from headrace.engine.ledger import ledger
+from headrace.engine.multiprocess import start_ranks
 from headrace.engine.outputs import OutputProcessor
 from headrace.engine.profile import measure
 from headrace.engine.report import engine_info
+from headrace.engine.source import FileSource, ModelSource
+from headrace.engine.timeline import Timeline
+from headrace.errors import ConfigError
 from headrace.layers.linear import make_invariant
-from headrace.models import implementation
+from headrace.parallel.agreement import Agreement
 from headrace.resolve import resolve
 from headrace.runner.runner import ModelRunner
 from headrace.sampling_params import SamplingParams
 from headrace.sources.files import ModelFiles
-from headrace.spec import AnySpec, ForeignSpec
 from headrace.text.tokenizer import Tokenizer
-from headrace.weights.report import LoadReport
 
 _WARM_UP_PROMPT = 64
 """Tokens: more than fit in a decode batch's kernels, so that those for prompts are warm too."""
 _WARM_UP_OUTPUT = 3
+_CAPTURE_SECONDS = 2.0
+"""Seconds to capture CUDA graphs before an engine process accepts requests."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Engine:
-    """Everything that ``load_engine`` built."""
+class LoadedEngine:
+    """The parts that ``load_engine`` builds."""
 
     core: EngineCore
     inputs: InputProcessor
@@ -50,85 +54,63 @@ class Engine:
     files: ModelFiles
     tokenizer: Tokenizer | None
     """None with ``skip_tokenizer_init``."""
-    model: implementation.Built
+    executor: Executor[Any]
 
 
-class _Phase:
-    """One phase of a start-up, while it lasts."""
-
-    def __init__(self, name: str, tell: Callable[[Progress], None]) -> None:
-        self.detail = ""
-        """For the timeline."""
-        self._name = name
-        self._tell = tell
-        self._told = 0.0
-
-    def progress(self, fraction: float | None = None, detail: str = "") -> None:
-        """``fraction``: done of the phase, 0 to 1."""
-        self._tell(Progress(self._name, fraction, detail))
-
-    def bytes(self, done: int, total: int) -> None:
-        """Tells of each hundredth: there may be very many tensors."""
-        fraction = done / total if total else 1.0
-        if fraction >= self._told + 0.01 or fraction >= 1.0 > self._told:
-            self._told = fraction
-            self.progress(fraction, f"{done:,} of {total:,} bytes")
-
-
-class _Timeline:
-    """Times the phases of a start-up and tells of them."""
-
-    def __init__(self, on_progress: Callable[[Progress], None] | None) -> None:
-        self.phases: list[StartupPhase] = []
-        self._tell = on_progress or (lambda progress: None)
-
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[_Phase]:
-        start = time.perf_counter()
-        phase = _Phase(name, self._tell)
-        phase.progress()
-        yield phase
-        self.phases.append(StartupPhase(name, time.perf_counter() - start, phase.detail))
-
-
-class Given(Protocol):
-    """A model that is there already, so that nothing has to be found."""
-
-    @property
-    def frontend(self) -> Frontend: ...
-
-    @property
-    def implementation(self) -> implementation.Implementation: ...
-
-    def least(self, nbytes: int) -> int:
-        """Of what all processes have that share the model."""
-        ...
-
-    def check(self, config: EngineConfig) -> None:
-        """Raises ConfigError if they do not all have the same configuration."""
-        ...
-
-
-def load_engine(args: EngineArgs, on_progress: Callable[[Progress], None] | None = None, given: Given | None = None) -> Engine:
-    """Finds the model, decides, loads, allocates, and serves a first request.
+def load_engine(
+    source: ModelSource, timeline: Timeline | None = None, *, num_ranks: int = 1, capture_seconds: float = 20.0
+) -> LoadedEngine:
+    """Finds the model, resolves the configuration, loads, allocates, and serves warm-up requests.
 
     Sets the number of torch's threads in this process.
 
     Args:
-        given: a model in place of the one that the arguments name.
+        num_ranks: processes that run the model, each all of it; 1: this one.
 
     Raises:
         ConfigError: the arguments cannot work with this model on this machine.
     """
-    timeline = _Timeline(on_progress)
+    args, timeline = source.args, timeline or Timeline()
     with timeline.phase("tokenizer"):
-        frontend = load_frontend(args) if given is None else given.frontend
-    files, tokenizer = frontend.files, frontend.tokenizer
+        frontend = source.frontend()
+    if num_ranks == 1:
+        loaded = load_executor(source, frontend, timeline)
+    else:
+        with timeline.phase("ranks") as phase:
+            loaded = start_ranks(args, num_ranks)
+            phase.detail = f"{num_ranks} processes"
+    config, executor, tokenizer = loaded.config, loaded.executor, frontend.tokenizer
+    if config.graph_rows:
+        seconds = capture_seconds if args.graph_capture_seconds is None else args.graph_capture_seconds
+        with timeline.phase("CUDA graphs") as phase:
+            count, most = _capture_graphs(executor, seconds, phase.progress)
+            phase.detail = f"{count} of {most}; the others follow while the engine is idle"
+        if isinstance(executor, LocalExecutor) and (why := executor.runner.capture_failure):
+            failed = Decision("CUDA graphs", "none" if not count else f"{count} graphs", why)
+            others = (line for line in config.decisions if line.name != failed.name)
+            config = dataclasses.replace(config, decisions=(*others, failed))
+    scheduler = Scheduler(config.scheduler, config.cache)
+    outputs = OutputProcessor(tokenizer)
+    core = EngineCore(scheduler, executor, outputs, pipeline_depth=config.scheduler.pipeline_depth)
+    with timeline.phase("warm-up"):
+        core.warm_up(_warm_up_requests(config))
+    inputs = frontend.inputs(args, vocab_size=config.model.vocab_size, max_model_len=config.scheduler.max_model_len)
+    memory = ledger(loaded.weights, config, executor.memory(), loaded.profile)
+    info = engine_info(frontend.files, config, loaded.device, timeline.phases, memory)
+    return LoadedEngine(core, inputs, info, config, frontend.files, tokenizer, executor)
+
+
+def load_executor(source: ModelSource, frontend: Frontend, timeline: Timeline) -> Loaded:
+    """Loads the model into this process. Processes of ``source.ranks`` do so together.
+
+    Raises:
+        ConfigError: as ``load_engine``.
+    """
+    args, files = source.args, frontend.files
     with timeline.phase("config"):
         device = environment.probe(args.device)
-        if given is not None:
-            device = dataclasses.replace(device, available_memory=given.least(device.available_memory))
-        chosen = implementation.choose(args, files) if given is None else given.implementation
+        device = dataclasses.replace(device, available_memory=source.ranks.least(device.available_memory))
+        chosen = source.implementation(files)
         files = dataclasses.replace(files, decisions=(*files.decisions, *chosen.decisions))
         config = resolve(args, files, chosen.spec, device)
         torch.set_num_threads(config.num_threads)
@@ -142,51 +124,42 @@ def load_engine(args: EngineArgs, on_progress: Callable[[Progress], None] | None
     if device.cuda:
         with timeline.phase("profile") as phase:
             profile = measure(model, config)
-            room = profile.room if given is None else given.least(profile.room)
-            config = resolve(args, files, _as_it_ran(config.model, report), device, kv_room=room)
+            room = source.ranks.least(profile.room)
+            config = resolve(args, files, config.model, device, kv_room=room)
             phase.detail = f"{room:,} bytes left for KV cache"
-    if given is not None:
-        given.check(config)
+    _check_alike(source.ranks, config)
     with timeline.phase("cache"):
-        runner = ModelRunner(model, config, tokenizer.token_bytes if tokenizer is not None else None)
-        scheduler = Scheduler(config.scheduler, config.cache)
-        core = EngineCore(
-            scheduler, runner, OutputProcessor(scheduler, tokenizer), pipeline_depth=config.scheduler.pipeline_depth
-        )
+        token_bytes = None if frontend.tokenizer is None else frontend.tokenizer.token_bytes
+        executor = LocalExecutor(model, ModelRunner(model, config, token_bytes), source.ranks)
     # Before the graphs, which may have them within: captured without, they would be captured again.
     if kernels:
         with timeline.phase("FlashInfer") as phase:
             phase.detail = _await_kernels(kernels, args.wait_for_kernels)
-    if config.graph_rows:
-        with timeline.phase("CUDA graphs") as phase:
-            count, most = runner.capture_graphs(args.graph_capture_seconds, phase.progress)
-            phase.detail = f"{count} of {most} shapes of steps; the others are captured when they first come up"
-    with timeline.phase("warm-up"):
-        core.warm_up(_warm_up_requests(config))
-    inputs = frontend.inputs(args, vocab_size=config.model.vocab_size, max_model_len=config.scheduler.max_model_len)
     weights = [MemoryLine(line.name, line.nbytes, line.detail) for line in report.memory]
-    memory = ledger(weights, config, runner.memory(), profile)
     decisions = (*config.decisions, *report.decisions)
     config = dataclasses.replace(config, quantization=report.quantization, decisions=decisions)
-    info = engine_info(files, config, device, timeline.phases, memory)
-    return Engine(core, inputs, info, config, files, tokenizer, model)
+    return Loaded(executor, config, device, weights, profile)
 
 
-def load_core(args: EngineArgs, on_progress: Callable[[Progress], None]) -> tuple[EngineCore, EngineInfo]:
-    """What the engine's process needs of ``load_engine``."""
-    engine = load_engine(args, on_progress)
+def _check_alike(ranks: Agreement, config: EngineConfig) -> None:
+    """Raises ConfigError if processes that share the model would take other steps."""
+    # These do not change which steps are taken. Layers are not compared: processes may have other numbers of heads.
+    args = dataclasses.replace(config.args, record_steps=None, num_threads=None)
+    parts = (args, config.cache.nbytes, config.scheduler, config.dtype, config.model.vocab_size)
+    if not ranks.alike(repr(parts).encode()):
+        raise ConfigError(
+            "the processes that share the model must make their engines with the same arguments", "tensor_parallel"
+        )
+
+
+def load_core(args: EngineArgs, timeline: Timeline) -> tuple[EngineCore, EngineInfo]:
+    """``load_engine`` for the engine process."""
+    engine = load_engine(FileSource(args), timeline, capture_seconds=_CAPTURE_SECONDS)
     return engine.core, engine.info
 
 
-def _as_it_ran(spec: AnySpec, report: LoadReport) -> AnySpec:
-    """The model, with what is known of it since it has run."""
-    if not isinstance(spec, ForeignSpec) or not report.waits:
-        return spec
-    return dataclasses.replace(spec, host_reads=(*spec.host_reads, *report.waits))
-
-
 def _await_kernels(kernels: list[Compiling], wait: bool) -> str:
-    """What came of kernels that are compiled in the background, once they are if ``wait``."""
+    """The state of kernels that compile in the background; ``wait``: after they are ready."""
     for kernel in kernels:
         kernel.join(None if wait else 0.0)
     pending = sum(kernel.pending for kernel in kernels)
@@ -195,8 +168,17 @@ def _await_kernels(kernels: list[Compiling], wait: bool) -> str:
     return "; ".join(dict.fromkeys(kernel.outcome for kernel in kernels))
 
 
+def _capture_graphs(executor: Executor[Any], seconds: float, progress: Callable[[float, str], None]) -> tuple[int, int]:
+    """Captures graphs until the time is up. Returns the numbers of captured and possible graphs."""
+    end, (count, most) = time.perf_counter() + seconds, executor.capture_next()
+    while count < most and time.perf_counter() < end:
+        progress(count / most, f"{count} of {most}")
+        count, most = executor.capture_next()
+    return count, most
+
+
 def _warm_up_requests(config: EngineConfig) -> list[Request]:
-    """A greedy and a random one, as long as the context allows."""
+    """A greedy and a sampled request, as long as the context allows."""
     room = config.scheduler.max_model_len
     output = min(_WARM_UP_OUTPUT, room - 1)
     prompt = [token % config.model.vocab_size for token in range(min(_WARM_UP_PROMPT, room - output))]

@@ -1,4 +1,4 @@
-"""What the engine's process and its client say to each other: msgspec tagged unions over one ZMQ PAIR socket."""
+"""Messages between the engine process and its client: msgspec tagged unions over one ZMQ PAIR socket."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from headrace.engine.info import EngineInfo, Progress
 from headrace.metrics.stats import EngineStats
 from headrace.outputs import OutputDelta
 
+STATS_SECONDS = 0.5
+
 ControlName = Literal["reset_prefix_cache", "check_integrity", "drain"]
 
 
@@ -23,6 +25,8 @@ class Start(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     args: EngineArgs
     log_level: int
+    origin: float
+    """When the start-up began, on ``timeline.clock``."""
 
 
 class AddRequest(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -76,10 +80,15 @@ class Rejected(msgspec.Struct, frozen=True, array_like=True, tag=True):
     param: str | None
 
 
-class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """After every step, and after aborts; also when no sequence gained anything."""
+class StepDeltas(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Sent after every step and after aborts, also without deltas: the watchdog counts them."""
 
     deltas: list[OutputDelta]
+
+
+class Stats(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Sent every ``STATS_SECONDS`` while steps run, and ahead of the first and the last StepDeltas between idle times."""
+
     stats: EngineStats
 
 
@@ -99,7 +108,7 @@ class Fatal(msgspec.Struct, frozen=True, array_like=True, tag=True):
     traceback: str
 
 
-FromEngine = Starting | Ready | Accepted | Rejected | Step | ControlReply | Fatal
+FromEngine = Starting | Ready | Accepted | Rejected | StepDeltas | Stats | ControlReply | Fatal
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)

@@ -14,6 +14,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -23,9 +24,10 @@ import zmq
 
 from headrace.config import EngineArgs
 from headrace.engine.core import EngineCore
-from headrace.engine.garbage import settle
-from headrace.engine.info import EngineInfo, Progress
+from headrace.engine.garbage import freeze_gc
+from headrace.engine.info import EngineInfo
 from headrace.engine.messages import (
+    STATS_SECONDS,
     Abort,
     Accepted,
     AddRequest,
@@ -38,11 +40,13 @@ from headrace.engine.messages import (
     Shutdown,
     Start,
     Starting,
-    Step,
+    Stats,
+    StepDeltas,
     ToEngine,
     decode_to_engine,
     encode,
 )
+from headrace.engine.timeline import Timeline, process_start
 from headrace.errors import ConfigError, QueueFullError, RequestError
 from headrace.outputs import OutputDelta
 
@@ -55,7 +59,7 @@ STACK_SIGNAL, STACKS_SIGNAL = signal.SIGUSR1, signal.SIGUSR2
 frames of threads that run meanwhile are read as they change, which can end the process: what is wanted most comes first."""
 _LINGER_MS = 2000
 
-Load = Callable[[EngineArgs, Callable[[Progress], None]], tuple[EngineCore, EngineInfo]]
+Load = Callable[[EngineArgs, Timeline], tuple[EngineCore, EngineInfo]]
 
 
 class Channel:
@@ -92,6 +96,7 @@ class EngineLoop:
         self._channel = channel
         self._drains: list[int] = []
         """Calls to answer once no work is left."""
+        self._report_at = 0.0
         self._running = True
 
     def run(self) -> None:
@@ -100,15 +105,26 @@ class EngineLoop:
         while self._running:
             ended: list[OutputDelta] = []
             while self._running and (channel.waiting() or not core.has_work()):
+                if not channel.waiting() and core.idle():
+                    self._report()
+                    continue
                 ended += self._handle(channel.receive())
                 if ended and not core.has_work():
                     break
             if not self._running:
                 return
             deltas = ended + core.step() if core.has_work() else ended
-            channel.send(Step(deltas, core.stats()))
+            self._report()
+            channel.send(StepDeltas(deltas))
             if self._drains and not core.has_work():
                 self._answer_drains()
+
+    def _report(self) -> None:
+        """Send statistics if they are due: at the first step after idling, on a timer, and at the last step before idling."""
+        now, busy = time.monotonic(), self._core.has_work()
+        if now >= self._report_at or not busy:
+            self._report_at = now + STATS_SECONDS if busy else 0.0
+            self._channel.send(Stats(self._core.stats()))
 
     def _handle(self, message: ToEngine) -> list[OutputDelta]:
         """Takes one message in; returns the deltas of sequences that it ended."""
@@ -145,7 +161,7 @@ class EngineLoop:
             return
         try:
             if message.name == "reset_prefix_cache":
-                value = self._core.scheduler.reset_prefix_cache()
+                value = self._core.scheduler.kv.reset_prefix_cache()
             else:
                 self._core.scheduler.check_integrity()
                 value = True
@@ -162,7 +178,7 @@ class EngineLoop:
 
 
 def serve(folder: Path, load: Load) -> int:
-    """The process's life: builds the engine that the first message asks for, and runs it. Returns the exit status."""
+    """Builds the engine that the first message specifies, and runs it. Returns the exit status."""
     _outlive_terminal_signals()
     _die_with_parent(folder)
     stacks = (folder / STACKS_FILE).open("w")
@@ -175,8 +191,11 @@ def serve(folder: Path, load: Load) -> int:
             raise TypeError(f"the first message was {type(start).__name__}, not Start")
         logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         logging.getLogger("headrace").setLevel(start.log_level)
-        core, info = load(start.args, lambda progress: channel.send(Starting(progress)))
-        settle()
+        timeline = Timeline(lambda progress: channel.send(Starting(progress)), start.origin)
+        timeline.mark("command", "interpreter and options", at=process_start())
+        timeline.mark("imports", "the engine's process")
+        core, info = load(start.args, timeline)
+        freeze_gc()
         channel.send(Ready(info, core.stats()))
         EngineLoop(core, channel).run()
         core.close()

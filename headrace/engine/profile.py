@@ -1,4 +1,4 @@
-"""How much of a GPU's memory is left for KV once the weights are in place: measured, with the largest step there can be."""
+"""Measures how much GPU memory is left for KV beside the weights, by running the largest possible step."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import dataclasses
 import numpy as np
 import torch
 
-from headrace.attention.backend import AttentionBackend, LayerCache, Replanned, StepMetadata, distinct, workspace_bytes
+from headrace.attention.backend import AttentionBackend, LayerCache, StepMetadata, distinct, workspace_bytes
 from headrace.attention.context import ForwardContext
 from headrace.cache.planes import allocate
 from headrace.config import EngineConfig
-from headrace.resolve import CUDA_SLACK
+from headrace.models.interface import Model, ModelInputs
+from headrace.resolve.memory import CUDA_SLACK
 from headrace.runner.build import make_backends
-from headrace.runner.model import Model
 
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """What a GPU's memory goes to when the largest step runs, in bytes. All of it sums up to ``total``."""
+    """Use of a GPU's memory during the largest step, in bytes. The parts sum up to ``total``."""
 
     total: int
     """What ``gpu_memory_utilization`` allows."""
@@ -41,15 +41,14 @@ class Profile:
 
 @torch.inference_mode()
 def measure(model: Model, config: EngineConfig) -> Profile:
-    """Runs the largest step there can be on the GPU where the model is."""
+    """Runs the largest possible step on the model's GPU."""
     held = torch.cuda.memory_allocated()
     few = dataclasses.replace(config.cache, nbytes=config.cache.arena.reserved)
     caches = allocate(few, config.model, config.device, few.dtype)
     backends = make_backends(config)
     if config.graph_rows:
         for backend in distinct(backends):
-            if isinstance(backend, Replanned):
-                backend.reserve(torch.device(config.device))
+            backend.reserve(torch.device(config.device))
     torch.cuda.reset_peak_memory_stats()
     _largest_step(model, config, caches, backends)
     torch.cuda.synchronize()
@@ -67,7 +66,7 @@ def measure(model: Model, config: EngineConfig) -> Profile:
 
 
 def _largest_step(model: Model, config: EngineConfig, caches: list[LayerCache], backends: list[AttentionBackend]) -> None:
-    """As many tokens as a step may have, in prompts as long as may be, and logits for as many rows as may draw.
+    """Runs the maximum number of tokens, in prompts of maximum length, and logits for the maximum number of sampled rows.
 
     Their KV goes nowhere, and what they see is the null block's.
     """
@@ -83,7 +82,6 @@ def _largest_step(model: Model, config: EngineConfig, caches: list[LayerCache], 
         num_decode_rows=0,
         query_start=torch.from_numpy(starts).to(device, torch.int32),
         seq_lens=torch.from_numpy(lengths).to(device, torch.int32),
-        positions=positions,
         slot_mapping=(nowhere,) * len(config.cache.groups),
         block_tables=(table,) * len(config.cache.groups),
         query_start_host=starts,
@@ -91,7 +89,7 @@ def _largest_step(model: Model, config: EngineConfig, caches: list[LayerCache], 
     )
     for backend in distinct(backends):
         backend.plan(step)
-    hidden = model(torch.zeros_like(positions), positions, ForwardContext(step, caches, backends))
+    hidden = model(ModelInputs(torch.zeros_like(positions), positions), ForwardContext(step, caches, backends))
     logits = model.logits(hidden[: min(config.scheduler.max_num_seqs, tokens)])
     # The sampler's own copy, where rows ask for logprobs.
     logits.clone()

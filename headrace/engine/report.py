@@ -1,4 +1,4 @@
-"""The report of an engine: what it was built from, layer by layer, and where the memory goes."""
+"""The report of an engine: configuration, attention of each layer, memory."""
 
 from __future__ import annotations
 
@@ -6,15 +6,22 @@ from headrace.attention import select
 from headrace.config import EngineConfig
 from headrace.engine import environment
 from headrace.engine.info import DecisionLine, EngineInfo, LayerLine, MemoryLine, StartupPhase
-from headrace.resolve import DETERMINISTIC, DeviceFacts
+from headrace.model_spec import layer_kv
+from headrace.resolve import DeviceFacts
+from headrace.resolve.schedule import DETERMINISTIC
 from headrace.sources.files import ModelFiles
-from headrace.spec import layer_kv
+
+_GEOMETRY = (
+    *("layer", "num_heads", "num_kv_heads", "head_dim", "v_head_dim", "window"),
+    *("rotary_dim", "soft_cap", "sinks", "kv_source"),
+)
+"""Fields of ``AttentionSpec`` that the report shows."""
 
 
 def engine_info(
     files: ModelFiles, config: EngineConfig, device: DeviceFacts, phases: list[StartupPhase], memory: list[MemoryLine]
 ) -> EngineInfo:
-    """What the engine tells about itself."""
+    """The report of an engine, shown at start-up."""
     return EngineInfo(
         model=files.name,
         architecture=config.model.architecture,
@@ -38,30 +45,13 @@ def engine_info(
 def _layer_lines(config: EngineConfig) -> list[LayerLine]:
     lines = []
     for spec, backend in zip(config.model.layers, config.attention_backends, strict=True):
-        asked = config.args.attention_backend
-        reason = DETERMINISTIC
-        if not config.args.deterministic:
-            _, reason = select.choose(spec, config.device, config.dtype, asked, config.cache.dtype)
-        if spec.latent is not None:
-            prompts = select.for_prompts(spec, backend, config.device, config.dtype)
-            when = f"uncompressed, for {prompts}, where that is less work" if prompts else "absorbed as decode rows are"
-            reason = f"{reason}; prompts are {when}"
+        requested = backend if config.args.deterministic else config.args.attention_backend
+        choice = select.choose(spec, config.device, config.dtype, config.cache.dtype, requested=requested)
+        if config.args.deterministic:
+            choice = choice._replace(why=DETERMINISTIC)
+        geometry = {name: getattr(spec, name) for name in _GEOMETRY}
+        kv_bytes = layer_kv(spec, config.cache.dtype).bytes_per_token
         lines.append(
-            LayerLine(
-                layer=spec.layer,
-                num_heads=spec.num_heads,
-                num_kv_heads=spec.num_kv_heads,
-                head_dim=spec.head_dim,
-                v_head_dim=spec.v_head_dim,
-                window=spec.window,
-                kv_bytes_per_token=layer_kv(spec, config.cache.dtype).bytes_per_token,
-                backend=backend,
-                reason=reason,
-                rotary_dim=spec.rotary_dim,
-                soft_cap=spec.soft_cap,
-                sinks=spec.sinks,
-                kv_source=spec.kv_source,
-                latent=spec.latent is not None,
-            )
+            LayerLine(**geometry, kv_bytes_per_token=kv_bytes, backend=backend, reason=choice.reason, mla=spec.mla is not None)
         )
     return lines

@@ -1,10 +1,10 @@
-"""OutputStream: the deltas of one request, from the engine's messages to whoever reads them."""
+"""OutputStream: the deltas of one or more requests, from the engine's messages to the task that reads them."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from headrace.core.request import Request
@@ -13,38 +13,46 @@ from headrace.outputs import CompletionOutput, OutputDelta, RequestOutput
 
 
 class Inbox:
-    """Where a request's deltas arrive. What is not read yet is bounded by the length of the request's outputs."""
+    """The queue between the task that receives the engine's messages and the task that answers a client.
 
-    def __init__(self, request_id: str, samples: int) -> None:
-        self.request_id = request_id
+    Several requests may share one. The number of unread deltas is bounded by the length of the requests' outputs.
+    """
+
+    def __init__(self, requests: Sequence[Request]) -> None:
         self.deltas: deque[OutputDelta] = deque()
-        self.open = set(range(samples))
-        """Samples that have not finished."""
+        self.open = {request.request_id: set(range(request.sampling.n)) for request in requests}
+        """request id -> samples that have not finished; a request without any is not there."""
         self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when the engine has taken all requests, or refused one."""
+        self._num_unanswered = len(requests)
         self._reader: asyncio.Future[None] | None = None
 
     def accept(self) -> None:
-        if not self.accepted.done():
+        self._num_unanswered -= 1
+        if not self._num_unanswered and not self.accepted.done():
             self.accepted.set_result(None)
 
-    def reject(self, error: RequestError | EngineDeadError) -> None:
+    def reject(self, request_id: str, error: RequestError | EngineDeadError) -> None:
+        self.open.pop(request_id, None)
         if not self.accepted.done():
             self.accepted.set_exception(error)
-            # Whoever added the request may have left meanwhile; then nobody is to complain of an unread error.
+            # The task that added the request may be gone: asyncio must not log an unread error then.
             self.accepted.exception()
 
     def put(self, delta: OutputDelta) -> None:
-        if delta.finish_reason is not None:
-            self.open.discard(delta.index)
+        if delta.finish_reason is not None and (samples := self.open.get(delta.request_id)) is not None:
+            samples.discard(delta.index)
+            if not samples:
+                del self.open[delta.request_id]
         self.deltas.append(delta)
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 
-    def lost(self, reason: str) -> None:
-        """The engine is gone: whoever waits is answered."""
-        self.reject(EngineDeadError(reason))
-        for index in sorted(self.open):
-            self.put(OutputDelta(request_id=self.request_id, index=index, finish_reason="error", error=reason))
+    def lost(self, request_id: str, reason: str) -> None:
+        """The engine is gone: every sample of the request that is not finished ends with an error."""
+        for index in sorted(self.open.get(request_id, ())):
+            self.put(OutputDelta(request_id=request_id, index=index, finish_reason="error", error=reason))
+        self.reject(request_id, EngineDeadError(reason))
 
     async def get(self) -> OutputDelta | None:
         """The next delta; None after the last one. One reader at a time."""
@@ -60,24 +68,20 @@ class Inbox:
 
 
 class OutputStream:
-    """Async iterator over the deltas of all samples of a request, in the order they came.
+    """Async iterator over the deltas of all samples of its requests, in order of arrival.
 
-    When the engine dies, every sample that had not finished gets a delta with ``finish_reason="error"``. A reader who
-    leaves early should ``aclose()`` (or use ``async with``), which aborts the request; dropping the stream does too.
+    When the engine dies, every sample that is not finished gets a delta with ``finish_reason="error"``. A reader that leaves
+    early must call ``aclose()`` or use ``async with``, which aborts the requests; dropping the stream does too.
     """
 
-    def __init__(self, inbox: Inbox, abort: Callable[[str], None]) -> None:
+    def __init__(self, inbox: Inbox, abort: Callable[[list[str]], None]) -> None:
         self._inbox = inbox
         self._abort = abort
         self._left = False
 
     @property
-    def request_id(self) -> str:
-        return self._inbox.request_id
-
-    @property
     def finished(self) -> bool:
-        """No more deltas will come; some may still wait to be read."""
+        """No more deltas will arrive; some may be unread."""
         return not self._inbox.open
 
     def __aiter__(self) -> OutputStream:
@@ -90,13 +94,13 @@ class OutputStream:
         return delta
 
     async def aclose(self) -> None:
-        """Aborts what still runs. Once is enough; more does no harm."""
+        """Abort what still runs. May be called again."""
         self._leave()
 
     def _leave(self) -> None:
         if self._inbox.open and not self._left:
             self._left = True
-            self._abort(self._inbox.request_id)
+            self._abort(list(self._inbox.open))
 
     async def __aenter__(self) -> OutputStream:
         return self
@@ -111,7 +115,7 @@ class OutputStream:
 
 
 def new_output(request: Request) -> RequestOutput:
-    """The output of a request of which nothing is known yet."""
+    """The output of a request before its first delta."""
     return RequestOutput(
         request_id=request.request_id,
         prompt=request.prompt,

@@ -1,4 +1,4 @@
-"""EngineSupervisor: keeps one engine process running, and knows when that is hopeless."""
+"""EngineSupervisor: keeps one engine process running, and gives up in a crash loop."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 from headrace.config import EngineArgs
-from headrace.engine.incarnation import Incarnation
+from headrace.engine.engine_process import EngineProcess
 from headrace.engine.info import EngineInfo, Progress
-from headrace.engine.messages import Fatal, FromEngine, Ready, Start, Starting, Step, ToEngine
+from headrace.engine.messages import Fatal, FromEngine, Ready, Start, Starting, StepDeltas, ToEngine
+from headrace.engine.spawn import Spawned, spawn
 from headrace.errors import ConfigError, EngineDeadError, EngineError
 
 logger = logging.getLogger("headrace.engine")
@@ -34,7 +35,7 @@ class Health(NamedTuple):
 
 
 class Client(Protocol):
-    """Who uses the engine."""
+    """The user of the engine."""
 
     def on_message(self, message: FromEngine) -> None:
         """A message other than those of the start-up and the end."""
@@ -43,7 +44,7 @@ class Client(Protocol):
         """The engine is gone; nothing that was sent to it will be answered."""
 
     def pending(self) -> list[str]:
-        """What waits for the engine: ids of requests and names of calls."""
+        """Ids of requests and names of calls that await the engine."""
 
 
 class EngineSupervisor:
@@ -60,15 +61,19 @@ class EngineSupervisor:
         *,
         on_progress: Callable[[Progress], None] | None = None,
         command: Sequence[str],
+        spawned: Spawned | None = None,
     ) -> None:
         self._args = args
         self._client = client
         self._on_progress = on_progress
         self._command = command
+        self._spawned = spawned
+        self.origin = 0.0
+        """When the last start-up began, on ``timeline.clock``."""
         self._state: State = "new"
         self._reason = "the engine has not been started"
         self._phase = ""
-        self._incarnation: Incarnation | None = None
+        self._engine_process: EngineProcess | None = None
         self._ready: asyncio.Future[EngineInfo] | None = None
         self._fatal: Fatal | None = None
         self._deaths = 0
@@ -98,8 +103,8 @@ class EngineSupervisor:
         if self._ready is not None and not self._ready.done():
             self._ready.set_exception(EngineDeadError(self._reason))
             self._ready.exception()
-        if self._incarnation is not None:
-            await self._incarnation.stop(_STOP_SECONDS)
+        if self._engine_process is not None:
+            await self._engine_process.stop(_STOP_SECONDS)
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
@@ -114,7 +119,7 @@ class EngineSupervisor:
     @property
     def pid(self) -> int | None:
         """Of the process that runs now."""
-        return self._incarnation.pid if self._incarnation is not None else None
+        return self._engine_process.pid if self._engine_process is not None else None
 
     def check(self) -> None:
         """Raises: EngineDeadError with the reason, unless the engine runs."""
@@ -124,14 +129,14 @@ class EngineSupervisor:
     def send(self, message: ToEngine) -> None:
         """Raises: EngineDeadError."""
         self.check()
-        if self._incarnation is not None:
-            self._incarnation.send(message)
+        if self._engine_process is not None:
+            self._engine_process.send(message)
 
     def served(self) -> None:
         """A request came to its end: whatever kills the engine next, it is no crash loop yet."""
         self._deaths = 0
 
-    # One incarnation after the other
+    # Engine processes, one after the other
 
     async def _supervise(self) -> None:
         while True:
@@ -156,39 +161,41 @@ class EngineSupervisor:
     async def _live(self) -> str:
         """One process from its start to its end; returns what ended it."""
         self._fatal, self._ready_at, self._phase = None, None, ""
-        incarnation = self._incarnation = Incarnation(self._command, self._on_message)
+        spawned, self._spawned = self._spawned or spawn(self._command), None
+        self.origin = spawned.origin
+        engine_process = self._engine_process = EngineProcess(spawned, self._on_message)
         watchdog: asyncio.Task[str] | None = None
         try:
-            incarnation.send(Start(self._args, logging.getLogger("headrace").getEffectiveLevel()))
-            watchdog = asyncio.create_task(self._watch(incarnation), name="engine-watchdog")
-            status = await asyncio.shield(incarnation.exited)
-            # One that was stuck may end before it is killed, while it tells its stacks: that is not the cause.
+            engine_process.send(Start(self._args, logging.getLogger("headrace").getEffectiveLevel(), spawned.origin))
+            watchdog = asyncio.create_task(self._watch(engine_process), name="engine-watchdog")
+            status = await asyncio.shield(engine_process.exited)
+            # A stuck process may end while its stacks are dumped: that is not the cause.
             return await watchdog if self._state == "stuck" else self._cause(status)
         finally:
             if watchdog is not None:
                 watchdog.cancel()
-            self._incarnation = None
-            incarnation.close()
+            self._engine_process = None
+            engine_process.close()
 
-    async def _watch(self, incarnation: Incarnation) -> str:
-        """Ends when the engine is stuck and has been killed, and says so."""
+    async def _watch(self, engine_process: EngineProcess) -> str:
+        """Kills the engine when it is stuck; returns the reason."""
         timeout = self._args.step_timeout
         interval = min(1.0, timeout / 4)
-        waited, seen = 0.0, self._num_steps
+        waited, num_steps = 0.0, self._num_steps
         while waited <= timeout:
             await asyncio.sleep(interval)
             pending = self._client.pending()
-            if self._state != "running" or not pending or self._num_steps != seen:
-                waited, seen = 0.0, self._num_steps
+            if self._state != "running" or not pending or self._num_steps != num_steps:
+                waited, num_steps = 0.0, self._num_steps
             else:
                 # Counted in turns of this loop: time in which we ourselves stood still says nothing of the engine.
                 waited += interval
         reason = f"no step finished for {timeout:g} s while work was pending"
         self._set("stuck", f"{reason}; the engine is being restarted")
         logger.error("%s; in flight: %s", reason, _listed(pending))
-        stacks = await incarnation.stacks()
+        stacks = await engine_process.stacks()
         logger.error("stacks of the engine:\n%s", stacks or "(none: it does not react to signals)")
-        incarnation.kill()
+        engine_process.kill()
         return reason
 
     def _on_message(self, message: FromEngine) -> None:
@@ -207,7 +214,7 @@ class EngineSupervisor:
             case Fatal():
                 self._fatal = message
             case _:
-                if isinstance(message, Step):
+                if isinstance(message, StepDeltas):
                     self._num_steps += 1
                 if self._state == "running":
                     self._client.on_message(message)

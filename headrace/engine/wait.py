@@ -1,4 +1,4 @@
-"""How OpenMP's threads wait for work, which must be said before its library is loaded.
+"""Sets how OpenMP's threads wait for work; takes effect only before its library is loaded.
 
 By default they spin for milliseconds. Between the short products of a decoding step that is seldom worth it, and where any
 other program wants the same cores, the threads that spin keep those off that have work: steps then take many times as long.
@@ -24,6 +24,6 @@ def rest_early() -> None:
 
 
 def policy() -> str:
-    """As the environment has it now."""
-    given = [f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ]
-    return " ".join(given) or "OpenMP's default: torch was loaded before headrace's engine"
+    """The wait policy in the environment."""
+    settings = [f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ]
+    return " ".join(settings) or "OpenMP's default: torch was loaded before headrace's engine"

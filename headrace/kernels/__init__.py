@@ -1,1 +1,1 @@
-"""Kernels, each beside the plain-torch twin that the tests compare it with and that runs where it cannot."""
+"""Kernels, each beside the plain-torch reference that the tests compare it with and that runs where it cannot."""

@@ -15,7 +15,7 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
         return gpu.kernels("activation").silu_mul(gate_up)  # type: ignore[no-any-return]
     native = kernels_for(gate_up)
     if native is None:
-        return silu_mul_twin(gate_up)
+        return silu_mul_ref(gate_up)
     gate_up = gate_up.contiguous()
     n = gate_up.shape[-1] // 2
     out = torch.empty(*gate_up.shape[:-1], n, dtype=gate_up.dtype)
@@ -23,19 +23,14 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def silu_mul_twin(gate_up: torch.Tensor) -> torch.Tensor:
+def silu_mul_ref(gate_up: torch.Tensor) -> torch.Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
+@gpu.dispatch("activation.gelu_tanh_mul")
 def gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """``gelu(gate) * up`` with the tanh approximation: ``[..., 2n]`` (gate, then up) -> ``[..., n]``."""
-    if gpu.takes(gate_up):
-        return gpu.kernels("activation").gelu_tanh_mul(gate_up)  # type: ignore[no-any-return]
-    return gelu_tanh_mul_twin(gate_up)
-
-
-def gelu_tanh_mul_twin(gate_up: torch.Tensor) -> torch.Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh") * up
 

@@ -1,18 +1,22 @@
-"""The Triton kernels, as the functions of this folder call them: only where a tensor is on a GPU that can run them."""
+"""Dispatch to the Triton kernels, for tensors on a GPU that can run them."""
 
 from __future__ import annotations
 
 import functools
 import importlib
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
 from headrace.kernels import support
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 
 def takes(x: torch.Tensor) -> bool:
-    """Whether x is on a device that the Triton kernels run on. Interpreted kernels are for their own tests alone."""
+    """Whether x is on a device that runs the Triton kernels. Only their own tests interpret them."""
     return x.is_cuda and _usable(x.device)
 
 
@@ -25,3 +29,21 @@ def _usable(device: torch.device) -> bool:
 def kernels(name: str) -> Any:
     """The module ``headrace.kernels.triton.<name>``: imported when first needed, because Triton is optional."""
     return importlib.import_module(f"headrace.kernels.triton.{name}")
+
+
+def dispatch(name: str) -> Callable[[Callable[Concatenate[torch.Tensor, P], R]], Callable[Concatenate[torch.Tensor, P], R]]:
+    """Decorates a reference: calls ``module.function`` of ``headrace.kernels.triton`` if the first argument is on a GPU.
+
+    The reference itself is ``__wrapped__``.
+    """
+    module, function = name.split(".")
+
+    def decorate(reference: Callable[Concatenate[torch.Tensor, P], R]) -> Callable[Concatenate[torch.Tensor, P], R]:
+        @functools.wraps(reference)
+        def run(x: torch.Tensor, /, *args: P.args, **kwargs: P.kwargs) -> R:
+            chosen = getattr(kernels(module), function) if takes(x) else reference
+            return chosen(x, *args, **kwargs)
+
+        return run
+
+    return decorate

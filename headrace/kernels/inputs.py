@@ -1,16 +1,30 @@
-"""From rows of a step to its tokens: ids, positions, where their KV goes, and the rows' block tables."""
+"""The ends of a step: from rows to the model's inputs, and from hidden states to the sampler's inputs."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
+
+from headrace.kernels import gpu
+
+
+class RowTensors(NamedTuple):
+    """R rows on the device, whose tokens are packed row after row; views of persistent int32 tensors."""
+
+    slots: torch.Tensor
+    """``[R]``: row -> slot; -1: a padding row, which reads and writes nothing."""
+    query_start: torch.Tensor
+    """``[R + 1]``: row -> its first token in the packed batch."""
+    logits_start: torch.Tensor
+    """``[R + 1]``: row -> its first logits row; a row's logits rows are those of its last tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StepInputs:
-    """T tokens, packed row after row; R rows. All that no row owns, and rows without a slot, are as if empty."""
+    """T tokens, packed row after row; R rows. Tokens of no row, and of padding rows, are as if empty."""
 
     ids: torch.Tensor
     """``[T]`` int64"""
@@ -24,6 +38,21 @@ class StepInputs:
     """Per cache group, ``[R, width]`` int32."""
 
 
+class LogitsInputs(NamedTuple):
+    """The sampler's inputs, in persistent tensors. Index space: logits row, ``[L]``, except ``outcome``."""
+
+    hidden: torch.Tensor
+    """``[L, hidden]``: hidden state of the logits row's token."""
+    slots: torch.Tensor
+    """``[L]`` int64; -1: a padding row."""
+    positions: torch.Tensor
+    """``[L]`` int64: position of the sampled token in its sequence."""
+    outcome: torch.Tensor
+    """``[max(L, R), 2]`` int32. Column 0, by logits row: the sampled token, or minus the fault that prevented sampling.
+    Column 1, by row: 1 if one of its hidden states is not finite."""
+
+
+@gpu.dispatch("inputs.step_inputs")
 def step_inputs(
     token_ids: torch.Tensor,
     num_computed: torch.Tensor,
@@ -36,68 +65,89 @@ def step_inputs(
     table_width: int,
     block_size: int,
 ) -> StepInputs:
-    """Gathers a step's inputs from what is kept of each slot.
+    """Gathers a step's inputs from the slots' state.
 
     Args:
         token_ids: ``[S, L]`` int32: the slots' tokens.
         num_computed: ``[S]`` int64: how many of them have been computed before this step.
         tables: per cache group, ``[S, B]`` int32: the slots' blocks; 0 where there is none.
-        slots: ``[R]`` int: row -> slot; -1: nobody's, which fills up the batch of a captured graph.
-        query_start: ``[R + 1]`` int: row -> its first token in the packed batch.
+        slots, query_start: as ``RowTensors``.
         num_tokens: T; where it is more than the rows have, the rest belongs to no row.
-        max_queries: at least what any row has.
+        max_queries: at least what any row has; 1 where T is R: each row has one token.
         table_width: columns of the block tables to gather, at least what the longest row needs.
     """
-    rows = torch.repeat_interleave(query_start.diff().long())
-    token = torch.arange(len(rows), device=slots.device)
-    held = slots.clamp(min=0)
-    start = torch.where(slots >= 0, num_computed[held], 0)
-    positions = torch.where(slots[rows] >= 0, start[rows] + token - query_start[rows], 0)
-    ids = torch.where(slots[rows] >= 0, token_ids[held[rows], positions], 0)
+    vacant = slots < 0
+    occupied = slots.long().clamp_(min=0)
+    starts, counts = num_computed[occupied], query_start.diff().long()
+    if num_tokens == len(slots) and max_queries == 1:
+        # One token per row.
+        positions, token_slots, unused = starts, occupied, vacant
+    else:
+        # Tokens of no row are those of one more padding row.
+        ends = torch.nn.functional.pad(query_start[1:], (0, 1), value=num_tokens)
+        row = torch.searchsorted(ends, torch.arange(num_tokens, dtype=ends.dtype, device=ends.device), right=True)
+        first = torch.nn.functional.pad(starts - query_start[:-1], (0, 1))
+        positions = torch.arange(num_tokens, device=row.device) + first[row]
+        token_slots = torch.nn.functional.pad(occupied, (0, 1))[row]
+        unused = torch.nn.functional.pad(vacant, (0, 1), value=True)[row]
+    positions = positions.masked_fill(unused, 0)
+    numbers, offsets = positions // block_size, positions % block_size
     mapping, gathered = [], []
     for table in tables:
-        block = torch.where(slots[rows] >= 0, table[held[rows], positions // block_size], 0).long()
-        mapping.append(torch.where(block > 0, block * block_size + positions % block_size, -1))
-        gathered.append(torch.where((slots >= 0).unsqueeze(1), table[held, :table_width], 0))
-    rest = num_tokens - len(rows)
+        blocks = table.view(-1)[token_slots * table.shape[1] + numbers].long()
+        mapping.append((blocks * block_size + offsets).masked_fill_((blocks <= 0) | unused, -1))
+        gathered.append(table[:, :table_width].index_select(0, occupied).masked_fill_(vacant.unsqueeze(1), 0))
+    ids = token_ids.view(-1)[token_slots * token_ids.shape[1] + positions].long()
     return StepInputs(
-        ids=torch.nn.functional.pad(ids.long(), (0, rest)),
-        positions=torch.nn.functional.pad(positions, (0, rest)),
-        seq_lens=torch.where(slots >= 0, start + query_start.diff(), 0).int(),
-        slot_mapping=tuple(torch.nn.functional.pad(slot, (0, rest), value=-1) for slot in mapping),
+        ids=ids.masked_fill_(unused, 0),
+        positions=positions,
+        seq_lens=(starts + counts).masked_fill_(vacant, 0).int(),
+        slot_mapping=tuple(mapping),
         block_tables=tuple(gathered),
     )
 
 
-def advance(
-    slots: torch.Tensor,
-    draws: torch.Tensor,
+@gpu.dispatch("inputs.logits_inputs")
+def logits_inputs(
+    hidden: torch.Tensor,
+    rows: RowTensors,
     seq_lens: torch.Tensor,
-    drawn: torch.Tensor,
-    best: torch.Tensor,
-    token_ids: torch.Tensor,
-    num_tokens: torch.Tensor,
     num_computed: torch.Tensor,
-) -> torch.Tensor:
-    """Takes note of what rows have computed and drawn; rows without a slot change nothing.
+    out: LogitsInputs,
+    *,
+    single: bool,
+) -> None:
+    """Gathers the hidden states that get logits, flags rows with non-finite states, and updates ``num_computed``.
+
+    Padding rows change nothing.
 
     Args:
-        slots: ``[R]`` int: row -> slot; -1: nobody's.
-        draws: ``[R]`` int: 0 for a row whose prompt is not complete, which only takes note of what it has computed.
-        seq_lens: ``[R]`` int32: tokens computed with this step, behind which the drawn one goes.
-        drawn: ``[R]`` int64
-        best: ``[R]`` float32: the row's largest logit; where it is not finite, nothing was drawn, and token 0 stands in.
-        token_ids: ``[S, L]`` int32, changed in place.
-        num_tokens, num_computed: ``[S]`` int64, changed in place.
-
-    Returns:
-        ``[R]`` int64: the tokens drawn; -1 where there is none, or nothing finite to draw from.
+        hidden: ``[T, hidden]``, contiguous.
+        seq_lens: ``[R]`` int32: tokens of the row in the cache now.
+        num_computed: ``[S]`` int64, changed in place.
+        out: changed in place: logits rows beyond those of the rows are padding; column 1 of ``outcome`` for all rows that
+            have tokens.
+        single: each row has one token, and there are no others.
     """
-    finite = best.isfinite()
-    for row in (slots >= 0).nonzero().flatten().tolist():
-        slot, length = int(slots[row]), int(seq_lens[row])
-        if draws[row]:
-            token_ids[slot, length] = drawn[row] if finite[row] else 0
-            num_tokens[slot] = length + 1
-        num_computed[slot] = length
-    return torch.where((slots >= 0) & finite, drawn, -1)
+    slots, count = rows.slots, int(rows.logits_start[-1])
+    if single and count == len(slots):
+        # Row, token and logits row are one.
+        out.hidden[:count] = hidden
+        out.slots[:count] = slots
+        out.positions[:count] = seq_lens
+    else:
+        row = torch.repeat_interleave(rows.logits_start.diff(), output_size=count)
+        # How many tokens of its row come behind the logits row's own.
+        behind = rows.logits_start[1:][row] - 1 - torch.arange(count, device=row.device)
+        torch.index_select(hidden, 0, rows.query_start[1:][row] - 1 - behind, out=out.hidden[:count])
+        out.slots[:count] = slots[row]
+        out.positions[:count] = seq_lens[row] - behind
+    out.slots[count:] = -1
+    broken = ~hidden.sum(-1, dtype=torch.float32).isfinite()
+    if not single:
+        # Chunks without logits rows count too: their KV must not be shared, nor sampled from later.
+        until = torch.nn.functional.pad(broken.cumsum(0), (1, 0))
+        broken = until[rows.query_start[1:].long()] > until[rows.query_start[:-1].long()]
+    out.outcome[: len(slots), 1] = broken
+    occupied = (slots >= 0).nonzero().squeeze(1)
+    num_computed[slots[occupied]] = seq_lens[occupied].long()

@@ -1,8 +1,8 @@
-"""Writing to a paged KV cache as it is or in FP8, and copying pages out again.
+"""Writing to a paged KV cache, plain or in FP8, and copying pages out again.
 
 FP8 is dynamic, with one scale a token and head: ``scale = max(absmax / 448, 1e-12)``, ``stored = e4m3(x / scale)``. 448
 is the largest number of e4m3 (Micikevicius et al., "FP8 formats for deep learning", 2022). NaN is stored in the scale
-alone: what is in a cache is finite, so that 0 times it is 0, whoever wrote it.
+alone: cached values are finite, so that 0 times them is 0.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from headrace.kernels.support import fp8_refusals
 FP8_MAX = 448.0
 FP8_MIN_SCALE = 1e-12
 FP8 = torch.float8_e4m3fn
-KV_CACHE_DTYPES = ("auto", "fp8_e4m3")
 
 
 def reshape_and_cache(
@@ -25,11 +24,10 @@ def reshape_and_cache(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
-    kv_cache_dtype: str = "auto",
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> None:
-    """Scatters new keys and values into the cache.
+    """Scatters new keys and values into the cache, quantised where there are scales.
 
     Args:
         key: ``[T, kv_heads, d]``, float32, bfloat16 or float16.
@@ -38,28 +36,24 @@ def reshape_and_cache(
             is passed as its ``transpose(1, 2)``.
         value_cache: ``[blocks, block_size, kv_heads, dv]`` of any strides.
         slot_mapping: ``[T]`` int64, ``block * block_size + offset``; -1 writes nothing.
-        kv_cache_dtype: ``auto`` copies, ``fp8_e4m3`` quantises.
-        k_scale, v_scale: ``[blocks, block_size, kv_heads]`` float32 of any strides, for ``fp8_e4m3``.
+        k_scale, v_scale: ``[blocks, block_size, kv_heads]`` float32 of any strides, for a cache in e4m3.
 
     Raises:
-        ConfigError: the dtype is unknown, or the device cannot do it.
+        ConfigError: the device cannot do FP8.
         ValueError: a tensor does not fit the others.
     """
-    run = gpu.kernels("kv_cache").reshape_and_cache if gpu.takes(key) else reshape_and_cache_twin
-    run(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale)
-
-
-def reshape_and_cache_twin(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    kv_cache_dtype: str = "auto",
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-) -> None:
-    check_cache(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale)
+    if slot_mapping.shape != key.shape[:1]:
+        raise ValueError(f"slot_mapping {list(slot_mapping.shape)} must have an entry for each of {key.shape[0]} tokens")
+    for name, new, cache in (("key", key, key_cache), ("value", value, value_cache)):
+        if new.ndim != 3 or cache.ndim != 4 or new.shape[1:] != cache.shape[2:]:
+            raise ValueError(f"{name} {list(new.shape)} does not fit {name}_cache {list(cache.shape)}")
+    if key.shape[:2] != value.shape[:2] or key_cache.shape[:3] != value_cache.shape[:3]:
+        raise ValueError("keys and values differ in tokens, heads or blocks")
+    if key_cache.dtype == FP8 or k_scale is not None or v_scale is not None:
+        check_scales(key_cache, k_scale, v_scale)
+    if gpu.takes(key):
+        gpu.kernels("kv_cache").reshape_and_cache(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+        return
     kept = slot_mapping >= 0
     slots = slot_mapping[kept]
     place = (slots // key_cache.shape[1], slots % key_cache.shape[1])
@@ -94,7 +88,7 @@ def gather_numbers(
     count: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """Copies tokens of an FP8 cache out of their blocks, as the numbers that they stand for.
+    """Copies tokens of an FP8 cache out of their blocks, dequantised.
 
     Args:
         key_cache: ``[blocks, block_size, kv_heads, d]`` e4m3 of any strides.
@@ -103,7 +97,7 @@ def gather_numbers(
         pages: ``[P]`` int32: a block.
         first: ``[P]`` int64: where its first token goes in ``out``.
         count: ``[P]`` int32: how many of its tokens go there.
-        out: ``[tokens, kv_heads, d + dv]`` contiguous: a head's key, then its value. What no page fills stays as it is.
+        out: ``[tokens, kv_heads, d + dv]`` contiguous: a head's key, then its value. Other entries are kept.
 
     Raises:
         ConfigError: the device cannot do FP8.
@@ -111,58 +105,20 @@ def gather_numbers(
     """
     check_scales(key_cache, k_scale, v_scale)
     check_same_strides(k_scale, v_scale)
-    wanted = (key_cache.shape[2], key_cache.shape[3] + value_cache.shape[3])
-    if out.ndim != 3 or out.shape[1:] != wanted or not out.is_contiguous():
-        raise ValueError(f"out must be [tokens, {wanted[0]}, {wanted[1]}] and contiguous, not {list(out.shape)}")
+    row_shape = (key_cache.shape[2], key_cache.shape[3] + value_cache.shape[3])
+    if out.ndim != 3 or out.shape[1:] != row_shape or not out.is_contiguous():
+        raise ValueError(f"out must be [tokens, {row_shape[0]}, {row_shape[1]}] and contiguous, not {list(out.shape)}")
     if not pages.shape == first.shape == count.shape:
         raise ValueError(f"pages, first and count differ: {list(pages.shape)}, {list(first.shape)}, {list(count.shape)}")
-    run = gpu.kernels("kv_cache").gather_numbers if gpu.takes(out) else gather_numbers_twin
-    run(key_cache, value_cache, k_scale, v_scale, pages, first, count, out)
-
-
-def gather_numbers_twin(
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
-    pages: torch.Tensor,
-    first: torch.Tensor,
-    count: torch.Tensor,
-    out: torch.Tensor,
-) -> None:
+    if gpu.takes(key_cache):
+        gpu.kernels("kv_cache").gather_numbers(key_cache, value_cache, k_scale, v_scale, pages, first, count, out)
+        return
     token = torch.arange(key_cache.shape[1], device=pages.device)
     there = token < count.unsqueeze(1)
     places = (first.unsqueeze(1) + token)[there]
     sides = ((key_cache, k_scale), (value_cache, v_scale))
     chosen = [dequantize(side[pages.long()][there], scale[pages.long()][there]) for side, scale in sides]
     out[places] = torch.cat(chosen, dim=-1).to(out.dtype)
-
-
-def check_cache(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    kv_cache_dtype: str,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-) -> None:
-    """Raises what ``reshape_and_cache`` says it raises."""
-    if kv_cache_dtype not in KV_CACHE_DTYPES:
-        raise ConfigError(f"kv_cache_dtype {kv_cache_dtype!r} is not one of {', '.join(KV_CACHE_DTYPES)}", "kv_cache_dtype")
-    if slot_mapping.shape != key.shape[:1]:
-        raise ValueError(f"slot_mapping {list(slot_mapping.shape)} must have an entry for each of {key.shape[0]} tokens")
-    for name, new, cache in (("key", key, key_cache), ("value", value, value_cache)):
-        if new.ndim != 3 or cache.ndim != 4 or new.shape[1:] != cache.shape[2:]:
-            raise ValueError(f"{name} {list(new.shape)} does not fit {name}_cache {list(cache.shape)}")
-    if key.shape[:2] != value.shape[:2] or key_cache.shape[:3] != value_cache.shape[:3]:
-        raise ValueError("keys and values differ in tokens, heads or blocks")
-    if kv_cache_dtype == "auto":
-        if k_scale is not None or v_scale is not None or key_cache.dtype == FP8:
-            raise ValueError("scales and an e4m3 cache belong to kv_cache_dtype fp8_e4m3")
-        return
-    check_scales(key_cache, k_scale, v_scale)
 
 
 def check_scales(key_cache: torch.Tensor, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None) -> None:
@@ -178,6 +134,6 @@ def check_scales(key_cache: torch.Tensor, k_scale: torch.Tensor | None, v_scale:
 
 
 def check_same_strides(k_scale: torch.Tensor, v_scale: torch.Tensor) -> None:
-    """Raises ValueError if one place in both scales is not at one distance: kernels that read them work it out once."""
+    """Raises ValueError if the scales differ in strides: kernels compute one offset for both."""
     if k_scale.stride() != v_scale.stride():
         raise ValueError(f"k_scale and v_scale differ in strides: {k_scale.stride()} and {v_scale.stride()}")

@@ -1,4 +1,4 @@
-"""The matrix product of a layer: a library's, but for the few rows at which another kernel is faster."""
+"""The matrix product of a layer: the library's, or a Triton kernel's for few rows, where it is faster."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def linear(
         x: ``[..., in]``
         weight: ``[out, in]``
         bias: ``[out]``
-        out_dtype: of the result; None: x's. Where the product can be had unrounded, it is rounded once, to this.
-        invariant: a row comes out bitwise the same whatever the other rows: on a GPU, for a 2-dimensional x.
+        out_dtype: of the result; None: x's. The product is rounded once, to this, where the library supports it.
+        invariant: a row comes out bitwise the same in any batch; on a GPU, for a 2-dimensional x.
     """
     if invariant and x.ndim == 2 and gpu.takes(x) and weight.dtype == x.dtype:
         return gpu.kernels("matmul").matmul(x, weight, bias, out_dtype)  # type: ignore[no-any-return]

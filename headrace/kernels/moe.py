@@ -9,14 +9,13 @@ from headrace.errors import ConfigError
 from headrace.kernels import gpu
 from headrace.kernels.activation import clamped_swiglu, gelu_mul, gelu_tanh_mul, silu_mul
 from headrace.kernels.linear import linear
-from headrace.spec import CLAMPED_SWIGLU, MoeSpec
+from headrace.model_spec import CLAMPED_SWIGLU, MoeSpec
 
 GATES = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", CLAMPED_SWIGLU)
-"""What ``MoeSpec.act`` may be."""
-
+"""Values of ``MoeSpec.act``."""
 
 MOST_ROUTED = 64
-"""Tokens up to which one kernel takes them as they are to their logits; more are for a library's product."""
+"""Tokens up to which the router kernel is used; more take a library's product."""
 
 
 def router_logits(
@@ -43,10 +42,7 @@ def router_logits(
     return linear(x.float(), weight, bias, invariant=invariant)
 
 
-def router_logits_twin(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    return F.linear(x.float(), weight, bias)
-
-
+@gpu.dispatch("moe.route")
 def route(
     logits: torch.Tensor, spec: MoeSpec, correction_bias: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,13 +61,6 @@ def route(
         ValueError: a tensor does not fit the spec.
     """
     check_route(logits, spec, correction_bias)
-    run = gpu.kernels("moe").route if gpu.takes(logits) else route_twin
-    return run(logits, spec, correction_bias)
-
-
-def route_twin(
-    logits: torch.Tensor, spec: MoeSpec, correction_bias: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
     scores = logits.softmax(-1) if spec.scoring == "softmax" else logits.sigmoid()
     ranked = scores if correction_bias is None else scores + correction_bias
     if spec.top_groups < spec.num_groups:
@@ -87,11 +76,11 @@ def route_twin(
 
 
 def check_route(logits: torch.Tensor, spec: MoeSpec, correction_bias: torch.Tensor | None) -> None:
-    """Raises ValueError where ``route`` must."""
+    """Raises ValueError where a tensor does not fit the spec."""
     if logits.ndim != 2 or logits.shape[1] != spec.num_experts or logits.dtype != torch.float32:
         raise ValueError(f"logits must be [T, {spec.num_experts}] float32, not {list(logits.shape)} {logits.dtype}")
     if (correction_bias is not None) != spec.correction_bias:
-        raise ValueError(f"correction_bias is {'missing' if spec.correction_bias else 'given to a spec without it'}")
+        raise ValueError(f"correction_bias is {'missing' if spec.correction_bias else 'not supported by the spec'}")
     if correction_bias is not None and (correction_bias.shape != (spec.num_experts,) or correction_bias.dtype != torch.float32):
         raise ValueError(f"correction_bias must be [{spec.num_experts}] float32")
 
@@ -122,7 +111,7 @@ def moe_mlp(
         gate_up_bias: ``[num_experts, 2 * intermediate_size]``
         down_bias: ``[num_experts, hidden]``
         plus: ``[T, hidden]`` of x's dtype, contiguous: what is added to the rounded sum.
-        invariant: a token comes out bitwise the same whatever the other tokens: on a GPU.
+        invariant: a token comes out bitwise the same in any batch; on a GPU.
 
     Returns:
         ``[T, hidden]``
@@ -130,58 +119,6 @@ def moe_mlp(
     Raises:
         ValueError: a tensor does not fit the others.
     """
-    check_moe_mlp(x, experts, weights, gate_up, down, spec, gate_up_bias, down_bias)
-    given = (x, experts, weights, gate_up, down, spec, gate_up_bias, down_bias)
-    if plus is not None and (plus.shape != x.shape or plus.dtype != x.dtype or not plus.is_contiguous()):
-        raise ValueError(f"plus must be {list(x.shape)} {x.dtype} and contiguous, not {list(plus.shape)} {plus.dtype}")
-    if gpu.takes(x):
-        return gpu.kernels("moe").moe_mlp(*given, plus=plus, invariant=invariant)  # type: ignore[no-any-return]
-    return moe_mlp_twin(*given, plus=plus)
-
-
-def moe_mlp_twin(
-    x: torch.Tensor,
-    experts: torch.Tensor,
-    weights: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    spec: MoeSpec,
-    gate_up_bias: torch.Tensor | None = None,
-    down_bias: torch.Tensor | None = None,
-    *,
-    plus: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Choices sorted by expert, then an expert at a time; experts that nobody chose cost nothing."""
-    tokens, top_k = experts.shape
-    flat = experts.flatten().long()
-    order = flat.argsort(stable=True)
-    counts = torch.bincount(flat, minlength=spec.num_experts).tolist()
-    weighted = x.new_empty(tokens * top_k, x.shape[1])
-    factors = weights.flatten().unsqueeze(1)
-    start = 0
-    for expert, count in enumerate(counts):
-        if not count:
-            continue
-        choices = order[start : start + count]
-        start += count
-        hidden = F.linear(x[choices // top_k], gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
-        out = F.linear(gated(hidden, spec), down[expert], None if down_bias is None else down_bias[expert])
-        weighted[choices] = (out.float() * factors[choices]).to(x.dtype)
-    total = weighted.view(tokens, top_k, x.shape[1]).sum(1)
-    return total if plus is None else total + plus
-
-
-def check_moe_mlp(
-    x: torch.Tensor,
-    experts: torch.Tensor,
-    weights: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    spec: MoeSpec,
-    gate_up_bias: torch.Tensor | None,
-    down_bias: torch.Tensor | None,
-) -> None:
-    """Raises ValueError where ``moe_mlp`` must."""
     tokens, hidden = x.shape
     count, inner = spec.num_experts, spec.intermediate_size
     expected: list[tuple[str, torch.Tensor | None, tuple[int, ...], torch.dtype]] = [
@@ -191,12 +128,33 @@ def check_moe_mlp(
         ("down", down, (count, hidden, inner), x.dtype),
         ("gate_up_bias", gate_up_bias, (count, 2 * inner), x.dtype),
         ("down_bias", down_bias, (count, hidden), x.dtype),
+        ("plus", plus, (tokens, hidden), x.dtype),
     ]
     for name, tensor, shape, dtype in expected:
         if tensor is not None and (tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous()):
             raise ValueError(f"{name} must be {list(shape)} {dtype} and contiguous, not {list(tensor.shape)} {tensor.dtype}")
     if tokens and x.stride(1) != 1:
         raise ValueError("the last axis of x must be contiguous")
+    if gpu.takes(x):
+        arguments = (x, experts, weights, gate_up, down, spec, gate_up_bias, down_bias)
+        return gpu.kernels("moe").moe_mlp(*arguments, plus=plus, invariant=invariant)  # type: ignore[no-any-return]
+    # Choices sorted by expert, then an expert at a time: experts without tokens cost nothing.
+    flat = experts.flatten().long()
+    order = flat.argsort(stable=True)
+    counts = torch.bincount(flat, minlength=spec.num_experts).tolist()
+    weighted = x.new_empty(tokens * spec.top_k, x.shape[1])
+    factors = weights.flatten().unsqueeze(1)
+    start = 0
+    for expert, count in enumerate(counts):
+        if not count:
+            continue
+        choices = order[start : start + count]
+        start += count
+        both = F.linear(x[choices // spec.top_k], gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
+        out = F.linear(gated(both, spec), down[expert], None if down_bias is None else down_bias[expert])
+        weighted[choices] = (out.float() * factors[choices]).to(x.dtype)
+    total = weighted.view(tokens, spec.top_k, x.shape[1]).sum(1)
+    return total if plus is None else total + plus
 
 
 def gated(gate_up: torch.Tensor, spec: MoeSpec) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Attention over a paged cache, as the formula says it: a row at a time, in float64."""
+"""Reference attention over a paged cache: a row at a time, in float64."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ def paged_attention(
     sinks: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    visible_ends: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention of packed queries, which are the last tokens of their rows.
+    """Causal attention of packed queries, the last tokens of their rows; ``visible_ends`` extends what they see.
 
     Args:
         q: ``[T, num_heads, d]``
@@ -33,6 +34,7 @@ def paged_attention(
         soft_cap: ``logits = soft_cap * tanh(logits / soft_cap)``
         sinks: ``[num_heads]``: a logit a head that joins the softmax and carries no value.
         k_scale, v_scale: ``[blocks, block_size, kv_heads]`` float32, for keys and values in e4m3.
+        visible_ends: ``[T]`` int32: the position before which a token sees keys; None: up to its own.
 
     Returns:
         ``[T, num_heads, dv]`` in q's dtype.
@@ -45,7 +47,7 @@ def paged_attention(
         start, end = starts[row : row + 2]
         if start == end or not length:
             continue
-        # Behind the window of a row's first query, blocks may be another row's by now.
+        # Blocks before the window of a row's first query may belong to another row.
         low = 0 if window is None else max(0, length - (end - start) + 1 - window)
         blocks = block_tables[row].long()
         k, v = (side[blocks].double().flatten(0, 1)[low:length] for side in (keys, values))
@@ -58,7 +60,7 @@ def paged_attention(
             logits = soft_cap * torch.tanh(logits / soft_cap)
         position = torch.arange(length - (end - start), length, device=q.device)[:, None]
         key = torch.arange(low, length, device=q.device)
-        seen = key <= position
+        seen = key < (position + 1 if visible_ends is None else visible_ends[start:end, None])
         if window is not None:
             seen &= key > position - window
         logits = logits.masked_fill(~seen, -torch.inf)

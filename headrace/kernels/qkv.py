@@ -1,15 +1,16 @@
-"""From a layer's fused projection to attention: QK-norm, rotary embedding and the write to the KV cache in one."""
+"""From a layer's fused projection to attention: QK-norm, rotary embedding and KV cache write in one."""
 
 from __future__ import annotations
 
 import torch
 
 from headrace.kernels import gpu
-from headrace.kernels.kv_cache import reshape_and_cache_twin
-from headrace.kernels.norm import offset_rms_norm_twin, rms_norm_twin
-from headrace.kernels.rotary import rotate_twin
+from headrace.kernels.kv_cache import reshape_and_cache
+from headrace.kernels.norm import rms_norm_ref
+from headrace.kernels.rotary import rotate_ref
 
 
+@gpu.dispatch("qkv.norm_rotate_and_cache")
 def norm_rotate_and_cache(
     qkv: torch.Tensor,
     num_heads: int,
@@ -39,12 +40,12 @@ def norm_rotate_and_cache(
         slot_mapping: ``[T]`` int64; -1 writes nothing to the cache.
         cos_sin: ``[T, rotary_dim]`` float32: a token's cosines, then its sines; for a ``rotary_dim`` above 0.
         q_weight, k_weight: ``[d]``, of qkv's dtype: weights of the RMS norm of each head; None: no norm.
-        offset: those norms are ``kernels.norm.offset_rms_norm``.
+        offset: those norms multiply by ``1 + weight``.
         v_from_k: the values are the keys before their norm and rotation, and ``qkv`` has no v.
         v_norm: each head of v goes through the RMS norm without weights.
         v_factor: what v is multiplied by after that.
         k_scale, v_scale: ``[blocks, block_size, kv_heads]`` float32, for a cache in e4m3.
-        q_out: ``[T, num_heads, d]`` for the finished q; None: it takes the place of q in ``qkv``.
+        q_out: ``[T, num_heads, d]`` for the finished q; None: written in place of q in ``qkv``.
 
     Returns:
         ``[T, num_heads, d]``: the finished q.
@@ -53,68 +54,24 @@ def norm_rotate_and_cache(
         ConfigError: the device cannot do FP8.
         ValueError: a tensor does not fit the others.
     """
-    run = gpu.kernels("qkv").norm_rotate_and_cache if gpu.takes(qkv) else norm_rotate_and_cache_twin
-    return run(
-        qkv,
-        num_heads,
-        key_cache,
-        value_cache,
-        slot_mapping,
-        cos_sin=cos_sin,
-        rotary_dim=rotary_dim,
-        q_weight=q_weight,
-        k_weight=k_weight,
-        eps=eps,
-        offset=offset,
-        v_from_k=v_from_k,
-        v_norm=v_norm,
-        v_factor=v_factor,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        q_out=q_out,
-    )
-
-
-def norm_rotate_and_cache_twin(
-    qkv: torch.Tensor,
-    num_heads: int,
-    key_cache: torch.Tensor | None,
-    value_cache: torch.Tensor | None,
-    slot_mapping: torch.Tensor | None,
-    *,
-    cos_sin: torch.Tensor | None = None,
-    rotary_dim: int = 0,
-    q_weight: torch.Tensor | None = None,
-    k_weight: torch.Tensor | None = None,
-    eps: float = 0.0,
-    offset: bool = False,
-    v_from_k: bool = False,
-    v_norm: bool = False,
-    v_factor: float = 1.0,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-    q_out: torch.Tensor | None = None,
-) -> torch.Tensor:
     kv_heads, head_dim, v_head_dim = check_qkv(qkv, num_heads, key_cache, value_cache, cos_sin, rotary_dim, v_from_k)
     q, k = qkv[:, : num_heads * head_dim], qkv[:, num_heads * head_dim : (num_heads + kv_heads) * head_dim]
     v = k if v_from_k else qkv[:, (num_heads + kv_heads) * head_dim :]
     q_view = q.view(len(qkv), num_heads, head_dim)
     q, k = q_view, k.view(len(qkv), kv_heads, head_dim)
-    norm = offset_rms_norm_twin if offset else rms_norm_twin
     if q_weight is not None:
-        q = norm(q, q_weight, eps)
+        q = rms_norm_ref(q, q_weight, eps, offset=offset)
     if k_weight is not None and kv_heads:
-        k = norm(k, k_weight, eps)
+        k = rms_norm_ref(k, k_weight, eps, offset=offset)
     if cos_sin is not None and rotary_dim:
-        q, k = rotate_twin(q, k, cos_sin, rotary_dim)
+        q, k = rotate_ref(q, k, cos_sin, rotary_dim)
     if key_cache is not None and value_cache is not None and slot_mapping is not None:
         v = v.view(len(qkv), kv_heads, v_head_dim)
         if v_norm:
-            v = rms_norm_twin(v, v.new_ones(v_head_dim), eps)
+            v = rms_norm_ref(v, v.new_ones(v_head_dim), eps)
         if v_factor != 1:
             v = v * v_factor
-        dtype = "auto" if k_scale is None and v_scale is None else "fp8_e4m3"
-        reshape_and_cache_twin(k, v, key_cache, value_cache, slot_mapping, dtype, k_scale, v_scale)
+        reshape_and_cache(k, v, key_cache, value_cache, slot_mapping, k_scale, v_scale)
     return (q_view if q_out is None else q_out).copy_(q)
 
 

@@ -21,7 +21,7 @@ def rotate(q: torch.Tensor, k: torch.Tensor, cos_sin: torch.Tensor, rotary_dim: 
     """
     native = kernels_for(q)
     if native is None or k.dtype != q.dtype:
-        return rotate_twin(q, k, cos_sin, rotary_dim)
+        return rotate_ref(q, k, cos_sin, rotary_dim)
     cos_sin = cos_sin.contiguous()
     return _rotate(native, q, cos_sin, rotary_dim), _rotate(native, k, cos_sin, rotary_dim)
 
@@ -48,7 +48,12 @@ def rotate_and_write(
     """
     native = kernels_for(q)
     if native is None or not q.dtype == k.dtype == v.dtype == rows.dtype:
-        return rotate_and_write_twin(q, k, v, cos_sin, rotary_dim, rows, slots)
+        if rotary_dim:
+            q, k = rotate_ref(q, k, cos_sin, rotary_dim)
+        kept = slots >= 0
+        blocks, offsets = slots[kept] // rows.shape[1], slots[kept] % rows.shape[1]
+        rows[blocks, offsets] = torch.cat((k, v), dim=-1)[kept]
+        return q
     q, k, v, cos_sin, slots = _by_heads(q), _by_heads(k), _by_heads(v), cos_sin.contiguous(), slots.contiguous()
     tokens, heads, width = q.shape
     out = torch.empty(tokens, heads, width, dtype=q.dtype)
@@ -99,29 +104,12 @@ def _rotate(native: NativeKernels, x: torch.Tensor, cos_sin: torch.Tensor, rotar
     return out
 
 
-def rotate_twin(q: torch.Tensor, k: torch.Tensor, cos_sin: torch.Tensor, rotary_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+def rotate_ref(q: torch.Tensor, k: torch.Tensor, cos_sin: torch.Tensor, rotary_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     cos, sin = cos_sin.unsqueeze(1).chunk(2, dim=-1)
-    return _rotate_twin(q, cos, sin, rotary_dim), _rotate_twin(k, cos, sin, rotary_dim)
+    return _rotate_ref(q, cos, sin, rotary_dim), _rotate_ref(k, cos, sin, rotary_dim)
 
 
-def _rotate_twin(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotary_dim: int) -> torch.Tensor:
+def _rotate_ref(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotary_dim: int) -> torch.Tensor:
     first, second = x[..., :rotary_dim].float().chunk(2, dim=-1)
     rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
     return rotated if rotary_dim == x.shape[-1] else torch.cat((rotated, x[..., rotary_dim:]), dim=-1)
-
-
-def rotate_and_write_twin(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cos_sin: torch.Tensor,
-    rotary_dim: int,
-    rows: torch.Tensor,
-    slots: torch.Tensor,
-) -> torch.Tensor:
-    if rotary_dim:
-        q, k = rotate_twin(q, k, cos_sin, rotary_dim)
-    kept = slots >= 0
-    blocks, offsets = slots[kept] // rows.shape[1], slots[kept] % rows.shape[1]
-    rows[blocks, offsets] = torch.cat((k, v), dim=-1)[kept]
-    return q

@@ -12,7 +12,7 @@ import torch
 MIN_SM = 80
 """Compute capability, as major * 10 + minor: older devices have no bfloat16."""
 NATIVE_FP8_SM = 89
-"""From here on the device itself converts between float32 and e4m3."""
+"""Devices from this capability on convert between float32 and e4m3 in hardware."""
 
 
 def interpreted() -> bool:
@@ -31,9 +31,9 @@ def compute_capability(device: torch.device | str) -> int | None:
 
 def refusals(device: torch.device | str) -> list[str]:
     """Reasons why Triton kernels cannot run on a device; empty: they can."""
-    found = importlib.util.find_spec("triton")
-    # Any folder of that name on the path is found too, but has no origin.
-    if found is None or found.origin is None:
+    installed = importlib.util.find_spec("triton")
+    # Any folder of that name on the path is installed too, but has no origin.
+    if installed is None or installed.origin is None:
         return ["Triton is not installed"]
     if torch.device(device).type != "cuda":
         return [] if interpreted() else [f"Triton kernels run on CUDA devices, or with TRITON_INTERPRET=1, not on {device}"]
@@ -53,16 +53,16 @@ def fp8_refusals(device: torch.device | str) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Resources:
-    """What a launch can count on."""
+    """Resources of a launch."""
 
     multiprocessors: int
     shared_memory: int
-    """Bytes that one program may have."""
+    """Bytes available to one program."""
 
 
 @functools.cache
 def resources(device: torch.device) -> Resources:
-    """Of a CUDA device; of any other, numbers with which the interpreter takes the same ways."""
+    """Resources of a CUDA device; for others, numbers with which the interpreter takes the same branches."""
     if device.type != "cuda":
         return Resources(8, 227 << 10)
     properties = torch.cuda.get_device_properties(device)

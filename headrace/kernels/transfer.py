@@ -1,4 +1,4 @@
-"""Small arrays on their way to the device, which nothing waits for."""
+"""Asynchronous copies of small arrays to the device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def upload(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """The array on the device; on a CPU the two share memory, so the array must not be changed afterwards."""
+    """Copies the array to the device; on a CPU the two share memory, so the array must not be changed afterwards."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     if device.type == "cpu":
         return tensor
@@ -18,17 +18,17 @@ def upload(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
 
 
 class Mark:
-    """A place in the device's current stream that the host can wait for; on a CPU, where nothing runs behind, no more."""
+    """An event in the device's current stream that the host can wait for; a no-op on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._event = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def set(self) -> None:
-        """Here, behind all that was launched."""
+        """Records the event after all launched work."""
         if self._event is not None:
             self._event.record()
 
     def wait(self) -> None:
-        """Until the device has passed the place where it was set last, if it ever was."""
+        """Waits until the device has passed the last recorded event, if any."""
         if self._event is not None:
             self._event.synchronize()

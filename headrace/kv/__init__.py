@@ -1,7 +1,8 @@
-"""Who owns which KV block. No tensors."""
+"""Ownership of KV blocks and the prefix cache. No tensors."""
 
 from headrace.kv.block_pool import NULL_BLOCK, BlockPool
+from headrace.kv.identity import CacheIdentity, Item
 from headrace.kv.manager import KVCacheManager, SequenceBlocks
 from headrace.kv.prefix_cache import Hit
 
-__all__ = ["NULL_BLOCK", "BlockPool", "Hit", "KVCacheManager", "SequenceBlocks"]
+__all__ = ["NULL_BLOCK", "BlockPool", "CacheIdentity", "Hit", "Item", "KVCacheManager", "SequenceBlocks"]

@@ -1,4 +1,4 @@
-"""BlockPool: the blocks of one cache group, who holds them, and in which order free ones are taken."""
+"""BlockPool: ownership and eviction order of the blocks of one cache group."""
 
 from __future__ import annotations
 
@@ -7,51 +7,49 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 
 from headrace.errors import EngineError
-from headrace.kv.holes import Holes
+from headrace.kv.free_blocks import FreeBlocks
 from headrace.kv.prefix_cache import BlockKey, PrefixIndex
 
 NULL_BLOCK = 0
-"""Holds no data and is never handed out: it stands in block tables where a group keeps nothing."""
+"""Never allocated and never holds data: block tables name it where a group keeps nothing."""
 
 
 class BlockPool:
-    """A run of block numbers, each in exactly one state:
+    """A range of block numbers, each in exactly one state:
 
     * held: owned by one or more sequences;
-    * pending: owned by nobody, but a launched step may still write it (a *fence* says which);
-    * cached: free, yet its content can be found by its key; evicted in least-recently-used order;
-    * empty: free, and holds nothing of use.
+    * pending: without an owner, but a launched step may still write it (its *fence* is the last such step);
+    * cached: free, but still findable by its key; evicted in least-recently-used order;
+    * empty: free, without useful content.
 
-    Pending and held blocks may have a key as well. Allocation takes empty blocks first. Every operation on a
-    block is O(1), but for ``cede``, which is rare.
+    Pending and held blocks may have a key too. Allocation takes empty blocks first. Every operation on a block is O(1)
+    except ``shrink``, which is rare. A held block may also be pinned: then it keeps its number.
 
     Args:
-        blocks: its block numbers at first.
-        holes: to keep the empty ones in, if ``extend`` and ``cede`` are to be used; else they are a simple stack.
-        ticks: the clock of ``oldest``; pools that are to be compared share it.
+        blocks: the initial block numbers.
+        free_blocks: container of the empty blocks, required for ``extend`` and ``shrink``; default: a stack.
+        ticks: the clock of ``oldest``; pools whose ages are compared share it.
     """
 
-    def __init__(self, blocks: range, holes: Holes | None = None, ticks: Iterator[int] | None = None) -> None:
+    def __init__(self, blocks: range, free_blocks: FreeBlocks | None = None, ticks: Iterator[int] | None = None) -> None:
         self.blocks = blocks
         self.index = PrefixIndex()
         self._owners: dict[int, set[int]] = {}
-        self._empty: list[int] | Holes = [] if holes is None else holes
+        self._empty: list[int] | FreeBlocks = [] if free_blocks is None else free_blocks
         self._empty.extend(reversed(blocks))
         self._cached: dict[int, int] = {}
         """block -> the tick at which it became free."""
         self._lru: OrderedDict[int, int] = OrderedDict()
-        """The other way round, oldest first."""
+        """The inverse of ``_cached``, oldest first."""
         self._ticks = itertools.count() if ticks is None else ticks
+        self._pins: dict[int, int] = {}
+        """block -> how many transfers read or write it."""
         self._pending: dict[int, int] = {}
         self._fences: deque[tuple[int, int]] = deque()
 
     @property
-    def num_usable(self) -> int:
-        return len(self.blocks)
-
-    @property
     def num_free(self) -> int:
-        """Blocks that ``allocate`` can hand out now."""
+        """Blocks that ``allocate`` can return now."""
         return len(self._empty) + len(self._cached)
 
     @property
@@ -64,7 +62,7 @@ class BlockPool:
 
     @property
     def num_pending(self) -> int:
-        """Blocks that become free once the steps already launched have been collected."""
+        """Blocks that become free once the launched steps are collected."""
         return len(self._pending)
 
     @property
@@ -74,28 +72,33 @@ class BlockPool:
 
     @property
     def oldest(self) -> int | None:
-        """The tick at which the cached block became free that would be evicted first."""
+        """The tick at which the next cached block to evict became free."""
         return next(iter(self._lru), None)
 
     @property
     def newest(self) -> int | None:
         return next(reversed(self._lru), None)
 
+    @property
+    def pinned(self) -> range | None:
+        """The range from the first to the last pinned block; None if none is pinned."""
+        return range(min(self._pins), max(self._pins) + 1) if self._pins else None
+
     def owners(self, block: int) -> frozenset[int]:
         return frozenset(self._owners.get(block, ()))
 
     def is_free(self, block: int) -> bool:
-        """True if holding this block would lessen ``num_free``."""
+        """True if acquiring this block would reduce ``num_free``."""
         return block not in self._owners and block not in self._pending
 
     def allocate(self, count: int, owner: int) -> list[int]:
-        """Hands out ``count`` blocks of undefined content.
+        """Returns ``count`` blocks of undefined content.
 
         Raises:
-            EngineError: fewer are free; ask ``num_free`` first.
+            EngineError: fewer than ``count`` blocks are free; check ``num_free`` first.
         """
         if count > self.num_free:
-            raise EngineError(f"sequence {owner} asked for {count} KV blocks; {self.num_free} of {self.num_usable} are free")
+            raise EngineError(f"sequence {owner} needs {count} KV blocks; {self.num_free} of {len(self.blocks)} are free")
         empty, owners, blocks = self._empty, self._owners, []
         for _ in range(count):
             block = empty.pop() if empty else self._evict()
@@ -104,7 +107,7 @@ class BlockPool:
         return blocks
 
     def share(self, block: int, owner: int) -> None:
-        """Makes ``owner`` one more holder of a block whose content it found by key or takes over from another sequence."""
+        """Adds ``owner`` to the owners of a block that it found by key or shares with another sequence."""
         owners = self._owners.get(block)
         if owners is not None:
             if owner in owners:
@@ -116,21 +119,22 @@ class BlockPool:
         elif block in self._cached:
             del self._lru[self._cached.pop(block)]
         else:
-            raise EngineError(f"KV block {block} holds nothing that sequence {owner} could share")
+            raise EngineError(f"sequence {owner} cannot share KV block {block}, which is empty")
         self._owners[block] = {owner}
 
     def release(self, blocks: Iterable[int], owner: int, fence: int | None) -> None:
-        """``owner`` lets go of ``blocks``; those released first are evicted first, so pass a sequence's tail first.
+        """Removes ``owner`` from ``blocks``. Blocks released first are evicted first, so pass a sequence's tail first.
 
         Args:
-            fence: the last launched step, if one of the steps in flight may still write these blocks; None if none does.
-                Fences never decrease from call to call.
+            fence: the last launched step if a step in flight may still write these blocks, else None. Fences never decrease
+                from call to call.
         """
         for block in blocks:
             owners = self._owners.get(block)
             if owners is None or owner not in owners:
-                held = sorted(owners) if owners else "nobody"
-                raise EngineError(f"sequence {owner} freed KV block {block}, which is held by {held}")
+                raise EngineError(
+                    f"sequence {owner} freed KV block {block}, which is held by {sorted(owners or ()) or 'no sequence'}"
+                )
             owners.remove(owner)
             if owners:
                 continue
@@ -141,64 +145,82 @@ class BlockPool:
                 self._pending[block] = fence
                 self._fences.append((fence, block))
 
+    def pin(self, blocks: Iterable[int], owner: int) -> None:
+        """Adds ``owner``, a transfer, to the owners of ``blocks``, which neither move nor become free before ``unpin``."""
+        for block in blocks:
+            self.share(block, owner)
+            self._pins[block] = self._pins.get(block, 0) + 1
+
+    def unpin(self, blocks: Iterable[int], owner: int, fence: int | None) -> None:
+        """Undoes ``pin``. Args as for ``release``."""
+        for block in blocks:
+            self.release([block], owner, fence)
+            self._pins[block] -= 1
+            if not self._pins[block]:
+                del self._pins[block]
+
     def collected(self, step: int) -> None:
-        """Every step up to and including ``step`` has been collected: blocks fenced by them become free."""
+        """Frees the blocks fenced by steps up to and including ``step``, which have been collected."""
         while self._fences and self._fences[0][0] <= step:
             fence, block = self._fences.popleft()
-            # A block that was shared again meanwhile is no longer pending, or waits behind a later fence of its own.
+            # A block that was shared again meanwhile is no longer pending, or has a later fence.
             if self._pending.get(block) == fence:
                 del self._pending[block]
                 self._make_free(block)
 
     def publish(self, block: int, key: BlockKey) -> BlockKey:
-        """Makes a held block findable by its key, unless an equal one is already; returns the key object in use."""
+        """Makes a held block findable by its key unless a block with an equal key is; returns the key object in use."""
         if block not in self._owners:
-            raise EngineError(f"KV block {block} was published by nobody that holds it")
+            raise EngineError(f"KV block {block} was published, but no sequence holds it")
         return self.index.put(key, block)
 
     def forget(self) -> None:
-        """Drops every key: nothing computed so far can be found again."""
+        """Drops every key, so that no block computed so far can be found again."""
         self.index.clear()
         self._empty.extend(reversed(self._lru.values()))
         self._cached.clear()
         self._lru.clear()
 
     def evict(self) -> None:
-        """Empties the least recently used cached block. There must be one."""
+        """Empties the least recently used cached block; there must be one."""
         self._empty.append(self._evict())
 
-    # ------------------------------------------------------------------ the run of numbers
+    # ------------------------------------------------------------------ range of block numbers
 
     def extend(self, side: int, count: int) -> None:
-        """Adds empty blocks at the run's end (``side`` 1) or beginning (-1)."""
+        """Adds empty blocks at the end (``side`` 1) or the beginning (-1) of the range."""
         start, stop = self.blocks.start, self.blocks.stop
         added = range(stop, stop + count) if side > 0 else range(start - count, start)
         self.blocks = range(start, added.stop) if side > 0 else range(added.start, stop)
         self._empty.extend(added)
 
-    def cede(self, side: int, count: int) -> list[tuple[int, int]]:
-        """Gives up blocks at the run's end (``side`` 1) or beginning (-1); what lives there moves to empty blocks, of which
-        there must be enough.
+    def shrink(self, side: int, count: int) -> list[tuple[int, int]]:
+        """Removes blocks at the end (``side`` 1) or the beginning (-1) of the range. Those in use move to other empty blocks.
 
         Returns:
-            ``(from, to)`` of each that moved.
+            (source, target) of each move.
+
+        Raises:
+            EngineError: too few other blocks are empty, or a block to remove is pinned.
         """
         start, stop = self.blocks.start, self.blocks.stop
         blocks = range(stop - count, stop) if side > 0 else range(start, start + count)
         kept = range(start, blocks.start) if side > 0 else range(blocks.stop, stop)
-        if not isinstance(self._empty, Holes):
-            raise EngineError("this pool's blocks are its own for good")
-        living = [block for block in blocks if not self._empty.discard(block)]
-        if len(living) > len(self._empty):
-            raise EngineError(f"{len(living)} KV blocks are to move to {len(self._empty)} empty ones")
+        if not isinstance(self._empty, FreeBlocks):
+            raise EngineError("a pool without free_blocks cannot shrink")
+        if any(block in blocks for block in self._pins):
+            raise EngineError(f"KV blocks {blocks} cannot move: some of them are pinned: {sorted(self._pins)}")
+        in_use = [block for block in blocks if not self._empty.discard(block)]
+        if len(in_use) > len(self._empty):
+            raise EngineError(f"{len(in_use)} KV blocks cannot move to {len(self._empty)} empty ones")
         self.blocks = kept
-        moves = [(block, self._empty.pop()) for block in living]
+        moves = [(block, self._empty.pop()) for block in in_use]
         for source, target in moves:
             self._move(source, target)
         return moves
 
     def _move(self, source: int, target: int) -> None:
-        """``target``, which is nothing yet, becomes what ``source`` was."""
+        """Transfers the state of ``source`` to ``target``, which is in no state."""
         if source in self._owners:
             self._owners[target] = self._owners.pop(source)
         elif source in self._cached:
@@ -215,7 +237,7 @@ class BlockPool:
     def check_integrity(self) -> None:
         """Raises EngineError unless every block is in exactly one state and every key belongs to one block."""
         states = [*self._owners, *self._pending, *self._cached, *self._empty]
-        if len(states) != self.num_usable or set(states) != set(self.blocks):
+        if len(states) != len(self.blocks) or set(states) != set(self.blocks):
             seen: set[int] = set()
             doubled = sorted({block for block in states if block in seen or seen.add(block)})  # type: ignore[func-returns-value]
             lost = sorted(set(self.blocks) - set(states))
@@ -224,6 +246,8 @@ class BlockPool:
             raise EngineError("the order in which cached KV blocks are evicted is not that in which they became free")
         if unowned := [block for block, owners in self._owners.items() if not owners]:
             raise EngineError(f"KV blocks held by an empty set of owners: {unowned}")
+        if unheld := [block for block in self._pins if block not in self._owners]:
+            raise EngineError(f"pinned KV blocks that nothing holds: {sorted(unheld)}")
         if stray := [block for block in self._empty if self.index.key_of(block) is not None]:
             raise EngineError(f"empty KV blocks that can still be found by key: {stray}")
         if keyless := [block for block in self._cached if self.index.key_of(block) is None]:

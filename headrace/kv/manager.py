@@ -1,105 +1,95 @@
-"""KVCacheManager: the blocks of every sequence, over all cache groups."""
+"""KVCacheManager: allocates, shares and frees the blocks of sequences over all cache groups."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
 
 from headrace.config import CacheConfig
 from headrace.errors import EngineError
 from headrace.kv.block_pool import NULL_BLOCK
-from headrace.kv.prefix_cache import Hit, KeyChain, find_hit, first_visible_block, root_key
-from headrace.kv.strips import Strips
-from headrace.spec import CacheGroup, Mode
+from headrace.kv.block_regions import BlockRegions
+from headrace.kv.identity import CacheIdentity
+from headrace.kv.prefix_cache import Hit, KeyChain, find_hit, first_visible_block
+from headrace.model_spec import CacheGroup
 
 NewBlocks = tuple[tuple[int, ...], ...]
-"""Per cache group, what to append to a sequence's block table."""
+"""Per cache group, the blocks to append to a sequence's block table."""
 Move = tuple[int, int, int]
-"""Cache group, and the numbers of two of its blocks: the content of the first is to be copied to the second."""
+"""(cache group, source block, target block): the content of the source is copied to the target."""
 
 
+@dataclasses.dataclass(slots=True, eq=False, repr=False)
 class SequenceBlocks:
-    """The block tables of one sequence. Made by ``KVCacheManager.open``; changed by the manager alone.
+    """The block tables of one sequence. Created by ``KVCacheManager.open`` and changed only by the manager.
 
-    All groups' tables have the same length: entry ``i`` is for tokens ``[i * block_size, (i + 1) * block_size)``, and is
-    the null block where the group's window has passed. The runner's copies keep the old number there: no row sees it.
+    The tables of all groups have the same length: entry ``i`` is for tokens ``[i * block_size, (i + 1) * block_size)``, or
+    the null block where the group's window has passed. The runner's copies keep the old number there: no row reads it.
     """
 
-    __slots__ = (
-        "capacity",
-        "generation",
-        "keep_from",
-        "keys",
-        "num_passed",
-        "num_published",
-        "salt",
-        "seq_id",
-        "spans",
-        "tables",
-        "token_ids",
-        "unsent",
-    )
+    seq_id: int
+    token_ids: list[int]
+    """The sequence's list of known tokens, shared with the scheduler, which appends to it."""
+    identity: CacheIdentity
+    """Its weight version is that of ``generation``."""
+    groups: dataclasses.InitVar[int]
+    tables: tuple[list[int], ...] = dataclasses.field(init=False)
+    capacity: int = 0
+    """Tokens that the tables have room for."""
+    unsent: int = 0
+    """Index of the first entry that has not been in a plan yet."""
+    keys: KeyChain | None = None
+    generation: int = -1
+    """The cache's generation in which these blocks were computed; only blocks of the current one can be shared."""
+    num_published: int = 0
+    """Leading blocks that are findable in the prefix cache, or whose equals are."""
+    num_passed: list[int] = dataclasses.field(init=False)
+    """Per group, leading entries that the window has passed."""
+    keep_from: int | None = None
+    """A position at which another sequence will fork: windows do not pass it until then."""
 
-    def __init__(
-        self, seq_id: int, token_ids: list[int], salt: str | None, spans: Sequence[tuple[int, int]], groups: int
-    ) -> None:
-        self.seq_id = seq_id
-        self.token_ids = token_ids
-        """The sequence's own list of known tokens, which grows."""
-        self.salt = salt
-        self.spans = spans
-        self.tables: tuple[list[int], ...] = tuple([] for _ in range(groups))
-        self.capacity = 0
-        """Tokens that the tables have room for."""
-        self.unsent = 0
-        """Entries from this one on have not been in a plan yet."""
-        self.keys: KeyChain | None = None
-        self.generation = -1
-        """The cache's generation in which these blocks were computed; only blocks of the current one can be shared."""
-        self.num_published = 0
-        """Leading blocks that are findable in the prefix cache (or whose equals are)."""
+    def __post_init__(self, groups: int) -> None:
+        self.tables = tuple([] for _ in range(groups))
         self.num_passed = [0] * groups
-        """Per group, leading entries that the window has passed."""
-        self.keep_from: int | None = None
-        """A position from which another sequence will fork: windows stay behind it until then."""
 
 
 class KVCacheManager:
-    """Allocates, shares and gives back the blocks of sequences.
+    """Allocates, shares and frees the blocks of sequences.
 
-    A full block becomes findable by others when the step that computed it has been collected (``advance``), not when
-    it is launched: stream order would make the latter safe for its content, but a step can still fail a row, and a row
-    that failed must not leave its KV to others.
+    A full block becomes findable by others when the step that computed it has been collected (``advance``), not when it is
+    launched: a row can still fail until then, and others must not use the KV of a failed row.
     """
 
-    def __init__(self, config: CacheConfig, mode: Mode = "dense") -> None:
+    def __init__(self, config: CacheConfig) -> None:
         self.block_size = config.block_size
         self.groups: tuple[CacheGroup, ...] = config.groups
         self.caching = config.enable_prefix_caching
-        self._strips = Strips(config.arena, self._moved)
-        self.pools = self._strips.pools
+        self._regions = BlockRegions(config.arena, self._moved)
+        self.pools = self._regions.pools
         self.moves: list[Move] = []
-        """Blocks that have moved since ``take_moves``, in order."""
+        """Moves of blocks since the last ``take_moves``, in order."""
         self._windows = tuple(group.window for group in config.groups)
         self._window_groups = tuple((i, window) for i, window in enumerate(self._windows) if window is not None)
         self._indexes = tuple(pool.index for pool in self.pools)
         self._bytes_per_block = sum(config.arena.block_bytes)
-        """Of one block in every group."""
-        self._mode = mode
+        """Sum over the groups of the bytes of one block."""
         self._weight_version = 0
         self._generation = 0
         self._sequences: dict[int, SequenceBlocks] = {}
         self._nothing: NewBlocks = tuple(() for _ in config.groups)
 
-    # ------------------------------------------------------------------ life of a sequence
+    # ------------------------------------------------------------------ sequences
 
-    def open(self, seq_id: int, token_ids: list[int], salt: str | None, spans: Sequence[tuple[int, int]]) -> SequenceBlocks:
-        """Empty tables for a sequence. ``token_ids`` is its own list: it is read again as it grows."""
-        return SequenceBlocks(seq_id, token_ids, salt, spans, len(self.groups))
+    def open(self, seq_id: int, token_ids: list[int], identity: CacheIdentity) -> SequenceBlocks:
+        """Creates empty tables for a sequence. The caller may append to ``token_ids`` later.
+
+        The manager fills in the identity's weight version.
+        """
+        return SequenceBlocks(seq_id, token_ids, identity, len(self.groups))
 
     def match(self, blocks: SequenceBlocks) -> Hit:
-        """The longest usable prefix of the known tokens in the cache. Takes nothing: ``attach`` does.
+        """Returns the longest cached prefix of the known tokens. Acquires nothing: ``attach`` does.
 
-        Always shorter than the sequence, so that its last token is computed and gives logits; never ends inside a span.
+        The prefix is shorter than the sequence, so that its last token is computed, and never ends inside an atomic item.
         """
         if not self.caching:
             return self.no_hit()
@@ -107,7 +97,7 @@ class KVCacheManager:
         most = (len(blocks.token_ids) - 1) // self.block_size
         while True:
             hit = find_hit(self._indexes, self._windows, keys, most, self.block_size)
-            boundary = self._outside_spans(hit.num_tokens, blocks.spans)
+            boundary = self._uncut_boundary(hit.num_tokens, blocks.identity)
             if boundary == hit.num_tokens:
                 return hit
             most = boundary // self.block_size
@@ -116,10 +106,10 @@ class KVCacheManager:
         return Hit(0, tuple([] for _ in self.groups))
 
     def fits(self, blocks: SequenceBlocks, hit: Hit | None, num_tokens: int, first_tokens: int) -> bool:
-        """True if there is room now for all ``num_tokens`` of a sequence that starts from ``hit`` (None: from its tables).
+        """True if all ``num_tokens`` of a sequence that starts from ``hit`` (None: from its tables) can have blocks now.
 
-        A window group gives back as it goes: of it, what the window holds when chunks are no longer than they must be
-        (``first_tokens``).
+        A window group frees blocks as the sequence advances: it counts the blocks that the window spans with chunks of
+        ``first_tokens``, the smallest possible.
         """
         start = blocks.capacity if hit is None else hit.num_tokens
         new = self._blocks_for(num_tokens) - start // self.block_size
@@ -132,10 +122,10 @@ class KVCacheManager:
                 first = self._blocks_for(min(num_tokens, start + first_tokens)) - start // self.block_size
                 needed = max(first + found, min(needed, self._most_held(window, first_tokens)))
             counts.append(needed)
-        return self._strips.bytes_of(counts) <= self._strips.free_bytes
+        return self._regions.available(counts)
 
     def attach(self, blocks: SequenceBlocks, hit: Hit) -> None:
-        """Makes a hit the beginning of a sequence's tables, which must be empty."""
+        """Starts a sequence's tables, which must be empty, with the blocks of a hit."""
         if blocks.capacity:
             raise EngineError(f"sequence {blocks.seq_id} holds KV blocks already")
         self._sequences[blocks.seq_id] = blocks
@@ -144,50 +134,49 @@ class KVCacheManager:
         self._share(blocks, hit)
 
     def can_fork(self, parent: SequenceBlocks, boundary: int) -> bool:
-        """True if the parent still has what a sequence that starts at ``boundary`` can see."""
+        """True if the parent still has every block that a sequence starting at ``boundary`` can see."""
         return parent.capacity >= boundary and all(
             passed <= first_visible_block(boundary, window, self.block_size)
             for passed, window in zip(parent.num_passed, self._windows, strict=True)
         )
 
     def fork(self, parent: SequenceBlocks, child: SequenceBlocks, boundary: int) -> None:
-        """The child shares the parent's blocks of the first ``boundary`` tokens (a multiple of the block size).
+        """Shares the parent's blocks of the first ``boundary`` tokens (a multiple of the block size) with the child.
 
-        They must have been computed. A parent's ``keep_from`` sees to it that ``can_fork`` stays true.
+        They must have been computed. The parent's ``keep_from`` keeps ``can_fork`` true until then.
         """
         if child.capacity:
             raise EngineError(f"sequence {child.seq_id} holds KV blocks already")
         if not self.can_fork(parent, boundary):
-            raise EngineError(f"sequence {parent.seq_id} no longer has the blocks that sequence {child.seq_id} is to share")
+            raise EngineError(f"sequence {parent.seq_id} no longer has the blocks to share with sequence {child.seq_id}")
         count = boundary // self.block_size
         shared = []
         for table, window in zip(parent.tables, self._windows, strict=True):
             first = first_visible_block(boundary, window, self.block_size)
             shared.append([NULL_BLOCK] * first + table[first:count])
         self._sequences[child.seq_id] = child
-        child.generation = parent.generation
+        child.generation, child.identity = parent.generation, parent.identity
         child.keys = parent.keys.fork(child.token_ids, count) if parent.keys else None
         child.num_published = min(count, parent.num_published)
         self._share(child, Hit(boundary, tuple(shared)))
 
-    def fork_boundary(self, num_prompt: int, spans: Sequence[tuple[int, int]]) -> int:
-        """How many tokens of a prompt its samples can share: full blocks, without its last token, cutting no span."""
-        return self._outside_spans((num_prompt - 1) // self.block_size * self.block_size, spans)
+    def fork_boundary(self, blocks: SequenceBlocks, num_prompt: int) -> int:
+        """Number of prompt tokens that samples can share: full blocks, without the last token, cutting no atomic item."""
+        return self._uncut_boundary((num_prompt - 1) // self.block_size * self.block_size, blocks.identity)
 
     def room(self, blocks: SequenceBlocks, start: int, *, pending: bool = False) -> int:
-        """How many tokens from ``start`` on could get blocks now (``pending``: once the launched steps are collected)."""
-        free = self._strips.free_bytes + (self._strips.pending_bytes if pending else 0)
-        return blocks.capacity + free // self._bytes_per_block * self.block_size - start
+        """Number of tokens from ``start`` that can have blocks now (``pending``: once the launched steps are collected)."""
+        return blocks.capacity + self._regions.most_of_each(pending=pending) * self.block_size - start
 
     def allocate(self, blocks: SequenceBlocks, end: int) -> NewBlocks | None:
-        """Room for the tokens up to ``end``; returns what to append to the runner's tables, or None if blocks are short.
+        """Allocates blocks for the tokens up to ``end``; returns what to append to the tables, or None if blocks are short.
 
-        The first call after ``attach`` or ``fork`` returns the shared blocks as well.
+        The first call after ``attach`` or ``fork`` also returns the shared blocks.
         """
         if end <= blocks.capacity and blocks.unsent * self.block_size == blocks.capacity:
             return self._nothing
         count = max(0, self._blocks_for(end) - len(blocks.tables[0]))
-        if not self._strips.provide([count] * len(self.pools)):
+        if not self._regions.reserve([count] * len(self.pools)):
             return None
         self._sequences[blocks.seq_id] = blocks
         for table, pool in zip(blocks.tables, self.pools, strict=True):
@@ -198,10 +187,10 @@ class KVCacheManager:
         return new
 
     def advance(self, blocks: SequenceBlocks, num_collected: int) -> None:
-        """The steps that computed the first ``num_collected`` tokens have been collected, and the tokens are known.
+        """Call when the steps that computed the first ``num_collected`` tokens have been collected and the tokens are known.
 
-        Publishes blocks that have become full; gives back blocks that neither this sequence's later tokens nor a step in
-        flight can see (whose tokens all come after the collected ones).
+        Publishes blocks that have become full. Frees blocks that later tokens of this sequence cannot see; steps in flight
+        compute later tokens only.
         """
         full = num_collected // self.block_size
         if full > blocks.num_published and self.caching:
@@ -213,10 +202,10 @@ class KVCacheManager:
                 self._pass(blocks, group, passed)
 
     def free(self, blocks: SequenceBlocks, fence: int | None) -> None:
-        """Gives every block back and empties the tables.
+        """Releases every block and empties the tables.
 
         Args:
-            fence: the last launched step if one in flight may still write these blocks, else None.
+            fence: the last launched step if a step in flight may still write these blocks, else None.
         """
         self._sequences.pop(blocks.seq_id, None)
         for group, (table, pool) in enumerate(zip(blocks.tables, self.pools, strict=True)):
@@ -228,50 +217,49 @@ class KVCacheManager:
         blocks.keep_from = None
 
     def collected(self, step: int) -> None:
-        """Every step up to ``step`` has been collected."""
+        """Call when every step up to ``step`` has been collected."""
         for pool in self.pools:
             pool.collected(step)
 
     # ------------------------------------------------------------------ the whole cache
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets all cached prefixes; sequences now running publish nothing more. False if there is no prefix cache."""
+        """Forgets all cached prefixes; running sequences publish no more blocks. Returns False if caching is disabled."""
         self._generation += 1
         for pool in self.pools:
             pool.forget()
         return self.caching
 
     def bump_weight_version(self) -> int:
-        """KV computed from now on is never mixed with KV computed before. Returns the new version."""
+        """Separates KV computed from now on from KV computed before. Returns the new version."""
         self._weight_version += 1
         self.reset_prefix_cache()
         return self._weight_version
 
     @property
     def num_used(self) -> int:
-        """Blocks that sequences hold or a launched step may still write, over all groups; where groups' blocks differ in
-        bytes, as many of average size as have as many bytes."""
-        return -(-self._strips.used_bytes * len(self.groups) // self._bytes_per_block)
+        """Blocks of all groups that sequences hold or a launched step may still write, in blocks of average size."""
+        return -(-self._regions.used_bytes * len(self.groups) // self._bytes_per_block)
 
     @property
     def num_total(self) -> int:
-        """Blocks that there is room for, counted likewise."""
-        return self._strips.arena.capacity * len(self.groups) // self._bytes_per_block
+        """Blocks that fit in the arena, in blocks of average size."""
+        return self._regions.arena.capacity * len(self.groups) // self._bytes_per_block
 
     @property
     def num_pending(self) -> int:
         return sum(pool.num_pending for pool in self.pools)
 
     def take_moves(self) -> tuple[Move, ...]:
-        """What is to be copied, in this order, before anything that was allocated since is written or read."""
+        """Returns the moves since the last call. Copy them in this order before any block allocated since is used."""
         moves = tuple(self.moves)
         self.moves.clear()
         return moves
 
     def too_small_for(self, num_tokens: int, first_tokens: int) -> str | None:
-        """Why a sequence of ``num_tokens`` cannot fit in an empty cache, or None.
+        """Returns why a sequence of ``num_tokens`` cannot fit in an empty cache, or None if it fits.
 
-        ``first_tokens`` is the longest chunk that cannot be cut further.
+        ``first_tokens``: the longest chunk that cannot be split.
         """
         counts = []
         for group in self.groups:
@@ -279,13 +267,13 @@ class KVCacheManager:
             if group.window is not None:
                 needed = min(needed, self._most_held(group.window, first_tokens))
             counts.append(needed)
-        needed_bytes, capacity = self._strips.bytes_of(counts), self._strips.arena.capacity
+        needed_bytes, capacity = self._regions.bytes_of(counts), self._regions.arena.capacity
         if needed_bytes <= capacity:
             return None
         if len(counts) == 1:
             return (
                 f"{num_tokens} tokens need {counts[0]} KV blocks of {self.block_size} tokens "
-                f"in the cache group '{self.groups[0].name}', which has {self.pools[0].num_usable}"
+                f"in the cache group '{self.groups[0].name}', which has {len(self.pools[0].blocks)}"
             )
         where = " and ".join(f"{count} in '{group.name}'" for count, group in zip(counts, self.groups, strict=True))
         return (
@@ -294,8 +282,8 @@ class KVCacheManager:
         )
 
     def check_integrity(self) -> None:
-        """Raises EngineError unless pools are sound and their owners are exactly the sequences' tables."""
-        self._strips.check_integrity()
+        """Raises EngineError unless pools are consistent and their owners match the sequences' tables."""
+        self._regions.check_integrity()
         for group, pool in enumerate(self.pools):
             owners: dict[int, set[int]] = {}
             for seq_id, blocks in self._sequences.items():
@@ -303,21 +291,21 @@ class KVCacheManager:
                     if block != NULL_BLOCK:
                         owners.setdefault(block, set()).add(seq_id)
             if stray := owners.keys() - set(pool.blocks):
-                raise EngineError(f"KV blocks {sorted(stray)} of group {group} stand in tables, and are outside its strip")
+                raise EngineError(f"KV blocks {sorted(stray)} of group {group} are in tables, but outside its region")
             for block in pool.blocks:
                 if pool.owners(block) != owners.get(block, set()):
                     raise EngineError(
                         f"KV block {block} of group {group} is owned by {sorted(pool.owners(block))}, "
-                        f"but stands in the tables of {sorted(owners.get(block, ()))}"
+                        f"but is in the tables of {sorted(owners.get(block, ()))}"
                     )
         for blocks in self._sequences.values():
             if len({len(table) for table in blocks.tables}) != 1:
                 raise EngineError(f"the block tables of sequence {blocks.seq_id} differ in length")
 
-    # ------------------------------------------------------------------ parts
+    # ------------------------------------------------------------------ helpers
 
     def _moved(self, group: int, source: int, target: int) -> None:
-        """A block has another number now: every table that has the old one gets it, and the runner is told to copy."""
+        """Replaces a moved block in every table and records the copy for the runner."""
         for seq_id in self.pools[group].owners(target):
             table = self._sequences[seq_id].tables[group]
             table[table.index(source)] = target
@@ -327,14 +315,13 @@ class KVCacheManager:
         return -(-num_tokens // self.block_size)
 
     def _most_held(self, window: int, chunk: int) -> int:
-        """Blocks in which ``chunk`` consecutive tokens and all that they see may lie."""
+        """Most blocks that ``chunk`` consecutive tokens and the tokens they see can span."""
         return (window - 1 + chunk + self.block_size - 2) // self.block_size + 1
 
-    def _outside_spans(self, boundary: int, spans: Sequence[tuple[int, int]]) -> int:
-        """The last block boundary up to ``boundary`` that lies inside no span."""
-        for start, end in reversed(spans):
-            if start < boundary < end:
-                boundary = start // self.block_size * self.block_size
+    def _uncut_boundary(self, boundary: int, identity: CacheIdentity) -> int:
+        """The last block boundary up to ``boundary`` that cuts no atomic item."""
+        while not identity.uncut(boundary):
+            boundary -= self.block_size
         return boundary
 
     def _share(self, blocks: SequenceBlocks, hit: Hit) -> None:
@@ -347,10 +334,10 @@ class KVCacheManager:
         blocks.capacity = hit.num_tokens
 
     def _current_keys(self, blocks: SequenceBlocks) -> KeyChain:
-        """The keys of a sequence that is about to be computed in this generation."""
+        """Returns the keys of a sequence in the current generation."""
         if blocks.keys is None or blocks.generation != self._generation:
-            root = root_key(blocks.salt, self._weight_version, self._mode)
-            blocks.keys = KeyChain(root, blocks.token_ids, blocks.spans, self.block_size)
+            blocks.identity = dataclasses.replace(blocks.identity, weight_version=self._weight_version)
+            blocks.keys = KeyChain(blocks.identity, blocks.token_ids, self.block_size)
             blocks.generation = self._generation
         return blocks.keys
 

@@ -1,18 +1,18 @@
-"""Prefix cache: which block holds the KV of which token history.
+"""Prefix cache: finds the block that holds the KV of a token history.
 
-A block's key is a hash chained over its parent's digest and its own tokens; the first parent (the root) stands for
-everything else that KV depends on: cache salt, weight version, mode. A digest only finds a candidate: a hit counts
-after the tokens of the block and of all its parents have been compared.
+A block's key is a hash over its parent's digest and its own payload, which the sequence's ``CacheIdentity`` derives from its
+tokens and items; the first parent (the root) covers salt, weights, adapter and attention mode. A digest only finds a
+candidate: a hit requires that the payloads of the block and of all its parents are equal.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-from array import array
 from collections.abc import Sequence
 
 from headrace.errors import EngineError
+from headrace.kv.identity import CacheIdentity
 
 
 def _digest(data: bytes) -> bytes:
@@ -20,9 +20,9 @@ def _digest(data: bytes) -> bytes:
 
 
 class BlockKey:
-    """The token history of one full block, as a link to its parent's.
+    """The token history of one full block: its own part and a link to its parent.
 
-    ``payload`` is the block's own part of the history in full: two keys are equal if the payloads of the whole chains are.
+    ``payload`` is the block's part of the history in full: two keys are equal if the payloads of their chains are.
     """
 
     __slots__ = ("digest", "parent", "payload")
@@ -33,18 +33,18 @@ class BlockKey:
         self.digest: bytes = _digest((parent.digest if parent else b"") + payload)
 
     def same_history(self, other: BlockKey) -> bool:
-        """Compares token by token, back to the first parent that both chains share as an object."""
-        mine: BlockKey | None = self
-        theirs: BlockKey | None = other
-        while mine is not theirs:
-            if mine is None or theirs is None or mine.payload != theirs.payload:
+        """Compares payloads, back to the first parent object that both chains share."""
+        a: BlockKey | None = self
+        b: BlockKey | None = other
+        while a is not b:
+            if a is None or b is None or a.payload != b.payload:
                 return False
-            mine, theirs = mine.parent, theirs.parent
+            a, b = a.parent, b.parent
         return True
 
 
 class PrefixIndex:
-    """Key -> block, for one cache group, and back."""
+    """Maps keys to blocks and blocks to keys, for one cache group."""
 
     def __init__(self) -> None:
         self._blocks: dict[bytes, int] = {}
@@ -54,7 +54,7 @@ class PrefixIndex:
         return len(self._keys)
 
     def find(self, key: BlockKey) -> tuple[int, BlockKey] | None:
-        """The block with this token history, and the equal key it was put in with."""
+        """Returns the block with this token history and the equal key stored with it."""
         block = self._blocks.get(key.digest)
         if block is None:
             return None
@@ -62,7 +62,7 @@ class PrefixIndex:
         return (block, known) if known.same_history(key) else None
 
     def put(self, key: BlockKey, block: int) -> BlockKey:
-        """Remembers ``block`` unless its digest is taken; returns the equal key known before, else ``key``."""
+        """Adds ``block`` unless the digest is taken; returns the equal key stored before, else ``key``."""
         if key.digest in self._blocks:
             found = self.find(key)
             return found[1] if found else key
@@ -79,7 +79,7 @@ class PrefixIndex:
         del self._blocks[self._keys.pop(block).digest]
 
     def move(self, source: int, target: int) -> None:
-        """What ``source`` held, if it had a key, is in ``target`` now."""
+        """Moves the key of ``source``, if it has one, to ``target``."""
         key = self._keys.pop(source, None)
         if key is not None:
             self._keys[target] = key
@@ -94,28 +94,18 @@ class PrefixIndex:
             raise EngineError("the prefix cache's keys and blocks do not match")
 
 
-def root_key(cache_salt: str | None, weight_version: int, mode: str) -> BlockKey:
-    """The parent of every first block computed under these conditions."""
-    salt = b"" if cache_salt is None else b"=" + cache_salt.encode()
-    return BlockKey(None, b"%d:%s:%s" % (weight_version, mode.encode(), salt))
-
-
 class KeyChain:
-    """The keys of one sequence's full blocks, made as they are asked for.
-
-    Tokens of a span see each other both ways, so the KV of its first tokens depends on its last: the block in which
-    a span starts has the bounds and all tokens of the span in its key; the blocks after it inherit them.
+    """The keys of one sequence's full blocks, computed on demand.
 
     Args:
-        token_ids: the sequence's own list, which may grow behind the keys made so far.
-        spans: ascending and disjoint ``(start, end)``.
+        token_ids: the sequence's list of known tokens, which may grow.
     """
 
-    def __init__(self, root: BlockKey, token_ids: list[int], spans: Sequence[tuple[int, int]], block_size: int) -> None:
+    def __init__(self, identity: CacheIdentity, token_ids: list[int], block_size: int) -> None:
+        self._identity = identity
         self._keys: list[BlockKey] = []
-        self._root = root
+        self._root = BlockKey(None, identity.root())
         self._token_ids = token_ids
-        self._spans = spans
         self._block_size = block_size
 
     def __getitem__(self, index: int) -> BlockKey:
@@ -125,14 +115,14 @@ class KeyChain:
         return self._keys[index]
 
     def adopt(self, index: int, key: BlockKey) -> None:
-        """Takes the equal key object that the cache has, so that later comparisons end at it at once."""
+        """Replaces a key by the equal object of the cache, so that later comparisons end there at once."""
         self._keys[index] = key
         if index + 1 < len(self._keys):
             self._keys[index + 1].parent = key
 
     def fork(self, token_ids: list[int], count: int) -> KeyChain:
-        """The chain of a sequence that shares the first ``count`` blocks."""
-        chain = KeyChain(self._root, token_ids, self._spans, self._block_size)
+        """The chain of a sequence of the same identity that shares the first ``count`` blocks."""
+        chain = KeyChain(self._identity, token_ids, self._block_size)
         chain._keys = self._keys[:count]
         return chain
 
@@ -142,19 +132,14 @@ class KeyChain:
             raise EngineError(
                 f"block {index} of {self._block_size} tokens has no key yet: {len(self._token_ids)} tokens are known"
             )
-        payload = array("q", self._token_ids[start:end])
-        for span_start, span_end in self._spans:
-            if start <= span_start < end:
-                payload.extend((-1, span_start, span_end))
-                payload.extend(self._token_ids[end:span_end])
-        return BlockKey(self._keys[-1] if self._keys else self._root, payload.tobytes())
+        return BlockKey(self._keys[-1] if self._keys else self._root, self._identity.block(self._token_ids, start, end))
 
 
 @dataclasses.dataclass(frozen=True)
 class Hit:
-    """What the cache has of a prompt: per group, the blocks that hold its first ``num_tokens`` tokens.
+    """A cached prefix: per group, the blocks that hold its ``num_tokens`` tokens.
 
-    ``blocks[g]`` has the null block where group g's window no longer sees a block from ``num_tokens`` on.
+    ``blocks[g]`` has the null block where group g's window no longer sees the block from ``num_tokens`` on.
     """
 
     num_tokens: int
@@ -169,9 +154,9 @@ def first_visible_block(position: int, window: int | None, block_size: int) -> i
 def find_hit(
     indexes: Sequence[PrefixIndex], windows: Sequence[int | None], keys: KeyChain, max_blocks: int, block_size: int
 ) -> Hit:
-    """The longest prefix of at most ``max_blocks`` blocks from which every group can continue.
+    """Finds the longest prefix of at most ``max_blocks`` blocks from which every group can continue.
 
-    Groups without a window need every block of it; a window group needs those its window sees at the boundary.
+    Groups without a window need every block; a window group needs the blocks that its window sees at the boundary.
     """
     num_blocks = max_blocks
     found: list[dict[int, int]] = [{} for _ in indexes]
@@ -212,7 +197,7 @@ def _walk_forward(index: PrefixIndex, keys: KeyChain, num_blocks: int, found: di
 
 
 def _walk_back(index: PrefixIndex, keys: KeyChain, num_blocks: int, window: int, block_size: int, found: dict[int, int]) -> int:
-    """The largest boundary up to ``num_blocks`` whose visible blocks are all there. Looks at each block once."""
+    """The largest boundary up to ``num_blocks`` whose visible blocks are all cached. Looks up each block once."""
     boundary = i = num_blocks
     while i > first_visible_block(boundary * block_size, window, block_size):
         i -= 1

@@ -8,7 +8,7 @@ from torch.nn.functional import embedding
 
 
 class Embedding(nn.Module):
-    """A row of ``weight`` a token."""
+    """Looks up a row of ``weight`` for each token."""
 
     def __init__(self, vocab_size: int, width: int, *, dtype: torch.dtype, device: str | torch.device) -> None:
         super().__init__()

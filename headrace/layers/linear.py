@@ -1,4 +1,4 @@
-"""Linear: the one matrix product of the engine, so that number formats and adapters are transformations of it."""
+"""Linear: the matrix product of every layer. Its method holds the weights in a number format."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ import torch
 from torch import nn
 
 from headrace.errors import ConfigError
-from headrace.kernels.linear import linear
 from headrace.layers.embedding import Embedding
+from headrace.layers.method import LinearMethod, UnquantizedMethod
 
 
 class Linear(nn.Module):
-    """``y = x W^T + b``, plainly. The parameters are not initialised: weights are loaded into them."""
+    """``y = x W^T + b``. The parameters are allocated and not initialised."""
+
+    weight: nn.Parameter
+    """``[out_features, in_features]``, where the method is ``UnquantizedMethod``."""
 
     stored_rows: Mapping[str, Callable[[], Sequence[int]]] = {}
     """Gives for each of its outputs which output of the checkpoint's matrix it is, where a checkpoint has them in another
@@ -25,22 +28,22 @@ class Linear(nn.Module):
         super().__init__()
         self.in_features = in_features
         self.out_features = out_features
-        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype, device=device), requires_grad=False)
-        """``[out_features, in_features]``"""
+        self.method: LinearMethod = UnquantizedMethod()
+        self.method.allocate(self, dtype, device)
         self.bias: nn.Parameter | None = None
         if bias:
             self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device), requires_grad=False)
         self.out_dtype: torch.dtype | None = None
-        """Of what comes out; None: x's."""
+        """Dtype of the result; None: that of the input."""
         self.invariant = False
-        """A row comes out bitwise the same whatever the other rows."""
+        """Each row's result is bitwise independent of the other rows."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., in_features] -> [..., out_features]``"""
-        return linear(x, self.weight, self.bias, self.out_dtype, invariant=self.invariant)
+        return self.method.apply(self, x)
 
     def extra_repr(self) -> str:
-        return f"{self.in_features} -> {self.out_features}{', bias' if self.bias is not None else ''}"
+        return f"{self.in_features} -> {self.out_features}{', bias' if self.bias is not None else ''}, {self.method.format}"
 
 
 class FusedLinear(Linear):
@@ -66,11 +69,12 @@ def make_invariant(model: object) -> None:
         ConfigError: a module has matrices that it multiplies by itself.
     """
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"deterministic: {type(model).__name__} is no module whose products could be told", "deterministic")
+        raise ConfigError(f"deterministic: {type(model).__name__} is not a torch module", "deterministic")
     for name, module in model.named_modules():
-        if hasattr(module, "invariant"):
+        varies = isinstance(module, Linear) and not module.method.batch_invariant
+        if hasattr(module, "invariant") and not varies:
             module.invariant = True
-        elif not isinstance(module, Embedding) and any(one.ndim > 1 for one in module.parameters(recurse=False)):
+        elif varies or (not isinstance(module, Embedding) and any(one.ndim > 1 for one in module.parameters(recurse=False))):
             raise ConfigError(
                 f"deterministic: {name} ({type(module).__name__}) has no product whose rows are independent of each other",
                 "deterministic",

@@ -10,7 +10,7 @@ from torch import nn
 from headrace.errors import ConfigError
 from headrace.kernels.activation import gelu_mul, gelu_tanh_mul, silu_mul
 from headrace.layers.linear import FusedLinear, Linear
-from headrace.spec import DenseSpec
+from headrace.model_spec import DenseSpec
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": silu_mul,

@@ -1,4 +1,4 @@
-"""The mixture of experts in place of a layer's MLP."""
+"""Mixture of experts (MoE), in place of a layer's MLP."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import torch
 from torch import nn
 
 from headrace.errors import ConfigError
-from headrace.kernels.moe import GATES, moe_mlp, route, router_logits
+from headrace.kernels.moe import GATES, route, router_logits
+from headrace.layers.method import ExpertsMethod
 from headrace.layers.mlp import GatedMLP
-from headrace.spec import MoeSpec
+from headrace.model_spec import MoeSpec
 
 
 def _empty(*shape: int, dtype: torch.dtype, device: str | torch.device) -> nn.Parameter:
@@ -30,7 +31,7 @@ class Router(nn.Module):
         if spec.correction_bias:
             self.e_score_correction_bias = _empty(spec.num_experts, dtype=torch.float32, device=device)
         self.invariant = False
-        """A token's experts and weights are bitwise the same whatever the other tokens."""
+        """Each token's result is bitwise independent of the other tokens."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """``[T, hidden]`` -> experts ``[T, top_k]`` int32, weights ``[T, top_k]`` float32."""
@@ -41,31 +42,33 @@ class Router(nn.Module):
 class Experts(nn.Module):
     """The experts' weights, stacked."""
 
+    gate_up_proj: nn.Parameter
+    """``[num_experts, 2 * intermediate_size, hidden]``: an expert's gate, then its up."""
+    down_proj: nn.Parameter
+    """``[num_experts, hidden, intermediate_size]``"""
+
     def __init__(self, hidden_size: int, spec: MoeSpec, *, dtype: torch.dtype, device: str | torch.device) -> None:
         super().__init__()
         if spec.act not in GATES:
             raise ConfigError(f"hidden_act {spec.act!r} is not one of {', '.join(GATES)}", "hidden_act")
         self.spec = spec
         count, inner = spec.num_experts, spec.intermediate_size
-        self.gate_up_proj = _empty(count, 2 * inner, hidden_size, dtype=dtype, device=device)
-        """``[num_experts, 2 * intermediate_size, hidden]``: an expert's gate, then its up."""
-        self.down_proj = _empty(count, hidden_size, inner, dtype=dtype, device=device)
-        """``[num_experts, hidden, intermediate_size]``"""
+        self.shapes = {"gate_up_proj": (count, 2 * inner, hidden_size), "down_proj": (count, hidden_size, inner)}
+        self.method = ExpertsMethod()
+        self.method.allocate(self, dtype, device)
         self.gate_up_proj_bias: nn.Parameter | None = None
         self.down_proj_bias: nn.Parameter | None = None
         if spec.bias:
             self.gate_up_proj_bias = _empty(count, 2 * inner, dtype=dtype, device=device)
             self.down_proj_bias = _empty(count, hidden_size, dtype=dtype, device=device)
         self.invariant = False
-        """A token comes out bitwise the same whatever the other tokens."""
+        """Each token's result is bitwise independent of the other tokens."""
 
     def forward(
         self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, plus: torch.Tensor | None = None
     ) -> torch.Tensor:
         """``[T, hidden] -> [T, hidden]``; experts and weights as a Router gives them. ``plus`` of the same shape is added."""
-        biases = self.gate_up_proj_bias, self.down_proj_bias
-        matrices = self.gate_up_proj, self.down_proj
-        return moe_mlp(x, experts, weights, *matrices, self.spec, *biases, plus=plus, invariant=self.invariant)
+        return self.method.apply(self, x, experts, weights, plus)
 
 
 class MoeMLP(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from headrace.kernels.norm import add_offset_rms_norm, add_rms_norm, norm_add_rms_norm, offset_rms_norm, rms_norm
+from headrace.kernels.norm import add_rms_norm, norm_add_rms_norm, rms_norm
 
 
 class RMSNorm(nn.Module):
@@ -14,7 +14,7 @@ class RMSNorm(nn.Module):
     plain = True
     """False in a class that computes anything else: kernels must then leave the norm to it."""
     offset = False
-    """It is ``offset_rms_norm``, which some kernels can do, too."""
+    """It multiplies by ``1 + weight``, which kernels support too."""
 
     def __init__(self, width: int, eps: float, *, dtype: torch.dtype, device: str | torch.device) -> None:
         super().__init__()
@@ -22,11 +22,11 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(width, dtype=dtype, device=device), requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps, offset=self.offset)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """``(norm(x + residual), x + residual)``"""
-        return add_rms_norm(x, residual, self.weight, self.eps)
+        return add_rms_norm(x, residual, self.weight, self.eps, offset=self.offset)
 
     def add_normed(self, x: torch.Tensor, first: RMSNorm, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """``(norm(first(x) + residual), first(x) + residual)``"""
@@ -43,12 +43,6 @@ class OffsetRMSNorm(RMSNorm):
 
     plain = False
     offset = True
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return offset_rms_norm(x, self.weight, self.eps)
-
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return add_offset_rms_norm(x, residual, self.weight, self.eps)
 
 
 class UnitRMSNorm(nn.Module):

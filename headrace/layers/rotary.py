@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from headrace.errors import ConfigError
-from headrace.spec import RopeSpec
+from headrace.model_spec import RopeSpec
 
 _FIRST_LENGTH = 1024
 
@@ -44,7 +44,7 @@ class RotaryTable:
 
 
 def frequencies(rope: RopeSpec, rotary_dim: int) -> tuple[Frequencies, float]:
-    """The angles of a rope configuration, and the factor on its cosines and sines.
+    """Returns the angles of a rope configuration, and the factor on the cosines and sines.
 
     Raises:
         ConfigError: the kind is unknown, or a parameter is missing or not a number; the message names it.
@@ -153,9 +153,9 @@ def _yarn_attention_factor(parameters: Mapping[str, Any], factor: float) -> floa
     def temperature(mscale: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
-    given = parameters.get("attention_factor")
-    if given is not None:
-        return float(given)
+    explicit = parameters.get("attention_factor")
+    if explicit is not None:
+        return float(explicit)
     mscale, mscale_all_dim = parameters.get("mscale"), parameters.get("mscale_all_dim")
     if mscale and mscale_all_dim:
         return temperature(mscale) / temperature(mscale_all_dim)
@@ -177,10 +177,10 @@ def _longrope(rope: RopeSpec, dim: int) -> tuple[Frequencies, float]:
     trained = _number(rope, "original_max_position_embeddings")
     factor = _number(rope, "factor", _number(rope, "max_position_embeddings") / trained)
     attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(trained))
-    given = rope.parameters.get("attention_factor")
+    explicit = rope.parameters.get("attention_factor")
     exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
     inverse = 1.0 / (torch.tensor(factors, dtype=torch.float32) * rope.theta**exponents)
-    return _fixed(inverse, attention if given is None else float(given))
+    return _fixed(inverse, attention if explicit is None else float(explicit))
 
 
 def _is_positive(value: object) -> bool:

@@ -1,4 +1,4 @@
-"""EngineStats: a snapshot of the engine's counters and gauges, cheap enough to send with every step."""
+"""EngineStats: a snapshot of the engine's counters and gauges."""
 
 from __future__ import annotations
 
@@ -7,49 +7,86 @@ from typing import Any
 import msgspec
 
 
-class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Counters rise from the engine's start; gauges are as of now."""
+class EngineStats(msgspec.Struct, kw_only=True):
+    """Counters rise from the engine's start; gauges are current values. The descriptions are those of the metrics."""
 
     step: int = 0
+    """Engine steps planned, counted when a step is planned."""
     num_running: int = 0
+    """Sequences that have a slot, at the engine's last report."""
     num_waiting: int = 0
+    """Sequences without a slot, new or preempted, at the engine's last report."""
     num_preemptions: int = 0
+    """Preemptions: a running sequence lost its KV blocks and is computed again later."""
     kv_blocks_used: int = 0
-    """Blocks owned by sequences, over all groups; blocks that only the prefix cache holds count as free."""
+    """KV blocks owned by sequences, over all cache groups. Blocks that only the prefix cache holds count as free."""
     kv_blocks_total: int = 0
+    """KV blocks in total, over all cache groups."""
     kv_blocks_moved: int = 0
-    """Blocks copied to another place so that another cache group could have theirs."""
+    """KV blocks copied to another place so that another cache group can use theirs."""
     prefix_query_tokens: int = 0
-    """Prompt tokens looked up in the prefix cache."""
+    """Prompt tokens looked up in the prefix cache, counted when the request first runs."""
     prefix_hit_tokens: int = 0
+    """Prompt tokens found in the prefix cache, counted when the request first runs."""
     prompt_tokens: int = 0
-    """Prompt tokens of requests that have started."""
+    """Prompt tokens of requests, counted once when the request first runs."""
     computed_prompt_tokens: int = 0
+    """Prompt tokens computed by the model, not found in the prefix cache, counted when their step is collected."""
     generation_tokens: int = 0
+    """Output tokens generated, over all samples, counted when their step is collected."""
     finished: dict[str, int] = {}
-    """finish reason -> sequences."""
+    """Finished sequences, by finish reason."""
     forward_seconds: float = 0.0
+    """Seconds spent in the model's forward pass, added when a step is collected."""
     sample_seconds: float = 0.0
+    """Seconds spent in the sampler, added when a step is collected."""
     host_seconds: float = 0.0
-    """Time in the engine's step outside the runner's forward pass and sampler."""
+    """Seconds of steps spent on the host, outside the forward pass and the sampler."""
     replayed_steps: int = 0
-    """Steps whose model ran as a CUDA graph."""
+    """Steps whose forward pass replayed a CUDA graph."""
     eager_steps: int = 0
-    """Steps whose model ran kernel by kernel."""
+    """Steps whose forward pass launched its kernels one by one."""
     padding_tokens: int = 0
-    """Tokens of nobody's that were computed, because a graph has room for more than a step had."""
+    """Padding tokens computed to fill CUDA graphs."""
+    graphs_captured: int = 0
+    """CUDA graphs captured so far; the others are captured while the engine is idle, or when a step first needs them."""
+    graphs_total: int = 0
+    """CUDA graphs that the engine captures in total."""
 
     @property
     def kv_usage(self) -> float:
         return self.kv_blocks_used / self.kv_blocks_total if self.kv_blocks_total else 0.0
 
     def since(self, before: EngineStats) -> EngineStats:
-        """The same gauges, and counters that start at ``before``."""
-        counters: dict[str, Any] = {name: getattr(self, name) - getattr(before, name) for name in _COUNTERS}
+        """The same gauges, and counters relative to ``before``."""
+        counters: dict[str, Any] = {name: getattr(self, name) - getattr(before, name) for name in COUNTERS}
         finished = {reason: count - before.finished.get(reason, 0) for reason, count in self.finished.items()}
         counters["finished"] = {reason: count for reason, count in finished.items() if count}
         return msgspec.structs.replace(self, **counters)
 
 
-_GAUGES = frozenset({"num_running", "num_waiting", "kv_blocks_used", "kv_blocks_total"})
-_COUNTERS = tuple(name for name in EngineStats.__struct_fields__ if name not in _GAUGES and name != "finished")
+GAUGES = {
+    "num_running": "headrace_requests_running",
+    "num_waiting": "headrace_requests_waiting",
+    "kv_blocks_used": "headrace_kv_blocks_used",
+    "kv_blocks_total": "headrace_kv_blocks",
+    "graphs_captured": "headrace_cuda_graphs_captured",
+    "graphs_total": "headrace_cuda_graphs",
+}
+"""Field -> name of its Prometheus metric."""
+COUNTERS = {
+    "step": "headrace_engine_steps",
+    "num_preemptions": "headrace_preemptions",
+    "kv_blocks_moved": "headrace_kv_blocks_moved",
+    "prefix_query_tokens": "headrace_prefix_cache_query_tokens",
+    "prefix_hit_tokens": "headrace_prefix_cache_hit_tokens",
+    "prompt_tokens": "headrace_prompt_tokens",
+    "computed_prompt_tokens": "headrace_computed_prompt_tokens",
+    "generation_tokens": "headrace_generation_tokens",
+    "forward_seconds": "headrace_engine_forward_seconds",
+    "sample_seconds": "headrace_engine_sample_seconds",
+    "replayed_steps": "headrace_engine_replayed_steps",
+    "eager_steps": "headrace_engine_eager_steps",
+    "padding_tokens": "headrace_padding_tokens",
+    "host_seconds": "headrace_engine_host_seconds",
+}

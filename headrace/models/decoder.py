@@ -1,13 +1,15 @@
-"""The common decoder: attention and a gated MLP around a residual stream, with RMS norms before both.
+"""The common decoder: embedding, layers, a norm and the output head. A layer is attention and a gated MLP around a residual
+stream, with RMS norms before both.
 
-A family that differs overrides the part in which it does: a class that builds another (``norm_class``, ``attention_class``,
-``layer_class``), or a small method. Parameters are named as in Hugging Face's checkpoints, but for the fused ones.
+Read upwards: ``Decoder.forward`` calls ``DecoderLayer.forward``, which calls ``DecoderAttention.forward``. A family overrides
+what differs: a class attribute (``norm_class``, ``attention_class``, ``layer_class``) or a small method. Parameters have the
+names of Hugging Face's checkpoints, except for fused ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -16,24 +18,26 @@ from headrace.attention.context import ForwardContext
 from headrace.attention.layer import Attention
 from headrace.errors import ConfigError
 from headrace.layers.embedding import Embedding
-from headrace.layers.feed_forward import feed_forward
 from headrace.layers.linear import FusedLinear, Linear
+from headrace.layers.mlp import GatedMLP
+from headrace.layers.moe import MoeMLP
 from headrace.layers.norm import RMSNorm, UnitRMSNorm
 from headrace.layers.rotary import RotaryTable
-from headrace.spec import AttentionSpec, ModelSpec, RopeSpec
-from headrace.spec.projection import input_matrices
+from headrace.model_spec import AttentionSpec, ModelSpec, MoeSpec, RopeSpec
+from headrace.model_spec.projection import input_matrices
+from headrace.models.interface import ModelInputs
 
 
-class SelfAttention(nn.Module):
-    """One layer's projections around its attention. Every width comes from the layer's own spec."""
+class DecoderAttention(nn.Module):
+    """Attention of one layer, with its projections. All widths come from the layer's AttentionSpec."""
 
     norm_class: type[RMSNorm] = RMSNorm
-    """Of q and k."""
+    """Class of the norms of q and k."""
 
     def __init__(self, model: ModelSpec, spec: AttentionSpec, dtype: torch.dtype, device: str | torch.device) -> None:
         super().__init__()
         self.spec = spec
-        parts = self.parts(spec)
+        parts = {f"{matrix.name}_proj": matrix.size for matrix in input_matrices(spec)}
         self.qkv_proj = FusedLinear(model.hidden_size, parts, bias=model.attention_bias, dtype=dtype, device=device)
         self.o_proj = Linear(spec.out_size, model.hidden_size, bias=model.output_bias, dtype=dtype, device=device)
         self.q_norm: RMSNorm | None = None
@@ -46,28 +50,28 @@ class SelfAttention(nn.Module):
         self.v_factor = 1.0
         self.attention = Attention(spec, device)
 
-    def parts(self, spec: AttentionSpec) -> Mapping[str, int]:
-        """The matrices of ``qkv_proj``, by their names in a checkpoint -> their outputs."""
-        return {f"{matrix.name}_proj": matrix.size for matrix in input_matrices(spec)}
-
     def forward(self, x: torch.Tensor, cos_sin: torch.Tensor | None, ctx: ForwardContext) -> torch.Tensor:
-        """``[T, hidden] -> [T, hidden]``"""
+        """``[T, hidden] -> [T, hidden]``
+
+        The call between the projections is fused. Unfused, with q, k and v split by heads::
+
+            q, k, v = q_norm(q), k_norm(k), v_norm(v) * v_factor
+            q, k = rotate(q, k, cos_sin, spec.rotary_dim)
+            write(cache, k, v, slots)
+            out = backend.run(q, cache, sinks)
+        """
         qkv, gate = self.qkv_proj(x), None
         if self.spec.output_gate:
-            gate = qkv[:, qkv.shape[1] - self.spec.out_size :]
-            qkv = qkv[:, : qkv.shape[1] - self.spec.out_size]
-        mixed = self.attention.of_projection(qkv, ctx, cos_sin, self.q_norm, self.k_norm, self.v_norm, self.v_factor)
+            qkv, gate = qkv.split((qkv.shape[1] - self.spec.out_size, self.spec.out_size), dim=1)
+        out = self.attention.forward_qkv(qkv, ctx, cos_sin, self.q_norm, self.k_norm, self.v_norm, self.v_factor)
         if gate is not None:
-            mixed = mixed * torch.sigmoid(gate)
-        out: torch.Tensor = self.o_proj(mixed)
-        return out
+            out = out * torch.sigmoid(gate)
+        return self.o_proj(out)  # type: ignore[no-any-return]
 
 
 class DecoderLayer(nn.Module):
-    attention_class: type[nn.Module] = SelfAttention
+    attention_class: type[nn.Module] = DecoderAttention
     norm_class: type[RMSNorm] = RMSNorm
-    entry = "forward"
-    """The method that is the whole layer, which the decoder calls."""
 
     def __init__(self, model: ModelSpec, index: int, dtype: torch.dtype, device: str | torch.device) -> None:
         super().__init__()
@@ -77,17 +81,20 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = self.norm_class(model.hidden_size, model.norm_eps, dtype=dtype, device=device)
 
     def build_mlp(self, model: ModelSpec, index: int, dtype: torch.dtype, device: str | torch.device) -> nn.Module:
-        """``[T, hidden] -> [T, hidden]``, what follows attention."""
-        return feed_forward(model.hidden_size, model.mlps[index], dtype=dtype, device=device)
+        """Builds the MLP, ``down(act(gate(x)) * up(x))``, or a mixture of such experts."""
+        spec = model.mlps[index]
+        if isinstance(spec, MoeSpec):
+            return MoeMLP(model.hidden_size, spec, dtype=dtype, device=device)
+        return GatedMLP(model.hidden_size, spec, dtype=dtype, device=device)
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, cos_sin: torch.Tensor | None, ctx: ForwardContext
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The residual stream is ``x + residual``: the sum is left to the next norm, which fuses it.
+        """The residual stream is ``x + residual``; the next norm fuses the sum.
 
         Args:
-            x: ``[T, hidden]``, what the layer before adds to the stream.
-            residual: ``[T, hidden]``, the stream before it; None: x is the whole stream, as before the first layer.
+            x: ``[T, hidden]``, the previous layer's addition to the stream.
+            residual: ``[T, hidden]``, the stream before that; None: x is the whole stream, as in the first layer.
 
         Returns:
             The same two for the next layer.
@@ -101,32 +108,16 @@ class DecoderLayer(nn.Module):
         return self.mlp(x), residual
 
     def stream(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """``[T, hidden]``: the residual stream behind the layer, of the two that ``forward`` returned."""
+        """Returns the residual stream after the layer, ``[T, hidden]``, from the two results of ``forward``."""
         return residual + x
-
-    def behind(self, result: Any) -> torch.Tensor:
-        """``[T, hidden]``: the residual stream behind the layer, of what ``entry`` returned."""
-        return self.stream(*result)
-
-
-class LayersAtOnce(Protocol):
-    """Another way to run all layers of a decoder."""
-
-    def takes(self, ctx: ForwardContext) -> bool: ...
-
-    def __call__(
-        self, stream: torch.Tensor, angles: Sequence[torch.Tensor | None], ctx: ForwardContext
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The first layer's input, and each layer's angles -> what the layers return. ``stream`` may be overwritten."""
-        ...
 
 
 class Decoder(nn.Module):
-    """Parameters are allocated and left empty. With tied embeddings ``lm_head`` holds the embedding's own parameter."""
+    """A causal language model with uninitialised parameters. Tied embeddings and ``lm_head`` share one parameter."""
 
     layer_class: type[DecoderLayer] = DecoderLayer
     norm_class: type[RMSNorm] = RMSNorm
-    """Of the hidden states that leave the last layer."""
+    """Class of the final norm."""
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: str | torch.device) -> None:
         super().__init__()
@@ -141,35 +132,30 @@ class Decoder(nn.Module):
         if spec.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
         self.fused: LayersAtOnce | None = None
-        """Runs the layers in place of their modules, with the same result, in steps that it takes."""
-        self._rotary = _Rotary(spec.layers, device)
+        """Runs all layers in one call with the same result, in the steps that it supports."""
+        self.rotary = RopeAngles(spec, device)
 
     @torch.inference_mode()
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
-        """One step.
-
-        Args:
-            input_ids: ``[T]`` int64.
-            positions: ``[T]`` int64, absolute.
-
-        Returns:
-            ``[T, hidden]``, normed.
-        """
-        angles = self._rotary(positions, ctx)
-        x, residual = self.embed(input_ids), None
-        if self.fused is not None and self.fused.takes(ctx):
+    def forward(self, inputs: ModelInputs, ctx: ForwardContext) -> torch.Tensor:
+        """Computes the normed hidden states of one step, ``[T, hidden]``."""
+        angles = self.rotary(inputs, ctx)
+        x, residual = inputs.embedded(self.embed), None
+        extras = inputs.extras or {}
+        if self.fused is not None and not extras and self.fused.takes(ctx):
             x, residual = self.fused(x, angles, ctx)
         else:
-            for layer, cos_sin in zip(self.layers, angles, strict=True):
+            for index, (layer, cos_sin) in enumerate(zip(self.layers, angles, strict=True)):
                 x, residual = layer(x, residual, cos_sin, ctx)
+                if index in extras:
+                    residual = residual + extras[index]
         return self.last_norm(x, residual)
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """``[T]`` int64 ``-> [T, hidden]``, what enters the first layer: a new tensor."""
+        """Embeds ids ``[T]`` int64 to the first layer's input ``[T, hidden]``, a new tensor."""
         return self.embed_tokens(input_ids)  # type: ignore[no-any-return]
 
     def last_norm(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        """``[T, hidden]`` of the stream that leaves the last layer."""
+        """Applies the final norm to the last layer's results: ``[T, hidden]``."""
         return self.norm(x) if residual is None else self.norm.add(x, residual)[0]
 
     @torch.inference_mode()
@@ -180,14 +166,15 @@ class Decoder(nn.Module):
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
-class _Rotary:
-    """The cosines and sines of a step's tokens, once for all layers that rotate alike."""
+class RopeAngles:
+    """Computes the cosines and sines of a step's tokens, once for all layers with the same rotary embedding."""
 
-    def __init__(self, layers: tuple[AttentionSpec, ...], device: str | torch.device) -> None:
+    def __init__(self, spec: ModelSpec, device: str | torch.device) -> None:
+        self._max_position = spec.max_position
         self._tables: list[RotaryTable] = []
         self._of_layer: list[int | None] = []
         known: dict[tuple[RopeSpec, int], int] = {}
-        for layer in layers:
+        for layer in spec.layers:
             if not layer.rotary_dim:
                 self._of_layer.append(None)
                 continue
@@ -199,11 +186,32 @@ class _Rotary:
                 self._tables.append(RotaryTable(layer.rope, layer.rotary_dim, device))
             self._of_layer.append(known[key])
 
-    def __call__(self, positions: torch.Tensor, ctx: ForwardContext) -> list[torch.Tensor | None]:
-        """Per layer ``[T, rotary_dim]`` float32, or None for one that does not rotate."""
-        lengths = ctx.step.seq_lens_host
+    def __call__(self, inputs: ModelInputs, ctx: ForwardContext) -> list[torch.Tensor | None]:
+        """Per layer ``[T, rotary_dim]`` float32, or None for one that does not rotate.
+
+        Raises:
+            ValueError: the rank of ``rope_positions`` is not supported.
+        """
+        positions, lengths = inputs.positions, ctx.step.seq_lens_host
         longest = int(lengths.max()) if len(lengths) else 0
+        if inputs.rope_positions is not None:
+            # Their maximum is known only on the device.
+            positions, longest = inputs.rope_positions, self._max_position
+            if positions.dim() != 1:
+                raise ValueError(f"rope_positions have rank {positions.dim()}; this model's rope takes rank 1")
         for table in self._tables:
             table.reserve(longest)
         angles = [table(positions) for table in self._tables]
         return [None if index is None else angles[index] for index in self._of_layer]
+
+
+class LayersAtOnce(Protocol):
+    """Runs all layers of a decoder in one call."""
+
+    def takes(self, ctx: ForwardContext) -> bool: ...
+
+    def __call__(
+        self, stream: torch.Tensor, angles: Sequence[torch.Tensor | None], ctx: ForwardContext
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Runs all layers on the first one's input, with each layer's angles. May overwrite ``stream``."""
+        ...

@@ -1,7 +1,7 @@
-"""DeepSeek V2: attention over compressed KV, and mixtures with shared experts behind the first layers.
+"""DeepSeek V2: multi-head latent attention (MLA), and mixtures of experts with shared ones after the first layers.
 
-Checkpoints have a head's rotated channels behind its others, in pairs of neighbours. Here they come first and in halves, in
-q as in the compressed KV, so that they are rotated and cached as any family's.
+Checkpoints have a head's rotated channels after the others, in interleaved pairs. Here they come first and in halves, in q as
+in the latent, so that they are rotated and cached like those of any family.
 """
 
 from __future__ import annotations
@@ -12,33 +12,32 @@ from functools import partial
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig
 
 from headrace.attention.context import ForwardContext
-from headrace.attention.latent import LatentAttention
+from headrace.attention.mla import MLAAttention
 from headrace.errors import ConfigError
 from headrace.layers.linear import FusedLinear, Linear
 from headrace.layers.norm import RMSNorm
+from headrace.model_spec import AttentionSpec, MLASpec, ModelSpec, MoeSpec, RopeSpec
+from headrace.model_spec.projection import halves, of_heads
 from headrace.models.decoder import Decoder, DecoderLayer
 from headrace.models.family import Family
-from headrace.models.hf_config import decoder_spec, per_layer, required, rope_specs, uniform, whole
+from headrace.models.hf_config import HFConfig, attention_biases, decoder_spec, per_layer, required, rope_specs, uniform, whole
 from headrace.models.moe_config import experts_of, mixed_specs, must_be, number, shared_experts
-from headrace.spec import AttentionSpec, LatentSpec, ModelSpec, MoeSpec, RopeSpec
-from headrace.spec.projection import halves, of_heads
 
 ARCHITECTURE = "DeepseekV2ForCausalLM"
 _INNER_EPS = 1e-6
-"""Of the norms of the compressed q and KV, whatever the model's other norms have."""
+"""Epsilon of the norms of the q and KV latents, in every model."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeepseekSpec(ModelSpec):
     rotary_pairs: bool = True
-    """Checkpoints have rotated channels in pairs of neighbours."""
+    """Checkpoints have interleaved pairs of rotated channels."""
 
 
-class LatentUp(nn.Module):
-    """What makes keys and values of a latent. No ``Linear``: it is absorbed, so it is needed as it is."""
+class MLAUpProjection(nn.Module):
+    """The up-projection from the latent to keys and values. No ``Linear``: the backend absorbs the weight."""
 
     def __init__(self, spec: AttentionSpec, dtype: torch.dtype, device: str | torch.device) -> None:
         super().__init__()
@@ -46,17 +45,17 @@ class LatentUp(nn.Module):
         shape = spec.num_heads * (full.head_dim - spec.rotary_dim + full.v_head_dim), spec.v_head_dim
         self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
         self.invariant = False
-        """Whose backend is: it is the backend that multiplies."""
+        """Read by ``make_invariant``; the backend multiplies by the weight."""
 
 
-class LatentSelfAttention(nn.Module):
-    """The projections around attention over compressed KV."""
+class MLASelfAttention(nn.Module):
+    """Multi-head latent attention with its projections."""
 
     def __init__(self, model: ModelSpec, spec: AttentionSpec, dtype: torch.dtype, device: str | torch.device) -> None:
         super().__init__()
-        if spec.latent is None:
-            raise ConfigError(f"layer {spec.layer} has no compressed KV", "kv_lora_rank")
-        self.spec, self.head_dim, rank = spec, spec.latent.head_dim, spec.latent.q_rank
+        if spec.mla is None:
+            raise ConfigError(f"layer {spec.layer} has no latent KV", "kv_lora_rank")
+        self.spec, self.head_dim, rank = spec, spec.mla.head_dim, spec.mla.q_rank
         paired = not isinstance(model, DeepseekSpec) or model.rotary_pairs
         rotated = halves(spec.rotary_dim) if paired else tuple(range(spec.rotary_dim))
         q_rows = partial(of_heads, spec.num_heads, _rotated_last(self.head_dim, rotated))
@@ -66,7 +65,7 @@ class LatentSelfAttention(nn.Module):
         self.a_proj = FusedLinear(model.hidden_size, inputs, bias=model.attention_bias, dtype=dtype, device=device)
         self.a_proj.stored_rows = {"kv_a_proj_with_mqa": partial(_rotated_last, spec.row_width, rotated)}
         self.kv_a_layernorm = RMSNorm(spec.v_head_dim, _INNER_EPS, dtype=dtype, device=device)
-        self.kv_b_proj = LatentUp(spec, dtype, device)
+        self.kv_b_proj = MLAUpProjection(spec, dtype, device)
         self.q_a_layernorm: RMSNorm | None = None
         if rank is None:
             self.q_proj = Linear(model.hidden_size, spec.q_size, dtype=dtype, device=device)
@@ -76,15 +75,15 @@ class LatentSelfAttention(nn.Module):
             self.q_b_proj = Linear(rank, spec.q_size, dtype=dtype, device=device)
             self.q_b_proj.stored_rows = {"q_b_proj": q_rows}
         self.o_proj = Linear(spec.out_size, model.hidden_size, bias=model.output_bias, dtype=dtype, device=device)
-        self.attention = LatentAttention(spec)
+        self.attention = MLAAttention(spec)
 
     def forward(self, x: torch.Tensor, cos_sin: torch.Tensor | None, ctx: ForwardContext) -> torch.Tensor:
         """``[T, hidden] -> [T, hidden]``"""
         spec, projected = self.spec, self.a_proj(x)
-        compressed = projected[:, projected.shape[1] - spec.row_width :]
+        latent = projected[:, projected.shape[1] - spec.row_width :]
         q = self._queries(x, projected).view(len(x), spec.num_heads, self.head_dim)
         out: torch.Tensor = self.o_proj(
-            self.attention.of_projection(q, compressed, self.kv_a_layernorm, self.kv_b_proj.weight, ctx, cos_sin)
+            self.attention.forward_qkv(q, latent, self.kv_a_layernorm, self.kv_b_proj.weight, ctx, cos_sin)
         )
         return out
 
@@ -96,20 +95,20 @@ class LatentSelfAttention(nn.Module):
 
 
 def _rotated_last(width: int, rotated: tuple[int, ...]) -> tuple[int, ...]:
-    """Where a checkpoint that has the rotated channels last has each channel of one that has them first."""
+    """For each channel with the rotated ones first, its index with the rotated ones last."""
     others = width - len(rotated)
     return (*(others + row for row in rotated), *range(others))
 
 
 class DeepseekLayer(DecoderLayer):
-    attention_class = LatentSelfAttention
+    attention_class = MLASelfAttention
 
 
 class DeepseekDecoder(Decoder):
     layer_class = DeepseekLayer
 
 
-def model_spec(config: PretrainedConfig) -> ModelSpec:
+def model_spec(config: HFConfig) -> ModelSpec:
     must_be(config, "norm_topk_prob", False, None)
     must_be(config, "scoring_func", "softmax")
     must_be(config, "topk_method", "greedy", "group_limited_greedy")
@@ -124,31 +123,29 @@ def model_spec(config: PretrainedConfig) -> ModelSpec:
         normalize=False,
         routed_scale=number(config, "routed_scaling_factor", 1.0),
     )
-    return latent_model_spec(config, ARCHITECTURE, moe, mlp_bias=mlp_bias)
+    return mla_model_spec(config, ARCHITECTURE, moe, mlp_bias=mlp_bias)
 
 
-def latent_model_spec(
-    config: PretrainedConfig, architecture: str, moe: MoeSpec, *, mlp_bias: bool = False, rotary_pairs: bool = True
+def mla_model_spec(
+    config: HFConfig, architecture: str, moe: MoeSpec, *, mlp_bias: bool = False, rotary_pairs: bool = True
 ) -> ModelSpec:
-    """What V2 and V3 have in common."""
+    """Reads the fields that V2 and V3 share."""
     must_be(config, "moe_layer_freq", 1)
-    bias = bool(uniform(config, "attention_bias", False))
     dense = whole(config, "first_k_dense_replace", 0)
     mlps = mixed_specs(config, moe, lambda layer: layer >= dense, bias=mlp_bias)
     return decoder_spec(
         config,
         architecture,
-        latent_specs(config),
+        mla_specs(config),
         mlps,
         kind=DeepseekSpec,
-        attention_bias=bias,
-        output_bias=bias,
         rotary_pairs=rotary_pairs,
+        **attention_biases(config),
     )
 
 
-def latent_specs(config: PretrainedConfig) -> tuple[AttentionSpec, ...]:
-    """The geometry of every layer.
+def mla_specs(config: HFConfig) -> tuple[AttentionSpec, ...]:
+    """Returns the geometry of every layer.
 
     Raises:
         ConfigError: the numbers do not fit together; the message names the layer or the field.
@@ -157,13 +154,13 @@ def latent_specs(config: PretrainedConfig) -> tuple[AttentionSpec, ...]:
     for layer, kv_heads in enumerate(per_layer(config, "num_key_value_heads", heads)):
         if kv_heads != heads:
             raise ConfigError(
-                f"layer {layer}: num_key_value_heads {kv_heads!r} is not num_attention_heads {heads}: every head makes keys "
-                "and values of its own of the compressed ones",
+                f"layer {layer}: num_key_value_heads {kv_heads!r} is not num_attention_heads {heads}: every head has "
+                "keys and values of its own, from the latent",
                 "num_key_value_heads",
             )
     rotated, others = required(config, "qk_rope_head_dim"), required(config, "qk_nope_head_dim")
     q_rank = None if uniform(config, "q_lora_rank") is None else required(config, "q_lora_rank")
-    latent = LatentSpec(head_dim=rotated + others, v_head_dim=required(config, "v_head_dim"), q_rank=q_rank)
+    mla = MLASpec(head_dim=rotated + others, v_head_dim=required(config, "v_head_dim"), q_rank=q_rank)
     return tuple(
         AttentionSpec(
             layer=layer,
@@ -171,17 +168,17 @@ def latent_specs(config: PretrainedConfig) -> tuple[AttentionSpec, ...]:
             num_kv_heads=1,
             head_dim=rotated + rank,
             v_head_dim=rank,
-            scale=latent.head_dim**-0.5 * _temperature(rope),
+            scale=mla.head_dim**-0.5 * _temperature(rope),
             rotary_dim=rotated,
             rope=rope,
-            latent=latent,
+            mla=mla,
         )
         for layer, rope in enumerate(rope_specs(config))
     )
 
 
 def _temperature(rope: RopeSpec) -> float:
-    """What YaRN's ``mscale_all_dim`` does to the logits; its counterpart in the cosines is divided out again there."""
+    """The factor of YaRN's ``mscale_all_dim`` on the logits; the rotary table divides it out of the cosines."""
     mscale = rope.parameters.get("mscale_all_dim")
     if rope.kind == "default" or not mscale or rope.parameters.get("factor", 1) <= 1:
         return 1.0

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from transformers import PretrainedConfig
-
+from headrace.model_spec import ModelSpec, MoeSpec
 from headrace.models.decoder import Decoder
-from headrace.models.deepseek_v2 import DeepseekDecoder, latent_model_spec
+from headrace.models.deepseek_v2 import DeepseekDecoder, mla_model_spec
 from headrace.models.family import Family
-from headrace.models.hf_config import required
+from headrace.models.hf_config import HFConfig, required
 from headrace.models.moe_config import experts_of, must_be, number, shared_experts
 from headrace.models.names import decoder_names
-from headrace.spec import ModelSpec, MoeSpec
 from headrace.weights.names import NameTable
 
 ARCHITECTURE = "DeepseekV3ForCausalLM"
 
 
-def model_spec(config: PretrainedConfig) -> ModelSpec:
+def model_spec(config: HFConfig) -> ModelSpec:
     must_be(config, "scoring_func", "sigmoid")
     must_be(config, "topk_method", "noaux_tc")
     experts = experts_of(config, "n_routed_experts", "num_experts_per_tok")
@@ -31,11 +29,11 @@ def model_spec(config: PretrainedConfig) -> ModelSpec:
         normalize=bool(config.norm_topk_prob),
         routed_scale=number(config, "routed_scaling_factor", 1.0),
     )
-    return latent_model_spec(config, ARCHITECTURE, moe, rotary_pairs=bool(config.rope_interleave))
+    return mla_model_spec(config, ARCHITECTURE, moe, rotary_pairs=bool(config.rope_interleave))
 
 
 def names(model: Decoder) -> NameTable:
-    """The layer behind the last predicts a token further on: it is not part of the decoder."""
+    """Ignores the extra layer for multi-token prediction."""
     return decoder_names(model, ignorable=(rf"model\.layers\.{model.spec.num_layers}\..*",))
 
 

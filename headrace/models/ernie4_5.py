@@ -9,18 +9,17 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from transformers import PretrainedConfig
 
-from headrace.models.decoder import Decoder, DecoderLayer, SelfAttention
+from headrace.model_spec import AttentionSpec, ModelSpec
+from headrace.model_spec.projection import halves, of_heads
+from headrace.models.decoder import Decoder, DecoderAttention, DecoderLayer
 from headrace.models.family import Family
-from headrace.models.hf_config import attention_specs, decoder_spec, dense_specs, uniform
-from headrace.spec import AttentionSpec, ModelSpec
-from headrace.spec.projection import halves, of_heads
+from headrace.models.hf_config import HFConfig, attention_specs, decoder_spec, dense_specs, uniform
 
 ARCHITECTURE = "Ernie4_5ForCausalLM"
 
 
-class PairedSelfAttention(SelfAttention):
+class PairedAttention(DecoderAttention):
     """Checkpoints have the channels of q and k in pairs."""
 
     def __init__(self, model: ModelSpec, spec: AttentionSpec, dtype: torch.dtype, device: str | torch.device) -> None:
@@ -33,14 +32,14 @@ class PairedSelfAttention(SelfAttention):
 
 
 class ErnieLayer(DecoderLayer):
-    attention_class = PairedSelfAttention
+    attention_class = PairedAttention
 
 
 class ErnieDecoder(Decoder):
     layer_class = ErnieLayer
 
 
-def model_spec(config: PretrainedConfig) -> ModelSpec:
+def model_spec(config: HFConfig) -> ModelSpec:
     bias = bool(uniform(config, "use_bias", False))
     layers = attention_specs(config)
     return decoder_spec(config, ARCHITECTURE, layers, dense_specs(config, bias=bias), attention_bias=bias, output_bias=bias)

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig
 
+from headrace.model_spec import ModelSpec, MoeSpec
 from headrace.models.decoder import Decoder
 from headrace.models.ernie4_5 import ErnieDecoder
 from headrace.models.family import Family
-from headrace.models.hf_config import attention_specs, decoder_spec, required, uniform, whole
+from headrace.models.hf_config import HFConfig, attention_specs, decoder_spec, required, uniform, whole
 from headrace.models.moe_config import experts_of, mixed_specs, number, shared_experts
 from headrace.models.names import decoder_names
-from headrace.spec import ModelSpec, MoeSpec
-from headrace.weights.names import Layout, NameTable
+from headrace.weights.names import NameTable, StoredLayout
 
 ARCHITECTURE = "Ernie4_5_MoeForCausalLM"
 _CORRECTION = ".mlp.gate.e_score_correction_bias"
 _STORED = (".mlp.moe_statics.e_score_correction_bias", ".mlp.gate.moe_statics.e_score_correction_bias")
-"""The correction in checkpoints, and in transformers' own modules."""
+"""Names of the correction in checkpoints and in transformers' modules."""
 
 
 class ErnieMoeDecoder(ErnieDecoder):
@@ -30,7 +29,7 @@ class ErnieMoeDecoder(ErnieDecoder):
             self.lm_head.bias = nn.Parameter(torch.empty(spec.vocab_size, dtype=dtype, device=device), requires_grad=False)
 
 
-def model_spec(config: PretrainedConfig) -> ModelSpec:
+def model_spec(config: HFConfig) -> ModelSpec:
     bias = bool(uniform(config, "use_bias", False))
     experts = experts_of(config, "moe_num_experts", "moe_k")
     moe = MoeSpec(
@@ -47,7 +46,7 @@ def model_spec(config: PretrainedConfig) -> ModelSpec:
 
 
 def names(model: Decoder) -> NameTable:
-    wrapped = Layout(wrapped=True)
+    wrapped = StoredLayout(wrapped=True)
     table = decoder_names(
         model, {_CORRECTION: _STORED[0]}, layouts={_CORRECTION: wrapped}, ignorable=(r"model\.mtp_.*", r"mtp\..*")
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 
@@ -22,12 +23,13 @@ from headrace.kernels import native
 from headrace.kernels.activation import silu_mul
 from headrace.kernels.native import NativeKernels
 from headrace.kernels.native.library import DTYPES
-from headrace.kernels.native.structs import Layer, Matrix, Step
+from headrace.kernels.native.structs import NativeLayer, NativeMatrix, NativeStep
+from headrace.layers.linear import Linear
 from headrace.layers.mlp import GatedMLP
 from headrace.layers.norm import RMSNorm
-from headrace.models.decoder import Decoder, DecoderLayer, SelfAttention
-from headrace.quant.native import NativeLinear
-from headrace.spec import AttentionSpec
+from headrace.model_spec import AttentionSpec
+from headrace.models.decoder import Decoder, DecoderAttention, DecoderLayer
+from headrace.quant.native import NativeMethod
 
 _GEOMETRY = frozenset(
     {
@@ -35,7 +37,7 @@ _GEOMETRY = frozenset(
         *("window", "soft_cap", "sinks"),
     }
 )
-"""The fields of a spec that the call knows."""
+"""The fields of a spec that the call supports."""
 
 
 class FusedLayers:
@@ -50,15 +52,15 @@ class FusedLayers:
         self._dtype = layers[0].input_layernorm.weight.dtype
         self._kind = DTYPES[self._dtype]
         self._wide, self._narrow = _space(layers)
-        self._structs = (Layer * len(layers))(*(_describe(layer) for layer in layers))
+        self._structs = (NativeLayer * len(layers))(*(_describe(layer) for layer in layers))
         self._caches: Sequence[LayerCache] | None = None
         self._backends: Sequence[AttentionBackend] | None = None
         self._bound = False
-        """Whether they are of a kind that the call takes."""
+        """Whether the call supports the caches and backends."""
         self._angles = (ctypes.c_void_p * len(layers))()
 
     def takes(self, ctx: ForwardContext) -> bool:
-        """Whether the call can do a step with these caches and backends."""
+        """Returns whether the call supports the step's caches and backends."""
         if ctx.caches is not self._caches or ctx.backends is not self._backends:
             self._bind(ctx)
         return self._bound
@@ -90,7 +92,7 @@ class FusedLayers:
         slots = [slots.contiguous() for slots in step.slot_mapping]
         tables, groups = step.block_tables, len(slots)
         self._angles[:] = [None if angle is None else angle.data_ptr() for angle in angles]
-        described = Step(
+        described = NativeStep(
             starts=step.query_start.data_ptr(),
             lengths=step.seq_lens.data_ptr(),
             slots=ctypes.addressof(at := (ctypes.c_void_p * groups)(*(slot.data_ptr() for slot in slots))),
@@ -130,7 +132,7 @@ def fuse(decoder: Decoder) -> Decision | None:
 
 
 def refusals(decoder: Decoder) -> list[str]:
-    """Why the layers cannot run in one call; empty: they can."""
+    """Returns why the layers cannot run in one call; empty: they can."""
     dtype = decoder.norm.weight.dtype
     if dtype not in DTYPES:
         return [f"the native kernels do not compute in {str(dtype).removeprefix('torch.')}"]
@@ -141,7 +143,7 @@ def _objections(layer: torch.nn.Module, dtype: torch.dtype) -> list[str]:
     if type(layer) is not DecoderLayer:
         return ["it is not a plain decoder layer"]
     attention, mlp, reasons = layer.self_attn, layer.mlp, []
-    if type(attention) is not SelfAttention or type(attention.attention) is not Attention:
+    if type(attention) is not DecoderAttention or type(attention.attention) is not Attention:
         return ["its attention has projections of its own kind"]
     reasons += [f"its attention has {name}" for name in _beyond(attention.spec)]
     if type(mlp) is not GatedMLP or mlp.act_mul is not silu_mul:
@@ -150,7 +152,7 @@ def _objections(layer: torch.nn.Module, dtype: torch.dtype) -> list[str]:
     if type(mlp) is GatedMLP:
         matrices |= {"gate_up_proj": mlp.gate_up_proj, "down_proj": mlp.down_proj}
     for name, matrix in matrices.items():
-        if not isinstance(matrix, NativeLinear) or matrix.out_dtype is not None:
+        if not isinstance(matrix.method, NativeMethod) or matrix.out_dtype is not None:
             reasons.append(f"{name} is not packed for the native kernels")
     norms = (layer.input_layernorm, layer.post_attention_layernorm, attention.q_norm, attention.k_norm)
     if any(norm is not None and (type(norm) is not RMSNorm or norm.weight.dtype != dtype) for norm in norms):
@@ -159,7 +161,7 @@ def _objections(layer: torch.nn.Module, dtype: torch.dtype) -> list[str]:
 
 
 def _beyond(spec: AttentionSpec) -> list[str]:
-    """What the spec asks for and the call does not do: whatever it has come to say since."""
+    """Lists the fields of the spec that the call does not support, new ones included."""
     return [
         field.name
         for field in dataclasses.fields(spec)
@@ -167,29 +169,21 @@ def _beyond(spec: AttentionSpec) -> list[str]:
     ]
 
 
-def _parts(layer: DecoderLayer) -> tuple[SelfAttention, GatedMLP]:
-    """Of a layer that there was no objection to."""
-    attention, mlp = layer.self_attn, layer.mlp
-    if not isinstance(attention, SelfAttention) or not isinstance(mlp, GatedMLP):
-        raise TypeError("the layer is not a plain decoder layer")
-    return attention, mlp
-
-
 def _space(layers: Sequence[DecoderLayer]) -> tuple[int, int]:
     """Elements a token that go between products: at most so many come out of one, and so many go into the next."""
     wide = narrow = 0
     for layer in layers:
-        attention, mlp = _parts(layer)
+        attention, mlp = cast(DecoderAttention, layer.self_attn), cast(GatedMLP, layer.mlp)
         wide = max(wide, attention.qkv_proj.out_features, attention.spec.out_size, mlp.gate_up_proj.out_features)
         narrow = max(narrow, attention.spec.q_size, mlp.down_proj.in_features)
     return wide, narrow
 
 
-def _describe(layer: DecoderLayer) -> Layer:
+def _describe(layer: DecoderLayer) -> NativeLayer:
     """All but the cache, which the runner owns."""
-    attention, mlp = _parts(layer)
+    attention, mlp = cast(DecoderAttention, layer.self_attn), cast(GatedMLP, layer.mlp)
     spec, sinks = attention.spec, attention.attention.sinks
-    described = Layer(
+    described = NativeLayer(
         qkv=_matrix(attention.qkv_proj),
         o=_matrix(attention.o_proj),
         gate_up=_matrix(mlp.gate_up_proj),
@@ -211,11 +205,10 @@ def _describe(layer: DecoderLayer) -> Layer:
     return described
 
 
-def _matrix(matrix: torch.nn.Module) -> Matrix:
-    if not isinstance(matrix, NativeLinear):
-        raise TypeError(f"{type(matrix).__name__} is not packed for the native kernels")
-    weights, bias = matrix.addresses
-    return Matrix(weights, bias, matrix.out_features, matrix.groups, matrix.bits)
+def _matrix(layer: Linear) -> NativeMatrix:
+    method = cast(NativeMethod, layer.method)
+    weights, bias = method.addresses
+    return NativeMatrix(weights, bias, layer.out_features, method.groups, method.bits)
 
 
 def _norm(norm: RMSNorm | None) -> tuple[int | None, float]:

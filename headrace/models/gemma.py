@@ -1,4 +1,4 @@
-"""What Gemma 3 and 4 share: scaled embeddings, and norms before and after attention and MLP."""
+"""Common parts of Gemma 3 and 4: scaled embeddings, and norms before and after attention and MLP."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from itertools import pairwise
 import torch
 
 from headrace.attention.context import ForwardContext
+from headrace.model_spec import ModelSpec
 from headrace.models.decoder import Decoder, DecoderLayer
-from headrace.spec import ModelSpec
 from headrace.weights.names import NameTable
 
-IMAGES_AND_SOUND = (r"(?:model\.)?(?:vision_tower|audio_tower|multi_modal_projector|embed_vision|embed_audio)\..*",)
-"""Checkpoint names of what is not text."""
+NON_TEXT = (r"(?:model\.)?(?:vision_tower|audio_tower|multi_modal_projector|embed_vision|embed_audio)\..*",)
+"""Checkpoint names of the parts that are not text."""
 
 
-def within_a_larger_model(table: NameTable) -> NameTable:
-    """The table, for the text part of a checkpoint too that has images or sound: as transformers saves it, and as it did."""
+def with_multimodal_names(table: NameTable) -> NameTable:
+    """Extends the table to the text part of multimodal checkpoints, with transformers' present and former names."""
     table.elsewhere({"model.": "model.language_model."})
     table.elsewhere({"model.": "language_model.model.", "lm_head.": "language_model.lm_head."})
     return table
 
 
 class GemmaLayer(DecoderLayer):
-    """What attention and MLP give is normed once more before it joins the residual stream.
+    """A layer that norms the outputs of attention and MLP once more before the residual sum.
 
-    Such a norm, the sum and the next norm are one step. So the layer returns what its MLP gives as it is, and the next one
-    norms it: ``follow`` tells it how.
+    That norm, the sum and the next norm are one kernel. So the layer returns its MLP's output, and the next layer
+    norms it with the norm that ``follow`` passes to it.
     """
 
     def __init__(self, model: ModelSpec, index: int, dtype: torch.dtype, device: str | torch.device) -> None:
@@ -34,10 +34,10 @@ class GemmaLayer(DecoderLayer):
         self.pre_feedforward_layernorm = self.norm_class(model.hidden_size, model.norm_eps, dtype=dtype, device=device)
         self.post_feedforward_layernorm = self.norm_class(model.hidden_size, model.norm_eps, dtype=dtype, device=device)
         self._before = (self.post_feedforward_layernorm,)
-        """The norm of what comes in beside a residual: another layer's, so a tuple keeps it out of this one's modules."""
+        """The previous layer's norm, for the input beside a residual. In a tuple it is no submodule of this layer."""
 
     def follow(self, before: GemmaLayer) -> None:
-        """From now on ``forward`` takes what ``before`` returns."""
+        """Makes ``forward`` take the results of ``before``."""
         self._before = (before.post_feedforward_layernorm,)
 
     def forward(
@@ -49,13 +49,13 @@ class GemmaLayer(DecoderLayer):
             x, residual = self.input_layernorm.add_normed(x, self._before[0], residual)
         x = self.self_attn(x, cos_sin, ctx)
         x, residual = self.pre_feedforward_layernorm.add_normed(x, self.post_attention_layernorm, residual)
-        return self.fed(x, residual), residual
+        return self.feed_forward(x, residual), residual
 
     def stream(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         return residual + self.post_feedforward_layernorm(x)  # type: ignore[no-any-return]
 
-    def fed(self, x: torch.Tensor, stream: torch.Tensor) -> torch.Tensor:
-        """What the MLP gives for x, the normed stream."""
+    def feed_forward(self, x: torch.Tensor, stream: torch.Tensor) -> torch.Tensor:
+        """Returns the MLP's output for x, the normed stream."""
         return self.mlp(x)  # type: ignore[no-any-return]
 
 
@@ -80,5 +80,5 @@ class GemmaDecoder(Decoder):
 
 
 def rounded(factor: float, dtype: torch.dtype) -> float:
-    """The factor as the model was trained with it: in the weights' dtype."""
+    """Rounds the factor to the weights' dtype, as in training."""
     return float(torch.tensor(factor).to(dtype))

@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from transformers import PretrainedConfig
-
 from headrace.errors import ContradictionError
 from headrace.layers.norm import OffsetRMSNorm
-from headrace.models.decoder import Decoder, SelfAttention
+from headrace.model_spec import ModelSpec
+from headrace.models.decoder import Decoder, DecoderAttention
 from headrace.models.family import Family
-from headrace.models.gemma import IMAGES_AND_SOUND, GemmaDecoder, GemmaLayer, within_a_larger_model
+from headrace.models.gemma import NON_TEXT, GemmaDecoder, GemmaLayer, with_multimodal_names
 from headrace.models.hf_config import (
+    HFConfig,
+    attention_biases,
     attention_specs,
     decoder_spec,
     dense_specs,
@@ -23,13 +24,12 @@ from headrace.models.hf_config import (
     windows_by_type,
 )
 from headrace.models.names import decoder_names
-from headrace.spec import ModelSpec
 from headrace.weights.names import NameTable
 
 ARCHITECTURE = "Gemma3ForCausalLM"
 
 
-class Gemma3Attention(SelfAttention):
+class Gemma3Attention(DecoderAttention):
     norm_class = OffsetRMSNorm
 
 
@@ -44,26 +44,24 @@ class Gemma3Decoder(GemmaDecoder):
 
 
 def names(model: Decoder) -> NameTable:
-    return within_a_larger_model(decoder_names(model, ignorable=IMAGES_AND_SOUND))
+    return with_multimodal_names(decoder_names(model, ignorable=NON_TEXT))
 
 
-def model_spec(config: PretrainedConfig) -> ModelSpec:
+def model_spec(config: HFConfig) -> ModelSpec:
     config = text_part(config)
     scalars = per_layer(config, "query_pre_attn_scalar", 256)
     layers = tuple(
         dataclasses.replace(layer, scale=_scale(layer.layer, scalar))
         for layer, scalar in zip(attention_specs(config, windows=windows_by_type(config)), scalars, strict=True)
     )
-    bias = bool(uniform(config, "attention_bias", False))
     return decoder_spec(
         config,
         ARCHITECTURE,
         layers,
         dense_specs(config, act="hidden_activation"),
         reads=("final_logit_softcapping",),
-        attention_bias=bias,
-        output_bias=bias,
         qk_norm=True,
+        **attention_biases(config),
         logit_soft_cap=uniform(config, "final_logit_softcapping"),
         # It includes what the ropes of the full layers stretch.
         max_position=required(config, "max_position_embeddings"),

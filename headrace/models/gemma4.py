@@ -10,7 +10,6 @@ from functools import partial
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig
 
 from headrace.attention.context import ForwardContext
 from headrace.errors import ConfigError
@@ -19,22 +18,25 @@ from headrace.layers.linear import Linear
 from headrace.layers.mlp import ACTIVATIONS, GatedMLP
 from headrace.layers.moe import Experts, Router
 from headrace.layers.norm import UnitRMSNorm
-from headrace.models.decoder import Decoder, SelfAttention
+from headrace.model_spec import AttentionSpec, MlpSpec, ModelSpec, MoeSpec
+from headrace.models.decoder import Decoder, DecoderAttention
 from headrace.models.family import Family
-from headrace.models.gemma import IMAGES_AND_SOUND, GemmaDecoder, GemmaLayer, rounded, within_a_larger_model
+from headrace.models.gemma import NON_TEXT, GemmaDecoder, GemmaLayer, rounded, with_multimodal_names
 from headrace.models.hf_config import (
+    HFConfig,
+    attention_biases,
     attention_specs,
     decoder_spec,
     dense_specs,
-    per_layer,
+    layer_types,
     required,
     text_part,
     uniform,
     whole,
     windows_by_type,
 )
+from headrace.models.interface import ModelInputs
 from headrace.models.names import decoder_names
-from headrace.spec import AttentionSpec, MlpSpec, ModelSpec, MoeSpec
 from headrace.weights.names import NameTable
 
 ARCHITECTURE = "Gemma4ForCausalLM"
@@ -43,13 +45,13 @@ ARCHITECTURE = "Gemma4ForCausalLM"
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gemma4Spec(ModelSpec):
     token_width: int
-    """Numbers that each layer has for each token of the vocabulary; 0: none."""
+    """Width of the per-layer token embeddings; 0: none."""
     token_vocab_size: int
     token_act: str
-    """What gates them, by Hugging Face's name."""
+    """The activation of the gate, by Hugging Face's name."""
 
 
-class Gemma4Attention(SelfAttention):
+class Gemma4Attention(DecoderAttention):
     """K and V are normed, V without a weight."""
 
     def __init__(self, model: ModelSpec, spec: AttentionSpec, dtype: torch.dtype, device: str | torch.device) -> None:
@@ -78,7 +80,6 @@ class Gemma4Router(nn.Module):
 
 class Gemma4Layer(GemmaLayer):
     attention_class = Gemma4Attention
-    entry = "with_tokens"
 
     def __init__(self, model: ModelSpec, index: int, dtype: torch.dtype, device: str | torch.device) -> None:
         super().__init__(model, index, dtype, device)
@@ -100,36 +101,41 @@ class Gemma4Layer(GemmaLayer):
             self.post_per_layer_input_norm = self.norm_class(model.hidden_size, model.norm_eps, dtype=dtype, device=device)
 
     def build_mlp(self, model: ModelSpec, index: int, dtype: torch.dtype, device: str | torch.device) -> nn.Module:
-        """The MLP that every token goes through; experts stand beside it, with norms of their own."""
+        """Builds the dense MLP; experts run in parallel to it, with norms of their own."""
         spec = model.mlps[index]
         dense = spec.shared if isinstance(spec, MoeSpec) else spec
         if dense is None:
             raise ConfigError(f"layer {index}: experts of Gemma 4 stand beside an MLP, and there is none", "enable_moe_block")
         return GatedMLP(model.hidden_size, dense, dtype=dtype, device=device)
 
-    def fed(self, x: torch.Tensor, stream: torch.Tensor) -> torch.Tensor:
+    def feed_forward(self, x: torch.Tensor, stream: torch.Tensor) -> torch.Tensor:
         dense: torch.Tensor = self.mlp(x)
         if self.router is None:
             return dense
         experts = self.experts(self.pre_feedforward_layernorm_2(stream), *self.router(stream))
         return self.post_feedforward_layernorm_1(dense) + self.post_feedforward_layernorm_2(experts)  # type: ignore[no-any-return]
 
-    def with_tokens(
-        self, x: torch.Tensor, tokens: torch.Tensor | None, cos_sin: torch.Tensor | None, ctx: ForwardContext
-    ) -> torch.Tensor:
-        """The whole stream through the layer: ``[T, hidden] -> [T, hidden]``.
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        cos_sin: torch.Tensor | None,
+        ctx: ForwardContext,
+        tokens: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """x is the whole stream, since a scalar multiplies all of it at the end.
 
         Args:
             tokens: ``[T, token_width]``, what this layer has for each token; None: nothing.
         """
-        stream = self.stream(*self(x, None, cos_sin, ctx))
+        stream = super().stream(*super().forward(x, residual, cos_sin, ctx))  # type: ignore[arg-type]
         if tokens is not None:
             gated = self.act_mul(torch.cat((self.per_layer_input_gate(stream), tokens), dim=-1))
             stream = stream + self.post_per_layer_input_norm(self.per_layer_projection(gated))
-        return stream * self.layer_scalar
+        return stream * self.layer_scalar, None
 
-    def behind(self, result: torch.Tensor) -> torch.Tensor:
-        return result
+    def stream(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        return x
 
 
 class Gemma4Decoder(GemmaDecoder):
@@ -149,12 +155,15 @@ class Gemma4Decoder(GemmaDecoder):
         self.per_layer_projection_norm = self.norm_class(spec.token_width, spec.norm_eps, dtype=dtype, device=device)
 
     @torch.inference_mode()
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
-        angles = self._rotary(positions, ctx)
-        x = self.embed(input_ids)
-        tokens = self._tokens(input_ids, x)
-        for layer, cos_sin, own in zip(self.layers, angles, tokens, strict=True):
-            x = layer.with_tokens(x, own, cos_sin, ctx)  # type: ignore[operator]
+    def forward(self, inputs: ModelInputs, ctx: ForwardContext) -> torch.Tensor:
+        angles = self.rotary(inputs, ctx)
+        x = inputs.embedded(self.embed)
+        tokens = self._tokens(inputs.input_ids, x)
+        extras = inputs.extras or {}
+        for index, (layer, cos_sin, own) in enumerate(zip(self.layers, angles, tokens, strict=True)):
+            x, _ = layer(x, None, cos_sin, ctx, own)
+            if index in extras:
+                x = x + extras[index]
         return self.last_norm(x, None)
 
     def _tokens(self, input_ids: torch.Tensor, x: torch.Tensor) -> Sequence[torch.Tensor | None]:
@@ -173,12 +182,12 @@ def names(model: Decoder) -> NameTable:
     """Checkpoints have k, v and their norms of layers that read another's KV too; they are of no use."""
     readers = "|".join(str(layer.layer) for layer in model.spec.layers if layer.kv_source is not None)
     unused = [rf"model\.layers\.(?:{readers})\.self_attn\.(?:[kv]_proj|[kv]_norm)\.weight"] if readers else []
-    return within_a_larger_model(decoder_names(model, ignorable=(*unused, *IMAGES_AND_SOUND)))
+    return with_multimodal_names(decoder_names(model, ignorable=(*unused, *NON_TEXT)))
 
 
-def model_spec(config: PretrainedConfig) -> Gemma4Spec:
+def model_spec(config: HFConfig) -> Gemma4Spec:
     config = text_part(config)
-    kinds = per_layer(config, "layer_types", "full_attention")
+    kinds = [kind or "full_attention" for kind in layer_types(config)]
     own = len(kinds) - whole(config, "num_kv_shared_layers", 0)
     same = bool(uniform(config, "attention_k_eq_v", False))
     layers = []
@@ -192,7 +201,6 @@ def model_spec(config: PretrainedConfig) -> Gemma4Spec:
             "use_bidirectional_attention: text that sees what follows it is not supported", "use_bidirectional_attention"
         )
     width = whole(config, "hidden_size_per_layer_input", 0)
-    bias = bool(uniform(config, "attention_bias", False))
     spec = decoder_spec(
         config,
         ARCHITECTURE,
@@ -200,9 +208,8 @@ def model_spec(config: PretrainedConfig) -> Gemma4Spec:
         _mlps(config, layers),
         reads=("final_logit_softcapping", "use_bidirectional_attention"),
         kind=Gemma4Spec,
-        attention_bias=bias,
-        output_bias=bias,
         qk_norm=True,
+        **attention_biases(config),
         logit_soft_cap=uniform(config, "final_logit_softcapping"),
         max_position=required(config, "max_position_embeddings"),
         token_width=width,
@@ -213,13 +220,13 @@ def model_spec(config: PretrainedConfig) -> Gemma4Spec:
 
 
 def _source(layer: int, own: list[str], kind: str) -> int:
-    """The last layer of the kind that keeps KV."""
+    """Returns the last layer of the kind that keeps KV."""
     if kind not in own:
         raise ConfigError(f"layer {layer}: num_kv_shared_layers leaves no {kind} layer that keeps KV", "num_kv_shared_layers")
     return len(own) - 1 - own[::-1].index(kind)
 
 
-def _mlps(config: PretrainedConfig, layers: Sequence[AttentionSpec]) -> list[MlpSpec]:
+def _mlps(config: HFConfig, layers: Sequence[AttentionSpec]) -> list[MlpSpec]:
     """Layers that read another's KV may have an MLP of twice the width, and all may have experts beside it."""
     wide = uniform(config, "use_double_wide_mlp", False)
     dense = [

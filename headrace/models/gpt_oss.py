@@ -5,17 +5,15 @@ from __future__ import annotations
 import dataclasses
 from functools import partial
 
-from transformers import PretrainedConfig
-
 from headrace.layers.moe import Experts
+from headrace.model_spec import CLAMPED_SWIGLU, ModelSpec, MoeSpec
+from headrace.model_spec.projection import halves
 from headrace.models.decoder import Decoder
 from headrace.models.family import Family
-from headrace.models.hf_config import attention_specs, decoder_spec, required, uniform, windows_by_type
+from headrace.models.hf_config import HFConfig, attention_biases, attention_specs, decoder_spec, required, windows_by_type
 from headrace.models.moe_config import must_be, number
 from headrace.models.names import decoder_names
-from headrace.spec import CLAMPED_SWIGLU, ModelSpec, MoeSpec
-from headrace.spec.projection import halves
-from headrace.weights.names import Layout, NameTable
+from headrace.weights.names import NameTable, StoredLayout
 
 ARCHITECTURE = "GptOssForCausalLM"
 _MOVED = {
@@ -25,10 +23,9 @@ _MOVED = {
 }
 
 
-def model_spec(config: PretrainedConfig) -> ModelSpec:
+def model_spec(config: HFConfig) -> ModelSpec:
     must_be(config, "hidden_act", "silu")
     layers = attention_specs(config, windows=windows_by_type(config))
-    bias = bool(uniform(config, "attention_bias", True))
     moe = MoeSpec(
         num_experts=required(config, "num_local_experts"),
         top_k=required(config, "num_experts_per_tok"),
@@ -44,8 +41,7 @@ def model_spec(config: PretrainedConfig) -> ModelSpec:
         ARCHITECTURE,
         tuple(dataclasses.replace(layer, sinks=True) for layer in layers),
         [moe] * len(layers),
-        attention_bias=bias,
-        output_bias=bias,
+        **attention_biases(config, True),
     )
 
 
@@ -56,10 +52,10 @@ def names(model: Decoder) -> NameTable:
 def _experts(table: NameTable, theirs: str, ours: str, module: Experts) -> None:
     """All experts in a tensor, inputs before outputs, rows of gate and up in turns; or in MXFP4, outputs before inputs."""
     turns = partial(halves, 2 * module.spec.intermediate_size)
-    table.add(f"{theirs}.gate_up_proj", f"{ours}.gate_up_proj", layout=Layout(turns, axis=1, transposed=True))
-    table.instead(f"{theirs}.gate_up_proj_blocks", f"{ours}.gate_up_proj", Layout(turns, axis=1))
-    table.add(f"{theirs}.gate_up_proj_bias", f"{ours}.gate_up_proj_bias", layout=Layout(turns, axis=1))
-    table.add(f"{theirs}.down_proj", f"{ours}.down_proj", layout=Layout(transposed=True))
+    table.add(f"{theirs}.gate_up_proj", f"{ours}.gate_up_proj", layout=StoredLayout(turns, axis=1, transposed=True))
+    table.instead(f"{theirs}.gate_up_proj_blocks", f"{ours}.gate_up_proj", StoredLayout(turns, axis=1))
+    table.add(f"{theirs}.gate_up_proj_bias", f"{ours}.gate_up_proj_bias", layout=StoredLayout(turns, axis=1))
+    table.add(f"{theirs}.down_proj", f"{ours}.down_proj", layout=StoredLayout(transposed=True))
     table.instead(f"{theirs}.down_proj_blocks", f"{ours}.down_proj")
     table.add(f"{theirs}.down_proj_bias", f"{ours}.down_proj_bias")
 

@@ -1,4 +1,4 @@
-"""Reading Hugging Face configurations, layer by layer; what cannot be honoured is refused by its name."""
+"""Reads Hugging Face configurations layer by layer, and refuses unsupported fields by name."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import copy
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from transformers import PretrainedConfig
-
 from headrace.errors import ConfigError, ContradictionError
 from headrace.layers.mlp import ACTIVATIONS
 from headrace.layers.rotary import frequencies
-from headrace.spec import AttentionSpec, DenseSpec, MlpSpec, ModelSpec, RopeSpec
-from headrace.spec.whole import is_whole
+from headrace.model_spec import AttentionSpec, DenseSpec, MlpSpec, ModelSpec, RopeSpec
+from headrace.model_spec.integers import is_integer
+from headrace.sources.plain_config import PlainConfig
 
+HFConfig = Any
+"""A Hugging Face configuration: transformers' class for it, or a ``PlainConfig``."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention_chunk_size": (None,),
     "attention_multiplier": (None,),
@@ -32,55 +33,54 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_bidirectional_attention": (None, False),
     "use_mrope": (None, False),
 }
-"""Fields that change the maths of a decoder -> the values at which they do not."""
+"""Fields that change a decoder's computation -> the values at which they have no effect."""
 
 
-def text_part(config: PretrainedConfig) -> PretrainedConfig:
-    """The configuration of the decoder within that of a model of text and other things; of text alone: as it is."""
-    text: PretrainedConfig = config.get_text_config(decoder=True)
+def text_part(config: HFConfig) -> HFConfig:
+    """Returns the text decoder's configuration within that of a multimodal model; a text model's is returned unchanged."""
+    text: HFConfig = config.get_text_config(decoder=True)
     if text is config:
         return config
     text = copy.copy(text)
     text.tie_word_embeddings = config.tie_word_embeddings
-    for name in ("dtype", "quantization_config"):
-        if getattr(text, name, None) is None:
-            setattr(text, name, getattr(config, name, None))
+    if getattr(text, "dtype", None) is None:
+        text.dtype = getattr(config, "dtype", None)
     return text
 
 
-def _num_layers(config: PretrainedConfig) -> int:
+def _num_layers(config: HFConfig) -> int:
     return _checked("config", "num_hidden_layers", getattr(config, "num_hidden_layers", None))
 
 
 def _checked(where: str, name: str, value: Any) -> int:
-    """Raises ContradictionError for a value that is wrong in any model, ConfigError for one that is not given at all: another
-    implementation may do without."""
+    """Raises ContradictionError for a value that is wrong in any model, and ConfigError for a missing one, which another
+    implementation may not need."""
     if value is None:
         raise ConfigError(f"{where}: {name} must be a positive whole number, not None", name)
-    if not is_whole(value, 1):
+    if not is_integer(value, 1):
         raise ContradictionError(f"{where}: {name} must be a positive whole number, not {value!r}", name)
     return value
 
 
-def whole(config: PretrainedConfig, name: str, default: int | None = None, *, least: int = 0) -> int:
-    """A whole number of at least ``least``, the same for every layer; None where the config gives none is ``default``.
+def whole(config: HFConfig, name: str, default: int | None = None, *, least: int = 0) -> int:
+    """Reads an integer of at least ``least``, the same for every layer; a missing one is ``default``.
 
     Raises:
-        ContradictionError: it is none.
+        ContradictionError: the value is no such integer.
     """
     value = uniform(config, name, default)
-    if not is_whole(value, least):
+    if not is_integer(value, least):
         raise ContradictionError(f"config: {name} must be a whole number of at least {least}, not {value!r}", name)
     return value
 
 
-def required(config: PretrainedConfig, name: str) -> int:
-    """A positive whole number that the config must have, the same for every layer."""
+def required(config: HFConfig, name: str) -> int:
+    """Reads a required positive integer, the same for every layer."""
     return _checked("config", name, uniform(config, name))
 
 
-def per_layer(config: PretrainedConfig, name: str, default: Any = None) -> list[Any]:
-    """The values of a field, one a layer.
+def per_layer(config: HFConfig, name: str, default: Any = None) -> list[Any]:
+    """Reads the values of a field, one for each layer.
 
     They come from ``per_layer_config``, from a list named ``name`` or ``name + "_list"``, or from one value for all;
     None where neither is given becomes ``default`` (or its entry for the layer, if it is a list).
@@ -102,7 +102,7 @@ def per_layer(config: PretrainedConfig, name: str, default: Any = None) -> list[
     return [defaults[layer] if value is None else value for layer, value in enumerate(values)]
 
 
-def _list_of(config: PretrainedConfig, name: str, layers: int) -> list[Any] | None:
+def _list_of(config: HFConfig, name: str, layers: int) -> list[Any] | None:
     """``name + "_list"``, one value a layer; None: there is none.
 
     Raises:
@@ -110,7 +110,7 @@ def _list_of(config: PretrainedConfig, name: str, layers: int) -> list[Any] | No
             ``per_layer_config`` or, where the list has null for it, by the one value for all.
     """
     field = name + "_list"
-    # Its own view of the layers leaves out what is as the one value for all.
+    # ``per_layer_config`` omits values that equal the common one.
     uneven = getattr(getattr(config, "_heterogeneity_spec", None), "explicit_per_layer_attributes", ())
     if field in uneven:
         raise ContradictionError(f"per_layer_config gives {field}, which is of all layers", "per_layer_config")
@@ -138,7 +138,7 @@ def _check_length(field: str, listed: Sequence[Any], layers: int, name: str) -> 
         raise ContradictionError(f"config: {field} has {len(listed)} entries for {layers} layers: {fault}", name)
 
 
-def _layer_configs(config: PretrainedConfig, layers: int) -> list[PretrainedConfig]:
+def _layer_configs(config: HFConfig, layers: int) -> list[HFConfig]:
     if not getattr(config, "is_heterogeneous", False):
         return [config] * layers
     configs = list(config.per_layer_config)
@@ -148,11 +148,11 @@ def _layer_configs(config: PretrainedConfig, layers: int) -> list[PretrainedConf
     return configs
 
 
-def uniform(config: PretrainedConfig, name: str, default: Any = None) -> Any:
-    """A field that must be the same in every layer.
+def uniform(config: HFConfig, name: str, default: Any = None) -> Any:
+    """Reads a field that must be the same in every layer.
 
     Raises:
-        ConfigError: a layer has its own; the message names it.
+        ConfigError: a layer differs; names it.
     """
     values = per_layer(config, name, default)
     for layer, value in enumerate(values):
@@ -161,8 +161,8 @@ def uniform(config: PretrainedConfig, name: str, default: Any = None) -> Any:
     return values[0]
 
 
-def refuse_unknown_maths(config: PretrainedConfig, reads: Collection[str] = ()) -> None:
-    """Raises ConfigError for fields that change what the model computes and that nobody reads.
+def refuse_unknown_maths(config: HFConfig, reads: Collection[str] = ()) -> None:
+    """Raises ConfigError for fields that change what the model computes and that the family does not read.
 
     Args:
         reads: those of ``NEUTRAL`` that the family does read.
@@ -173,47 +173,41 @@ def refuse_unknown_maths(config: PretrainedConfig, reads: Collection[str] = ()) 
         for layer, value in enumerate(per_layer(config, name)):
             if value not in neutral:
                 raise ConfigError(f"layer {layer}: {name} {value!r} is not supported", name)
-    _check_scheme(getattr(config, "quantization_config", None))
 
 
-def _check_scheme(scheme: Any) -> None:
-    """Refuses a checkpoint whose weights are in a number format that is not read."""
-    if scheme is None:
-        return
-    method = scheme.get("quant_method") if isinstance(scheme, dict) else scheme
-    if method == "mxfp4":
-        return
-    tile = scheme.get("weight_block_size") if method == "fp8" else None
-    if not isinstance(tile, list | tuple) or len(tile) != 2 or not all(isinstance(size, int) and size > 0 for size in tile):
-        raise ConfigError(
-            f"quantization_config {method!r} is not supported; what is: mxfp4, and fp8 with a weight_block_size of two numbers",
-            "quantization_config",
-        )
+def layer_types(config: HFConfig) -> list[str | None]:
+    """Returns each layer's type. A config with a window and without types gets those that its class in transformers fills in,
+    None where that fills in none."""
+    types, windows = per_layer(config, "layer_types"), per_layer(config, "sliding_window")
+    if any(types) or not any(windows) or isinstance(config, PlainConfig):  # A plain config has the defaults of its class.
+        return types
+    fields = {name: value for name, value in config.to_dict().items() if name != "layer_types"}
+    return per_layer(type(config).from_dict(fields), "layer_types")
 
 
-def rope_specs(config: PretrainedConfig) -> list[RopeSpec]:
+def rope_specs(config: HFConfig) -> list[RopeSpec]:
     """Each layer's rotary embedding, in transformers 5's manner (``rope_parameters``, one set or one for each of the
     ``layer_types``) or the older (``rope_theta``, ``rope_scaling``).
 
     Raises:
         ConfigError: it is not of a kind we know, or a layer's type has none; the message names the layer.
     """
-    given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    if not any(isinstance(value, dict) for value in given.values()):
-        return [_rope_spec(config, given, "rope_parameters")] * _num_layers(config)
-    made: dict[str, RopeSpec] = {}
+    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    if not any(isinstance(value, dict) for value in parameters.values()):
+        return [_rope_spec(config, parameters, "rope_parameters")] * _num_layers(config)
+    by_type: dict[str, RopeSpec] = {}
     specs = []
-    for layer, kind in enumerate(per_layer(config, "layer_types", "full_attention")):
-        if not isinstance(given.get(kind), dict):
+    for layer, kind in enumerate(kind or "full_attention" for kind in layer_types(config)):
+        if not isinstance(parameters.get(kind), dict):
             raise ConfigError(f"layer {layer}: rope_parameters has no set for {kind}", "rope_parameters")
-        if kind not in made:
-            made[kind] = _rope_spec(config, given[kind], f"rope_parameters.{kind}")
-        specs.append(made[kind])
+        if kind not in by_type:
+            by_type[kind] = _rope_spec(config, parameters[kind], f"rope_parameters.{kind}")
+        specs.append(by_type[kind])
     return specs
 
 
-def _rope_spec(config: PretrainedConfig, given: Mapping[str, Any], where: str) -> RopeSpec:
-    parameters = {name: value for name, value in given.items() if value is not None}
+def _rope_spec(config: HFConfig, fields: Mapping[str, Any], where: str) -> RopeSpec:
+    parameters = {name: value for name, value in fields.items() if value is not None}
     kind = parameters.pop("rope_type", parameters.pop("type", "default"))
     parameters.pop("type", None)
     usual = getattr(config, "default_theta", None)
@@ -232,50 +226,47 @@ def _rope_spec(config: PretrainedConfig, given: Mapping[str, Any], where: str) -
     return rope
 
 
-def max_position(config: PretrainedConfig, layers: Sequence[AttentionSpec]) -> int:
-    """The longest context: what the config says, stretched where the layers' rotary embeddings all stretch it,
+def max_position(config: HFConfig, layers: Sequence[AttentionSpec]) -> int:
+    """Returns the longest context: the config's, extended where all layers' rotary embeddings extend it,
     and cut to where they change their factors."""
-    given = required(config, "max_position_embeddings")
-    return min((_stretched(given, layer.rope) for layer in layers if layer.rope is not None), default=given)
+    configured = required(config, "max_position_embeddings")
+    return min((_stretched(configured, layer.rope) for layer in layers if layer.rope is not None), default=configured)
 
 
-def _stretched(given: int, rope: RopeSpec) -> int:
+def _stretched(configured: int, rope: RopeSpec) -> int:
     factor = rope.parameters.get("factor") or 1
     if rope.kind in ("linear", "dynamic"):
-        return int(given * factor)
+        return int(configured * factor)
     if rope.kind == "longrope":
-        return min(given, int(rope.parameters["original_max_position_embeddings"]))
+        return min(configured, int(rope.parameters["original_max_position_embeddings"]))
     if rope.kind == "yarn":
-        return max(given, int(rope.parameters["original_max_position_embeddings"] * factor))
-    return given
+        return max(configured, int(rope.parameters["original_max_position_embeddings"] * factor))
+    return configured
 
 
-def windows_by_type(config: PretrainedConfig) -> list[int | None]:
-    """Each layer's window where ``layer_types`` says which layers have one.
+def windows_by_type(config: HFConfig) -> list[int | None]:
+    """Returns each layer's window, for families whose ``layer_types`` say which layers have one.
 
     Raises:
-        ConfigError: a type is unknown, or the window is missing; the message names the layer.
+        ConfigError: the window is missing; the message names the layer.
     """
-    types = per_layer(config, "layer_types", "full_attention")
-    windows = per_layer(config, "sliding_window")
+    types, windows = layer_types(config), per_layer(config, "sliding_window")
     result: list[int | None] = []
     for layer, (kind, window) in enumerate(zip(types, windows, strict=True)):
-        if kind not in ("full_attention", "sliding_attention"):
-            raise ConfigError(f"layer {layer}: layer_types {kind!r} is not supported", "layer_types")
         if kind == "sliding_attention" and window is None:
             raise ConfigError(f"layer {layer}: sliding_attention without a sliding_window", "sliding_window")
         result.append(window if kind == "sliding_attention" else None)
     return result
 
 
-def _check_windows(config: PretrainedConfig, layers: Sequence[AttentionSpec]) -> None:
+def _check_windows(config: HFConfig, layers: Sequence[AttentionSpec]) -> None:
     """Refuses windows that a config asks for and the layers do not have, or do not ask for and have: a family reads
     ``layer_types`` and ``sliding_window`` as transformers' module of it does, which may be not at all.
 
     Raises:
         ConfigError: a layer is not of the type that the config says; the message names it.
     """
-    types, windows = per_layer(config, "layer_types"), per_layer(config, "sliding_window")
+    types, windows = layer_types(config), per_layer(config, "sliding_window")
     for layer, kind, window in zip(layers, types, windows, strict=True):
         here = f"layer {layer.layer}"
         if kind not in (None, "full_attention", "sliding_attention"):
@@ -289,9 +280,9 @@ def _check_windows(config: PretrainedConfig, layers: Sequence[AttentionSpec]) ->
 
 
 def attention_specs(
-    config: PretrainedConfig, *, windows: Sequence[int | None] | None = None, partial_rotary: float | None = None
+    config: HFConfig, *, windows: Sequence[int | None] | None = None, partial_rotary: float | None = None
 ) -> tuple[AttentionSpec, ...]:
-    """The geometry of every layer, each from its own numbers. A family adds what is its own with ``dataclasses.replace``.
+    """Returns the geometry of every layer. A family sets its own fields with ``dataclasses.replace``.
 
     Args:
         windows: each layer's; None: none has one.
@@ -329,12 +320,12 @@ def attention_specs(
 
 
 def _share(layer: int, hidden: int, heads: Any) -> int | None:
-    """The head_dim of a layer that gives none: None where it cannot be had."""
+    """Returns the default head_dim of a layer, or None."""
     return hidden // heads if isinstance(heads, int) and 0 < heads <= hidden else None
 
 
 def _rotary_dim(layer: int, head_dim: int, rope: RopeSpec, partial: float | None) -> int:
-    """How many of a head's channels are rotated."""
+    """Returns the number of rotated channels of a head."""
     share = rope.parameters.get("partial_rotary_factor", 1 if partial is None else partial)
     if share != 1 and partial is None:
         raise ConfigError(f"layer {layer}: partial_rotary_factor {share!r} is not supported", "rope_parameters")
@@ -347,8 +338,14 @@ def _rotary_dim(layer: int, head_dim: int, rope: RopeSpec, partial: float | None
     return width
 
 
-def dense_specs(config: PretrainedConfig, *, act: str = "hidden_act", bias: bool = False) -> tuple[DenseSpec, ...]:
-    """The gated MLP of every layer, each as wide as its own ``intermediate_size``.
+def attention_biases(config: HFConfig, default: bool = False) -> dict[str, Any]:
+    """Fields of a ModelSpec whose ``attention_bias`` covers q, k, v and o."""
+    bias = bool(uniform(config, "attention_bias", default))
+    return {"attention_bias": bias, "output_bias": bias}
+
+
+def dense_specs(config: HFConfig, *, act: str = "hidden_act", bias: bool = False) -> tuple[DenseSpec, ...]:
+    """Returns the gated MLP of every layer, with the layer's own ``intermediate_size``.
 
     Args:
         act: the field that names the activation.
@@ -367,7 +364,7 @@ def dense_specs(config: PretrainedConfig, *, act: str = "hidden_act", bias: bool
 
 
 def decoder_spec(
-    config: PretrainedConfig,
+    config: HFConfig,
     architecture: str,
     layers: tuple[AttentionSpec, ...],
     mlps: Sequence[MlpSpec],
@@ -376,12 +373,12 @@ def decoder_spec(
     kind: type[ModelSpec] = ModelSpec,
     **facts: Any,
 ) -> ModelSpec:
-    """What every family has in common.
+    """Builds the spec from the fields that all families share.
 
     Args:
-        reads: fields that change the maths and that the family reads itself; those of them that nobody reads are refused.
+        reads: fields of ``NEUTRAL`` that the family reads itself; the others are refused.
         kind: the class of the spec, for a family with facts of its own.
-        facts: fields of the spec in which the family differs.
+        facts: other fields of the spec.
     """
     refuse_unknown_maths(config, reads)
     _check_windows(config, layers)

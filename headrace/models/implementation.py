@@ -1,121 +1,103 @@
-"""Who builds a model: headrace, where its architecture is registered, or a foreign library."""
+"""Chooses the implementation of a model: native, where its architecture is registered, or a foreign library's."""
 
 from __future__ import annotations
 
 import dataclasses
-import typing
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-import torch
-from transformers import PretrainedConfig
-
-from headrace.attention.context import ForwardContext
-from headrace.config import Decision, EngineArgs, EngineConfig, ModelImpl
+from headrace.config import Decision, EngineArgs, EngineConfig
 from headrace.errors import ConfigError, ContradictionError
+from headrace.model_spec import AnySpec, ModelSpec
 from headrace.models import registry
 from headrace.models.fused import fuse
+from headrace.models.hf_config import HFConfig
+from headrace.models.interface import Model
 from headrace.sources.files import ModelFiles
-from headrace.spec import AnySpec, ModelFacts, ModelSpec
+from headrace.sources.plain_config import in_transformers
 from headrace.weights.load import Progress, load_weights
 from headrace.weights.report import LoadReport
 
-if TYPE_CHECKING:
-    from headrace.models.fallback.load import Described
-
-
-class Built(Protocol):
-    """A model that can be run."""
-
-    @property
-    def spec(self) -> ModelFacts: ...
-
-    def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor: ...
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
-
 
 class Implementation(Protocol):
-    """A model that is known and not loaded yet."""
+    """A described model whose weights are not loaded."""
 
     @property
     def spec(self) -> AnySpec: ...
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
-        """Which implementation it is, and why."""
+        """The choice of the implementation, with its reason."""
         ...
 
-    def load(self, files: ModelFiles, config: EngineConfig, progress: Progress) -> tuple[Built, LoadReport]:
-        """The model on its device, with its weights. Raises ConfigError where they do not fit."""
+    def load(self, files: ModelFiles, config: EngineConfig, progress: Progress) -> tuple[Model, LoadReport]:
+        """Loads the weights onto the device. Raises ConfigError where they do not fit."""
         ...
 
 
 def choose(args: EngineArgs, files: ModelFiles) -> Implementation:
-    """The implementation of a model: the one asked for; for ``auto`` ours if there is one, else transformers'.
+    """Chooses the implementation of a model: the requested one; for ``auto`` the native one if it supports the model, else that
+    of transformers.
 
     Raises:
-        ConfigError: there is none of that kind for this model; names the layer and the reason where it is a layer's.
-        ContradictionError: the configuration contradicts itself, whichever implementation is asked for.
+        ConfigError: the implementation does not support the model; names the reason, and the layer if one layer is the reason.
+        ContradictionError: the configuration contradicts itself.
     """
-    asked, config = args.model_impl, files.config
-    if asked not in typing.get_args(ModelImpl):
-        raise ConfigError(f"model_impl must be one of {', '.join(typing.get_args(ModelImpl))}, not {asked!r}", "model_impl")
+    impl, config = args.model_impl, files.config
     if files.kind == "megatron":
         return _megatron(args, files)
-    if asked == "megatron":
+    if impl == "megatron":
         raise ConfigError(
             "model_impl megatron is for distributed checkpoints of Megatron-core, and for models that are handed over "
             "(LLM.from_megatron)",
             "model_impl",
         )
-    if asked == "native":
+    if impl == "native":
         return _Native(registry.model_spec(config), (Decision("model_impl", "native", "asked for"),))
-    if asked == "transformers":
-        meant = _meant(config)
+    if impl == "transformers":
+        meant = _native_spec(config)
         model = _transformers(args, files, "asked for")
-        if meant is not None:
+        if isinstance(meant, ModelSpec):
             _refuse_other_geometry(meant, model.spec)
         return model
     if files.gguf_file is not None:
         return _Native(registry.model_spec(config), (Decision("model_impl", "native", "it alone reads GGUF files"),))
     name = " / ".join(getattr(config, "architectures", None) or [config.model_type])
-    if registry.find(config) is None:
-        return _instead(args, files, f"{name} has no native implementation")
+    spec = _native_spec(config)
+    if isinstance(spec, ModelSpec):
+        return _Native(spec, (Decision("model_impl", "native", f"{name} is registered"),))
+    why = f"{name} has no native implementation"
+    if registry.find(config) is not None:
+        why = f"the native {name} does not do all of this model: {spec.message}"
     try:
-        spec = registry.model_spec(config)
-    except ContradictionError:
-        raise
+        return _transformers(args, files, why)
     except ConfigError as error:
-        return _instead(args, files, f"the native {name} does not do all of this model: {error.message}")
-    return _Native(spec, (Decision("model_impl", "native", f"{name} is registered"),))
+        raise ConfigError(f"{why}; {error.message}", error.param) from error
 
 
-def _meant(config: PretrainedConfig) -> ModelSpec | None:
-    """What the native family makes of a configuration; None: there is none that does all of it.
+def _native_spec(config: HFConfig) -> ModelSpec | ConfigError:
+    """Returns the spec of the native implementation, or why there is none.
 
     Raises:
-        ContradictionError: it is wrong with the configuration, which transformers need not notice.
+        ContradictionError: the configuration is wrong for any implementation, which transformers need not notice.
     """
-    if registry.find(config) is None:
-        return None
     try:
         return registry.model_spec(config)
     except ContradictionError:
         raise
-    except ConfigError:
-        return None
+    except ConfigError as error:
+        return error
 
 
 _GEOMETRY = ("num_heads", "num_kv_heads", "head_dim", "v_head_dim", "window", "soft_cap", "sinks")
-"""What a configuration says of a layer, whoever builds it."""
+"""The fields of a layer that every implementation takes from the configuration."""
 
 
 def _refuse_other_geometry(meant: ModelSpec, seen: AnySpec) -> None:
-    """Refuses a model of transformers some of whose layers are not as the configuration means: it does not read a field."""
+    """Refuses a transformers model whose layers differ from the configuration, since its module does not read a field."""
     for ours, theirs in zip(meant.layers, seen.layers, strict=False):
-        ours = ours if ours.latent is None else ours.uncompressed
+        ours = ours if ours.mla is None else ours.uncompressed
         if min(one.window or meant.max_position for one in (ours, theirs)) >= meant.max_position:
-            # A window that no context fills is none.
+            # A window that is longer than the context has no effect.
             ours, theirs = (dataclasses.replace(one, window=None) for one in (ours, theirs))
         for field in _GEOMETRY:
             if getattr(ours, field) != getattr(theirs, field):
@@ -126,22 +108,13 @@ def _refuse_other_geometry(meant: ModelSpec, seen: AnySpec) -> None:
                 )
 
 
-def _instead(args: EngineArgs, files: ModelFiles, why: str) -> Implementation:
-    """transformers' model where ours is none. If it cannot run either, the error says why of both."""
-    try:
-        return _transformers(args, files, why)
-    except ConfigError as error:
-        raise ConfigError(f"{why}; {error.message}", error.param) from error
-
-
 def _transformers(args: EngineArgs, files: ModelFiles, why: str) -> Implementation:
-    # Only now: most models need none of it.
+    # Imported late: native models do not need it.
     from headrace.models.fallback.load import describe
 
     if files.gguf_file is not None:
         raise ConfigError("model_impl transformers does not read GGUF files", "model_impl")
-    described = describe(files.config, args)
-    return _Transformers(described, (Decision("model_impl", "transformers", why), *described.decisions))
+    return describe(in_transformers(files.config), args, why)
 
 
 def _megatron(args: EngineArgs, files: ModelFiles) -> Implementation:
@@ -158,27 +131,10 @@ class _Native:
     spec: ModelSpec
     decisions: tuple[Decision, ...]
 
-    def load(self, files: ModelFiles, config: EngineConfig, progress: Progress) -> tuple[Built, LoadReport]:
+    def load(self, files: ModelFiles, config: EngineConfig, progress: Progress) -> tuple[Model, LoadReport]:
         model = registry.build(self.spec, config.dtype, config.device)
         table = registry.name_table(self.spec)
         seed = config.args.seed
         report = load_weights(model, table, files, quantization=config.quantization, seed=seed, progress=progress)
         layers = fuse(model)
         return model, dataclasses.replace(report, decisions=(*report.decisions, *([] if layers is None else [layers])))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Transformers:
-    described: Described
-    decisions: tuple[Decision, ...]
-
-    @property
-    def spec(self) -> AnySpec:
-        return self.described.spec
-
-    def load(self, files: ModelFiles, config: EngineConfig, progress: Progress) -> tuple[Built, LoadReport]:
-        from headrace.models.fallback.load import load
-
-        model, report = load(self.described, files, config)
-        progress(report.nbytes_read, report.nbytes_read)
-        return model, report

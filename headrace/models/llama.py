@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from transformers import PretrainedConfig
-
+from headrace.model_spec import ModelSpec
 from headrace.models.family import Family
-from headrace.models.hf_config import attention_specs, decoder_spec, dense_specs, uniform
-from headrace.spec import ModelSpec
+from headrace.models.hf_config import HFConfig, attention_biases, attention_specs, decoder_spec, dense_specs, uniform
 
 ARCHITECTURE = "LlamaForCausalLM"
 
 
-def model_spec(config: PretrainedConfig) -> ModelSpec:
-    bias = bool(uniform(config, "attention_bias", False))
+def model_spec(config: HFConfig) -> ModelSpec:
     return decoder_spec(
         config,
         ARCHITECTURE,
         attention_specs(config),
         dense_specs(config, bias=bool(uniform(config, "mlp_bias", False))),
-        attention_bias=bias,
-        output_bias=bias,
+        **attention_biases(config),
     )
 
 

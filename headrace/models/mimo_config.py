@@ -1,7 +1,7 @@
-"""The published words of MiMo-V2-Flash's config.json, said in transformers' words.
+"""Rewrites the published config.json of MiMo-V2-Flash into the fields transformers reads.
 
-transformers reads the published file, keeps most of its words as attributes that nothing reads, and puts its own defaults
-where they should have gone. Here they go there. A model may say the same in both; where it says two things, it is refused.
+transformers keeps most published fields as attributes that nothing reads, and uses its own defaults instead. A config may
+have both if they agree; a contradiction is refused.
 """
 
 from __future__ import annotations
@@ -9,33 +9,31 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from transformers import PretrainedConfig
-
 from headrace.errors import ConfigError
-from headrace.models.hf_config import required
+from headrace.models.hf_config import HFConfig, required
 from headrace.models.moe_config import must_be, number
 
 _KINDS = (
     ("hybrid_layer_pattern", "layer_types", ("full_attention", "sliding_attention")),
     ("moe_layer_freq", "mlp_layer_types", ("dense", "sparse")),
 )
-"""A published list of 0 and 1, one a layer; transformers' word for it; what 0 and 1 are there."""
+"""(published list of 0 and 1, one for each layer; transformers' field; what 0 and 1 mean there)."""
 _ROPES = {
     "full_attention": {"rope_theta": "rope_theta", "partial_rotary_factor": "partial_rotary_factor"},
     "sliding_attention": {"rope_theta": "swa_rope_theta", "partial_rotary_factor": "partial_rotary_factor"},
 }
-"""For each kind of layer: a word of its set in ``rope_parameters`` -> the published field."""
+"""Kind of layer -> field in its ``rope_parameters`` -> published field."""
 
 
-def in_transformers_words(config: PretrainedConfig) -> PretrainedConfig:
-    """A copy of a config in which ``layer_types``, ``mlp_layer_types``, ``rms_norm_eps``, ``rope_parameters`` and
-    ``sliding_window`` say what the published fields say. A config without those is as it was.
+def to_transformers_fields(config: HFConfig) -> HFConfig:
+    """Returns a copy of a config whose ``layer_types``, ``mlp_layer_types``, ``rms_norm_eps``, ``rope_parameters`` and
+    ``sliding_window`` have the values of the published fields. A config without those is copied unchanged.
 
-    transformers' word at its default counts as not said: its config does not tell which fields the file had.
+    A field of transformers at its default counts as missing, since its config does not record which fields the file had.
 
     Raises:
-        ConfigError: a published field is malformed, says what the family does not do, or contradicts transformers' word for
-            it; the message names it, and the layer if it is a layer's.
+        ConfigError: a published field is malformed or unsupported, or contradicts transformers' field; names it, and the layer
+            if it is per layer.
     """
     must_be(config, "scoring_func", "sigmoid", None)
     must_be(config, "topk_method", "noaux_tc", None)
@@ -43,31 +41,31 @@ def in_transformers_words(config: PretrainedConfig) -> PretrainedConfig:
     must_be(config, "use_qk_norm", None, False)
     if _given(config, "hybrid_layer_pattern") is None:
         must_be(config, "hybrid_block_size", None)
-    usual = type(config)(num_hidden_layers=required(config, "num_hidden_layers"))  # type: ignore[call-arg]
-    said = copy.copy(config)
+    default_config = type(config)(num_hidden_layers=required(config, "num_hidden_layers"))
+    translated = copy.copy(config)
     for field, word, kinds in _KINDS:
         if _given(config, field) is not None:
-            setattr(said, word, _types(config, usual, field, word, kinds))
+            setattr(translated, word, _types(config, default_config, field, word, kinds))
     if _given(config, "layernorm_epsilon") is not None:
-        said.rms_norm_eps = _agreed(
+        translated.rms_norm_eps = _agreed(
             "layernorm_epsilon",
             number(config, "layernorm_epsilon", 0.0),
             "rms_norm_eps",
             _given(config, "rms_norm_eps"),
-            _given(usual, "rms_norm_eps"),
+            _given(default_config, "rms_norm_eps"),
         )
     published = any(_given(config, field) is not None for words in _ROPES.values() for field in words.values())
     # A rope_scaling of null, which transformers reads as rope_parameters, takes its defaults away.
     if published or _given(config, "rope_parameters") is None:
-        said.rope_parameters = _ropes(config, usual)
+        translated.rope_parameters = _ropes(config, default_config)
     if _given(config, "sliding_window_size") is not None:
         # The published size leaves out the token itself.
-        said.sliding_window = required(config, "sliding_window_size") + 1
-    return said
+        translated.sliding_window = required(config, "sliding_window_size") + 1
+    return translated
 
 
-def _given(config: PretrainedConfig, name: str) -> Any:
-    """A field as it is, a list too; None where it is not given."""
+def _given(config: HFConfig, name: str) -> Any:
+    """Returns a field, which may be a list; None where it is missing."""
     values = [getattr(one, name, None) for one in (config.per_layer_config if config.is_heterogeneous else [config])]
     for layer, value in enumerate(values):
         if value != values[0]:
@@ -75,7 +73,7 @@ def _given(config: PretrainedConfig, name: str) -> Any:
     return values[0]
 
 
-def _types(config: PretrainedConfig, usual: PretrainedConfig, field: str, word: str, kinds: tuple[str, str]) -> list[str]:
+def _types(config: HFConfig, usual: HFConfig, field: str, word: str, kinds: tuple[str, str]) -> list[str]:
     """Each layer's kind, of a list of 0 and 1."""
     pattern, layers = _given(config, field), required(config, "num_hidden_layers")
     if not isinstance(pattern, list | tuple) or len(pattern) != layers:
@@ -92,8 +90,8 @@ def _types(config: PretrainedConfig, usual: PretrainedConfig, field: str, word: 
     return types
 
 
-def _ropes(config: PretrainedConfig, usual: PretrainedConfig) -> dict[str, dict[str, Any]]:
-    """A set for each kind of layer."""
+def _ropes(config: HFConfig, usual: HFConfig) -> dict[str, dict[str, Any]]:
+    """Returns the rope parameters of each kind of layer."""
     defaults = _given(usual, "rope_parameters") or {}
     given = _given(config, "rope_parameters") or defaults
     by_kind = any(isinstance(value, dict) for value in given.values())
@@ -113,7 +111,7 @@ def _ropes(config: PretrainedConfig, usual: PretrainedConfig) -> dict[str, dict[
 
 
 def _agreed(field: str, value: float, word: str, current: Any, usual: Any) -> float:
-    """A published number, unless transformers' word for it was given another."""
+    """Returns a published number. Raises ConfigError if transformers' field contradicts it."""
     if current is not None and current not in (value, usual):
         raise ConfigError(f"config: {field} {value!r} contradicts {word} {current!r}", field)
     return value

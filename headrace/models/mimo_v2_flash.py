@@ -8,32 +8,31 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 import torch
-from transformers import PretrainedConfig
 
 from headrace.errors import ConfigError
-from headrace.models.decoder import Decoder, DecoderLayer, SelfAttention
+from headrace.model_spec import AttentionSpec, ModelSpec, MoeSpec
+from headrace.model_spec.integers import is_integer
+from headrace.models.decoder import Decoder, DecoderAttention, DecoderLayer
 from headrace.models.family import Family
-from headrace.models.hf_config import attention_specs, decoder_spec, per_layer, required, uniform, windows_by_type
-from headrace.models.mimo_config import in_transformers_words
+from headrace.models.hf_config import HFConfig, attention_specs, decoder_spec, per_layer, required, uniform, windows_by_type
+from headrace.models.mimo_config import to_transformers_fields
 from headrace.models.moe_config import experts_of, mixed_specs, number
 from headrace.models.names import decoder_names
-from headrace.spec import AttentionSpec, ModelSpec, MoeSpec
-from headrace.spec.whole import is_whole
 from headrace.weights.names import NameTable
 
 ARCHITECTURE = "MiMoV2FlashForCausalLM"
 _ROTATED = 0.334
-"""Of a head's channels, where a config does not say."""
+"""The default share of a head's channels that is rotated."""
 _UNUSED = ("attention_chunk_size",)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MimoSpec(ModelSpec):
     value_scale: float
-    """What values are multiplied by."""
+    """The factor on values."""
 
 
-class MimoAttention(SelfAttention):
+class MimoAttention(DecoderAttention):
     def __init__(self, model: ModelSpec, spec: AttentionSpec, dtype: torch.dtype, device: str | torch.device) -> None:
         super().__init__(model, spec, dtype, device)
         if not isinstance(model, MimoSpec):
@@ -49,8 +48,8 @@ class MimoDecoder(Decoder):
     layer_class = MimoLayer
 
 
-def model_spec(config: PretrainedConfig) -> MimoSpec:
-    config = in_transformers_words(config)
+def model_spec(config: HFConfig) -> MimoSpec:
+    config = to_transformers_fields(config)
     windows = windows_by_type(config)
     in_full = _flag(config, "add_full_attention_sink_bias", False)
     in_window = _flag(config, "add_swa_attention_sink_bias", True)
@@ -85,14 +84,14 @@ def model_spec(config: PretrainedConfig) -> MimoSpec:
     return spec  # type: ignore[return-value]
 
 
-def _flag(config: PretrainedConfig, name: str, default: bool) -> bool:
+def _flag(config: HFConfig, name: str, default: bool) -> bool:
     value = uniform(config, name, default)
     if not isinstance(value, bool):
         raise ConfigError(f"config: {name} must be true or false, not {value!r}", name)
     return value
 
 
-def _with_kv_heads(config: PretrainedConfig, layers: Sequence[AttentionSpec]) -> Iterator[tuple[AttentionSpec, int]]:
+def _with_kv_heads(config: HFConfig, layers: Sequence[AttentionSpec]) -> Iterator[tuple[AttentionSpec, int]]:
     """Each layer and its KV heads: its own number if it has one, else, where it has a window, that of layers with windows.
 
     That one is ``swa_num_key_value_heads``, or, if the config does not say, twice the number for all.
@@ -110,7 +109,7 @@ def _with_kv_heads(config: PretrainedConfig, layers: Sequence[AttentionSpec]) ->
         ):
             if (value := uniform(config, name)) not in (None, usual):
                 raise ConfigError(f"{here}: {name} {value!r} is not the {usual} of other layers", name)
-        if swa is not None and not is_whole(swa, 1):
+        if swa is not None and not is_integer(swa, 1):
             raise ConfigError(
                 f"{here}: swa_num_key_value_heads must be a positive whole number, not {swa!r}", "swa_num_key_value_heads"
             )
@@ -132,9 +131,9 @@ def _with_kv_heads(config: PretrainedConfig, layers: Sequence[AttentionSpec]) ->
         yield layer, swa or 2 * layer.num_kv_heads
 
 
-def _own_counts(config: PretrainedConfig) -> list[bool]:
-    """Which layers have a ``num_key_value_heads`` of their own."""
-    # As it lies there: reading a field that layers override is an error.
+def _own_counts(config: HFConfig) -> list[bool]:
+    """Returns which layers have their own ``num_key_value_heads``."""
+    # Read from ``vars``, since attribute access raises for a field that layers override.
     count, layers = vars(config).get("num_key_value_heads"), required(config, "num_hidden_layers")
     if getattr(config, "num_key_value_heads_list", None) or isinstance(count, list | tuple):
         return [True] * layers
@@ -144,7 +143,7 @@ def _own_counts(config: PretrainedConfig) -> list[bool]:
 
 
 def names(model: Decoder) -> NameTable:
-    """Sinks may have a name of their own; what predicts tokens further on is not part of the decoder."""
+    """Accepts another name for sinks, and ignores the layers for multi-token prediction."""
     table = decoder_names(model, ignorable=(r"model\.mtp\..*",))
     for layer in model.spec.layers:
         if layer.sinks:
@@ -160,5 +159,5 @@ FAMILY = Family(
     decoder=MimoDecoder,
     names=names,
     unused=_UNUSED,
-    in_transformers_words=in_transformers_words,
+    to_transformers_fields=to_transformers_fields,
 )

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from transformers import PretrainedConfig
-
+from headrace.model_spec import ModelSpec
 from headrace.models.family import Family
-from headrace.models.hf_config import attention_specs, decoder_spec, dense_specs, per_layer
-from headrace.spec import ModelSpec
+from headrace.models.hf_config import HFConfig, attention_specs, decoder_spec, dense_specs, per_layer
 
 ARCHITECTURE = "MistralForCausalLM"
 
 
-def model_spec(config: PretrainedConfig) -> ModelSpec:
+def model_spec(config: HFConfig) -> ModelSpec:
     layers = attention_specs(config, windows=per_layer(config, "sliding_window"))
     return decoder_spec(config, ARCHITECTURE, layers, dense_specs(config))
 

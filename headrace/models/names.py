@@ -1,4 +1,4 @@
-"""Checkpoint names of a decoder, read off its modules: what is fused there is apart in a checkpoint."""
+"""Derives a decoder's checkpoint names from its modules, and splits fused projections into the checkpoint's matrices."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import nn
 
 from headrace.layers.linear import FusedLinear, Linear
 from headrace.layers.moe import Experts
-from headrace.models.decoder import SelfAttention
-from headrace.spec.projection import GROUPED, grouped_rows
-from headrace.weights.names import IGNORABLE, Layout, NameTable
+from headrace.model_spec.projection import GROUPED, grouped_rows
+from headrace.models.decoder import DecoderAttention
+from headrace.weights.names import IGNORABLE, NameTable, StoredLayout
 
 _MOVED = {".attention.sinks": ".sinks"}
-"""Endings of our names -> of a checkpoint's."""
+"""Suffixes of the model's names -> of a checkpoint's."""
 
 
 def decoder_names(
@@ -22,25 +22,25 @@ def decoder_names(
     moved: Mapping[str, str] = _MOVED,
     *,
     experts: Callable[[NameTable, str, str, Experts], None] | None = None,
-    layouts: Mapping[str, Layout] | None = None,
+    layouts: Mapping[str, StoredLayout] | None = None,
     ignorable: Sequence[str] = (),
 ) -> NameTable:
-    """Checkpoint names, as Hugging Face saves a causal language model, and the parameters they fill.
+    """Maps the names with which Hugging Face saves a causal language model to parameters.
 
     Args:
-        moved: endings of the model's names -> of the checkpoint's, where they differ.
-        experts: adds the parameters of an Experts module, told its name in the checkpoint and in the model; None: as most
+        moved: suffixes of the model's names -> of the checkpoint's, where they differ.
+        experts: adds the parameters of an Experts module, from its names in the checkpoint and in the model; None: as most
             checkpoints have them, each expert's matrices apart, or stacked as transformers has them.
-        layouts: endings of the model's names -> how checkpoints hold those tensors, where that differs.
-        ignorable: regular expressions of names that carry nothing to load, beside those of every model.
+        layouts: suffixes of the model's names -> the layout in checkpoints, where it differs.
+        ignorable: regular expressions of further names to skip.
     """
     table = NameTable((*IGNORABLE, *ignorable))
     first: dict[int, str] = {}
     for path, module in model.named_modules():
-        if isinstance(module, SelfAttention) and not module.qkv_proj.stored_rows:
+        if isinstance(module, DecoderAttention) and not module.qkv_proj.stored_rows:
             _add_grouped(table, checkpoint_name(path, moved), path, module)
         if isinstance(module, Experts):
-            (experts or apart_or_stacked)(table, checkpoint_name(path, moved), path, module)
+            (experts or _apart_or_stacked)(table, checkpoint_name(path, moved), path, module)
             continue
         for kind, parameter in module.named_parameters(recurse=False):
             ours = f"{path}.{kind}"
@@ -54,19 +54,21 @@ def decoder_names(
             else:
                 layout = next((own for ending, own in (layouts or {}).items() if ours.endswith(ending)), None)
                 rows = module.stored_rows.get(path.rpartition(".")[2]) if isinstance(module, Linear) else None
-                table.add(theirs, ours, layout=Layout(rows) if rows else layout)
+                table.add(theirs, ours, layout=StoredLayout(rows) if rows else layout)
     return table
 
 
 def _add_fused(table: NameTable, folder: str, ours: str, kind: str, module: FusedLinear) -> None:
-    """Each matrix by its own name; or all in one tensor, where they are in the order in which we hold them."""
+    """Adds each matrix by its own name, and one tensor of all in the same order as an alternative."""
     names = {f"{folder}.{part}.{kind}": rows for part, rows in module.parts.items()}
-    table.fuse(ours, names, layouts={f"{folder}.{part}.{kind}": Layout(rows) for part, rows in module.stored_rows.items()})
+    table.fuse(
+        ours, names, layouts={f"{folder}.{part}.{kind}": StoredLayout(rows) for part, rows in module.stored_rows.items()}
+    )
     if not module.stored_rows:
         table.instead(f"{folder}.{ours.split('.')[-2]}.{kind}", ours)
 
 
-def apart_or_stacked(table: NameTable, theirs: str, ours: str, module: Experts) -> None:
+def _apart_or_stacked(table: NameTable, theirs: str, ours: str, module: Experts) -> None:
     """``experts.3.gate_proj.weight`` and so on of every expert; or ``experts.gate_up_proj`` of all, as transformers has it."""
     if module.gate_up_proj_bias is not None:
         raise ValueError(f"{theirs}: experts with biases have names of their family's own")
@@ -80,16 +82,16 @@ def apart_or_stacked(table: NameTable, theirs: str, ours: str, module: Experts) 
 
 
 def checkpoint_name(name: str, moved: Mapping[str, str] = _MOVED) -> str:
-    """The checkpoint's name of a parameter or module that is one there too."""
+    """Returns the checkpoint's name of a parameter or module."""
     for ours, theirs in moved.items():
         if name.endswith(ours):
             name = name.removesuffix(ours) + theirs
     return name if name.startswith("lm_head") else f"model.{name}"
 
 
-def _add_grouped(table: NameTable, theirs: str, ours: str, module: SelfAttention) -> None:
-    """What a checkpoint may have in place of q, k and v: one tensor with their rows interleaved by KV group."""
-    layout = Layout(partial(grouped_rows, module.spec))
+def _add_grouped(table: NameTable, theirs: str, ours: str, module: DecoderAttention) -> None:
+    """Adds the alternative to q, k and v: one tensor with their rows interleaved by KV group."""
+    layout = StoredLayout(partial(grouped_rows, module.spec))
     for kind, _ in module.qkv_proj.named_parameters(recurse=False):
         for name in GROUPED:
             table.instead(f"{theirs}.{name}.{kind}", f"{ours}.qkv_proj.{kind}", layout)

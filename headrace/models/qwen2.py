@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from transformers import PretrainedConfig
-
+from headrace.model_spec import ModelSpec
 from headrace.models.family import Family
-from headrace.models.hf_config import attention_specs, decoder_spec, dense_specs, windows_by_type
-from headrace.spec import ModelSpec
+from headrace.models.hf_config import HFConfig, attention_specs, decoder_spec, dense_specs, windows_by_type
 
 ARCHITECTURE = "Qwen2ForCausalLM"
 
 
-def model_spec(config: PretrainedConfig) -> ModelSpec:
+def model_spec(config: HFConfig) -> ModelSpec:
     layers = attention_specs(config, windows=windows_by_type(config))
     return decoder_spec(config, ARCHITECTURE, layers, dense_specs(config), attention_bias=True)
 

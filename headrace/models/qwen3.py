@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from transformers import PretrainedConfig
-
+from headrace.model_spec import ModelSpec
 from headrace.models.family import Family
-from headrace.models.hf_config import attention_specs, decoder_spec, dense_specs, uniform, windows_by_type
-from headrace.spec import ModelSpec
+from headrace.models.hf_config import HFConfig, attention_biases, attention_specs, decoder_spec, dense_specs, windows_by_type
 
 ARCHITECTURE = "Qwen3ForCausalLM"
 
 
-def model_spec(config: PretrainedConfig) -> ModelSpec:
-    bias = bool(uniform(config, "attention_bias", False))
+def model_spec(config: HFConfig) -> ModelSpec:
     return decoder_spec(
         config,
         ARCHITECTURE,
         attention_specs(config, windows=windows_by_type(config)),
         dense_specs(config),
-        attention_bias=bias,
-        output_bias=bias,
         qk_norm=True,
+        **attention_biases(config),
     )
 
 

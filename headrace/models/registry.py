@@ -1,11 +1,11 @@
-"""Which families there are, and how a configuration becomes a spec, a module and a table of checkpoint names."""
+"""The registry of families: makes a spec, a module and a table of checkpoint names from a configuration."""
 
 from __future__ import annotations
 
 import torch
-from transformers import PretrainedConfig
 
 from headrace.errors import ConfigError
+from headrace.model_spec import ModelSpec
 from headrace.models import (
     deepseek_v2,
     deepseek_v3,
@@ -23,7 +23,8 @@ from headrace.models import (
 )
 from headrace.models.decoder import Decoder
 from headrace.models.family import Family
-from headrace.spec import ModelSpec
+from headrace.models.hf_config import HFConfig
+from headrace.quant.formats import checkpoint_format
 from headrace.weights.names import NameTable
 
 _FAMILIES: tuple[Family, ...] = (
@@ -46,24 +47,24 @@ _BY_TYPE = {kind: family for family in _FAMILIES for kind in family.model_types}
 
 
 def supported() -> list[str]:
-    """The architectures that are served natively."""
+    """Lists the architectures that have a native implementation."""
     return list(_BY_ARCHITECTURE)
 
 
-def find(hf_config: PretrainedConfig) -> Family | None:
-    """The family that serves a configuration natively; None: there is none."""
+def find(hf_config: HFConfig) -> Family | None:
+    """Returns the native family of a configuration, None if there is none."""
     architectures = getattr(hf_config, "architectures", None)
     if not architectures:
         return _BY_TYPE.get(hf_config.model_type)
     return next((_BY_ARCHITECTURE[name] for name in architectures if name in _BY_ARCHITECTURE), None)
 
 
-def model_spec(hf_config: PretrainedConfig) -> ModelSpec:
-    """The spec of a model from its Hugging Face configuration.
+def model_spec(hf_config: HFConfig) -> ModelSpec:
+    """Reads the spec of a model from its Hugging Face configuration.
 
     Raises:
-        ConfigError: the architecture is not supported (the message lists those that are), or the configuration asks for
-            something that is not; the message names the field, and the layer if it is one layer's.
+        ConfigError: the architecture is unsupported (the message lists the supported ones), or a field of the configuration
+            is; the message names the field, and the layer if it is per layer.
     """
     family = find(hf_config)
     if family is None:
@@ -71,37 +72,31 @@ def model_spec(hf_config: PretrainedConfig) -> ModelSpec:
         raise ConfigError(
             f"architecture {' / '.join(map(str, named))} is not supported; supported are: {', '.join(supported())}", "model"
         )
+    checkpoint_format(hf_config)
     return family.model_spec(hf_config)
 
 
-def in_transformers_words(hf_config: PretrainedConfig) -> PretrainedConfig:
-    """The configuration as transformers' own module of the model reads it.
+def to_transformers_fields(hf_config: HFConfig) -> HFConfig:
+    """Rewrites the config into the fields that transformers' module of the model reads.
 
     Raises:
-        ConfigError: a field that it would not read cannot be said in those that it does; names it.
+        ConfigError: a field has no equivalent; names it.
     """
     family = find(hf_config)
-    translate = None if family is None else family.in_transformers_words
-    return hf_config if translate is None else translate(hf_config)
+    return hf_config if family is None or family.to_transformers_fields is None else family.to_transformers_fields(hf_config)
 
 
-def family_of(spec: ModelSpec) -> Family:
-    """The family that the spec is of.
-
-    Raises:
-        ConfigError: there is none of that architecture.
-    """
+def _family_of(spec: ModelSpec) -> Family:
     if spec.architecture not in _BY_ARCHITECTURE:
         raise ConfigError(f"architecture {spec.architecture} is not one of {', '.join(supported())}", "model")
     return _BY_ARCHITECTURE[spec.architecture]
 
 
-def build(spec: ModelSpec, dtype: str | torch.dtype, device: str | torch.device) -> Decoder:
-    """The model with its parameters allocated and not yet filled."""
-    kind = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype)
-    return family_of(spec).build(spec, kind, device)
+def build(spec: ModelSpec, dtype: str, device: str | torch.device) -> Decoder:
+    """Builds the model with its parameters allocated and uninitialised."""
+    return _family_of(spec).decoder(spec, getattr(torch, dtype), device).eval()
 
 
 def name_table(spec: ModelSpec) -> NameTable:
-    """Checkpoint names, as Hugging Face saves a causal language model, and the parameters they fill."""
-    return family_of(spec).name_table(spec)
+    """Maps checkpoint names, as Hugging Face saves a causal language model, to parameters."""
+    return _family_of(spec).names(build(spec, "float32", "meta"))

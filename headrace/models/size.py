@@ -1,46 +1,30 @@
-"""What a model's parameters will take, told by the model itself: it is built on the meta device, where nothing is allocated."""
+"""The bytes that a model's parameters take, from a model built on the meta device, where nothing is allocated."""
 
 from __future__ import annotations
 
-import dataclasses
-
 from headrace.layers.linear import Linear
+from headrace.model_spec import AnySpec, ForeignSpec
+from headrace.model_spec.kv import DTYPE_BYTES
 from headrace.models import registry
 from headrace.quant.groups import GROUP
-from headrace.spec import AnySpec, ForeignSpec, ModelSpec
-from headrace.spec.kv import DTYPE_BYTES
 
 
 def weight_bytes(model: AnySpec, dtype: str, quantization: str) -> int:
-    """What the weights will take, before they are loaded: to the byte for a native model that is not packed. For one that is,
-    the most: its matrices packed, and a second copy of each as it was.
+    """Returns the bytes of the weights: exact for an unquantised native model. With ``quantization`` an upper bound: the packed
+    matrices and a second copy of each in ``dtype``.
+
+    Raises:
+        ConfigError: no family has the architecture of a native spec.
     """
     if isinstance(model, ForeignSpec):
         return model.num_weights * DTYPE_BYTES[dtype]
-    size = _size(model, dtype)
+    built = registry.build(model, dtype, "meta")
+    nbytes = sum(parameter.nbytes for parameter in built.parameters())
     if quantization == "none":
-        return size.nbytes
-    # The head is always of 8 bits, and its copy a second one of embeddings that are tied to it.
+        return nbytes
+    packable = sum(module.weight.numel() for module in built.modules() if isinstance(module, Linear))
+    # The head always has 8 bits, and its copy is a second one of embeddings that are tied to it.
     head, scales = model.vocab_size * model.hidden_size, 4 / GROUP
-    body = (size.packable - head) * ({"int8": 1.0, "int4": 0.5}[quantization] + scales)
+    body = (packable - head) * ({"int8": 1.0, "int4": 0.5}[quantization] + scales)
     copied = head * DTYPE_BYTES[dtype] if model.tie_word_embeddings else 0
-    return size.nbytes + int(body + head * (1 + scales)) + copied
-
-
-@dataclasses.dataclass(frozen=True)
-class _Size:
-    nbytes: int
-    """Of all parameters, those that are tied once."""
-    packable: int
-    """Numbers in the matrices that ``quantization`` packs."""
-
-
-def _size(spec: ModelSpec, dtype: str) -> _Size:
-    """Of a native model in ``dtype``; parameters that a family keeps in another one count as they are.
-
-    Raises:
-        ConfigError: no family is of the spec's architecture.
-    """
-    model = registry.build(spec, dtype, "meta")
-    packable = sum(module.weight.numel() for module in model.modules() if isinstance(module, Linear))
-    return _Size(sum(parameter.nbytes for parameter in model.parameters()), packable)
+    return nbytes + int(body + head * (1 + scales)) + copied

@@ -1,30 +1,20 @@
-"""New weights for a model that was built, whoever built it."""
+"""Checks new weights for a native or foreign model."""
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import Any
 
 from headrace.models import registry
 from headrace.models.decoder import Decoder
-from headrace.models.implementation import Built
 from headrace.weights.update import Named, WeightUpdate
 
 
-@runtime_checkable
-class Foreign(Protocol):
-    """A library's model, which knows its weights by the library's names."""
-
-    def weight_update(self, tensors: Named) -> WeightUpdate: ...
-
-
-def weight_update(model: Built, tensors: Named) -> WeightUpdate:
-    """New values, checked and not written yet: of ours under the names of checkpoints, of a library's under the library's.
+def weight_update(model: Any, tensors: Named) -> WeightUpdate:
+    """Checks new values, without writing them. Names are those of checkpoints; for a foreign model, its library's.
 
     Raises:
         ConfigError: as ``WeightUpdate``.
     """
-    if isinstance(model, Foreign):
-        return model.weight_update(tensors)
-    if not isinstance(model, Decoder):
-        raise TypeError(f"a {type(model).__name__} has no names of its weights")
-    return WeightUpdate(registry.name_table(model.spec), dict(model.named_parameters()), tensors)
+    if isinstance(model, Decoder):
+        return WeightUpdate(registry.name_table(model.spec), dict(model.named_parameters()), tensors)
+    return model.weight_update(tensors)  # type: ignore[no-any-return]

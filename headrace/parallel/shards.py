@@ -13,8 +13,8 @@ from typing import Literal
 import torch
 
 from headrace.errors import ConfigError
-from headrace.spec import AttentionSpec, DenseSpec
-from headrace.spec.projection import Matrix, input_matrices, output_matrix
+from headrace.model_spec import AttentionSpec, DenseSpec
+from headrace.model_spec.projection import Matrix, input_matrices, output_matrix
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Cut:
 
 
 def join(cuts: Sequence[Cut], parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The whole of what all ranks hold. Where ranks hold the same, the first one's counts.
+    """Joins the parts of all ranks. Where parts overlap, the first one counts.
 
     Args:
         cuts: of every rank; parts: what each holds.

@@ -1,22 +1,22 @@
-"""Which number format a matrix gets, and why."""
+"""Chooses the number format of each matrix, with a reason."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from headrace.errors import ConfigError
 from headrace.kernels.native import NativeKernels
 from headrace.layers.linear import Linear
-from headrace.quant import int4, int8, native
-from headrace.quant.groups import GroupCodes, concatenate, relative_error, round_to_groups
-from headrace.quant.hybrid import HybridLinear
-from headrace.quant.int4 import Int4Linear
-from headrace.quant.int8 import Int8Linear
-from headrace.quant.native import NativeLinear
-from headrace.quant.packed import PackedLinear
+from headrace.quant.groups import GroupCodes
+from headrace.quant.hybrid import HybridMethod
+from headrace.quant.int4 import Int4Method
+from headrace.quant.int8 import Int8Method
+from headrace.quant.native import NativeMethod
+from headrace.quant.packed import PackedMethod
+from headrace.quant.stored import StoredMatrix
 
 BITS = {"int4": 4, "int8": 8}
 INT4_ROWS = 16
@@ -27,36 +27,20 @@ INT8_ROWS = 6
 AMX_ROWS = 32
 """Rows above which a CPU with AMX multiplies bfloat16 faster than any CPU multiplies bytes: by its peak rate, which is
 eight times that of the vector units; to be measured on such a machine."""
-_SAMPLED_ROWS = 256
-"""Rows that an error is computed over, evenly spread."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Piece:
-    """One stored tensor of a matrix."""
-
-    kind: str
-    """What it is stored as."""
-    codes: GroupCodes | None
-    """Its integers, where it is stored as groups of 32."""
-    read: Callable[[], torch.Tensor]
-    """Its floats."""
-
-    def exact(self) -> torch.Tensor:
-        """``[N, K]``"""
-        return self.codes.dequantize() if self.codes is not None else self.read()
 
 
 @dataclasses.dataclass(frozen=True)
 class Conversion:
-    module: PackedLinear
+    """The format of one layer."""
+
+    format: str
     reason: str
     error: float
     """Root mean square of (held - exact weights) over that of the exact ones."""
 
 
 class Converter:
-    """Packs matrices of one model.
+    """Swaps the methods of layers for those that pack their weights.
 
     Args:
         quantization: int4 or int8: bits of matrices that the checkpoint does not say more about.
@@ -70,87 +54,52 @@ class Converter:
         # Without vector instructions of its own the native product is slower than PyTorch's.
         self._kernels = kernels if kernels is not None and kernels.tile != "portable" else None
 
-    def convert(self, name: str, linear: Linear, pieces: Sequence[Piece], *, is_head: bool = False) -> Conversion:
-        """The module that takes the place of ``linear``, whose bias it takes over.
+    def convert(self, name: str, layer: Linear, parts: Sequence[StoredMatrix], *, is_head: bool = False) -> Conversion:
+        """Swaps the layer's method and loads its weights.
 
         Args:
-            name: of the module, for errors.
-            pieces: the stored tensors, one below the other.
+            name: of the layer, for errors.
+            parts: the stored matrices, one below the other.
             is_head: the output head, whose codes have 8 bits: its errors go straight into the logits.
 
         Raises:
-            ConfigError: no packed kernel takes a matrix of this shape, or of this dtype.
+            ConfigError: no packed kernel takes a matrix of this shape.
         """
-        bits = max(self._bits(piece, is_head) for piece in pieces)
-        why = self._reason(pieces, bits, is_head)
-        bias = None if linear.bias is None else linear.bias.data
-        shape = (linear.in_features, linear.out_features)
-        if self._kernels is not None and native.misfit(*shape) is None:
-            weights = _codes(pieces, bits, torch.float16, anchor=0)
-            if _fits_half(weights):
-                module: PackedLinear = NativeLinear(weights, bias, self._kernels)
-                module = self._with_copy(module, pieces, linear.weight.dtype)
-                return Conversion(module, why, _error(native.held(weights), pieces))
-        misfit = (int4 if bits == 4 else int8).misfit(*shape)
-        if misfit is not None:
-            raise ConfigError(f"{self._quantization} cannot hold {name}: {misfit}; set quantization none", "quantization")
-        dtype = linear.weight.dtype
-        copy = torch.cat([piece.exact().to(dtype) for piece in pieces])
-        if bits == 4:
-            weights = int4.held(_codes(pieces, 4, dtype, anchor=int4.ANCHOR), dtype)
-            module = HybridLinear(Int4Linear(weights, bias, dtype), copy, INT4_ROWS)
-            return Conversion(module, why, _error(weights, pieces))
-        whole = Int8Linear(torch.cat([piece.exact() for piece in pieces]), bias, dtype)
-        why += "; PyTorch's int8 kernel has one scale for each output"
-        return Conversion(HybridLinear(whole, copy, INT8_ROWS), why, _error(whole.dequantize(), pieces))
+        bits = max(self._bits(part, is_head) for part in parts)
+        why = self._reason(parts, bits, is_head)
+        shape, dtype = (layer.in_features, layer.out_features), layer.weight.dtype
+        if self._kernels is not None and not NativeMethod.supports(*shape, "cpu"):
+            method: PackedMethod = NativeMethod(self._kernels, bits)
+            if dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported():
+                method = HybridMethod(method, AMX_ROWS)
+            try:
+                return _swap(layer, method, dtype, parts, why)
+            except OverflowError:
+                pass  # PyTorch's formats have wider scales.
+        kind = Int4Method if bits == 4 else Int8Method
+        if reasons := kind.supports(*shape, "cpu"):
+            raise ConfigError(f"{self._quantization} cannot hold {name}: {reasons[0]}; set quantization none", "quantization")
+        if bits == 8:
+            why += "; PyTorch's int8 kernel has one scale for each output"
+        return _swap(layer, HybridMethod(kind(), INT4_ROWS if bits == 4 else INT8_ROWS), dtype, parts, why)
 
-    def _bits(self, piece: Piece, is_head: bool) -> int:
+    def _bits(self, part: StoredMatrix, is_head: bool) -> int:
         """4 for what is stored with 4 bits, 8 for what is stored with more; floats as asked."""
-        if is_head or self._quantization == "int8" or piece.kind == "Q6_K":
+        if is_head or self._quantization == "int8" or part.kind == "Q6_K":
             return 8
-        return BITS[self._quantization] if piece.codes is None else piece.codes.bits
+        return part.codes.bits if isinstance(part.codes, GroupCodes) else BITS[self._quantization]
 
-    def _reason(self, pieces: Sequence[Piece], bits: int, is_head: bool) -> str:
-        kinds = " and ".join(dict.fromkeys(piece.kind for piece in pieces))
-        if any(piece.codes is None for piece in pieces):
-            why = f"stored as {kinds}, rounded to {bits} bits"
-        else:
+    def _reason(self, parts: Sequence[StoredMatrix], bits: int, is_head: bool) -> str:
+        kinds = " and ".join(dict.fromkeys(part.kind for part in parts))
+        if all(isinstance(part.codes, GroupCodes) for part in parts):
             why = f"stored as {kinds}, whose integers are kept"
+        else:
+            why = f"stored as {kinds}, rounded to {bits} bits"
         return why + ("; the output head is always of 8 bits" if is_head and self._quantization == "int4" else "")
 
-    def _with_copy(self, module: PackedLinear, pieces: Sequence[Piece], dtype: torch.dtype) -> PackedLinear:
-        if dtype != torch.bfloat16 or not torch.cpu._is_amx_tile_supported():
-            return module
-        copy = torch.cat([piece.exact().to(dtype) for piece in pieces])
-        return HybridLinear(module, copy, AMX_ROWS)
 
-
-def _codes(pieces: Sequence[Piece], bits: int, step: torch.dtype, anchor: int) -> GroupCodes:
-    """All pieces with the same number of bits: kept where they are stored so, widened, or rounded from floats."""
-    codes = []
-    for piece in pieces:
-        if piece.codes is None:
-            codes.append(round_to_groups(piece.read(), bits, step, anchor))
-        else:
-            codes.append(piece.codes if piece.codes.bits == bits else piece.codes.widen())
-    return concatenate(codes)
-
-
-def _fits_half(weights: GroupCodes) -> bool:
-    limit = torch.finfo(torch.float16).max
-    return bool(weights.scales.abs().amax() <= limit) and bool(weights.mins.abs().amax() <= limit)
-
-
-def _error(held: GroupCodes | torch.Tensor, pieces: Sequence[Piece]) -> float:
-    """Over some rows; exactly 0 for what is held as it is stored."""
-    approximate, exact = [], []
-    start = 0
-    for piece in pieces:
-        rows = len(piece.codes.codes) if piece.codes is not None else len(piece.read())
-        every = max(1, rows * len(pieces) // _SAMPLED_ROWS)
-        here = slice(start, start + rows, every)
-        approximate.append(held[here] if isinstance(held, torch.Tensor) else held.rows(here).dequantize())
-        whole = piece.codes.rows(slice(0, rows, every)).dequantize() if piece.codes is not None else piece.read()[::every]
-        exact.append(whole)
-        start += rows
-    return relative_error(torch.cat(approximate), torch.cat(exact).float())
+def _swap(layer: Linear, method: PackedMethod, dtype: torch.dtype, parts: Sequence[StoredMatrix], why: str) -> Conversion:
+    method.allocate(layer, dtype, "cpu")
+    error = method.load(layer, parts)
+    layer.method = method
+    return Conversion(method.format, why, error)

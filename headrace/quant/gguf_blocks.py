@@ -20,7 +20,7 @@ Decoded = tuple[int, Bytes, npt.NDArray[np.float32], npt.NDArray[np.float32]]
 
 
 def decode(blocks: Bytes, kind: GGMLQuantizationType) -> GroupCodes | None:
-    """The codes, scales and minima that a file's matrix consists of; None if its type is not of that form.
+    """Decodes a file's matrix to codes, scales and minima; None if its type has another form.
 
     Args:
         blocks: ``[N, bytes of a row]``

@@ -10,6 +10,9 @@ from collections.abc import Sequence
 
 import torch
 
+from headrace.errors import ConfigError
+from headrace.parallel.shards import Cut
+
 GROUP = 32
 """Inputs that share a scale and a minimum: GGUF's, and the one that the packed kernels are fast with."""
 
@@ -41,13 +44,24 @@ class GroupCodes:
         """Some of the outputs."""
         return GroupCodes(self.bits, self.codes[which], self.scales[which], self.mins[which])
 
+    def cut(self, cut: Cut) -> GroupCodes:
+        """One rank's part. Raises ConfigError if the cut splits a group of inputs."""
+        if cut.along == "outputs":
+            return self.rows(slice(cut.start, cut.stop))
+        if cut.start % GROUP or (cut.stop % GROUP and cut.stop != cut.whole):
+            raise ConfigError(
+                f"inputs {cut.start} to {cut.stop} split a group of {GROUP} that share a scale", "tensor_parallel_size"
+            )
+        groups = slice(cut.start // GROUP, -(-cut.stop // GROUP))
+        return GroupCodes(self.bits, self.codes[:, cut.start : cut.stop], self.scales[:, groups], self.mins[:, groups])
+
     def widen(self) -> GroupCodes:
-        """The same weights as 8-bit codes."""
+        """Returns the same weights as 8-bit codes."""
         return dataclasses.replace(self, bits=8)
 
 
 def concatenate(pieces: Sequence[GroupCodes]) -> GroupCodes:
-    """The pieces one below the other. All have the same bits and K."""
+    """Concatenates pieces along the outputs. All have the same bits and K."""
     if len(pieces) == 1:
         return pieces[0]
     bits = {piece.bits for piece in pieces}
@@ -58,7 +72,7 @@ def concatenate(pieces: Sequence[GroupCodes]) -> GroupCodes:
 
 
 def round_to_groups(weight: torch.Tensor, bits: int, step: torch.dtype, anchor: int = 0) -> GroupCodes:
-    """The nearest codes for a float matrix, each group's range spread evenly over them.
+    """Rounds a float matrix to codes that are spread evenly over each group's range.
 
     Args:
         weight: ``[N, K]``, K a multiple of 32.

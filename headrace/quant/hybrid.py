@@ -1,42 +1,51 @@
-"""HybridLinear: packed weights for few rows, a plain copy of them for prompts and large batches."""
+"""HybridMethod: packed weights for few rows, a copy in floats for prompts and large batches."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch.nn.functional import linear
 
-from headrace.quant.packed import PackedLinear
+from headrace.layers.linear import Linear
+from headrace.quant.packed import PackedMethod
+from headrace.quant.stored import StoredMatrix
 
 
-class HybridLinear(PackedLinear):
-    """Packed products read less memory but compute more slowly than plain ones: above ``crossover`` rows the copy is faster.
+class HybridMethod(PackedMethod):
+    """Packed products read less memory but compute more slowly: above ``crossover`` rows the product with floats is faster.
 
-    Both hold the same numbers, up to the rounding to the copy's dtype.
+    Both hold the same numbers, up to the rounding to the copy's dtype. Buffers: ``copy`` ``[N, K]``, and those of ``packed``.
     """
 
-    packed: PackedLinear
-    copy: torch.Tensor
-
-    def __init__(self, packed: PackedLinear, copy: torch.Tensor, crossover: int) -> None:
-        """Args: copy: ``[out_features, in_features]``. crossover: the most rows that go to ``packed``."""
-        bias = None if packed.bias is None else packed.bias.data.to(copy.dtype)
-        super().__init__(packed.in_features, packed.out_features, bias)
+    def __init__(self, packed: PackedMethod, crossover: int) -> None:
+        """``crossover``: the most rows that go to ``packed``."""
         self.packed = packed
         self.crossover = crossover
-        self.format = f"{packed.format}; a copy in {str(copy.dtype).removeprefix('torch.')} above {crossover} rows"
-        self.register_buffer("copy", copy)
-
-    def dequantize(self) -> torch.Tensor:
-        return self.packed.dequantize()
 
     @property
-    def copy_nbytes(self) -> int:
-        return int(self.copy.nbytes)
+    def held_format(self) -> str:
+        return self.packed.format
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[..., in_features] -> [..., out_features]``"""
-        if x.numel() <= self.crossover * self.in_features:
-            y: torch.Tensor = self.packed(x)
-        else:
-            y = linear(x, self.copy, self.bias)
-        return y if self.out_dtype is None else y.to(self.out_dtype)
+    def allocate(self, layer: Linear, dtype: torch.dtype, device: str | torch.device) -> None:
+        super().allocate(layer, dtype, device)
+        self.packed.allocate(layer, dtype, device)
+        self.format = f"{self.packed.format}; a copy in {str(dtype).removeprefix('torch.')} above {self.crossover} rows"
+
+    def load(self, layer: Linear, parts: Sequence[StoredMatrix]) -> float:
+        error = self.packed.load(layer, parts)
+        layer.register_buffer("copy", torch.cat([part.exact().to(self.dtype) for part in parts]))
+        return error
+
+    def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
+        if x.numel() <= self.crossover * layer.in_features:
+            return self.packed.apply(layer, x)
+        bias = None if layer.bias is None else layer.bias.to(self.dtype)
+        y = linear(x, layer.get_buffer("copy"), bias)
+        return y if layer.out_dtype is None else y.to(layer.out_dtype)
+
+    def dequantize(self, layer: Linear) -> torch.Tensor:
+        return self.packed.dequantize(layer)
+
+    def nbytes(self, layer: Linear) -> int:
+        return self.packed.nbytes(layer) - layer.get_buffer("copy").nbytes

@@ -3,55 +3,61 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 
+from headrace.layers.linear import Linear
 from headrace.quant.groups import GROUP, GroupCodes
-from headrace.quant.packed import PackedLinear
+from headrace.quant.packed import PackedMethod, finish, group_codes, rounding_error
+from headrace.quant.stored import StoredMatrix
 
 ANCHOR = 8
-"""The kernel keeps a group's value at this code, not its minimum."""
+"""The kernel stores a group's value at this code instead of its minimum."""
 _INNER_TILES = 2
 """An argument of the packing that CPUs ignore."""
 
 
-def misfit(in_features: int, out_features: int) -> str | None:
-    """Why the kernel cannot hold a matrix; None: it can."""
-    if out_features % 16:
-        return f"{out_features} outputs are not a multiple of 16"
-    return f"{in_features} inputs are not a multiple of {GROUP}" if in_features % GROUP else None
-
-
 def held(weights: GroupCodes, dtype: torch.dtype) -> GroupCodes:
-    """The weights as the kernel holds them: scale and middle rounded to ``dtype``."""
+    """Returns the weights as the kernel stores them: scale and middle rounded to ``dtype``."""
     scales = weights.scales.to(dtype).float()
     middles = (weights.mins + ANCHOR * weights.scales).to(dtype).float()
     return dataclasses.replace(weights, scales=scales, mins=middles - ANCHOR * scales)
 
 
-class Int4Linear(PackedLinear):
-    """``weight = scale * (code - 8) + middle``. The codes are kept as they are; scale and middle are rounded to ``dtype``."""
+class Int4Method(PackedMethod):
+    """``weight = scale * (code - 8) + middle``. The codes are kept as they are; scale and middle are rounded to the dtype of
+    the activations.
+
+    Buffers: ``packed``; ``scales`` ``[K / 32, N, 2]``, scale and middle.
+    """
 
     format = "int4, groups of 32"
-    packed: torch.Tensor
-    scales: torch.Tensor
-    """``[K / 32, N, 2]``: scale and middle."""
 
-    def __init__(self, weights: GroupCodes, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
-        super().__init__(weights.shape[1], weights.shape[0], bias)
+    @classmethod
+    def supports(cls, in_features: int, out_features: int, device: str) -> list[str]:
+        reasons = super().supports(in_features, out_features, device)
+        if out_features % 16:
+            reasons.append(f"{out_features} outputs are not a multiple of 16")
+        if in_features % GROUP:
+            reasons.append(f"{in_features} inputs are not a multiple of {GROUP}")
+        return reasons
+
+    def load(self, layer: Linear, parts: Sequence[StoredMatrix]) -> float:
+        weights = held(group_codes(parts, 4, self.dtype, ANCHOR), self.dtype)
         codes = weights.codes.to(torch.int32)
-        self.register_buffer("packed", torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, _INNER_TILES))
+        layer.register_buffer("packed", torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, _INNER_TILES))
         scales = torch.stack((weights.scales, weights.mins + ANCHOR * weights.scales), dim=-1)
-        self.register_buffer("scales", scales.transpose(0, 1).contiguous().to(dtype))
+        layer.register_buffer("scales", scales.transpose(0, 1).contiguous().to(self.dtype))
+        return rounding_error(weights, parts)
 
-    def dequantize(self) -> torch.Tensor:
-        # The packing is the kernel's secret: its product with the unit vectors is what it multiplies by.
-        eye = torch.eye(self.in_features, dtype=torch.float32)
-        y: torch.Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(eye, self.packed, GROUP, self.scales.float())
+    def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(-1, layer.in_features).contiguous()
+        y = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, layer.packed, GROUP, layer.scales)
+        return finish(layer, y.view(*x.shape[:-1], layer.out_features))
+
+    def dequantize(self, layer: Linear) -> torch.Tensor:
+        # Only the kernel knows its packing, so multiply the unit vectors.
+        eye, scales = torch.eye(layer.in_features), layer.get_buffer("scales").float()
+        y: torch.Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(eye, layer.packed, GROUP, scales)
         return y.t()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[..., in_features] -> [..., out_features]``"""
-        rows = x.reshape(-1, self.in_features)
-        y = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, self.packed, GROUP, self.scales)
-        return self.finish(y.view(*x.shape[:-1], self.out_features))

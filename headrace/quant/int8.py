@@ -2,40 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from headrace.quant.packed import PackedLinear
+from headrace.layers.linear import Linear
+from headrace.quant.packed import PackedMethod, finish, rounding_error
+from headrace.quant.stored import StoredMatrix
 
 
-def misfit(in_features: int, out_features: int) -> str | None:
-    """Why the kernel cannot hold a matrix; None: it can. It reads inputs by sixteens, without looking."""
-    return f"{in_features} inputs are not a multiple of 16" if in_features % 16 else None
+class Int8Method(PackedMethod):
+    """``weight = scale * code``, code -127 to 127, rounded from a float matrix.
 
-
-class Int8Linear(PackedLinear):
-    """``weight = scale * code``, code -127 to 127, rounded from a float matrix."""
+    Buffers: ``codes`` ``[N, K]`` int8; ``scales`` ``[N]`` in the dtype of the activations.
+    """
 
     format = "int8, a scale for each output"
-    codes: torch.Tensor
-    """``[N, K]`` int8"""
-    scales: torch.Tensor
-    """``[N]``"""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
-        """Args: weight: ``[N, K]`` float. dtype: of the scales and of the activations."""
-        super().__init__(weight.shape[1], weight.shape[0], bias)
-        weight = weight.float()
-        scales = (weight.abs().amax(1) / 127).to(dtype)
-        # The codes are chosen for the scale that is kept, so its rounding costs nothing.
+    @classmethod
+    def supports(cls, in_features: int, out_features: int, device: str) -> list[str]:
+        reasons = super().supports(in_features, out_features, device)
+        # The kernel reads inputs by sixteens and does not check bounds.
+        return [*reasons, f"{in_features} inputs are not a multiple of 16"] if in_features % 16 else reasons
+
+    def load(self, layer: Linear, parts: Sequence[StoredMatrix]) -> float:
+        weight = torch.cat([part.exact() for part in parts]).float()
+        scales = (weight.abs().amax(1) / 127).to(self.dtype)
+        # The codes are chosen for the scale that is kept, so that its rounding costs nothing.
         inverse = torch.where(scales > 0, 1 / scales.float(), torch.zeros_like(scales, dtype=torch.float32))
-        self.register_buffer("codes", (weight * inverse[:, None]).round_().clamp_(-127, 127).to(torch.int8))
-        self.register_buffer("scales", scales)
+        layer.register_buffer("codes", (weight * inverse[:, None]).round_().clamp_(-127, 127).to(torch.int8))
+        layer.register_buffer("scales", scales)
+        return rounding_error(self.dequantize(layer), parts)
 
-    def dequantize(self) -> torch.Tensor:
-        return self.codes.float() * self.scales.float()[:, None]
+    def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(-1, layer.in_features).contiguous()
+        y = torch.ops.aten._weight_int8pack_mm(rows, layer.codes, layer.scales)
+        return finish(layer, y.view(*x.shape[:-1], layer.out_features))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[..., in_features] -> [..., out_features]``"""
-        rows = x.reshape(-1, self.in_features).contiguous()
-        y = torch.ops.aten._weight_int8pack_mm(rows, self.codes, self.scales)
-        return self.finish(y.view(*x.shape[:-1], self.out_features))
+    def dequantize(self, layer: Linear) -> torch.Tensor:
+        return layer.get_buffer("codes").float() * layer.get_buffer("scales").float()[:, None]

@@ -3,63 +3,74 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import torch
+from torch import nn
 
 from headrace.kernels.native.library import DTYPES, NativeKernels
+from headrace.layers.linear import Linear
 from headrace.quant.groups import GROUP, GroupCodes
-from headrace.quant.packed import PackedLinear
+from headrace.quant.packed import PackedMethod, group_codes, rounding_error
+from headrace.quant.stored import StoredMatrix
 
 _LANES = 16
 """Outputs that lie together."""
 
 
-def misfit(in_features: int, out_features: int) -> str | None:
-    """Why the kernel cannot hold a matrix; None: it can."""
-    return f"{in_features} inputs are not a multiple of {GROUP}" if in_features % GROUP else None
-
-
 def held(weights: GroupCodes) -> GroupCodes:
-    """The weights as the kernel holds them: scales and minima in half precision, which is GGUF's own but for K blocks."""
+    """Returns the weights as the kernel stores them: scales and minima in half precision, GGUF's own except in K blocks."""
     return dataclasses.replace(weights, scales=weights.scales.half().float(), mins=weights.mins.half().float())
 
 
-class NativeLinear(PackedLinear):
+class NativeMethod(PackedMethod):
     """``weight = scale * code + minimum``. Activations are rounded to 15 bits, with a scale for each row and group
     of 32.
 
     Where the CPU multiplies bfloat16, activations in it meet weights rounded to it once there are ``kernels.wide_rows``
     rows. On either side of that a row's result is the same, bit for bit, whatever rows are beside it.
+
+    Buffer: ``packed``, as ``matmul.cpp`` describes it. It must stay where it is: its address is kept.
     """
 
-    packed: torch.Tensor
-
-    def __init__(self, weights: GroupCodes, bias: torch.Tensor | None, kernels: NativeKernels) -> None:
-        rows, columns = weights.shape
-        super().__init__(columns, rows, None if bias is None else bias.float())
-        self.bits = weights.bits
-        self.format = f"{weights.bits} bits, groups of {GROUP}, native"
-        self.register_buffer("packed", _pack(weights))
-        self.groups = columns // GROUP
+    def __init__(self, kernels: NativeKernels, bits: int) -> None:
+        """``bits``: 4 or 8."""
+        self.bits = bits
+        self.format = f"{bits} bits, groups of {GROUP}, native"
         self._matmul = kernels.matmul
-        self.addresses = self._find()
+        self.groups = 0
+        """Groups of inputs."""
+        self.addresses: tuple[int, int | None] = (0, None)
+        """Addresses of weights and bias, cached because module attribute access takes as long as a small product."""
 
-    def _find(self) -> tuple[int, int | None]:
-        """Of weights and bias, kept because asking a module for its tensors takes as long as a small product."""
-        return self.packed.data_ptr(), None if self.bias is None else self.bias.data_ptr()
+    @classmethod
+    def supports(cls, in_features: int, out_features: int, device: str) -> list[str]:
+        reasons = super().supports(in_features, out_features, device)
+        return [*reasons, f"{in_features} inputs are not a multiple of {GROUP}"] if in_features % GROUP else reasons
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> NativeLinear:
-        raise TypeError("packed weights stay on the CPU and keep their format: pack them again")
+    def load(self, layer: Linear, parts: Sequence[StoredMatrix]) -> float:
+        """Raises OverflowError if a scale is beyond the range of half precision; the layer is then as it was."""
+        weights = group_codes(parts, self.bits, torch.float16, anchor=0)
+        limit = torch.finfo(torch.float16).max
+        if max(float(weights.scales.abs().amax()), float(weights.mins.abs().amax())) > limit:
+            raise OverflowError(f"a scale is beyond {limit:g}")
+        layer.register_buffer("packed", _pack(weights))
+        if layer.bias is not None:
+            layer.bias = nn.Parameter(layer.bias.data.float(), requires_grad=False)
+        self.groups = layer.in_features // GROUP
+        self.addresses = layer.get_buffer("packed").data_ptr(), None if layer.bias is None else layer.bias.data_ptr()
+        kept = held(weights)
+        stored = all(isinstance(part.codes, GroupCodes) for part in parts)
+        exact = stored and kept.scales.equal(weights.scales) and kept.mins.equal(weights.mins)
+        return 0.0 if exact else rounding_error(kept, parts)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[..., in_features] -> [..., out_features]``"""
+    def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
         kind = DTYPES.get(x.dtype)
         if kind is None:
-            return self.forward(x.float()).to(self.out_dtype or x.dtype)
-        rows = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, self.in_features).contiguous()
-        count, dtype = rows.shape[0], self.out_dtype or x.dtype
-        y = torch.empty(count, self.out_features, dtype=dtype)
+            return self.apply(layer, x.float()).to(layer.out_dtype or x.dtype)
+        rows = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, layer.in_features).contiguous()
+        count, dtype = rows.shape[0], layer.out_dtype or x.dtype
+        y = torch.empty(count, layer.out_features, dtype=dtype)
         packed, bias = self.addresses
         self._matmul(
             rows.data_ptr(),
@@ -70,21 +81,22 @@ class NativeLinear(PackedLinear):
             y.data_ptr(),
             DTYPES[dtype],
             count,
-            self.out_features,
+            layer.out_features,
             self.groups,
             self.bits,
         )
-        return y if x.dim() == 2 else y.view(*x.shape[:-1], self.out_features)
+        return y if x.dim() == 2 else y.view(*x.shape[:-1], layer.out_features)
 
-    def dequantize(self) -> torch.Tensor:
-        blocks = self.packed.view(-1, self.groups, self.packed.shape[-1])
+    def dequantize(self, layer: Linear) -> torch.Tensor:
+        packed = layer.get_buffer("packed")
+        blocks = packed.view(-1, self.groups, packed.shape[-1])
         tail = blocks[..., -4 * _LANES :].contiguous().view(torch.float16).float()
         scales, mins = tail.view(*tail.shape[:2], 2, _LANES).permute(2, 0, 3, 1).reshape(2, -1, self.groups)
         codes = blocks[..., : -4 * _LANES]
         if self.bits == 4:
             codes = torch.cat((codes & 15, codes >> 4), dim=-1)
-        codes = codes.reshape(*codes.shape[:2], 8, _LANES, 4).permute(0, 3, 1, 2, 4).reshape(-1, self.in_features)
-        return GroupCodes(self.bits, codes, scales, mins).dequantize()[: self.out_features]
+        codes = codes.reshape(*codes.shape[:2], 8, _LANES, 4).permute(0, 3, 1, 2, 4).reshape(-1, layer.in_features)
+        return GroupCodes(self.bits, codes, scales, mins).dequantize()[: layer.out_features]
 
 
 def _pack(weights: GroupCodes) -> torch.Tensor:

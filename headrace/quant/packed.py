@@ -1,41 +1,72 @@
-"""PackedLinear: what every number format of a Linear has in common."""
+"""PackedMethod: what the CPU's packed number formats have in common."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
-from torch import nn
+
+from headrace.layers.linear import Linear
+from headrace.layers.method import LinearMethod
+from headrace.quant.groups import GroupCodes, concatenate, relative_error, round_to_groups
+from headrace.quant.stored import StoredMatrix
+
+_SAMPLED_ROWS = 256
+"""Rows that an error is computed over, evenly spread."""
 
 
-class PackedLinear(nn.Module):
-    """Takes the place of a ``Linear`` and holds no parameter ``weight``.
+class PackedMethod(LinearMethod):
+    """Quantised weights in buffers of the layer, which then has no parameter ``weight``."""
 
-    ``out_dtype`` is the dtype of the result; None: the input's.
-    """
-
-    format: str
-    """How the weights are held, for reports."""
-
-    def __init__(self, in_features: int, out_features: int, bias: torch.Tensor | None) -> None:
-        super().__init__()
-        self.in_features = in_features
-        self.out_features = out_features
-        self.out_dtype: torch.dtype | None = None
-        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-
-    def dequantize(self) -> torch.Tensor:
-        """The weights that this module multiplies by, ``[out_features, in_features]`` float32."""
-        raise NotImplementedError
+    devices = frozenset({"cpu"})
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the weights as they are held."""
-        return sum(buffer.nbytes for buffer in self.buffers())
+    def held_format(self) -> str:
+        """``format`` of the packed weights alone, without a copy in floats."""
+        return self.format
 
-    def finish(self, y: torch.Tensor) -> torch.Tensor:
-        """Adds the bias, and converts if another dtype was asked for."""
-        if self.bias is not None:
-            y = y + self.bias
-        return y if self.out_dtype is None else y.to(self.out_dtype)
+    def allocate(self, layer: Linear, dtype: torch.dtype, device: str | torch.device) -> None:
+        """Frees the floats. Packing makes new tensors, which ``load`` registers."""
+        self.dtype = dtype
+        """Of the activations."""
+        if "weight" in layer._parameters:
+            del layer.weight
 
-    def extra_repr(self) -> str:
-        return f"{self.in_features} -> {self.out_features}, {self.format}"
+    def nbytes(self, layer: Linear) -> int:
+        """Bytes of the packed weights, without a copy in floats."""
+        return sum(buffer.nbytes for buffer in layer.buffers())
+
+
+def finish(layer: Linear, y: torch.Tensor) -> torch.Tensor:
+    """Adds the bias and converts to the layer's ``out_dtype``."""
+    if layer.bias is not None:
+        y = y + layer.bias
+    return y if layer.out_dtype is None else y.to(layer.out_dtype)
+
+
+def group_codes(parts: Sequence[StoredMatrix], bits: int, step: torch.dtype, anchor: int) -> GroupCodes:
+    """One matrix of all parts: codes are kept where they have these bits, widened where they have fewer, and floats are
+    rounded. ``step`` and ``anchor``: as of ``round_to_groups``."""
+    codes = []
+    for part in parts:
+        if isinstance(part.codes, GroupCodes):
+            codes.append(part.codes if part.codes.bits == bits else part.codes.widen())
+        else:
+            codes.append(round_to_groups(part.exact(), bits, step, anchor))
+    return concatenate(codes)
+
+
+def rounding_error(held: GroupCodes | torch.Tensor, parts: Sequence[StoredMatrix]) -> float:
+    """Relative error of the weights that a layer holds, over some rows; exactly 0 for codes that are kept."""
+    approximate, exact = [], []
+    start = 0
+    for part in parts:
+        whole = part.codes if isinstance(part.codes, GroupCodes) else part.exact()
+        rows = whole.shape[0]
+        every = max(1, rows * len(parts) // _SAMPLED_ROWS)
+        here = slice(start, start + rows, every)
+        approximate.append(held[here] if isinstance(held, torch.Tensor) else held.rows(here).dequantize())
+        sampled = slice(0, rows, every)
+        exact.append(whole[sampled] if isinstance(whole, torch.Tensor) else whole.rows(sampled).dequantize())
+        start += rows
+    return relative_error(torch.cat(approximate), torch.cat(exact).float())

@@ -1,51 +1,40 @@
-"""StepGraphs: a step as one launch, from slots to drawn tokens, or to logits where rows ask more of the sampler.
+"""StepGraphs: CUDA graphs of the model and of the draw, captured apart.
 
 Everything that changes from step to step is in tensors of fixed places: the slots' tables, which the step itself advances,
-and three numbers a row that the host sends. So a captured step can be replayed for any sequences: a batch is filled up to
-the next captured shape with rows that are nobody's (slot -1), which read and write nothing.
+and three numbers a row that the host sends. So a captured step can be replayed for any sequences: the batch is padded to the
+next captured size with padding rows (slot -1), which read and write nothing. The two meet in the logits inputs
+(``StepBuffers.logits``), which a step that runs kernel by kernel fills and reads as well.
 """
 
 from __future__ import annotations
 
 import bisect
 import dataclasses
-import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from headrace.attention.backend import AttentionBackend, LayerCache, Lengths, Replanned, StepMetadata, distinct
-from headrace.attention.context import ForwardContext
+from headrace.attention.backend import ReplayLengths
 from headrace.config import EngineConfig
-from headrace.errors import EngineError
 from headrace.kernels import gpu
-from headrace.runner.clock import Stopwatch
-from headrace.runner.inputs import broken_rows
-from headrace.runner.model import Model
+from headrace.models.capture import eager_reason, no_host_sync
+from headrace.models.interface import Model
+from headrace.runner.inputs import PROMPT_ROWS, Bounds, ForwardPass, StepBuffers
 from headrace.runner.slots import RowArrays, SlotTables
 from headrace.sampling.sampler import Sampler
 
-NOBODY = -1
-PROMPT_ROWS = 16
-"""Rows of a captured step that prompts may have, where it has any."""
 _BESIDE = (0, 8, 32, 64, 128, 256)
 """Decode rows beside prompts: fewer sizes than without, since the shapes multiply."""
-_ENDS = ((True, False), (True, True), (False, False))
-"""How a captured step may end: whether it draws, and whether from what filters keep."""
 
 
-class Shape(NamedTuple):
-    """What a captured step has room for. Its decode rows come first, a token each, and then its prompts."""
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """What a captured run of the model has room for. Its decode rows come first, a token each, and then its prompts."""
 
     decode_rows: int
     prompt_tokens: int
-    draws: bool = True
-    """Tokens are drawn, at the rows' temperatures; else the step ends with logits."""
-    filters: bool = False
-    """And where rows ask for it of what top_k, top_p and min_p keep, which takes a dozen kernels more."""
 
     @property
     def rows(self) -> int:
@@ -57,243 +46,196 @@ class Shape(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
+class SampleShape:
+    """What a captured draw has room for."""
+
+    logits_rows: int
+    filters: bool
+    """Tokens are drawn from what top_k, top_p and min_p keep, where rows ask for it, which takes a dozen kernels more."""
+
+
+AnyShape = TypeVar("AnyShape", Shape, SampleShape)
+
+
+@dataclasses.dataclass(frozen=True)
 class Captured:
-    """A step that can be launched as a whole."""
+    """A graph that can be launched."""
 
     replay: Callable[[], None]
-    outcome: torch.Tensor
-    """``[rows]``, written by each replay. Int64: the tokens drawn, -1 where the logits are not finite; or of a shape that
-    does not draw, bool: rows whose hidden states are not finite."""
     edition: int = 0
     """Of the backends, when it was captured."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Replayed:
-    """A replay under way."""
-
-    tokens: torch.Tensor
-    """``[rows of the shape]`` int64 on the host, as ``Captured.outcome``; to be read once the stopwatch's last mark is past."""
-    places: npt.NDArray[np.int64]
-    """``[R]``: row -> where its token is."""
-    stopwatch: Stopwatch
-
-
 class StepGraphs:
-    """Captured steps by their shapes."""
+    """Captured graphs by their shapes. A step for which there is none runs kernel by kernel: nothing is captured on the way."""
 
     def __init__(
         self,
         model: Model,
-        caches: Sequence[LayerCache],
-        backends: Sequence[AttentionBackend],
+        forward: ForwardPass,
         tables: SlotTables,
+        buffers: StepBuffers,
         sampler: Sampler,
         config: EngineConfig,
     ) -> None:
-        self._model, self._caches, self._backends = model, caches, backends
-        self._to_plan = distinct(backends)
-        self._replanned = [backend for backend in self._to_plan if isinstance(backend, Replanned)]
-        self._tables, self._sampler = tables, sampler
+        self._model, self._forward, self._sampler = model, forward, sampler
+        self._tables, self._buffers = tables, buffers
         self._device = tables.device
+        self._replanned = [backend for backend in forward.to_plan if backend.plans_replays]
         for backend in self._replanned:
             backend.reserve(self._device)
-        self._decode_rows = config.graph_rows
-        self._beside = tuple(sorted({*(size for size in _BESIDE if size < config.graph_rows[-1]), config.graph_rows[-1]}))
-        self._prompt_tokens = config.graph_prompt_tokens
         self._max_len = config.scheduler.max_model_len
-        self._captured: dict[Shape, Captured] = {}
-        self._logits: torch.Tensor | None = None
-        """``[rows, vocab]`` float32: where the shapes that do not draw leave theirs, one step after the other."""
+        self._decode_rows = config.graph_rows
+        most = config.graph_rows[-1]
+        self._beside = tuple(sorted({*(size for size in _BESIDE if size < most), most}))
+        self._prompt_tokens = config.graph_prompt_tokens
+        # Fewer sizes than of decode rows: a padding row costs the draw less than it costs the model.
+        self._logits_rows = tuple(
+            size for size in self._decode_rows if size <= 8 or size == most or size % (16 if size <= 64 else 32) == 0
+        )
+        self._captured: dict[Shape | SampleShape, Captured] = {}
+        self._num_shapes = sum(1 for _ in self.shapes())
         self._pool: Any = None
-        """Memory that all captured steps take their tensors from, one after the other."""
+        """Memory that all graphs take their tensors from, one after the other."""
         self._stream: torch.cuda.Stream | None = None
-        most = config.graph_rows[-1] + PROMPT_ROWS
-        self._given = torch.zeros(3, most + 1, dtype=torch.int32, device=self._device)
-        """Row -> its slot; its first token in the packed batch (one more than rows); whether it draws."""
-        self._sent = np.zeros((3, most + 1), dtype=np.int32)
-        """What ``_given`` holds once the copies under way are done."""
-        # A step's host buffers are free again once it has been collected, before the pipeline comes round to them.
-        ring = config.scheduler.pipeline_depth + 1
-        pinned = self._device.type == "cuda"
-        self._outbox = torch.zeros(ring, 3, most + 1, dtype=torch.int32, pin_memory=pinned)
-        self._inbox = torch.zeros(ring, most, dtype=torch.int64, pin_memory=pinned)
-        self._turn = 0
         self.nbytes = 0
-        """What the captured graphs keep on the device."""
+        """Bytes that the captured graphs keep on the device."""
+        self.failure = ""
+        """Why a capture failed; nothing is captured after that, and steps without a graph run kernel by kernel."""
 
-    def shapes(self) -> Iterator[Shape]:
+    def shapes(self) -> Iterator[Shape | SampleShape]:
         """Every shape that may be captured, those that are wanted most first; the largest first among equals."""
-        for end in _ENDS:
-            yield from (Shape(rows, 0, *end) for rows in reversed(self._decode_rows))
-        for end in _ENDS:
-            yield from (Shape(rows, tokens, *end) for rows in self._beside for tokens in reversed(self._prompt_tokens))
+        for rows in reversed(self._decode_rows):
+            yield Shape(rows, 0)
+            if rows in self._logits_rows:
+                yield SampleShape(rows, filters=False)
+        yield from (SampleShape(rows, filters=True) for rows in reversed(self._logits_rows))
+        yield from (Shape(rows, tokens) for rows in self._beside for tokens in reversed(self._prompt_tokens))
 
-    def shape_of(self, rows: RowArrays, *, draws: bool, filters: bool) -> Shape | None:
-        """The smallest shape that has room for the rows; None: there is none."""
-        end = draws, draws and filters
-        decode = int(rows.decode.sum())
-        prompts = len(rows) - decode
-        if not prompts:
-            place = bisect.bisect_left(self._decode_rows, decode)
-            return Shape(self._decode_rows[place], 0, *end) if place < len(self._decode_rows) else None
-        tokens = int(rows.counts[decode:].sum())
-        beside, size = bisect.bisect_left(self._beside, decode), bisect.bisect_left(self._prompt_tokens, tokens)
-        if prompts > PROMPT_ROWS or beside == len(self._beside) or size == len(self._prompt_tokens):
+    def shape_of(self, rows: RowArrays) -> Shape | None:
+        """The smallest captured shape that has room for the rows; None: there is none.
+
+        With prompts, only the smallest that there may be: the padding of a larger one costs more than it saves.
+        """
+        decode, own = rows.num_decode_rows, rows.counts
+        if (own[:decode] != 1).any() or rows.num_logits_rows > len(rows.sampled):
             return None
-        return Shape(self._beside[beside], self._prompt_tokens[size], *end)
+        prompts, tokens = len(rows) - decode, int(own[decode:].sum())
+        if not prompts:
+            return self._first(Shape(size, 0) for size in _from(self._decode_rows, decode))
+        beside, room = _from(self._beside, decode), _from(self._prompt_tokens, tokens)
+        if prompts > PROMPT_ROWS or not beside or not room:
+            return None
+        return self._first([Shape(beside[0], room[0])])
 
-    def capture(self, seconds: float, progress: Callable[[float, str], None]) -> tuple[int, int]:
-        """Captures shape after shape as long as the time lasts. Returns how many there are now, and how many there may be."""
-        end = time.perf_counter() + seconds
-        shapes = list(self.shapes())
-        for number, shape in enumerate(shapes):
-            if time.perf_counter() > end:
-                break
-            progress(number / len(shapes), f"{shape.decode_rows} rows, {shape.prompt_tokens} tokens of prompts")
-            self._get(shape)
-        return len(self._captured), len(shapes)
+    def sample_shape_of(self, rows: RowArrays) -> SampleShape | None:
+        """The smallest captured shape that draws all that the rows ask for; None: there is none."""
+        slots = rows.slots[rows.sampled]
+        if not len(slots) or rows.num_logits_rows != len(slots) or not self._sampler.plain(slots):
+            return None
+        filters = self._sampler.filters(slots)
+        return self._first(SampleShape(size, filters) for size in _from(self._logits_rows, len(slots)))
 
-    def launch(self, shape: Shape, rows: RowArrays) -> Replayed:
-        """Starts a step. Decode rows compute one token each."""
-        captured = self._get(shape)
-        stopwatch = Stopwatch(self._device)
-        stopwatch.mark()
-        places = self._send(shape, rows)
-        captured.replay()
-        tokens = self._inbox[self._turn, : shape.rows].copy_(captured.outcome, non_blocking=True)
-        stopwatch.mark()
-        return Replayed(tokens, places, stopwatch)
+    def count(self) -> tuple[int, int]:
+        """How many graphs are captured and current, and how many there will be."""
+        edition = self._edition
+        current = sum(captured.edition == edition for captured in self._captured.values())
+        return current, current if self.failure else self._num_shapes
 
-    def forward(self, shape: Shape, rows: RowArrays) -> tuple[torch.Tensor, torch.Tensor, npt.NDArray[np.int64]]:
-        """Runs the model for rows of a shape that does not draw; the slots' counters stay as they are.
+    def _first(self, shapes: Iterable[AnyShape]) -> AnyShape | None:
+        return next((shape for shape in shapes if shape in self._captured), None)
+
+    def capture_next(self) -> tuple[int, int]:
+        """Captures the most useful graph that is missing or stale, if there is one and no capture has failed.
 
         Returns:
-            logits ``[rows of the shape, vocab]`` float32, to be read before the next step overwrites them; ``[rows of the
-            shape]`` bool: those whose hidden states are not finite; ``[R]``: row -> its place among those.
+            As ``count``.
         """
-        captured = self._get(shape)
-        places = self._send(shape, rows)
-        captured.replay()
-        if self._logits is None:
-            raise EngineError("a step without draws was captured without room for its logits")
-        return self._logits[: shape.rows], captured.outcome, places
+        edition = self._edition
+        current = {shape for shape, captured in self._captured.items() if captured.edition == edition}
+        shape = next((shape for shape in self.shapes() if shape not in current), None)
+        if shape is not None and not self.failure:
+            try:
+                self._captured[shape] = dataclasses.replace(self._capture(shape), edition=edition)
+            except RuntimeError as error:
+                # A model that waits for the GPU, or no memory left. Graphs that exist stay valid.
+                self.failure = eager_reason(error, self._model)
+        return self.count()
 
-    def _send(self, shape: Shape, rows: RowArrays) -> npt.NDArray[np.int64]:
-        """The rows, unless they are as they were; returns their places in the shape."""
-        self._turn = (self._turn + 1) % len(self._inbox)
-        decode = int(rows.decode.sum())
-        places = np.arange(len(rows))
-        places[decode:] += shape.decode_rows - decode
-        given = np.zeros((3, shape.rows + 1), dtype=np.int32)
-        given[0].fill(NOBODY)
-        given[0, places] = rows.slots
-        counts = np.zeros(shape.rows, dtype=np.int32)
-        counts[: shape.decode_rows] = 1
-        counts[places] = rows.counts
-        np.cumsum(counts, out=given[1, 1:])
-        given[2, places] = rows.samples
-        self._replan(shape, given[1], places, rows.ends)
-        sent = self._sent[:, : shape.rows + 1]
-        if not np.array_equal(sent, given):
-            sent[:] = given
-            host = self._outbox[self._turn, :, : shape.rows + 1]
-            host.numpy()[:] = given
-            self._given[:, : shape.rows + 1].copy_(host, non_blocking=True)
-        return places
+    def forward(self, shape: Shape, query_start: np.ndarray, places: np.ndarray, ends: np.ndarray) -> None:
+        """Runs the model for the rows that have been sent as ``shape``.
 
-    def _replan(self, shape: Shape, starts: np.ndarray, places: np.ndarray, ends: np.ndarray) -> None:
-        """Has those backends plan that plan for captured steps, ``starts [rows + 1]`` being the first tokens."""
-        if not self._replanned:
-            return
-        lengths = np.zeros(shape.rows, dtype=np.int64)
-        lengths[places] = ends
-        for backend in self._replanned:
-            backend.replan(Lengths(shape.decode_rows, shape.tokens, starts, lengths))
+        Args:
+            query_start: ``[rows of the shape + 1]``, as it has been sent.
+            places: ``[R]``: row -> its place in the shape.
+            ends: ``[R]``: tokens of the row once the step is done.
+        """
+        if self._replanned:
+            lengths = np.zeros(shape.rows, dtype=np.int64)
+            lengths[places] = ends
+            for backend in self._replanned:
+                backend.prepare_replay(ReplayLengths(shape.decode_rows, shape.tokens, query_start.copy(), lengths))
+        self._captured[shape].replay()
 
-    def _get(self, shape: Shape) -> Captured:
-        captured, edition = self._captured.get(shape), sum(backend.edition for backend in self._replanned)
-        if captured is None or captured.edition != edition:
-            # Nobody's rows, which the first runs are of, change nothing.
-            self._given[0].fill_(NOBODY)
-            self._given[1:].zero_()
-            self._sent[0].fill(NOBODY)
-            self._sent[1:].fill(0)
-            if not shape.draws and self._logits is None:
-                most = len(self._given[0]) - 1
-                self._logits = torch.zeros(most, self._model.spec.vocab_size, dtype=torch.float32, device=self._device)
-            captured = self._captured[shape] = dataclasses.replace(self._capture(shape), edition=edition)
-        return captured
+    def sample(self, shape: SampleShape) -> None:
+        """Draws from the logits inputs, and advances the slots."""
+        self._captured[shape].replay()
 
-    def _capture(self, shape: Shape) -> Captured:
-        """The first run compiles what is not compiled yet, which a capture must not."""
+    @property
+    def _edition(self) -> int:
+        return sum(backend.graph_version for backend in self._replanned)
+
+    def _capture(self, shape: Shape | SampleShape) -> Captured:
+        """The first run compiles what is not compiled yet, which a capture must not. Its padding rows change nothing."""
         if self._stream is None:
             self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._pad(shape)
         before = torch.cuda.memory_reserved(self._device)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            self._step(shape)
+            self._run(shape)
+            if not self._captured:
+                # A model that waits for the GPU raises here: a capture that fails halfway leaves CUDA's state broken.
+                with no_host_sync():
+                    self._run(shape)
         torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            outcome = self._step(shape)
+            self._run(shape)
         self.nbytes += max(0, torch.cuda.memory_reserved(self._device) - before)
-        return Captured(graph.replay, outcome)
+        return Captured(graph.replay)
 
-    def _step(self, shape: Shape) -> torch.Tensor:
-        """Everything that a replay does; returns ``[rows]`` as ``Captured.outcome``."""
-        tables = self._tables
-        slots, draws = self._given[0, : shape.rows], self._given[2, : shape.rows]
-        starts = self._given[1, : shape.rows + 1]
-        given = gpu.kernels("inputs").step_inputs(
-            tables.token_ids.tensor,
-            tables.num_computed,
-            [table.tensor for table in tables.block_tables],
-            slots,
-            starts,
-            num_tokens=shape.tokens,
-            max_queries=max(shape.prompt_tokens, 1),
-            table_width=tables.block_tables[0].width,
-            block_size=tables.block_size,
-        )
+    def _pad(self, shape: Shape | SampleShape) -> None:
+        if isinstance(shape, Shape):
+            self._buffers.clear(shape.rows)
+        else:
+            self._buffers.logits().slots.fill_(-1)
+
+    def _run(self, shape: Shape | SampleShape) -> None:
+        """Everything that a replay does."""
+        if isinstance(shape, SampleShape):
+            self._draw(shape)
+            return
         # The most that prompts may be: one row with all of their tokens.
-        bounds = np.minimum(np.arange(shape.rows + 1), shape.decode_rows)
-        bounds[shape.decode_rows + 1 :] = shape.tokens
-        step = StepMetadata(
-            num_decode_rows=shape.decode_rows,
-            query_start=starts,
-            seq_lens=given.seq_lens,
-            positions=given.positions,
-            slot_mapping=given.slot_mapping,
-            block_tables=given.block_tables,
-            query_start_host=bounds,
-            seq_lens_host=np.full(shape.rows, self._max_len),
-            bounded=True,
-        )
-        for backend in self._to_plan:
-            backend.plan(step)
-        hidden = self._model(given.ids, given.positions, ForwardContext(step, self._caches, self._backends))
-        broken = None
-        if shape.prompt_tokens or not shape.draws:
-            broken = broken_rows(hidden, starts, single=not shape.prompt_tokens)
-        if shape.prompt_tokens:
-            hidden = hidden.index_select(0, (starts[1:] - 1).clamp_(min=0))
-        if not shape.draws and broken is not None and self._logits is not None:
-            self._logits[: shape.rows].copy_(self._model.logits(hidden))
-            return broken
-        asked = self._sampler.draw_state
-        filters = asked.filters if shape.filters else None
-        logits = self._model.logits(hidden)
-        drawn = gpu.kernels("draw").draw(logits, asked.temperatures, asked.keys, given.seq_lens, slots, filters)
-        if broken is not None:
-            drawn.best.masked_fill_(broken, torch.nan)
-        return gpu.kernels("inputs").advance(  # type: ignore[no-any-return]
+        query_start = np.minimum(np.arange(shape.rows + 1), shape.decode_rows)
+        query_start[shape.decode_rows + 1 :] = shape.tokens
+        self._forward(Bounds(shape.decode_rows, query_start, np.full(shape.rows, self._max_len), captured=True))
+
+    def _draw(self, shape: SampleShape) -> None:
+        given, asked, tables = self._buffers.logits(), self._sampler.sampling_state, self._tables
+        slots, positions = given.slots[: shape.logits_rows], given.positions[: shape.logits_rows]
+        kernels = gpu.kernels("sample")
+        kernels.sample(
+            self._model.logits(given.hidden[: shape.logits_rows]),
+            asked.temperatures,
+            asked.keys,
+            positions,
             slots,
-            draws,
-            given.seq_lens,
-            drawn.tokens,
-            drawn.best,
-            tables.token_ids.tensor,
-            tables.num_tokens,
-            tables.num_computed,
+            asked.filters if shape.filters else None,
+            kernels.SlotTokens(tables.token_ids.tensor, tables.num_tokens, given.outcome),
         )
+
+
+def _from(sizes: tuple[int, ...], least: int) -> tuple[int, ...]:
+    """Those of the ascending sizes that are large enough."""
+    return sizes[bisect.bisect_left(sizes, least) :]

@@ -1,134 +1,192 @@
-"""From a plan's rows to the tensors of one step."""
+"""The tensors of a step that stay where they are, and the one way from a plan's rows to the model and to its logits inputs."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from headrace.attention.backend import StepMetadata
-from headrace.kernels.transfer import upload
+from headrace.attention.backend import AttentionBackend, LayerCache, StepMetadata, distinct
+from headrace.attention.context import ForwardContext
+from headrace.config import EngineConfig
+from headrace.errors import EngineError
+from headrace.kernels.inputs import LogitsInputs, RowTensors, logits_inputs, step_inputs
+from headrace.models.interface import Model, ModelInputs
 from headrace.runner.slots import RowArrays, SlotTables
-from headrace.sampling.feature import Indices, Rows
+
+PAD_SLOT = -1
+PROMPT_ROWS = 16
+"""Rows of a captured step that prompts may have, where it has any."""
+_ALIGNED = 4
+"""Numbers that arrays begin at a multiple of: 16 bytes, so that kernels are compiled once."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Ending:
-    """What the end of a step takes: R rows, N of which draw a token."""
+class Bounds:
+    """What the host knows of the rows of a step: exact, or upper bounds of what a captured step may be replayed for."""
 
-    slots: torch.Tensor
-    """``[R]`` int64: row -> slot."""
-    ends: torch.Tensor
-    """``[R]`` int64: tokens computed once the step is done."""
-    drawing: Indices
-    """``[N]``: which rows draw, ascending."""
-    last: torch.Tensor
-    """``[R]`` int64: row -> where what the model made of its last token is."""
-    last_drawing: torch.Tensor
-    """``[N]`` int64: the same, of the rows that draw."""
-    rows: Rows
-    """Those rows as the sampler sees them."""
+    num_decode_rows: int
+    query_start: npt.NDArray[np.int64]
+    """``[R + 1]``: row -> its first token in the packed batch."""
+    seq_lens: npt.NDArray[np.int64]
+    """``[R]``: tokens of the row once the step is done."""
+    captured: bool = False
 
+    @property
+    def num_rows(self) -> int:
+        return len(self.seq_lens)
 
-def build_ending(rows: RowArrays, tables: SlotTables, last: Indices) -> Ending:
-    """``last [R]``: as ``Ending.last``. Call it after ``SlotTables.begin``."""
-    drawing = np.flatnonzero(rows.samples)
-    parts = (rows.slots, rows.ends, last, last[drawing], rows.slots[drawing])
-    sent = torch.split(upload(np.concatenate(parts), tables.device), [len(part) for part in parts])
-    return Ending(
-        slots=sent[0],
-        ends=sent[1],
-        drawing=drawing,
-        last=sent[2],
-        last_drawing=sent[3],
-        rows=Rows(
-            slots=rows.slots[drawing],
-            num_outputs=rows.ends[drawing] - tables.prompt_len[rows.slots[drawing]],
-            slots_device=sent[4],
-            positions=tables.num_tokens[sent[4]],
-        ),
-    )
+    @property
+    def num_tokens(self) -> int:
+        return int(self.query_start[-1])
+
+    @classmethod
+    def of(cls, rows: RowArrays) -> Bounds:
+        return cls(rows.num_decode_rows, np.concatenate(([0], np.cumsum(rows.counts))), rows.ends)
 
 
-@dataclasses.dataclass(frozen=True)
-class Batch:
-    """One step: R rows, T tokens packed row after row."""
+class StepBuffers:
+    """The rows of a step on their way to the device, and its outcome on the way back: one transfer each."""
 
-    ids: torch.Tensor
-    """``[T]`` int64"""
-    positions: torch.Tensor
-    """``[T]`` int64"""
-    step: StepMetadata
+    def __init__(self, config: EngineConfig, device: torch.device) -> None:
+        scheduler = config.scheduler
+        self.num_logits_rows = max(scheduler.max_num_seqs, *config.graph_rows, 0)
+        """The most that a step may have."""
+        self._most = self.num_logits_rows + PROMPT_ROWS
+        self._device = device
+        size = 3 * _aligned(self._most + 1)
+        self._rows = torch.zeros(size, dtype=torch.int32, device=device)
+        self._sent = np.zeros(size, dtype=np.int32)
+        """What ``_rows`` holds once the copies under way are done."""
+        # A step's host buffers are free again once it has been collected, before the pipeline comes round to them.
+        ring, pinned = scheduler.pipeline_depth + 1, device.type == "cuda"
+        self._outbox = torch.zeros(ring, size, dtype=torch.int32, pin_memory=pinned)
+        self._inbox = torch.zeros(ring, self._most, 2, dtype=torch.int32, pin_memory=pinned)
+        self._turn = 0
+        self._logits: LogitsInputs | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self._rows.nbytes + sum(tensor.nbytes for tensor in self._logits or ())
+
+    def logits(self, hidden: torch.Tensor | None = None) -> LogitsInputs:
+        """Where the inputs of the draw stand. Made for the first ``hidden [T, width]`` that it is to hold."""
+        if self._logits is None:
+            if hidden is None:
+                raise EngineError("no step has run its model yet")
+            count, device = self.num_logits_rows, self._device
+            self._logits = LogitsInputs(
+                hidden=torch.zeros(count, hidden.shape[1], dtype=hidden.dtype, device=device),
+                slots=torch.full((count,), PAD_SLOT, dtype=torch.int64, device=device),
+                positions=torch.zeros(count, dtype=torch.int64, device=device),
+                outcome=torch.zeros(self._most, 2, dtype=torch.int32, device=device),
+            )
+        return self._logits
+
+    def rows(self, count: int) -> RowTensors:
+        """Where the rows of a step of so many stand."""
+        pitch = _aligned(count + 1)
+        slots, query_start, logits_start = self._rows[: 3 * pitch].view(3, pitch)
+        return RowTensors(slots[:count], query_start[: count + 1], logits_start[: count + 1])
+
+    def send(self, rows: RowArrays, decode_rows: int, num_rows: int) -> npt.NDArray[np.int64]:
+        """Sends the rows, padded to ``decode_rows`` decode rows and ``num_rows`` in all, unless they are as they were.
+
+        Returns:
+            ``[R]``: row -> its place among those.
+        """
+        self._turn = (self._turn + 1) % len(self._inbox)
+        own = rows.num_decode_rows
+        places = np.arange(len(rows))
+        places[own:] += decode_rows - own
+        pitch = _aligned(num_rows + 1)
+        packed = np.zeros((3, pitch), dtype=np.int32)
+        packed[0].fill(PAD_SLOT)
+        packed[0, places] = rows.slots
+        counts = np.zeros((2, num_rows), dtype=np.int32)
+        counts[0, own:decode_rows] = 1
+        counts[0, places] = rows.counts
+        counts[1, places] = rows.num_logits
+        np.cumsum(counts, axis=1, out=packed[1:, 1 : num_rows + 1])
+        self._put(packed.reshape(-1))
+        return places
+
+    def query_start(self, count: int) -> npt.NDArray[np.int32]:
+        """``RowTensors.query_start`` of the rows that have been sent, on the host."""
+        pitch = _aligned(count + 1)
+        return self._sent[pitch : pitch + count + 1]
+
+    def clear(self, num_rows: int) -> None:
+        """Makes all rows of a step of so many padding."""
+        pitch = _aligned(num_rows + 1)
+        for whole in (self._rows, self._sent):
+            whole[:pitch] = PAD_SLOT
+            whole[pitch : 3 * pitch] = 0
+
+    def _put(self, packed: npt.NDArray[np.int32]) -> None:
+        sent = self._sent[: len(packed)]
+        if not np.array_equal(sent, packed):
+            sent[:] = packed
+            host = self._outbox[self._turn, : len(packed)]
+            host.numpy()[:] = packed
+            self._rows[: len(packed)].copy_(host, non_blocking=True)
+
+    def fetch(self, count: int) -> torch.Tensor:
+        """The first ``count`` of ``LogitsInputs.outcome``, on the host once the device has passed this place."""
+        return self._inbox[self._turn, :count].copy_(self.logits().outcome[:count], non_blocking=True)
 
 
-def build_batch(rows: RowArrays, tables: SlotTables) -> Batch:
-    """Ids and positions come from the device's own tables: the last token drawn may not be known to the host yet.
+class ForwardPass:
+    """A step from the slots' tables to its logits inputs, kernel by kernel or while it is captured."""
 
-    Call it after ``SlotTables.begin``.
-    """
-    query_start = np.concatenate(([0], np.cumsum(rows.counts)))
-    # One transfer for everything that the host knows.
-    parts = (rows.slots, rows.counts, query_start)
-    slots, counts, starts_in_batch = torch.split(upload(np.concatenate(parts), tables.device), [len(part) for part in parts])
-    num_tokens = int(query_start[-1])
-    starts = tables.num_computed[slots]
-    ends = starts + counts
-    if num_tokens == len(rows):
-        positions, token_slots = starts, slots
-    else:
-        row_of = torch.arange(len(rows), device=tables.device).repeat_interleave(counts, output_size=num_tokens)
-        positions = torch.arange(num_tokens, device=tables.device) + (starts - starts_in_batch[:-1])[row_of]
-        token_slots = slots[row_of]
-    ids = tables.token_ids.tensor.view(-1)[token_slots * tables.token_ids.width + positions].long()
-    return Batch(
-        ids=ids,
-        positions=positions,
-        step=StepMetadata(
-            num_decode_rows=int(rows.decode.sum()),
-            query_start=starts_in_batch.int(),
-            seq_lens=ends.int(),
-            positions=positions,
-            slot_mapping=_slot_mapping(tables, token_slots, positions),
-            block_tables=_block_tables(tables, slots, int(rows.ends.max())),
-            query_start_host=query_start,
-            seq_lens_host=rows.ends,
-        ),
-    )
+    def __init__(
+        self,
+        model: Model,
+        caches: Sequence[LayerCache],
+        backends: Sequence[AttentionBackend],
+        tables: SlotTables,
+        buffers: StepBuffers,
+    ) -> None:
+        self._model, self._caches, self._backends = model, caches, backends
+        self._tables, self._buffers = tables, buffers
+        self.to_plan = distinct(backends)
 
-
-def _slot_mapping(tables: SlotTables, token_slots: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Where each token's KV goes; nowhere (-1) if its block is the null block, which nobody may write."""
-    size = tables.block_size
-    numbers, offsets = positions // size, positions % size
-    mapping = []
-    for table in tables.block_tables:
-        blocks = table.tensor.view(-1)[token_slots * table.width + numbers].long()
-        mapping.append((blocks * size + offsets).masked_fill_(blocks <= 0, -1))
-    return tuple(mapping)
-
-
-def _block_tables(tables: SlotTables, slots: torch.Tensor, longest: int) -> tuple[torch.Tensor, ...]:
-    """Gathered by row, as wide as the longest row needs."""
-    width = -(-longest // tables.block_size)
-    return tuple(table.tensor[:, :width].index_select(0, slots) for table in tables.block_tables)
+    def __call__(self, bounds: Bounds) -> torch.Tensor:
+        """Runs the rows that have been sent; returns ``[T, hidden]``."""
+        tables, rows = self._tables, self._buffers.rows(bounds.num_rows)
+        max_queries = max(int(np.diff(bounds.query_start).max()), 1)
+        given = step_inputs(
+            tables.token_ids.tensor,
+            tables.num_computed,
+            [table.tensor for table in tables.block_tables],
+            rows.slots,
+            rows.query_start,
+            num_tokens=bounds.num_tokens,
+            max_queries=max_queries,
+            table_width=-(-int(bounds.seq_lens.max()) // tables.block_size),
+            block_size=tables.block_size,
+        )
+        step = StepMetadata(
+            num_decode_rows=bounds.num_decode_rows,
+            query_start=rows.query_start,
+            seq_lens=given.seq_lens,
+            slot_mapping=given.slot_mapping,
+            block_tables=given.block_tables,
+            query_start_host=bounds.query_start,
+            seq_lens_host=bounds.seq_lens,
+            bounded=bounds.captured,
+        )
+        for backend in self.to_plan:
+            backend.plan(step)
+        hidden = self._model(ModelInputs(given.ids, given.positions), ForwardContext(step, self._caches, self._backends))
+        out = self._buffers.logits(hidden)
+        single = max_queries == 1 and bounds.num_tokens == bounds.num_rows
+        logits_inputs(hidden, rows, given.seq_lens, tables.num_computed, out, single=single)
+        return hidden
 
 
-def broken_rows(hidden: torch.Tensor, query_start: torch.Tensor, *, single: bool) -> torch.Tensor:
-    """Which rows have a token whose hidden state is not finite.
-
-    Chunks that draw nothing are looked at too: what they write must not be shared, or drawn from later.
-
-    Args:
-        hidden: ``[T, hidden]``
-        query_start: ``[R + 1]``: row -> its first token.
-        single: every row has one token, and there are no others.
-
-    Returns:
-        ``[R]`` bool
-    """
-    broken = ~hidden.sum(-1, dtype=torch.float32).isfinite()
-    if single:
-        return broken
-    until = torch.nn.functional.pad(broken.cumsum(0), (1, 0))
-    return until[query_start[1:]] > until[query_start[:-1]]
+def _aligned(count: int) -> int:
+    return -(-count // _ALIGNED) * _ALIGNED

@@ -1,6 +1,7 @@
 """Recording the stream of plans, and replaying it.
 
-A file is a header and then the plans, each as four bytes of length (little-endian) and that many bytes of msgpack.
+A file is a header and then the plans, in the order of their execution: each as four bytes of length (little-endian) and that
+many bytes of msgpack.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from typing import Any, BinaryIO, Protocol
 import msgspec
 
 from headrace.config import EngineConfig
-from headrace.core.plan import StepPlan, StepResult, decode_plan, encode_plan
+from headrace.core.plan import SamplePlan, StepPlan, StepResult, decode_plan, encode_plan
 from headrace.errors import ConfigError
 
-FORMAT = "headrace plans 1"
+FORMAT = "headrace plans 2"
 _LENGTH_BYTES = 4
 
 
@@ -56,7 +57,7 @@ class Recorder:
             raise ConfigError(f"the steps cannot be recorded in {path}: {error.strerror}", "record_steps") from error
         self._put(msgspec.msgpack.encode(Header(FORMAT, fingerprint(config))))
 
-    def write(self, plan: StepPlan) -> None:
+    def write(self, plan: StepPlan | SamplePlan) -> None:
         self._put(encode_plan(plan))
 
     def close(self) -> None:
@@ -68,7 +69,7 @@ class Recorder:
         self._file.flush()
 
 
-def read_plans(path: str | Path) -> tuple[Header, Iterator[StepPlan]]:
+def read_plans(path: str | Path) -> tuple[Header, Iterator[StepPlan | SamplePlan]]:
     """The header, and the plans in their order. What a crash cut off at the end is left out.
 
     Raises:
@@ -102,14 +103,17 @@ class Replayable(Protocol):
     """A runner, as far as replaying goes."""
 
     config: EngineConfig
+    recorder: Recorder | None
 
     def execute(self, plan: StepPlan) -> Any: ...
 
-    def collect(self, launched: Any) -> StepResult: ...
+    def sample(self, step: Any, plan: SamplePlan) -> None: ...
+
+    def collect(self, step: Any) -> StepResult: ...
 
 
 def replay(path: str | Path, runner: Replayable) -> Iterator[StepResult]:
-    """Runs recorded plans through a runner that has run nothing yet, and yields their results.
+    """Runs recorded plans through a runner that has run nothing yet and records nothing now, and yields their results.
 
     Raises:
         ConfigError: the plans were made for another model or configuration; names what differs.
@@ -120,4 +124,19 @@ def replay(path: str | Path, runner: Replayable) -> Iterator[StepResult]:
     differing = [f"{name} ({theirs.get(name)}, not {ours[name]})" for name in ours if theirs.get(name) != ours[name]]
     if differing:
         raise ConfigError(f"the steps were recorded under another configuration: {', '.join(differing)}", "record_steps")
-    return (runner.collect(runner.execute(plan)) for plan in plans)
+    runner.recorder = None
+    return _results(plans, runner)
+
+
+def _results(plans: Iterator[StepPlan | SamplePlan], runner: Replayable) -> Iterator[StepResult]:
+    """A step is sampled by the plan that follows its own, or by an empty one."""
+    plan = next(plans, None)
+    while isinstance(plan, StepPlan):
+        step, following = runner.execute(plan), next(plans, None)
+        if isinstance(following, SamplePlan):
+            runner.sample(step, following)
+            following = next(plans, None)
+        else:
+            runner.sample(step, SamplePlan(plan.step))
+        yield runner.collect(step)
+        plan = following

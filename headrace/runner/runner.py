@@ -3,32 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from headrace.attention.backend import AttentionBackend, LayerCache, distinct, workspace_bytes
-from headrace.attention.context import ForwardContext
+from headrace.attention.backend import AttentionBackend, LayerCache, workspace_bytes
 from headrace.cache.blocks import ArenaBlocks
 from headrace.config import EngineConfig
-from headrace.core.plan import NewSequence, StepPlan, StepResult
+from headrace.core.plan import NewSequence, SamplePlan, StepPlan, StepResult
 from headrace.errors import EngineError, RequestError
 from headrace.kernels.transfer import upload
+from headrace.models.interface import Model
 from headrace.outputs import TokenLogprobs
 from headrace.runner.build import make_backends, make_caches, make_recorder
 from headrace.runner.clock import Stopwatch
-from headrace.runner.graphs import Replayed, Shape, StepGraphs
-from headrace.runner.inputs import Batch, Ending, broken_rows, build_batch, build_ending
-from headrace.runner.model import Model
+from headrace.runner.graphs import StepGraphs
+from headrace.runner.inputs import Bounds, ForwardPass, StepBuffers
 from headrace.runner.record import Recorder
 from headrace.runner.slots import RowArrays, SlotTables
-from headrace.sampling.device import Download
-from headrace.sampling.feature import Indices
+from headrace.sampling.device import to_host
+from headrace.sampling.feature import Indices, LogitsRows
 from headrace.sampling.logprobs import Measured, measure_in_slices
-from headrace.sampling.sampler import NOT_FINITE, Sampled, Sampler
+from headrace.sampling.masks import TokenMasks
+from headrace.sampling.sampler import FAULTS, NOT_FINITE, Sampler
 from headrace.text.vocab import TokenBytes
 
 _LOGITS_BYTES = 64 * 2**20
@@ -36,40 +36,30 @@ _LOGITS_BYTES = 64 * 2**20
 BROKEN = "the model gave hidden states that are not finite"
 
 
-@dataclasses.dataclass(frozen=True)
-class Launched:
-    """A step under way, with the ids that its results belong to."""
+@dataclasses.dataclass
+class StepHandle:
+    """A step in flight. What comes from the device is on the host once the stopwatch's last mark is past."""
 
     step: int
-    seq_ids: list[int]
-    """Of all rows."""
-    drawing: Indices
-    """The rows that draw."""
-    refused: dict[int, str]
-    """seq_id -> why it was not taken in at all."""
     stopwatch: Stopwatch
-    download: Download
-    sampled: Sampled | None
-    """On the host once ``download`` is complete."""
-    prompt_logprobs: dict[int, list[Measured]]
-    broken: torch.Tensor | None
-    """``[R]`` bool: rows whose hidden states are not finite. On the host once ``download`` is complete."""
-    replayed: bool | None
+    rows: RowArrays | None = None
+    """None: the plan has none."""
+    places: Indices = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))
+    """``[R]``: row -> its place in column 1 of ``outcome``."""
+    num_places: int = 0
+    refused: dict[int, str] = dataclasses.field(default_factory=dict)
+    """seq_id -> why it was not taken in at all."""
+    prompt_logprobs: dict[int, list[Measured]] = dataclasses.field(default_factory=dict)
+    replayed: bool | None = None
     """As ``StepResult.replayed``, and so is ``padding_tokens``."""
     padding_tokens: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class LaunchedWhole:
-    """A step under way that was launched as a whole."""
-
-    step: int
-    seq_ids: list[int]
-    """Of all rows."""
-    samples: npt.NDArray[np.bool_]
-    """``[R]``: the rows that draw."""
-    replayed: Replayed
-    padding_tokens: int
+    # Of the draw:
+    outcome: torch.Tensor | None = None
+    """As ``LogitsInputs.outcome``. None: the step has not been sampled."""
+    counts: torch.Tensor | None = None
+    """As ``Sampled.counts``."""
+    logprobs: list[tuple[Indices, Measured]] = dataclasses.field(default_factory=list)
+    """As ``Sampled.logprobs``."""
 
 
 class ModelRunner:
@@ -81,7 +71,7 @@ class ModelRunner:
         token_bytes: the text of tokens; None: sequences with bad words are refused.
         caches: the KV of each layer; None: allocated as the config says.
         backends: the attention of each layer, where layers may share one; None: those that the config names.
-        recorder: told of every plan before it is executed; None: as the config says.
+        recorder: gets each plan before it is executed; None: as the config says.
 
     Raises:
         ConfigError: what the config names cannot be made.
@@ -103,11 +93,14 @@ class ModelRunner:
         self._caches = make_caches(config) if caches is None else caches
         self._blocks = ArenaBlocks(config.cache, self._caches) if len(config.cache.groups) > 1 else None
         self._backends = make_backends(config) if backends is None else backends
-        self._to_plan = distinct(self._backends)
-        self._recorder = make_recorder(config) if recorder is None else recorder
+        self.recorder = make_recorder(config) if recorder is None else recorder
         with torch.inference_mode():
             self.slots = SlotTables(config, self.device)
             self.sampler = Sampler(config.scheduler.max_num_seqs, model.spec.vocab_size, self.device, token_bytes)
+            self._buffers = StepBuffers(config, self.device)
+        self._forward = ForwardPass(model, self._caches, self._backends, self.slots, self._buffers)
+        self._unsampled: StepHandle | None = None
+        """Executed, and not sampled yet."""
         self._prompt_logprobs: dict[int, NewSequence] = {}
         """Sequences by slot that want logprobs of their prompt."""
         self._refused: dict[int, str] = {}
@@ -118,199 +111,185 @@ class ModelRunner:
         self._slice = max(1, _LOGITS_BYTES // (4 * model.spec.vocab_size))
 
     def _make_graphs(self) -> StepGraphs | None:
-        if not self.config.graph_rows or any(not backend.capturable for backend in self._to_plan):
+        if not self.config.graph_rows or any(not backend.capturable for backend in self._forward.to_plan):
             return None
-        return StepGraphs(self._model, self._caches, self._backends, self.slots, self.sampler, self.config)
+        return StepGraphs(self._model, self._forward, self.slots, self._buffers, self.sampler, self.config)
 
     @torch.inference_mode()
-    def capture_graphs(self, seconds: float, progress: Callable[[float, str], None]) -> tuple[int, int]:
-        """Captures CUDA graphs, as many as come within the time. Returns how many there are, and how many there may be."""
-        return (0, 0) if self._graphs is None else self._graphs.capture(seconds, progress)
+    def capture_next(self) -> tuple[int, int]:
+        """Captures one CUDA graph more, the most useful one that is missing; to be called between steps.
 
-    def launch(self, plan: StepPlan) -> Launched | LaunchedWhole:
-        """Starts a step.
+        Returns:
+            How many there are, and how many there may be: equal once nothing is left to capture.
+        """
+        if self._unsampled is not None:
+            raise EngineError(f"step {self._unsampled.step} has not been sampled")
+        return (0, 0) if self._graphs is None else self._graphs.capture_next()
+
+    def graphs(self) -> tuple[int, int]:
+        """How many CUDA graphs are captured, and how many there will be."""
+        return (0, 0) if self._graphs is None else self._graphs.count()
+
+    @property
+    def capture_failure(self) -> str:
+        """Why a capture failed; empty: none did."""
+        return "" if self._graphs is None else self._graphs.failure
+
+    # ------------------------------------------------------------------ a step
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepHandle:
+        """Launches the model of a step, which is to be sampled before the next is executed.
 
         Raises:
             EngineError: the plan breaks the contract; the runner must not be used again.
         """
-        if self._recorder is not None:
-            self._recorder.write(plan)
-        return self.execute(plan)
-
-    @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> Launched | LaunchedWhole:
-        """``launch`` without recording."""
+        if self._unsampled is not None:
+            raise EngineError(f"step {plan.step} comes before step {self._unsampled.step} has been sampled")
+        if self.recorder is not None:
+            self.recorder.write(plan)
         if plan.moves:
             self._move_blocks(plan)
         self._change_slots(plan)
-        if not plan.rows:
-            return self._nothing(plan)
-        rows = RowArrays(plan)
+        step = self._unsampled = StepHandle(plan.step, Stopwatch(self.device))
+        if plan.rows:
+            step.rows = RowArrays(plan)
+            self._run_model(plan, step, step.rows)
+        return step
+
+    def _run_model(self, plan: StepPlan, step: StepHandle, rows: RowArrays) -> None:
+        """From the plan to the logits inputs."""
         fresh_blocks = self.slots.begin(plan, rows)
+        if rows.num_logits_rows > self._buffers.num_logits_rows:
+            raise EngineError(f"step {plan.step} has {rows.num_logits_rows} logits rows; {self._buffers.num_logits_rows} fit")
         if self._tainted:
             self._clear(fresh_blocks)
-        shape = None
-        if self._graphs is not None and self._replayable(rows):
-            drawing = rows.slots[rows.samples]
-            shape = self._graphs.shape_of(rows, draws=self.sampler.draws_only(drawing), filters=self.sampler.filters(drawing))
-        if shape is None:
-            return self._launch_each(plan, rows)
-        return self._launch_whole(plan, rows, shape) if shape.draws else self._launch_model(plan, rows, shape)
-
-    def _replayable(self, rows: RowArrays) -> bool:
-        """Whether what the model does for these rows may be in a graph: of their prompts, no logprobs are wanted."""
-        if self._refused or not (rows.counts[rows.decode] == 1).all():
-            return False
-        return not self._prompt_logprobs or not any(slot in self._prompt_logprobs for slot in rows.slots[~rows.decode].tolist())
-
-    def _launch_whole(self, plan: StepPlan, rows: RowArrays, shape: Shape) -> LaunchedWhole:
-        """Model and draws in one launch."""
-        replayed = self._of_graphs.launch(shape, rows)
-        self.slots.end(rows)
-        return LaunchedWhole(plan.step, rows.seq_ids.tolist(), rows.samples, replayed, _padding(shape, rows))
-
-    def _launch_model(self, plan: StepPlan, rows: RowArrays, shape: Shape) -> Launched:
-        """The model in one launch, and the sampler with all that rows ask of it behind it."""
-        stopwatch, download = Stopwatch(self.device), Download(self.device)
-        stopwatch.mark()
-        logits, broken, places = self._of_graphs.forward(shape, rows)
-        ending = build_ending(rows, self.slots, places)
-        own = logits.index_select(0, ending.last_drawing) if len(ending.drawing) else None
-        stopwatch.mark()
-        return self._finish(plan, rows, ending, own, broken.index_select(0, ending.last), {}, stopwatch, download, shape)
-
-    @property
-    def _of_graphs(self) -> StepGraphs:
-        if self._graphs is None:
-            raise EngineError("there are no CUDA graphs here")
-        return self._graphs
-
-    def _nothing(self, plan: StepPlan) -> Launched:
-        stopwatch, download = Stopwatch(self.device), Download(self.device)
-        download.sent()
-        return Launched(plan.step, [], np.empty(0, np.int64), {}, stopwatch, download, None, {}, None, None)
-
-    def _launch_each(self, plan: StepPlan, rows: RowArrays) -> Launched:
-        """A step of any rows, kernel by kernel."""
-        stopwatch, download = Stopwatch(self.device), Download(self.device)
-        batch = build_batch(rows, self.slots)
-        ending = build_ending(rows, self.slots, batch.step.query_start_host[1:] - 1)
-        stopwatch.mark()
-        hidden = self._forward(batch)
-        broken = broken_rows(hidden, batch.step.query_start, single=bool((rows.counts == 1).all()))
-        logits = self._model.logits(hidden[ending.last_drawing]) if len(ending.drawing) else None
-        stopwatch.mark()
-        prompt_logprobs = self._measure_prompts(plan, hidden)
-        return self._finish(plan, rows, ending, logits, broken, prompt_logprobs, stopwatch, download)
-
-    def _finish(
-        self,
-        plan: StepPlan,
-        rows: RowArrays,
-        ending: Ending,
-        logits: torch.Tensor | None,
-        broken: torch.Tensor,
-        prompt_logprobs: dict[int, list[Measured]],
-        stopwatch: Stopwatch,
-        download: Download,
-        shape: Shape | None = None,
-    ) -> Launched:
-        """Draws from ``logits [N, vocab]``, which are used up, and sends the outcome on its way to the host.
-
-        ``shape``: of the graph that the model ran as; None: it was none.
-        """
-        sampled = None
-        if logits is not None:
-            sampled = self.sampler.sample(logits, ending.rows)
-            self.slots.append(ending.rows.slots_device, ending.rows.positions, sampled.tokens)
-        self.slots.advance(ending.slots, ending.ends)
-        self.slots.end(rows)
-        stopwatch.mark()
-        launched = Launched(
-            step=plan.step,
-            seq_ids=rows.seq_ids.tolist(),
-            drawing=ending.drawing,
-            refused=self._refusals(plan),
-            stopwatch=stopwatch,
-            download=download,
-            sampled=None if sampled is None else sampled.download(download),
-            prompt_logprobs={seq: [part.download(download) for part in parts] for seq, parts in prompt_logprobs.items()},
-            broken=download.copy(broken),
-            replayed=shape is not None,
-            padding_tokens=0 if shape is None else _padding(shape, rows),
+        wants_logprobs = self._prompt_logprobs and any(
+            slot in self._prompt_logprobs for slot in rows.slots[~rows.decode].tolist()
         )
-        download.sent()
-        return launched
+        shape = None if self._graphs is None or wants_logprobs else self._graphs.shape_of(rows)
+        step.stopwatch.mark()
+        if shape is not None and self._graphs is not None:
+            step.num_places = shape.rows
+            step.places = self._buffers.send(rows, shape.decode_rows, shape.rows)
+            self._graphs.forward(shape, self._buffers.query_start(shape.rows), step.places, rows.ends)
+            step.padding_tokens = shape.tokens - int(rows.counts.sum())
+        else:
+            step.num_places = len(rows)
+            step.places = self._buffers.send(rows, rows.num_decode_rows, len(rows))
+            hidden = self._forward(Bounds.of(rows))
+            step.prompt_logprobs = self._measure_prompts(plan, hidden)
+        step.replayed = shape is not None
+        step.refused = self._refusals(plan)
+        self.slots.end(rows)
 
-    def collect(self, launched: Launched | LaunchedWhole) -> StepResult:
-        """Waits for a step and reads its outcome."""
-        if isinstance(launched, LaunchedWhole):
-            return self._collect_whole(launched)
-        launched.download.wait()
-        errors = self._errors(launched)
-        sampled, seq_ids = launched.sampled, launched.seq_ids
-        drawing = [seq_ids[row] for row in launched.drawing.tolist()]
-        token_ids: list[list[int]] = []
-        logprobs: dict[int, list[TokenLogprobs]] = {}
-        if sampled is not None:
-            drawn = zip(drawing, sampled.tokens.tolist(), strict=True)
-            token_ids = [[token] if seq not in errors else [] for seq, token in drawn]
-            if sampled.logprobs:
-                logprobs = {drawing[row]: [entry] for row, entry in sampled.lists().items() if drawing[row] not in errors}
-        prompt_logprobs = {
-            seq: [entry for part in parts for entry in part.lists()]
-            for seq, parts in launched.prompt_logprobs.items()
-            if seq not in errors
-        }
-        forward, sample = launched.stopwatch.seconds() or (0.0, 0.0)
+    @torch.inference_mode()
+    def sample(self, step: StepHandle, plan: SamplePlan) -> None:
+        """Launches the draw of the step that was executed last, and sends its outcome on its way to the host.
+
+        Raises:
+            EngineError: the plan is of another step, or does not fit it; the runner must not be used again.
+        """
+        if step is not self._unsampled or plan.step != step.step:
+            raise EngineError(f"a sample plan of step {plan.step} for step {step.step}, which is not the one to be sampled")
+        self._unsampled = None
+        if plan and self.recorder is not None:
+            self.recorder.write(plan)
+        rows = step.rows
+        if rows is None:
+            return
+        shape = None if self._graphs is None or plan else self._graphs.sample_shape_of(rows)
+        if shape is None:
+            step.stopwatch.mark()
+            if rows.num_logits_rows:
+                self._draw(step, rows, plan)
+        elif self._graphs is not None:
+            self._graphs.sample(shape)
+        step.outcome = self._buffers.fetch(max(step.num_places, rows.num_logits_rows))
+        step.stopwatch.mark()
+
+    def _draw(self, step: StepHandle, rows: RowArrays, plan: SamplePlan) -> None:
+        """All that rows may ask of the sampler, kernel by kernel."""
+        count, row, given = rows.num_logits_rows, rows.row_of, self._buffers.logits()
+        slots, slots_device, positions = rows.slots[row], given.slots[:count], given.positions[:count]
+        # Tokens before the one that is drawn: the row's, less those behind the logits row's own.
+        lengths = rows.ends[row] - (rows.logits_start[row + 1] - 1 - np.arange(count))
+        sampled = self.sampler.sample(
+            self._model.logits(given.hidden[:count]),
+            LogitsRows(slots, lengths - self.slots.prompt_len[slots], slots_device, positions, row),
+            TokenMasks.of(plan, rows.seq_ids[row], self._model.spec.vocab_size, self.device),
+        )
+        self.slots.append(rows, slots_device, positions, sampled.tokens, sampled.counts)
+        torch.sub(sampled.tokens, sampled.faults, out=given.outcome[:count, 0])
+        step.counts = None if sampled.counts is None else to_host(sampled.counts)
+        step.logprobs = [(own, measured.to_host()) for own, measured in sampled.logprobs]
+
+    def collect(self, step: StepHandle) -> StepResult:
+        """Waits for a sampled step and reads its outcome."""
+        rows = step.rows
+        if rows is None:
+            return StepResult(step.step, [], [])
+        if step.outcome is None:
+            raise EngineError(f"step {step.step} has not been sampled")
+        step.stopwatch.wait()
+        outcome, counts = step.outcome.numpy(), None if step.counts is None else step.counts.numpy()
+        errors = self._errors(step, rows, outcome)
+        seq_ids = rows.seq_ids[rows.sampled].tolist()
+        tokens = outcome[: rows.num_logits_rows, 0].tolist()
+        if counts is None and rows.num_logits_rows == len(seq_ids):
+            token_ids = [[token] for token in tokens]
+        else:
+            kept = rows.num_logits[rows.sampled] if counts is None else counts
+            starts = rows.logits_start[rows.sampled].tolist()
+            token_ids = [tokens[start : start + count] for start, count in zip(starts, kept.tolist(), strict=True)]
+            self.slots.correct(rows, kept)
+        if errors:
+            token_ids = [[] if seq in errors else own for seq, own in zip(seq_ids, token_ids, strict=True)]
+        forward, sample = [*step.stopwatch.seconds(), 0.0][:2]
         return StepResult(
-            launched.step,
-            drawing,
+            step.step,
+            seq_ids,
             token_ids,
-            logprobs,
-            prompt_logprobs,
+            _logprobs(step, rows, dict(zip(seq_ids, token_ids, strict=True))) if step.logprobs else {},
+            {
+                seq: [entry for part in parts for entry in part.lists()]
+                for seq, parts in step.prompt_logprobs.items()
+                if seq not in errors
+            },
             errors,
             forward,
             sample,
-            launched.replayed,
-            launched.padding_tokens,
+            step.replayed,
+            step.padding_tokens,
         )
 
-    def _collect_whole(self, launched: LaunchedWhole) -> StepResult:
-        replayed = launched.replayed
-        replayed.stopwatch.wait()
-        drawn = replayed.tokens.numpy()[replayed.places]
+    def _errors(self, step: StepHandle, rows: RowArrays, outcome: npt.NDArray[np.int32]) -> dict[int, str]:
+        """seq_id -> why it cannot go on."""
+        tokens, broken = outcome[: rows.num_logits_rows, 0], outcome[step.places, 1]
         errors: dict[int, str] = {}
-        if drawn.min() < 0:
+        if len(tokens) and tokens.min() < 0:
+            errors = {
+                int(rows.seq_ids[rows.row_of[place]]): FAULTS[-int(tokens[place])] for place in np.flatnonzero(tokens < 0)
+            }
+        for seq_id, parts in step.prompt_logprobs.items():
+            if any(bool(part.logprobs.isnan().any()) for part in parts):
+                errors[seq_id] = NOT_FINITE
+        if broken.any():
             self._tainted = True
-            errors = {launched.seq_ids[row]: BROKEN for row in np.flatnonzero(drawn < 0).tolist()}
-        seq_ids = launched.seq_ids
-        if not launched.samples.all():
-            seq_ids = [seq_ids[row] for row in np.flatnonzero(launched.samples).tolist()]
-            drawn = drawn[launched.samples]
-        token_ids = [[token] if token >= 0 else [] for token in drawn.tolist()]
-        (seconds,) = replayed.stopwatch.seconds()
-        return StepResult(
-            launched.step,
-            seq_ids,
-            token_ids,
-            errors=errors,
-            forward_seconds=seconds,
-            replayed=True,
-            padding_tokens=launched.padding_tokens,
-        )
+            errors |= dict.fromkeys(rows.seq_ids[broken > 0].tolist(), BROKEN)
+        return errors | step.refused
 
     def close(self) -> None:
-        if self._recorder is not None:
-            self._recorder.close()
+        if self.recorder is not None:
+            self.recorder.close()
 
     def memory(self) -> list[tuple[str, int]]:
         """(what, bytes) of everything that the runner itself holds on the device now."""
         storages = [cache.rows.untyped_storage() for cache in self._caches]
         return [
             ("KV cache", sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())),
-            ("attention workspaces", workspace_bytes(self._to_plan)),
-            ("slots", self.slots.nbytes),
+            ("attention workspaces", workspace_bytes(self._forward.to_plan)),
+            ("slots", self.slots.nbytes + self._buffers.nbytes),
             ("penalty histograms", self.sampler.nbytes),
             ("CUDA graphs", 0 if self._graphs is None else self._graphs.nbytes),
         ]
@@ -356,11 +335,6 @@ class ModelRunner:
             return {}
         return {row.seq_id: self._refused[row.slot] for row in plan.rows if row.slot in self._refused}
 
-    def _forward(self, batch: Batch) -> torch.Tensor:
-        for backend in self._to_plan:
-            backend.plan(batch.step)
-        return self._model(batch.ids, batch.positions, ForwardContext(batch.step, self._caches, self._backends))
-
     def _clear(self, blocks: list[list[int]]) -> None:
         """Zeros blocks. What a row sees of its last block is masked beyond its end, but NaN times zero is NaN all the same."""
         indices = [upload(np.array(own, dtype=np.int64), self.device) if own else None for own in blocks]
@@ -368,19 +342,6 @@ class ModelRunner:
             index = indices[cache.group]
             if index is not None:
                 cache.rows.index_fill_(0, index, 0)
-
-    def _errors(self, launched: Launched) -> dict[int, str]:
-        """seq_id -> why it cannot go on. Read on the host."""
-        errors: dict[int, str] = {}
-        if launched.sampled is not None:
-            errors = {launched.seq_ids[launched.drawing[row]]: fault for row, fault in launched.sampled.errors().items()}
-        for seq_id, parts in launched.prompt_logprobs.items():
-            if any(bool(part.logprobs.isnan().any()) for part in parts):
-                errors[seq_id] = NOT_FINITE
-        if launched.broken is not None and bool(launched.broken.any()):
-            self._tainted = True
-            errors |= {launched.seq_ids[row]: BROKEN for row in launched.broken.nonzero().flatten().tolist()}
-        return errors | launched.refused
 
     def _measure_prompts(self, plan: StepPlan, hidden: torch.Tensor) -> dict[int, list[Measured]]:
         """seq_id -> logprobs of the prompt tokens after those of its chunk."""
@@ -396,11 +357,19 @@ class ModelRunner:
                 tokens = upload(known, self.device)
                 own = hidden[start : start + len(tokens)]
                 count = seq.sampling.prompt_logprobs or 0
-                measured[row.seq_id] = measure_in_slices(self._model.logits, own, tokens, count, self._slice)
+                parts = measure_in_slices(self._model.logits, own, tokens, count, self._slice)
+                measured[row.seq_id] = [part.to_host() for part in parts]
             start += row.num_tokens
         return measured
 
 
-def _padding(shape: Shape, rows: RowArrays) -> int:
-    """Tokens that a shape computes beyond the rows' own."""
-    return shape.tokens - int(rows.counts.sum())
+def _logprobs(step: StepHandle, rows: RowArrays, token_ids: dict[int, list[int]]) -> dict[int, list[TokenLogprobs]]:
+    """seq_id -> an entry for each of its ``token_ids``, for sequences that asked."""
+    entries = {place: entry for own, part in step.logprobs for place, entry in zip(own.tolist(), part.lists(), strict=True)}
+    found: dict[int, list[TokenLogprobs]] = {}
+    for place in sorted(entries):
+        seq_id = int(rows.seq_ids[rows.row_of[place]])
+        own = found.setdefault(seq_id, [])
+        if len(own) < len(token_ids[seq_id]):
+            own.append(entries[place])
+    return {seq_id: own for seq_id, own in found.items() if own}

@@ -1,12 +1,13 @@
 """SlotTables: what the runner knows of every sequence, in the place it keeps as long as it lives.
 
 A step's batch is an index into these tables, so that nothing moves when rows are reordered, preempted or dropped. Tokens
-and counters are on the device, where each step's own outcome advances them; the host's mirrors follow the plans alone,
-and check them.
+and counters are on the device, where each step's own outcome advances them. The host's mirrors follow the plans, and check
+them: upper bounds, which a result that brings fewer tokens than its row has logits rows corrects.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -30,15 +31,26 @@ class RowArrays:
 
     def __init__(self, plan: StepPlan) -> None:
         rows = plan.rows
-        fields = [(row.seq_id, row.slot, row.num_computed, row.num_tokens, row.samples) for row in rows]
+        fields = [(row.seq_id, row.slot, row.num_computed, row.num_tokens, row.num_logits) for row in rows]
         array = np.array(fields, dtype=np.int64).reshape(len(rows), 5)
-        self.seq_ids, self.slots, self.starts, self.counts, samples = np.ascontiguousarray(array.T)
+        self.seq_ids, self.slots, self.starts, self.counts, self.num_logits = np.ascontiguousarray(array.T)
         self.ends: Ints = self.starts + self.counts
-        self.samples: npt.NDArray[np.bool_] = samples.astype(np.bool_)
+        self.sampled: Ints = np.flatnonzero(self.num_logits)
+        """The rows that have logits, ascending."""
+        self.logits_start: Ints = np.zeros(len(rows) + 1, dtype=np.int64)
+        np.cumsum(self.num_logits, out=self.logits_start[1:])
+        """``[R + 1]``: row -> its first logits row."""
+        self.num_logits_rows = int(self.logits_start[-1])
+        self.num_decode_rows = plan.num_decode_rows
         self.decode: npt.NDArray[np.bool_] = np.arange(len(rows)) < plan.num_decode_rows
 
     def __len__(self) -> int:
         return len(self.slots)
+
+    @functools.cached_property
+    def row_of(self) -> Ints:
+        """``[N]``: logits row -> row."""
+        return np.repeat(np.arange(len(self)), self.num_logits)
 
 
 class SlotTables:
@@ -70,6 +82,8 @@ class SlotTables:
         self.host_num_tokens: Ints = np.zeros(slots, dtype=np.int64)
         self.host_num_computed: Ints = np.full(slots, UNKNOWN, dtype=np.int64)
         """Unknown until a new sequence's first row, which tells where its cached prefix ends."""
+        self._corrected: Ints = np.zeros(slots, dtype=np.int64)
+        """Tokens taken off the mirrors by results that the plans so far may not have known of."""
         self._block_counts = np.zeros((len(self.block_tables), slots), dtype=np.int64)
 
     @property
@@ -110,6 +124,7 @@ class SlotTables:
         self.prompt_len[slot] = seq.prompt_len
         self.prefill_len[slot] = self.host_num_tokens[slot] = length
         self.host_num_computed[slot] = UNKNOWN
+        self._corrected[slot] = 0
         self._block_counts[:, slot] = 0
         self.token_ids.stage(slot, 0, seq.token_ids)
 
@@ -139,30 +154,48 @@ class SlotTables:
         self._check_sequences(rows)
         fresh_blocks = self._append_blocks(plan)
         self._check_blocks(rows)
-        fresh = rows.slots[self.host_num_computed[rows.slots] == UNKNOWN]
-        self.host_num_computed[rows.slots] = rows.starts
+        fresh = np.flatnonzero(self.host_num_computed[rows.slots] == UNKNOWN)
         if len(fresh):
-            starts = upload(self.host_num_computed[fresh], self.device)
-            self.num_computed.index_copy_(0, upload(fresh, self.device), starts)
+            slots, starts = rows.slots[fresh], rows.starts[fresh]
+            self.host_num_computed[slots] = starts
+            self.num_computed.index_copy_(0, upload(slots, self.device), upload(starts, self.device))
         self.token_ids.apply()
         for table in self.block_tables:
             table.apply()
         return fresh_blocks
 
     def end(self, rows: RowArrays) -> None:
-        """The host's side of ``advance``: as far as the plan alone tells."""
-        self.host_num_computed[rows.slots] = rows.ends
-        self.host_num_tokens[rows.slots] += rows.samples
+        """Advances the host mirrors by the plan alone: upper bounds, as if every sampled token were kept."""
+        self.host_num_computed[rows.slots] += rows.counts
+        self.host_num_tokens[rows.slots] += rows.num_logits
 
-    def advance(self, slots: torch.Tensor, ends: torch.Tensor) -> None:
-        """The tokens up to ``ends [R]`` of ``slots [R]`` have been computed."""
-        self.num_computed.index_copy_(0, slots, ends)
+    def append(
+        self, rows: RowArrays, slots: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor | None
+    ) -> None:
+        """The logits rows of ``slots [N]`` have drawn a token each, which stand at ``positions [N]``.
 
-    def append(self, slots: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Each of ``slots [N]`` has drawn a token, which stands at its position."""
+        Args:
+            counts: ``[rows with logits]``: how many tokens of each row are kept, from its first; None: all. Drafts behind the
+                last but one that is kept are to be computed again.
+        """
         places = slots * self.token_ids.width + positions
         self.token_ids.tensor.view(-1).index_copy_(0, places, tokens.to(torch.int32))
-        self.num_tokens.index_copy_(0, slots, positions + 1)
+        if counts is None and rows.num_logits_rows == len(rows.sampled):
+            self.num_tokens.index_copy_(0, slots, positions + 1)
+            return
+        first = upload(rows.logits_start[rows.sampled], self.device)
+        kept = upload(rows.num_logits[rows.sampled], self.device) if counts is None else counts
+        own, ends = slots[first], positions[first] + kept
+        self.num_tokens.index_copy_(0, own, ends)
+        self.num_computed.index_copy_(0, own, ends - 1)
+
+    def correct(self, rows: RowArrays, counts: Ints) -> None:
+        """Of a collected step's rows with logits, ``counts`` tokens were kept. No-op for sequences that have left."""
+        slots = rows.slots[rows.sampled]
+        excess = np.where(self.seq_id[slots] == rows.seq_ids[rows.sampled], rows.num_logits[rows.sampled] - counts, 0)
+        for mirror in (self.host_num_tokens, self.host_num_computed):
+            mirror[slots] -= excess
+        self._corrected[slots] += excess
 
     # ------------------------------------------------------------------ checks
 
@@ -175,10 +208,17 @@ class SlotTables:
         if len(set(rows.slots.tolist())) != len(rows):
             raise EngineError("the plan has two rows for one slot")
         known, computed = self.host_num_tokens[rows.slots], self.host_num_computed[rows.slots]
-        _check(rows, (computed == rows.starts) | (computed == UNKNOWN), "does not start at its num_computed,", computed)
-        inside = (rows.starts >= 0) & (rows.counts > 0) & (rows.ends <= known)
+        # How far the plan's bounds are above the mirrors'.
+        ahead = (rows.starts - computed) * (computed != UNKNOWN)
+        fine = (ahead >= 0) & (ahead <= self._corrected[rows.slots])
+        _check(rows, fine, "does not start at its num_computed,", computed)
+        self._corrected[rows.slots] = ahead
+        known = known + ahead
+        drafts = np.maximum(rows.num_logits - 1, 0)
+        inside = (rows.starts >= 0) & (rows.counts > drafts) & (rows.ends - drafts <= known)
         _check(rows, inside, "is not of its tokens, of which there are", known)
-        _check(rows, rows.samples == (rows.ends == known), "must sample if and only if it ends at token", known)
+        ends = (rows.num_logits > 0) == (rows.ends - drafts == known)
+        _check(rows, ends, "must sample if and only if it ends at token", known)
         prefill = self.prefill_len[rows.slots]
         past = rows.starts >= prefill
         _check(rows, past == rows.decode, "is out of order: decode rows come first, and it decodes from token", prefill)

@@ -1,1 +1,1 @@
-"""From logits to tokens: the sampler, and a file a feature."""
+"""Sampling: from logits to tokens. One file per feature."""

@@ -1,4 +1,4 @@
-"""allowed_token_ids: every other token is banned."""
+"""allowed_token_ids: bans every other token."""
 
 from __future__ import annotations
 
@@ -6,33 +6,25 @@ import torch
 
 from headrace.core.plan import NewSequence
 from headrace.kernels.transfer import upload
-from headrace.sampling.feature import Rows, Users
+from headrace.sampling.feature import LogitsRows
 from headrace.sampling.token_lists import TokenLists
 
 
-class AllowedTokens:
-    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
-        self._users = Users(num_slots)
-        self._allowed = TokenLists(vocab_size, device)
+class AllowedTokens(TokenLists):
+    param = "allowed_token_ids"
 
-    def add(self, slot: int, seq: NewSequence) -> None:
-        if seq.sampling.allowed_token_ids is not None:
-            self._allowed.put(slot, seq.sampling.allowed_token_ids, "allowed_token_ids")
-            self._users.add(slot)
-
-    def remove(self, slot: int) -> None:
-        self._users.discard(slot)
-        self._allowed.drop(slot)
-
-    def apply(self, logits: torch.Tensor, rows: Rows) -> bool:
-        if not self._users or not len(picked := self._users.among(rows)):
+    def add(self, slot: int, seq: NewSequence) -> bool:
+        if seq.sampling.allowed_token_ids is None:
             return False
-        places, _ = self._allowed.places(picked, rows.slots[picked])
+        self.put(slot, seq.sampling.allowed_token_ids)
+        return True
+
+    def apply(self, logits: torch.Tensor, rows: LogitsRows) -> bool:
+        if not len(picked := self.users(rows)):
+            return False
+        places, _ = self.places(picked, rows.slots[picked])
         flat = logits.view(-1)
         kept = flat[places]
         logits.index_fill_(0, upload(picked, logits.device), -torch.inf)
         flat[places] = kept
         return True
-
-    def update(self, rows: Rows, tokens: torch.Tensor) -> None:
-        """Nothing changes."""

@@ -1,7 +1,7 @@
-"""bad_words: tokens that would complete a bad word in the emitted text are banned.
+"""bad_words: bans tokens that would complete a bad word in the emitted text.
 
-Each slot that uses it walks its own byte automaton (``BadWordsTable``) on the device. The automatons of all slots lie in
-one table; a state's number there is the slot's first one plus the state's own.
+Each slot that uses the feature advances its own byte automaton (``BadWordsTable``) on the device. One table holds the
+automatons of all slots; a state's index there is the slot's first index plus the state.
 """
 
 from __future__ import annotations
@@ -15,75 +15,71 @@ import torch
 
 from headrace.core.plan import NewSequence
 from headrace.core.request import BadWordsTable
-from headrace.errors import RequestError
 from headrace.kernels.transfer import upload
-from headrace.sampling.feature import Rows, Users, take_rows
+from headrace.sampling.feature import LogitsRows, take_rows
 from headrace.sampling.token_lists import TokenLists
 from headrace.text.vocab import TokenBytes
 
 
-class BadWords:
+class BadWords(TokenLists):
+    """The inherited token lists hold the tokens that are banned in every state."""
+
+    param = "bad_words"
+
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device, token_bytes: TokenBytes | None) -> None:
-        self._vocab_size, self._device = vocab_size, device
+        super().__init__(num_slots, vocab_size, device)
         self._token_bytes = token_bytes
         self._texts: _Texts | None = None
-        self._users = Users(num_slots)
-        self._always = TokenLists(vocab_size, device)
-        self._automatons: dict[int, _Automaton] = {}
+        self._automatons: dict[int, _SlotAutomaton] = {}
         self._tables: _Tables | None = None
-        """All slots' automatons; None: they have changed."""
+        """The automatons of all slots; None: rebuild, a slot's automaton has changed."""
         self._state = torch.zeros(num_slots, dtype=torch.int64, device=device)
         """slot -> state within the slot's own automaton, after the outputs so far."""
 
-    def add(self, slot: int, seq: NewSequence) -> None:
-        if seq.bad_words is None:
-            return
-        if self._token_bytes is None:
-            raise RequestError("bad_words need a tokenizer, and this engine runs without one", "bad_words")
+    def add(self, slot: int, seq: NewSequence) -> bool:
+        if seq.bad_words is None or self._token_bytes is None:
+            return False
         if self._texts is None:
             self._texts = _Texts(self._token_bytes, self._vocab_size, self._device)
-        automaton = _Automaton.of(seq.bad_words, self._vocab_size)
-        self._always.put(slot, seq.bad_words.always, "bad_words")
-        self._automatons[slot] = automaton
+        automaton = self._automatons[slot] = _SlotAutomaton.of(seq.bad_words)
+        self.put(slot, seq.bad_words.always)
         self._tables = None
-        self._users.add(slot)
         pieces = self._token_bytes.pieces if automaton.special_text else self._token_bytes.visible
         outputs = seq.token_ids[seq.prompt_len :]
         self._state[slot] = automaton.state_after(b"".join(pieces[token] for token in outputs if token < len(pieces)))
+        return True
 
     def remove(self, slot: int) -> None:
-        if slot in self._users:
-            self._users.discard(slot)
-            self._always.drop(slot)
-            del self._automatons[slot]
+        super().remove(slot)
+        if self._automatons.pop(slot, None) is not None:
             self._tables = None
 
-    def apply(self, logits: torch.Tensor, rows: Rows) -> bool:
-        if not self._users or not len(picked := self._users.among(rows)):
+    def apply(self, logits: torch.Tensor, rows: LogitsRows) -> bool:
+        if not len(picked := self.users(rows)):
             return False
         slots = rows.slots[picked]
         flat = logits.view(-1)
-        places, _ = self._always.places(picked, slots)
+        places, _ = self.places(picked, slots)
         flat.index_fill_(0, places, -torch.inf)
         tables = self._current_tables()
         lengths = tables.most_banned[slots]
         total = int(lengths.sum())
         if not total:
             return True
-        # How many tokens its state bans only the device knows: each row gets places for the most that any of its states bans.
+        # Only the device knows how many tokens a row's state bans: each row gets places for the maximum over its states.
         row = torch.arange(len(picked), device=self._device).repeat_interleave(upload(lengths, self._device), output_size=total)
         nth = torch.arange(total, device=self._device) - upload(np.cumsum(lengths) - lengths, self._device)[row]
         states = (self._state[upload(slots, self._device)] + upload(tables.first_state[slots], self._device))[row]
         start, count = tables.ban_starts[states], tables.ban_starts[states + 1] - tables.ban_starts[states]
         banned = nth < count
         tokens = tables.bans[(start + nth).masked_fill(~banned, 0)]
-        # Places not needed add nothing; an addition, unlike an assignment, may name a place twice.
+        # Surplus places add 0; an addition, unlike an assignment, may name a place twice.
         values = torch.zeros(total, device=self._device).masked_fill_(banned, -torch.inf)
         flat.index_add_(0, upload(picked, self._device)[row] * self._vocab_size + tokens, values)
         return True
 
-    def update(self, rows: Rows, tokens: torch.Tensor) -> None:
-        if not self._users or not len(picked := self._users.among(rows)) or self._texts is None:
+    def update(self, rows: LogitsRows, tokens: torch.Tensor) -> None:
+        if not len(picked := self.users(rows)) or self._texts is None:
             return
         tables = self._current_tables()
         slots = rows.slots[picked]
@@ -92,7 +88,7 @@ class BadWords:
         depth = int(tables.depth[slots].max())
         state = self._state[slots_device]
         ends, lengths = self._texts.of(take_rows(tokens, picked), shows_special)
-        # A state is what the text ends with, so bytes further back than the longest word have no part in it.
+        # A state is a suffix of the text, so bytes further back than the longest word do not affect it.
         state = state.masked_fill(lengths > depth, 0)
         for back in range(min(depth, self._texts.longest), 0, -1):
             byte = self._texts.blob[(ends - back).clamp_(min=0)].long()
@@ -107,30 +103,27 @@ class BadWords:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Automaton:
-    """One request's table, on the host. States are its own."""
+class _SlotAutomaton:
+    """The automaton of one request, on the host. Its states start at 0."""
 
     transitions: npt.NDArray[np.int16]
     """``[states, 256]``"""
     bans: npt.NDArray[np.int64]
     ban_starts: npt.NDArray[np.int64]
-    """``[states + 1]``: ``bans[ban_starts[s] : ban_starts[s + 1]]`` are banned in state s, beside those always banned."""
+    """``[states + 1]``: state s bans ``bans[ban_starts[s] : ban_starts[s + 1]]``, in addition to the tokens always banned."""
     depth: int
-    """The most bytes that a state stands for."""
+    """Length in bytes of the longest suffix that a state stands for."""
     special_text: bool
 
     @classmethod
-    def of(cls, table: BadWordsTable, vocab_size: int) -> _Automaton:
-        """Raises RequestError for a banned token outside the vocabulary."""
+    def of(cls, table: BadWordsTable) -> _SlotAutomaton:
         bans = np.fromiter(itertools.chain.from_iterable(table.by_state), dtype=np.int64)
-        if len(bans) and bans.max() >= vocab_size:
-            raise RequestError(f"bad_words has a token id outside the vocabulary of {vocab_size}", "bad_words")
         starts = np.cumsum([0, *map(len, table.by_state)])
         transitions = np.frombuffer(table.transitions, dtype="<i2").reshape(table.num_states, 256).astype(np.int16)
         return cls(transitions, bans, starts, _depth(transitions), table.special_text)
 
     def state_after(self, text: bytes) -> int:
-        """From the start."""
+        """State that ``text`` leads to from the start."""
         state = 0
         for byte in text[max(0, len(text) - self.depth) :]:
             state = int(self.transitions[state, byte])
@@ -138,7 +131,7 @@ class _Automaton:
 
 
 def _depth(transitions: npt.NDArray[np.int16]) -> int:
-    """The most bytes that a state stands for: how far the furthest state is from the start."""
+    """Largest distance of a state from the start, in bytes."""
     seen = {0}
     level, depth = [0], 0
     while level:
@@ -150,9 +143,9 @@ def _depth(transitions: npt.NDArray[np.int16]) -> int:
 
 
 class _Tables:
-    """The automatons of all slots, one after the other. Rebuilt when a slot takes or loses one."""
+    """The automatons of all slots, concatenated. Rebuilt when a slot gains or loses one."""
 
-    def __init__(self, automatons: dict[int, _Automaton], num_slots: int, device: torch.device) -> None:
+    def __init__(self, automatons: dict[int, _SlotAutomaton], num_slots: int, device: torch.device) -> None:
         # Index space: slot.
         self.first_state = np.zeros(num_slots, dtype=np.int64)
         self.most_banned = np.zeros(num_slots, dtype=np.int64)
@@ -168,9 +161,9 @@ class _Tables:
             starts.append(automaton.ban_starts[:-1] + num_bans)
             states += len(automaton.transitions)
             num_bans += len(automaton.bans)
-        # Index space: state of the whole table.
+        # Index space: state of the concatenated table.
         self.transitions = upload(np.concatenate([a.transitions for a in automatons.values()]).ravel(), device)
-        """``[states * 256]`` int16, states within their own automaton."""
+        """``[states * 256]`` int16: next states, numbered within their automaton."""
         self.ban_starts = upload(np.concatenate([*starts, [num_bans]]), device)
         """``[states + 1]`` int64"""
         self.bans = upload(np.concatenate([a.bans for a in automatons.values()]), device)
@@ -178,7 +171,7 @@ class _Tables:
 
 
 class _Texts:
-    """Every token's bytes, one after the other, on the device."""
+    """The bytes of all tokens, concatenated on the device."""
 
     def __init__(self, token_bytes: TokenBytes, vocab_size: int, device: torch.device) -> None:
         missing = [b""] * (vocab_size - len(token_bytes.pieces))
@@ -190,8 +183,8 @@ class _Texts:
         self.blob = upload(np.frombuffer(b"".join(pieces) + b"\0", dtype=np.uint8).copy(), device)
         self._ends = upload(np.cumsum(shown), device)
         self._lengths = upload(np.stack((hidden, shown)), device)
-        """``[2, vocab]``: bytes of text where special tokens show none, and where they show their own."""
+        """``[2, vocab]``: bytes of each token's text; in row 0 special tokens have no text."""
 
     def of(self, tokens: torch.Tensor, shows_special: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where the tokens' bytes end in ``blob``, and how many they are."""
+        """End of each token's bytes in ``blob``, and their number."""
         return self._ends[tokens], self._lengths[shows_special, tokens]

@@ -1,34 +1,27 @@
-"""logit_bias: added to the logits of chosen tokens."""
+"""logit_bias: adds to the logits of given tokens."""
 
 from __future__ import annotations
 
 import torch
 
 from headrace.core.plan import NewSequence
-from headrace.sampling.feature import Rows, Users
+from headrace.sampling.feature import LogitsRows
 from headrace.sampling.token_lists import TokenLists
 
 
-class LogitBias:
-    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
-        self._users = Users(num_slots)
-        self._biases = TokenLists(vocab_size, device)
+class LogitBias(TokenLists):
+    param = "logit_bias"
 
-    def add(self, slot: int, seq: NewSequence) -> None:
-        if bias := seq.sampling.logit_bias:
-            self._biases.put(slot, bias.keys(), "logit_bias", list(bias.values()))
-            self._users.add(slot)
-
-    def remove(self, slot: int) -> None:
-        self._users.discard(slot)
-        self._biases.drop(slot)
-
-    def apply(self, logits: torch.Tensor, rows: Rows) -> bool:
-        if not self._users or not len(picked := self._users.among(rows)):
+    def add(self, slot: int, seq: NewSequence) -> bool:
+        bias = seq.sampling.logit_bias
+        if not bias:
             return False
-        places, values = self._biases.places(picked, rows.slots[picked])
-        logits.view(-1).index_add_(0, places, values)
+        self.put(slot, bias.keys(), list(bias.values()))
         return True
 
-    def update(self, rows: Rows, tokens: torch.Tensor) -> None:
-        """Nothing changes."""
+    def apply(self, logits: torch.Tensor, rows: LogitsRows) -> bool:
+        if not len(picked := self.users(rows)):
+            return False
+        places, values = self.places(picked, rows.slots[picked])
+        logits.view(-1).index_add_(0, places, values)
+        return True

@@ -1,9 +1,8 @@
-"""What a sampling feature is: an object with state per slot, and nothing to do for rows that do not use it."""
+"""Feature: the base class of sampling features, and the logits rows they act on."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -13,68 +12,62 @@ from headrace.core.plan import NewSequence
 from headrace.kernels.transfer import upload
 
 Indices = npt.NDArray[np.int64]
+_NO_ROWS: Indices = np.empty(0, dtype=np.int64)
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
-    """The N rows of a step that draw a token. Index space of ``logits`` and of everything here: row, ``[N]``."""
+class LogitsRows:
+    """The N logits rows of a step. Index space of ``logits`` and of everything here: logits row, ``[N]``."""
 
     slots: Indices
     num_outputs: Indices
-    """Tokens generated so far."""
+    """Tokens generated before the one that is sampled: an upper bound while a step in flight may return fewer."""
     slots_device: torch.Tensor
     """``slots`` on the device, int64."""
     positions: torch.Tensor
-    """int64: where in its sequence the drawn token will stand."""
+    """int64: position of the sampled token in its sequence."""
+    row: Indices
+    """Index of the step's row that each belongs to, ascending; the logits rows of one row are consecutive positions."""
 
     def __len__(self) -> int:
         return len(self.slots)
 
 
-class Feature(Protocol):
-    """One sampling feature. No method waits for the device."""
-
-    def add(self, slot: int, seq: NewSequence) -> None:
-        """A sequence took the slot; it may bring outputs. Raises RequestError if it cannot be served."""
-        ...
-
-    def remove(self, slot: int) -> None:
-        """The slot's sequence is gone; afterwards nothing of it is left. No-op for a slot that does not use this."""
-        ...
-
-    def apply(self, logits: torch.Tensor, rows: Rows) -> bool:
-        """Changes ``logits [N, vocab]`` float32 in place; True if it may have changed any."""
-        ...
-
-    def update(self, rows: Rows, tokens: torch.Tensor) -> None:
-        """Takes note of the drawn ``tokens [N]`` int64."""
-        ...
-
-
-class Users:
-    """The slots that use a feature."""
+class Feature:
+    """One sampling feature: state per slot, and no work for rows that do not use it. No method waits for the device."""
 
     def __init__(self, num_slots: int) -> None:
-        self._mask = np.zeros(num_slots, dtype=np.bool_)
-        self._count = 0
+        self._uses = np.zeros(num_slots, dtype=np.bool_)
+        self._num_users = 0
 
-    def __contains__(self, slot: int) -> bool:
-        return bool(self._mask[slot])
+    def add(self, slot: int, seq: NewSequence) -> bool:
+        """Initialises the slot for its new sequence, which may already have outputs.
 
-    def __bool__(self) -> bool:
-        return self._count > 0
+        Returns:
+            Whether the feature applies to the sequence. A CUDA graph may sample rows to which no feature applies.
+        """
+        raise NotImplementedError
 
-    def add(self, slot: int) -> None:
-        self._count += not self._mask[slot]
-        self._mask[slot] = True
+    def use(self, slot: int) -> None:
+        """Marks the slot as a user of the feature."""
+        self._num_users += not self._uses[slot]
+        self._uses[slot] = True
 
-    def discard(self, slot: int) -> None:
-        self._count -= int(self._mask[slot])
-        self._mask[slot] = False
+    def users(self, rows: LogitsRows) -> Indices:
+        """Indices, ascending, of the rows whose slot uses the feature."""
+        return np.flatnonzero(self._uses[rows.slots]) if self._num_users else _NO_ROWS
 
-    def among(self, rows: Rows) -> Indices:
-        """The rows, ascending, whose slot is in the set."""
-        return np.flatnonzero(self._mask[rows.slots])
+    def remove(self, slot: int) -> None:
+        """Clears the slot; no-op if its sequence does not use the feature."""
+        self._num_users -= int(self._uses[slot])
+        self._uses[slot] = False
+
+    def apply(self, logits: torch.Tensor, rows: LogitsRows) -> bool:
+        """Changes ``logits [N, vocab]`` float32 in place; returns True if it may have changed any."""
+        return False
+
+    def update(self, rows: LogitsRows, tokens: torch.Tensor) -> None:
+        """Updates the state with the sampled ``tokens [N]`` int64."""
 
 
 def take_rows(tensor: torch.Tensor, picked: Indices) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""Penalties on tokens that a sequence has seen.
+"""Penalties on tokens of the prompt and the output.
 
-Repetition: a token of prompt or output has its logit divided by the penalty if positive, else multiplied. Then frequency
-is taken off tokens of the output as often as they came, and presence once.
+Repetition: divides the logit of each token of prompt or output by the penalty if it is positive, else multiplies it. Then
+the frequency penalty is subtracted for each occurrence in the output, and the presence penalty once.
 """
 
 from __future__ import annotations
@@ -11,48 +11,48 @@ import torch
 
 from headrace.core.plan import NewSequence
 from headrace.kernels.transfer import upload
-from headrace.sampling.feature import Rows, Users, take_rows
+from headrace.sampling.feature import Feature, LogitsRows, take_rows
 
 _FIRST_CAPACITY = 4
 _FIRST_WIDTH = 256
 
 
-class Penalties:
-    """Per slot that uses them, a histogram of the outputs and a list of all tokens seen.
+class Penalties(Feature):
+    """For each slot that uses penalties, a histogram of the outputs and a list of all tokens seen.
 
-    Only the tokens of the list are looked at, so a step costs what the sequences are long and not what the vocabulary is
-    wide. Histograms are as wide as the vocabulary: only slots that use them have one, and they are made when needed.
+    A step only touches the listed tokens, so its cost grows with the length of the sequences, not with the vocabulary.
+    Histograms are as wide as the vocabulary: they are allocated on demand, for slots that use penalties.
     """
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
+        super().__init__(num_slots)
         self._num_slots, self._vocab_size, self._device = num_slots, vocab_size, device
-        self._users = Users(num_slots)
         self._place = np.zeros(num_slots, dtype=np.int64)
-        """slot -> place, for users."""
+        """slot -> place, for slots that use penalties."""
         self._free: list[int] = []
-        """Places that no slot has."""
+        """Places without a slot."""
         # Index space: place.
         self._counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
-        """How often each token came as an output: what came with the prompt is no count."""
+        """Occurrences of each token in the output; the prompt does not count."""
         self._strengths = torch.zeros(0, 3, device=device)
         """Repetition, presence, frequency."""
         self._seen = torch.zeros(0, _FIRST_WIDTH, dtype=torch.int32, device=device)
-        """Tokens of prompt and output, some more than once; beyond the list's length its first token again."""
+        """Tokens of prompt and output, some more than once; padded with the list's first token."""
         self._length = np.zeros(num_slots, dtype=np.int64)
-        """Of the lists in ``seen``."""
+        """Lengths of the lists in ``_seen``. Index space: place."""
 
     @property
     def nbytes(self) -> int:
         return self._counts.nbytes + self._strengths.nbytes + self._seen.nbytes
 
-    def add(self, slot: int, seq: NewSequence) -> None:
+    def add(self, slot: int, seq: NewSequence) -> bool:
         p = seq.sampling
         if p.repetition_penalty == 1.0 and p.presence_penalty == 0.0 and p.frequency_penalty == 0.0:
-            return
+            return False
         if not self._free:
             self._add_places()
         place = self._place[slot] = self._free.pop()
-        self._users.add(slot)
+        self.use(slot)
         strengths = np.array([p.repetition_penalty, p.presence_penalty, p.frequency_penalty], dtype=np.float32)
         self._strengths[place].copy_(upload(strengths, self._device), non_blocking=True)
         seen = np.unique(np.array(seq.token_ids, dtype=np.int32))
@@ -62,39 +62,40 @@ class Penalties:
         self._seen[place, : len(seen)].copy_(upload(seen, self._device), non_blocking=True)
         outputs = upload(np.array(seq.token_ids[seq.prompt_len :], dtype=np.int64), self._device)
         self._counts[place].zero_().index_add_(0, outputs, torch.ones_like(outputs, dtype=torch.int32))
+        return True
 
     def remove(self, slot: int) -> None:
-        if slot in self._users:
+        if self._uses[slot]:
             self._free.append(int(self._place[slot]))
-            self._users.discard(slot)
+        super().remove(slot)
 
-    def apply(self, logits: torch.Tensor, rows: Rows) -> bool:
-        if not self._users or not len(picked := self._users.among(rows)):
+    def apply(self, logits: torch.Tensor, rows: LogitsRows) -> bool:
+        if not len(picked := self.users(rows)):
             return False
         places_host = self._place[rows.slots[picked]]
         places = upload(places_host, self._device)
         seen = self._seen[:, : int(self._length[places_host].max())].index_select(0, places).long()
-        # A token that is listed twice is worked out twice, from the same logit, to the same value.
-        own = seen + upload(picked * self._vocab_size, self._device).unsqueeze(1)
+        # A token listed twice is computed twice, from the same logit, with the same result.
+        flat = seen + upload(picked * self._vocab_size, self._device).unsqueeze(1)
         counts = self._counts.view(-1)[seen + (places * self._vocab_size).unsqueeze(1)].float()
         repetition, presence, frequency = self._strengths[places].unsqueeze(1).unbind(-1)
-        values = logits.view(-1)[own]
+        values = logits.view(-1)[flat]
         values = torch.where(values > 0, values / repetition, values * repetition)
         values = values - counts * frequency - counts.clamp(max=1.0) * presence
-        logits.view(-1)[own] = values
+        logits.view(-1)[flat] = values
         return True
 
-    def update(self, rows: Rows, tokens: torch.Tensor) -> None:
-        if not self._users or not len(picked := self._users.among(rows)):
+    def update(self, rows: LogitsRows, tokens: torch.Tensor) -> None:
+        if not len(picked := self.users(rows)):
             return
         places_host = self._place[rows.slots[picked]]
         self._widen(int(self._length[places_host].max()) + 1)
         ends = upload(places_host * self._seen.shape[1] + self._length[places_host], self._device)
         self._length[places_host] += 1
-        places, own = upload(places_host, self._device), take_rows(tokens, picked)
-        self._seen.view(-1).index_copy_(0, ends, own.int())
+        places, sampled = upload(places_host, self._device), take_rows(tokens, picked)
+        self._seen.view(-1).index_copy_(0, ends, sampled.int())
         ones = torch.ones(len(picked), dtype=torch.int32, device=self._device)
-        self._counts.view(-1).index_add_(0, places * self._vocab_size + own, ones)
+        self._counts.view(-1).index_add_(0, places * self._vocab_size + sampled, ones)
 
     def _add_places(self) -> None:
         old = len(self._counts)
@@ -105,7 +106,7 @@ class Penalties:
         self._free.extend(range(new - 1, old - 1, -1))
 
     def _widen(self, width: int) -> None:
-        """Makes lists of this length fit."""
+        """Makes room for lists of this length."""
         old = self._seen.shape[1]
         if width > old:
             more = max(2 * old, width) - old

@@ -1,4 +1,4 @@
-"""Random numbers from a counter: the same for a (seed, sample, position) on every device and in any company.
+"""Counter-based random numbers: a function of (seed, sample, position), on every device and in every batch.
 
 Philox-4x32-10 of J. Salmon, M. Moraes, R. Dror, D. Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
 """
@@ -38,16 +38,16 @@ def philox(counter: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
 
 
 def _column(words: tuple[int, int], device: torch.device) -> torch.Tensor:
-    """``[2, 1]`` int64, written by the device: a copy from the host would wait for it."""
+    """``[2, 1]`` int64, written by the device: a copy from the host would wait for the device."""
     return torch.cat([torch.full((1, 1), word, dtype=torch.int64, device=device) for word in words])
 
 
 def uniform(keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """A number in [0, 1) for each row, of 53 random bits.
+    """Returns a number in [0, 1) with 53 random bits for each row.
 
     Args:
         keys: ``[N, 3]`` int64: low and high word of the seed, and the sample's index.
-        positions: ``[N]`` int64: where in its sequence the token stands that the number draws.
+        positions: ``[N]`` int64: position in its sequence of the token to sample.
 
     Returns:
         ``[N]`` float64.

@@ -1,8 +1,8 @@
-"""Sampler: from logits to tokens, for the rows of a step that draw one.
+"""Sampler: samples a token for each logits row of a step.
 
-The order is that of OpenAI and vLLM: what may come at all (allowed_token_ids, logit_bias, bad_words, min_tokens), then
-penalties, then temperature, then min_p, top_k and top_p, then the draw. Nothing between logits and tokens waits for the
-device, and a feature that no row uses costs nothing.
+The order is that of OpenAI and vLLM: bans and biases (token masks, allowed_token_ids, logit_bias, bad_words, min_tokens),
+then penalties, temperature, min_p, top_k and top_p, and finally the random choice. Nothing between logits and tokens waits
+for the device, and a feature that no row uses costs nothing.
 """
 
 from __future__ import annotations
@@ -14,148 +14,130 @@ import numpy as np
 import torch
 
 from headrace.core.plan import NewSequence
-from headrace.errors import RequestError
 from headrace.kernels import gpu
+from headrace.kernels.transfer import upload
 from headrace.outputs import TokenLogprobs
 from headrace.sampling.allowed import AllowedTokens
 from headrace.sampling.bad_words import BadWords
 from headrace.sampling.bias import LogitBias
-from headrace.sampling.device import Download
-from headrace.sampling.draw import Draw, Drawn
-from headrace.sampling.feature import Feature, Indices, Rows
-from headrace.sampling.logprobs import Logprobs, Measured, whole_rows
+from headrace.sampling.feature import Feature, Indices, LogitsRows
+from headrace.sampling.logprobs import Logprobs, Measured
+from headrace.sampling.masks import TokenMasks
 from headrace.sampling.min_tokens import MinTokens
 from headrace.sampling.penalties import Penalties
+from headrace.sampling.topk_topp import SampledTokens, TopKTopPSampler
 from headrace.sampling.vocabulary import block_maxima
 from headrace.text.vocab import TokenBytes
 
-NOT_FINITE = "the model gave logits that are not finite"
-NOTHING_ALLOWED = "logit_bias, allowed_token_ids, bad_words and min_tokens leave no token to draw"
+NOT_FINITE = "the model computed logits that are not finite"
+NOTHING_ALLOWED = "the token mask, logit_bias, allowed_token_ids, bad_words and min_tokens leave no token to sample"
+
+FAULTS = {1: NOT_FINITE, 2: NOTHING_ALLOWED}
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampled:
-    """What the rows drew. Index space: row, ``[N]``."""
+    """Sampled tokens of a step. Index space: logits row, ``[N]``."""
 
     tokens: torch.Tensor
     """int64; 0 where ``faults`` is not 0."""
     faults: torch.Tensor
-    """int8: 0 for none, 1 if the model's logits are not finite, 2 if no token was left."""
+    """int8: 0 for none, 1 if the model's logits are not finite, 2 if every token is banned."""
     logprobs: list[tuple[Indices, Measured]]
-    """(rows, their logprobs); each row at most once."""
-
-    def download(self, download: Download) -> Sampled:
-        logprobs = [(rows, measured.download(download)) for rows, measured in self.logprobs]
-        return Sampled(download.copy(self.tokens), download.copy(self.faults), logprobs)
+    """(logits rows, their logprobs); each logits row appears at most once."""
+    counts: torch.Tensor | None = None
+    """``[rows with logits]`` int64: number of each row's tokens that are kept, from the first; None: all."""
 
     def errors(self) -> dict[int, str]:
-        """row -> why it drew nothing. Read on the host."""
-        faults = self.faults.tolist() if bool(self.faults.any()) else []
-        return {row: NOT_FINITE if fault == 1 else NOTHING_ALLOWED for row, fault in enumerate(faults) if fault}
+        """logits row -> why no token was sampled. Call on a host copy."""
+        return {row: FAULTS[fault] for row, fault in enumerate(self.faults.tolist()) if fault}
 
     def lists(self) -> dict[int, TokenLogprobs]:
-        """row -> its logprobs. Read on the host."""
+        """logits row -> its logprobs. Call on a host copy."""
         return {
             row: entry for rows, measured in self.logprobs for row, entry in zip(rows.tolist(), measured.lists(), strict=True)
         }
 
 
-class DrawState(NamedTuple):
-    """What a draw by kernels takes of the slots, in tensors that stay where they are. Index space: slot."""
+class SamplingState(NamedTuple):
+    """Per-slot inputs of the sampling kernels, at fixed addresses. Index space: slot."""
 
     temperatures: torch.Tensor
-    """``[S]`` float32; 0 for the best token."""
+    """``[S]`` float32; 0 takes the best token."""
     keys: torch.Tensor
-    """``[S, 3]`` int64, of the random numbers."""
+    """``[S, 3]`` int64: keys of the random numbers."""
     filters: torch.Tensor
-    """``[S, 4]`` float64: temperature as it was asked for, top_k, top_p, min_p."""
+    """``[S, 4]`` float64: requested temperature, top_k, top_p, min_p."""
 
 
 class Sampler:
-    """State per slot of every feature; ``add`` and ``remove`` follow the life of a slot's sequence."""
+    """Holds the per-slot state of all sampling features."""
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device, token_bytes: TokenBytes | None) -> None:
         self._penalties = Penalties(num_slots, vocab_size, device)
+        self._logprobs = Logprobs(num_slots)
         self._features: tuple[Feature, ...] = (
+            self._logprobs,
             AllowedTokens(num_slots, vocab_size, device),
             LogitBias(num_slots, vocab_size, device),
             BadWords(num_slots, vocab_size, device, token_bytes),
             MinTokens(num_slots, vocab_size, device),
             self._penalties,
         )
-        self._logprobs = Logprobs(num_slots)
-        self._draw = Draw(num_slots, vocab_size, device)
-        self._draws_only = np.zeros(num_slots, dtype=np.bool_)
-        """Index space: slot. Nothing is asked but a draw."""
+        self._topk_topp = TopKTopPSampler(num_slots, vocab_size, device)
+        self._num_features = np.zeros(num_slots, dtype=np.int64)
+        """slot -> number of features that apply to its sequence."""
 
-    def draws_only(self, slots: Indices) -> bool:
-        """True if every slot's sequence draws from the logits as they are, by temperature and filters, and wants no more."""
-        return bool(self._draws_only[slots].all())
+    def plain(self, slots: Indices) -> bool:
+        """True if no feature applies to any of the slots: sampling uses the model's logits unchanged."""
+        return not self._num_features[slots].any()
 
     def filters(self, slots: Indices) -> bool:
-        """True if any slot's sequence draws from what top_k, top_p or min_p keep."""
-        return self._draw.filters(slots)
+        """True if top_k, top_p or min_p restrict any of the slots."""
+        return self._topk_topp.filters(slots)
 
     @property
-    def draw_state(self) -> DrawState:
-        return DrawState(self._draw.temperatures, self._draw.keys, self._draw.params)
+    def sampling_state(self) -> SamplingState:
+        return SamplingState(self._topk_topp.temperatures, self._topk_topp.keys, self._topk_topp.params)
 
     @property
     def nbytes(self) -> int:
-        """Memory of the histograms, the one thing here that grows with the vocabulary."""
+        """Bytes of the penalties' histograms, the only state that grows with slots times vocabulary."""
         return self._penalties.nbytes
 
     def add(self, slot: int, seq: NewSequence) -> None:
-        """A sequence takes the slot.
-
-        Raises:
-            RequestError: what it asks for cannot be done; no feature keeps any of it.
-        """
-        self._draw.add(slot, seq)
-        self._logprobs.add(slot, seq)
-        try:
-            for feature in self._features:
-                feature.add(slot, seq)
-        except RequestError:
-            self.remove(slot)
-            raise
-        self._draws_only[slot] = _asks_nothing(seq)
+        """Initialises a slot for its new sequence."""
+        self._topk_topp.add(slot, seq)
+        self._num_features[slot] = sum([feature.add(slot, seq) for feature in self._features])
 
     def remove(self, slot: int) -> None:
-        self._draws_only[slot] = False
+        self._num_features[slot] = 0
         for feature in self._features:
             feature.remove(slot)
-        self._logprobs.remove(slot)
 
-    def sample(self, logits: torch.Tensor, rows: Rows) -> Sampled:
-        """Draws a token for each row and takes note of it. ``logits [N, vocab]`` float32 are used up."""
-        # Kernels find their own.
+    def sample(self, logits: torch.Tensor, rows: LogitsRows, masks: TokenMasks | None = None) -> Sampled:
+        """Samples a token for each logits row and updates the features. Overwrites ``logits [N, vocab]`` float32."""
+        # The sampling kernels do not need block maxima.
         maxima = None if gpu.takes(logits) else block_maxima(logits)
-        given = logits.amax(-1) if maxima is None else maxima.amax(-1)
+        model_best = logits.amax(-1) if maxima is None else maxima.amax(-1)
         wants_raw = self._logprobs.wants_raw(rows)
-        raw = whole_rows(wants_raw, logits) if len(wants_raw) else None
-        changed = False
+        raw = logits.index_select(0, upload(wants_raw, logits.device)) if len(wants_raw) else None
+        changed = masks is not None
+        if masks is not None:
+            masks.apply(logits)
         for feature in self._features:
             changed |= feature.apply(logits, rows)
-        drawn = self._draw.draw(logits, rows, None if changed else maxima)
-        faults = _faults(given, drawn)
-        tokens = drawn.tokens.masked_fill(faults > 0, 0)
-        logprobs = [] if raw is None else self._logprobs.raw(rows, wants_raw, raw, drawn)
-        logprobs += self._logprobs.processed(rows, logits, drawn, self._draw.params[rows.slots_device, 0])
+        sampled = self._topk_topp.sample(logits, rows, None if changed else maxima)
+        faults = _faults(model_best, sampled)
+        tokens = sampled.tokens.masked_fill(faults > 0, 0)
+        logprobs = [] if raw is None else self._logprobs.raw(rows, wants_raw, raw, sampled)
+        logprobs += self._logprobs.processed(rows, logits, sampled, self._topk_topp.params[rows.slots_device, 0])
         for feature in self._features:
             feature.update(rows, tokens)
         return Sampled(tokens, faults, logprobs)
 
 
-def _asks_nothing(seq: NewSequence) -> bool:
-    """Of the features and of logprobs."""
-    p = seq.sampling
-    untouched = p.repetition_penalty == 1.0 and p.presence_penalty == 0.0 and p.frequency_penalty == 0.0
-    lists = (p.logit_bias, p.allowed_token_ids, p.bad_words, seq.bad_words)
-    return untouched and p.logprobs is None and not p.min_tokens and not any(lists) and p.allowed_token_ids is None
-
-
-def _faults(given: torch.Tensor, drawn: Drawn) -> torch.Tensor:
-    """``given``: each row's largest logit as the model gave it."""
-    faults = drawn.best.isfinite().logical_not_().to(torch.int8) * 2
-    return faults.masked_fill_(given.isfinite().logical_not_(), 1)
+def _faults(model_best: torch.Tensor, sampled: SampledTokens) -> torch.Tensor:
+    """``Sampled.faults``. ``model_best``: the largest logit of each row as the model computed it."""
+    faults = sampled.best.isfinite().logical_not_().to(torch.int8) * 2
+    return faults.masked_fill_(model_best.isfinite().logical_not_(), 1)

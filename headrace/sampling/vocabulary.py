@@ -1,6 +1,6 @@
-"""Searching rows as wide as a vocabulary without sorting them: by the maxima, or the sums, of their blocks.
+"""Searches rows as wide as a vocabulary without sorting them, by the maxima or the sums of their blocks.
 
-All results depend on a row alone, never on the rows beside it. Index space: ``[N, vocab]`` cut into blocks of ``BLOCK``
+Each result depends on its row alone, never on the rest of the batch. Index space: ``[N, vocab]`` cut into blocks of ``BLOCK``
 tokens; the last one may be shorter.
 """
 
@@ -23,24 +23,23 @@ def block_maxima(logits: torch.Tensor) -> torch.Tensor:
 
 
 def log_sums(logits: torch.Tensor) -> torch.Tensor:
-    """``[N, vocab] -> [N, 1]``: the log of the sum of ``exp(logit)``, which a token's logprob is its logit less.
+    """``[N, vocab] -> [N, 1]``: log-sum-exp, the normaliser of the logprobs.
 
-    On a GPU by our own kernel: a library's reduction gives a row more or fewer threads by the number of rows, and with
-    that sums it up in another order.
+    Uses our own kernel on a GPU: in a library's reduction the order of summation depends on the number of rows.
     """
     if gpu.takes(logits):
-        return gpu.kernels("draw").draw(logits).log_sums.unsqueeze(1)
+        return gpu.kernels("sample").sample(logits).log_sums.unsqueeze(1)
     return logits.logsumexp(-1, keepdim=True)
 
 
 def _block_tokens(blocks: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """``[N, b]`` block numbers to ``[N, b * BLOCK]`` token ids; beyond the vocabulary's end the last one, again."""
+    """``[N, b]`` block numbers to ``[N, b * BLOCK]`` token ids, clamped to the last token of the vocabulary."""
     inside = torch.arange(BLOCK, device=blocks.device)
     return (blocks.unsqueeze(-1) * BLOCK + inside).clamp_(max=vocab_size - 1).flatten(1)
 
 
 def argmax(logits: torch.Tensor, maxima: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The best token of each row and its logit: ``[N]`` int64 and ``[N]``. Of equals the lowest id; NaN is best."""
+    """The best token of each row and its logit: ``[N]`` int64 and ``[N]``. Ties go to the lowest id; NaN wins."""
     tokens = _block_tokens(maxima.argmax(-1, keepdim=True), logits.shape[1])
     values = logits.gather(1, tokens)
     place = values.argmax(-1, keepdim=True)
@@ -50,15 +49,15 @@ def argmax(logits: torch.Tensor, maxima: torch.Tensor) -> tuple[torch.Tensor, to
 def candidates(logits: torch.Tensor, maxima: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The ``count`` largest logits of each row and their tokens: ``[N, count]`` twice.
 
-    Sorted by logit, falling, then by token id. Tokens whose logit is above the last candidate's are all there; of those
-    that equal it, some may be missing.
+    Sorted by descending logit, then by token id. All tokens with a logit above the last candidate's are included; of those
+    equal to it, some may be missing.
     """
     num_tokens, num_blocks = logits.shape[1], maxima.shape[1]
     if count >= num_tokens:
         values, order = logits.sort(dim=-1, descending=True, stable=True)
         return values, order
     if 2 * count < num_blocks and num_tokens % BLOCK == 0:
-        # Were a candidate in none of these blocks, each of them would hold a token at least as good as it.
+        # If a candidate were in none of these blocks, each of them would hold a token at least as good.
         blocks = maxima.topk(count, dim=-1, sorted=False).indices
         firsts = torch.arange(logits.shape[0], device=logits.device).unsqueeze(1) * num_blocks
         pool = logits.reshape(-1, BLOCK).index_select(0, (blocks + firsts).flatten()).view(logits.shape[0], -1)
@@ -72,10 +71,10 @@ def candidates(logits: torch.Tensor, maxima: torch.Tensor, count: int) -> tuple[
 
 
 def pick(weights: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """Draws by inverting the cumulative sum: where ``number * sum`` falls.
+    """Samples an index by inverting the cumulative sum at ``number * sum``.
 
     Args:
-        weights: ``[N, M]`` float64, not negative. A row without any weight gives 0.
+        weights: ``[N, M]`` float64, not negative. A row of zeros gives 0.
         numbers: ``[N]`` float64 in [0, 1).
 
     Returns:
@@ -102,7 +101,7 @@ def block_sums(weights: torch.Tensor) -> torch.Tensor:
 
 
 def pick_wide(weights: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """As ``pick``, for rows as wide as the vocabulary: first the block, then the token in it. ``weights`` are float32."""
+    """``pick`` for rows as wide as the vocabulary: selects a block, then a token in it. ``weights`` are float32."""
     totals = block_sums(weights).cumsum(-1)
     total = totals[:, -1:]
     targets = numbers.unsqueeze(1) * total
@@ -110,7 +109,7 @@ def pick_wide(weights: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     before = torch.where(block > 0, totals.gather(1, (block - 1).clamp_(min=0)), 0.0)
     tokens = _block_tokens(block, weights.shape[1])
     inside = weights.gather(1, tokens).double()
-    # The last block may be short: its last token is repeated, and counts once.
+    # The last block may be short: its repeated last token counts once.
     inside[:, 1:].masked_fill_(tokens[:, 1:] == tokens[:, :-1], 0.0)
     inner = inside.cumsum(-1)
     place = search(inner, targets - before, inner[:, -1:])

@@ -1,4 +1,4 @@
-"""Reads a request's JSON body: bounded in size, strict in form."""
+"""Reads a request's JSON body with strict limits."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _check_content_type(request: Request) -> None:
 
 
 async def _read(request: Request, max_bytes: int) -> bytes:
-    """Stops reading at the limit, and before it where Content-Length tells that it will be passed."""
+    """Reads at most ``max_bytes``; refuses a larger Content-Length at once."""
     length = request.headers.get("content-length", "")
     if length.isdigit() and int(length) > max_bytes:
         raise _too_large(max_bytes)

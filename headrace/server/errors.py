@@ -1,4 +1,4 @@
-"""Every error as OpenAI shapes it: ``{"error": {"message", "type", "param", "code"}}``."""
+"""Errors in OpenAI's format: ``{"error": {"message", "type", "param", "code"}}``."""
 
 from __future__ import annotations
 
@@ -61,14 +61,15 @@ def unavailable(reason: str, retry_after: int) -> ApiError:
 
 
 def api_error(error: BaseException, retry_after: int) -> ApiError:
-    """What a client is told of an error. Of one we did not foresee: nothing but that it happened."""
+    """The client's view of an error. Hides the details of unexpected errors."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueFullError):
         headers = {"Retry-After": str(retry_after)}
         return ApiError(error.status, error.message, code="queue_full", kind=error.kind, headers=headers)
     if isinstance(error, RequestError):
-        return ApiError(error.status, error.message, param=error.param, code=getattr(error, "code", None), kind=error.kind)
+        code = error.code or ("invalid_value" if error.status == 400 else None)
+        return ApiError(error.status, error.message, param=error.param, code=code, kind=error.kind)
     if isinstance(error, EngineDeadError):
         return unavailable(first_line(str(error)) or "the engine is not running", retry_after)
     if isinstance(error, EngineError):
@@ -80,7 +81,7 @@ def api_error(error: BaseException, retry_after: int) -> ApiError:
 
 
 def validation_error(error: ValidationError) -> ApiError:
-    """The first thing that is wrong with a body, and where."""
+    """Describes the first error in a body and its location."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     path = field_path(first["loc"])
     code = {
@@ -105,12 +106,12 @@ def field_path(loc: Sequence[int | str]) -> str:
 
 
 def shown(text: str, limit: int = 64) -> str:
-    """A client's own words in an error, cut where they are long."""
+    """Truncates a client's text for an error message."""
     return text if len(text) <= limit else f"{text[:limit]}..."
 
 
 def first_line(text: str) -> str:
-    """What a client is told of an engine's error, which may carry a stack for the log."""
+    """The first line of an engine's error; the rest may be a stack for the log."""
     return text.strip().partition("\n")[0]
 
 

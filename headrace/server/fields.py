@@ -1,7 +1,4 @@
-"""What the server does with every request field: one table for the check, the documentation and the tests.
-
-``python -m headrace.server.fields`` prints the table as Markdown.
-"""
+"""What the server does with every request field: one table for the check, the documentation and the tests."""
 
 from __future__ import annotations
 
@@ -9,10 +6,13 @@ import dataclasses
 import difflib
 from collections.abc import Iterable, Mapping
 from functools import cache
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
+from headrace.core.request import Request
+from headrace.options import options
+from headrace.sampling_params import SamplingParams
 from headrace.server.errors import ApiError, shown
 
 Endpoint = Literal["chat", "completions"]
@@ -32,7 +32,7 @@ class FieldRule:
     endpoints: tuple[Endpoint, ...]
     origin: Origin
     treatment: Treatment
-    """applied: it does what its API says. accepted: it cannot affect generation. refused: all but ``takes`` is an error."""
+    """applied: has its documented effect. accepted: cannot affect generation. refused: values other than ``takes`` fail."""
     why: str
     takes: Any = None
     """Type of the values that pass; of a refused field, those that ask for nothing. None for applied fields: their
@@ -44,6 +44,12 @@ def _applied(origin: Origin, endpoints: tuple[Endpoint, ...], **fields: str) -> 
     return [
         FieldRule(name=name, endpoints=endpoints, origin=origin, treatment="applied", why=why) for name, why in fields.items()
     ]
+
+
+def _declared(origin: Origin, endpoints: tuple[Endpoint, ...], names: str, cls: Any) -> list[FieldRule]:
+    """Fields that ``cls`` declares, which also checks them."""
+    declared = options(cls)
+    return _applied(origin, endpoints, **{name: declared[name].help for name in names.split()})
 
 
 def _other(
@@ -68,68 +74,54 @@ _METADATA = Annotated[
 _NO_TOOLS = "tool calling is not served by this version"
 
 FIELDS: tuple[FieldRule, ...] = (
+    *_declared("OpenAI", _BOTH, "temperature top_p frequency_penalty presence_penalty logit_bias seed stop n", SamplingParams),
+    *_declared("OpenAI", _CHAT, "max_tokens", SamplingParams),
+    *_declared(
+        "vLLM",
+        _BOTH,
+        "top_k min_p repetition_penalty min_tokens stop_token_ids include_stop_str_in_output bad_words allowed_token_ids "
+        "ignore_eos skip_special_tokens prompt_logprobs",
+        SamplingParams,
+    ),
+    *_declared("headrace", _BOTH, "logprobs_mode", SamplingParams),
+    *_declared("vLLM", _BOTH, "cache_salt priority", Request),
     *_applied(
         "OpenAI",
         _BOTH,
-        model="which model; one of /v1/models. Left out: the model that is served",
-        temperature="0 is argmax",
-        top_p="nucleus sampling",
-        frequency_penalty="over the generated tokens",
-        presence_penalty="over the generated tokens",
-        logit_bias="token id -> -100 to 100, added to the logit",
-        seed="the same seed, prompt and parameters draw the same tokens",
-        stop="a string or a list of strings that end the text",
-        n="samples of one prompt; they share its KV cache",
-        max_tokens="left out: the rest of the context. Of completions with echo, 0 returns the prompt alone",
-        stream="server-sent events",
-        stream_options="include_usage; continuous_usage_stats (vLLM). include_obfuscation may only be false",
+        model="Name of the model, one of /v1/models. Default: the model that is served.",
+        stream="Answer with server-sent events.",
+        stream_options="Object with include_usage and vLLM's continuous_usage_stats. include_obfuscation may only be false.",
     ),
     *_applied(
         "OpenAI",
         _CHAT,
-        messages="roles system, developer (rendered as system), user, assistant and tool; text content",
-        max_completion_tokens="the newer name of max_tokens; both together must agree",
-        logprobs="true: log-probabilities of the generated tokens",
-        top_logprobs="how many alternatives a token; needs logprobs",
+        messages="Conversation. Roles system, developer (rendered as system), user, assistant and tool; text content.",
+        max_completion_tokens="Newer name of max_tokens; if both are given, they must agree.",
+        logprobs="true: report log-probabilities of the generated tokens.",
+        top_logprobs="Number of most likely tokens to report at each position; needs logprobs.",
     ),
     *_applied(
         "OpenAI",
         _TEXT,
-        prompt="a string, a list of strings, token ids, or a list of lists of token ids",
-        echo="puts the prompt before the text, with logprobs those of the prompt too",
-        logprobs="how many alternatives a token; 0: the chosen token's alone",
-        best_of="must equal n: headrace returns all samples it draws, and ranks none away",
+        prompt="String, list of strings, token ids, or list of lists of token ids.",
+        max_tokens=options(SamplingParams)["max_tokens"].help + " With echo, 0 returns the prompt alone.",
+        echo="Return the prompt before the text; with logprobs, those of the prompt too.",
+        logprobs="Number of most likely tokens to report at each position; 0: the generated token alone.",
+        best_of="Must equal n: headrace returns every sample that it generates.",
     ),
     *_applied(
         "vLLM",
         _BOTH,
-        top_k="0 or -1: no limit",
-        min_p="least probability relative to the most likely token's",
-        repetition_penalty="over prompt and generated tokens",
-        min_tokens="no end of sequence and no stop token before this many tokens",
-        stop_token_ids="token ids that end the text",
-        include_stop_str_in_output="keeps the stop string in the text",
-        bad_words="strings that never appear in the text, however they are tokenised",
-        allowed_token_ids="nothing else is sampled",
-        ignore_eos="goes on after the end of sequence",
-        skip_special_tokens="false: special tokens appear in the text",
-        prompt_logprobs="alternatives at every token of the prompt; not with stream",
-        return_token_ids="adds token_ids and prompt_token_ids to the answer",
-        cache_salt="cached prefixes are shared only among requests of the same salt",
-        priority="lower runs first under --policy priority",
-        add_special_tokens="the tokenizer adds its special tokens. Chat: false (the template brings them); completions: true",
+        return_token_ids="Add token_ids and prompt_token_ids to the answer.",
+        add_special_tokens="Add the tokenizer's special tokens. Default: false for chat, whose template has them; true for "
+        "completions.",
     ),
     *_applied(
         "vLLM",
         _CHAT,
-        chat_template_kwargs="further variables for the chat template",
-        add_generation_prompt="ends the prompt with the start of the assistant's turn; default true",
-        continue_final_message="goes on with the last message in place of starting a new turn",
-    ),
-    *_applied(
-        "headrace",
-        _BOTH,
-        logprobs_mode="raw: of the model's logits; processed: of the distribution drawn from",
+        chat_template_kwargs="Further variables for the chat template.",
+        add_generation_prompt="End the prompt with the start of the assistant's turn. Default: true.",
+        continue_final_message="Continue the last message instead of starting a new turn.",
     ),
     _other("accepted", "user", "a label for the caller's own records", str, "any string", _BOTH),
     _other("accepted", "safety_identifier", "a label for the caller's own records", str, "any string"),
@@ -237,21 +229,3 @@ def _unknown(name: str, table: Iterable[str]) -> str:
     close = difflib.get_close_matches(shown(name), table, n=1)
     hint = f"; did you mean {close[0]}?" if close else ""
     return f"{shown(name)} is not a parameter that this server knows{hint}"
-
-
-def markdown() -> str:
-    """The table as the documentation shows it."""
-    lines = [
-        "| field | endpoint | from | treatment | takes | what it does, or why not |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    order = {treatment: rank for rank, treatment in enumerate(get_args(Treatment))}
-    for rule in sorted(FIELDS, key=lambda rule: (order[rule.treatment], rule.name, rule.endpoints)):
-        takes = f"`{rule.takes_text}`" if rule.takes_text and rule.treatment == "refused" else rule.takes_text
-        endpoints = ", ".join(rule.endpoints)
-        lines.append(f"| `{rule.name}` | {endpoints} | {rule.origin} | {rule.treatment} | {takes} | {rule.why} |")
-    return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    print(markdown(), end="")

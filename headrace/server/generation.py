@@ -1,11 +1,11 @@
-"""Runs the engine requests of one HTTP request, and ends them when nobody waits for their outputs any more."""
+"""Runs the engine requests of one HTTP request, and aborts them when the client disconnects."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, MutableMapping, Sequence
-from contextlib import aclosing
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar
 
 from starlette.requests import ClientDisconnect
 
@@ -13,61 +13,34 @@ from headrace.core.request import Request
 from headrace.errors import EngineDeadError, EngineError, RequestError
 from headrace.metrics.prometheus import GenerationObserver
 from headrace.outputs import OutputDelta
-from headrace.sampling_params import SamplingParams
 from headrace.server.errors import ApiError
 from headrace.server.state import Serving
-
-if TYPE_CHECKING:
-    from headrace.engine.inputs import TokensPrompt
 
 T = TypeVar("T")
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 
 class Piece(NamedTuple):
-    """A delta, and which prompt of the HTTP request it belongs to."""
+    """A delta, and the prompt of the HTTP request that it belongs to."""
 
     prompt: int
     delta: OutputDelta
 
 
-async def engine_request(
-    serving: Serving,
-    prompt_token_ids: list[int],
-    params: SamplingParams,
-    *,
-    request_id: str,
-    priority: int,
-    cache_salt: str | None,
-    names: Mapping[str, str],
-) -> Request:
-    """The engine's request, checked.
-
-    ``names`` says what the client calls a parameter that the engine knows by another name.
-
-    Raises:
-        ApiError: 400, naming the parameter.
-    """
-    inputs = serving.llm.inputs
-
-    def make() -> Request:
-        prompt: TokensPrompt = {"prompt_token_ids": prompt_token_ids}
-        return inputs.request(prompt, params, request_id=request_id, priority=priority, cache_salt=cache_salt)
-
+@contextmanager
+def named(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors of the engine's gate name the client's fields: ``names`` maps the engine's parameters to them."""
     try:
-        # Bad words are compiled against the whole vocabulary: other requests do not wait for that.
-        return await asyncio.to_thread(make) if params.bad_words else make()
+        yield
     except RequestError as error:
-        too_long = len(prompt_token_ids) + (params.max_tokens or 1) > serving.model.max_model_len
-        code = "context_length_exceeded" if too_long else "invalid_value"
-        param = names.get(error.param or "", error.param)
-        raise ApiError(error.status, error.message, param=param, code=code, kind=error.kind) from None
+        error.param = names.get(error.param or "", error.param)
+        raise
 
 
 class Generation:
-    """The engine requests of one HTTP request. Iterate over it once; leaving early aborts what still runs.
+    """The engine requests of one HTTP request and the one stream of their deltas.
 
-    Raises, while it is iterated:
+    Raises, while it is read:
         RequestError, EngineError: from the engine.
         ApiError: a sequence ended in an error, or was aborted from outside.
     """
@@ -75,29 +48,38 @@ class Generation:
     def __init__(self, serving: Serving, requests: Sequence[Request]) -> None:
         self.requests = requests
         self.num_choices = sum(request.sampling.n for request in requests)
-        self._serving = serving
-        self._observer: GenerationObserver = serving.metrics.observe_generation()
-        self._pieces: AsyncGenerator[Piece] = self._iterate()
-        self._first: Piece | None = None
         self.completion_tokens = 0
+        self._serving = serving
+        self._observer = GenerationObserver(serving.metrics)
+        self._prompts = {request.request_id: index for index, request in enumerate(requests)}
         self._cached = [0] * len(requests)
+        self._stream: Any = None
+        self._first: Piece | None = None
 
     async def begin(self) -> None:
-        """Waits for the first delta, so that an error before it still gets its HTTP status."""
-        self._first = await anext(self._pieces, None)
+        """Wait for the first delta, so that an error before it still gets its HTTP status."""
+        self._first = await self.next()
         if self._first is None:
             raise EngineError("the engine ended the request without an answer")
 
-    async def __aiter__(self) -> AsyncIterator[Piece]:
-        async with aclosing(self._pieces):
-            if self._first is not None:
-                yield self._first
-            async for piece in self._pieces:
-                yield piece
+    async def next(self) -> Piece | None:
+        """The next delta of any of the prompts, in order of arrival; None after the last one."""
+        if self._first is not None:
+            piece, self._first = self._first, None
+            return piece
+        if self._stream is None:
+            self._stream = await self._serving.llm.add(*self.requests)
+        delta = await anext(self._stream, None)
+        if delta is None:
+            return None
+        piece = Piece(self._prompts[delta.request_id], delta)
+        self._note(piece)
+        return piece
 
     async def aclose(self) -> None:
-        """Aborts what still runs; nothing if all is finished."""
-        await self._pieces.aclose()
+        """Abort what still runs; nothing if all is finished."""
+        if self._stream is not None:
+            await self._stream.aclose()
 
     @property
     def usage(self) -> dict[str, Any]:
@@ -110,45 +92,6 @@ class Generation:
             "prompt_tokens_details": {"cached_tokens": sum(self._cached)},
         }
 
-    async def _iterate(self) -> AsyncGenerator[Piece]:
-        source = self._one(0) if len(self.requests) == 1 else self._merged()
-        async with aclosing(source):
-            async for piece in source:
-                self._note(piece)
-                yield piece
-
-    async def _one(self, index: int) -> AsyncGenerator[Piece]:
-        async with aclosing(await self._serving.llm.add(self.requests[index])) as stream:
-            async for delta in stream:
-                yield Piece(index, delta)
-
-    async def _merged(self) -> AsyncGenerator[Piece]:
-        """All prompts' deltas as they come; the first error ends them all."""
-        arrived: asyncio.Queue[Piece | Exception | None] = asyncio.Queue()
-
-        async def pump(index: int) -> None:
-            try:
-                async with aclosing(self._one(index)) as pieces:
-                    async for piece in pieces:
-                        arrived.put_nowait(piece)
-                arrived.put_nowait(None)
-            except Exception as error:
-                arrived.put_nowait(error)
-
-        tasks = [asyncio.create_task(pump(index)) for index in range(len(self.requests))]
-        try:
-            unfinished = len(tasks)
-            while unfinished:
-                item = await arrived.get()
-                if isinstance(item, Exception):
-                    raise item
-                if item is None:
-                    unfinished -= 1
-                else:
-                    yield item
-        finally:
-            await cancelled(*tasks)
-
     def _note(self, piece: Piece) -> None:
         delta = piece.delta
         self.completion_tokens += len(delta.token_ids)
@@ -156,14 +99,14 @@ class Generation:
         self._observer.delta(piece.prompt, delta)
         if delta.finish_reason == "error":
             message = delta.error or "the engine failed on this request"
-            # Not healthy: it is the engine that failed, and it will be back.
+            # If the engine is not healthy, it failed itself and will be restarted.
             raise EngineError(message) if self._serving.llm.health().ok else EngineDeadError(message)
         if delta.finish_reason == "abort":
             raise ApiError(503, delta.error or "the request was aborted", code="aborted")
 
 
-async def unless_gone(serving: Serving, receive: Receive, work: Awaitable[T]) -> T:
-    """Awaits ``work``, which is cancelled when the client goes or the server stops.
+async def cancel_on_disconnect(serving: Serving, receive: Receive, work: Awaitable[T]) -> T:
+    """Await ``work``, which is cancelled when the client disconnects or the server stops.
 
     Raises:
         ClientDisconnect: nobody waits for the answer.
@@ -189,7 +132,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 async def cancelled(*tasks: asyncio.Future[Any]) -> None:
-    """Cancels and waits until the tasks have cleaned up."""
+    """Cancel tasks, and wait until they have cleaned up."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

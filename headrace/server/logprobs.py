@@ -6,7 +6,7 @@ import codecs
 from collections.abc import Sequence
 from typing import Any
 
-from headrace.outputs import Logprob, PositionLogprobs
+from headrace.outputs import Logprob, PositionLogprobs, TokenLogprobs, position_logprobs
 from headrace.text.vocab import TokenBytes
 
 LEAST = -9999.0
@@ -48,7 +48,7 @@ def best(position: PositionLogprobs, count: int) -> list[tuple[int, Logprob]]:
     return ranked if count < 0 else [item for item in ranked if item[1].rank <= count][:count]
 
 
-def chat_logprobs(texts: TokenTexts, tokens: Sequence[int], positions: Sequence[PositionLogprobs], top: int) -> dict[str, Any]:
+def chat_logprobs(texts: TokenTexts, entries: Sequence[TokenLogprobs], top: int) -> dict[str, Any]:
     """``ChatCompletionTokenLogprob`` an output token."""
 
     def entry(token: int, logprob: Logprob) -> dict[str, Any]:
@@ -59,13 +59,11 @@ def chat_logprobs(texts: TokenTexts, tokens: Sequence[int], positions: Sequence[
             "bytes": None if raw is None else list(raw),
         }
 
-    content = [
-        {
-            **entry(token, position[token]),
-            "top_logprobs": [entry(other, logprob) for other, logprob in best(position, top)],
-        }
-        for token, position in zip(tokens, positions, strict=True)
-    ]
+    content = []
+    for position in map(position_logprobs, entries):
+        token = next(iter(position))
+        alternatives = [entry(other, logprob) for other, logprob in best(position, top)]
+        content.append({**entry(token, position[token]), "top_logprobs": alternatives})
     return {"content": content, "refusal": None}
 
 
@@ -81,7 +79,7 @@ class CompletionLogprobs:
         self._offset = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def echo(self, tokens: Sequence[int], positions: Sequence[PositionLogprobs | None], text: str) -> dict[str, Any]:
+    def echo(self, tokens: Sequence[int], entries: Sequence[TokenLogprobs | None], text: str) -> dict[str, Any]:
         """The prompt's own tokens, of which ``text`` is the text. Those that the tokenizer added have no part in it."""
         start, offsets = self._offset, []
         for token in tokens:
@@ -95,23 +93,25 @@ class CompletionLogprobs:
                 self._advance(raw)
         self._offset = start + len(text)
         self._decoder.reset()
-        return self._shape(tokens, positions, offsets)
+        return self._shape(tokens, entries, offsets)
 
-    def add(self, tokens: Sequence[int], positions: Sequence[PositionLogprobs | None]) -> dict[str, Any]:
+    def add(self, tokens: Sequence[int], entries: Sequence[TokenLogprobs | None]) -> dict[str, Any]:
         """Generated tokens."""
         offsets = []
         for token in tokens:
             offsets.append(self._offset)
             if self._special_text or token not in self._special:
                 self._advance(self._texts.raw(token) or b"")
-        return self._shape(tokens, positions, offsets)
+        return self._shape(tokens, entries, offsets)
 
     def _advance(self, raw: bytes) -> None:
         self._offset += len(self._decoder.decode(raw))
 
-    def _shape(self, tokens: Sequence[int], positions: Sequence[PositionLogprobs | None], offsets: list[int]) -> dict[str, Any]:
+    def _shape(self, tokens: Sequence[int], entries: Sequence[TokenLogprobs | None], offsets: list[int]) -> dict[str, Any]:
         """The first token of a prompt has no logprob: its position is None."""
-        pairs = list(zip(tokens, positions, strict=True))
+        pairs = [
+            (token, None if entry is None else position_logprobs(entry)) for token, entry in zip(tokens, entries, strict=True)
+        ]
         return {
             "tokens": [self._texts.exact(token) for token in tokens],
             "token_logprobs": [None if position is None else _finite(position[token].logprob) for token, position in pairs],
@@ -127,18 +127,13 @@ class CompletionLogprobs:
         return {self._texts.exact(other): _finite(logprob.logprob) for other, logprob in chosen.items()}
 
 
-def prompt_logprobs(texts: TokenTexts, positions: Sequence[PositionLogprobs | None]) -> list[dict[str, Any] | None]:
-    """vLLM's shape: a token of the prompt each, ``{"token id": {"logprob", "rank", "decoded_token"}}``."""
-    return [
-        None
-        if position is None
-        else {
-            str(token): {
-                "logprob": _finite(logprob.logprob),
-                "rank": logprob.rank,
-                "decoded_token": texts.text(token) if logprob.decoded_token is None else logprob.decoded_token,
-            }
+def prompt_logprobs(texts: TokenTexts, entries: Sequence[TokenLogprobs | None]) -> list[dict[str, Any] | None]:
+    """vLLM's shape: for each prompt token ``{"token id": {"logprob", "rank", "decoded_token"}}``."""
+
+    def shape(position: PositionLogprobs) -> dict[str, Any]:
+        return {
+            str(token): {"logprob": _finite(logprob.logprob), "rank": logprob.rank, "decoded_token": logprob.decoded_token}
             for token, logprob in position.items()
         }
-        for position in positions
-    ]
+
+    return [None if entry is None else shape(position_logprobs(entry, texts.text)) for entry in entries]

@@ -1,4 +1,4 @@
-"""What happens around every request: an id, a log line, metrics, the API key, and an answer to unforeseen errors."""
+"""Middleware: request ids, log lines, metrics, API keys, and answers to unexpected errors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
 class Observe:
-    """Outermost but for CORS: request id, log line, metrics; answers errors that no handler foresaw."""
+    """Outermost except CORS: request id, log line, metrics; answers errors without a handler."""
 
     def __init__(self, app: ASGIApp, serving: Serving) -> None:
         self._app = app
@@ -82,7 +82,7 @@ class Observe:
 
 
 class ApiKeys:
-    """401 unless the request brings one of the keys. The time it takes does not tell how near a guess came."""
+    """Answers 401 unless the request has one of the keys, which are compared in constant time."""
 
     def __init__(self, app: ASGIApp, keys: Iterable[str]) -> None:
         self._app = app
@@ -101,7 +101,7 @@ class ApiKeys:
         scheme, _, key = headers.get("authorization", "").partition(" ")
         # ASGI headers are bytes, which Headers reads as latin-1.
         digest = hashlib.sha256(key.strip().encode("latin-1")).digest()
-        found = False
+        matches = False
         for known in self._digests:
-            found |= hmac.compare_digest(digest, known)
-        return found and scheme.lower() == "bearer"
+            matches |= hmac.compare_digest(digest, known)
+        return matches and scheme.lower() == "bearer"

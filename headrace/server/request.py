@@ -1,4 +1,4 @@
-"""The way from an HTTP request to a checked body."""
+"""Reads and validates request bodies."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pydantic import ValidationError
 from headrace.server.body import json_object
 from headrace.server.errors import validation_error
 from headrace.server.fields import Endpoint, applied_fields
-from headrace.server.schema import Body
+from headrace.server.schema import GenerationBody, RequestBody
 from headrace.server.state import Serving
 
-B = TypeVar("B", bound=Body)
+B = TypeVar("B", bound=RequestBody)
 
 
 async def checked_body(request: Request, serving: Serving, kind: type[B], endpoint: Endpoint | None = None) -> B:
@@ -32,9 +32,11 @@ async def checked_body(request: Request, serving: Serving, kind: type[B], endpoi
         raise validation_error(error) from None
 
 
-def body_schema(kind: type[Body]) -> dict[str, Any]:
-    """The body's place in /openapi.json, which FastAPI cannot tell as the routes read it themselves."""
+def body_schema(kind: type[RequestBody]) -> dict[str, Any]:
+    """The body's entry in /openapi.json, which FastAPI cannot derive because the routes read the body themselves."""
     schema = kind.model_json_schema()
+    if issubclass(kind, GenerationBody):
+        schema["properties"] |= kind.sampling_schema()
     inlined = _inline(schema, schema.pop("$defs", {}))
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": inlined}}}}
 

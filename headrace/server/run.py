@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
-from headrace.config import EngineArgs
 from headrace.errors import ConfigError
 from headrace.server.app import build_app
 from headrace.server.settings import ServerSettings
@@ -60,21 +59,13 @@ class DrainingServer(uvicorn.Server):
         return True
 
 
-def serve(args: EngineArgs, settings: ServerSettings) -> None:
-    """Serves until SIGTERM or SIGINT, and returns when the last request is answered.
+def run(llm: AsyncLLM, settings: ServerSettings) -> None:
+    """Serves an engine client that has not been started. Returns after SIGTERM or SIGINT, when the last request is answered.
 
     Raises:
-        ConfigError: the engine cannot be built from these arguments, or the address cannot be listened on.
+        ConfigError: the engine cannot be built from its arguments, or the address cannot be listened on.
         EngineError: the engine did not start.
     """
-    # Not needed by those who bring a client of their own.
-    from headrace.engine.async_llm import AsyncLLM
-
-    run(AsyncLLM(args, chat_template=settings.chat_template), settings)
-
-
-def run(llm: AsyncLLM, settings: ServerSettings) -> None:
-    """``serve`` for an engine client that was made already, and not started."""
     sockets = listen(settings)
     app = build_app(llm, settings)
     config = uvicorn.Config(
@@ -111,8 +102,8 @@ def listen(settings: ServerSettings) -> list[socket.socket]:
         return [_unix_socket(settings.uds)]
     port = settings.port
     try:
-        found = socket.getaddrinfo(settings.host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        sockets = _tcp_sockets(dict.fromkeys((family, str(address[0])) for family, _, _, _, address in found), port)
+        addresses = socket.getaddrinfo(settings.host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        sockets = _tcp_sockets(dict.fromkeys((family, str(address[0])) for family, _, _, _, address in addresses), port)
     except OSError as error:
         raise ConfigError(f"cannot listen on {settings.host}:{port}: {error.strerror or error}", "port") from error
     port = sockets[0].getsockname()[1]

@@ -1,4 +1,7 @@
-"""Request bodies as pydantic models: the fields that are applied, with their types and ranges."""
+"""Request bodies: the fields that are applied, with their types.
+
+Sampling parameters are not among the fields of a model here: ``SamplingParams`` declares and checks them.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
-from headrace.sampling_params import MAX_SEED, LogprobsMode
+from headrace.core.request import Request
+from headrace.options import INT32_MAX, options
+from headrace.sampling_params import SamplingParams
 
-INT32 = 2**31 - 1
+_SAMPLING = options(SamplingParams)
+_REQUEST = options(Request)
 
-Count = Annotated[int, Field(ge=0, le=INT32)]
-TokenId = Annotated[int, Field(ge=0, le=INT32)]
-Seed = Annotated[int, Field(ge=-MAX_SEED - 1, le=MAX_SEED)]
+Count = Annotated[int, Field(ge=0, le=INT32_MAX)]
+TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 # Checked by hand (prompts.py): a union would be tried variant by variant, and report an error for each.
 Prompt = Annotated[
     Any,
@@ -27,69 +32,51 @@ Prompt = Annotated[
         }
     ),
 ]
-Stop = Annotated[
-    Any, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}], "default": None})
-]
+# Checked by text/chat.py, where errors can name the part of a message.
+Messages = Annotated[Any, WithJsonSchema({"type": "array", "items": {"type": "object"}, "minItems": 1})]
 
 
-class Body(BaseModel):
+class RequestBody(BaseModel):
     """Strict: no field that it does not know, no coercion between types, no NaN and no infinity."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True, protected_namespaces=())
 
 
-class StreamOptions(Body):
+class StreamOptions(RequestBody):
     include_usage: bool = False
     continuous_usage_stats: bool = False
     include_obfuscation: Literal[False] = False
 
 
-class SamplingBody(Body):
-    """What chat and text completions share. None: the model's default (``generation_config.json``), else the API's."""
+class GenerationBody(RequestBody):
+    """What chat and text completions share. The table of fields has refused every other name before."""
+
+    model_config = ConfigDict(extra="allow")
 
     model: str | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: Annotated[int, Field(ge=-1, le=INT32)] | None = None
-    min_p: float | None = None
-    seed: Seed | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[TokenId] | None = None
-    bad_words: list[str] | None = None
-    stop: Stop = None
-    stop_token_ids: list[TokenId] | None = None
-    include_stop_str_in_output: bool = False
-    min_tokens: Count = 0
-    max_tokens: Count | None = None
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    n: Annotated[int, Field(ge=1, le=INT32)] = 1
-    prompt_logprobs: Annotated[int, Field(ge=-1, le=INT32)] | None = None
-    logprobs_mode: LogprobsMode = "raw"
-    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    priority: Annotated[int, Field(ge=-INT32, le=INT32)] = 0
+    cache_salt: Annotated[Any, WithJsonSchema(_REQUEST["cache_salt"].json_schema())] = None
+    priority: Annotated[Any, WithJsonSchema(_REQUEST["priority"].json_schema())] = 0
     return_token_ids: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
 
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The sampling parameters, unchecked."""
+        return self.model_extra or {}
 
-class ChatMessage(Body):
-    """One message. ``content`` is checked in messages.py, where errors can name the part."""
-
-    role: str
-    content: Any = None
-    name: str | None = None
-    tool_call_id: str | None = None
+    @classmethod
+    def sampling_schema(cls) -> dict[str, Any]:
+        """JSON Schema of the sampling parameters."""
+        known = {name: option for name, option in _SAMPLING.items() if name not in cls.model_fields and name != "detokenize"}
+        return {name: option.json_schema() for name, option in known.items()}
 
 
-class ChatBody(SamplingBody):
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+class ChatBody(GenerationBody):
+    messages: Messages
     logprobs: bool = False
     top_logprobs: Count | None = None
-    max_completion_tokens: Count | None = None
+    max_completion_tokens: Annotated[Any, WithJsonSchema(_SAMPLING["max_tokens"].json_schema())] = None
     add_special_tokens: bool = False
     chat_template_kwargs: dict[str, Any] = {}
     add_generation_prompt: bool | None = None
@@ -97,20 +84,22 @@ class ChatBody(SamplingBody):
     continue_final_message: bool = False
 
 
-class CompletionBody(SamplingBody):
+class CompletionBody(GenerationBody):
     prompt: Prompt
     echo: bool = False
     logprobs: Count | None = None
+    max_tokens: Count | None = None
+    """0 is for echo."""
     best_of: Count | None = None
     add_special_tokens: bool = True
 
 
-class TokenizeBody(Body):
+class TokenizeBody(RequestBody):
     """Either a prompt or messages."""
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
+    messages: Messages = None
     add_special_tokens: bool | None = None
     """None: as in completions (true) for a prompt, as in chat (false) for messages."""
     add_generation_prompt: bool | None = None
@@ -119,7 +108,7 @@ class TokenizeBody(Body):
     return_token_strs: bool = False
 
 
-class DetokenizeBody(Body):
+class DetokenizeBody(RequestBody):
     model: str | None = None
     tokens: list[TokenId]
     skip_special_tokens: bool = False

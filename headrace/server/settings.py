@@ -5,8 +5,12 @@ from __future__ import annotations
 import dataclasses
 import os
 from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated
 
 from headrace.errors import ConfigError
+from headrace.options import LIMITS, MODEL, SECURITY, SERVER, OptionSpec, check
+from headrace.sampling_params import MAX_SAMPLES
 
 
 def _api_keys() -> tuple[str, ...]:
@@ -22,46 +26,57 @@ class ServerSettings:
         ConfigError: a value makes no sense; the error names the setting.
     """
 
-    host: str = "127.0.0.1"
-    port: int = 8000
-    """0: a free port, which the log names."""
-    uds: str | None = None
-    """Path of a Unix domain socket to listen on in place of host and port."""
-    api_keys: tuple[str, ...] = dataclasses.field(default_factory=_api_keys)
-    """Any one of them opens the API; none: open to all. /health, /ping, /version and /metrics need no key."""
-    cors_origins: tuple[str, ...] = ()
-    """Web origins whose pages may call the API; ``*`` for all."""
-    cors_credentials: bool = False
-    tls_cert: Path | None = None
-    """PEM certificate chain; with ``tls_key`` the server speaks HTTPS."""
-    tls_key: Path | None = None
-    served_model_names: tuple[str, ...] = ()
-    """Names under which clients ask for the model; the first is the one that answers carry. Empty: the engine's name."""
-    chat_template: str | None = None
-    """A Jinja file, or the template itself, in place of the model's own chat template."""
-    drain_timeout: float = 30.0
-    """Seconds that requests in flight get to finish after SIGTERM."""
-    retry_after: int = 1
-    """Seconds in the Retry-After header of 429 and 503."""
-    log_requests: bool = True
+    panels = MappingProxyType({"host": SERVER, "api_keys": SECURITY, "max_messages": LIMITS, "chat_template": MODEL})
 
-    max_body_bytes: int = 16 * 2**20
-    max_messages: int = 4096
-    max_prompts: int = 256
-    """Prompts in one completions request."""
-    max_n: int = 128
-    max_choices: int = 512
-    """Prompts times n."""
-    max_logit_bias: int = 1024
+    host: str = "127.0.0.1"
+    """Address to listen on. The default accepts connections from this machine only; 0.0.0.0 opens the server to the network
+    and needs --api-key."""
+    port: Annotated[int, OptionSpec(min=0, max=65535)] = 8000
+    """TCP port. 0 takes a free port, which the log names."""
+    uds: Annotated[str | None, OptionSpec(metavar="PATH")] = None
+    """Path of a Unix domain socket to listen on in place of host and port, for a proxy on the same machine."""
+    served_model_names: Annotated[
+        tuple[str, ...], OptionSpec(min=1, flags=("--served-model-name",), default="the model as it was given", metavar="NAME")
+    ] = ()
+    """Model name that clients use. Repeatable: responses carry the first name, the others are aliases."""
+    drain_timeout: Annotated[float, OptionSpec(min=0.0, metavar="SECONDS")] = 30.0
+    """Seconds that requests in flight get to finish after SIGTERM, while new ones are refused. Set it below the grace
+    period of your orchestrator."""
+    retry_after: Annotated[int, OptionSpec(min=0, metavar="SECONDS")] = 1
+    """Seconds in the Retry-After header of HTTP 429 and 503 responses."""
+    log_requests: bool = True
+    """Log one line for each request. Prompts and outputs are never logged."""
+    api_keys: Annotated[tuple[str, ...], OptionSpec(min=1, flags=("--api-key",), default="no key is needed", metavar="KEY")] = (
+        dataclasses.field(default_factory=_api_keys)
+    )
+    """API key, which clients send as a bearer token; /health, /ping, /version and /metrics need none. Repeatable, so that
+    keys can be rotated. Prefer the environment variable HEADRACE_API_KEY (comma-separated): other users of the machine can
+    read a command line."""
+    cors_origins: Annotated[tuple[str, ...], OptionSpec(flags=("--cors-origin",), metavar="ORIGIN")] = ()
+    """Web origin whose pages may call the API from a browser, such as https://chat.example.com. Repeatable; * for all."""
+    cors_credentials: bool = False
+    """Let pages of these origins send the user's cookies. Not allowed with origin *."""
+    tls_cert: Annotated[Path | None, OptionSpec(metavar="FILE")] = None
+    """PEM certificate chain. With --tls-key, the server speaks HTTPS."""
+    tls_key: Annotated[Path | None, OptionSpec(metavar="FILE")] = None
+    """PEM private key of --tls-cert."""
+    max_body_bytes: Annotated[int, OptionSpec(min=1, size=True, default="16MiB")] = 16 * 2**20
+    """Maximum size of a request body: 16MiB, or bytes. A larger body is refused before it is read."""
+    max_messages: Annotated[int, OptionSpec(min=1)] = 4096
+    """Maximum number of messages in a chat request."""
+    max_prompts: Annotated[int, OptionSpec(min=1)] = 256
+    """Maximum number of prompts in a completions request."""
+    max_n: Annotated[int, OptionSpec(min=1)] = MAX_SAMPLES
+    """Maximum `n` of a request."""
+    max_choices: Annotated[int, OptionSpec(min=1)] = 512
+    """Maximum number of prompts times `n` of a request."""
+    max_logit_bias: Annotated[int, OptionSpec(min=1)] = 1024
+    """Maximum number of tokens in `logit_bias`."""
+    chat_template: Annotated[str | None, OptionSpec(default="the model's own", metavar="FILE|TEMPLATE")] = None
+    """Jinja file, or the template itself, that replaces the model's chat template."""
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            if field.name.startswith("max_") and getattr(self, field.name) < 1:
-                raise ConfigError(f"{field.name} must be at least 1, not {getattr(self, field.name)}", field.name)
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"port must be between 0 and 65535, not {self.port}", "port")
-        if not self.drain_timeout >= 0:
-            raise ConfigError(f"drain_timeout must not be negative, and is {self.drain_timeout}", "drain_timeout")
+        check(self, ConfigError)
         if (self.tls_cert is None) != (self.tls_key is None):
             missing = "tls_key" if self.tls_key is None else "tls_cert"
             raise ConfigError(f"TLS needs a certificate and its key: {missing} is not set", missing)
@@ -69,10 +84,6 @@ class ServerSettings:
             path = getattr(self, name)
             if path is not None and not Path(path).is_file():
                 raise ConfigError(f"{name}: there is no file {path}", name)
-        if any(not key for key in self.api_keys):
-            raise ConfigError("an API key must not be empty", "api_keys")
-        if any(not name for name in self.served_model_names):
-            raise ConfigError("a served model name must not be empty", "served_model_names")
         if "*" in self.cors_origins and self.cors_credentials:
             raise ConfigError(
                 "cors_credentials needs the origins by name: '*' would let any web page act as the user", "cors_credentials"

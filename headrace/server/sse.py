@@ -1,44 +1,111 @@
-"""Server-sent events: a response whose chunks are JSON, and which ends with an error event if something breaks."""
+"""Answers: an answer shapes the deltas of a generation, whole or as server-sent events."""
 
 from __future__ import annotations
 
+import abc
+import contextlib
 import logging
-from collections.abc import AsyncIterator
+import time
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
+from fastapi import Request
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from headrace.server.errors import api_error
-from headrace.server.generation import Generation, unless_gone
-from headrace.server.state import Serving
+from headrace.server.errors import JSON, api_error
+from headrace.server.generation import Generation, Piece, cancel_on_disconnect
+from headrace.server.schema import GenerationBody
+from headrace.server.state import ServedModel, Serving
 
 logger = logging.getLogger("headrace.server")
 _encode = msgspec.json.Encoder().encode
 
 
+class Answer(abc.ABC):
+    """Shapes the deltas of one generation for a protocol. It awaits nothing."""
+
+    def __init__(self, body: GenerationBody, model: ServedModel, generation: Generation, request_id: str, kind: str) -> None:
+        """``kind``: the ``object`` of events and answers."""
+        options = body.stream_options
+        self._model = model
+        self._generation = generation
+        self._include_usage = options is not None and options.include_usage
+        self._continuous_usage = options is not None and options.continuous_usage_stats
+        self._head = {
+            "id": request_id,
+            "object": kind,
+            "created": int(time.time()),
+            "model": model.name,
+            "system_fingerprint": model.fingerprint,
+        }
+
+    @abc.abstractmethod
+    def add(self, piece: Piece) -> Iterable[dict[str, Any]]:
+        """The events of one delta; none without ``stream``."""
+
+    @abc.abstractmethod
+    def whole(self) -> dict[str, Any]:
+        """The answer of a request without ``stream``, after every delta was added."""
+
+    def usage(self) -> dict[str, Any]:
+        return self._generation.usage
+
+    def chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        """One event."""
+        chunk = {**self._head, "choices": [choice]}
+        if self._continuous_usage:
+            chunk["usage"] = self.usage()
+        elif self._include_usage:
+            chunk["usage"] = None
+        return chunk
+
+    def last(self) -> Iterable[dict[str, Any]]:
+        """The events after the last delta: the usage, if it was requested."""
+        return [{**self._head, "choices": [], "usage": self.usage()}] if self._include_usage else []
+
+
+async def respond(request: Request, serving: Serving, generation: Generation, answer: Answer, *, stream: bool) -> Response:
+    """The response to a request whose generation has not begun."""
+    if stream:
+        try:
+            await cancel_on_disconnect(serving, request.receive, generation.begin())
+        except BaseException:
+            await generation.aclose()
+            raise
+        return EventStream(serving, generation, answer)
+    return JSON(await cancel_on_disconnect(serving, request.receive, _collected(generation, answer)))
+
+
+async def _collected(generation: Generation, answer: Answer) -> dict[str, Any]:
+    async with contextlib.aclosing(generation):
+        while (piece := await generation.next()) is not None:
+            for _ in answer.add(piece):
+                pass
+    return answer.whole()
+
+
 class EventStream(Response):
     """Sends each event as ``data: {json}``, then ``data: [DONE]``.
 
-    The generation ends when the client goes. An error after the start becomes an event ``{"error": ...}``, which
-    is the last one.
+    The generation is aborted when the client disconnects. An error after the start becomes the last event, ``{"error": ...}``.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, serving: Serving, generation: Generation, events: AsyncIterator[dict[str, Any]]) -> None:
+    def __init__(self, serving: Serving, generation: Generation, answer: Answer) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._serving = serving
         self._generation = generation
-        self._events = events
+        self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await unless_gone(self._serving, receive, self._send_all(send))
+            await cancel_on_disconnect(self._serving, receive, self._send_all(send))
             last = b"data: [DONE]\n\n"
         except ClientDisconnect:
             scope["headrace.outcome"] = "disconnected"
@@ -54,7 +121,10 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
     async def _send_all(self, send: Send) -> None:
-        async for event in self._events:
+        while (piece := await self._generation.next()) is not None:
+            if body := b"".join(map(_data, self._answer.add(piece))):
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+        for event in self._answer.last():
             await send({"type": "http.response.body", "body": _data(event), "more_body": True})
 
 

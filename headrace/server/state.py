@@ -14,7 +14,7 @@ import msgspec
 from fastapi import Request
 
 import headrace
-from headrace.engine.garbage import settle
+from headrace.engine.garbage import freeze_gc
 from headrace.errors import EngineDeadError, EngineError
 from headrace.metrics.prometheus import ServerMetrics
 from headrace.sampling_params import SamplingParams
@@ -41,22 +41,24 @@ class Serving:
         self.loading = False
         """The engine may be up before its client can make requests for it."""
         self.owns_process = False
-        """Nobody else lives in this process, so that it can be tuned for serving."""
+        """Whether this process belongs to the server, so that its garbage collector may be tuned."""
         self.draining = False
         self.num_in_flight = 0
         self.stopped = asyncio.Event()
         """Set when requests still in flight must end at once."""
-        self._facts: ModelFacts | None = None
+        self._facts: ServedModel | None = None
 
     async def start(self) -> None:
-        """Starts the engine; remembers why it could not, for /health and for whoever runs the server."""
+        """Starts the engine; keeps the error of a failed start in ``failure``."""
         self.loading = True
         try:
             await self.llm.start()
             # Reads the whole vocabulary: not in the first request's time.
-            self._facts = await asyncio.to_thread(ModelFacts, self.llm, self.settings)
+            self._facts = await asyncio.to_thread(ServedModel, self.llm, self.settings)
             if self.owns_process:
-                settle()
+                freeze_gc()
+            self.loading = False
+            await asyncio.to_thread(self.llm.serving)
         except Exception as error:
             self.failure = error
             logger.error("%s", self._why_not_started(error))
@@ -65,7 +67,7 @@ class Serving:
 
     @staticmethod
     def _why_not_started(error: Exception) -> str:
-        """The engine's own errors say so themselves; others say only what is wrong with the arguments."""
+        """Adds that the engine did not start, unless the error is the engine's and says so."""
         return str(error) if isinstance(error, EngineError) else f"the engine did not start: {error}"
 
     def health(self) -> tuple[bool, str]:
@@ -86,11 +88,11 @@ class Serving:
             raise unavailable(reason, self.settings.retry_after)
 
     @property
-    def model(self) -> ModelFacts:
+    def model(self) -> ServedModel:
         """Facts that are known once the engine runs."""
         if self._facts is None:
             self.check_ready()
-            self._facts = ModelFacts(self.llm, self.settings)
+            self._facts = ServedModel(self.llm, self.settings)
         return self._facts
 
     @contextmanager
@@ -112,8 +114,8 @@ class Serving:
         raise EngineDeadError("the server is shutting down")
 
 
-class ModelFacts:
-    """What the routes need to know of the model that the engine loaded."""
+class ServedModel:
+    """Properties of the loaded model that the routes need."""
 
     def __init__(self, llm: Any, settings: ServerSettings) -> None:
         self.names = settings.served_model_names or (llm.info.model,)
@@ -123,21 +125,19 @@ class ModelFacts:
         self.fingerprint = _fingerprint(llm.info)
         self.has_tokenizer = llm.tokenizer is not None
         vocab = llm.tokenizer.token_bytes if self.has_tokenizer else None
-        self.max_characters = self.max_model_len * max((len(piece) for piece in vocab.pieces), default=1) if vocab else 0
-        """A text of more characters has more tokens than fit."""
         self.texts = TokenTexts(vocab)
         self.special: frozenset[int] = vocab.special if vocab is not None else frozenset()
         self.defaults: SamplingParams = llm.inputs.default_sampling
 
-    def check_name(self, asked: str | None) -> None:
+    def check_name(self, name: str | None) -> None:
         """Raises: ApiError 404 if a request asks for another model."""
-        if asked is not None and asked not in self.names:
-            message = f"the model {shown(asked, 128)!r} is not served here; there is {', '.join(self.names)}"
+        if name is not None and name not in self.names:
+            message = f"the model {shown(name, 128)!r} is not served here; there is {', '.join(self.names)}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
 
 def _fingerprint(info: Any) -> str:
-    """Changes with whatever may change the tokens that a seed draws."""
+    """Changes with everything that may change the tokens sampled for a seed."""
     facts = [headrace.__version__, info.model, info.architecture, info.dtype, info.quantization, info.device]
     facts += [layer.backend for layer in info.layers]
     return "fp_" + hashlib.sha256(msgspec.json.encode(facts)).hexdigest()[:12]

@@ -5,25 +5,16 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
-import httpx
-from huggingface_hub import constants, snapshot_download
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, PreTrainedConfig
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from headrace.errors import ConfigError
 from headrace.sources.locate import PICKLES, refuse_pickles
+from headrace.sources.plain_config import plain_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 _INDEX = "model.safetensors.index.json"
 _DESCRIPTION = ["*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt"]
@@ -41,6 +32,18 @@ def download(repo_id: str, revision: str | None, *, weights: bool, code: bool = 
     Raises:
         ConfigError: the hub has no such model or revision, or cannot be reached and the cache lacks the model.
     """
+    import httpx
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
     patterns = _DESCRIPTION + (["*.safetensors"] if weights else []) + (["*.py"] if code else [])
     what = repo_id if revision is None else f"{repo_id} (revision {revision})"
     try:
@@ -68,10 +71,16 @@ def download(repo_id: str, revision: str | None, *, weights: bool, code: bool = 
 def read_config(path: Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:
     """``config.json`` as transformers reads it. Code from the checkpoint runs only where transformers has none, and if trusted.
 
-    A ``model_type`` that transformers does not know gives a plain config: what is supported is the registry's to say.
+    A ``model_type`` that transformers does not know gives a config without defaults: what is supported is the registry's to
+    say. Common configurations are read without importing transformers; ``plain_config.in_transformers`` gives its class.
     """
     file = path / "config.json"
     raw = read_json(file)
+    if (plain := plain_config(raw)) is not None:
+        return cast("PreTrainedConfig", plain)
+    from transformers import AutoConfig, PreTrainedConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
     foreign = raw.get("model_type") not in CONFIG_MAPPING
     trusted = foreign and trust_remote_code and "auto_map" in raw
     if foreign and not trusted:

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any, Literal
-
-from transformers import PreTrainedConfig
+from typing import TYPE_CHECKING, Any, Literal
 
 from headrace.config import Decision, EngineArgs
 from headrace.errors import ConfigError
-from headrace.sources import directory, embedded, gguf
+from headrace.sources import directory, embedded
 from headrace.sources.locate import locate
 from headrace.sources.megatron import find_megatron, is_megatron
 
-Kind = Literal["safetensors", "gguf", "dummy", "megatron", "object"]
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
-_LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+Kind = Literal["safetensors", "gguf", "dummy", "megatron", "object"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,8 +47,6 @@ def find_model(args: EngineArgs) -> ModelFiles:
         ConfigError: there is no such model, a file of it is missing, corrupt or of a kind that is not read, or the hub
             cannot be reached. The error names the file or id.
     """
-    if args.load_format not in _LOAD_FORMATS:
-        raise ConfigError(f"load_format must be one of {', '.join(_LOAD_FORMATS)}, not {args.load_format!r}", "load_format")
     if args.model is None:
         decision = Decision("model", embedded.NAME, "no model was named: the embedded default is served")
         return _from_gguf(args, embedded.NAME, embedded.find(), (decision,))
@@ -67,6 +64,8 @@ def _from_gguf(args: EngineArgs, name: str, path: Path, decisions: tuple[Decisio
         raise ConfigError(f"load_format is safetensors, but {path} is a GGUF file", "load_format")
     if args.revision is not None:
         raise ConfigError(f"revision is for models of the hub; {name} is a local file", "revision")
+    from headrace.sources import gguf
+
     facts = gguf.read_facts(path)
     dummy = args.load_format == "dummy"
     return ModelFiles(
@@ -115,6 +114,8 @@ def _from_megatron(name: str, path: Path) -> ModelFiles:
     embedding = found.tensors.get("embedding.word_embeddings.weight")
     if not embedding:
         raise ConfigError(f"{found.directory} has no embedding.word_embeddings.weight: it is no language model", "model")
+    from transformers import PreTrainedConfig
+
     config = PreTrainedConfig.from_dict({"vocab_size": embedding[0]})
     return ModelFiles(
         name=name,

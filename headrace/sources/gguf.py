@@ -1,20 +1,24 @@
-"""GGUF files: their metadata, and the transformers config that it amounts to."""
+"""GGUF files: reads the metadata and converts it to a transformers config."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import struct
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType
-from transformers import AutoConfig, PreTrainedConfig
+from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, TokenType
 
 from headrace.config import Decision
 from headrace.errors import ConfigError
+from headrace.sources.plain_config import plain_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -22,9 +26,9 @@ _ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-"""By model type in transformers."""
+"""Model type in transformers -> architecture."""
 _KNOWN = ("llama", "qwen2", "qwen3")
-"""What a file calls itself."""
+"""Supported values of ``general.architecture``."""
 _PLAIN_DTYPES = {
     GGMLQuantizationType.F32: "float32",
     GGMLQuantizationType.F16: "float16",
@@ -38,14 +42,12 @@ _SAMPLING_DEFAULTS = {
     "general.sampling.penalty_repeat": "repetition_penalty",
 }
 _END_OF_TURN = frozenset({"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|eom_id|>"})
-"""Tokens that end a turn under these names in every model that has them. Files often name only the end of text."""
-_CONTROL = 3
-"""Token type of control tokens in ``tokenizer.ggml.token_type``."""
+"""Control tokens that end a turn in every model that has them. Files often name only the end-of-text token."""
 
 
 @dataclasses.dataclass(frozen=True)
 class GGUFFacts:
-    """What a file's metadata says about its model."""
+    """Config, generation config and decisions from a file's metadata."""
 
     config: PreTrainedConfig
     generation_config: dict[str, Any]
@@ -53,7 +55,12 @@ class GGUFFacts:
 
 
 class Reader(GGUFReader):
-    """The gguf package's reader, with arrays read in one piece: its own takes seconds over a large vocabulary."""
+    """The gguf package's reader, but reads each array at once: the package takes seconds for a large vocabulary."""
+
+    @functools.cached_property
+    def decoded(self) -> dict[str, Any]:
+        """Key -> value, for the fields decoded so far."""
+        return {}
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list[Any], list[int], list[GGUFValueType]]:
         if raw_type != GGUFValueType.ARRAY or self.byte_order != "I":
@@ -74,7 +81,7 @@ class Reader(GGUFReader):
         return 12 + int(values.nbytes), [values], [0] if length else [], types
 
     def _strings(self, start: int, length: int) -> tuple[list[memoryview], int]:
-        """The bytes of ``length`` strings from offset ``start`` on, and the offset after them."""
+        """Returns the bytes of ``length`` strings from offset ``start``, and the offset after them."""
         view, total, parts = self.data.data, len(self.data), []
         size_of = struct.Struct("<Q").unpack_from
         for _ in range(length):
@@ -87,14 +94,28 @@ class Reader(GGUFReader):
 
 
 def open_gguf(path: Path) -> Reader:
-    """Opens a GGUF file: its fields, and its tensors as memory maps.
+    """Opens a GGUF file: fields, and tensors as memory maps. The last file stays open until ``forget``.
 
     Raises:
-        ConfigError: the file is truncated or corrupt, or one part of several.
+        ConfigError: the file is truncated or corrupt, or one part of a split file.
     """
     try:
+        stat = path.stat()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error}", "model") from error
+    return _open(path, stat.st_mtime_ns, stat.st_size)
+
+
+def forget() -> None:
+    """Closes the file that was opened last."""
+    _open.cache_clear()
+
+
+@functools.lru_cache(maxsize=1)
+def _open(path: Path, changed: int, size: int) -> Reader:
+    try:
         reader = Reader(path)
-        parts = int(_value(reader, "split.count", 1))
+        parts = Metadata(path, reader).integer("split.count", 1)
     except (OSError, ValueError, KeyError, IndexError, OverflowError, struct.error, TypeError) as error:
         raise ConfigError(f"{path} is truncated or corrupt, it cannot be read as GGUF: {error}", "model") from error
     if parts > 1:
@@ -106,15 +127,10 @@ def open_gguf(path: Path) -> Reader:
     return reader
 
 
-def _value(reader: GGUFReader, key: str, default: Any = None) -> Any:
-    field = reader.get_field(key)
-    return default if field is None else field.contents()
-
-
 class Metadata:
-    """The fields of an open file, decoded as they are asked for. Errors name the file and the field."""
+    """The fields of an open file, decoded on demand. Errors name the file and the field."""
 
-    def __init__(self, path: Path, reader: GGUFReader) -> None:
+    def __init__(self, path: Path, reader: Reader) -> None:
         self.path = path
         self._reader = reader
 
@@ -123,7 +139,9 @@ class Metadata:
         if field is None:
             raise ConfigError(f"{self.path} has no field {key}", "model")
         try:
-            return field.contents()
+            if key not in self._reader.decoded:
+                self._reader.decoded[key] = field.contents()
+            return self._reader.decoded[key]
         except (ValueError, IndexError, TypeError) as error:
             raise ConfigError(f"{self.path}: the field {key} is corrupt: {error}", "model") from error
 
@@ -136,7 +154,7 @@ class Metadata:
         return self[key]
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """A whole number; the same for every layer where the file has a list."""
+        """Returns a non-negative integer; a list counts if all its entries are equal."""
         value = self.get(key, default)
         if isinstance(value, list) and value and len(set(value)) == 1:
             value = value[0]
@@ -147,7 +165,7 @@ class Metadata:
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A number; float32 values come back as the shortest decimal that is the same float32 (1e-05, not 9.99e-06)."""
+        """Returns a number as the shortest decimal of the same float32 value (1e-05, not 9.99e-06)."""
         value = self.get(key, default)
         if not isinstance(value, (int, float)) or not math.isfinite(value):
             raise ConfigError(f"{self.path}: {key} is {value!r}, which is not a number", "model")
@@ -160,10 +178,10 @@ def read_metadata(path: Path) -> Metadata:
 
 
 def read_facts(path: Path) -> GGUFFacts:
-    """Config, end-of-sequence ids and sampling defaults of a GGUF file.
+    """Reads config, end-of-sequence ids and sampling defaults of a GGUF file.
 
     Raises:
-        ConfigError: the file is corrupt, or describes a model that headrace does not know.
+        ConfigError: the file is corrupt, or its architecture is not supported.
     """
     reader = open_gguf(path)
     metadata = Metadata(path, reader)
@@ -182,12 +200,12 @@ def read_facts(path: Path) -> GGUFFacts:
 
 
 def eos_token_ids(metadata: Metadata) -> list[int]:
-    """The tokens that end an answer: the file's own, then control tokens that by their name end a turn."""
+    """Tokens that end an answer: those the file names, then control tokens whose name ends a turn."""
     keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
     ids = [metadata.integer(key) for key in keys if key in metadata]
     types = metadata.get("tokenizer.ggml.token_type", [])
     names = metadata.get("tokenizer.ggml.tokens", [])
-    ids += [i for i, kind in enumerate(types) if kind == _CONTROL and i < len(names) and names[i] in _END_OF_TURN]
+    ids += [i for i, kind in enumerate(types) if kind == TokenType.CONTROL and i < len(names) and names[i] in _END_OF_TURN]
     return list(dict.fromkeys(ids))
 
 
@@ -232,16 +250,20 @@ def _config(metadata: Metadata, tensors: Mapping[str, Any], arch: str, decisions
         facts["attention_bias"] = "blk.0.attn_q.bias" in tensors
         facts["mlp_bias"] = "blk.0.ffn_up.bias" in tensors
     elif window:
-        reason = f"{arch} models use their window only where the config says so, which GGUF does not tell"
+        reason = f"{arch} models use a window only if the config enables it, and GGUF does not store that"
         decisions.append(Decision("sliding_window", f"ignored ({window})", reason))
     if arch == "qwen3":
         facts["attention_bias"] = "blk.0.attn_q.bias" in tensors
+    plain = plain_config({"model_type": kind, "architectures": [_ARCHITECTURES[kind]], **facts})
+    if plain is not None:
+        return cast("PreTrainedConfig", plain)
+    from transformers import AutoConfig
+
     try:
-        # By its name: a family's class, once imported, brings half of transformers along.
         found: PreTrainedConfig = AutoConfig.for_model(kind, architectures=[_ARCHITECTURES[kind]], **facts)
         return found
     except Exception as error:
-        # The config classes check their values with errors of their own libraries.
+        # The config classes raise errors of several libraries.
         raise ConfigError(f"{metadata.path} does not describe a {_ARCHITECTURES[kind]}: {error}", "model") from error
 
 
@@ -264,14 +286,14 @@ def _rope(metadata: Metadata, tensors: Mapping[str, Any], arch: str, head_dim: i
             if scaling + key in metadata:
                 rope[name] = metadata.number(scaling + key)
         if scaling + "attn_factor" in metadata:
-            # llama.cpp multiplies YaRN's own factor by this one; transformers takes the product.
-            own = 0.1 * math.log(rope["factor"]) + 1.0
-            rope["attention_factor"] = own * metadata.number(scaling + "attn_factor")
+            # llama.cpp multiplies YaRN's default factor by this one; transformers takes the product.
+            default = 0.1 * math.log(rope["factor"]) + 1.0
+            rope["attention_factor"] = default * metadata.number(scaling + "attn_factor")
     return rope
 
 
 def _llama3_scaling(path: Path, factors: np.ndarray[Any, Any], theta: float, head_dim: int) -> dict[str, Any]:
-    """Llama 3's scaling, recognised in the divisors of the frequencies, which is all that GGUF keeps of it.
+    """Recognises Llama 3's scaling by the frequency divisors, which is all that GGUF stores of it.
 
     Its constants are the same in every Llama 3.x; only ``factor`` differs (8 or 32).
     """

@@ -35,18 +35,8 @@ _CLASSES = frozenset(
 )
 _DTYPES = frozenset(
     {
-        "float64",
-        "float32",
-        "float16",
-        "bfloat16",
-        "float8_e4m3fn",
-        "float8_e5m2",
-        "uint8",
-        "int8",
-        "int16",
-        "int32",
-        "int64",
-        "bool",
+        *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
+        *("uint8", "int8", "int16", "int32", "int64", "bool"),
     }
 )
 

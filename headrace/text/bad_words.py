@@ -150,22 +150,3 @@ def _banned(automaton: _Automaton, index: VocabularyIndex, always: npt.NDArray[n
             tokens = np.concatenate(parts)
             banned[state] = np.sort(tokens[~everywhere[tokens]])
     return banned
-
-
-class BadWordsStepper:
-    """Walks a table token by token: the plain reference of what a sampler does with it."""
-
-    def __init__(self, table: BadWordsTable, token_bytes: TokenBytes) -> None:
-        self._table = table
-        self._pieces = token_bytes.pieces if table.special_text else token_bytes.visible
-        self._transitions = np.frombuffer(table.transitions, dtype="<i2").reshape(table.num_states, 256)
-        self.state = 0
-
-    def banned(self) -> set[int]:
-        """Tokens that may not come next."""
-        return {*self._table.always, *self._table.by_state[self.state]}
-
-    def push(self, token: int) -> None:
-        """Takes the token that came."""
-        for byte in self._pieces[token]:
-            self.state = int(self._transitions[self.state, byte])

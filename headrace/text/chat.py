@@ -1,24 +1,44 @@
-"""Chat messages, as a client sends them, to the text that a model's chat template makes of them."""
+"""Chat templates: normalises the messages of a conversation and renders them as a prompt."""
 
 from __future__ import annotations
 
-import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
-from transformers import PreTrainedTokenizerFast
-from transformers.utils.chat_template_utils import render_jinja_template
+from jinja2.ext import Extension
+from jinja2.nodes import CallBlock, Node
+from jinja2.parser import Parser
 
 from headrace.errors import ConfigError, RequestError
+from headrace.options import shown
+from headrace.text.fast_tokenizer import FastTokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 _MAX_TEMPLATE_BYTES = 1 << 20
-_RESERVED = frozenset(inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters) | {"messages", "conversations"}
+_RESERVED = frozenset(
+    {
+        *("self", "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message"),
+        *("tokenize", "sanitize_control_tokens", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
+        *("return_assistant_tokens_mask", "tokenizer_kwargs", "kwargs", "messages", "conversations"),
+    }
+)
 """What ``chat_template_kwargs`` may not set: it is the renderer's, or has a parameter of its own."""
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Type of a text part -> its field."""
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+"""Role of OpenAI's API -> role that chat templates know."""
+_FIELDS = frozenset({"role", "content", "name", "tool_call_id"})
+_UNSERVED = {
+    "tool_calls": "tool calling is not served by this version",
+    "function_call": "tool calling is not served by this version",
+    "audio": "the model reads text",
+    "refusal": "the model does not mark refusals",
+}
 
 
 def read_template(source: str) -> str:
@@ -44,117 +64,207 @@ def read_template(source: str) -> str:
 
 
 def check_template(template: str) -> None:
-    """Compiles a template, which the renderer then keeps. Raises ConfigError if it is not valid Jinja."""
+    """Raises ConfigError if a template is not valid Jinja."""
     try:
-        render_jinja_template(conversations=[[{"role": "user", "content": ""}]], chat_template=template)
+        jinja2.Environment(extensions=["jinja2.ext.loopcontrols", _Generation]).from_string(template)
     except jinja2.TemplateSyntaxError as error:
         raise ConfigError(
             f"the chat template is not valid Jinja: line {error.lineno}: {error.message}", "chat_template"
         ) from error
-    except ImportError as error:
-        raise ConfigError(f"chat templates cannot be rendered: {error}", "chat_template") from error
-    except Exception:
-        # It compiles; that this stand-in for a conversation does not please it says nothing.
-        return
+
+
+class _Generation(Extension):
+    """The block ``{% generation %}`` of transformers, as far as the syntax goes."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
+
+    def _body(self, caller: Callable[[], str]) -> str:
+        return caller()
 
 
 def render(
-    tokenizer: PreTrainedTokenizerFast,
+    tokenizer: FastTokenizer | PreTrainedTokenizerFast,
     messages: Sequence[Mapping[str, Any]],
     *,
     tools: Sequence[Mapping[str, Any]] | None,
-    add_generation_prompt: bool,
+    add_generation_prompt: bool | None,
     continue_final_message: bool,
     template_kwargs: Mapping[str, Any],
+    strict: bool,
 ) -> str:
-    """Messages through the tokenizer's chat template, in Jinja's sandbox.
+    """Render messages with the tokenizer's chat template, in Jinja's sandbox.
+
+    Args:
+        add_generation_prompt: None: unless the final message is continued.
+        strict: as in ``normalize``.
 
     Raises:
         RequestError: there is no template, it refuses these messages, or they are malformed; the parameter is
-            ``messages``, ``tools``, ``continue_final_message`` or ``chat_template_kwargs``.
+            ``tools``, ``continue_final_message``, ``chat_template_kwargs.NAME`` or the field of the message at fault.
     """
     if tokenizer.chat_template is None:
         raise RequestError("this model has no chat template: give the server one, or send a plain prompt", "messages")
-    reserved = sorted(_RESERVED & template_kwargs.keys())
-    if reserved:
-        raise RequestError(f"chat_template_kwargs cannot set {', '.join(reserved)}", "chat_template_kwargs")
+    for name in template_kwargs:
+        if name in _RESERVED:
+            raise _unsupported(f"chat_template_kwargs.{name}", "the server sets it")
+    if add_generation_prompt is None:
+        add_generation_prompt = not continue_final_message
     if continue_final_message and add_generation_prompt:
         raise RequestError("continue_final_message and add_generation_prompt exclude each other", "continue_final_message")
     if tools is not None and not all(isinstance(tool, Mapping) for tool in tools):
         raise RequestError("tools must be a list of objects", "tools")
-    prepared = prepare(messages)
-    if continue_final_message and not prepared[-1]["content"]:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    normalized = normalize(messages, strict=strict)
+    if continue_final_message and not normalized[-1]["content"]:
         raise RequestError("continue_final_message needs text in the last message", "continue_final_message")
     try:
-        text = tokenizer.apply_chat_template(
-            prepared,
+        rendered: Any = render_jinja_template(  # (texts, places of what the model said)
+            # Templates take a key that is not there for what it is, and may print None.
+            conversations=[[{name: value for name, value in message.items() if value is not None} for message in normalized]],
             tools=[dict(tool) for tool in tools] if tools else None,
+            chat_template=_template(tokenizer.chat_template, bool(tools)),
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            tokenize=False,
-            **template_kwargs,
+            **{**tokenizer.special_tokens_map, **template_kwargs},
         )
+        text = rendered[0][0]
     except Exception as error:
         # A template is a program over the request's values: whatever it raises, this request made it raise.
         raise RequestError(f"the chat template cannot render these messages: {error}", "messages") from error
     return str(text)
 
 
-def prepare(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as templates want them: content one string, arguments of tool calls objects.
+def _template(templates: str | dict[str, str], tools: bool) -> str:
+    """The template of a model that may have several.
 
-    Text parts are joined by line breaks. An assistant's message may lack content.
+    Raises:
+        ValueError: there is none that is used by default.
+    """
+    if isinstance(templates, str):
+        return templates
+    found = templates.get("tool_use") if tools else None
+    found = found or templates.get("default")
+    if found is None:
+        raise ValueError(f"the model has chat templates named {', '.join(sorted(templates))} and no default")
+    return found
+
+
+def normalize(messages: Any, *, strict: bool = False) -> list[dict[str, Any]]:
+    """Check messages and convert them to what templates take: content is one string, tool call arguments are objects.
+
+    Text parts are joined by newlines. An assistant's message may lack content.
+
+    Args:
+        strict: accept the roles and fields of OpenAI's API that this server documents, and no others. Otherwise any role and
+            field is handed to the template.
+
+    Raises:
+        RequestError: names the message and its field at fault, such as ``messages[1].content[0].type``.
     """
     if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence) or not messages:
-        raise RequestError("messages must be a list of at least one message", "messages")
-    return [_message(i, message) for i, message in enumerate(messages)]
+        raise RequestError("messages must be a list of at least one message", "messages", code="invalid_value")
+    return [_message(f"messages[{index}]", message, strict) for index, message in enumerate(messages)]
 
 
-def _message(i: int, message: Mapping[str, Any]) -> dict[str, Any]:
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise RequestError(f"messages[{i}] must be an object with a role", "messages")
-    out = dict(message)
-    content = message.get("content")
+def _message(where: str, message: Any, strict: bool) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise _wrong_type(where, "an object")
+    out = _documented(where, message) if strict else dict(message)
+    if "role" not in out:
+        raise _missing(f"{where}.role")
+    if not isinstance(out["role"], str):
+        raise _wrong_type(f"{where}.role", "a string")
+    if strict:
+        if out["role"] not in _ROLES:
+            why = f"{where}.role is {shown(out['role'])}, and must be one of {', '.join(_ROLES)}"
+            raise RequestError(why, f"{where}.role", code="invalid_value")
+        out["role"] = _ROLES[out["role"]]
+        if "tool_call_id" in out and out["role"] != "tool":
+            raise RequestError(f"{where}.tool_call_id belongs to the role tool", f"{where}.tool_call_id", code="invalid_value")
+    content = out.get("content")
     if content is None:
-        if message["role"] != "assistant":
-            raise RequestError(f"messages[{i}] has no content", "messages")
-        out["content"] = ""
-    elif not isinstance(content, str):
-        out["content"] = _flatten(i, content)
-    if message.get("tool_calls"):
-        out["tool_calls"] = [_tool_call(i, call) for call in message["tool_calls"]]
+        if strict or out["role"] != "assistant":
+            raise _missing(f"{where}.content")
+        content = ""
+    out["content"] = content if isinstance(content, str) else _joined(f"{where}.content", content, strict)
+    if out.get("tool_calls"):
+        out["tool_calls"] = [_tool_call(f"{where}.tool_calls[{i}]", call) for i, call in enumerate(out["tool_calls"])]
     return out
 
 
-def _flatten(i: int, content: Any) -> str:
+def _documented(where: str, message: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that are set, all of them documented."""
+    out = {name: value for name, value in message.items() if value is not None}
+    for name, why in _UNSERVED.items():
+        if out.pop(name, None):
+            raise _unsupported(f"{where}.{name}", why)
+    _no_others(where, out, _FIELDS)
+    for name in ("name", "tool_call_id"):
+        if not isinstance(out.get(name, ""), str):
+            raise _wrong_type(f"{where}.{name}", "a string")
+    return out
+
+
+def _joined(where: str, content: Any, strict: bool) -> str:
     """A list of text parts as one string."""
     if not isinstance(content, Sequence):
-        raise RequestError(f"messages[{i}].content must be a string or a list of parts", "messages")
-    texts = []
-    for j, part in enumerate(content):
-        where = f"messages[{i}].content[{j}]"
-        if isinstance(part, str):
-            texts.append(part)
-            continue
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind not in _TEXT_PARTS:
-            raise RequestError(f"{where} is of type {kind!r}; this model takes text only", "messages")
-        text = part.get(_TEXT_PARTS[kind])
-        if not isinstance(text, str):
-            raise RequestError(f"{where} has no {_TEXT_PARTS[kind]} that is a string", "messages")
-        texts.append(text)
-    return "\n".join(texts)
+        raise _wrong_type(where, "a string or a list of content parts")
+    return "\n".join(_text(f"{where}[{index}]", part, strict) for index, part in enumerate(content))
 
 
-def _tool_call(i: int, call: Any) -> dict[str, Any]:
-    """A tool call whose arguments, which travel as JSON text, are an object again."""
+def _text(where: str, part: Any, strict: bool) -> str:
+    if isinstance(part, str) and not strict:
+        return part
+    if not isinstance(part, Mapping):
+        raise _wrong_type(where, "an object")
+    kind = part.get("type")
+    if not isinstance(kind, str):
+        raise _wrong_type(f"{where}.type", "a string")
+    field = None if strict and kind != "text" else _TEXT_PARTS.get(kind)
+    if field is None:
+        raise _unsupported(f"{where}.type", f"the model reads text, not {shown(kind)}")
+    if not isinstance(part.get(field), str):
+        raise _wrong_type(f"{where}.{field}", "a string")
+    if strict:
+        # A cache breakpoint marks what may be cached; here everything may.
+        _no_others(where, part, {"type", "text", "prompt_cache_breakpoint"})
+    return str(part[field])
+
+
+def _tool_call(where: str, call: Any) -> dict[str, Any]:
+    """A tool call with its arguments, which travel as JSON text, as an object."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
-        raise RequestError(f"messages[{i}] has a tool call without a function", "messages")
+        raise _wrong_type(where, "a tool call with a function")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments) if arguments else {}
         except (ValueError, RecursionError) as error:
-            raise RequestError(f"messages[{i}] has a tool call whose arguments are not JSON: {error}", "messages") from error
+            path = f"{where}.function.arguments"
+            raise RequestError(f"{path} is not JSON: {error}", path, code="invalid_value") from error
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _no_others(where: str, given: Mapping[str, Any], known: Collection[str]) -> None:
+    if unknown := sorted(given.keys() - known):
+        path = f"{where}.{shown(unknown[0])[1:-1]}"
+        raise RequestError(f"{path} is not a parameter that this server knows", path, code="unknown_parameter")
+
+
+def _missing(path: str) -> RequestError:
+    return RequestError(f"{path} is missing", path, code="missing_required_parameter")
+
+
+def _wrong_type(path: str, accepted: str) -> RequestError:
+    return RequestError(f"{path} must be {accepted}", path, code="invalid_type")
+
+
+def _unsupported(path: str, why: str) -> RequestError:
+    return RequestError(f"{path} is not supported: {why}", path, code="unsupported_parameter")

@@ -1,24 +1,23 @@
-"""The tokenizer that a GGUF file describes, built from its metadata.
+"""Builds the tokenizer of a GGUF file from its metadata.
 
-The metadata names the rule that cuts text into words before byte-pair merging (``tokenizer.ggml.pre``) but does not
-hold it; the rules here are those of the tokenizers the names stand for, as llama.cpp pairs them.
+The metadata names the pre-tokenizer (``tokenizer.ggml.pre``), which cuts text into words before byte-pair merging, but does
+not contain it. The rules here are those that llama.cpp uses for each name.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gguf import TokenType
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
-from transformers import PreTrainedTokenizerFast
+from tokenizers.processors import TemplateProcessing
 
 from headrace.errors import ConfigError
 from headrace.sources.gguf import Metadata
-
-# Token types of ``tokenizer.ggml.token_type``.
-_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5
+from headrace.text.fast_tokenizer import FastTokenizer
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = (
@@ -60,16 +59,16 @@ _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
 
 @dataclasses.dataclass(frozen=True)
 class _Rule:
-    """How text is cut into words, and what else goes with the name."""
+    """A pre-tokenizer and the settings that its name implies."""
 
     splits: tuple[str, ...]
-    """Regular expressions, each cutting what the one before left."""
+    """Regular expressions, applied one after the other to the pieces of the previous one."""
     nfc: bool = False
-    """Text is brought to Unicode's composed form first."""
+    """Text is normalised to NFC first."""
     ignore_merges: bool = False
-    """A word that is a token is that token, whatever the merges say."""
+    """A word that is a token becomes that token, whatever the merges are."""
     add_bos: bool = False
-    """Where the file does not say."""
+    """Default of ``tokenizer.ggml.add_bos_token``."""
 
 
 _DIGITS_APART = _Rule((r"\p{N}", _GPT2))
@@ -89,19 +88,19 @@ _RULES |= dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _Rule((_QWEN2,)
 _RULES["stablelm2"] = _Rule((_QWEN2,))
 
 
-def build_tokenizer(metadata: Metadata) -> PreTrainedTokenizerFast:
-    """The tokenizer of a GGUF file, with its special tokens and chat templates.
+def build_tokenizer(metadata: Metadata) -> FastTokenizer:
+    """Builds the tokenizer of a GGUF file, with its special tokens and chat templates.
 
     Raises:
-        ConfigError: the file has no tokenizer, a corrupt one, or one of a kind that is not known.
+        ConfigError: the file has no tokenizer, or it is corrupt or of an unknown kind.
     """
     model = metadata.get("tokenizer.ggml.model")
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     types: list[int] = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
     if len(types) != len(tokens):
         raise ConfigError(f"{metadata.path}: {len(tokens)} tokens, but {len(types)} token types", "model")
-    vocab = {token: i for i, (token, kind) in enumerate(zip(tokens, types, strict=True)) if kind != _UNUSED}
-    if len(vocab) != sum(kind != _UNUSED for kind in types):
+    vocab = {token: i for i, (token, kind) in enumerate(zip(tokens, types, strict=True)) if kind != TokenType.UNUSED}
+    if len(vocab) != sum(kind != TokenType.UNUSED for kind in types):
         raise ConfigError(f"{metadata.path}: two tokens of the vocabulary have the same text", "model")
     if model == "gpt2":
         tokenizer, add_bos = _byte_level(metadata, vocab)
@@ -112,16 +111,12 @@ def build_tokenizer(metadata: Metadata) -> PreTrainedTokenizerFast:
     _add_tokens(tokenizer, tokens, types)
     named = {name: _special(metadata, tokens, key) for name, key in _NAMED.items()}
     templates = chat_templates(metadata)
-    tokenizer_class: Any = PreTrainedTokenizerFast  # its constructor is untyped
-    hf: PreTrainedTokenizerFast = tokenizer_class(
-        tokenizer_object=tokenizer,
-        add_bos_token=bool(metadata.get("tokenizer.ggml.add_bos_token", add_bos)) and named["bos_token"] is not None,
-        add_eos_token=bool(metadata.get("tokenizer.ggml.add_eos_token", False)),
-        clean_up_tokenization_spaces=False,
-        **{name: token for name, token in named.items() if token is not None},
-        **({"chat_template": templates} if templates else {}),
-    )
-    return hf
+    special = {name: token for name, token in named.items() if token is not None}
+    known = {entry.content for entry in tokenizer.get_added_tokens_decoder().values()}
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special.values() if token not in known])
+    bos = bool(metadata.get("tokenizer.ggml.add_bos_token", add_bos))
+    add_bos_and_eos(tokenizer, special, bos=bos, eos=bool(metadata.get("tokenizer.ggml.add_eos_token", False)))
+    return FastTokenizer(tokenizer, special, templates or None)
 
 
 _NAMED = {
@@ -132,8 +127,16 @@ _NAMED = {
 }
 
 
+def add_bos_and_eos(backend: Tokenizer, special: Mapping[str, str], *, bos: bool, eos: bool) -> None:
+    """Makes the tokenizer put its bos and eos tokens around a text."""
+    begin, end = special.get("bos_token") if bos else None, special.get("eos_token") if eos else None
+    around = [(token, backend.token_to_id(token)) for token in (begin, end) if token]
+    single = " ".join(part for part in (begin, "$A", end) if part)
+    backend.post_processor = TemplateProcessing(single=single, special_tokens=around)
+
+
 def chat_templates(metadata: Metadata) -> str | dict[str, str] | None:
-    """The chat template of a file; several under their names, where there are."""
+    """The chat template of a file, or several by name."""
     default: str | None = metadata.get("tokenizer.chat_template")
     names = metadata.get("tokenizer.chat_templates", [])
     if not names:
@@ -152,13 +155,13 @@ def _special(metadata: Metadata, tokens: Sequence[str], key: str) -> str | None:
 
 
 def _byte_level(metadata: Metadata, vocab: dict[str, int]) -> tuple[Tokenizer, bool]:
-    """A byte-level BPE tokenizer, and whether text begins with the bos token where the file does not say."""
+    """Builds a byte-level BPE tokenizer; also returns the default of ``add_bos_token``."""
     name = metadata.get("tokenizer.ggml.pre", "default")
     if name not in _RULES:
         known = ", ".join(sorted(_RULES))
         raise ConfigError(f"{metadata.path}: the pre-tokenizer {name!r} is not known; known are: {known}", "model")
     rule = _RULES[name]
-    # The separating space is not the first character: a token may begin with one.
+    # The separator is never the first character: a token may begin with a space.
     places = [(merge, merge.find(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
     merges = [(merge[:place], merge[place + 1 :]) for merge, place in places]
     tokenizer = Tokenizer(_bpe(metadata, vocab=vocab, merges=merges, ignore_merges=rule.ignore_merges))
@@ -172,10 +175,10 @@ def _byte_level(metadata: Metadata, vocab: dict[str, int]) -> tuple[Tokenizer, b
 
 
 def _sentencepiece(metadata: Metadata, tokens: Sequence[str], vocab: dict[str, int]) -> Tokenizer:
-    """A SentencePiece BPE tokenizer with byte fallback.
+    """Builds a SentencePiece BPE tokenizer with byte fallback.
 
-    SentencePiece merges, again and again, the neighbours whose joint token has the best score. So every way to cut a
-    token into two is a merge, ranked by the token's score.
+    SentencePiece repeatedly merges the neighbours whose joint token has the best score. So every split of a token into two
+    tokens is a merge, ranked by the token's score.
     """
     scores: list[float] = metadata["tokenizer.ggml.scores"]
     if len(scores) != len(tokens):
@@ -210,12 +213,12 @@ def _bpe(metadata: Metadata, **arguments: Any) -> BPE:
 
 
 def _add_tokens(tokenizer: Tokenizer, tokens: Sequence[str], types: Sequence[int]) -> None:
-    """Control tokens become special tokens; user-defined ones are found in text before it is cut, but are text."""
+    """Adds control tokens as special tokens, and user-defined tokens, which match before pre-tokenisation but are text."""
     special, plain = [], []
     for token, kind in zip(tokens, types, strict=True):
-        if kind in (_CONTROL, _UNKNOWN):
+        if kind in (TokenType.CONTROL, TokenType.UNKNOWN):
             special.append(AddedToken(token, special=True, normalized=False))
-        elif kind == _USER_DEFINED:
+        elif kind == TokenType.USER_DEFINED:
             plain.append(AddedToken(token, special=False, normalized=False))
     tokenizer.add_special_tokens(special)
     tokenizer.add_tokens(plain)

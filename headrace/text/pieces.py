@@ -61,7 +61,7 @@ def _with_step(rules: DecoderRules, step: dict[str, Any]) -> DecoderRules:
 
 def token_bytes(backend: Backend, rules: DecoderRules, vocab_size: int) -> TokenBytes:
     """The bytes of tokens ``0 .. vocab_size - 1``."""
-    names: list[str | None] = [None] * vocab_size
+    names = [""] * vocab_size
     for name, token in backend.get_vocab(with_added_tokens=True).items():
         if token < vocab_size:
             names[token] = name
@@ -84,13 +84,10 @@ def _gpt2_table() -> dict[int, int]:
 _GPT2_TABLE = _gpt2_table()
 
 
-def _byte_level(names: list[str | None]) -> list[bytes]:
+def _byte_level(names: list[str]) -> list[bytes]:
     """Every character a byte. A token with a character outside the table (an added token) is its own UTF-8."""
     pieces = []
     for name in names:
-        if name is None:
-            pieces.append(b"")
-            continue
         try:
             pieces.append(name.translate(_GPT2_TABLE).encode("latin-1"))
         except UnicodeEncodeError:
@@ -98,12 +95,9 @@ def _byte_level(names: list[str | None]) -> list[bytes]:
     return pieces
 
 
-def _plain(names: list[str | None], rules: DecoderRules) -> list[bytes]:
+def _plain(names: list[str], rules: DecoderRules) -> list[bytes]:
     pieces = []
     for name in names:
-        if name is None:
-            pieces.append(b"")
-            continue
         if rules.byte_fallback and len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
             try:
                 pieces.append(bytes([int(name[3:5], 16)]))

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from typing import TYPE_CHECKING, Any
 
 from headrace.errors import ConfigError, RequestError
 from headrace.sources.files import ModelFiles
-from headrace.sources.gguf import read_metadata
 from headrace.sources.locate import is_gguf
 from headrace.text import chat
-from headrace.text.gguf_vocab import build_tokenizer
+from headrace.text.fast_tokenizer import FastTokenizer, from_directory, from_transformers
 from headrace.text.pieces import decoder_rules, token_bytes
 from headrace.text.vocab import TokenBytes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 
 class Tokenizer:
@@ -27,7 +28,7 @@ class Tokenizer:
     """
 
     def __init__(
-        self, hf: PreTrainedTokenizerFast, *, vocab_size: int | None = None, eos_token_ids: Sequence[int] = ()
+        self, hf: FastTokenizer | PreTrainedTokenizerFast, *, vocab_size: int | None = None, eos_token_ids: Sequence[int] = ()
     ) -> None:
         """``vocab_size``: the model's, where it is not the tokenizer's. ``eos_token_ids``: beside the tokenizer's own.
 
@@ -54,6 +55,13 @@ class Tokenizer:
     def token_bytes(self) -> TokenBytes:
         """What each token id adds to the text, ``[vocab_size]``. Made when it is first needed."""
         return token_bytes(self._backend, self.rules, self.vocab_size)
+
+    def prepare(self) -> None:
+        """Does what else the first request would wait for: tables of the vocabulary, a first rendered chat."""
+        self.token_bytes.prepare()
+        if self.has_chat_template:
+            with contextlib.suppress(RequestError):
+                self.render_chat([{"role": "user", "content": ""}])
 
     def encode(self, text: str, add_special_tokens: bool = True, *, param: str = "prompt") -> list[int]:
         """Token ids of ``text``; ``add_special_tokens`` puts bos or eos around it where the tokenizer does so.
@@ -92,23 +100,23 @@ class Tokenizer:
         return name
 
     def token_text(self, token: int) -> str:
-        """The text of one token on its own, for logprobs; half characters read as U+FFFD."""
+        """The text of one token on its own; bytes that are not whole characters become U+FFFD."""
         return self.token_bytes.pieces[token].decode("utf-8", "replace")
 
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
-        /,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = True,
         continue_final_message: bool = False,
-        **chat_template_kwargs: Any,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        strict: bool = False,
     ) -> str:
-        """The prompt that the chat template makes of ``messages``. Further keywords are the template's variables.
+        """Render ``messages`` as a prompt with the chat template; ``chat_template_kwargs`` are further variables for it.
 
         Raises:
-            RequestError: see ``chat.render``.
+            RequestError: see ``chat.render``, which has the other arguments.
         """
         return chat.render(
             self.hf,
@@ -116,10 +124,11 @@ class Tokenizer:
             tools=tools,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            template_kwargs=chat_template_kwargs,
+            template_kwargs=chat_template_kwargs or {},
+            strict=strict,
         )
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         """Token ids of ``render_chat(messages, **options)``. Templates write bos and eos themselves: none is added."""
         return self.encode(self.render_chat(messages, **options), add_special_tokens=False, param="messages")
 
@@ -138,11 +147,16 @@ def load_tokenizer(files: ModelFiles, path: str | None = None, chat_template: st
     if source.is_file():
         if not is_gguf(source):
             raise ConfigError(f"{source} is not a GGUF file; name the directory of a tokenizer's files", "tokenizer")
+        from headrace.sources.gguf import read_metadata
+        from headrace.text.gguf_vocab import build_tokenizer
+
         hf = build_tokenizer(read_metadata(source))
+    elif path is not None and not source.is_dir():
+        hf = from_transformers(path, local=False, trusted=False)
+    elif path is None and files.trust_remote_code:
+        hf = from_transformers(str(source), local=True, trusted=True)
     else:
-        local = path is None or source.is_dir()
-        trusted = files.trust_remote_code and path is None
-        hf = _from_pretrained(str(source) if local else str(path), local=local, trusted=trusted)
+        hf = from_directory(source)
     if chat_template is not None:
         hf.chat_template = chat.read_template(chat_template)
     templates = hf.chat_template or ()
@@ -150,15 +164,3 @@ def load_tokenizer(files: ModelFiles, path: str | None = None, chat_template: st
         chat.check_template(template)
     vocab_size = getattr(files.config.get_text_config(), "vocab_size", None)
     return Tokenizer(hf, vocab_size=vocab_size, eos_token_ids=files.generation_config["eos_token_id"])
-
-
-def _from_pretrained(name: str, *, local: bool, trusted: bool) -> PreTrainedTokenizerFast:
-    """transformers' tokenizer of a directory or hub id. ``trusted``: code that comes with it may run."""
-    try:
-        hf = AutoTokenizer.from_pretrained(name, use_fast=True, trust_remote_code=trusted, local_files_only=local)
-    except Exception as error:
-        # Missing, corrupt and unknown files surface as errors of several libraries.
-        raise ConfigError(f"the tokenizer of {name} cannot be loaded: {error}", "tokenizer") from error
-    if not isinstance(hf, PreTrainedTokenizerFast):
-        raise ConfigError(f"the tokenizer of {name} is a {type(hf).__name__}: one with a tokenizer.json is needed", "tokenizer")
-    return hf

@@ -9,18 +9,18 @@ from typing import Protocol
 
 import torch
 
-from headrace.quant.groups import GroupCodes
+from headrace.quant.stored import Codes
 
 DUMMY_STD = 0.02
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """What a file says about a tensor, without reading it."""
+    """A file's metadata of a tensor."""
 
     shape: tuple[int, ...]
     kind: str
-    """As the file's format calls it: F32, BF16, Q4_1 ..."""
+    """The type in the file's format: F32, BF16, Q4_1 ..."""
     nbytes: int
     """As stored."""
     origin: str
@@ -34,11 +34,12 @@ class Checkpoint(Protocol):
         ...
 
     def read(self, name: str) -> torch.Tensor:
-        """The tensor in a float dtype; it may be a read-only view of the file."""
+        """Reads the tensor in a float dtype; it may be a read-only view of the file."""
         ...
 
-    def codes(self, name: str) -> GroupCodes | None:
-        """The integers that a matrix is stored as, where it is stored in groups of 32; None: it is not."""
+    def codes(self, name: str) -> Codes | None:
+        """Reads the codes and scales of a matrix; None: it is stored as floats, or in a form that only ``read``
+        knows."""
         ...
 
 
@@ -64,5 +65,5 @@ class DummyCheckpoint:
         generator = torch.Generator(self._device).manual_seed(int.from_bytes(key, "little") >> 1)
         return torch.empty(shape, device=self._device).normal_(std=DUMMY_STD, generator=generator)
 
-    def codes(self, name: str) -> GroupCodes | None:
+    def codes(self, name: str) -> None:
         return None

@@ -20,10 +20,10 @@ from gguf import (
 from gguf.quants import dequantize
 
 from headrace.errors import ConfigError
+from headrace.model_spec import ModelSpec
 from headrace.quant import gguf_blocks
 from headrace.quant.groups import GroupCodes
 from headrace.sources.gguf import Metadata, open_gguf
-from headrace.spec import ModelSpec
 from headrace.weights.checkpoint import StoredTensor
 
 Type = GGMLQuantizationType
@@ -75,6 +75,8 @@ class GGUFCheckpoint:
             flat = np.array(tensor.data).reshape(-1).view(np.uint8)
             plain = torch.from_numpy(flat).view(_PLAIN[tensor.tensor_type])
             return self._order(name, plain.view(shape))
+        if (codes := self.codes(name)) is not None:
+            return codes.dequantize()
         values = dequantize(self._blocks(name), tensor.tensor_type)
         return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32)).view(shape)
 

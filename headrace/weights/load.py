@@ -1,10 +1,11 @@
-"""Loads a model's weights, tensor by tensor: each is read, put in its rows or packed, and let go."""
+"""Loads a model's weights tensor by tensor: reads each, copies it to its rows or packs it, and frees it."""
 
 from __future__ import annotations
 
 import re
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -14,21 +15,22 @@ from headrace.config import Decision
 from headrace.errors import ConfigError
 from headrace.kernels import native
 from headrace.layers.linear import Linear
-from headrace.quant.convert import Conversion, Converter, Piece
-from headrace.quant.hybrid import HybridLinear
-from headrace.quant.packed import PackedLinear
+from headrace.layers.moe import Experts
+from headrace.model_spec import ModelSpec
+from headrace.quant.convert import Conversion, Converter
+from headrace.quant.formats import checkpoint_format
+from headrace.quant.packed import PackedMethod
+from headrace.quant.stored import StoredMatrix
 from headrace.sources.files import ModelFiles
-from headrace.spec import ModelSpec
 from headrace.weights.checkpoint import Checkpoint, DummyCheckpoint
-from headrace.weights.gguf import GGUFCheckpoint
 from headrace.weights.names import NameTable
-from headrace.weights.report import LoadReport, RoundingError, WeightMemory
+from headrace.weights.report import LoadReport, WeightMemory
 from headrace.weights.safetensors import SafetensorsCheckpoint
 from headrace.weights.scaled import ScaledCheckpoint
 from headrace.weights.sharded import ShardedCheckpoint, is_sharded
 
 HEAD = "lm_head"
-"""The module that makes logits of hidden states."""
+"""Path of the output head."""
 
 Progress = Callable[[int, int], None]
 """Called with bytes read so far and bytes there are, as stored."""
@@ -45,10 +47,10 @@ def load_weights(
 ) -> LoadReport:
     """Fills the model's parameters from a checkpoint, in the parameters' dtype, and packs its matrices if asked to.
 
-    At no time does more than one matrix exist twice.
+    At most one matrix per thread exists twice at any time.
 
     Args:
-        model: with ``spec``, a ModelSpec, and its parameters allocated. Its ``Linear`` modules are replaced where they
+        model: with ``spec``, a ModelSpec, and its parameters allocated. Its ``Linear`` modules get another method where they
             are packed.
         table: the names of its parameters in checkpoints.
         files: what to load, as ``find_model`` returns it. Dummy: random weights from ``seed``.
@@ -73,7 +75,11 @@ def _open(model: nn.Module, table: NameTable, files: ModelFiles, seed: int) -> I
             stack.callback(checkpoint.close)
             yield checkpoint
         elif files.kind == "gguf":
+            from headrace.sources.gguf import forget
+            from headrace.weights.gguf import GGUFCheckpoint
+
             (file,) = files.weight_files
+            stack.callback(forget)
             yield GGUFCheckpoint(file, spec, table.all_names())
         else:
             parameters = dict(model.named_parameters())
@@ -87,11 +93,8 @@ def _open_safetensors(
     if is_sharded(files.weight_files):
         return ShardedCheckpoint(files.weight_files, spec)
     checkpoint = SafetensorsCheckpoint(files.weight_files)
-    scheme = getattr(files.config, "quantization_config", None)
-    if scheme is None:
-        return checkpoint
-    tile = scheme.get("weight_block_size")
-    return ScaledCheckpoint(checkpoint, None if tile is None else (tile[0], tile[1]), device)
+    stored = checkpoint_format(files.config)
+    return checkpoint if stored is None else ScaledCheckpoint(checkpoint, stored.tile, device)
 
 
 class _Loader:
@@ -105,7 +108,7 @@ class _Loader:
         self._total = sum(stored.nbytes for stored in checkpoint.tensors.values())
 
     def check(self) -> None:
-        """Every tensor has a place of its shape and every parameter has its tensors, before any is read."""
+        """Checks that every tensor has a target of its shape and every parameter has its tensors, before reading any."""
         tensors = self._checkpoint.tensors
         places = {name for name, _ in self._table.items()}
         unfilled = self._parameters.keys() - set(self._table.parameters())
@@ -138,19 +141,22 @@ class _Loader:
     @torch.no_grad()
     def load(self, quantization: str) -> LoadReport:
         start = time.perf_counter()
-        kernels = native.load()
-        converter = None if quantization == "none" else Converter(quantization, kernels)
         linears = {path: module for path, module in self._model.named_modules() if isinstance(module, Linear)}
-        packed: dict[str, Linear] = {} if converter is None else linears
-        skipped = {f"{path}.weight" for path in packed}
+        matrices = {f"{path}.weight" for path in linears}
+        experts = {
+            f"{path}.{matrix}": module
+            for path, module in self._model.named_modules()
+            if isinstance(module, Experts)
+            for matrix in module.shapes
+        }
         for parameter in self._table.parameters():
-            if parameter not in skipped:
-                self._fill(parameter)
+            if parameter not in matrices:
+                self._fill(parameter, experts.get(parameter))
+        if quantization == "none":
+            for path, layer in linears.items():
+                self._load(path, layer)
         self._check_ties()
-        conversions: dict[str, Conversion] = {}
-        for path, linear in packed.items():
-            if converter is not None:
-                conversions[path] = self._pack(path, linear, converter)
+        conversions = {} if quantization == "none" else self._pack(linears, Converter(quantization, native.load()))
         self._progress(self._total, self._total)
         return LoadReport(
             seconds=time.perf_counter() - start,
@@ -158,51 +164,63 @@ class _Loader:
             num_tensors=len(self._checkpoint.tensors),
             quantization=quantization,
             memory=_memory(self._model),
-            errors=tuple(
-                RoundingError(f"{path}.weight", conversion.module.format, conversion.error)
-                for path, conversion in conversions.items()
-            ),
+            errors={f"{path}.weight": conversion.error for path, conversion in conversions.items()},
             decisions=_decisions(conversions),
         )
 
-    def _fill(self, parameter: str) -> None:
-        target = self._parameters[parameter]
+    def _fill(self, parameter: str, experts: Experts | None) -> None:
+        """``experts``: whose matrix it is; None: it is no matrix."""
         for name in self._table.names(parameter):
             part = self._table.part(name)
-            if part is not None:
-                part.fill(target, self._checkpoint.read(name))
+            if part is not None and experts is not None:
+                experts.method.load(experts, parameter.rpartition(".")[2], self._stored(name), part.index, part.start)
+            elif part is not None:
+                part.fill(self._parameters[parameter], self._checkpoint.read(name))
             self._read(name)
 
-    def _pack(self, path: str, linear: Linear, converter: Converter) -> Conversion:
-        parameter = next(name for name, value in self._parameters.items() if value is linear.weight)
-        names = self._table.names(parameter)
-        pieces = [self._piece(name) for name in names]
-        conversion = converter.convert(path, linear, pieces, is_head=path == HEAD)
-        if path == HEAD:
-            # Logits are wanted in float32: what the product rounded away could not be had back.
-            conversion.module.out_dtype = torch.float32
-        self._model.set_submodule(path, conversion.module)
-        if parameter == f"{path}.weight":
-            del self._parameters[parameter]
+    def _load(self, path: str, layer: Linear) -> None:
+        """Loads the weights in the layer's present format."""
+        if self._parameters.get(f"{path}.weight") is layer.weight:
+            names = self._table.names(f"{path}.weight")
+            layer.method.load(layer, [self._stored(name) for name in names])
             for name in names:
                 self._read(name)
-        return conversion
 
-    def _piece(self, name: str) -> Piece:
+    def _pack(self, linears: dict[str, Linear], converter: Converter) -> dict[str, Conversion]:
+        """Packs one matrix per thread, since the steps of packing are too small to parallelise."""
+        parameters = {id(value): name for name, value in self._parameters.items()}
+        of = {path: parameters[id(layer.weight)] for path, layer in linears.items()}
+
+        @torch.no_grad()
+        def convert(path: str) -> Conversion:
+            stored = [self._stored(name) for name in self._table.names(of[path])]
+            return converter.convert(path, linears[path], stored, is_head=path == HEAD)
+
+        conversions = {}
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            for path, conversion in zip(linears, pool.map(convert, linears), strict=True):
+                conversions[path] = conversion
+                if of[path] == f"{path}.weight":
+                    del self._parameters[of[path]]
+                    for name in self._table.names(of[path]):
+                        self._read(name)
+        return conversions
+
+    def _stored(self, name: str) -> StoredMatrix:
         checkpoint, part = self._checkpoint, self._table.part(name)
         kind, layout = checkpoint.tensors[name].kind, None if part is None else part.layout
         if layout is None:
-            return Piece(kind, checkpoint.codes(name), lambda: checkpoint.read(name))
-        return Piece(kind, None, lambda: layout.take(checkpoint.read(name)))
+            return StoredMatrix(kind, lambda: checkpoint.read(name), lambda: checkpoint.codes(name))
+        return StoredMatrix(kind, lambda: layout.take(checkpoint.read(name)))
 
     def _check_ties(self) -> None:
-        """A tied tensor that the checkpoint has nevertheless must be what it is tied to."""
+        """Checks that a tied tensor in the checkpoint equals what it is tied to."""
         for name in self._checkpoint.tensors:
             parameter = self._table.tied(name)
             if parameter is None:
                 continue
-            held = self._parameters[parameter]
-            if not torch.equal(self._checkpoint.read(name).to(held.dtype), held):
+            value = self._parameters[parameter]
+            if not torch.equal(self._checkpoint.read(name).to(value.dtype), value):
                 raise ConfigError(
                     f"the model's configuration ties {name} to {parameter}, but the checkpoint's two differ: "
                     "set tie_word_embeddings to false in its config.json",
@@ -221,17 +239,16 @@ def _listed(names: list[str], most: int = 5) -> str:
 
 
 def _memory(model: nn.Module) -> tuple[WeightMemory, ...]:
-    """Where the weights' bytes are. Tied ones count once."""
+    """Reports the weights' bytes by format. Tied ones count once."""
     plain = sum(parameter.nbytes for parameter in model.parameters())
     dtypes = " and ".join(sorted({str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()}))
     lines = [WeightMemory("weights", plain, dtypes)]
     packed: dict[str, int] = {}
     copies = 0
     for module in model.modules():
-        if isinstance(module, HybridLinear):
-            copies += module.copy_nbytes
-        elif isinstance(module, PackedLinear):
-            packed[module.format] = packed.get(module.format, 0) + module.nbytes
+        if isinstance(module, Linear) and isinstance(method := module.method, PackedMethod):
+            packed[method.held_format] = packed.get(method.held_format, 0) + method.nbytes(module)
+            copies += sum(buffer.nbytes for buffer in module.buffers()) - method.nbytes(module)
     lines += [WeightMemory("packed weights", nbytes, how) for how, nbytes in packed.items()]
     if copies:
         lines.append(WeightMemory("second copy of packed weights", copies, "for prompts and large batches"))
@@ -243,7 +260,7 @@ def _decisions(conversions: dict[str, Conversion]) -> tuple[Decision, ...]:
     alike: dict[tuple[str, str, str], list[float]] = {}
     for path, conversion in conversions.items():
         kind = re.sub(r"\.\d+\.", ".*.", path)
-        alike.setdefault((kind, conversion.module.format, conversion.reason), []).append(conversion.error)
+        alike.setdefault((kind, conversion.format, conversion.reason), []).append(conversion.error)
     out = []
     for (kind, how, reason), errors in alike.items():
         error = f"relative error at most {max(errors):.1e}" if max(errors) > 0 else "no rounding of weights"

@@ -1,4 +1,4 @@
-"""NameTable: which rows of which parameter a checkpoint's tensor fills. It works both ways."""
+"""NameTable: which rows of which parameter a checkpoint's tensor fills."""
 
 from __future__ import annotations
 
@@ -8,38 +8,36 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 
-from headrace.errors import ConfigError
-
 IGNORABLE = (r".*\.rotary_emb\.inv_freq",)
 """Checkpoint names, in full, of what can be computed."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
-    """How a checkpoint holds a matrix in another way than its parameter does."""
+class StoredLayout:
+    """How a matrix in a checkpoint differs in layout from its parameter."""
 
     rows: Callable[[], Sequence[int]] | None = None
-    """Gives for each row of the parameter's part the row of the stored tensor: a permutation. None: they are in order."""
+    """Returns the row of the stored tensor for each row of the target: a permutation. None: the same order."""
     axis: int = 0
-    """Of the part: what ``rows`` counts along."""
+    """The axis of the target that ``rows`` permutes."""
     transposed: bool = False
-    """It is stored as ``[..., inputs, outputs]``; ``rows`` are those of its transpose."""
+    """Stored as ``[..., inputs, outputs]``; ``rows`` are those of the transpose."""
     wrapped: bool = False
-    """It is stored with another axis before all others, of length 1."""
+    """Stored with an additional first axis of length 1."""
 
     def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The stored tensor's shape, of the part's."""
+        """Returns the shape of the stored tensor for a target of ``shape``."""
         shape = (*shape[:-2], shape[-1], shape[-2]) if self.transposed else shape
         return (1, *shape) if self.wrapped else shape
 
     def take(self, stored: torch.Tensor) -> torch.Tensor:
-        """From the stored tensor to the parameter's part."""
+        """Converts the stored tensor to the layout of the parameter."""
         whole = stored.squeeze(0) if self.wrapped else stored
         whole = whole.mT if self.transposed else whole
         return whole if self.rows is None else whole.index_select(self.axis, torch.tensor(self.rows(), device=whole.device))
 
     def give(self, part: torch.Tensor) -> torch.Tensor:
-        """Back: what ``take`` makes this part of."""
+        """Converts rows of the parameter to the stored layout: the inverse of ``take``."""
         whole = part
         if self.rows is not None:
             whole = torch.empty_like(part).index_copy_(self.axis, torch.tensor(self.rows(), device=part.device), part)
@@ -48,64 +46,59 @@ class Layout:
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
-    """Where a checkpoint's tensor goes: rows ``[start, stop)`` of a parameter, or all of it (``stop`` None)."""
+class Target:
+    """The target of a checkpoint's tensor: rows ``[start, stop)`` of a parameter, or all of it (``stop`` None)."""
 
     parameter: str
     start: int = 0
     stop: int | None = None
     index: int | None = None
-    """Of a parameter that stacks many alike, such as experts: which of them; None: it does not."""
-    layout: Layout | None = None
-    """None: the checkpoint's tensor is laid out like the rows it fills."""
+    """The index into a parameter that stacks several matrices, such as experts; None: the parameter is not stacked."""
+    layout: StoredLayout | None = None
+    """None: the checkpoint's tensor has the layout of the rows it fills."""
 
     def view(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The rows of the parameter, a view."""
+        """Returns a view of the target rows."""
         whole = parameter if self.index is None else parameter[self.index]
         return whole if self.stop is None else whole[self.start : self.stop]
 
     def stored_shape(self, parameter: torch.Tensor) -> tuple[int, ...]:
-        """The shape that the checkpoint's tensor must have."""
+        """Returns the shape that the checkpoint's tensor must have."""
         shape = tuple(self.view(parameter).shape)
         return shape if self.layout is None else self.layout.stored_shape(shape)
 
     def fill(self, parameter: torch.Tensor, stored: torch.Tensor) -> None:
-        """Copies the checkpoint's tensor to its place."""
+        """Copies the checkpoint's tensor to the target rows."""
         self.view(parameter).copy_(stored if self.layout is None else self.layout.take(stored))
-
-    def stored(self, parameter: torch.Tensor) -> torch.Tensor:
-        """What the checkpoint's tensor would be: a view of the parameter where both are laid out alike."""
-        view = self.view(parameter)
-        return view if self.layout is None else self.layout.give(view)
 
 
 class NameTable:
-    """Checkpoint name <-> (parameter, rows), for one model. Built once a family, with ``add``, ``fuse``, ``tie`` and, for
-    checkpoints that hold the same in other tensors, ``instead``.
+    """Maps checkpoint names to rows of parameters, for one model. Each family builds it with ``add``, ``fuse``, ``tie`` and,
+    for alternative tensors of other checkpoints, ``instead``.
 
     Args:
         ignorable: regular expressions of checkpoint names that carry nothing to load, matched in full.
     """
 
     def __init__(self, ignorable: Sequence[str] = IGNORABLE) -> None:
-        self._parts: dict[str, Part] = {}
+        self._parts: dict[str, Target] = {}
         self._names: dict[str, list[str]] = {}
         self._ties: dict[str, str] = {}
-        self._instead: dict[str, dict[str, Part]] = {}
+        self._instead: dict[str, dict[str, Target]] = {}
         self._ignorable = [re.compile(pattern) for pattern in ignorable]
         self._elsewhere: list[dict[str, str]] = []
         self._moved: dict[str, str] = {}
 
-    def add(self, name: str, parameter: str, index: int | None = None, layout: Layout | None = None) -> None:
+    def add(self, name: str, parameter: str, index: int | None = None, layout: StoredLayout | None = None) -> None:
         """The tensor ``name`` is the whole of ``parameter``, or of ``parameter[index]``."""
-        self._insert(name, Part(parameter, index=index, layout=layout))
+        self._insert(name, Target(parameter, index=index, layout=layout))
 
     def fuse(
         self,
         parameter: str,
         names: Mapping[str, int],
         index: int | None = None,
-        layouts: Mapping[str, Layout] | None = None,
+        layouts: Mapping[str, StoredLayout] | None = None,
     ) -> None:
         """The tensors ``names`` (name -> rows), one below the other in this order, are the whole of ``parameter``, or of
         ``parameter[index]``.
@@ -115,27 +108,25 @@ class NameTable:
         """
         start = 0
         for name, rows in names.items():
-            self._insert(name, Part(parameter, start, start + rows, index, (layouts or {}).get(name)))
+            self._insert(name, Target(parameter, start, start + rows, index, (layouts or {}).get(name)))
             start += rows
 
-    def instead(self, name: str, parameter: str, layout: Layout | None = None) -> None:
+    def instead(self, name: str, parameter: str, layout: StoredLayout | None = None) -> None:
         """A checkpoint may have one tensor ``name`` in place of all those that make up ``parameter``.
 
         ``chosen`` takes it where it is there.
         """
-        self._instead.setdefault(parameter, {})[name] = Part(parameter, layout=layout)
+        self._instead.setdefault(parameter, {})[name] = Target(parameter, layout=layout)
 
     def elsewhere(self, prefixes: Mapping[str, str]) -> None:
-        """A checkpoint of something larger may have the names that begin with a key of ``prefixes`` begin with its value.
+        """In the checkpoint of a larger model, names that begin with a key of ``prefixes`` may begin with its value.
 
-        ``chosen`` moves them where it has names that begin so.
+        ``chosen`` renames them where the checkpoint has such names.
         """
         self._elsewhere.append(dict(prefixes))
 
     def chosen(self, names: Collection[str]) -> NameTable:
-        """The table for a checkpoint of these names: with the tensors that it has in place of others, and under the names
-        that it has for all.
-        """
+        """Returns the table for a checkpoint with these names, with its alternative tensors and prefixes."""
         for prefixes in self._elsewhere:
             if any(name.startswith(tuple(prefixes.values())) for name in names):
                 return self._under(prefixes).chosen(names)
@@ -152,7 +143,7 @@ class NameTable:
         return table
 
     def _under(self, prefixes: Mapping[str, str]) -> NameTable:
-        """The same parameters under names with other beginnings."""
+        """Returns the table with other prefixes."""
         table = NameTable()
         table._ignorable, table._moved = self._ignorable, dict(prefixes)
         for name, part in self._parts.items():
@@ -165,25 +156,25 @@ class NameTable:
         return table
 
     def tie(self, name: str, parameter: str) -> None:
-        """The tensor ``name`` may be in a checkpoint, equal to the tied ``parameter``; nothing is made of it."""
+        """The tensor ``name`` may be in a checkpoint and must equal the tied ``parameter``; it is not loaded."""
         self._ties[name] = parameter
 
-    def _insert(self, name: str, part: Part) -> None:
+    def _insert(self, name: str, part: Target) -> None:
         if name in self._parts:
             raise ValueError(f"{name} is in the table already")
         self._parts[name] = part
         self._names.setdefault(part.parameter, []).append(name)
 
-    def part(self, name: str) -> Part | None:
-        """Where the checkpoint's tensor ``name`` goes; None: the table has no such name."""
+    def part(self, name: str) -> Target | None:
+        """Returns the target of the checkpoint's tensor ``name``; None: the table has no such name."""
         return self._parts.get(name)
 
     def tied(self, name: str) -> str | None:
-        """The parameter that the checkpoint's tensor ``name`` must equal; None: it is no tie."""
+        """Returns the parameter that the checkpoint's tensor ``name`` must equal; None: it is not tied."""
         return self._ties.get(name)
 
     def ignored(self, name: str) -> bool:
-        """True if a checkpoint's tensor of this name carries nothing to load."""
+        """Returns whether a checkpoint's tensor of this name is skipped."""
         usual = _move(name, {theirs: ours for ours, theirs in self._moved.items()})
         return any(pattern.fullmatch(one) for pattern in self._ignorable for one in (name, usual))
 
@@ -195,7 +186,7 @@ class NameTable:
         """
         return list(self._names[parameter])
 
-    def items(self) -> Iterator[tuple[str, Part]]:
+    def items(self) -> Iterator[tuple[str, Target]]:
         """Every checkpoint name with its part."""
         yield from self._parts.items()
 
@@ -206,21 +197,6 @@ class NameTable:
     def parameters(self) -> list[str]:
         """Every parameter that the table fills."""
         return list(self._names)
-
-    def export(self, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        """The model's weights under their checkpoint names, in the order of the table: views, but where a layout differs.
-
-        Raises:
-            ConfigError: a parameter is not there under its name, because it was quantised when it was loaded.
-        """
-        parameters = dict(model.named_parameters())
-        for name, part in self._parts.items():
-            if part.parameter not in parameters:
-                raise ConfigError(
-                    f"{part.parameter} is quantised, so it cannot be exported as {name}: load the model with quantization none",
-                    "quantization",
-                )
-            yield name, part.stored(parameters[part.parameter].detach())
 
 
 def _move(name: str, prefixes: Mapping[str, str]) -> str:

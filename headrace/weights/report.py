@@ -1,29 +1,22 @@
-"""LoadReport: what loading a model's weights did, to the byte, and what it chose."""
+"""LoadReport: bytes, rounding errors and decisions of loading a model's weights."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+
+from torch import nn
 
 from headrace.config import Decision
 
 
 @dataclasses.dataclass(frozen=True)
 class WeightMemory:
-    """Weights that are held in one way."""
+    """Bytes of the weights in one format."""
 
     name: str
     nbytes: int
     detail: str
-
-
-@dataclasses.dataclass(frozen=True)
-class RoundingError:
-    """How far a matrix that is multiplied by is from the one that the checkpoint means."""
-
-    parameter: str
-    format: str
-    error: float
-    """Root mean square of the difference over that of the exact weights."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,17 +28,27 @@ class LoadReport:
     quantization: str
     """none, int8 or int4."""
     memory: tuple[WeightMemory, ...]
-    """Sums to all that the model's weights take, second copies among it."""
-    errors: tuple[RoundingError, ...]
-    """One for each matrix that was packed."""
+    """Sums to all bytes of the weights, second copies included."""
+    errors: Mapping[str, float]
+    """Packed matrix -> root mean square of (held - exact weights) over that of the exact weights."""
     decisions: tuple[Decision, ...]
-    waits: tuple[str, ...] = ()
-    """Modules that were seen to wait for their GPU in every step."""
 
     @property
     def nbytes(self) -> int:
         return sum(line.nbytes for line in self.memory)
 
-    @property
-    def worst_error(self) -> RoundingError | None:
-        return max(self.errors, key=lambda entry: entry.error, default=None)
+
+def unquantized_report(
+    model: nn.Module, detail: str, seconds: float = 0.0, nbytes_read: int = 0, decisions: tuple[Decision, ...] = ()
+) -> LoadReport:
+    """Reports a foreign model, whose weights are not converted. ``detail``: their format."""
+    parameters = list(model.parameters())
+    return LoadReport(
+        seconds=seconds,
+        nbytes_read=nbytes_read,
+        num_tensors=len(parameters),
+        quantization="none",
+        memory=(WeightMemory("weights", sum(parameter.nbytes for parameter in parameters), detail),),
+        errors={},
+        decisions=decisions,
+    )

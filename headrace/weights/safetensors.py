@@ -1,4 +1,4 @@
-"""Tensors of safetensors files, mapped into memory and read as they are asked for."""
+"""Tensors of safetensors files, memory-mapped and read on demand."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from headrace.errors import ConfigError
-from headrace.quant.groups import GroupCodes
 from headrace.weights.checkpoint import StoredTensor
 
 _FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
-"""The types that are weights as they stand, and their bytes. Integers need a scheme to make weights of them."""
+"""The float types and their bytes. Integers need a number format that interprets them."""
 _BYTES = _FLOATS | {"U8": 1, "I8": 1, "I16": 2, "I32": 4, "I64": 8, "BOOL": 1}
 
 
@@ -62,11 +61,11 @@ class SafetensorsCheckpoint:
         return self.raw(name)
 
     def raw(self, name: str) -> torch.Tensor:
-        """The tensor as it is stored, of whatever type: for a scheme that makes weights of it."""
+        """Reads the stored tensor in its own type, for number formats that interpret it."""
         tensor: torch.Tensor = self._handles[name].get_tensor(name)
         return tensor
 
-    def codes(self, name: str) -> GroupCodes | None:
+    def codes(self, name: str) -> None:
         return None
 
     def close(self) -> None:

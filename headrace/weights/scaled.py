@@ -1,8 +1,4 @@
-"""Checkpoints whose matrices are small floats with a scale for each block of them, read as the floats that they mean.
-
-MXFP4 (Open Compute Project, "Microscaling Formats", 2023): blocks of 32 numbers of 4 bits, e2m1, with a power of two; two
-numbers a byte, the lower half first. FP8: numbers of e4m3 with a float for each tile, as DeepSeek-V3 (2024) has it.
-"""
+"""Checkpoints whose matrices are small floats with scales in tensors of their own."""
 
 from __future__ import annotations
 
@@ -12,13 +8,10 @@ from collections.abc import Mapping
 import torch
 
 from headrace.errors import ConfigError
-from headrace.quant.groups import GroupCodes
+from headrace.quant.float_codes import MicroscaledCodes, TileCodes
 from headrace.weights.checkpoint import StoredTensor
 from headrace.weights.safetensors import SafetensorsCheckpoint
 
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_E8M0_BIAS = 127
-_ROWS = 4096
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _TILE_SCALE = "_scale_inv"
 
@@ -73,57 +66,18 @@ class ScaledCheckpoint:
         return scale
 
     def read(self, name: str) -> torch.Tensor:
+        codes = self.codes(name)
+        return self._inner.read(name) if codes is None else codes.dequantize()
+
+    def codes(self, name: str) -> TileCodes | MicroscaledCodes | None:
         scale = self._scale_of.get(name)
         if scale is None:
-            return self._inner.read(name)
+            return None
         if self.tensors[name].kind == "MXFP4":
-            return from_mxfp4(self._inner.raw(name).to(self._device), self._inner.raw(scale).to(self._device))
+            return MicroscaledCodes(self._inner.raw(name).to(self._device), self._inner.raw(scale).to(self._device))
         if self._tile is None:
             raise ValueError(f"{name} has scales of tiles whose size is not known")
-        return from_tiles(self._inner.read(name).to(self._device), self._inner.read(scale).to(self._device), self._tile)
-
-    def codes(self, name: str) -> GroupCodes | None:
-        return None
+        return TileCodes(self._inner.read(name).to(self._device), self._inner.read(scale).to(self._device), self._tile)
 
     def close(self) -> None:
         self._inner.close()
-
-
-def from_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """The numbers, exactly.
-
-    Args:
-        blocks: ``[..., groups, bytes]`` uint8, two numbers a byte, the lower half first.
-        scales: ``[..., groups]`` uint8: exponents of two, 127 for 1.
-
-    Returns:
-        ``[..., groups * bytes * 2]`` bfloat16.
-    """
-    pairs = _pairs(blocks.device)
-    out = torch.empty(*scales.shape[:-1], 2 * blocks.shape[-1] * blocks.shape[-2], dtype=torch.bfloat16, device=blocks.device)
-    rows, codes = out.view(-1, out.shape[-1]), blocks.reshape(-1, *blocks.shape[-2:])
-    exponents = scales.reshape(-1, scales.shape[-1]).int() - _E8M0_BIAS
-    # A few rows at a time: what lies between bytes and numbers is several times as large as both.
-    for start in range(0, len(rows), _ROWS):
-        here = slice(start, start + _ROWS)
-        numbers = pairs.index_select(0, codes[here].flatten().int()).view(*codes[here].shape[:2], -1)
-        factors = torch.ldexp(torch.ones_like(exponents[here], dtype=torch.float32), exponents[here])
-        rows[here] = (numbers * factors.to(torch.bfloat16).unsqueeze(-1)).flatten(1)
-    return out
-
-
-def _pairs(device: torch.device) -> torch.Tensor:
-    """``[256, 2]``: the two numbers of every byte."""
-    values = torch.tensor((*_E2M1, *(-value for value in _E2M1)), dtype=torch.bfloat16, device=device)
-    byte = torch.arange(256, device=device)
-    return torch.stack((values[byte & 15], values[byte >> 4]), dim=1)
-
-
-def from_tiles(matrix: torch.Tensor, scales: torch.Tensor, tile: tuple[int, int]) -> torch.Tensor:
-    """``[outputs, inputs]`` float32: each tile times its scale.
-
-    Args:
-        scales: ``[ceil(outputs / tile[0]), ceil(inputs / tile[1])]``
-    """
-    wide = scales.float().repeat_interleave(tile[0], 0)[: matrix.shape[0]].repeat_interleave(tile[1], 1)[:, : matrix.shape[1]]
-    return matrix.float() * wide

@@ -11,12 +11,11 @@ from pathlib import Path
 import torch
 
 from headrace.errors import ConfigError
+from headrace.model_spec import DenseSpec, ModelSpec
+from headrace.model_spec.projection import GROUPED, grouped_rows, input_matrices
 from headrace.parallel.shards import Cut, attention_cuts, dense_cuts, join, shard_attention
-from headrace.quant.groups import GroupCodes
-from headrace.spec import DenseSpec, ModelSpec
-from headrace.spec.projection import GROUPED, grouped_rows, input_matrices
 from headrace.weights.checkpoint import StoredTensor
-from headrace.weights.names import Layout
+from headrace.weights.names import StoredLayout
 from headrace.weights.safetensors import SafetensorsCheckpoint
 
 _RANK_FILE = re.compile(r"model-rank-(\d+)-part-\d+\.safetensors")
@@ -31,14 +30,14 @@ def is_sharded(files: Sequence[Path]) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Whole:
-    """How one tensor is made of the ranks' parts."""
+    """How to assemble one tensor from the ranks' parts."""
 
     segments: tuple[tuple[Cut, ...], ...]
-    """The matrices that lie one below the other in each rank's part, each cut for all ranks; none: all ranks hold it whole."""
+    """The matrices in each rank's part, in order, each with the cuts of all ranks; empty: all ranks hold the whole tensor."""
     rows: int | None = None
     """Rows of the whole that are real; the rest is padding of a vocabulary."""
-    grouped: tuple[Layout, Layout] | None = None
-    """Where the matrices are interleaved by KV group instead: how in each rank's part, by its own groups, and in the whole."""
+    grouped: tuple[StoredLayout, StoredLayout] | None = None
+    """For matrices interleaved by KV group: the layouts of each rank's part and of the whole."""
 
 
 class ShardedCheckpoint:
@@ -106,7 +105,7 @@ class ShardedCheckpoint:
             return whole.grouped[1].give(torch.cat(joined))
         return torch.cat(joined)[: whole.rows] if len(joined) > 1 or whole.rows is not None else joined[0]
 
-    def codes(self, name: str) -> GroupCodes | None:
+    def codes(self, name: str) -> None:
         return None
 
     def close(self) -> None:
@@ -115,7 +114,7 @@ class ShardedCheckpoint:
 
 
 def _whole(name: str, spec: ModelSpec, shapes: Sequence[tuple[int, ...]]) -> _Whole:
-    """What the ranks' parts of a tensor are."""
+    """Describes the ranks' parts of a tensor."""
     size = len(shapes)
     if _VOCABULARY.fullmatch(name):
         rows = shapes[0][0]
@@ -133,7 +132,7 @@ def _whole(name: str, spec: ModelSpec, shapes: Sequence[tuple[int, ...]]) -> _Wh
         by_rank = [attention_cuts(attention, rank, size) for rank in range(size)]
         if matrix in GROUPED:
             local = shard_attention(attention, size)
-            grouped = Layout(partial(grouped_rows, local)), Layout(partial(grouped_rows, attention))
+            grouped = StoredLayout(partial(grouped_rows, local)), StoredLayout(partial(grouped_rows, attention))
         fused = matrix == "qkv" or grouped is not None
         members = tuple(one.name for one in input_matrices(attention)) if fused else (matrix,)
     else:

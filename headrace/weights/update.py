@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from headrace.errors import ConfigError
-from headrace.weights.names import NameTable, Part
+from headrace.weights.names import NameTable, Target
 
 Named = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 """Tensors under their names."""
@@ -32,22 +32,22 @@ class WeightUpdate:
     """
 
     def __init__(self, table: NameTable, parameters: Mapping[str, torch.Tensor], tensors: Named) -> None:
-        given: dict[str, torch.Tensor] = {}
+        values: dict[str, torch.Tensor] = {}
         for name, tensor in tensors.items() if isinstance(tensors, Mapping) else tensors:
-            if name in given:
+            if name in values:
                 raise ConfigError(f"{name} is given twice", "tensors")
-            given[name] = tensor
-        self._places: list[tuple[Part, torch.Tensor, torch.Tensor]] = []
+            values[name] = tensor
+        self._places: list[tuple[Target, torch.Tensor, torch.Tensor]] = []
         """(place, parameter, value)"""
         # A checkpoint may have other tensors in place of the usual ones, and so may an update.
-        table = table.chosen(given)
-        for name, tensor in given.items():
+        table = table.chosen(values)
+        for name, tensor in values.items():
             if (part := table.part(name)) is not None:
                 parameter = _held(parameters, part.parameter, name)
                 _check(name, tensor, part.stored_shape(parameter))
                 self._places.append((part, parameter, tensor))
             elif (tied := table.tied(name)) is not None:
-                _check_tie(name, tensor, tied, given.get(table.names(tied)[0]), _held(parameters, tied, name))
+                _check_tie(name, tensor, tied, values.get(table.names(tied)[0]), _held(parameters, tied, name))
             elif not table.ignored(name):
                 raise ConfigError(f"the model has no weight {name} to update", "tensors")
 
@@ -80,7 +80,7 @@ def _check(name: str, tensor: object, expected: tuple[int, ...]) -> None:
 
 
 def _check_tie(name: str, tensor: torch.Tensor, tied: str, other: torch.Tensor | None, held: torch.Tensor) -> None:
-    """It must be what it is tied to: of this update, or of the model. ``other``: what the update has of that."""
+    """Checks that a tied tensor equals its target in the update (``other``) or in the model."""
     _check(name, tensor, tuple(held.shape))
     will_be = held if other is None or other.shape != held.shape else other
     if not torch.equal(tensor.to(held.device, held.dtype), will_be.to(held.device, held.dtype)):

@@ -9,12 +9,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from headrace.attention.backend import StepMetadata
+from headrace.attention.backend import AttentionInputs, StepMetadata
 from headrace.cache.fp8 import Fp8LayerCache
 from headrace.cache.layer import LayerCache
 from headrace.kernels.kv_cache import dequantize, reshape_and_cache
-from headrace.spec import AttentionSpec, layer_kv
-from headrace.spec.kv import FP8_KV
+from headrace.model_spec import AttentionSpec, layer_kv
+from headrace.model_spec.kv import FP8_KV
 
 
 def layer_spec(**changes: object) -> AttentionSpec:
@@ -29,6 +29,10 @@ class Case:
     step: StepMetadata
     sinks: torch.Tensor | None
 
+    @property
+    def inputs(self) -> AttentionInputs:
+        return AttentionInputs(self.q, self.cache, self.sinks, self.step.visible_ends)
+
 
 def make_case(
     spec: AttentionSpec,
@@ -40,7 +44,7 @@ def make_case(
     wide: int = 0,
     extra_tokens: int = 0,
 ) -> Case:
-    """Rows of (query tokens, tokens in the cache with them), in blocks drawn at random.
+    """Rows of (query tokens, tokens in the cache with them), in random blocks.
 
     Whatever no row owns is NaN, but for the null block; blocks behind a row's window are given back.
 
@@ -73,7 +77,6 @@ def make_case(
         num_decode_rows=sum(count == 1 for count, _ in rows),
         query_start=torch.from_numpy(starts),
         seq_lens=torch.from_numpy(lengths),
-        positions=torch.zeros(total, dtype=torch.int64),
         slot_mapping=(),
         block_tables=(table,),
         query_start_host=starts,
@@ -84,15 +87,27 @@ def make_case(
     return Case(q, LayerCache(spec, 0, cache), step, sinks)
 
 
+def with_ends(case: Case, spans: list[tuple[int, int, int]]) -> Case:
+    """The case with spans (row, first position, end) whose tokens see each other, as far as they are in the step."""
+    starts, lengths = case.step.query_start_host, case.step.seq_lens_host
+    ends = torch.zeros(len(case.q), dtype=torch.int32)
+    for row, length in enumerate(lengths.tolist()):
+        positions = range(length - int(starts[row + 1] - starts[row]), length)
+        for token, position in enumerate(positions, int(starts[row])):
+            around = [end for place, first, end in spans if place == row and first <= position < end]
+            ends[token] = max([position + 1, *around])
+    return dataclasses.replace(case, step=dataclasses.replace(case.step, visible_ends=ends))
+
+
 class Placed(NamedTuple):
     """A step's rows among those of a captured one, which has room for more: decode rows first, then prompts'."""
 
     places: np.ndarray
     """Row -> its place."""
     starts: np.ndarray
-    """Place -> its first token, ``[places + 1]``; nobody's decode row has a token too."""
+    """Place -> its first token, ``[places + 1]``; a padding decode row has a token too."""
     lengths: np.ndarray
-    """Place -> tokens of its sequence; 0: nobody's."""
+    """Place -> tokens of its sequence; 0: a padding row."""
     index: np.ndarray
     """The step's tokens among those of the captured one."""
 
@@ -111,14 +126,14 @@ def placed(step: StepMetadata, decodes: int, rows: int) -> Placed:
 
 
 def in_fp8(plain: LayerCache) -> tuple[LayerCache, LayerCache]:
-    """The same keys and values in FP8, and what they stand for then. What nobody owns is 0."""
+    """The same keys and values in FP8, and their dequantised values. Unowned blocks are 0."""
     plain.rows.nan_to_num_(0.0)
     tokens = plain.block_size
     size = tokens * layer_kv(plain.spec, FP8_KV).bytes_per_token
     stored = Fp8LayerCache(plain.spec, 0, torch.zeros(len(plain.rows), size, dtype=torch.uint8), tokens=tokens)
     slots = torch.arange(plain.rows[..., 0, 0].numel())
     keys, values = plain.keys.flatten(0, 1), plain.values.flatten(0, 1)
-    reshape_and_cache(keys, values, stored.keys, stored.values, slots, "fp8_e4m3", stored.k_scale, stored.v_scale)
+    reshape_and_cache(keys, values, stored.keys, stored.values, slots, stored.k_scale, stored.v_scale)
     sides = ((stored.keys, stored.k_scale), (stored.values, stored.v_scale))
     restored = torch.cat([dequantize(side, scale) for side, scale in sides], dim=-1)
     return stored, LayerCache(plain.spec, 0, restored.to(plain.rows.dtype))

@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.attention.flashinfer import attention, bounded, kernels, replay
+from headrace.attention import select
+from headrace.attention.flashinfer import attention, kernels, replay
 from headrace.kernels import pages
 from headrace.kernels.paged_attention import paged_attention
 
@@ -343,7 +344,7 @@ def module_for(device: Device) -> dict[str, Any]:
             out[: starts[-1]] = found[: starts[-1]]
 
     def build(*arguments: Any) -> None:
-        device.allowed.wait(20)
+        device.allowed.wait(600)
         device.built.append(arguments)
 
     return {
@@ -378,13 +379,15 @@ def flashinfer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
         pages.gather_pages(table, page_start, out)
 
     monkeypatch.setattr(replay, "gather_pages", gather_pages)
-    monkeypatch.setattr(bounded, "capturing", lambda: device.capturing)
+    monkeypatch.setattr(replay, "capturing", lambda: device.capturing)
     kernels.compiling.cache_clear()
     yield device
     device.allowed.set()
     kernels.compiling.cache_clear()
 
 
-def wait_for_kernels(backend: Any, spec: Any, dtype: torch.dtype = torch.float32) -> None:
-    for kernel in backend.wants(spec, dtype, torch.device("cpu")):
-        kernels.compiling(kernel).join(20)
+def wait_for_kernels(name: str, spec: Any, dtype: torch.dtype = torch.float32) -> None:
+    for part in select._entry(name, spec).parts:
+        if issubclass(part, attention.FlashInferBackend):
+            for kernel in part.wants(spec, dtype, torch.device("cpu")):
+                kernels.compiling(kernel).join(600)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.attention import select
+from headrace.attention.backend import VISIBLE_ENDS
+from headrace.attention.compose import ByRowClass
 from headrace.attention.torch_cpu import partition
 
-from .cases import Case, layer_spec, make_case
+from .cases import Case, layer_spec, make_case, with_ends
 
 HERE = [
     name
@@ -25,7 +31,7 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-2, to
 def run(name: str, case: Case) -> torch.Tensor:
     backend = select.create(name)
     backend.plan(case.step)
-    return backend.run(case.q, case.cache, case.sinks)
+    return backend.run(case.inputs)
 
 
 def check(case: Case, names: list[str] = OTHERS) -> None:
@@ -99,7 +105,7 @@ def test_rows_in_any_order() -> None:
 
 @pytest.mark.parametrize("name", HERE)
 def test_padding_changes_nothing(name: str) -> None:
-    """Wide tables, rows of nobody (length 0) and tokens behind the last row leave the others' results as they were."""
+    """Wide tables, padding rows (length 0) and tokens behind the last row leave the others' results as they were."""
     rows = [(1, 9), (1, 20), (6, 11)]
     plain = make_case(layer_spec(), rows)
     padded = make_case(layer_spec(), rows, wide=7)
@@ -107,11 +113,11 @@ def test_padding_changes_nothing(name: str) -> None:
     padded.step.block_tables[0][:, : plain.step.block_tables[0].shape[1]] = plain.step.block_tables[0]
     torch.testing.assert_close(run(name, padded), run(name, plain))
 
-    nobody = make_case(layer_spec(), [*rows, (1, 0), (1, 0)], extra_tokens=3)
-    nobody.q[:8] = plain.q
-    nobody.cache = plain.cache
-    nobody.step.block_tables[0][:3, : plain.step.block_tables[0].shape[1]] = plain.step.block_tables[0]
-    out = run(name, nobody)
+    padded = make_case(layer_spec(), [*rows, (1, 0), (1, 0)], extra_tokens=3)
+    padded.q[:8] = plain.q
+    padded.cache = plain.cache
+    padded.step.block_tables[0][:3, : plain.step.block_tables[0].shape[1]] = plain.step.block_tables[0]
+    out = run(name, padded)
     assert out.isfinite().all()
     torch.testing.assert_close(out[:8], run(name, plain), atol=1e-6, rtol=1e-5)
 
@@ -120,11 +126,95 @@ def test_plan_comes_first() -> None:
     case = make_case(layer_spec(), [(1, 4)])
     for name in HERE:
         with pytest.raises(RuntimeError, match="plan"):
-            select.create(name).run(case.q, case.cache)
+            select.create(name).run(case.inputs)
+
+
+SEEING = [name for name in OTHERS if VISIBLE_ENDS in select.create(name).modes]
+BIDIRECTIONAL = [
+    ([(12, 12)], [(0, 3, 9)]),
+    ([(40, 40)], [(0, 0, 5), (0, 5, 21), (0, 30, 40)]),
+    ([(1, 9), (1, 20), (16, 30), (7, 7), (1, 5)], [(2, 16, 27), (3, 0, 7)]),
+    ([(10, 30), (5, 5)], [(0, 2, 17)]),
+]
+"""Rows, and spans: several side by side; beside decode rows; all of it in the cache before the step."""
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"window": 4}, {"window": 1}, {"soft_cap": 2.0, "sinks": True, "v_head_dim": 9}], ids=str
+)
+@pytest.mark.parametrize(("rows", "spans"), BIDIRECTIONAL)
+def test_visible_ends(rows: list[tuple[int, int]], spans: list[tuple[int, int, int]], changes: dict[str, object]) -> None:
+    case = make_case(layer_spec(**changes), rows, dtype=torch.float64)
+    check(with_ends(case, spans), SEEING)
+    # Where no token sees behind itself, nothing changes.
+    torch.testing.assert_close(run("reference", with_ends(case, [])), run("reference", case))
+
+
+def test_the_oracle_sees_spans_whole() -> None:
+    """Softmax by hand: within a window, or up to the end of the span that the query is in."""
+    spec = layer_spec(num_heads=1, num_kv_heads=1, window=3)
+    case = with_ends(make_case(spec, [(10, 10)], dtype=torch.float64, block_size=16), [(0, 2, 7)])
+    block = case.step.block_tables[0][0, 0]
+    keys, values = case.cache.keys[block, :10, 0], case.cache.values[block, :10, 0]
+    for query in range(10):
+        seen = [key for key in range(10) if key > query - 3 and (key <= query or (2 <= query < 7 and key < 7))]
+        weights = (spec.scale * keys[seen] @ case.q[query, 0]).softmax(0)
+        torch.testing.assert_close(run("reference", case)[query], weights @ values[seen])
+
+
+@pytest.mark.parametrize("name", ["reference", *SEEING])
+@pytest.mark.parametrize("window", [None, 6])
+def test_chunks_of_a_bidirectional_prompt(name: str, window: int | None) -> None:
+    """Cut outside of its spans, and decoded after them, a row comes out as in one piece."""
+    spans = [(0, 3, 11), (0, 11, 14), (0, 20, 27)]
+    whole = make_case(layer_spec(window=window), [(32, 32)], dtype=torch.float64)
+    whole.cache.rows.nan_to_num_(0.0)
+    expected = run("reference", with_ends(whole, spans))
+    cuts = [0, 2, 14, 17, 28, 30, 31, 32]
+    for first, end in itertools.pairwise(cuts):
+        starts = np.array([0, end - first], dtype=np.int32)
+        step = dataclasses.replace(
+            whole.step,
+            num_decode_rows=int(end - first == 1),
+            query_start=torch.from_numpy(starts),
+            query_start_host=starts,
+            seq_lens=torch.tensor([end], dtype=torch.int32),
+            seq_lens_host=np.array([end], dtype=np.int32),
+        )
+        chunk = with_ends(dataclasses.replace(whole, q=whole.q[first:end], step=step), spans)
+        torch.testing.assert_close(run(name, chunk), expected[first:end], atol=1e-12, rtol=1e-9)
+
+
+def test_a_step_with_ends_is_refused_by_those_that_do_not_know_them() -> None:
+    case = with_ends(make_case(layer_spec(), [(4, 4)]), [(0, 0, 4)])
+    for name in set(OTHERS) - set(SEEING):
+        with pytest.raises(ValueError, match=f"{name} has no mode visible_ends"):
+            run(name, case)
+
+
+@pytest.mark.parametrize("changes", [{}, {"window": 5, "sinks": True}, {"v_head_dim": 9}], ids=str)
+@pytest.mark.parametrize(("decode", "prefill"), list(itertools.product(HERE, repeat=2)))
+def test_row_classes_side_by_side(decode: str, prefill: str, changes: dict[str, object]) -> None:
+    """Each backend fills its rows and no others; tokens of no row are zeros."""
+    case = make_case(layer_spec(**changes), [(1, 9), (1, 20), (6, 11), (1, 1), (9, 9)], extra_tokens=3)
+    case.step = dataclasses.replace(case.step, num_decode_rows=2)
+    cases = [case]
+    if {decode, prefill} <= {"reference", *SEEING}:
+        cases.append(with_ends(case, [(2, 6, 10), (4, 0, 9)]))
+    both = ByRowClass("both", select.create(decode), select.create(prefill))
+    for each in cases:
+        both.plan(each.step)
+        out = both.run(each.inputs)
+        torch.testing.assert_close(out[:18], run("reference", each)[:18], atol=2e-5, rtol=1e-3)
+        assert out[18:].eq(0).all()
+    for rows in ([(1, 9), (1, 20)], [(6, 11), (9, 9)], []):
+        alone = make_case(layer_spec(**changes), rows)
+        both.plan(alone.step)
+        torch.testing.assert_close(both.run(alone.inputs), run("reference", alone), atol=2e-5, rtol=1e-3)
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> Case:
+def problems(draw: st.DrawFn) -> tuple[Case, list[tuple[int, int, int]]]:
     kv_heads = draw(st.integers(1, 3))
     head_dim = draw(st.integers(1, 20))
     spec = layer_spec(
@@ -141,7 +231,11 @@ def problems(draw: st.DrawFn) -> Case:
     for _ in range(draw(st.integers(1, 6))):
         count = draw(st.sampled_from([1, 1, 2, 5, 13, 40]))
         rows.append((count, count + draw(st.sampled_from([0, 0, 1, 3, 17, 64]))))
-    return make_case(
+    spans = []
+    for row, (_, length) in enumerate(rows):
+        first = draw(st.integers(0, length - 1))
+        spans.append((row, first, draw(st.integers(first + 1, length))))
+    case = make_case(
         spec,
         rows,
         dtype=draw(st.sampled_from([torch.float64, torch.float32])),
@@ -149,12 +243,15 @@ def problems(draw: st.DrawFn) -> Case:
         seed=draw(st.integers(0, 1000)),
         wide=draw(st.integers(0, 2)),
     )
+    return case, spans
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(problems())
-def test_any_problem(case: Case) -> None:
+def test_any_problem(problem: tuple[Case, list[tuple[int, int, int]]]) -> None:
+    case, spans = problem
     check(case)
+    check(with_ends(case, spans), SEEING)
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.attention.backend import LayerCache, Lengths, StepMetadata
+from headrace.attention import select
+from headrace.attention.backend import AttentionInputs, LayerCache, ReplayLengths, StepMetadata
 from headrace.attention.flashinfer import kernels
-from headrace.attention.flashinfer.attention import FlashInferAttention, FlashInferLatent, FlashInferPrompts
+from headrace.attention.flashinfer.attention import FlashInferBackend
 from headrace.attention.reference import ReferenceAttention
 from headrace.kernels import support
-from headrace.spec import AttentionSpec, LatentSpec
+from headrace.model_spec import AttentionSpec, MLASpec
 
 from .cases import Case, in_fp8, layer_spec, make_case, placed
 from .test_triton import to
@@ -41,7 +42,7 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
     "a soft cap": {"num_heads": 8, "num_kv_heads": 2, "soft_cap": 20.0},
 }
 BATCHES = (1, 2, 7, 16, 33, 64)
-LATENT = {"one group of 16": 16, "one group of 128": 128}
+MLA = {"one group of 16": 16, "one group of 128": 128}
 
 
 def plain(**changes: Any) -> AttentionSpec:
@@ -51,14 +52,14 @@ def plain(**changes: Any) -> AttentionSpec:
 def compressed(heads: int) -> AttentionSpec:
     widths = {"head_dim": 576, "v_head_dim": 512, "rotary_dim": 64}
     return AttentionSpec(
-        layer=0, num_heads=heads, num_kv_heads=1, scale=0.07, latent=LatentSpec(head_dim=192, v_head_dim=128), **widths
+        layer=0, num_heads=heads, num_kv_heads=1, scale=0.07, mla=MLASpec(head_dim=192, v_head_dim=128), **widths
     )
 
 
 def case_of(spec: AttentionSpec, rows: list[tuple[int, int]], seed: int) -> Case:
     case = make_case(spec, rows, dtype=torch.bfloat16, block_size=16, seed=seed)
     case.step = dataclasses.replace(case.step, num_decode_rows=sum(count == 1 for count, _ in rows))
-    if spec.latent is not None:
+    if spec.mla is not None:
         shape = (len(case.q), spec.num_heads, spec.head_dim)
         case.q = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
     return case
@@ -71,7 +72,7 @@ def lengths(count: int, seed: int, most: int = 700) -> list[tuple[int, int]]:
 def oracle(case: Case) -> torch.Tensor:
     backend = ReferenceAttention()
     backend.plan(case.step)
-    return backend.run(case.q, case.cache)
+    return backend.run(case.inputs)
 
 
 def check(got: torch.Tensor, case: Case) -> None:
@@ -79,12 +80,14 @@ def check(got: torch.Tensor, case: Case) -> None:
     torch.testing.assert_close(got.float().cpu().view(len(case.q), -1), expected, atol=2e-2, rtol=2e-2)
 
 
-def ready(kind: Any, spec: AttentionSpec) -> Any:
-    for kernel in kind.wants(spec, torch.bfloat16, CUDA):
-        compiling = kernels.compiling(kernel)
-        compiling.join(None)
-        assert compiling.ready, compiling.outcome
-    return kind()
+def ready(name: str, spec: AttentionSpec) -> Any:
+    entry = select._entry(name, spec)
+    for part in entry.parts:
+        for kernel in part.wants(spec, torch.bfloat16, CUDA) if issubclass(part, FlashInferBackend) else ():
+            compiling = kernels.compiling(kernel)
+            compiling.join(None)
+            assert compiling.ready, compiling.outcome
+    return entry.create()
 
 
 def mixed(seed: int) -> list[tuple[int, int]]:
@@ -95,14 +98,14 @@ def mixed(seed: int) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("changes", GEOMETRIES.values(), ids=GEOMETRIES)
 def test_kernel_by_kernel(changes: dict[str, Any]) -> None:
     spec = plain(**changes)
-    backend = ready(FlashInferAttention, spec)
+    backend = ready("flashinfer", spec)
     for seed, rows in enumerate(
         [*(lengths(count, count) for count in BATCHES), mixed(1), [(1500, 1600), (900, 900)], [(1700, 1703)]]
     ):
         case = case_of(spec, rows, seed)
         there = to(case, CUDA)
         backend.plan(there.step)
-        check(backend.run(there.q, there.cache), case)
+        check(backend.run(there.inputs), case)
 
 
 @pytest.mark.timeout(600)
@@ -110,26 +113,26 @@ def test_kernel_by_kernel(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize("width", [64, 128, 256])
 def test_long_prompts_over_fp8(width: int) -> None:
     spec = plain(head_dim=width, v_head_dim=width, num_heads=32, num_kv_heads=8)
-    backend = ready(FlashInferPrompts, spec)
+    backend = ready("flashinfer+triton", spec)
     for seed, rows in enumerate([[(1, 300), (1500, 1600), (900, 900)], [(1700, 1703)]]):
         case = case_of(spec, rows, seed)
         stored, numbers = in_fp8(case.cache)
         there = to(dataclasses.replace(case, cache=stored), CUDA)
         backend.plan(there.step)
-        check(backend.run(there.q, there.cache), dataclasses.replace(case, cache=numbers))
-        assert {wrapper.paged for wrapper in backend._wrappers._planned.values()} == {False}
+        check(backend.run(there.inputs), dataclasses.replace(case, cache=numbers))
+        assert {wrapper.paged for wrapper in backend.prefill._wrappers._planned.values()} == {False}
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("heads", LATENT.values(), ids=LATENT)
+@pytest.mark.parametrize("heads", MLA.values(), ids=MLA)
 def test_absorbed_rows(heads: int) -> None:
     spec = compressed(heads)
-    backend = ready(FlashInferLatent, spec)
+    backend = ready("flashinfer", spec)
     for seed, rows in enumerate([*(lengths(count, count) for count in (1, 7, 64)), mixed(2)]):
         case = case_of(spec, rows, seed)
         there = to(case, CUDA)
         backend.plan(there.step)
-        check(backend.run(there.q, there.cache), case)
+        check(backend.run(there.inputs), case)
 
 
 class Graph:
@@ -147,7 +150,6 @@ class Graph:
             num_decode_rows=decodes,
             query_start=self.starts,
             seq_lens=self.lengths,
-            positions=torch.zeros(self.tokens, dtype=torch.int64, device=CUDA),
             slot_mapping=(),
             block_tables=(self.table,),
             query_start_host=bounds,
@@ -175,7 +177,7 @@ class Graph:
         table[places, : step.block_tables[0].shape[1]] = step.block_tables[0]
         self.cache.rows.zero_()
         self.cache.rows[: len(case.cache.rows)].copy_(case.cache.rows)
-        self.backend.replan(Lengths(self.decodes, self.tokens, starts, held))
+        self.backend.prepare_replay(ReplayLengths(self.decodes, self.tokens, starts, held))
         self.starts.copy_(torch.from_numpy(starts))
         self.lengths.copy_(torch.from_numpy(held))
         self.table.copy_(table)
@@ -187,12 +189,12 @@ class Graph:
     def _run(self) -> torch.Tensor:
         self.backend.plan(self.step)
         # Several layers in turn, of which all must find the plan.
-        return [self.backend.run(self.q, self.cache) for _ in range(3)][-1]
+        return [self.backend.run(AttentionInputs(self.q, self.cache)) for _ in range(3)][-1]
 
 
-def replayed(kind: Any, spec: AttentionSpec) -> None:
+def replayed(spec: AttentionSpec) -> None:
     """Graphs of several shapes, launched one behind the other before any outcome is looked at."""
-    backend = ready(kind, spec)
+    backend = ready("flashinfer", spec)
     shapes = [(1, 0), (8, 0), (64, 0), (8, 64), (0, 128)]
     graphs = {shape: Graph(backend, spec, *shape, blocks=3000, width=64) for shape in shapes}
     asked = [
@@ -216,10 +218,10 @@ def replayed(kind: Any, spec: AttentionSpec) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("changes", GEOMETRIES.values(), ids=GEOMETRIES)
 def test_graphs(changes: dict[str, Any]) -> None:
-    replayed(FlashInferAttention, plain(**changes))
+    replayed(plain(**changes))
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("heads", LATENT.values(), ids=LATENT)
+@pytest.mark.parametrize("heads", MLA.values(), ids=MLA)
 def test_graphs_of_absorbed_rows(heads: int) -> None:
-    replayed(FlashInferLatent, compressed(heads))
+    replayed(compressed(heads))

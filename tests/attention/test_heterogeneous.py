@@ -16,6 +16,7 @@ import torch
 from transformers import LlamaConfig
 
 from headrace.attention import select
+from headrace.attention.backend import AttentionInputs
 from headrace.config import EngineArgs
 from headrace.models import registry
 from headrace.models.size import weight_bytes
@@ -50,9 +51,10 @@ def test_one_backend_serves_layers_of_all_group_sizes(name: str, order: tuple[in
     oracle.plan(step)
     for case in cases:
         cache = dataclasses.replace(case.cache, rows=torch.nan_to_num(case.cache.rows))
-        out = backend.run(case.q, cache)
+        inputs = AttentionInputs(case.q, cache)
+        out = backend.run(inputs)
         assert out.shape == (len(case.q), 24 * cache.spec.v_head_dim)
-        torch.testing.assert_close(out, oracle.run(case.q, cache), atol=2e-5, rtol=1e-3)
+        torch.testing.assert_close(out, oracle.run(inputs), atol=2e-5, rtol=1e-3)
 
 
 @pytest.mark.parametrize("kv_heads", [[6, 2, 1], [2, 1, 3]])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace.attention import select
+from headrace.attention.backend import VISIBLE_ENDS
 from headrace.attention.reference import ReferenceAttention
 from headrace.errors import ConfigError
 
@@ -12,28 +13,29 @@ from .cases import layer_spec
 
 
 def test_the_fast_one_is_chosen_on_the_cpu() -> None:
-    name, reason = select.choose(layer_spec(), "cpu", "bfloat16")
-    assert name == select.names()[0] and "fastest" in reason
+    choice = select.choose(layer_spec(), "cpu", "bfloat16")
+    assert choice.name == choice.decode == choice.prefill == select.names()[0] and "fastest" in choice.reason
 
 
 def test_the_oracle_takes_over_with_the_reason() -> None:
-    name, reason = select.choose(layer_spec(), "cuda", "float32", "auto")
-    assert name == "reference"
-    assert "torch (it is made for the CPU, not for cuda)" in reason
+    choice = select.choose(layer_spec(), "cuda", "float32", requested="auto")
+    assert choice.name == "reference"
+    assert "torch (it runs on the CPU, not on cuda)" in choice.reason
 
 
 def test_what_is_asked_for_is_taken() -> None:
-    assert select.choose(layer_spec(), "cpu", "float32", "reference") == ("reference", "asked for")
+    choice = select.choose(layer_spec(), "cpu", "float32", requested="reference")
+    assert (choice.name, choice.reason) == ("reference", "asked for")
 
 
 def test_a_refusal_names_layer_and_reason() -> None:
     with pytest.raises(ConfigError, match=r"layer 7: attention backend torch .* not in float8_e4m3") as caught:
-        select.choose(layer_spec(layer=7), "cpu", "float8_e4m3", "torch")
+        select.choose(layer_spec(layer=7), "cpu", "float8_e4m3", requested="torch")
     assert caught.value.param == "attention_backend"
 
 
 @pytest.mark.parametrize(
-    "call", [lambda: select.choose(layer_spec(), "cpu", "float32", "flesh"), lambda: select.create("flesh")]
+    "call", [lambda: select.choose(layer_spec(), "cpu", "float32", requested="flesh"), lambda: select.create("flesh")]
 )
 def test_an_unknown_name_lists_the_known(call) -> None:
     with pytest.raises(ConfigError, match=r"'flesh'; there are: .*torch, .*reference"):
@@ -41,19 +43,27 @@ def test_an_unknown_name_lists_the_known(call) -> None:
 
 
 def test_other_modes_are_refused() -> None:
-    for name in ("torch", "reference"):
-        assert select.create(name).supports(layer_spec(), "cpu", "float32", "sparse") != []
+    for name, reasons in select.refusals(layer_spec(), "cpu", "float32", modes=frozenset({"sparse"})).items():
+        assert "it has no mode sparse" in reasons, name
+
+
+def test_visible_ends_are_for_those_that_know_them() -> None:
+    refused = select.refusals(layer_spec(), "cpu", "float32", modes=frozenset({VISIBLE_ENDS}))
+    unknowing = {name for name, reasons in refused.items() if f"it has no mode {VISIBLE_ENDS}" in reasons}
+    assert unknowing == {"native", "flashinfer+triton", "flashinfer"}
+    choice = select.choose(layer_spec(), "cpu", "float32", modes=frozenset({VISIBLE_ENDS}))
+    assert choice.name == "torch" and f"native (it has no mode {VISIBLE_ENDS}" in choice.reason
 
 
 def test_a_backend_can_be_added(monkeypatch: pytest.MonkeyPatch) -> None:
     class Faster(ReferenceAttention):
         name = "faster"
 
-        @staticmethod
-        def supports(spec, device, dtype, mode="dense", kv_dtype=None):
+        @classmethod
+        def supports(cls, spec, device, dtype, kv_dtype=None, modes=frozenset()):
             return [] if spec.window is None else ["it has no windows"]
 
-    monkeypatch.setattr(select, "_BACKENDS", dict(select._BACKENDS))
+    monkeypatch.setattr(select, "_ENTRIES", dict(select._ENTRIES))
     select.register(Faster, before="torch")
     assert select.names().index("faster") == select.names().index("torch") - 1
     with pytest.raises(ValueError, match="already"):
@@ -76,15 +86,15 @@ def test_an_fp8_cache_is_for_those_that_know_scales(monkeypatch: pytest.MonkeyPa
         }
         plain = select.refusals(layer_spec(), device, dtype, dtype)
         assert not any("scales" in why for reasons in plain.values() for why in reasons)
-    name, reason = select.choose(layer_spec(), "cpu", "float32", kv_dtype="fp8_e4m3")
-    assert name == "reference" and "torch (it has no per-token-head scales" in reason
+    choice = select.choose(layer_spec(), "cpu", "float32", "fp8_e4m3")
+    assert choice.name == "reference" and "torch (it has no per-token-head scales" in choice.reason
     with pytest.raises(ConfigError, match=r"layer 0: attention backend torch .* scales"):
-        select.choose(layer_spec(), "cpu", "float32", "torch", "fp8_e4m3")
+        select.choose(layer_spec(), "cpu", "float32", "fp8_e4m3", requested="torch")
 
 
-def test_nobody_can() -> None:
-    only = {"torch": select._BACKENDS["torch"]}
+def test_no_backend_supports_the_layer() -> None:
+    only = {"torch": select._ENTRIES["torch"]}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(select, "_BACKENDS", only)
+        patch.setattr(select, "_ENTRIES", only)
         with pytest.raises(ConfigError, match="layer 0: no attention backend can run it: torch"):
             select.choose(layer_spec(), "cuda", "float32")

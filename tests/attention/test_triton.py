@@ -13,7 +13,7 @@ from headrace.attention.reference import ReferenceAttention
 from headrace.attention.triton import InvariantAttention, TritonAttention
 from headrace.kernels import support
 
-from .cases import Case, in_fp8, layer_spec, make_case
+from .cases import Case, in_fp8, layer_spec, make_case, with_ends
 
 pytestmark = pytest.mark.skipif(support.refusals("cpu") == ["Triton is not installed"], reason="Triton is not installed")
 
@@ -27,8 +27,8 @@ def to(case: Case, device: torch.device) -> Case:
         case.step,
         query_start=case.step.query_start.to(device),
         seq_lens=case.step.seq_lens.to(device),
-        positions=case.step.positions.to(device),
         block_tables=tuple(table.to(device) for table in case.step.block_tables),
+        visible_ends=None if case.step.visible_ends is None else case.step.visible_ends.to(device),
     )
     cache = dataclasses.replace(case.cache, rows=case.cache.rows.to(device))
     return Case(case.q.to(device), cache, step, None if case.sinks is None else case.sinks.to(device))
@@ -41,7 +41,7 @@ def decode_first(rows: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 def run(backend: TritonAttention | ReferenceAttention, case: Case) -> torch.Tensor:
     backend.plan(case.step)
-    return backend.run(case.q, case.cache, case.sinks)
+    return backend.run(case.inputs)
 
 
 def check(case: Case, device: torch.device, tolerance: float = 2e-5) -> None:
@@ -65,6 +65,16 @@ def check(case: Case, device: torch.device, tolerance: float = 2e-5) -> None:
 )
 def test_mixed_steps(changes: dict[str, object], device: torch.device) -> None:
     check(make_case(layer_spec(**changes), decode_first(MIXED), block_size=8), device)
+
+
+@pytest.mark.parametrize("backend", [TritonAttention, InvariantAttention])
+@pytest.mark.parametrize("changes", [{}, {"window": 6, "sinks": True, "soft_cap": 2.0}], ids=str)
+def test_visible_ends(changes: dict[str, object], backend: type[TritonAttention], device: torch.device) -> None:
+    """Decode rows, a prompt with spans side by side, and a chunk whose span ends with it."""
+    case = make_case(layer_spec(**changes), [(1, 9), (1, 40), (21, 21), (7, 30)], block_size=8)
+    case = with_ends(case, [(2, 0, 9), (2, 9, 14), (3, 25, 30)])
+    got = run(backend(), to(case, device)).cpu()
+    torch.testing.assert_close(got, run(ReferenceAttention(), case), atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize("rows", [[(1, 30)], [(1, 3)] * 5, [(20, 20)], [(3, 30), (1, 7)]], ids=str)
@@ -104,7 +114,7 @@ def test_fp8_caches(device: torch.device) -> None:
 
 
 def test_padding(device: torch.device) -> None:
-    """Rows of nobody, tables wider than needed, tokens behind the last row: zeros, and no other row is touched."""
+    """Padding rows, tables wider than needed, tokens behind the last row: zeros, and no other row is touched."""
     case = make_case(layer_spec(), [(1, 9), (1, 20), (1, 0), (1, 0)], wide=5, extra_tokens=3, block_size=8)
     got = run(TritonAttention(), to(case, device)).cpu()
     torch.testing.assert_close(got[:2], run(ReferenceAttention(), case)[:2], atol=2e-5, rtol=2e-5)
@@ -144,7 +154,7 @@ def test_layers_of_different_geometry_share_an_instance(device: torch.device) ->
 
 
 def test_invariance(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bitwise: a row in company, and alone; decode, and the same token in a chunk."""
+    """Bitwise: a row in a batch, and alone; decode, and the same token in a chunk."""
     monkeypatch.setattr(triton, "INVARIANT_SPLIT", 32)
     together = make_case(layer_spec(sinks=True), [(1, 60), (1, 9), (6, 41)], dtype=torch.float16, block_size=8)
     expected = run(InvariantAttention(), to(together, device)).cpu()
@@ -194,14 +204,15 @@ def test_graphs_and_no_waiting() -> None:
 
 def test_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     def reasons(device: str = "cpu", dtype: str = "float32", **rest: object) -> list[str]:
-        mode = rest.pop("mode", "dense")
-        return TritonAttention.supports(layer_spec(**rest), device, dtype, mode)
+        modes = rest.pop("modes", frozenset())
+        return TritonAttention.supports(layer_spec(**rest), device, dtype, None, modes)
 
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert reasons() == []
     assert "bfloat16" in reasons(dtype="bfloat16")[0]
     assert "float64" in reasons(dtype="float64")[0]
-    assert "densely" in reasons(mode="sparse")[0]
+    assert reasons(modes=frozenset({"visible_ends"})) == []
+    assert reasons(modes=frozenset({"sparse", "visible_ends"})) == ["it has no mode sparse"]
     assert "1024 wide" in reasons(head_dim=2048)[0]
     monkeypatch.delenv("TRITON_INTERPRET")
     assert "not on cpu" in reasons()[0]
@@ -220,4 +231,4 @@ def test_it_is_registered() -> None:
 def test_plan_comes_first(device: torch.device) -> None:
     case = to(make_case(layer_spec(), [(1, 4)]), device)
     with pytest.raises(RuntimeError, match="plan"):
-        TritonAttention().run(case.q, case.cache)
+        TritonAttention().run(case.inputs)

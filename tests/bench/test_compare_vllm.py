@@ -138,6 +138,7 @@ def test_an_engine_that_outlives_the_budget_is_ended(tmp_path: Path) -> None:
     assert "the budget" in data["errors"][0]["error"]
 
 
+@pytest.mark.slow
 def test_every_implementation_in_one_table(tmp_path: Path) -> None:
     """Ours native and foreign beside vLLM's, by our own peer's script; theirs alone and ours alone merge to the same table."""
     folder = write_config(tmp_path / "tiny", max_position_embeddings=512)

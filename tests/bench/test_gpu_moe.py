@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from headrace.kernels.moe import moe_mlp_twin, route_twin
-from headrace.spec import MoeSpec
+from headrace.kernels.moe import moe_mlp, route
+from headrace.model_spec import MoeSpec
 
 pytest.importorskip("triton")
 
@@ -22,6 +22,6 @@ def test_the_library_does_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = MoeSpec(num_experts=9, top_k=3, intermediate_size=24)
     torch.manual_seed(0)
     x, gate_up, down = torch.randn(13, 32), 0.2 * torch.randn(9, 48, 32), 0.2 * torch.randn(9, 32, 24)
-    experts, weights = route_twin(torch.randn(13, 9), spec)
-    expected = moe_mlp_twin(x, experts, weights, gate_up, down, spec)
+    experts, weights = route(torch.randn(13, 9), spec)
+    expected = moe_mlp(x, experts, weights, gate_up, down, spec)
     torch.testing.assert_close(gpu_moe.library(x, experts, weights, gate_up, down, spec), expected, atol=1e-5, rtol=1e-5)

@@ -149,7 +149,9 @@ def test_layers_of_one_kind_waste_nothing_anywhere(kv_bytes: ModuleType, tmp_pat
     assert several.one_table and several.held(17) == 32 * 160
 
 
-def test_what_was_measured_replaces_the_prediction(kv_bytes: ModuleType, tmp_path: Path) -> None:
+def test_what_was_measured_replaces_the_prediction(
+    kv_bytes: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     folder = tmp_path / "plain"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(PLAIN))
@@ -161,8 +163,8 @@ def test_what_was_measured_replaces_the_prediction(kv_bytes: ModuleType, tmp_pat
     (tmp_path / "raw.json").write_text(json.dumps({"kv": [entry], "starts": starts}))
     output = tmp_path / "kv.json"
     words = [folder, "--measured", tmp_path / "raw.json", "--lengths", "33", "--output", output]
-    done = subprocess.run([sys.executable, FOLDER / "kv_bytes.py", *words], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
+    monkeypatch.setattr(sys, "argv", ["kv_bytes.py", *map(str, words)])
+    kv_bytes.main()
     (made,) = json.loads(output.read_text())
     assert made["vllm_is"] == "measured" and made["prediction_held"] is False
     assert made["rows"][0]["vllm"] == 64 * 384 and made["rows"][0]["headrace"] == 48 * 384
@@ -196,7 +198,8 @@ def test_what_is_compiled_ahead(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
     compile_kernels = script("compile_kernels", monkeypatch)
     (tmp_path / "config.json").write_text(json.dumps(PLAIN))
     monkeypatch.setattr(sys, "argv", ["compile_kernels.py", str(tmp_path)])
-    monkeypatch.setattr(compile_kernels.select, "choose", lambda *asked: ("triton", ""))
+    choice = compile_kernels.select.BackendChoice("triton", "", "", "triton", "triton")
+    monkeypatch.setattr(compile_kernels.select, "choose", lambda *spec: choice)
     compile_kernels.main()
     assert "no layer" in capsys.readouterr().out
 

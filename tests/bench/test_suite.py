@@ -14,18 +14,19 @@ from engine.tiny import write_config
 from rich.console import Console
 from typer.testing import CliRunner
 
-from headrace.bench import suite
+from headrace.bench import throughput
+from headrace.bench.engines import HeadraceEngine
 from headrace.bench.workloads import RANDOM_WORKLOADS, Workload
 from headrace.cli.main import app
+from headrace.config import EngineArgs
 from headrace.errors import EngineError
 from headrace.metrics.stats import EngineStats
-from headrace.sampling_params import SamplingParams
 
 LOAD = Workload("little", [[1, 2, 3], [4, 5]], [4, 6])
 
 
 class Counting:
-    """An engine whose counters rise by themselves."""
+    """An LLM whose counters rise by themselves."""
 
     info: Any = None
 
@@ -45,38 +46,39 @@ class Counting:
     def close(self) -> None: ...
 
 
-def params_of(load: Workload) -> list[SamplingParams]:
-    return [SamplingParams(max_tokens=length) for length in load.output_lens]
+def engine_around(llm: Counting, monkeypatch: pytest.MonkeyPatch) -> HeadraceEngine:
+    monkeypatch.setattr("headrace.engine.llm.LLM", lambda **engine_args: llm)
+    return HeadraceEngine(EngineArgs())
 
 
-def test_every_repetition_is_kept_and_counted_by_itself() -> None:
-    engine = Counting()
-    row = suite.measure(engine, LOAD, 3, params_of(LOAD))
-    assert engine.calls == 3 and len(row.seconds) == 3
+def test_every_repetition_is_kept_and_counted_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = Counting()
+    row = throughput.measure(engine_around(llm, monkeypatch), LOAD, 3)
+    assert llm.calls == 3 and len(row.seconds) == 3
     assert row.best == min(row.seconds) <= row.median
     assert row.counters["step"] == 6 and row.counters["forward_seconds"] == 0.5
     assert "num_running" not in row.counters
 
 
-def test_an_output_of_another_length_is_no_row() -> None:
+def test_an_output_of_another_length_is_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(EngineError, match="generated 3 tokens where 4"):
-        suite.measure(Counting(short_by=1), LOAD, 1, params_of(LOAD))
+        throughput.measure(engine_around(Counting(short_by=1), monkeypatch), LOAD, 1)
 
 
 def test_the_best_repetition_counts() -> None:
-    row = suite.row_of(LOAD, [(4.0, {"step": 6}), (2.0, {"step": 5, "host_seconds": 0.5}), (2.5, {"step": 6})])
+    row = throughput.row_of(LOAD, [(4.0, {"step": 6}), (2.0, {"step": 5, "host_seconds": 0.5}), (2.5, {"step": 6})])
     assert (row.best, row.median, row.seconds) == (2.0, 2.5, [4.0, 2.0, 2.5])
     assert (row.output_rate, row.total_rate, row.prompt_rate, row.rate) == (5.0, 7.5, None, 5.0)
-    assert suite.step_milliseconds(row) == [400.0, 0.0, 0.0, 100.0]
-    assert suite.launches(row) == ["-", "0"]
+    assert throughput.step_milliseconds(row) == [400.0, 0.0, 0.0, 100.0]
+    assert throughput.launches(row) == ["-", "0"]
     counters = {"replayed_steps": 3, "eager_steps": 1, "padding_tokens": 1234}
-    assert suite.launches(suite.row_of(LOAD, [(1.0, counters)])) == ["75.0%", "1,234"]
+    assert throughput.launches(throughput.row_of(LOAD, [(1.0, counters)])) == ["75.0%", "1,234"]
     prefill = Workload("prefill", [[1] * 10, [2] * 10], [1, 1])
-    assert suite.row_of(prefill, [(2.0, {})]).rate == 10.0
+    assert throughput.row_of(prefill, [(2.0, {})]).rate == 10.0
 
 
 def test_large_workloads_run_once_less() -> None:
-    runs = {name: suite.repetitions_of(make()) for name, make in RANDOM_WORKLOADS.items()}
+    runs = {name: throughput.repetitions_of(make()) for name, make in RANDOM_WORKLOADS.items()}
     assert {name for name, count in runs.items() if count == 3} == {"single", "batch8", "batch64", "prefill32k"}
     assert set(runs.values()) == {2, 3}
 
@@ -104,21 +106,16 @@ def test_the_command_writes_rows_and_reasons(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     report = json.loads(output.read_text())
     assert json.loads(result.stdout) == report
-    (row,) = (msgspec.convert(row, suite.Row) for row in report["rows"])
+    (row,) = (msgspec.convert(row, throughput.WorkloadRow) for row in report["rows"])
     assert (row.workload, row.output_tokens, len(row.seconds)) == ("single", 256, 2)
     assert row.counters["generation_tokens"] == 256 and row.counters["prefix_hit_tokens"] == 0 and row.steps >= 256
     assert set(report["skipped"]) == {"prefill8k"} and "8,193 tokens" in report["skipped"]["prefill8k"]
     assert report["model"] == "tiny" and report["startup"]["seconds"] > 0 and report["engine"]["attention"]
     assert not list(tmp_path.glob("*.partial"))
     console = Console(width=160, file=io.StringIO())
-    for table in suite.tables(report):
+    for table in throughput.tables(report):
         console.print(table)
     assert "prefill8k" in console.file.getvalue() and "single" in console.file.getvalue()
-
-
-def test_temperature_is_for_named_workloads_alone() -> None:
-    result = CliRunner().invoke(app, ["bench", "throughput", "--temperature", "0.5"])
-    assert result.exit_code == 2 and "--temperature" in result.stderr
 
 
 THROUGHPUT, LATENCY = ["bench", "throughput"], ["bench", "latency"]
@@ -132,6 +129,8 @@ NAMED = ["--workload", "single"]
         ([*THROUGHPUT, *NAMED, "--input-len", "128"], "--input-len"),
         ([*THROUGHPUT, *NAMED, "--output-len", "7"], "--output-len"),
         ([*THROUGHPUT, *NAMED, "--timeout", "60"], "--timeout"),
+        ([*THROUGHPUT, "--timeout", "60"], "--timeout"),
+        ([*THROUGHPUT, *NAMED, "--compare", "transformers", "--temperature", "0.5"], "--temperature"),
         ([*THROUGHPUT, *NAMED, "--reference-dtype", "float32"], "--reference-dtype"),
         ([*THROUGHPUT, "--reference-dtype", "float32"], "--reference-dtype"),
         ([*THROUGHPUT, "--compare", "llama.cpp", "--reference-dtype", "float32"], "--reference-dtype"),
@@ -150,23 +149,31 @@ def test_options_that_would_change_nothing_are_refused(words: list[str], option:
     assert len(result.stderr.strip().splitlines()) == 1
 
 
-def test_options_are_heard_where_they_say_something(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside other engines named workloads take a time limit and a format; without names lengths and batches count."""
-    seen: list[tuple[Any, Any]] = []
+def test_options_that_apply_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Comparisons take a time limit and a dtype; without names lengths and batches count."""
+    compared: list[tuple[Any, Any]] = []
+    measured: list[Any] = []
 
-    def run(jobs: list[Any], repetitions: int, *, timeout: float, tell: object) -> dict[str, Any]:
-        seen.append((jobs, timeout))
+    def compare(jobs: list[Any], repetitions: int, *, timeout: float, tell: object) -> dict[str, Any]:
+        compared.append((jobs, timeout))
         return {"errors": {}}
 
+    def run(args: EngineArgs, loads: list[Workload], *, temperature: float, **others: Any) -> dict[str, Any]:
+        measured.append((loads, temperature))
+        return {}
+
+    monkeypatch.setattr("headrace.bench.throughput.compare", compare)
     monkeypatch.setattr("headrace.bench.throughput.run", run)
     monkeypatch.setattr("headrace.bench.throughput.tables", lambda report: [])
-    compared = [*THROUGHPUT, *NAMED, "--compare", "transformers", "--timeout", "60", "--reference-dtype", "float32"]
-    assert CliRunner().invoke(app, compared).exit_code == 0
+    words = [*THROUGHPUT, *NAMED, "--compare", "transformers", "--timeout", "60", "--reference-dtype", "float32"]
+    assert CliRunner().invoke(app, words).exit_code == 0
     lengths = [*THROUGHPUT, "--batch", "2", "--input-len", "20", "--output-len", "7"]
-    assert CliRunner().invoke(app, lengths).exit_code == 0
-    ((named, limit), (plain, usual)) = seen
+    assert CliRunner().invoke(app, [*lengths, "--temperature", "0.5"]).exit_code == 0
+    assert CliRunner().invoke(app, [*lengths, "--compare", "transformers"]).exit_code == 0
+    ((named, limit), (plain, default_limit)) = compared
     assert limit == 60 and {job.reference_dtype for job in named} == {"float32"} and len(named) == 2
-    (job,) = plain
-    assert usual == 1800 and job.reference_dtype == "bfloat16"
-    assert [len(prompt) for prompt in job.cases[0].prompts] == [20, 20]
-    assert set(job.cases[0].output_lens) == {7}
+    assert default_limit == 1800 and {job.reference_dtype for job in plain} == {"bfloat16"}
+    ((loads, temperature),) = measured
+    assert temperature == 0.5 and plain[0].loads == loads
+    assert [len(prompt) for prompt in loads[0].prompts] == [20, 20]
+    assert set(loads[0].output_lens) == {7}

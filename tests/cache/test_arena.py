@@ -8,6 +8,7 @@ import random
 
 import pytest
 import torch
+from cache_config import cache_holding
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models.harness import disjoint_blocks
@@ -17,8 +18,8 @@ from headrace.cache.layer import LayerCache
 from headrace.cache.planes import allocate, write
 from headrace.config import CacheConfig
 from headrace.kernels.kv_cache import quantize
-from headrace.spec import AttentionSpec, DenseSpec, ModelSpec, cache_groups
-from headrace.spec.kv import ALIGNMENT, FP8_KV
+from headrace.model_spec import AttentionSpec, DenseSpec, ModelSpec, cache_groups
+from headrace.model_spec.kv import ALIGNMENT, FP8_KV
 
 DTYPES = {"float32": 4, "bfloat16": 2}
 
@@ -66,9 +67,7 @@ def model(layers: list[AttentionSpec]) -> ModelSpec:
 
 def make(layers: list[AttentionSpec], counts: list[int], block_size: int, dtype: str) -> tuple[CacheConfig, list[LayerCache]]:
     groups = cache_groups(layers, dtype)
-    config = CacheConfig.holding(
-        counts[: len(groups)], block_size=block_size, groups=groups, enable_prefix_caching=True, dtype=dtype
-    )
+    config = cache_holding(counts[: len(groups)], block_size=block_size, groups=groups, enable_prefix_caching=True, dtype=dtype)
     return config, allocate(config, model(layers), "cpu", dtype)
 
 

@@ -10,8 +10,8 @@ import torch
 from headrace.cache.fp8 import Fp8LayerCache, check_alignment
 from headrace.errors import ConfigError
 from headrace.kernels.kv_cache import reshape_and_cache
-from headrace.spec import AttentionSpec, layer_kv
-from headrace.spec.kv import FP8_KV
+from headrace.model_spec import AttentionSpec, layer_kv
+from headrace.model_spec.kv import FP8_KV
 
 
 def spec(**changes: int) -> AttentionSpec:
@@ -49,7 +49,7 @@ def test_what_lies_side_by_side() -> None:
 def test_a_block_can_be_moved_as_bytes() -> None:
     cache = zeros(spec(), 4, 8)
     key, value = torch.randn(8, 2, 24), torch.randn(8, 2, 16)
-    reshape_and_cache(key, value, cache.keys, cache.values, torch.arange(8, 16), "fp8_e4m3", cache.k_scale, cache.v_scale)
+    reshape_and_cache(key, value, cache.keys, cache.values, torch.arange(8, 16), cache.k_scale, cache.v_scale)
     cache.rows[3] = cache.rows[1]
     for stored, scale, new in ((cache.keys, cache.k_scale, key), (cache.values, cache.v_scale, value)):
         restored = stored[3].float() * scale[3].unsqueeze(-1)
@@ -64,7 +64,7 @@ def test_blocks_of_an_arena_lie_apart() -> None:
     inside = dataclasses.replace(alone, rows=arena[:, 32:-16].zero_())
     key, value, slots = torch.randn(8, 2, 24), torch.randn(8, 2, 16), torch.arange(12, 20)
     for cache in (alone, inside):
-        reshape_and_cache(key, value, cache.keys, cache.values, slots, "fp8_e4m3", cache.k_scale, cache.v_scale)
+        reshape_and_cache(key, value, cache.keys, cache.values, slots, cache.k_scale, cache.v_scale)
     assert torch.equal(inside.rows, alone.rows) and alone.rows.any()
     assert (arena[:, :32] == 7).all() and (arena[:, -16:] == 7).all()
 

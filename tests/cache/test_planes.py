@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cache_config import cache_holding
 
 from headrace.cache.layer import LayerCache
 from headrace.cache.planes import allocate, write
 from headrace.config import CacheConfig
 from headrace.errors import ConfigError
-from headrace.spec import AttentionSpec, DenseSpec, ModelSpec, cache_groups
+from headrace.model_spec import AttentionSpec, DenseSpec, ModelSpec, cache_groups
 
 
 def layer(index: int, **changes: object) -> AttentionSpec:
@@ -32,7 +33,7 @@ def model(*layers: AttentionSpec) -> ModelSpec:
 def config(spec: ModelSpec, dtype: str = "float32", block_size: int = 4) -> CacheConfig:
     groups = cache_groups(spec.layers, dtype)
     counts = [4 + 2 * group.index for group in groups]
-    return CacheConfig.holding(counts, block_size=block_size, groups=groups, enable_prefix_caching=True, dtype=dtype)
+    return cache_holding(counts, block_size=block_size, groups=groups, enable_prefix_caching=True, dtype=dtype)
 
 
 MIXED = model(layer(0), layer(1, num_kv_heads=1), layer(2, num_kv_heads=3, v_head_dim=11, window=8), layer(3, kv_source=0))

@@ -13,8 +13,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from headrace.cli.main import app
-from headrace.cli.prompts import BadLine, Job, parse_lines
-from headrace.cli.sampling_options import check_fields, combine
+from headrace.cli.options import checked_fields
+from headrace.cli.prompts import parse_lines
 from headrace.errors import ConfigError, RequestError
 from headrace.outputs import CompletionOutput, Logprob, RequestOutput
 from headrace.sampling_params import SamplingParams
@@ -25,11 +25,13 @@ class FakeLLM:
 
     made: list[FakeLLM] = []
 
-    def __init__(self, args: Any, console: Any, *, report: bool) -> None:
+    def __init__(self, args: Any, console: Any, *, report: bool, spawned: Any) -> None:
         self.args, self.closed, self.params, self.most, self.now = args, False, [], 0, 0
         self.info = SimpleNamespace(max_num_seqs=2)
-        self.inputs = SimpleNamespace(default_sampling_params=lambda: SamplingParams(temperature=0.5, top_k=7))
-        self.tokenizer = SimpleNamespace(encode_chat=lambda messages: [len(message["content"]) for message in messages])
+        self.inputs = SimpleNamespace(
+            default_sampling=SamplingParams(temperature=0.5, top_k=7),
+            chat_prompt=lambda messages: {"prompt_token_ids": [len(message["content"]) for message in messages]},
+        )
         FakeLLM.made.append(self)
 
     async def start(self) -> None:
@@ -41,7 +43,7 @@ class FakeLLM:
 
     async def generate(self, prompt: Any, params: SamplingParams, request_id: str) -> AsyncIterator[RequestOutput]:
         self.params.append(params)
-        tokens = [ord(c) for c in prompt] if isinstance(prompt, str) else prompt["prompt_token_ids"]
+        tokens = [ord(c) for c in prompt["prompt"]] if "prompt" in prompt else prompt["prompt_token_ids"]
         self.now += 1
         self.most = max(self.most, self.now)
         await asyncio.sleep(0.02 / len(tokens))
@@ -58,9 +60,11 @@ class FakeLLM:
 @pytest.fixture(autouse=True)
 def fake(monkeypatch: pytest.MonkeyPatch) -> None:
     import headrace.cli.announce
+    import headrace.cli.run
 
     monkeypatch.setattr(FakeLLM, "made", [])
     monkeypatch.setattr(headrace.cli.announce, "AnnouncedLLM", FakeLLM)
+    monkeypatch.setattr(headrace.cli.run, "spawn", lambda origin: None)
 
 
 def invoke(*words: str, input: str | None = None) -> Result:
@@ -148,14 +152,14 @@ def test_what_cannot_run(words: list[str], said: str) -> None:
 
 def test_sampling_layers() -> None:
     base = SamplingParams(temperature=0.5, top_k=7, top_p=0.9)
-    assert combine(base, {"top_k": 1}, {"top_p": 0.5}) == SamplingParams(temperature=0.5, top_k=1, top_p=0.5)
-    assert check_fields({"logit_bias": {"7": 2}}) == {"logit_bias": {7: 2.0}}
+    assert base.replace({"top_k": 1} | {"top_p": 0.5}) == SamplingParams(temperature=0.5, top_k=1, top_p=0.5)
+    assert checked_fields({"logit_bias": {"7": 2}}) == {"logit_bias": {7: 2.0}}
     with pytest.raises(RequestError) as caught:
-        check_fields({"stop": [1]})
+        checked_fields({"stop": [1]})
     assert caught.value.param == "stop"
 
 
 def test_lines_are_numbered_as_in_the_file() -> None:
     found = list(parse_lines(["", '{"prompt": "a"}', "  ", "[" * 100_000]))
-    assert isinstance(found[0], Job) and found[0].number == 2
-    assert isinstance(found[1], BadLine) and found[1].number == 4
+    assert found[0].error is None and found[0].number == 2
+    assert found[1].error is not None and found[1].number == 4

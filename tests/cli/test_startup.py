@@ -86,8 +86,8 @@ def test_what_else_a_layer_does_is_told() -> None:
 
 
 def test_a_latent_is_told_with_its_bytes() -> None:
-    latent = LayerLine(0, 128, 1, 576, 512, None, 1152, "triton", WHY, rotary_dim=64, latent=True)
-    (row,) = [text for text in printed(info([latent])).splitlines() if "latent" in text]
+    mla = LayerLine(0, 128, 1, 576, 512, None, 1152, "triton", WHY, rotary_dim=64, mla=True)
+    (row,) = [text for text in printed(info([mla])).splitlines() if "latent" in text]
     assert "128 / 1 KV" in row and "latent 512, 64 rotated" in row and "1,152 B" in row
 
 

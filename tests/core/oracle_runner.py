@@ -13,7 +13,7 @@ import zlib
 from collections import deque
 
 from headrace.config import CacheConfig, SchedulerConfig
-from headrace.core.plan import NewSequence, Row, StepPlan, StepResult
+from headrace.core.plan import NewSequence, Row, SamplePlan, StepPlan, StepResult
 from headrace.core.request import Request
 from headrace.outputs import TokenLogprobs
 
@@ -31,24 +31,25 @@ def check(condition: bool, message: str) -> None:
 
 
 class History:
-    """Fingerprints of a growing list of tokens. A token of a span sees the whole span."""
+    """Fingerprints of a growing list of tokens. A token of a bidirectional item sees the whole item."""
 
     def __init__(self, request: Request, tokens: list[int], weights: int) -> None:
         self.tokens = tokens
-        self._span_ends = {position: end for start, end in request.spans for position in range(start, end)}
-        self._span_starts = dict(request.spans)
+        both_ways = [item for item in request.items if item.bidirectional]
+        self._seen_to = {position: item.end for item in both_ways for position in range(item.start, item.end)}
+        self._contents = {item.start: (item.end, item.bidirectional, item.content_hash) for item in request.items}
         salt = -1 if request.cache_salt is None else zlib.crc32(request.cache_salt.encode())
         self._chain = [hash((salt, weights))]
 
     def up_to(self, position: int) -> int:
-        """Of the tokens ``[0, position]``, with the spans that begin there."""
+        """Of the tokens ``[0, position]``, with the items that begin there."""
         for p in range(len(self._chain) - 1, position + 1):
-            self._chain.append(hash((self._chain[-1], self.tokens[p], self._span_starts.get(p, 0))))
+            self._chain.append(hash((self._chain[-1], self.tokens[p], self._contents.get(p))))
         return self._chain[position + 1]
 
     def kv(self, position: int) -> tuple[int, int]:
         """What the KV of one position depends on."""
-        return position, self.up_to(max(position, self._span_ends.get(position, 0) - 1))
+        return position, self.up_to(max(position, self._seen_to.get(position, 0) - 1))
 
 
 def sample(history: int, seed: int, index: int) -> int:
@@ -68,6 +69,8 @@ class Slot:
     history: History
     tables: list[list[int]]
     num_computed: int | None = None
+    encoded: set[int] = dataclasses.field(default_factory=set)
+    """Starts of the items whose encoders have run."""
 
     @property
     def tokens(self) -> list[int]:
@@ -75,7 +78,7 @@ class Slot:
 
 
 class OracleRunner:
-    """``requests`` maps seq_id to its request: the oracle needs spans and salts, which plans do not carry.
+    """``requests`` maps seq_id to its request: the oracle needs items and salts, which plans do not carry.
 
     ``errors`` maps seq_id to a length: the row that brings the sequence there fails.
     """
@@ -100,7 +103,7 @@ class OracleRunner:
         self.num_hit_tokens = 0
         self.num_moves = 0
 
-    def launch(self, plan: StepPlan) -> int:
+    def execute(self, plan: StepPlan) -> int:
         check(plan.step == self.last_step + 1, f"step {plan.step} after step {self.last_step}")
         self.last_step = plan.step
         check(len(self.in_flight) < self.config.pipeline_depth, "more steps in flight than the pipeline is deep")
@@ -116,16 +119,26 @@ class OracleRunner:
         check(len(self.slots) <= self.config.max_num_seqs, "more sequences than max_num_seqs")
         for place, row in enumerate(plan.rows):
             self._check_row(row, decode=place < plan.num_decode_rows)
+        check(sum(map(self._encode, plan.rows)) <= self.config.max_num_encoder_tokens, "more encoder work than the budget")
         check({new.seq_id for new in plan.new} <= {row.seq_id for row in plan.rows}, "a new sequence has no row")
         writes = self._write(plan)
         self._read(plan)
         self.in_flight.append((plan, self._result(plan), writes))
         return plan.step
 
+    def sample(self, handle: int, plan: SamplePlan) -> None:
+        check(plan.step == handle == self.last_step, "a step is sampled before the next is executed")
+
     def collect(self, handle: int) -> StepResult:
         plan, result, _ = self.in_flight.popleft()
         check(plan.step == handle, "steps are collected in the order of their launch")
         return result
+
+    def capture_next(self) -> bool:
+        return False
+
+    def graphs(self) -> tuple[int, int]:
+        return 0, 0
 
     def close(self) -> None:
         pass
@@ -171,14 +184,22 @@ class OracleRunner:
         slot.num_computed = end
         check(row.num_tokens >= 1 and end <= len(slot.tokens), f"row [{start}, {end}) of {len(slot.tokens)} tokens")
         check(end < self.config.max_model_len, "computes the last position, whose token needs no KV")
-        check(row.samples == (end == len(slot.tokens)), "samples exactly at the last known token")
+        check(bool(row.num_logits) == (end == len(slot.tokens)), "samples exactly at the last known token")
         check(decode == (start >= len(slot.new.token_ids)), "decode rows first, then prefill rows")
-        for span_start, span_end in self.requests[row.seq_id].spans:
-            check(not span_start < start < span_end, f"chunk begins inside the span {span_start, span_end}")
-            check(not span_start < end < span_end, f"chunk ends inside the span {span_start, span_end}")
+        for item in self.requests[row.seq_id].items:
+            check(not (item.atomic and item.start < start < item.end), f"chunk begins inside {item}")
+            check(not (item.atomic and item.start < end < item.end), f"chunk ends inside {item}")
         for table, new_blocks in zip(slot.tables, row.new_blocks, strict=True):
             table.extend(new_blocks)
             check(len(table) == -(-end // self.cache.block_size), f"{len(table)} blocks for {end} tokens")
+
+    def _encode(self, row: Row) -> int:
+        """Encodes the items that the row needs for the first time; returns what that costs."""
+        slot, end = self.slots[row.slot], row.num_computed + row.num_tokens
+        items = [item for item in self.requests[row.seq_id].items if item.start < end and item.end > row.num_computed]
+        cost = sum(item.encoder_tokens for item in items if item.start not in slot.encoded)
+        slot.encoded |= {item.start for item in items}
+        return cost
 
     def _visible(self, group: int, start: int) -> int:
         window = self.cache.groups[group].window
@@ -239,7 +260,7 @@ class OracleRunner:
             if slot.new.sampling.prompt_logprobs is not None:
                 wanted = range(row.num_computed, min(end, slot.new.prompt_len - 1))
                 result.prompt_logprobs[row.seq_id] = [prompt_logprob(slot.history.up_to(p), slot.tokens[p + 1]) for p in wanted]
-            if row.samples:
+            if row.num_logits:
                 token = sample(slot.history.up_to(end - 1), slot.new.seed, slot.new.sample_index)
                 result.seq_ids.append(row.seq_id)
                 result.token_ids.append([token])

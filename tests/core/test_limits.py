@@ -1,30 +1,31 @@
-"""Small parts of the book: stop conditions, chunk ends, policies, slots, admission."""
+"""Small parts of the scheduler: stop conditions, chunk ends, policies, slots, admission."""
 
 from __future__ import annotations
 
 import itertools
+import re
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.core.chunks import chunk_length, indivisible
+from headrace.core.budget import StepBudget
+from headrace.core.items import affordable_length, chunk_length, encoder_cost, least_chunk
 from headrace.core.ordered import OrderedSequences
-from headrace.core.policies import FirstComeFirstServed, Priority, running_order, waiting_order
+from headrace.core.policies import running_order, waiting_order
 from headrace.core.scheduler import Scheduler
 from headrace.core.sequence import Sequence, Status
 from headrace.core.slots import Slots
-from headrace.core.step import StepBuilder
 from headrace.core.stops import Stop, check_stop
 from headrace.errors import QueueFullError, RequestError
-from headrace.kv import KVCacheManager
+from headrace.kv import CacheIdentity, Item, KVCacheManager
 
-from .world import make_cache, make_config, make_request
+from .world import item, make_cache, make_config, make_request
 
 
 def sequence(outputs: list[int], *, max_model_len: int = 100, seq_id: int = 0, **fields: object) -> Sequence:
     request = make_request("r", [7, 7, 7], **{"max_tokens": 50} | fields)
-    blocks = KVCacheManager(make_cache()).open(seq_id, [7, 7, 7], None, [])
+    blocks = KVCacheManager(make_cache()).open(seq_id, [7, 7, 7], CacheIdentity())
     seq = Sequence(seq_id, request, 0, blocks, max_model_len)
     seq.token_ids.extend(outputs)
     return seq
@@ -67,38 +68,46 @@ def test_length_is_max_tokens_or_the_context() -> None:
 
 @settings(max_examples=300, derandomize=True, deadline=None, database=None)
 @given(st.sets(st.integers(0, 30), max_size=8), st.integers(1, 30), st.integers(1, 35), st.data())
-def test_a_chunk_is_as_long_as_the_spans_allow(cuts: set[int], end: int, limit: int, data: st.DataObject) -> None:
+def test_a_chunk_is_as_long_as_the_items_allow(cuts: set[int], end: int, limit: int, data: st.DataObject) -> None:
     bounds = [cut for cut in sorted(cuts) if cut <= end]
-    spans = list(zip(bounds[::2], bounds[1::2], strict=False))
+    items = [item(s, e, atomic=data.draw(st.booleans())) for s, e in zip(bounds[::2], bounds[1::2], strict=False)]
 
     def allowed(position: int) -> bool:
-        return not any(s < position < e for s, e in spans)
+        return not any(one.atomic and one.start < position < one.end for one in items)
 
     start = data.draw(st.sampled_from([p for p in range(end) if allowed(p)]))
     best = max(n for n in range(min(limit, end - start) + 1) if allowed(start + n))
-    assert chunk_length(start, end, limit, spans) == best
+    assert chunk_length(start, end, limit, items) == best
     least = next(n for n in itertools.count(1) if allowed(start + n))
-    assert indivisible(start, spans) == least
+    assert least_chunk(start, items) == least
+
+
+@pytest.mark.parametrize(
+    ("start", "encoded", "left", "length", "cost"),
+    [(0, 0, 9, 12, 9), (0, 0, 8, 6, 4), (0, 0, 3, 2, 0), (3, 0, 3, 0, 0), (3, 3, 5, 9, 5), (3, 3, 4, 3, 0), (6, 6, 9, 6, 5)],
+)
+def test_a_chunk_is_as_long_as_the_encoder_budget_pays_for(start: int, encoded: int, left: int, length: int, cost: int) -> None:
+    items = [item(2, 5, atomic=False, encoder_tokens=4), item(6, 9, encoder_tokens=5), item(12, 14, encoder_tokens=7)]
+    assert affordable_length(start, 12 - start, items, encoded, left) == length
+    assert encoder_cost(start, start + length, items, encoded) == cost
 
 
 # ---------------------------------------------------------------------- order
 
 
 def test_first_come_first_served_and_preempted_first() -> None:
-    policy = FirstComeFirstServed()
     early, late = sequence([], seq_id=1, priority=9), sequence([], seq_id=2)
     back = sequence([], seq_id=3)
     back.status = Status.PREEMPTED
-    assert sorted([late, back, early], key=lambda seq: waiting_order(policy, seq)) == [back, early, late]
-    assert sorted([back, late, early], key=lambda seq: running_order(policy, seq)) == [early, late, back]
+    assert sorted([late, back, early], key=lambda seq: waiting_order("fcfs", seq)) == [back, early, late]
+    assert sorted([back, late, early], key=lambda seq: running_order("fcfs", seq)) == [early, late, back]
 
 
 def test_priority_goes_before_arrival_and_preempted_to_the_front_of_their_class() -> None:
-    policy = Priority()
     low, high, high_later = (sequence([], seq_id=i, priority=p) for i, p in ((1, 5), (2, -1), (3, -1)))
     back = sequence([], seq_id=4, priority=-1)
     back.status = Status.PREEMPTED
-    order = sorted([low, high_later, high, back], key=lambda seq: waiting_order(policy, seq))
+    order = sorted([low, high_later, high, back], key=lambda seq: waiting_order("priority", seq))
     assert order == [back, high, high_later, low]
 
 
@@ -132,16 +141,21 @@ def test_slots_are_reused_lowest_first_and_released_once() -> None:
 def test_decoding_sequences_never_take_the_last_token_from_a_prompt_before_them(
     budget: int, reserved: int, spendable: int
 ) -> None:
-    assert StepBuilder(budget, reserved).spendable == spendable
+    assert StepBudget(budget, 0, reserved).spendable == spendable
 
 
 # ---------------------------------------------------------------------- admission
 
 
 def refused(
-    request: object, *, num_blocks: int | tuple[int, ...] = 64, windows: tuple[int | None, ...] = (None,)
+    request: object,
+    *,
+    num_blocks: int | tuple[int, ...] = 64,
+    windows: tuple[int | None, ...] = (None,),
+    max_num_encoder_tokens: int = 0,
 ) -> RequestError:
-    scheduler = Scheduler(make_config(), make_cache(num_blocks, windows=windows))
+    config = make_config(max_num_encoder_tokens=max_num_encoder_tokens)
+    scheduler = Scheduler(config, make_cache(num_blocks, windows=windows))
     with pytest.raises(RequestError) as caught:
         scheduler.add(request)  # type: ignore[arg-type]
     assert not scheduler.has_work()
@@ -150,10 +164,7 @@ def refused(
 
 
 def test_prompts_that_cannot_be_served() -> None:
-    assert refused(make_request("r", [])).param == "prompt"
-    assert "max_model_len" in refused(make_request("r", [1] * 64)).message
     assert "can never fit in the KV cache" in refused(make_request("r", [1] * 21), num_blocks=6).message
-    assert refused(make_request("r", [1], max_tokens=0)).param == "max_tokens"
 
 
 def test_prompts_at_the_limits_are_served() -> None:
@@ -164,17 +175,36 @@ def test_prompts_at_the_limits_are_served() -> None:
 def test_a_window_takes_long_prompts_in_few_blocks() -> None:
     Scheduler(make_config(), make_cache(4, windows=(8,))).add(make_request("r", [1] * 60))
     assert "'window 8', which has 2" in refused(make_request("r", [1] * 60), num_blocks=3, windows=(8,)).message
-    spans = [(0, 16)]
-    assert refused(make_request("r", [1] * 60, spans=spans), num_blocks=4, windows=(8,)).param == "prompt"
+    items = (item(0, 16),)
+    assert refused(make_request("r", [1] * 60, items=items), num_blocks=4, windows=(8,)).param == "prompt"
 
 
-@pytest.mark.parametrize("spans", [[(3, 3)], [(4, 2)], [(-1, 2)], [(0, 21)], [(5, 9), (2, 4)], [(2, 6), (5, 9)], [(0, 17)]])
-def test_spans_that_cannot_be_served(spans: list[tuple[int, int]]) -> None:
-    assert refused(make_request("r", [1] * 20, spans=spans)).param == "spans"
+@pytest.mark.parametrize(
+    ("items", "why"),
+    [
+        ([item(3, 3)], r"items\[0\] \(3, 3\) must be a range of the prompt's 20 tokens"),
+        ([item(4, 2)], "must be a range"),
+        ([item(-1, 2)], "must be a range"),
+        ([item(0, 21)], "must be a range"),
+        ([item(5, 9), item(2, 4)], r"items\[1\] .* after the item before it"),
+        ([item(2, 6), item(5, 9)], "after the item before it"),
+        ([item(0, 17)], "is atomic and has 17 tokens; a step takes at most 16"),
+        ([Item(0, 4, False, True, "cat")], "is bidirectional, so it must be atomic"),
+        ([item(0, 4, encoder_tokens=9)], "has 9 encoder tokens; a step takes 0 to 8"),
+        ([item(0, 4, encoder_tokens=-1)], "has -1 encoder tokens"),
+        ([item(0, 4, "")], "must have a content_hash"),
+    ],
+)
+def test_items_that_cannot_be_served(items: list[Item], why: str) -> None:
+    error = refused(make_request("r", [1] * 20, items=tuple(items)), max_num_encoder_tokens=8)
+    assert error.param == "items"
+    assert re.search(why, error.message)
 
 
-def test_touching_spans_and_one_of_a_whole_step_are_served() -> None:
-    Scheduler(make_config(), make_cache()).add(make_request("r", [1] * 20, spans=[(0, 16), (16, 20)]))
+def test_touching_items_and_one_of_a_whole_step_are_served() -> None:
+    Scheduler(make_config(), make_cache()).add(make_request("r", [1] * 20, items=(item(0, 16), item(16, 20))))
+    longer = item(0, 20, atomic=False, encoder_tokens=8)
+    Scheduler(make_config(max_num_encoder_tokens=8), make_cache()).add(make_request("r", [1] * 20, items=(longer,)))
 
 
 def test_the_queue_has_an_end() -> None:

@@ -9,7 +9,7 @@ from headrace.core.sequence import Status
 from headrace.errors import EngineError
 
 from .oracle_runner import EOS, expected_outputs, expected_prompt_logprobs
-from .world import World, make_cache, make_config, make_request
+from .world import World, item, make_cache, make_config, make_request
 
 PROMPT = list(range(1, 11))
 
@@ -21,7 +21,7 @@ def test_long_prompts_go_in_chunks_and_sample_once() -> None:
     while world.scheduler.has_work():
         plan = world.launch()
         assert plan is not None
-        rows.append([(row.num_computed, row.num_tokens, row.samples) for row in plan.rows])
+        rows.append([(row.num_computed, row.num_tokens, bool(row.num_logits)) for row in plan.rows])
         updates = world.collect()
         assert len(updates) == rows[-1][0][2]
     assert rows == [[(0, 4, False)], [(4, 4, False)], [(8, 2, True)], [(10, 1, True)]]
@@ -125,7 +125,7 @@ def test_blocks_on_their_way_back_stop_further_preemption() -> None:
 def test_nobody_is_let_in_while_a_running_sequence_waits_for_blocks() -> None:
     world = World(make_config(max_num_batched_tokens=8), make_cache(9))
     world.add(make_request("a", [1], max_tokens=20))
-    (waits,) = world.add(make_request("b", [2] * 12, spans=[(4, 12)]))
+    (waits,) = world.add(make_request("b", [2] * 12, items=(item(4, 12),)))
     world.step()
     world.step()
     pool = world.scheduler.kv.pools[0]
@@ -142,13 +142,13 @@ def test_a_row_of_this_step_is_not_preempted_in_it() -> None:
     for name in "ab":
         world.add(make_request(name, [1, 2], max_tokens=9))
     world.step()
-    (span,) = world.add(make_request("span", [3] * 10, spans=[(3, 10)]))
+    (long,) = world.add(make_request("long", [3] * 10, items=(item(3, 10),)))
     world.step()
     world.step()
     plan = world.launch()
     assert plan is not None
-    assert span.seq_id in [row.seq_id for row in plan.rows], "its span had to wait: it goes first"
-    assert span.status is Status.RUNNING
+    assert long.seq_id in [row.seq_id for row in plan.rows], "its item had to wait: it goes first"
+    assert long.status is Status.RUNNING
     world.collect()
     world.run()
     world.assert_right()
@@ -220,7 +220,7 @@ def test_a_late_stop_is_cut_back() -> None:
     world = World(make_config(pipeline_depth=3), make_cache())
     (seq,) = world.add(request)
     world.run()
-    assert (len(seq.output_token_ids), seq.finish_reason) == (3, "stop")
+    assert (len(seq.token_ids[seq.num_prompt :]), seq.finish_reason) == (3, "stop")
     assert sum(isinstance(event, bytes) for event in world.recording) == 5, "two steps too many were launched"
     world.assert_right()
 
@@ -268,7 +268,7 @@ def test_a_result_of_several_tokens_is_cut_at_the_stop() -> None:
     assert plan is not None
     (update,) = world.scheduler.update(plan, StepResult(plan.step, [seq.seq_id], [[5, 8, 9]]))
     assert (update.token_ids, update.finish_reason, update.stop_reason) == ([5, 8], "stop", 8)
-    assert seq.output_token_ids == [5, 8]
+    assert seq.token_ids[seq.num_prompt :] == [5, 8]
 
 
 # ---------------------------------------------------------------------- aborts, errors, ends by the host
@@ -325,12 +325,12 @@ def test_ending_twice_does_nothing() -> None:
     assert world.scheduler.stats().finished == {"stop": 1}
 
 
-# ---------------------------------------------------------------------- spans
+# ---------------------------------------------------------------------- items
 
 
-def test_chunks_end_before_a_span_they_cannot_take_whole() -> None:
+def test_chunks_end_before_an_atomic_item_they_cannot_take_whole() -> None:
     world = World(make_config(max_num_batched_tokens=8), make_cache())
-    world.add(make_request("a", [1] * 20, max_tokens=1, spans=[(5, 12), (13, 20)]))
+    world.add(make_request("a", [1] * 20, max_tokens=1, items=(item(5, 12), item(13, 20))))
     rows = []
     while (plan := world.launch()) is not None:
         rows += [(row.num_computed, row.num_tokens) for row in plan.rows]
@@ -340,15 +340,71 @@ def test_chunks_end_before_a_span_they_cannot_take_whole() -> None:
 
 
 @pytest.mark.parametrize("waiting", [True, False])
-def test_a_span_of_a_whole_step_gets_its_turn_beside_endless_decoding(waiting: bool) -> None:
+def test_an_item_of_a_whole_step_gets_its_turn_beside_endless_decoding(waiting: bool) -> None:
     world = World(make_config(max_num_batched_tokens=8, max_num_seqs=3), make_cache())
     world.add(make_request("busy", [1], max_tokens=60))
     world.step()
     start = 0 if waiting else 3
-    (seq,) = world.add(make_request("a", [2] * 14, max_tokens=1, spans=[(start, start + 8)]))
+    (seq,) = world.add(make_request("a", [2] * 14, max_tokens=1, items=(item(start, start + 8),)))
     for _ in range(6):
         world.step()
     assert seq.finished
+    world.run()
+    world.assert_right()
+
+
+def rows_of(world: World) -> list[list[tuple[int, int, int]]]:
+    """Per step: (sequence, first token, tokens) of each row, until nothing is left."""
+    steps = []
+    while (plan := world.launch()) is not None:
+        steps.append([(row.seq_id, row.num_computed, row.num_tokens) for row in plan.rows])
+        world.collect()
+    world.assert_right()
+    return steps
+
+
+@pytest.mark.parametrize("atomic", [True, False])
+def test_a_chunk_ends_before_an_item_that_the_encoder_budget_cannot_pay(atomic: bool) -> None:
+    world = World(make_config(max_num_encoder_tokens=10), make_cache())
+    images = tuple(item(start, start + 4, atomic=atomic, encoder_tokens=cost) for start, cost in ((1, 6), (6, 0), (10, 5)))
+    world.add(make_request("a", [1] * 15, max_tokens=1, items=images))
+    assert rows_of(world) == [[(0, 0, 10)], [(0, 10, 5)]]
+
+
+def test_an_item_in_several_chunks_is_encoded_once() -> None:
+    world = World(make_config(max_num_batched_tokens=4, max_num_encoder_tokens=10), make_cache())
+    world.add(make_request("a", [1] * 10, max_tokens=1, items=(item(1, 9, atomic=False, encoder_tokens=10),)))
+    assert rows_of(world) == [[(0, 0, 4)], [(0, 4, 4)], [(0, 8, 2)]]
+
+
+def test_sequences_share_the_encoder_budget_and_text_passes_none_of_it() -> None:
+    world = World(make_config(max_num_batched_tokens=32, max_num_encoder_tokens=10), make_cache())
+    for name, content in (("a", "cat"), ("b", "dog")):
+        world.add(make_request(name, [1] * 8, max_tokens=1, items=(item(2, 6, content, encoder_tokens=6),)))
+    world.add(make_request("c", [2] * 8, max_tokens=1))
+    assert rows_of(world) == [[(0, 0, 8), (1, 0, 2), (2, 0, 8)], [(1, 2, 6)]]
+
+
+def test_a_hit_inside_an_item_pays_for_its_encoder() -> None:
+    world = World(make_config(max_num_encoder_tokens=10), make_cache(block_size=2))
+    image = item(1, 7, atomic=False, encoder_tokens=10)
+    world.add(make_request("a", [1] * 9, max_tokens=1, items=(image,)))
+    assert rows_of(world) == [[(0, 0, 9)]]
+    world.add(make_request("b", [1] * 5 + [1] * 2, max_tokens=1, items=(image,)))
+    world.add(make_request("c", [1] * 5 + [1] * 2, max_tokens=1, items=(image,)))
+    assert rows_of(world) == [[(1, 6, 1)], [(2, 6, 1)]]
+
+
+def test_a_preempted_sequence_encodes_its_items_again() -> None:
+    world = World(make_config(max_num_encoder_tokens=10), make_cache(caching=False))
+    (seq,) = world.add(make_request("a", [1] * 8, max_tokens=3, items=(item(2, 6, encoder_tokens=10),)))
+    world.step()
+    world.scheduler._preempt(seq)
+    (other,) = world.add(make_request("b", [1] * 8, max_tokens=1, items=(item(2, 6, encoder_tokens=1),)))
+    plan = world.launch()
+    assert plan is not None
+    assert [(row.seq_id, row.num_tokens) for row in plan.rows] == [(seq.seq_id, 9), (other.seq_id, 2)]
+    world.collect()
     world.run()
     world.assert_right()
 
@@ -503,23 +559,23 @@ def test_new_weights_share_nothing_with_old() -> None:
     world = World(make_config(), make_cache())
     world.add(make_request("a", PROMPT))
     world.run()
-    assert world.scheduler.bump_weight_version() == 1
+    assert world.scheduler.kv.bump_weight_version() == 1
     world.runner.weights = 1
     (seq,) = world.add(make_request("b", PROMPT))
     world.run()
     assert seq.num_cached_tokens == 0
-    assert seq.output_token_ids == expected_outputs(seq.request, 0, 64, weights=1)[0]
+    assert seq.token_ids[seq.num_prompt :] == expected_outputs(seq.request, 0, 64, weights=1)[0]
 
 
 def test_reset_prefix_cache() -> None:
     world = World(make_config(), make_cache())
     world.add(make_request("a", PROMPT))
     world.run()
-    assert world.scheduler.reset_prefix_cache()
+    assert world.scheduler.kv.reset_prefix_cache()
     (seq,) = world.add(make_request("b", PROMPT))
     world.run()
     assert seq.num_cached_tokens == 0
-    assert not World(make_config(), make_cache(caching=False)).scheduler.reset_prefix_cache()
+    assert not World(make_config(), make_cache(caching=False)).scheduler.kv.reset_prefix_cache()
 
 
 # ---------------------------------------------------------------------- books
@@ -552,3 +608,28 @@ def test_nothing_to_do_is_no_plan() -> None:
     world = World(make_config(), make_cache())
     assert world.launch() is None
     assert not world.scheduler.has_work()
+
+
+@pytest.mark.parametrize("kept", [1, 2, 3])
+def test_a_row_may_keep_fewer_tokens_than_it_has_logits_rows(kept: int) -> None:
+    """What was planned for tokens that were not kept is taken back, and the next row begins behind those that were."""
+    world = World(make_config(), make_cache())
+    (seq,) = world.add(make_request("r", [1, 2, 3, 4, 5, 6, 7], max_tokens=20))
+    world.step()
+    plan = world.scheduler.schedule()
+    assert plan is not None
+    # Two drafts behind the last known token.
+    (flight,) = world.scheduler._in_flight
+    flight.rows[0] = flight.rows[0]._replace(end=flight.rows[0].end + 2, num_logits=3)
+    seq.num_computed += 2
+    seq.num_placeholders += 2
+    assert world.scheduler.kv.allocate(seq.blocks, seq.num_computed) is not None
+    blocks = [list(table) for table in seq.blocks.tables]
+    known = len(seq.token_ids)
+    (update,) = world.scheduler.update(plan, StepResult(plan.step, [seq.seq_id], [[9, 8, 7][:kept]]))
+    assert update.token_ids == [9, 8, 7][:kept] and seq.num_placeholders == 0
+    assert seq.num_computed == seq.num_collected == len(seq.token_ids) - 1 == known + kept - 1
+    following = world.scheduler.schedule()
+    assert following is not None and following.rows[0].num_computed == known + kept - 1
+    assert [table[: len(before)] for table, before in zip(seq.blocks.tables, blocks, strict=True)] == blocks
+    world.scheduler.check_integrity()

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from headrace.config import SchedulerConfig
 from headrace.core.request import Request
 from headrace.errors import RequestError
+from headrace.kv import Item
 
 from .oracle_runner import EOS, VOCAB
 from .world import World, make_cache, make_request
@@ -28,14 +29,20 @@ class Arrival:
     error_at: int | None
 
 
-SPANS = [[(2, 6)], [(0, 4), (4, 7)], [(3, 11)], [(1, 2), (5, 9), (12, 20)], [(7, 30)]]
-"""Few, so that prompts share prefixes with the same spans, and with others."""
+ITEMS = [[(2, 6)], [(0, 4), (4, 7)], [(3, 11)], [(1, 2), (5, 9), (12, 20)], [(7, 30)]]
+"""Few, so that prompts share prefixes with the same items, and with others."""
 
 
 @st.composite
-def span_lists(draw: st.DrawFn, length: int, longest: int) -> list[tuple[int, int]]:
-    spans = [(start, min(end, length, start + longest)) for start, end in draw(st.sampled_from(SPANS))]
-    return [(start, end) for start, end in spans if start < end]
+def item_lists(draw: st.DrawFn, length: int, config: SchedulerConfig) -> tuple[Item, ...]:
+    items = []
+    for start, end in draw(st.sampled_from(ITEMS)):
+        atomic = draw(st.sampled_from([True, True, False]))
+        end = min(end, length, start + config.max_num_batched_tokens if atomic else length)
+        cost = draw(st.integers(0, config.max_num_encoder_tokens))
+        if start < end:
+            items.append(Item(start, end, atomic, atomic and draw(st.booleans()), draw(st.sampled_from("aab")), cost))
+    return tuple(items)
 
 
 @st.composite
@@ -45,7 +52,7 @@ def arrivals(draw: st.DrawFn, number: int, config: SchedulerConfig) -> Arrival:
     prompt = BASE[:shared] + own
     if draw(st.integers(0, 2)) == 0:
         prompt[draw(st.integers(0, len(prompt) - 1))] = draw(st.integers(1, VOCAB - 1))
-    with_spans = draw(st.integers(0, 2)) == 0
+    with_items = draw(st.integers(0, 2)) == 0
     n = draw(st.sampled_from([1, 1, 1, 2, 3]))
     request = make_request(
         f"r{number}",
@@ -61,7 +68,7 @@ def arrivals(draw: st.DrawFn, number: int, config: SchedulerConfig) -> Arrival:
         prompt_logprobs=draw(st.sampled_from([None, None, None, 0])),
         priority=draw(st.integers(-1, 1)),
         cache_salt=draw(st.sampled_from([None, None, None, "salt"])),
-        spans=draw(span_lists(len(prompt), config.max_num_batched_tokens)) if with_spans else [],
+        items=draw(item_lists(len(prompt), config)) if with_items else (),
     )
     rare = st.integers(0, 5).map(lambda x: x == 0)
     return Arrival(
@@ -82,6 +89,7 @@ def worlds(draw: st.DrawFn) -> tuple[World, list[Arrival]]:
         max_queue_len=draw(st.sampled_from([3, 100])),
         policy=draw(st.sampled_from(["fcfs", "priority"])),
         pipeline_depth=draw(st.integers(1, 3)),
+        max_num_encoder_tokens=draw(st.integers(0, 4)),
     )
     windows = draw(st.sampled_from([(None,), (None,), (None, 5), (None, 5), (6,), (1,), (None, 9, 3), (None, 12, 7, 2)]))
     block_size = draw(st.sampled_from([1, 2, 4]))
@@ -105,7 +113,7 @@ def play(world: World, script: list[Arrival], collects: list[bool]) -> None:
             if arrival.abort_at == tick:
                 world.abort(arrival.request.request_id)
         if tick % RESETS == RESETS - 1:
-            world.scheduler.reset_prefix_cache()
+            world.scheduler.kv.reset_prefix_cache()
         if tick >= 60 and not world.scheduler.has_work():
             return
         stuck = world.launch() is None
@@ -117,6 +125,8 @@ def play(world: World, script: list[Arrival], collects: list[bool]) -> None:
 
 
 def admit(world: World, arrival: Arrival) -> None:
+    if len(arrival.request.prompt_token_ids) >= world.scheduler.config.max_model_len:
+        return  # InputProcessor refuses these.
     try:
         sequences = world.add(arrival.request)
     except RequestError:
@@ -131,7 +141,7 @@ def admit(world: World, arrival: Arrival) -> None:
 QUIET = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
 
 
-@settings(max_examples=300, derandomize=True, deadline=None, database=None, suppress_health_check=QUIET)
+@settings(max_examples=150, derandomize=True, deadline=None, database=None, suppress_health_check=QUIET)
 @given(worlds(), st.lists(st.booleans(), min_size=1, max_size=7))
 def test_everyone_gets_their_own_tokens(world_and_script: tuple[World, list[Arrival]], collects: list[bool]) -> None:
     world, script = world_and_script

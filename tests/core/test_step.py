@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from headrace.core.budget import StepBudget
 from headrace.core.step import StepBuilder
 from headrace.kv.manager import Move
 
@@ -13,7 +14,7 @@ def test_rows_follow_the_moves_made_after_them() -> None:
     first, second = (world.scheduler.add(make_request(f"r{n}", [1, 2, 3]))[0] for n in range(2))
     first.slot, second.slot = 0, 1
     moves: list[Move] = [(0, 5, 9)]
-    step = StepBuilder(16, 0, moves)
+    step = StepBuilder(StepBudget(16, 0), moves)
     step.add_row(first, 3, ((5, 6), (7,)))
     moves.append((0, 6, 2))
     step.add_row(second, 3, ((6, 8), (2,)))

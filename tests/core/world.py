@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 
+from cache_config import cache_holding
+
 from headrace.config import CacheConfig, SchedulerConfig
-from headrace.core.plan import StepPlan, StepResult, decode_plan, encode_plan
+from headrace.core.plan import SamplePlan, StepPlan, StepResult, decode_plan, encode_plan
 from headrace.core.request import Request
 from headrace.core.scheduler import Scheduler
 from headrace.core.sequence import Sequence, SequenceUpdate
+from headrace.kv import Item
+from headrace.model_spec import CacheGroup
 from headrace.outputs import TokenLogprobs
 from headrace.sampling_params import SamplingParams
-from headrace.spec import CacheGroup
 
 from .oracle_runner import EOS, OracleRunner, expected_outputs, expected_prompt_logprobs
 
@@ -28,7 +31,7 @@ def make_cache(
     counts = (num_blocks,) * len(windows) if isinstance(num_blocks, int) else num_blocks
     widths = (1,) * len(windows) if widths is None else widths
     groups = tuple(CacheGroup(i, window, (i,), width) for i, (window, width) in enumerate(zip(windows, widths, strict=True)))
-    return CacheConfig.holding(
+    return cache_holding(
         [count - 1 for count in counts], block_size=block_size, groups=groups, enable_prefix_caching=caching, dtype="float32"
     )
 
@@ -38,6 +41,11 @@ def make_config(**changes: object) -> SchedulerConfig:
         max_model_len=64, max_num_seqs=4, max_num_batched_tokens=16, max_queue_len=64, policy="fcfs", pipeline_depth=1
     )
     return dataclasses.replace(default, **changes)
+
+
+def item(start: int, end: int, content_hash: str = "cat", *, atomic: bool = True, encoder_tokens: int = 0) -> Item:
+    """An atomic one is bidirectional."""
+    return Item(start, end, atomic, atomic, content_hash, encoder_tokens)
 
 
 def make_request(name: str, prompt: list[int], max_tokens: int = 4, **fields: object) -> Request:
@@ -114,7 +122,7 @@ class World:
             data = encode_plan(plan)
             assert decode_plan(data) == plan
             self.recording.append(data)
-            self.runner.launch(plan)
+            self.runner.sample(self.runner.execute(plan), SamplePlan(plan.step))
             self.launched.append(plan)
         self.scheduler.check_integrity()
         return plan
@@ -204,6 +212,8 @@ class World:
         steps: deque[int] = deque()
         for event in self.recording:
             if isinstance(event, bytes):
-                steps.append(fresh.launch(decode_plan(event)))
+                plan = decode_plan(event)
+                assert isinstance(plan, StepPlan)
+                steps.append(fresh.execute(plan))
             else:
                 assert fresh.collect(steps.popleft()) == event

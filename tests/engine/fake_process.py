@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -18,13 +17,14 @@ from headrace.engine.core import EngineCore
 from headrace.engine.frontend import load_frontend
 from headrace.engine.info import EngineInfo, Progress
 from headrace.engine.process import serve
+from headrace.engine.timeline import Timeline
 from headrace.errors import ConfigError
 
 mode, seconds, folder = sys.argv[1], float(sys.argv[2]), Path(sys.argv[3])
 
 
-def load(args: EngineArgs, on_progress: Callable[[Progress], None]) -> tuple[EngineCore, EngineInfo]:
-    on_progress(Progress("weights", 0.5, "some"))
+def load(args: EngineArgs, timeline: Timeline) -> tuple[EngineCore, EngineInfo]:
+    timeline.tell(Progress("weights", 0.5, "some"))
     if mode == "config":
         raise ConfigError("this cannot work", "dtype")
     if mode == "load":

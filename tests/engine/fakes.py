@@ -5,14 +5,16 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from headrace.config import CacheConfig, SchedulerConfig
-from headrace.core.plan import NewSequence, StepPlan, StepResult
+from cache_config import cache_holding
+
+from headrace.config import SchedulerConfig
+from headrace.core.plan import NewSequence, SamplePlan, StepPlan, StepResult
 from headrace.core.scheduler import Scheduler
 from headrace.engine.core import EngineCore
 from headrace.engine.info import EngineInfo
 from headrace.engine.outputs import OutputProcessor
+from headrace.model_spec import CacheGroup
 from headrace.outputs import TokenLogprobs
-from headrace.spec import CacheGroup
 from headrace.text.tokenizer import Tokenizer
 
 VOCAB, CONTEXT, BLOCK = 272, 256, 8
@@ -35,7 +37,7 @@ class FakeRunner:
         self._slots: dict[int, NewSequence] = {}
         self._lengths: dict[int, int] = {}
 
-    def launch(self, plan: StepPlan) -> tuple[StepPlan, StepResult]:
+    def execute(self, plan: StepPlan) -> tuple[StepPlan, StepResult]:
         self.plans.append(plan)
         for slot in plan.released:
             del self._slots[slot]
@@ -55,7 +57,7 @@ class FakeRunner:
                 result.prompt_logprobs[row.seq_id] = entries
             if row.seq_id in self.broken:
                 result.errors[row.seq_id] = self.broken[row.seq_id]
-            elif row.samples:
+            elif row.num_logits:
                 token = SCRIPT[(new.sample_index + self._lengths[row.slot] - new.prompt_len) % len(SCRIPT)]
                 self._lengths[row.slot] += 1
                 result.seq_ids.append(row.seq_id)
@@ -64,10 +66,19 @@ class FakeRunner:
                     result.logprobs[row.seq_id] = [logprob(token, new.sampling.logprobs)]
         return plan, result
 
+    def sample(self, handle: tuple[StepPlan, StepResult], plan: SamplePlan) -> None:
+        assert plan.step == handle[0].step
+
     def collect(self, handle: tuple[StepPlan, StepResult]) -> StepResult:
         if self.seconds:
             time.sleep(self.seconds)
         return handle[1]
+
+    def capture_next(self) -> tuple[int, int]:
+        return 0, 0
+
+    def graphs(self) -> tuple[int, int]:
+        return 0, 0
 
     def close(self) -> None:
         pass
@@ -83,11 +94,9 @@ def make_core(
 ) -> EngineCore:
     numbers = {"max_model_len": CONTEXT, "max_num_seqs": 8, "max_num_batched_tokens": 64, "max_queue_len": 128} | limits
     group = CacheGroup(0, None, (0,), 64)
-    cache = CacheConfig.holding(
-        [num_blocks - 1], block_size=BLOCK, groups=(group,), enable_prefix_caching=True, dtype="float32"
-    )
+    cache = cache_holding([num_blocks - 1], block_size=BLOCK, groups=(group,), enable_prefix_caching=True, dtype="float32")
     scheduler = Scheduler(SchedulerConfig(policy="fcfs", pipeline_depth=depth, **numbers), cache)
-    return EngineCore(scheduler, FakeRunner(seconds), OutputProcessor(scheduler, tokenizer), pipeline_depth=depth)
+    return EngineCore(scheduler, FakeRunner(seconds), OutputProcessor(tokenizer), pipeline_depth=depth)
 
 
 def make_info(core: EngineCore) -> EngineInfo:

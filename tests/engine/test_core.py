@@ -24,6 +24,7 @@ class Bench:
 
     def __init__(self, frontend: Frontend, *, tokenizer: bool = True, **options: object) -> None:
         self.core: EngineCore = make_core(frontend.tokenizer if tokenizer else None, **options)
+        self.core_text = frontend.tokenizer.token_text if tokenizer and frontend.tokenizer is not None else None
         self.inputs = frontend.inputs(ARGS, vocab_size=272, max_model_len=CONTEXT)
         self.outputs: dict[str, RequestOutput] = {}
         self.deltas: list[OutputDelta] = []
@@ -38,7 +39,7 @@ class Bench:
     def fold(self, deltas: list[OutputDelta]) -> None:
         for delta in deltas:
             self.deltas.append(delta)
-            self.outputs[delta.request_id].add(delta)
+            self.outputs[delta.request_id].add(delta, self.core_text)
 
     def run(self, steps: int | None = None) -> None:
         while self.core.has_work() and (steps is None or steps > 0):
@@ -46,7 +47,7 @@ class Bench:
             steps = None if steps is None else steps - 1
         if steps is None:
             self.core.scheduler.check_integrity()
-            assert self.core.outputs.num_open == 0
+            assert not self.core.outputs._texts
             assert self.core.stats().kv_blocks_used == 0
 
     def texts(self, request_id: str) -> list[str]:
@@ -184,7 +185,7 @@ def test_a_failing_sequence_takes_no_other_along(frontend: Frontend) -> None:
     for name in "abc":
         bench.add(name, max_tokens=10)
     bench.run(steps=2)
-    bench.core.runner.broken[1] = "a bad tensor"
+    bench.core.executor.broken[1] = "a bad tensor"
     bench.run()
     assert bench.outputs["b"].outputs[0].finish_reason == "error" and bench.outputs["b"].error == "a bad tensor"
     assert bench.texts("a") == bench.texts("c") == [said(0, 10).decode()]
@@ -219,7 +220,7 @@ def test_a_request_of_a_running_id_is_refused(frontend: Frontend) -> None:
 def test_an_engine_failure_leaves_the_step(frontend: Frontend, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(frontend)
     bench.add("a")
-    monkeypatch.setattr(bench.core.runner, "launch", lambda plan: 1 / 0)
+    monkeypatch.setattr(bench.core.executor, "execute", lambda plan: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         bench.core.step()
 

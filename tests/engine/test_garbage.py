@@ -13,9 +13,9 @@ from headrace.engine.frontend import load_frontend
 
 SETTLED = """
 import gc, sys
-from headrace.engine.garbage import settle
+from headrace.engine.garbage import freeze_gc
 kept = [[i] for i in range(1000)]
-settle()
+freeze_gc()
 print(gc.get_freeze_count() > 1000, any(item is kept[5] for item in gc.get_objects()))
 """
 

@@ -11,6 +11,7 @@ from headrace.config import EngineArgs, SamplingLimits
 from headrace.engine.frontend import Frontend
 from headrace.engine.inputs import InputProcessor
 from headrace.errors import ConfigError, RequestError
+from headrace.kv import CacheIdentity, Item
 from headrace.sampling_params import SamplingParams
 
 
@@ -100,10 +101,6 @@ def test_refusals_name_the_parameter(inputs: InputProcessor, prompt: Any, params
         ({"priority": "high"}, "priority"),
         ({"cache_salt": ""}, "cache_salt"),
         ({"cache_salt": 3}, "cache_salt"),
-        ({"spans": [(0, 6)]}, "spans"),
-        ({"spans": [(0, 2), (1, 3)]}, "spans"),
-        ({"spans": [(2, 2)]}, "spans"),
-        ({"spans": [(-1, 2)]}, "spans"),
     ],
 )
 def test_options_are_checked(inputs: InputProcessor, options: dict, param: str) -> None:
@@ -120,8 +117,10 @@ def test_request_ids_are_checked(inputs: InputProcessor, request_id: Any) -> Non
 
 
 def test_everything_that_is_asked_for_is_in_the_request(inputs: InputProcessor) -> None:
-    request = make(inputs, options={"priority": -3, "cache_salt": "s", "spans": [(0, 2), (2, 5)]}, seed=7, bad_words=["no"])
-    assert (request.priority, request.cache_salt, request.spans, request.seed) == (-3, "s", [(0, 2), (2, 5)], 7)
+    items = (Item(0, 2, True, True, "cat"), Item(2, 5, False, False, "dog"))
+    request = make(inputs, options={"priority": -3, "cache_salt": "s", "items": items}, seed=7, bad_words=["no"])
+    assert (request.priority, request.cache_salt, request.items, request.seed) == (-3, "s", items, 7)
+    assert request.cache_identity == CacheIdentity(cache_salt="s", items=items)
     assert request.bad_words is not None and not request.bad_words.special_text
     shown = make(inputs, bad_words=["no"], skip_special_tokens=False).bad_words
     assert shown is not None and shown.special_text
@@ -152,7 +151,7 @@ def test_text_without_a_tokenizer_is_refused_by_name(bare: InputProcessor) -> No
 
 
 def test_the_model_s_own_defaults(bare: InputProcessor) -> None:
-    assert bare.default_sampling_params() == SamplingParams(temperature=0.5, top_k=7)
+    assert bare.default_sampling == SamplingParams(temperature=0.5, top_k=7)
     with pytest.raises(ConfigError, match="temperature"):
         InputProcessor(
             vocab_size=3,

@@ -14,7 +14,7 @@ from headrace.engine import profile as profiles
 from headrace.engine.info import MemoryLine
 from headrace.engine.ledger import cache_lines, ledger, planned_ledger
 from headrace.engine.profile import Profile, measure
-from headrace.resolve import CUDA_SLACK
+from headrace.resolve.memory import CUDA_SLACK
 
 from .test_resolve_gpu import GIB, HOPPER, a_device, on_gpu
 
@@ -45,10 +45,10 @@ class Keeping:
     edition = 0
 
     def __init__(self) -> None:
-        self.workspace_bytes = 100
+        self.workspaces = [torch.empty(100, dtype=torch.uint8)]
 
     def reserve(self, device: torch.device) -> None:
-        self.workspace_bytes += 1000
+        self.workspaces.append(torch.empty(1000, dtype=torch.uint8))
 
     def replan(self, lengths: object) -> None: ...
 

@@ -235,7 +235,7 @@ def test_start_up_keeps_account(tiny_folder: Path) -> None:
         assert all(progress.fraction is None or 0 <= progress.fraction <= 1 for progress in seen)
         cache = next(line for line in info.memory if line.name == "KV cache")
         assert cache.nbytes == 201 * 16 * 2 * 2 * 32 * 4  # blocks, tokens, layers, KV heads, widths, bytes
-        runner: Any = llm._engine.core.runner
+        runner: Any = llm._engine.executor.runner
         assert dict(runner.memory())["KV cache"] == cache.nbytes
         model: Any = runner._model
         held = sum(parameter.nbytes for parameter in model.parameters()) + sum(buffer.nbytes for buffer in model.buffers())
@@ -252,7 +252,7 @@ def test_start_up_keeps_account(tiny_folder: Path) -> None:
 
 def test_after_close_and_after_a_failure(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = build(tiny_folder)
-    monkeypatch.setattr(llm._engine.core.runner, "launch", lambda plan: 1 / 0)
+    monkeypatch.setattr(llm._engine.core.executor, "execute", lambda plan: 1 / 0)
     with pytest.raises(EngineError, match="ZeroDivisionError"):
         llm.generate("a", greedy())
     with pytest.raises(EngineError, match="ZeroDivisionError"):

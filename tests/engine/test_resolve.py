@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,14 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig
 
-from headrace import resolve as resolving
 from headrace.config import EngineArgs, EngineConfig
 from headrace.errors import ConfigError
 from headrace.kernels import support
 from headrace.kv import KVCacheManager
+from headrace.model_spec import AttentionSpec, DenseSpec, ModelSpec, RopeSpec
 from headrace.models.size import weight_bytes
 from headrace.resolve import DeviceFacts, resolve
 from headrace.sources.files import ModelFiles
-from headrace.spec import AttentionSpec, DenseSpec, ModelSpec, RopeSpec
 
 MIB = 2**20
 ZEN = DeviceFacts(device="cpu", name="x", instructions=frozenset({"avx512_bf16"}), num_cores=6, available_memory=1024 * MIB)
@@ -71,7 +71,7 @@ def decide(
         generation_config={"eos_token_id": []},
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(resolving, "_gguf_types", lambda files: None if types is None else resolving.Counter(types))
+        patch.setattr("headrace.resolve.config.gguf_types", lambda files: None if types is None else Counter(types))
         return resolve(EngineArgs(**args), files, spec or model(), device)
 
 

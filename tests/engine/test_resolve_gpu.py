@@ -12,9 +12,11 @@ from headrace.attention.triton import InvariantAttention, TritonAttention
 from headrace.config import EngineConfig
 from headrace.engine.report import _layer_lines
 from headrace.errors import ConfigError
-from headrace.resolve import CUDA_SLACK, DETERMINISTIC, MAX_GRAPH_ROWS, DeviceFacts
-from headrace.spec import ForeignSpec
-from headrace.spec.model import ModelFacts
+from headrace.model_spec import ForeignSpec
+from headrace.model_spec.model import ModelFacts
+from headrace.resolve import DeviceFacts
+from headrace.resolve.memory import CUDA_SLACK
+from headrace.resolve.schedule import DETERMINISTIC, MAX_GRAPH_ROWS
 
 from .test_resolve import FOR_GPUS, decide, model
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import quiet
 from safetensors.torch import load_file, save_file
 
 from engine.tiny import write_model
 from headrace import LLM, AsyncLLM, SamplingParams
-from headrace.bench.architectures import quiet
 from headrace.core.request import Request
 from headrace.errors import ConfigError, EngineError
-from headrace.weights.names import Part
+from headrace.weights.names import Target
 
 PROMPT = list(range(40, 90))
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
@@ -73,10 +73,10 @@ def test_an_updated_engine_is_a_fresh_one(old: Path, new: Path, implementation: 
     assert tokens_of(llm) == before
     hits = llm.stats.prefix_hit_tokens
     assert hits > 0
-    places = [parameter.data_ptr() for parameter in llm._engine.model.parameters()]  # type: ignore[attr-defined]
+    places = [parameter.data_ptr() for parameter in llm._engine.executor.model.parameters()]  # type: ignore[attr-defined]
     assert llm.update_weights(weights_of(new)) == len(weights_of(new))
     # Captured graphs read where they read before.
-    assert [parameter.data_ptr() for parameter in llm._engine.model.parameters()] == places  # type: ignore[attr-defined]
+    assert [parameter.data_ptr() for parameter in llm._engine.executor.model.parameters()] == places  # type: ignore[attr-defined]
     expected = tokens_of(fresh)
     assert expected != before
     assert tokens_of(llm) == expected
@@ -126,7 +126,7 @@ def test_what_is_refused_changes_nothing(llm: LLM, value: Any, match: str) -> No
 
 def test_a_tied_weight_is_what_it_is_tied_to(tmp_path: Path) -> None:
     llm = build(write_model(tmp_path, tie_word_embeddings=True))
-    weights = dict(llm._engine.model.named_parameters())  # type: ignore[attr-defined]
+    weights = dict(llm._engine.executor.model.named_parameters())  # type: ignore[attr-defined]
     embedding = weights["embed_tokens.weight"]
     name, tied = "model.embed_tokens.weight", "lm_head.weight"
     other = -embedding.clone()
@@ -162,15 +162,15 @@ def test_requests_that_run_are_in_the_way(llm: LLM, old: Path) -> None:
 
 
 def test_an_update_that_was_cut_short_is_the_end(old: Path, new: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm, plain, count = build(old), Part.fill, [0]
+    llm, plain, count = build(old), Target.fill, [0]
 
-    def failing(part: Part, parameter: torch.Tensor, stored: torch.Tensor) -> None:
+    def failing(part: Target, parameter: torch.Tensor, stored: torch.Tensor) -> None:
         count[0] += 1
         if count[0] == 3:
             raise RuntimeError("no memory")
         plain(part, parameter, stored)
 
-    monkeypatch.setattr(Part, "fill", failing)
+    monkeypatch.setattr(Target, "fill", failing)
     with pytest.raises(EngineError, match="cut short: RuntimeError: no memory"):
         llm.update_weights(weights_of(new))
     monkeypatch.undo()

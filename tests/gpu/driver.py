@@ -17,7 +17,8 @@ from headrace.config import EngineArgs
 from headrace.core.request import Request
 from headrace.core.scheduler import Scheduler
 from headrace.engine.loader import load_engine
-from headrace.outputs import OutputDelta, PositionLogprobs
+from headrace.engine.source import FileSource
+from headrace.outputs import OutputDelta, PositionLogprobs, position_logprobs
 from headrace.sampling_params import SamplingParams
 
 STEPS = 20_000
@@ -37,8 +38,9 @@ class Sample:
 
     def take(self, delta: OutputDelta) -> None:
         self.token_ids += delta.token_ids
-        self.logprobs += delta.logprobs or []
-        self.prompt_logprobs = delta.prompt_logprobs or self.prompt_logprobs
+        self.logprobs += [position_logprobs(entry) for entry in delta.logprobs or []]
+        if delta.prompt_logprobs:
+            self.prompt_logprobs = [None if entry is None else position_logprobs(entry) for entry in delta.prompt_logprobs]
         self.text += delta.text
         self.finish_reason = delta.finish_reason or self.finish_reason
         self.error = delta.error or self.error
@@ -50,7 +52,7 @@ Samples = dict[str, list[Sample]]
 
 class Driver:
     def __init__(self, args: EngineArgs) -> None:
-        self._engine = load_engine(args)
+        self._engine = load_engine(FileSource(args))
         self._core = self._engine.core
         self.info = self._engine.info
         self.samples: Samples = {}
@@ -61,7 +63,7 @@ class Driver:
 
     @property
     def runner(self) -> Any:
-        return self._core.runner
+        return self._engine.executor.runner
 
     def add(self, *requests: Request) -> None:
         """Tokens, parameters and seed of the requests; the rest is the engine's own to make."""

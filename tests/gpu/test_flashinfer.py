@@ -43,7 +43,9 @@ def test_greedy_tokens_are_the_defaults(family: str, device: str, folder_of: Cal
         found = together(driver, greedy)
         graphs = driver.runner._graphs
         assert graphs is not None and graphs._replanned, "the graphs are not FlashInfer's"
-        assert all(backend.edition == 0 for backend in graphs._replanned), "a graph was captured before its kernel was there"
+        assert all(backend.graph_version == 0 for backend in graphs._replanned), (
+            "a graph was captured before its kernel was there"
+        )
     pairs = [(found[each.request_id][0].token_ids, wanted[each.request_id][0].token_ids) for each in greedy]
     assert all(len(one) == len(other) for one, other in pairs)
     agreeing = [next((place for place, (a, b) in enumerate(zip(*pair, strict=True)) if a != b), len(pair[0])) for pair in pairs]

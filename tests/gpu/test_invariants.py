@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import random
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +180,7 @@ def arguments(folder: Path, device: str, dtype: str, **changes: Any) -> EngineAr
     """Graphs are captured when they are first needed: each engine here meets few batch sizes."""
     plain: dict[str, Any] = {"num_kv_blocks": 400, "max_num_seqs": 32, "enable_prefix_caching": False, "pipeline_depth": 2}
     plain |= {"max_model_len": MAX_LEN, "quantization": "none", "num_threads": 1, "max_queue_len": 1000}
-    plain |= {"graph_capture_seconds": 0.0}
+    plain |= {"graph_capture_seconds": 60.0}
     return EngineArgs(model=str(folder), device=device, dtype=dtype, **plain | changes)
 
 
@@ -263,20 +263,25 @@ families = pytest.mark.parametrize("family", FAMILIES)
 ways = pytest.mark.parametrize("way", WAYS)
 ROUNDED = [EVERY_EXPERT if family == "mixture" else family for family in FAMILIES]
 """What can be compared in bfloat16: which few experts of many are the best is a matter of rounding there, on a CPU as well."""
-HERE = [("cpu", "groups of 3, width 80"), ("cpu", "latent")]
+GROUPS = "groups of 3, width 80"
+QUICK = {GROUPS: ("three steps ahead", "chunks of 5", "preempted", "two slots")}
+QUICK |= {"mla": ("together", "preempted in chunks", "cached, short of blocks", "aborting")}
+"""Families on the CPU, and the ways that are not slow there: each kind of way once."""
+QUICK_PLAIN = {GROUPS: ("together",), "mla": ("preempted in chunks",)}
 
 
-def on_both(of: Iterable[str]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize(
-        ("device", "family"), [*HERE, *(pytest.param("cuda", family, marks=CUDA.marks) for family in of)]
-    )
+def on_both(of: Iterable[str], quick: dict[str, tuple[str, ...]], here: Collection[str] = tuple(WAYS)) -> pytest.MarkDecorator:
+    """All ways of the families ``of`` on a GPU; on the CPU those of ``here``, of which the ``quick`` ones are not slow."""
+    on_cpu = [
+        pytest.param("cpu", family, way, marks=() if way in few else pytest.mark.slow)
+        for family, few in quick.items()
+        for way in here
+    ]
+    there = [pytest.param("cuda", family, way, marks=CUDA.marks) for family in of for way in WAYS]
+    return pytest.mark.parametrize(("device", "family", "way"), [*on_cpu, *there])
 
 
-in_float32, in_bfloat16 = on_both(FAMILIES), on_both(ROUNDED)
-
-
-@in_float32
-@ways
+@on_both(FAMILIES, QUICK)
 def test_float32(family: str, device: str, way: str, folder_of: Callable[[str], Path]) -> None:
     wanted = expected(folder_of(family), device, "float32")
     with driving(arguments(folder_of(family), device, "float32", **WAYS[way].args)) as driver:
@@ -284,19 +289,19 @@ def test_float32(family: str, device: str, way: str, folder_of: Callable[[str], 
         null_blocks_are_untouched(driver)
 
 
-@in_bfloat16
-@ways
+@on_both(
+    ROUNDED,
+    {GROUPS: ("chunks of 20",), "mla": ("cached, short of blocks",)},
+    ("together", "chunks of 20", "cached, short of blocks"),
+)
 def test_bfloat16(family: str, device: str, way: str, folder_of: Callable[[str], Path]) -> None:
-    if device == "cpu" and way not in ("together", "chunks of 20", "cached, short of blocks"):
-        pytest.skip("what the CPU has to show, float32 shows")
     wanted = expected(folder_of(family), device, "bfloat16")
     with driving(arguments(folder_of(family), device, "bfloat16", **WAYS[way].args)) as driver:
         close(WAYS[way].serve(driver, REQUESTS), wanted)
         null_blocks_are_untouched(driver)
 
 
-@in_float32
-@ways
+@on_both(FAMILIES, QUICK_PLAIN)
 def test_plain_float32(family: str, device: str, way: str, folder_of: Callable[[str], Path]) -> None:
     with driving(arguments(folder_of(family), device, "float32", **WAYS[way].args)) as driver:
         same(WAYS[way].serve(driver, PLAIN), expected(folder_of(family), device, "float32"))
@@ -304,12 +309,9 @@ def test_plain_float32(family: str, device: str, way: str, folder_of: Callable[[
         graphs_ran(driver, device, way)
 
 
-@in_bfloat16
-@ways
+@on_both(ROUNDED, {GROUPS: (), "mla": ("together",)}, ("together",))
 def test_plain_bfloat16(family: str, device: str, way: str, folder_of: Callable[[str], Path]) -> None:
     """Greedy tokens are as good as the best ones, by float32's account of the same text."""
-    if device == "cpu" and way != "together":
-        pytest.skip("what the CPU has to show, float32 shows")
     with driving(arguments(folder_of(family), device, "bfloat16", **WAYS[way].args)) as driver:
         found = WAYS[way].serve(driver, PLAIN)
         null_blocks_are_untouched(driver)
@@ -401,7 +403,8 @@ def test_both_devices_agree_in_float32(family: str, device: str, folder_of: Call
 @pytest.mark.parametrize(
     ("device", "family"),
     [
-        *(("cpu", family) for family in ("latent", EVERY_EXPERT)),
+        ("cpu", "mla"),
+        pytest.param("cpu", EVERY_EXPERT, marks=pytest.mark.slow),
         *(pytest.param("cuda", family, marks=CUDA.marks) for family in ROUNDED),
     ],
 )
@@ -409,7 +412,9 @@ def test_bfloat16_is_near_float32(family: str, device: str, folder_of: Callable[
     close(expected(folder_of(family), device, "bfloat16"), expected(folder_of(family), "cpu", "float32"))
 
 
-@families
+@pytest.mark.parametrize(
+    "family", [family if family in QUICK else pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES]
+)
 def test_the_features_and_the_cache_matter(family: str, folder_of: Callable[[str], Path]) -> None:
     """Equality of what depends on nothing would prove nothing. That each feature binds is shown where it is tested alone."""
     samples = expected(folder_of(family), "cpu", "float32")

@@ -59,7 +59,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma": GEMMA3 | {"head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 23},
     "mixture": QWEN3_MOE | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True},
     # All experts of every token: which are the best few is a matter of rounding.
-    "latent": DEEPSEEK | {"kv_lora_rank": 48, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 20},
+    "mla": DEEPSEEK | {"kv_lora_rank": 48, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 20},
     "latent, full width": DEEPSEEK | {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128},
 }
 EVERY_EXPERT = "mixture, every expert"

@@ -23,13 +23,13 @@ def chosen(kernels: NativeKernels, monkeypatch: pytest.MonkeyPatch) -> None:
 def run(case: Case) -> torch.Tensor:
     attention = NativeAttention()
     attention.plan(case.step)
-    return attention.run(case.q, case.cache, case.sinks)
+    return attention.run(case.inputs)
 
 
 def check(case: Case) -> None:
     oracle = ReferenceAttention()
     oracle.plan(case.step)
-    expected = oracle.run(case.q, case.cache, case.sinks)
+    expected = oracle.run(case.inputs)
     torch.testing.assert_close(run(case), expected, atol=TOLERANCE[case.q.dtype], rtol=1e-3)
 
 
@@ -102,7 +102,7 @@ def test_refusals() -> None:
     assert NativeAttention.supports(spec, "cpu", "float32") == []
     assert any("float16" in reason for reason in NativeAttention.supports(spec, "cpu", "float16"))
     assert any("cuda" in reason for reason in NativeAttention.supports(spec, "cuda", "float32"))
-    assert any("sparse" in reason for reason in NativeAttention.supports(spec, "cpu", "float32", "sparse"))
+    assert any("sparse" in reason for reason in NativeAttention.supports(spec, "cpu", "float32", None, frozenset({"sparse"})))
 
 
 def test_refusal_without_a_library(monkeypatch: pytest.MonkeyPatch) -> None:

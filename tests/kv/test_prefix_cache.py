@@ -7,14 +7,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.errors import EngineError
-from headrace.kv import prefix_cache
-from headrace.kv.prefix_cache import BlockKey, KeyChain, PrefixIndex, find_hit, first_visible_block, root_key
+from headrace.kv import CacheIdentity, Item, prefix_cache
+from headrace.kv.prefix_cache import BlockKey, KeyChain, PrefixIndex, find_hit, first_visible_block
 
 SIZE = 2
 
 
-def chain(tokens: list[int], spans: list[tuple[int, int]] | None = None, root: BlockKey | None = None) -> KeyChain:
-    return KeyChain(root or root_key(None, 0, "dense"), tokens, spans or [], SIZE)
+TEXT = CacheIdentity()
+
+
+def chain(tokens: list[int], identity: CacheIdentity = TEXT) -> KeyChain:
+    return KeyChain(identity, tokens, SIZE)
+
+
+def seen_both_ways(*bounds: tuple[int, int]) -> CacheIdentity:
+    return CacheIdentity(items=tuple(Item(start, end, True, True, "cat") for start, end in bounds))
 
 
 def equal(a: BlockKey, b: BlockKey) -> bool:
@@ -29,25 +36,54 @@ def test_a_key_is_its_whole_history() -> None:
     assert not equal(ours[1], chain([1, 2, 3, 5])[1])
 
 
-def test_salt_weights_and_mode_set_histories_apart() -> None:
-    roots = [
-        root_key(None, 0, "dense"), root_key("", 0, "dense"), root_key("a", 0, "dense"), root_key(None, 1, "dense"),
-        root_key(None, 0, "elastic"), root_key("0:dense", 0, ""), root_key("a", 1, "dense"),
+def test_salt_weights_adapter_and_mode_set_histories_apart() -> None:
+    identities = [
+        CacheIdentity(), CacheIdentity(""), CacheIdentity("a"), CacheIdentity(None, 1), CacheIdentity("a", 1),
+        CacheIdentity(adapter=""), CacheIdentity(adapter="a"), CacheIdentity(attention_mode="a"),
+        CacheIdentity(adapter="a", attention_mode="a"), CacheIdentity("a", adapter="a"),
     ]  # fmt: skip
-    keys = [chain([1, 2], root=root)[0] for root in roots]
-    assert len({key.digest for key in keys}) == len(roots)
-    assert equal(chain([1, 2], root=root_key("a", 0, "dense"))[0], keys[2])
+    keys = [chain([1, 2], identity)[0] for identity in identities]
+    assert len({key.digest for key in keys}) == len(identities)
+    assert equal(chain([1, 2], CacheIdentity("a"))[0], keys[2])
 
 
-def test_the_first_token_of_a_span_depends_on_its_last() -> None:
-    ours = chain([1, 2, 3, 4, 5, 6], [(1, 5)])
+def test_the_first_token_of_a_bidirectional_item_depends_on_its_last() -> None:
+    ours = chain([1, 2, 3, 4, 5, 6], seen_both_ways((1, 5)))
     assert not equal(ours[0], chain([1, 2, 3, 4, 5, 6])[0])
-    assert not equal(ours[0], chain([1, 2, 3, 4, 9, 6], [(1, 5)])[0])
-    assert not equal(ours[0], chain([1, 2, 3, 4, 5, 6], [(1, 4)])[0])
-    assert equal(ours[0], chain([1, 2, 3, 4, 5, 9], [(1, 5)])[0])
+    assert not equal(ours[0], chain([1, 2, 3, 4, 9, 6], seen_both_ways((1, 5)))[0])
+    assert not equal(ours[0], chain([1, 2, 3, 4, 5, 6], seen_both_ways((1, 4)))[0])
+    assert equal(ours[0], chain([1, 2, 3, 4, 5, 9], seen_both_ways((1, 5)))[0])
     assert not equal(ours[2], chain([1, 2, 3, 4, 5, 6])[2])
-    # A span that begins later does not matter to the blocks before it.
-    assert equal(ours[0], chain([1, 2, 3, 4, 5, 6, 7, 8], [(1, 5), (6, 8)])[0])
+    # An item that begins later does not matter to the blocks before it.
+    assert equal(ours[0], chain([1, 2, 3, 4, 5, 6, 7, 8], seen_both_ways((1, 5), (6, 8)))[0])
+
+
+@st.composite
+def prompts(draw: st.DrawFn) -> tuple[list[int], CacheIdentity]:
+    """Few tokens and contents, so that many prompts are equal up to some place."""
+    tokens = draw(st.lists(st.integers(0, 1), min_size=8, max_size=8))
+    bounds = sorted(draw(st.sets(st.integers(0, 8), max_size=4)))
+    items = []
+    for start, end in zip(bounds[::2], bounds[1::2], strict=False):
+        both = draw(st.booleans())
+        items.append(Item(start, end, both, both, draw(st.sampled_from("ab"))))
+    return tokens, CacheIdentity(items=tuple(items))
+
+
+def depends_on(tokens: list[int], identity: CacheIdentity, end: int) -> object:
+    """What the KV of the tokens before ``end`` is a function of."""
+    items = [item for item in identity.items if item.start < end]
+    seen = max([end, *(item.end for item in items if item.bidirectional)])
+    return tokens[:seen], [(item.start, item.end, item.bidirectional, item.content_hash) for item in items]
+
+
+@settings(max_examples=500, derandomize=True, deadline=None, database=None)
+@given(prompts(), prompts(), st.integers(1, 4))
+def test_blocks_are_shared_if_and_only_if_their_kv_is_the_same(
+    ours: tuple[list[int], CacheIdentity], theirs: tuple[list[int], CacheIdentity], count: int
+) -> None:
+    same = depends_on(*ours, count * SIZE) == depends_on(*theirs, count * SIZE)
+    assert equal(chain(*ours)[count - 1], chain(*theirs)[count - 1]) == same
 
 
 def test_a_block_that_is_not_full_has_no_key() -> None:
@@ -72,7 +108,7 @@ def test_equal_digests_are_told_apart_by_tokens_and_parents(monkeypatch: pytest.
     assert index.find(chain([1, 2, 3, 4])[1]) == (7, mine[1])
     assert index.find(parent_differs[1]) is None
     assert index.find(tokens_differ[1]) is None
-    assert index.find(chain([1, 2, 3, 4], root=root_key("salt", 0, "dense"))[1]) is None
+    assert index.find(chain([1, 2, 3, 4], CacheIdentity("salt"))[1]) is None
     assert index.put(parent_differs[1], 8) is parent_differs[1]
     assert index.key_of(8) is None
     index.check_integrity()

@@ -12,6 +12,7 @@ import random
 from collections.abc import Iterator
 
 import pytest
+from cache_config import cache_holding
 
 from headrace.config import CacheConfig, SchedulerConfig
 from headrace.core.plan import StepPlan, StepResult
@@ -19,8 +20,8 @@ from headrace.core.request import Request
 from headrace.core.scheduler import Scheduler
 from headrace.kv import NULL_BLOCK, Hit, KVCacheManager, SequenceBlocks
 from headrace.kv.block_pool import BlockPool
+from headrace.model_spec import AttentionSpec, cache_groups
 from headrace.sampling_params import SamplingParams
-from headrace.spec import AttentionSpec, cache_groups
 
 BLOCK = 16
 LONGEST = 2048
@@ -53,7 +54,7 @@ def cache(model: str, num_tokens: int, caching: bool = False) -> CacheConfig:
     """As much memory as ``num_tokens`` tokens of full attention in every layer would take."""
     groups = cache_groups(MODELS[model], "bfloat16")
     counts = [num_tokens // BLOCK] * len(groups)
-    return CacheConfig.holding(counts, block_size=BLOCK, groups=groups, enable_prefix_caching=caching, dtype="bfloat16")
+    return cache_holding(counts, block_size=BLOCK, groups=groups, enable_prefix_caching=caching, dtype="bfloat16")
 
 
 @dataclasses.dataclass
@@ -81,7 +82,7 @@ class Counted(KVCacheManager):
             sizes = self.config.arena.block_bytes
             owned = sum(size * self.owned(group) for group, size in enumerate(sizes))
             self.refusals.append(
-                Refusal(sum(map(int.__mul__, needed, sizes)), self.config.nbytes - owned - self._strips.pending_bytes)
+                Refusal(sum(map(int.__mul__, needed, sizes)), self.config.nbytes - owned - self._regions.pending_bytes)
             )
         return fitting
 
@@ -102,9 +103,9 @@ class Separate(Counted):
         ]
         each = config.arena.capacity / sum(wanted)
         counts = [int(each * want / size) for want, size in zip(wanted, sizes, strict=True)]
-        self.pools = self._strips.pools = tuple(BlockPool(range(1, count + 1)) for count in counts)
+        self.pools = self._regions.pools = tuple(BlockPool(range(1, count + 1)) for count in counts)
         self._indexes = tuple(pool.index for pool in self.pools)
-        self._strips.provide = lambda counts: all(n <= p.num_free for n, p in zip(counts, self.pools, strict=True))  # type: ignore[method-assign]
+        self._regions.reserve = lambda counts: all(n <= p.num_free for n, p in zip(counts, self.pools, strict=True))  # type: ignore[method-assign]
 
     def fits(self, blocks: SequenceBlocks, hit: Hit | None, num_tokens: int, first_tokens: int) -> bool:
         start = blocks.capacity if hit is None else hit.num_tokens
@@ -113,7 +114,7 @@ class Separate(Counted):
             taken = sum(block != NULL_BLOCK and pool.is_free(block) for block in hit.blocks[group]) if hit else 0
             if -(-end // BLOCK) - start // BLOCK + taken > pool.num_free:
                 owned = sum(size * self.owned(g) for g, size in enumerate(self.config.arena.block_bytes))
-                self.refusals.append(Refusal(0, self.config.nbytes - owned - self._strips.pending_bytes))
+                self.refusals.append(Refusal(0, self.config.nbytes - owned - self._regions.pending_bytes))
                 return False
         return True
 
@@ -147,7 +148,7 @@ def serve(kv: Counted, requests: Iterator[Request], max_num_seqs: int = 400) -> 
 
 
 def answer(plan: StepPlan) -> StepResult:
-    seq_ids = [row.seq_id for row in plan.rows if row.samples]
+    seq_ids = [row.seq_id for row in plan.rows if row.num_logits]
     return StepResult(plan.step, seq_ids, [[7]] * len(seq_ids))
 
 

@@ -13,7 +13,7 @@ from headrace.layers.linear import Linear, make_invariant
 from headrace.layers.mlp import ACTIVATIONS, GatedMLP
 from headrace.layers.moe import MoeMLP
 from headrace.layers.norm import RMSNorm
-from headrace.spec import DenseSpec, MoeSpec
+from headrace.model_spec import DenseSpec, MoeSpec
 
 PLACE = {"dtype": torch.float32, "device": "cpu"}
 

@@ -25,7 +25,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 from headrace.errors import ConfigError
 from headrace.kernels.moe import moe_mlp, route
 from headrace.layers.moe import MoeMLP
-from headrace.spec import CLAMPED_SWIGLU, DenseSpec, MoeSpec
+from headrace.model_spec import CLAMPED_SWIGLU, DenseSpec, MoeSpec
 
 HIDDEN, INNER, EXPERTS = 24, 20, 12
 SIZES = {"num_experts": EXPERTS, "top_k": 3, "intermediate_size": INNER}

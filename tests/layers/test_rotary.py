@@ -12,9 +12,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from headrace.errors import ConfigError
 from headrace.layers.rotary import RotaryTable, frequencies
+from headrace.model_spec import RopeSpec
 from headrace.models.hf_config import rope_specs
 from headrace.models.llama import FAMILY
-from headrace.spec import RopeSpec
 
 SCALINGS = {
     "default": {"rope_type": "default", "rope_theta": 123456.0},

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+from cache_config import cache_holding
 
 from headrace.attention.backend import StepMetadata
 from headrace.attention.context import ForwardContext
 from headrace.attention.select import create_for
 from headrace.cache.planes import allocate
-from headrace.config import CacheConfig
+from headrace.model_spec import Arena, AttentionSpec, DenseSpec, ModelSpec, cache_groups
 from headrace.models.decoder import Decoder
+from headrace.models.interface import ModelInputs
 from headrace.models.registry import build, name_table
-from headrace.spec import Arena, AttentionSpec, DenseSpec, ModelSpec, cache_groups
 
 
 def copy_weights(model: Decoder, state: dict[str, torch.Tensor]) -> None:
@@ -88,7 +89,7 @@ class Bench:
         dtype = str(model.norm.weight.dtype).removeprefix("torch.")
         groups = cache_groups(model.spec.layers, dtype)
         counts = [num_blocks + 3 * group.index for group in groups]
-        config = CacheConfig.holding(counts, block_size=block_size, groups=groups, enable_prefix_caching=False, dtype=dtype)
+        config = cache_holding(counts, block_size=block_size, groups=groups, enable_prefix_caching=False, dtype=dtype)
         self.groups, self.block_size = groups, block_size
         self.caches = allocate(config, model.spec, "cpu", dtype)
         layers = model.spec.layers
@@ -131,12 +132,21 @@ class Bench:
                 cache.rows[block] = torch.nan
         self.free[group].insert(0, block)
 
-    def step(self, rows: list[tuple[Seq, int]], *, decodes: int = 0, wide: int = 0, padding: int = 0) -> torch.Tensor:
+    def step(
+        self,
+        rows: list[tuple[Seq, int]],
+        *,
+        decodes: int = 0,
+        wide: int = 0,
+        padding: int = 0,
+        change: Callable[[ModelInputs], ModelInputs] = lambda inputs: inputs,
+    ) -> torch.Tensor:
         """Computes the next ``n`` tokens of each row's sequence.
 
         Args:
             wide: columns of zeros at the end of the block tables.
             padding: rows at the end that belong to nobody: one token, slot -1, length 0.
+            change: of what the model is given.
 
         Returns:
             ``[T, vocab]`` logits of the rows' tokens.
@@ -147,19 +157,19 @@ class Bench:
             ids += sequence.tokens[sequence.computed : sequence.computed + count]
             positions += range(sequence.computed, sequence.computed + count)
         total = len(ids)
-        step = self._metadata(rows, positions, decodes, wide, padding)
+        step = self._metadata(rows, decodes, wide, padding)
         for one in {id(one): one for one in self.backends}.values():
             one.plan(step)
         ctx = ForwardContext(step, self.caches, self.backends)
-        hidden = self.model(torch.tensor(ids + [0] * padding, dtype=torch.int64), step.positions, ctx)
+        nowhere = [0] * padding
+        inputs = ModelInputs(*(torch.tensor(values + nowhere, dtype=torch.int64) for values in (ids, positions)))
+        hidden = self.model(change(inputs), ctx)
         for sequence, count in rows:
             sequence.computed += count
             self._give_back(sequence)
         return self.model.logits(hidden[:total])
 
-    def _metadata(
-        self, rows: list[tuple[Seq, int]], positions: list[int], decodes: int, wide: int, padding: int
-    ) -> StepMetadata:
+    def _metadata(self, rows: list[tuple[Seq, int]], decodes: int, wide: int, padding: int) -> StepMetadata:
         for sequence, count in rows:
             for group, table in enumerate(sequence.tables):
                 while len(table) * self.block_size < sequence.computed + count:
@@ -192,7 +202,6 @@ class Bench:
             num_decode_rows=decodes + padding,
             query_start=torch.from_numpy(starts),
             seq_lens=torch.from_numpy(lengths),
-            positions=torch.tensor(positions + [0] * padding, dtype=torch.int64),
             slot_mapping=tuple(torch.tensor(group, dtype=torch.int64) for group in slots),
             block_tables=tuple(tables),
             query_start_host=starts,

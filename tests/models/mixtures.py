@@ -23,7 +23,7 @@ from transformers import (
 QWEN = {"head_dim": 12, "num_experts": 10, "num_experts_per_tok": 3, "moe_intermediate_size": 28, "norm_topk_prob": True}
 ERNIE = {"use_bias": False, "tie_word_embeddings": True}
 ERNIE_MOE = {"moe_num_experts": 9, "moe_k": 2, "moe_num_shared_experts": 2, "moe_intermediate_size": 20}
-LATENT = {
+MLA = {
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
     "kv_lora_rank": 32,
@@ -50,8 +50,8 @@ YARN = {
         "beta_slow": 1,
     }
 }
-V2 = LATENT | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
-V3 = LATENT | {"n_group": 3, "topk_group": 2}
+V2 = MLA | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
+V3 = MLA | {"n_group": 3, "topk_group": 2}
 GPT_OSS = {
     "head_dim": 8,
     "num_local_experts": 6,
@@ -101,7 +101,7 @@ CASES: dict[str, tuple[type[PreTrainedModel], type, dict]] = {
     "deepseek-v2-lite": (
         DeepseekV2ForCausalLM,
         DeepseekV2Config,
-        LATENT | {"q_lora_rank": None, "topk_method": "greedy", "attention_bias": True, "mlp_bias": True},
+        MLA | {"q_lora_rank": None, "topk_method": "greedy", "attention_bias": True, "mlp_bias": True},
     ),
     "deepseek-v3": (DeepseekV3ForCausalLM, DeepseekV3Config, V3 | YARN),
     "deepseek-v3-halves": (

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from headrace.config import EngineArgs
+from headrace.model_spec import ModelSpec
 from headrace.models import registry
 from headrace.models.implementation import choose
 from headrace.sources.files import find_model
-from headrace.spec import ModelSpec
 
 
 def native_spec(folder: Path, config: dict[str, Any]) -> ModelSpec:

@@ -155,7 +155,7 @@ def test_what_transformers_would_not_read_is_refused_by_its_name(changes: dict[s
         {"clip_qkv": None, "attention_multiplier": None, "logit_scale": 1, "use_mrope": False, "pretraining_tp": 2},
     ],
     ids=[
-        *("plain", "same-heads", "same-values", "same-width", "latent", "experts", "granite", "multipliers", "clipped"),
+        *("plain", "same-heads", "same-values", "same-width", "mla", "experts", "granite", "multipliers", "clipped"),
         *("rotated-in-part", "rotated-in-some-layers", "neutral"),
     ],
 )

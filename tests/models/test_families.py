@@ -30,8 +30,12 @@ def test_greedy_equals_transformers(name: str) -> None:
         close(logits[index], expected_logits)
 
 
+PLAINER = ("llama-tied", "mistral-window", "qwen2-mixed", "gemma3", "deepseek-v2")
+"""Two have all that these have, but for latent attention, which ``test_launches`` interprets too."""
+
+
 @pytest.mark.parametrize(
-    "name", ["llama-tied", "mistral-window", "qwen2-mixed", "qwen3-uneven-wide-v", "gemma3", "gemma4-shared", "deepseek-v2"]
+    "name", ["qwen3-uneven-wide-v", "gemma4-shared", *(pytest.param(name, marks=pytest.mark.slow) for name in PLAINER)]
 )
 def test_every_backend_says_the_same(name: str) -> None:
     _, ours = pair(name)
@@ -46,7 +50,11 @@ def test_every_backend_says_the_same(name: str) -> None:
             close(a, b)
 
 
-@pytest.mark.parametrize("name", CASES)
+AS_OTHERS = ("llama-tied", "llama-biases", "llama-gelu", "llama-linear", "llama-llama3", "llama-yarn", "mistral", "qwen2")
+"""Families that attend as others here do."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name in AS_OTHERS else name for name in CASES])
 def test_chunks_hits_preemption_and_company_change_nothing(name: str) -> None:
     """Four sequences in one cache: in chunks beside others, from another's blocks, and taken away and resumed."""
     _, ours = pair(name)

@@ -10,12 +10,14 @@ import torch
 
 from headrace.kernels import native
 from headrace.kernels.native import NativeKernels, library
+from headrace.layers.linear import Linear
+from headrace.model_spec import AttentionSpec, DenseSpec, ModelSpec, RopeSpec
 from headrace.models import fused
 from headrace.models.decoder import Decoder
 from headrace.models.fused import FusedLayers, fuse, refusals
 from headrace.quant.groups import round_to_groups
-from headrace.quant.native import NativeLinear
-from headrace.spec import AttentionSpec, DenseSpec, ModelSpec, RopeSpec
+from headrace.quant.native import NativeMethod
+from headrace.quant.stored import StoredMatrix
 
 from .harness import Bench, model_spec, random_model
 
@@ -83,10 +85,13 @@ def packed(spec: ModelSpec, dtype: str, kernels: NativeKernels) -> Decoder:
     model = random_model(spec, dtype)
     for index, own in enumerate(model.layers):
         for part, bits in ((own.self_attn, 4), (own.mlp, 8 if index % 2 else 4)):
-            for name, linear in list(part.named_children()):
-                if hasattr(linear, "in_features"):
+            for linear in part.children():
+                if isinstance(linear, Linear):
                     weights = round_to_groups(linear.weight.float(), bits, torch.float16, 0)
-                    setattr(part, name, NativeLinear(weights, linear.bias, kernels))
+                    method = NativeMethod(kernels, bits)
+                    method.allocate(linear, linear.weight.dtype, "cpu")
+                    method.load(linear, [StoredMatrix("codes", weights.dequantize, lambda codes=weights: codes)])
+                    linear.method = method
     return model
 
 

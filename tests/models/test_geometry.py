@@ -7,11 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.nn import functional
+from weights.export import export
 
 from headrace.attention import select
+from headrace.model_spec import AttentionSpec, DenseSpec, ModelSpec, RopeSpec
 from headrace.models.decoder import Decoder
 from headrace.models.registry import name_table
-from headrace.spec import AttentionSpec, DenseSpec, ModelSpec, RopeSpec
 
 from .harness import Bench, model_spec, random_model
 
@@ -87,7 +88,7 @@ def turn(x: torch.Tensor, width: int, theta: float) -> torch.Tensor:
 def eager(model: Decoder, tokens: list[int]) -> torch.Tensor:
     """The whole model on one sequence, densely, in float64, by the checkpoint's separate tensors."""
     spec = model.spec
-    weights = {name: tensor.double() for name, tensor in name_table(spec).export(model)}
+    weights = {name: tensor.double() for name, tensor in export(name_table(spec), model)}
     x = weights["model.embed_tokens.weight"][tokens]
     kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for one in spec.layers:

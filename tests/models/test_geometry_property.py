@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.attention import select
-from headrace.spec import AttentionSpec, ModelSpec, RopeSpec
+from headrace.model_spec import AttentionSpec, ModelSpec, RopeSpec
 
 from .harness import Bench, model_spec, random_model
 from .test_geometry import eager

@@ -13,9 +13,9 @@ from transformers import MiMoV2FlashConfig, MiMoV2FlashForCausalLM
 from headrace import LLM, SamplingParams
 from headrace.config import EngineArgs
 from headrace.errors import ConfigError
+from headrace.model_spec import MoeSpec
 from headrace.models.implementation import choose
 from headrace.sources.files import find_model
-from headrace.spec import MoeSpec
 
 from .saved_config import native_spec
 

@@ -8,14 +8,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DeepseekV2Config, DeepseekV3Config, PreTrainedModel, Qwen3MoeConfig
+from weights.export import export
 
 from headrace.config import EngineArgs
 from headrace.errors import ConfigError
+from headrace.model_spec import MoeSpec
 from headrace.models import registry
 from headrace.models.decoder import Decoder
 from headrace.resolve import DeviceFacts, resolve
 from headrace.sources.files import ModelFiles
-from headrace.spec import MoeSpec
 from headrace.weights.load import load_weights
 
 from .families import CASES, SMALL, pair
@@ -75,7 +76,7 @@ def test_as_transformers_holds_it(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_exported_is_what_transformers_loads(name: str, tmp_path: Path) -> None:
     theirs, ours = pair(name)
-    exported = {key: value.contiguous() for key, value in registry.name_table(ours.spec).export(ours)}
+    exported = {key: value.contiguous() for key, value in export(registry.name_table(ours.spec), ours)}
     theirs.config.save_pretrained(tmp_path)
     save_file(exported, tmp_path / "model.safetensors", metadata={"format": "pt"})
     again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)

@@ -21,9 +21,9 @@ from transformers import (
 )
 
 from headrace.errors import ConfigError, ContradictionError
+from headrace.model_spec import CLAMPED_SWIGLU, DenseSpec, ModelSpec, MoeSpec
 from headrace.models import registry
 from headrace.models.gemma4 import Gemma4Spec
-from headrace.spec import CLAMPED_SWIGLU, DenseSpec, ModelSpec, MoeSpec
 
 from . import mixtures
 from .families import CASES, GEMMA3, GEMMA4, SMALL

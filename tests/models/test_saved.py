@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import GptOssConfig, GptOssForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+from weights.export import export
 
 from headrace.config import EngineArgs
 from headrace.models import registry
@@ -55,7 +56,7 @@ def test_an_exported_model_is_loaded(name: str, tmp_path: Path) -> None:
     """The table of names works both ways."""
     theirs, ours = pair(name)
     theirs.config.save_pretrained(tmp_path)
-    exported = {key: tensor.contiguous() for key, tensor in registry.name_table(ours.spec).export(ours)}
+    exported = {key: tensor.contiguous() for key, tensor in export(registry.name_table(ours.spec), ours)}
     save_file(exported, tmp_path / "model.safetensors")
     same(load(tmp_path), ours)
 

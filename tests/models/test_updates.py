@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from weights.export import export
 
 from headrace.models import registry
 from headrace.models.decoder import Decoder
@@ -28,7 +29,7 @@ def test_nothing_is_left_of_the_old_weights(name: str) -> None:
     model, other = random_model(spec), random_model(spec, seed=1)
     before = logits(model)
     table = registry.name_table(spec)
-    weights = {table_name: value.clone() for table_name, value in table.export(other)}
+    weights = {table_name: value.clone() for table_name, value in export(table, other)}
     assert weight_update(model, weights).write() == len(weights)
     assert not torch.equal(logits(model), before)
     torch.testing.assert_close(logits(model), logits(other), rtol=0, atol=0)

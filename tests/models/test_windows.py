@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 from headrace.errors import ConfigError
-from headrace.spec import ModelSpec
+from headrace.model_spec import ModelSpec
+from headrace.models import registry
 
 from .saved_config import native_spec
 
@@ -23,7 +25,7 @@ SMALL = {
     "max_position_embeddings": 256,
 }
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-LATENT = {
+MLA = {
     "num_key_value_heads": 6,
     "kv_lora_rank": 16,
     "q_lora_rank": None,
@@ -41,8 +43,8 @@ NONE: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {"model_type": "llama"},
     "Ernie4_5ForCausalLM": {"model_type": "ernie4_5"},
     "Ernie4_5_MoeForCausalLM": {"model_type": "ernie4_5_moe", "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16},
-    "DeepseekV2ForCausalLM": {"model_type": "deepseek_v2", "topk_method": "greedy", **LATENT},
-    "DeepseekV3ForCausalLM": {"model_type": "deepseek_v3", **LATENT},
+    "DeepseekV2ForCausalLM": {"model_type": "deepseek_v2", "topk_method": "greedy", **MLA},
+    "DeepseekV3ForCausalLM": {"model_type": "deepseek_v3", **MLA},
 }
 ALL: dict[str, dict[str, Any]] = {
     "MistralForCausalLM": {"model_type": "mistral"},
@@ -107,3 +109,28 @@ def test_kv_heads_of_each_layer(architecture: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="layer 1: num_key_value_heads 2 is not") as caught:
         spec_of(tmp_path, architecture, changes)
     assert caught.value.param == "num_key_value_heads"
+
+
+@pytest.mark.parametrize(
+    ("kind", "windows"),
+    [
+        (transformers.MistralConfig, [8] * 6),
+        (transformers.Qwen2Config, [None, None, 8, 8, 8, 8]),
+        (transformers.Qwen3Config, [None, None, 8, 8, 8, 8]),
+        (transformers.Qwen3MoeConfig, [8] * 6),
+        (transformers.Gemma3TextConfig, [8, 8, 8, 8, 8, None]),
+        (transformers.Gemma4TextConfig, [8, 8, 8, 8, 8, None]),
+        (transformers.GptOssConfig, [8, None] * 3),
+        (transformers.MiMoV2FlashConfig, [None, 8, 8, 8, 8, None]),
+    ],
+)
+def test_layer_types_that_are_not_given_are_transformers_default(
+    kind: type[transformers.PretrainedConfig], windows: list[int | None]
+) -> None:
+    fields = {"num_hidden_layers": 6, "sliding_window": 8, "use_sliding_window": True, "max_window_layers": 2}
+    config = kind(**fields)  # type: ignore[arg-type]
+    expected = registry.model_spec(config)
+    config.layer_types = None
+    spec = registry.model_spec(config)
+    assert [layer.window for layer in spec.layers] == windows
+    assert spec == expected

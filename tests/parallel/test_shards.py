@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from headrace.errors import ConfigError
+from headrace.model_spec import AttentionSpec, DenseSpec
+from headrace.model_spec.projection import input_matrices, output_matrix
 from headrace.parallel.shards import Cut, attention_cuts, dense_cuts, join, shard_attention, shard_dense
-from headrace.spec import AttentionSpec, DenseSpec
-from headrace.spec.projection import input_matrices, output_matrix
 
 RANKS = (1, 2, 4, 8)
 HIDDEN = 12
@@ -109,9 +109,11 @@ def test_any_layer_is_cut_and_joined(data: st.DataObject) -> None:
 @pytest.mark.parametrize("size", RANKS)
 def test_a_gated_mlp_is_cut_and_joined(size: int) -> None:
     one = DenseSpec(40)
-    gate, up, down = torch.randn(40, 6), torch.randn(40, 6), torch.randn(6, 40)
+    generator = torch.Generator().manual_seed(0)
+    gate, up, down, x = (
+        torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((40, 6), (40, 6), (6, 40), (5, 6))
+    )
     cuts = [dense_cuts(one, rank, size) for rank in range(size)]
-    x = torch.randn(5, 6)
 
     def mlp(gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
         return functional.linear(functional.silu(functional.linear(x, gate)) * functional.linear(x, up), down)

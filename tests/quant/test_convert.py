@@ -11,13 +11,14 @@ from headrace.errors import ConfigError
 from headrace.kernels.native import NativeKernels, load
 from headrace.layers.linear import Linear
 from headrace.quant import convert
-from headrace.quant.convert import AMX_ROWS, INT4_ROWS, INT8_ROWS, Converter, Piece
+from headrace.quant.convert import AMX_ROWS, INT4_ROWS, INT8_ROWS, Converter
 from headrace.quant.gguf_blocks import decode
 from headrace.quant.groups import relative_error
-from headrace.quant.hybrid import HybridLinear
-from headrace.quant.int4 import Int4Linear
-from headrace.quant.int8 import Int8Linear
-from headrace.quant.native import NativeLinear
+from headrace.quant.hybrid import HybridMethod
+from headrace.quant.int4 import Int4Method
+from headrace.quant.int8 import Int8Method
+from headrace.quant.native import NativeMethod
+from headrace.quant.stored import StoredMatrix
 
 from .blocks import Type, random_blocks
 
@@ -32,17 +33,17 @@ def vector_kernels() -> NativeKernels:
     return found
 
 
-def stored(kind: Type, rows: int, seed: int = 0) -> Piece:
+def stored(kind: Type, rows: int, seed: int = 0) -> StoredMatrix:
     blocks = random_blocks(kind, rows, COLUMNS, seed)
-    return Piece(kind.name, decode(blocks, kind), lambda: torch.from_numpy(dequantize(blocks, kind)))
+    return StoredMatrix(kind.name, lambda: torch.from_numpy(dequantize(blocks, kind)), lambda: decode(blocks, kind))
 
 
-def floats(rows: int, columns: int = COLUMNS, seed: int = 0) -> Piece:
+def floats(rows: int, columns: int = COLUMNS, seed: int = 0) -> StoredMatrix:
     weight = 0.02 * torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
-    return Piece("BF16", None, lambda: weight.bfloat16())
+    return StoredMatrix("BF16", lambda: weight.bfloat16())
 
 
-def target(pieces: list[Piece], *, bias: bool = False, dtype: torch.dtype = torch.bfloat16) -> Linear:
+def target(pieces: list[StoredMatrix], *, bias: bool = False, dtype: torch.dtype = torch.bfloat16) -> Linear:
     shapes = [tuple(piece.exact().shape) for piece in pieces]
     module = Linear(shapes[0][1], sum(shape[0] for shape in shapes), bias=bias, dtype=dtype, device="cpu")
     if module.bias is not None:
@@ -50,7 +51,7 @@ def target(pieces: list[Piece], *, bias: bool = False, dtype: torch.dtype = torc
     return module
 
 
-def exact(pieces: list[Piece]) -> torch.Tensor:
+def exact(pieces: list[StoredMatrix]) -> torch.Tensor:
     return torch.cat([piece.exact().float() for piece in pieces])
 
 
@@ -72,15 +73,16 @@ def test_native(vector_kernels: NativeKernels, name: str, bias: bool) -> None:
     pieces, bits, is_exact = CASES[name]
     module = target(pieces, bias=bias)
     done = Converter("int4", vector_kernels).convert("layers.0.mlp.down_proj", module, pieces)
-    packed = done.module.packed if isinstance(done.module, HybridLinear) else done.module
-    assert isinstance(packed, NativeLinear)
-    assert packed.bits == bits
-    assert done.error == pytest.approx(relative_error(packed.dequantize(), exact(pieces)), rel=1e-3, abs=1e-8)
+    method = module.method.packed if isinstance(module.method, HybridMethod) else module.method
+    assert isinstance(method, NativeMethod)
+    assert method.bits == bits
+    held = method.dequantize(module)
+    assert done.error == pytest.approx(relative_error(held, exact(pieces)), rel=1e-3, abs=1e-8)
     assert (done.error == 0) == is_exact
     assert done.error < (0.12 if bits == 4 and "floats" in name else 0.01)
     x = torch.randn(3, COLUMNS).bfloat16()
-    expected = linear(x.float(), packed.dequantize(), None if module.bias is None else module.bias.float())
-    assert relative_error(done.module(x), expected) < 0.01
+    expected = linear(x.float(), held, None if module.bias is None else module.bias.float())
+    assert relative_error(module(x), expected) < 0.01
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -89,22 +91,24 @@ def test_without_native(name: str, bias: bool) -> None:
     pieces, bits, _ = CASES[name]
     module = target(pieces, bias=bias)
     done = Converter("int4", None).convert("layers.0.mlp.down_proj", module, pieces)
-    assert isinstance(done.module, HybridLinear)
-    assert isinstance(done.module.packed, Int4Linear if bits == 4 else Int8Linear)
-    assert done.module.crossover == (INT4_ROWS if bits == 4 else INT8_ROWS)
-    assert done.error == pytest.approx(relative_error(done.module.dequantize(), exact(pieces)), rel=1e-3)
+    method = module.method
+    assert isinstance(method, HybridMethod)
+    assert isinstance(method.packed, Int4Method if bits == 4 else Int8Method)
+    assert method.crossover == (INT4_ROWS if bits == 4 else INT8_ROWS)
+    held = method.dequantize(module)
+    assert done.error == pytest.approx(relative_error(held, exact(pieces)), rel=1e-3)
     assert 0 < done.error < (0.12 if "floats" in name else 0.02)
-    assert torch.equal(done.module.copy, exact(pieces).bfloat16())
-    for rows, weight in ((1, done.module.dequantize()), (40, exact(pieces))):
+    assert torch.equal(module.get_buffer("copy"), exact(pieces).bfloat16())
+    for rows, weight in ((1, held), (40, exact(pieces))):
         x = torch.randn(rows, COLUMNS).bfloat16()
         expected = linear(x.float(), weight, None if module.bias is None else module.bias.float())
-        assert relative_error(done.module(x), expected) < 0.01
+        assert relative_error(module(x), expected) < 0.01
 
 
 def test_the_head_keeps_eight_bits(vector_kernels: NativeKernels) -> None:
     pieces = [stored(Type.Q4_1, 32)]
     done = Converter("int4", vector_kernels).convert("lm_head", target(pieces), pieces, is_head=True)
-    assert "8 bits" in done.module.format
+    assert "8 bits" in done.format
     assert done.error == 0
     assert "head" in done.reason
 
@@ -112,17 +116,18 @@ def test_the_head_keeps_eight_bits(vector_kernels: NativeKernels) -> None:
 def test_int8_widens_what_has_fewer_bits(vector_kernels: NativeKernels) -> None:
     pieces = [stored(Type.Q4_1, 32)]
     done = Converter("int8", vector_kernels).convert("x", target(pieces), pieces)
-    assert "8 bits" in done.module.format
+    assert "8 bits" in done.format
     assert done.error == 0
     assert Converter("int8", vector_kernels).convert("x", target([floats(32)]), [floats(32)]).error < 0.01
 
 
 def test_scales_beyond_half_precision_go_elsewhere(vector_kernels: NativeKernels) -> None:
     weight = torch.randn(16, 64) * 1e7
-    pieces = [Piece("F32", None, lambda: weight)]
-    done = Converter("int4", vector_kernels).convert("x", target(pieces), pieces)
-    assert isinstance(done.module, HybridLinear)
-    assert isinstance(done.module.packed, Int4Linear)
+    pieces = [StoredMatrix("F32", lambda: weight)]
+    layer = target(pieces)
+    done = Converter("int4", vector_kernels).convert("x", layer, pieces)
+    assert isinstance(layer.method, HybridMethod)
+    assert isinstance(layer.method.packed, Int4Method)
     assert done.error < 0.12
 
 
@@ -133,12 +138,12 @@ def test_shapes_that_no_kernel_takes(vector_kernels: NativeKernels) -> None:
         assert error.value.param == "quantization"
     with pytest.raises(ConfigError, match="20 outputs"):
         Converter("int4", None).convert("x", target([floats(20, 64)]), [floats(20, 64)])
-    assert isinstance(
-        Converter("int4", vector_kernels).convert("x", target([floats(20, 64)]), [floats(20, 64)]).module, NativeLinear
-    )
-    # int8 has a kernel for 48 inputs, if not the native one.
-    packed = Converter("int8", vector_kernels).convert("x", target([floats(20, 48)]), [floats(20, 48)]).module
-    assert isinstance(packed, HybridLinear)
+    # PyTorch's kernel alone wants outputs by sixteens; int8 has a kernel for 48 inputs, if not the native one.
+    for quantization, inputs, in_groups in (("int4", 64, True), ("int8", 48, False)):
+        layer, pieces = target([floats(20, inputs)]), [floats(20, inputs)]
+        Converter(quantization, vector_kernels).convert("x", layer, pieces)
+        method = layer.method.packed if isinstance(layer.method, HybridMethod) else layer.method
+        assert isinstance(method, NativeMethod) == in_groups
     with pytest.raises(ConfigError, match="quantization must be one of"):
         Converter("int3", None)
 
@@ -146,19 +151,20 @@ def test_shapes_that_no_kernel_takes(vector_kernels: NativeKernels) -> None:
 def test_amx_keeps_a_copy_for_many_rows(vector_kernels: NativeKernels, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(convert.torch.cpu, "_is_amx_tile_supported", lambda: True)
     pieces = [stored(Type.Q4_1, 32)]
-    done = Converter("int4", vector_kernels).convert("x", target(pieces, bias=True), pieces)
-    assert isinstance(done.module, HybridLinear)
-    assert isinstance(done.module.packed, NativeLinear)
-    assert done.module.crossover == AMX_ROWS
+    layer = target(pieces, bias=True)
+    Converter("int4", vector_kernels).convert("x", layer, pieces)
+    assert isinstance(layer.method, HybridMethod)
+    assert isinstance(layer.method.packed, NativeMethod)
+    assert layer.method.crossover == AMX_ROWS
     x = torch.randn(AMX_ROWS + 1, COLUMNS).bfloat16()
-    assert relative_error(done.module(x), done.module.packed(x)) < 0.01
+    assert relative_error(layer(x), layer.method.packed.apply(layer, x)) < 0.01
 
 
 def test_error_is_sampled_over_all_pieces() -> None:
     """Rows far down count too: the second piece is the coarse one."""
     fine, coarse = stored(Type.Q8_0, 600), floats(600)
-    pieces = [Piece("Q4_1", decode(random_blocks(Type.Q4_1, 600, COLUMNS), Type.Q4_1), fine.read), coarse]
-    done = Converter("int4", None).convert("x", target(pieces), pieces)
-    assert isinstance(done.module, HybridLinear)
-    true = relative_error(done.module.dequantize(), exact(pieces))
+    pieces = [StoredMatrix("Q4_1", fine.read, lambda: decode(random_blocks(Type.Q4_1, 600, COLUMNS), Type.Q4_1)), coarse]
+    layer = target(pieces)
+    done = Converter("int4", None).convert("x", layer, pieces)
+    true = relative_error(layer.method.dequantize(layer), exact(pieces))
     assert done.error == pytest.approx(true, rel=0.05)

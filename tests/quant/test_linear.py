@@ -7,12 +7,15 @@ import torch
 from torch.nn.functional import linear
 
 from headrace.kernels.native import NativeKernels, load
-from headrace.quant import int4, int8, native
+from headrace.layers.linear import Linear
+from headrace.quant import int4, native
 from headrace.quant.groups import GroupCodes, relative_error, round_to_groups
-from headrace.quant.hybrid import HybridLinear
-from headrace.quant.int4 import Int4Linear
-from headrace.quant.int8 import Int8Linear
-from headrace.quant.native import NativeLinear
+from headrace.quant.hybrid import HybridMethod
+from headrace.quant.int4 import Int4Method
+from headrace.quant.int8 import Int8Method
+from headrace.quant.native import NativeMethod
+
+from .packing import layer_of
 
 FLOATS = [torch.float32, torch.bfloat16]
 ACTIVATION_ERROR = 1e-4
@@ -28,6 +31,14 @@ def inputs(rows: int, columns: int, dtype: torch.dtype, seed: int = 1) -> torch.
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+def native_layer(given: GroupCodes, bias: torch.Tensor | None, kernels: NativeKernels) -> Linear:
+    return layer_of(NativeMethod(kernels, given.bits), given, bias)
+
+
+def dequantized(layer: Linear) -> torch.Tensor:
+    return layer.method.dequantize(layer)
+
+
 # The native product
 
 
@@ -35,9 +46,9 @@ def inputs(rows: int, columns: int, dtype: torch.dtype, seed: int = 1) -> torch.
 @pytest.mark.parametrize(("outputs", "columns"), [(16, 32), (40, 64), (7, 96), (960, 576)])
 def test_native_holds_what_it_was_given(kernels: NativeKernels, bits: int, outputs: int, columns: int) -> None:
     given = weights(bits, outputs, columns)
-    module = NativeLinear(given, None, kernels)
-    assert torch.equal(module.dequantize(), native.held(given).dequantize())
-    assert module.nbytes == -(-outputs // 16) * columns // 32 * (64 + 64 * bits)
+    module = native_layer(given, None, kernels)
+    assert torch.equal(dequantized(module), native.held(given).dequantize())
+    assert module.method.nbytes(module) == -(-outputs // 16) * columns // 32 * (64 + 64 * bits)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -46,8 +57,8 @@ def test_native_product(kernels: NativeKernels, bits: int, dtype: torch.dtype) -
     outputs, columns = 200, 576
     bias = torch.randn(outputs)
     for add in (None, bias):
-        module = NativeLinear(weights(bits, outputs, columns), add, kernels)
-        exact = module.dequantize()
+        module = native_layer(weights(bits, outputs, columns), add, kernels)
+        exact = dequantized(module)
         for rows in (1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 33, 300):
             x = inputs(rows, columns, dtype)
             y = module(x)
@@ -65,8 +76,8 @@ def test_native_is_exact_for_activations_of_fifteen_bits(kernels: NativeKernels,
     """Integers up to 16256 with 16256 in each group lose nothing: what is left is float32's own rounding."""
     x = torch.randint(-16256, 16257, (9, 128), generator=torch.Generator().manual_seed(0)).float()
     x[:, ::32] = 16256
-    module = NativeLinear(weights(bits, 48, 128), None, kernels)
-    expected = linear(x.double(), module.dequantize().double())
+    module = native_layer(weights(bits, 48, 128), None, kernels)
+    expected = linear(x.double(), dequantized(module).double())
     torch.testing.assert_close(module(x).double(), expected, rtol=1e-5, atol=0.1)
 
 
@@ -77,8 +88,8 @@ def test_native_keeps_small_activations_beside_a_large_one(kernels: NativeKernel
     x[:, 7] = 500.0
     given = weights(bits, 48, 64)
     given.codes.view(48, 64)[:, 7], given.mins[:, 0] = 0, 0.0
-    module = NativeLinear(given, None, kernels)
-    assert relative_error(module(x), linear(x, module.dequantize())) < 0.02
+    module = native_layer(given, None, kernels)
+    assert relative_error(module(x), linear(x, dequantized(module))) < 0.02
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -86,7 +97,7 @@ def test_native_with_the_largest_codes(kernels: NativeKernels, bits: int) -> Non
     """No intermediate sum overflows."""
     top = 2**bits - 1
     ones = torch.ones(16, 2)
-    module = NativeLinear(GroupCodes(bits, torch.full((16, 64), top, dtype=torch.uint8), ones, -3 * ones), None, kernels)
+    module = native_layer(GroupCodes(bits, torch.full((16, 64), top, dtype=torch.uint8), ones, -3 * ones), None, kernels)
     for sign in (1.0, -1.0):
         x = torch.full((2, 64), sign * 5.0)
         torch.testing.assert_close(module(x), torch.full((2, 16), sign * 5.0 * 64 * (top - 3)), rtol=1e-5, atol=0)
@@ -96,7 +107,7 @@ def test_native_with_the_largest_codes(kernels: NativeKernels, bits: int) -> Non
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_row_does_not_depend_on_its_neighbours(kernels: NativeKernels, bits: int, dtype: torch.dtype) -> None:
     """Bit for bit, so batching and chunking change nothing: among few rows, and among many in bfloat16."""
-    module = NativeLinear(weights(bits, 80, 96), None, kernels)
+    module = native_layer(weights(bits, 80, 96), None, kernels)
     x = inputs(700, 96, dtype)
     border = kernels.wide_rows if dtype == torch.bfloat16 and kernels.wide_rows else len(x)
     few, many = module(x[: border - 1]), module(x)
@@ -107,7 +118,7 @@ def test_a_row_does_not_depend_on_its_neighbours(kernels: NativeKernels, bits: i
 
 
 def test_native_shapes_and_dtypes(kernels: NativeKernels) -> None:
-    module = NativeLinear(weights(4, 48, 64), None, kernels)
+    module = native_layer(weights(4, 48, 64), None, kernels)
     x = inputs(6, 64, torch.float32)
     assert torch.equal(module(x.view(2, 3, 64)), module(x).view(2, 3, 48))
     wide = inputs(6, 200, torch.float32)
@@ -123,11 +134,11 @@ def test_native_shapes_and_dtypes(kernels: NativeKernels) -> None:
 
 
 def test_native_with_zeros_and_extremes(kernels: NativeKernels) -> None:
-    module = NativeLinear(weights(4, 16, 64), None, kernels)
+    module = native_layer(weights(4, 16, 64), None, kernels)
     assert (module(torch.zeros(3, 64)) == 0).all()
     x = torch.zeros(1, 64)
     x[0, 5] = 1e20
-    torch.testing.assert_close(module(x), 1e20 * module.dequantize()[:, 5][None], rtol=1e-3, atol=1e15)
+    torch.testing.assert_close(module(x), 1e20 * dequantized(module)[:, 5][None], rtol=1e-3, atol=1e15)
 
 
 # PyTorch's own
@@ -137,9 +148,9 @@ def test_native_with_zeros_and_extremes(kernels: NativeKernels) -> None:
 @pytest.mark.parametrize("rows", [1, 3, 40])
 def test_int4(rows: int, dtype: torch.dtype) -> None:
     given, bias = weights(4, 48, 96), torch.randn(48).to(dtype)
-    module = Int4Linear(given, bias, dtype)
+    module = layer_of(Int4Method(), given, bias, dtype)
     held = int4.held(given, dtype).dequantize()
-    assert relative_error(module.dequantize(), held) < 1e-6
+    assert relative_error(dequantized(module), held) < 1e-6
     x = inputs(rows, 96, dtype)
     assert relative_error(module(x), linear(x.float(), held, bias.float())) < (1e-5 if dtype == torch.float32 else 8e-3)
     assert module(x.view(rows, 1, 96)).shape == (rows, 1, 48)
@@ -150,31 +161,33 @@ def test_int4(rows: int, dtype: torch.dtype) -> None:
 def test_int8(rows: int, dtype: torch.dtype) -> None:
     weight, bias = torch.randn(40, 48), torch.randn(40).to(dtype)
     weight[3] = 0
-    module = Int8Linear(weight, bias, dtype)
-    assert relative_error(module.dequantize(), weight) < 0.01
+    module = layer_of(Int8Method(), weight, bias, dtype)
+    assert relative_error(dequantized(module), weight) < 0.01
     x = inputs(rows, 48, dtype)
-    expected = linear(x.float(), module.dequantize(), bias.float())
+    expected = linear(x.float(), dequantized(module), bias.float())
     assert relative_error(module(x), expected) < (1e-5 if dtype == torch.float32 else 8e-3)
 
 
 def test_what_does_not_fit() -> None:
-    assert int4.misfit(64, 32) is None
-    assert "20 outputs" in str(int4.misfit(64, 20))
-    assert "48 inputs" in str(int4.misfit(48, 32))
-    assert int8.misfit(48, 20) is None
-    assert "40 inputs" in str(int8.misfit(40, 20))
-    assert native.misfit(64, 7) is None
-    assert "48 inputs" in str(native.misfit(48, 16))
+    assert not Int4Method.supports(64, 32, "cpu")
+    assert "20 outputs" in str(Int4Method.supports(64, 20, "cpu"))
+    assert "48 inputs" in str(Int4Method.supports(48, 32, "cpu"))
+    assert not Int8Method.supports(48, 20, "cpu")
+    assert "40 inputs" in str(Int8Method.supports(40, 20, "cpu"))
+    assert not NativeMethod.supports(64, 7, "cpu")
+    assert "48 inputs" in str(NativeMethod.supports(48, 16, "cpu"))
 
 
 def test_hybrid_changes_over_at_its_crossover() -> None:
     given = weights(4, 32, 64)
     copy = given.dequantize().bfloat16()
-    module = HybridLinear(Int4Linear(given, None, torch.bfloat16), copy, crossover=4)
+    module = layer_of(HybridMethod(Int4Method(), crossover=4), given, None, torch.bfloat16)
+    packed = layer_of(Int4Method(), given, None, torch.bfloat16)
     for rows in (1, 4, 5, 20):
         x = inputs(rows, 64, torch.bfloat16)
-        assert torch.equal(module(x), module.packed(x) if rows <= 4 else linear(x, copy))
-    assert module.copy_nbytes == 2 * 32 * 64
+        assert torch.equal(module(x), packed(x) if rows <= 4 else linear(x, copy))
+    assert torch.equal(module.get_buffer("copy"), copy)
+    assert module.method.nbytes(module) == packed.method.nbytes(packed)
     module.out_dtype = torch.float32
     assert {module(inputs(rows, 64, torch.bfloat16)).dtype for rows in (1, 20)} == {torch.float32}
 

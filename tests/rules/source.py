@@ -21,7 +21,7 @@ class Module:
     tree: ast.Module
 
     @property
-    def room(self) -> str:
+    def package(self) -> str:
         """The folder, or the module, that stands directly in the package."""
         parts = self.name.split(".")
         return parts[1] if len(parts) > 1 else ""

@@ -1,4 +1,4 @@
-"""What is checked at run time is checked however Python is started: ``python -O`` strips ``assert``."""
+"""Run-time checks do not use ``assert``, which ``python -O`` strips."""
 
 from __future__ import annotations
 

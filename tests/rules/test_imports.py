@@ -1,15 +1,18 @@
-"""A room imports only from the rooms before it: docs/architecture.md lists them, this test holds them to it."""
+"""A package imports only from the packages before it, as docs/architecture.md lists them."""
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
-from rules.source import Module, imports, modules
+from rules.source import PACKAGE, ROOT, Module, imports, modules
 
-ROOMS: list[set[str]] = [
+PACKAGES: list[set[str]] = [
     {"errors"},
+    {"options"},
     {"sampling_params", "outputs"},
-    {"spec"},
+    {"model_spec"},
     {"config"},
     {"metrics"},
     {"kv"},
@@ -20,11 +23,9 @@ ROOMS: list[set[str]] = [
     {"kernels"},
     {"cache"},
     {"attention"},
-    {"layers"},
-    {"quant"},
+    {"layers", "quant"},
     {"weights"},
     {"models"},
-    {"multimodal"},
     {"sampling"},
     {"runner"},
     {"resolve"},
@@ -33,10 +34,19 @@ ROOMS: list[set[str]] = [
     {"bench"},
     {"cli"},
 ]
-"""Lowest floor first; rooms of one set may use each other."""
+"""Lowest layer first; packages of one set may import each other."""
 
-TORCH_LINE = ROOMS.index({"text", "sources"})
-FLOOR = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms}
+TORCH_LINE = PACKAGES.index({"text", "sources"})
+LAYER = {package: layer for layer, packages in enumerate(PACKAGES) for package in packages}
+
+
+def test_the_page_lists_the_packages_in_order() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    (tree,) = re.findall(r"^headrace/\n((?: .*\n)+)", page, flags=re.MULTILINE)
+    listed = [name for line in tree.splitlines() for name in re.findall(r"(\w+)(?:/|\.py)(?=  )", line[:40])]
+    there = {path.stem for path in PACKAGE.iterdir() if path.is_dir() or path.suffix == ".py"} - {"__init__", "__pycache__"}
+    assert set(listed) == there
+    assert [LAYER[name] for name in listed] == sorted(LAYER[name] for name in listed)
 
 
 def name_of(module: Module) -> str:
@@ -47,18 +57,18 @@ def name_of(module: Module) -> str:
 def test_imports_point_down(module: Module) -> None:
     if module.name == "headrace":
         return
-    assert module.room in FLOOR, f"{module.where}: {module.room} is not in the list of rooms"
+    assert module.package in LAYER, f"{module.where}: {module.package} is not in PACKAGES"
     wrong = [
         f"{module.where}:{line} imports {name}"
         for line, name in imports(module)
-        if name.startswith("headrace.") and name.split(".")[1] in FLOOR and FLOOR[name.split(".")[1]] > FLOOR[module.room]
+        if name.startswith("headrace.") and name.split(".")[1] in LAYER and LAYER[name.split(".")[1]] > LAYER[module.package]
     ]
     assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.parametrize("module", modules(), ids=name_of)
 def test_no_torch_above_the_line(module: Module) -> None:
-    if module.name != "headrace" and FLOOR[module.room] > TORCH_LINE:
+    if module.name != "headrace" and LAYER[module.package] > TORCH_LINE:
         return
     wrong = [f"{module.where}:{line} imports {name}" for line, name in imports(module) if name.split(".")[0] == "torch"]
     assert not wrong, "\n".join(wrong)
@@ -72,8 +82,8 @@ def test_the_public_names_are_loaded_late() -> None:
 
 
 def test_the_imports_are_seen() -> None:
-    """The rule would hold of anything if it saw nothing."""
+    """Without this, the rules would also pass if no import were found."""
     found = {name for module in modules() for _, name in imports(module)}
-    assert {"headrace.errors", "headrace.spec", "torch"} <= found
+    assert {"headrace.errors", "headrace.model_spec", "torch"} <= found
     lazy = {name for module in modules() if module.name == "headrace.cli.serve" for _, name in imports(module)}
     assert "headrace.server.run" in lazy

@@ -1,4 +1,4 @@
-"""What an installed package carries: all of the code, and every file that the code reads."""
+"""An installed package has all of the code and every file that the code reads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rules.source import PACKAGE, ROOT, tracked_files
 
 
 def test_every_file_of_the_package_travels() -> None:
-    """A wheel takes modules, and what ``package-data`` names; the native kernels' sources, for one."""
+    """A wheel contains modules and what ``package-data`` names, such as the sources of the native kernels."""
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
     patterns = [f"{package.replace('.', '/')}/{pattern}" for package, named in declared.items() for pattern in named]
     inside = [path.relative_to(ROOT).as_posix() for path in tracked_files() if path.is_relative_to(PACKAGE)]
@@ -20,6 +20,6 @@ def test_every_file_of_the_package_travels() -> None:
 
 
 def test_every_folder_with_modules_is_a_package() -> None:
-    """Others are left out of a wheel."""
+    """setuptools leaves other folders out of a wheel."""
     folders = {path.parent for path in tracked_files() if path.is_relative_to(PACKAGE) and path.suffix == ".py"}
     assert [str(folder.relative_to(ROOT)) for folder in folders if not (folder / "__init__.py").exists()] == []

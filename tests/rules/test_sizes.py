@@ -1,4 +1,4 @@
-"""Files and functions of a size that one can hold in mind. One that wants more usually owns two states."""
+"""Files and functions stay small. One that needs more usually owns two pieces of state."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FILE_LINES = 600
 FUNCTION_LINES = 80
 
 ALLOWED: set[str] = set()
-"""``path`` or ``path:function`` of what may be larger, each with its reason beside it."""
+"""``path`` or ``path:function`` that may be larger, each with its reason."""
 
 
 @pytest.mark.parametrize("module", modules(), ids=lambda module: module.name)
@@ -24,7 +24,7 @@ def test_file_size(module: Module) -> None:
 @pytest.mark.parametrize("module", modules(), ids=lambda module: module.name)
 def test_function_sizes(module: Module) -> None:
     for node in ast.walk(module.tree):
-        # A command's parameters are its options, with the help that they show: they count as data, the body as code.
+        # Only the body counts: a command's parameters are its options with their help, which is data.
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or node.lineno) - node.body[0].lineno + 1
             assert length <= FUNCTION_LINES or f"{module.where}:{node.name}" in ALLOWED, (

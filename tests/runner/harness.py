@@ -12,20 +12,21 @@ from typing import Any
 
 import pytest
 import torch
+from cache_config import cache_holding
 
-from headrace.config import CacheConfig, EngineArgs, EngineConfig, SamplingLimits, SchedulerConfig
-from headrace.core.plan import StepPlan, StepResult
+from headrace.config import EngineArgs, EngineConfig, SchedulerConfig
+from headrace.core.plan import SamplePlan, StepPlan, StepResult
 from headrace.core.request import Request
 from headrace.core.scheduler import Scheduler
 from headrace.core.sequence import SequenceUpdate
+from headrace.model_spec import AttentionSpec, DenseSpec, ModelSpec, RopeSpec, cache_groups
+from headrace.model_spec.kv import FP8_KV
 from headrace.models.decoder import Decoder
 from headrace.models.gemma4 import Gemma4Spec
 from headrace.models.registry import build
 from headrace.outputs import TokenLogprobs
 from headrace.runner.runner import ModelRunner
 from headrace.sampling_params import SamplingParams
-from headrace.spec import AttentionSpec, DenseSpec, ModelSpec, RopeSpec, cache_groups
-from headrace.spec.kv import FP8_KV
 from headrace.text.bad_words import compile_bad_words
 from headrace.text.vocab import TokenBytes
 
@@ -133,7 +134,7 @@ def model(family: str, device: str = "cpu") -> Decoder:
 def _model(family: str, device: str) -> Decoder:
     """Random weights whose outputs wander instead of repeating themselves."""
     generator = torch.Generator().manual_seed(len(family))
-    decoder = build(FAMILIES[family], torch.float32, "cpu")
+    decoder = build(FAMILIES[family], "float32", "cpu")
     for name, parameter in decoder.named_parameters():
         if "norm" in name or name.endswith("layer_scalar"):
             parameter.data.uniform_(0.8, 1.2, generator=generator)
@@ -143,7 +144,7 @@ def _model(family: str, device: str) -> Decoder:
     decoder.embed_tokens.weight.data.normal_(0.0, 1.0, generator=generator)
     if device == "cpu":
         return decoder
-    elsewhere = build(FAMILIES[family], torch.float32, device)
+    elsewhere = build(FAMILIES[family], "float32", device)
     elsewhere.load_state_dict(decoder.state_dict())
     return elsewhere
 
@@ -171,7 +172,7 @@ class World:
         return EngineConfig(
             args=args,
             model=spec,
-            cache=CacheConfig.holding(
+            cache=cache_holding(
                 (self.num_blocks - 1,) * len(groups),
                 block_size=BLOCK,
                 groups=groups,
@@ -186,7 +187,6 @@ class World:
                 policy="fcfs",
                 pipeline_depth=self.depth,
             ),
-            limits=SamplingLimits.of(args),
             device=self.device,
             dtype="float32",
             quantization="none",
@@ -271,7 +271,9 @@ class Engine:
             elif not self.scheduler.has_work():
                 break
             while (plan := self.scheduler.schedule()) is not None:
-                self._launched.append((plan, self.runner.launch(plan)))
+                step = self.runner.execute(plan)
+                self.runner.sample(step, SamplePlan(plan.step))
+                self._launched.append((plan, step))
             if self._launched:
                 self._collect()
         self.scheduler.check_integrity()
@@ -281,7 +283,7 @@ class Engine:
     def _collect(self) -> None:
         plan, handle = self._launched.popleft()
         result = self.runner.collect(handle)
-        assert result.seq_ids == [row.seq_id for row in plan.rows if row.samples], "a row that does not sample has no token"
+        assert result.seq_ids == [row.seq_id for row in plan.rows if row.num_logits], "a row that does not sample has no token"
         self.results.append(result)
         for update in self.scheduler.update(plan, result):
             self.outcomes[update.seq.request.request_id][update.seq.index].take(update)

@@ -17,10 +17,8 @@ def new(seq_id: int, slot: int, token_ids: Sequence[int], prompt_len: int | None
     return NewSequence(seq_id, slot, list(token_ids), length, params, 0, 0, [], None)
 
 
-def row(
-    seq_id: int, slot: int, start: int, count: int, blocks: Sequence[int] = (), *, samples: bool = True, groups: int = 1
-) -> Row:
-    return Row(seq_id, slot, start, count, samples, (tuple(blocks),) * groups)
+def row(seq_id: int, slot: int, start: int, count: int, blocks: Sequence[int] = (), *, logits: int = 1, groups: int = 1) -> Row:
+    return Row(seq_id, slot, start, count, logits, (tuple(blocks),) * groups)
 
 
 def plan(*rows: Row, new: Sequence[NewSequence] = (), released: Sequence[int] = (), decode: int = 0, step: int = 1) -> StepPlan:

@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.core.plan import NewSequence, Row, StepPlan, StepResult
+from headrace.core.plan import NewSequence, Row, SamplePlan, StepPlan, StepResult
 from headrace.errors import ConfigError, EngineError
-from headrace.runner.runner import BROKEN, ModelRunner
-from headrace.runner.warmup import warm_up
+from headrace.runner.runner import BROKEN, ModelRunner, StepHandle
 
 from .harness import BLOCK, EOS, MAX_LEN, VOCAB, World, model, prompt, request, serve
 from .plans import blocks_for, new, plan, row
@@ -24,7 +23,7 @@ def runner() -> ModelRunner:
     made = World(max_num_seqs=4, num_blocks=60).runner()
     first = plan(
         row(10, 0, 0, 6, [1, 2]),
-        row(11, 1, 0, 4, [3], samples=False),
+        row(11, 1, 0, 4, [3], logits=0),
         new=[new(10, 0, PROMPT), new(11, 1, prompt(2, 9))],
     )
     assert done(made, first).seq_ids == [10]
@@ -32,7 +31,13 @@ def runner() -> ModelRunner:
 
 
 def done(runner: ModelRunner, step: StepPlan) -> StepResult:
-    return runner.collect(runner.launch(step))
+    return runner.collect(launched(runner, step))
+
+
+def launched(runner: ModelRunner, step: StepPlan) -> StepHandle:
+    handle = runner.execute(step)
+    runner.sample(handle, SamplePlan(step.step))
+    return handle
 
 
 GOOD = (row(10, 0, 6, 1), row(11, 1, 4, 5, [4, 5]))
@@ -54,7 +59,7 @@ def test_the_good_plan_is_good(runner: ModelRunner) -> None:
         ((row(10, 0, 7, 1),), 1, "does not start at its num_computed, 6"),
         ((row(10, 0, 6, 2),), 1, "is not of its tokens, of which there are 7"),
         ((row(10, 0, 6, 0),), 1, "is not of its tokens"),
-        ((row(10, 0, 6, 1, samples=False),), 1, "must sample if and only if it ends at token 7"),
+        ((row(10, 0, 6, 1, logits=0),), 1, "must sample if and only if it ends at token 7"),
         ((row(11, 1, 4, 3, [4]),), 0, "must sample if and only if it ends at token 9"),
         ((row(11, 0, 6, 1),), 1, "is in a slot that holds sequence 10"),
         ((row(10, 2, 6, 1),), 1, "is in a slot that holds sequence -1"),
@@ -70,7 +75,7 @@ def test_the_good_plan_is_good(runner: ModelRunner) -> None:
 )
 def test_broken_rows_are_named(runner: ModelRunner, rows: tuple[Row, ...], decode: int, complaint: str) -> None:
     with pytest.raises(EngineError, match=complaint):
-        runner.launch(plan(*rows, decode=decode))
+        runner.execute(plan(*rows, decode=decode))
 
 
 @pytest.mark.parametrize(
@@ -88,7 +93,7 @@ def test_broken_rows_are_named(runner: ModelRunner, rows: tuple[Row, ...], decod
 )
 def test_broken_slots_are_named(runner: ModelRunner, changes: dict[str, Any], complaint: str) -> None:
     with pytest.raises(EngineError, match=complaint):
-        runner.launch(plan(**changes))
+        runner.execute(plan(**changes))
 
 
 def test_the_empty_plan(runner: ModelRunner) -> None:
@@ -109,8 +114,8 @@ def test_a_slot_may_change_hands_within_a_plan(runner: ModelRunner) -> None:
 
 def test_results_are_tagged_with_their_own_step(runner: ModelRunner) -> None:
     """Two steps in flight, of different rows; they may even be read in the wrong order."""
-    first = runner.launch(plan(*GOOD, decode=1, step=5))
-    second = runner.launch(plan(row(11, 1, 9, 1), row(10, 0, 7, 1), decode=2, step=6))
+    first = launched(runner, plan(*GOOD, decode=1, step=5))
+    second = launched(runner, plan(row(11, 1, 9, 1), row(10, 0, 7, 1), decode=2, step=6))
     later, earlier = runner.collect(second), runner.collect(first)
     assert (earlier.step, earlier.seq_ids) == (5, [10, 11])
     assert (later.step, later.seq_ids) == (6, [11, 10])
@@ -118,9 +123,9 @@ def test_results_are_tagged_with_their_own_step(runner: ModelRunner) -> None:
 
 def test_the_next_step_takes_the_token_from_the_device(runner: ModelRunner) -> None:
     """The host has not read it yet."""
-    launched = runner.launch(plan(row(10, 0, 6, 1), decode=1))
-    following = runner.launch(plan(row(10, 0, 7, 1), decode=1))
-    tokens = [runner.collect(step).token_ids[0][0] for step in (launched, following)]
+    first = launched(runner, plan(row(10, 0, 6, 1), decode=1))
+    following = launched(runner, plan(row(10, 0, 7, 1), decode=1))
+    tokens = [runner.collect(step).token_ids[0][0] for step in (first, following)]
     known = runner.slots.token_ids.tensor[0, :9].tolist()
     assert known[:6] == PROMPT and known[7:] == tokens
 
@@ -159,7 +164,7 @@ def test_a_chunk_that_breaks_down_is_told_at_once(runner: ModelRunner) -> None:
     weight.data[150] = torch.nan
     try:
         tokens = [150, *prompt(4, 7)]
-        result = done(runner, plan(row(10, 0, 6, 1), row(12, 2, 0, 4, [9], samples=False), new=[new(12, 2, tokens)], decode=1))
+        result = done(runner, plan(row(10, 0, 6, 1), row(12, 2, 0, 4, [9], logits=0), new=[new(12, 2, tokens)], decode=1))
     finally:
         weight.data[150] = whole
     assert result.seq_ids == [10] and result.errors == {12: BROKEN} and len(result.token_ids[0]) == 1
@@ -169,7 +174,7 @@ def test_prompt_logprobs_come_chunk_by_chunk(runner: ModelRunner) -> None:
     tokens = prompt(5, 8)
     first = done(
         runner,
-        plan(row(12, 2, 0, 4, [9], samples=False), new=[new(12, 2, [*tokens, 7, 8], 8, prompt_logprobs=1)]),
+        plan(row(12, 2, 0, 4, [9], logits=0), new=[new(12, 2, [*tokens, 7, 8], 8, prompt_logprobs=1)]),
     )
     second = done(runner, plan(row(12, 2, 4, 6, [10, 11])))
     entries = first.prompt_logprobs[12] + second.prompt_logprobs[12]
@@ -192,17 +197,6 @@ def test_memory_is_what_is_held(runner: ModelRunner) -> None:
     assert memory["penalty histograms"] == 0 and memory["slots"] > 4 * MAX_LEN * 4
 
 
-def test_warming_up_a_runner_at_work_is_refused(runner: ModelRunner) -> None:
-    with pytest.raises(EngineError, match="idle"):
-        warm_up(runner)
-
-
-def test_the_smallest_runner_can_be_warmed_up() -> None:
-    made = World(max_num_seqs=1, max_num_batched_tokens=1, num_blocks=2).runner()
-    warm_up(made)
-    assert done(made, plan(row(1, 0, 0, 1, [1]), new=[new(1, 0, [5])])).seq_ids == [1]
-
-
 def test_an_unknown_backend_or_a_wrong_dtype_is_the_operators_fault() -> None:
     with pytest.raises(ConfigError, match="no attention backend 'fast'"):
         World(backend="fast").runner()
@@ -220,7 +214,7 @@ def test_prompt_logits_exist_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoder, "logits", logits)
     monkeypatch.setattr("headrace.runner.runner._LOGITS_BYTES", 4 * VOCAB * 10)
     (outcome,) = serve(World(), [request("r", prompt(3, 33), prompt_logprobs=0, max_tokens=1, eos=[EOS])])["r"]
-    assert seen == [1, 10, 10, 10, 2] and len(outcome.prompt_logprobs or []) == 32
+    assert seen == [10, 10, 10, 2, 1] and len(outcome.prompt_logprobs or []) == 32
 
 
 def test_blocks_cover_their_tokens() -> None:

@@ -10,13 +10,17 @@ import msgspec
 import pytest
 import torch
 
-from headrace.attention.backend import LayerCache, StepMetadata
+from headrace.attention.backend import AttentionBackend, AttentionInputs, StepMetadata
+from headrace.core.plan import NewSequence, SamplePlan
 from headrace.core.request import Request
 from headrace.kernels.paged_attention import paged_attention
-from headrace.runner.graphs import PROMPT_ROWS, Captured, Shape, StepGraphs
+from headrace.runner.graphs import Captured, SampleShape, Shape, StepGraphs
+from headrace.runner.inputs import PROMPT_ROWS
 from headrace.runner.runner import ModelRunner
+from headrace.sampling.feature import LogitsRows
 
 from .harness import Engine, Outcomes, World, model, prompt, request, same, serve, token_bytes
+from .plans import blocks_for, new, plan, row
 from .test_invariants import FEATURES
 
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="the kernels of graphs need Triton")
@@ -29,29 +33,33 @@ PLAIN = [msgspec.structs.replace(FEATURES[name], max_tokens=6) for name in ("gre
 class Immediate(StepGraphs):
     """A replay runs the step itself, on the tensors that a capture would have recorded."""
 
-    replayed: list[Shape]
+    models: list[Shape]
+    draws: list[SampleShape]
+    """What has been replayed."""
 
-    def _capture(self, shape: Shape) -> Captured:
-        outcome = self._step(shape)
-
+    def _capture(self, shape: Shape | SampleShape) -> Captured:
         def replay() -> None:
-            self.replayed.append(shape)
-            outcome.copy_(self._step(shape))
+            (self.models if isinstance(shape, Shape) else self.draws).append(shape)  # type: ignore[arg-type]
+            self._run(shape)
 
-        return Captured(replay, outcome)
+        return Captured(replay)
 
 
-class DeviceAttention:
+class DeviceAttention(AttentionBackend):
     """Attention that knows of a step what is on the device, and so knows no bounds from lengths."""
 
     name = "device"
     capturable = True
-    needs_exact_lengths = False
+
+    @staticmethod
+    def supports(spec: Any, device: str, dtype: str, kv_dtype: Any = None, modes: Any = frozenset()) -> list[str]:
+        return []
 
     def plan(self, step: StepMetadata) -> None:
         self._step = step
 
-    def run(self, q: torch.Tensor, cache: LayerCache, sinks: torch.Tensor | None = None) -> torch.Tensor:
+    def run(self, inputs: AttentionInputs) -> torch.Tensor:
+        q, cache, sinks, _, _ = inputs
         step, spec = self._step, cache.spec
         limits = {"scale": spec.scale, "window": spec.window, "soft_cap": spec.soft_cap, "sinks": sinks}
         tables = step.block_tables[cache.group]
@@ -66,20 +74,25 @@ def runner(world: World, monkeypatch: pytest.MonkeyPatch) -> tuple[ModelRunner, 
     made = ModelRunner(model(world.family), config, token_bytes(), backends=backends)
     graphs = made._graphs
     assert isinstance(graphs, Immediate)
-    graphs.replayed = []
+    graphs.models, graphs.draws = [], []
+    progress = made.capture_next()
+    while progress[0] < progress[1]:
+        assert made.capture_next()[0] == progress[0] + 1
+        progress = progress[0] + 1, progress[1]
+    assert made.capture_next() == progress
     return made, graphs
 
 
 def through_graphs(
     world: World, requests: list[Request], monkeypatch: pytest.MonkeyPatch, arriving: bool = False
-) -> tuple[Outcomes, list[Shape]]:
+) -> tuple[Outcomes, Immediate]:
     made, graphs = runner(world, monkeypatch)
     engine = Engine(world, made)
     if not arriving:
         engine.add(*requests)
     with torch.inference_mode():
         outcomes = engine.run(arrivals=requests if arriving else ())
-    return outcomes, graphs.replayed
+    return outcomes, graphs
 
 
 def test_launches_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,48 +106,48 @@ def test_launches_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         found = [(result.replayed, result.padding_tokens) for result in engine.results]
         engine.add(msgspec.structs.replace(FEATURES["prompt logprobs"], max_tokens=1))
         engine.run()
-    assert found == [(True, shape.tokens - tokens) for shape, tokens in zip(graphs.replayed, (9, 3, 3), strict=True)]
+    assert found == [(True, shape.tokens - tokens) for shape, tokens in zip(graphs.models, (9, 3, 3), strict=True)]
     assert found[1:] == [(True, 3)] * 2
     assert (engine.results[-1].replayed, engine.results[-1].padding_tokens) == (False, 0)
 
 
 @pytest.mark.parametrize(("family", "depth"), [("llama", 1), ("qwen3", 2)])
 def test_features_arriving(family: str, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts beside decode rows, in chunks; shapes that draw and shapes that leave it to the sampler."""
+    """Prompts beside decode rows, in chunks; draws by graph and draws by the sampler."""
     world = World(family, max_num_batched_tokens=24, max_num_seqs=6, depth=depth)
     kept = ("long", "drawn", "penalties", "bad words", "min tokens", "logprobs", "prompt logprobs", "samples")
     short = [msgspec.structs.replace(FEATURES[name], max_tokens=5) for name in kept]
-    found, shapes = through_graphs(world, short, monkeypatch, arriving=True)
+    found, graphs = through_graphs(world, short, monkeypatch, arriving=True)
     same(found, serve(World(family), short))
-    assert {shape.draws for shape in shapes} == {True, False}
-    assert any(shape.decode_rows and shape.prompt_tokens for shape in shapes)
+    assert 0 < len(graphs.draws) < len(graphs.models)
+    assert any(shape.decode_rows and shape.prompt_tokens for shape in graphs.models)
 
 
-def test_plain_requests_are_drawn_within(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, shapes = through_graphs(World(), PLAIN, monkeypatch)
+def test_plain_requests_are_drawn_by_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, graphs = through_graphs(World(), PLAIN, monkeypatch)
     same(found, serve(World(), PLAIN))
-    assert all(shape.draws for shape in shapes)
-    assert shapes[-1].prompt_tokens == 0
+    assert len(graphs.draws) >= len(graphs.models), "a prompt that is too long for a graph is drawn by one all the same"
+    assert graphs.models[-1].prompt_tokens == 0
 
 
-def test_filters_are_drawn_within(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_filters_are_drawn_by_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside rows that have none; a shape without filters serves those that are left when the others have ended."""
     asked: list[dict[str, Any]] = [{"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1, "top_k": 1}, {"top_k": 20, "top_p": 0.9}, {}]
     requests = [
         request(f"f{number}", prompt(number, 4), max_tokens=6 if not kind else 3, temperature=0.8, seed=number, **kind)
         for number, kind in enumerate(asked)
     ]
-    found, shapes = through_graphs(World(), requests, monkeypatch)
+    found, graphs = through_graphs(World(), requests, monkeypatch)
     same(found, serve(World(), requests))
-    assert all(shape.draws for shape in shapes)
-    assert shapes[0].filters and not shapes[-1].filters
+    assert len(graphs.draws) == 6
+    assert graphs.draws[0].filters and not graphs.draws[-1].filters
 
 
 def test_a_prompt_that_gives_logprobs_is_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     own = msgspec.structs.replace(FEATURES["prompt logprobs"], max_tokens=3)
-    found, shapes = through_graphs(World(), [own], monkeypatch)
+    found, graphs = through_graphs(World(), [own], monkeypatch)
     same(found, serve(World(), [own]))
-    assert shapes and not any(shape.prompt_tokens for shape in shapes)
+    assert graphs.models and not any(shape.prompt_tokens for shape in graphs.models)
 
 
 def test_preempted_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,6 +180,113 @@ def test_shapes_that_are_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """More rows than any shape has: kernel by kernel."""
     world = World(max_num_seqs=40, num_blocks=900)
     many = [request(f"r{number}", prompt(number, 3), max_tokens=3, ignore_eos=True) for number in range(PROMPT_ROWS + 2)]
-    found, shapes = through_graphs(world, many, monkeypatch)
+    found, graphs = through_graphs(world, many, monkeypatch)
     same(found, serve(world, many))
-    assert not shapes
+    assert not graphs.models and not graphs.draws
+
+
+def test_masks_behind_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model is replayed; the sampler draws for a step with masks, and a graph for the next."""
+    made, graphs = runner(World(), monkeypatch)
+    tokens = [4, 5, 6]
+    words = bytes([0, 1 << 3, 0, 0]) + bytes(16)
+    with torch.inference_mode():
+        for step, start in ((1, 0), (2, 3), (3, 4)):
+            first = [new(7, 0, tokens)] if not start else []
+            blocks = blocks_for(8) if not start else []
+            handle = made.execute(
+                plan(row(7, 0, start, len(tokens) - start, blocks), new=first, decode=int(start > 0), step=step)
+            )
+            made.sample(handle, SamplePlan.of(step, {7: [words]} if step == 2 else {}))
+            tokens += made.collect(handle).token_ids[0]
+    assert tokens[4] == 11 and len(tokens) == 6
+    assert len(graphs.models) == 3 and len(graphs.draws) == 2
+
+
+class Forcing:
+    """A sampling feature that the package does not know: sequences whose seed is 5 draw token 77."""
+
+    def __init__(self) -> None:
+        self._slots: set[int] = set()
+
+    def add(self, slot: int, seq: NewSequence) -> bool:
+        if seq.seed == 5:
+            self._slots.add(slot)
+        return seq.seed == 5
+
+    def remove(self, slot: int) -> None:
+        self._slots.discard(slot)
+
+    def apply(self, logits: torch.Tensor, rows: LogitsRows) -> bool:
+        for place, slot in enumerate(rows.slots.tolist()):
+            if slot in self._slots:
+                logits[place, 77] = 1e9
+        return True
+
+    def update(self, rows: LogitsRows, tokens: torch.Tensor) -> None:
+        pass
+
+
+def test_a_new_feature_is_never_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph draws only for steps of which no row has it."""
+    made, graphs = runner(World(), monkeypatch)
+    made.sampler._features = (*made.sampler._features, Forcing())
+    engine = Engine(World(), made)
+    plain = request("plain", prompt(1, 4), max_tokens=5, ignore_eos=True)
+    engine.add(plain, request("forced", prompt(2, 4), max_tokens=3, seed=5, ignore_eos=True))
+    with torch.inference_mode():
+        outcomes = engine.run()
+    assert outcomes["forced"][0].token_ids == [77] * 3
+    assert len(graphs.models) == 5 and len(graphs.draws) == 2
+    same({"plain": outcomes["plain"]}, serve(World(), [plain]))
+
+
+def test_the_most_useful_graphs_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode rows with their draws, then filters, then prompts; without a graph a step runs kernel by kernel."""
+    monkeypatch.setattr("headrace.runner.runner.StepGraphs", Immediate)
+    config = dataclasses.replace(World().config(), graph_rows=ROWS, graph_prompt_tokens=PROMPTS)
+    backends: list[Any] = [DeviceAttention()] * config.model.num_layers
+    made = ModelRunner(model("llama"), config, token_bytes(), backends=backends)
+    graphs = made._graphs
+    assert isinstance(graphs, Immediate)
+    graphs.models, graphs.draws = [], []
+    order = list(graphs.shapes())
+    assert order[:2] == [Shape(6, 0), SampleShape(6, False)] and all(isinstance(shape, Shape) for shape in order[-4:])
+    assert [made.capture_next() for _ in range(2)] == [(1, len(order)), (2, len(order))]
+    engine = Engine(World(), made)
+    requests = [request("r", prompt(1, 4), max_tokens=3, ignore_eos=True)]
+    engine.add(*requests)
+    with torch.inference_mode():
+        same(engine.run(), serve(World(), requests))
+    assert [result.replayed for result in engine.results] == [False, True, True]
+    assert graphs.models == [Shape(6, 0)] * 2 and graphs.draws == [SampleShape(6, False)] * 3
+
+
+def test_a_failed_capture_leaves_the_graphs_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing more is captured, steps without a graph run kernel by kernel, and the reason names the module."""
+
+    class Failing(Immediate):
+        def _capture(self, shape: Shape | SampleShape) -> Captured:
+            if len(self._captured) == 2:
+                raise RuntimeError("operation not permitted\nwhen stream is capturing")
+            return super()._capture(shape)
+
+    monkeypatch.setattr("headrace.runner.runner.StepGraphs", Failing)
+    config = dataclasses.replace(World().config(), graph_rows=ROWS, graph_prompt_tokens=PROMPTS)
+    made = ModelRunner(model("llama"), config, token_bytes(), backends=[DeviceAttention()] * config.model.num_layers)
+    graphs = made._graphs
+    assert isinstance(graphs, Failing) and not made.capture_failure
+    graphs.models, graphs.draws = [], []
+    total = len(list(graphs.shapes()))
+    assert (
+        [made.capture_next() for _ in range(4)]
+        == [(1, total), (2, total), (2, 2), (2, 2)]
+        == [*[(1, total), (2, total)], *[made.graphs()] * 2]
+    )
+    assert made.capture_failure.endswith("RuntimeError: operation not permitted when stream is capturing")
+    engine = Engine(World(), made)
+    requests = [request("r", prompt(1, 4), max_tokens=3, ignore_eos=True)]
+    engine.add(*requests)
+    with torch.inference_mode():
+        same(engine.run(), serve(World(), requests))
+    assert [result.replayed for result in engine.results] == [False, True, True]

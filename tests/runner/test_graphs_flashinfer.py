@@ -15,8 +15,8 @@ import pytest
 import torch
 from attention.fake_flashinfer import Device, flashinfer, wait_for_kernels
 
-from headrace.attention.flashinfer.attention import FlashInferAttention
-from headrace.runner.graphs import Captured, Shape, StepGraphs
+from headrace.attention import select
+from headrace.runner.graphs import Captured, SampleShape, Shape, StepGraphs
 from headrace.runner.runner import ModelRunner
 
 from .harness import Engine, World, model, prompt, request, same, serve, token_bytes
@@ -34,31 +34,42 @@ class Recorded(StepGraphs):
     device_of_test: Device
     captured: list[Shape]
 
-    def _capture(self, shape: Shape) -> Captured:
+    def _capture(self, shape: Shape | SampleShape) -> Captured:
+        if isinstance(shape, SampleShape):
+            return Captured(lambda: self._run(shape))
         device = self.device_of_test
-        self._step(shape)
+        self._pad(shape)
+        self._run(shape)
         self.captured.append(shape)
         with device.capture() as tape:
-            outcome = self._step(shape)
+            self._run(shape)
 
         def replay() -> None:
             with device.replay(tape):
-                outcome.copy_(self._step(shape))
+                self._run(shape)
 
-        return Captured(replay, outcome)
+        return Captured(replay)
 
 
-def engine(world: World, device: Device, monkeypatch: pytest.MonkeyPatch) -> tuple[Engine, list[Shape]]:
+def capture(runner: ModelRunner, graphs: int = 1000) -> None:
+    count, most = runner.capture_next()
+    while count < min(graphs, most):
+        count, most = runner.capture_next()
+
+
+def engine(world: World, device: Device, monkeypatch: pytest.MonkeyPatch, graphs: int = 1000) -> tuple[Engine, list[Shape]]:
     kind: Any = type("RecordedHere", (Recorded,), {"device_of_test": device, "captured": []})
     monkeypatch.setattr("headrace.runner.runner.StepGraphs", kind)
     config = dataclasses.replace(world.config(), graph_rows=ROWS, graph_prompt_tokens=PROMPTS)
-    backends: list[Any] = [FlashInferAttention()] * config.model.num_layers
-    return Engine(world, ModelRunner(model(world.family), config, token_bytes(), backends=backends)), kind.captured
+    backends: list[Any] = [select.create("flashinfer")] * config.model.num_layers
+    made = ModelRunner(model(world.family), config, token_bytes(), backends=backends)
+    capture(made, graphs)
+    return Engine(world, made), kind.captured
 
 
 def ready(world: World) -> None:
     for spec in world.config().model.layers:
-        wait_for_kernels(FlashInferAttention, spec)
+        wait_for_kernels("flashinfer", spec)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +107,7 @@ def test_steps_captured_before_the_kernels_were_there(flashinfer: Device, monkey
     flashinfer.allowed.clear()
     world = World(depth=2)
     requests = [request(f"r{number}", prompt(number, 5), max_tokens=12, ignore_eos=True) for number in range(2)]
-    made, captured = engine(world, flashinfer, monkeypatch)
+    made, captured = engine(world, flashinfer, monkeypatch, 4)
     made.add(*requests)
     steps = 0
 
@@ -107,6 +118,7 @@ def test_steps_captured_before_the_kernels_were_there(flashinfer: Device, monkey
             assert not flashinfer.plans
             flashinfer.allowed.set()
             ready(world)
+            capture(made.runner, 4)
 
     with torch.inference_mode():
         found = made.run(before_step=ready_in_time)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -18,7 +19,6 @@ from headrace.core.request import Request
 from headrace.core.sequence import Sequence
 from headrace.outputs import TokenLogprobs
 from headrace.runner.record import replay
-from headrace.runner.warmup import warm_up
 
 from .harness import EOS, FAMILIES, IN_FP8, VOCAB, Engine, Outcomes, World, alone, model, prompt, request, same, serve, text_of
 
@@ -60,8 +60,20 @@ FEATURES: dict[str, Request] = {
     "samples": request("samples", prompt(17, 22), n=3, temperature=1.1, top_p=0.95, seed=11, frequency_penalty=0.2),
 }
 REQUESTS = list(FEATURES.values())
-families = pytest.mark.parametrize("family", FAMILIES)
-of_the_models_dtype = pytest.mark.parametrize("family", [family for family in FAMILIES if not family.endswith(IN_FP8)])
+QUICK = ("qwen3", "uneven", "windows" + IN_FP8)
+"""One stands for plain layers, one for layers of several sizes with windows, one for rounded and shared KV."""
+
+
+def of(names: Iterable[str]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(
+        "family", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in names]
+    )
+
+
+families = of(FAMILIES)
+of_the_models_dtype = of(family for family in FAMILIES if not family.endswith(IN_FP8))
+all_families = pytest.mark.parametrize("family", FAMILIES)
+slow = pytest.mark.slow
 
 
 @functools.cache
@@ -127,8 +139,8 @@ def test_chunks_change_nothing(family: str, budget: int) -> None:
     same(serve(World(family, max_num_batched_tokens=budget), requests), wanted)
 
 
-@families
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@all_families
+@pytest.mark.parametrize("depth", [pytest.param(1, marks=slow), 2, pytest.param(3, marks=slow)])
 def test_preemption_for_want_of_blocks_changes_nothing(family: str, depth: int) -> None:
     engine = Engine(World(family, num_blocks=22, depth=depth, max_num_batched_tokens=24))
     engine.add(*shuffled(depth))
@@ -165,7 +177,7 @@ def test_cache_hits_change_nothing(family: str) -> None:
     assert engine.scheduler.stats().prefix_hit_tokens > 50
 
 
-@families
+@all_families
 def test_cache_hits_under_pressure_change_nothing(family: str) -> None:
     engine = Engine(World(family, caching=True, num_blocks=26, depth=2, max_num_batched_tokens=16))
     engine.add(*shuffled(3))
@@ -194,18 +206,6 @@ def test_the_null_block_is_never_written(family: str) -> None:
     engine.add(*shuffled(0))
     engine.run()
     assert all(not cache.rows[0].any() for cache in engine.runner._caches)
-
-
-@families
-def test_warming_up_leaves_nothing(family: str) -> None:
-    world = World(family)
-    runner = world.runner()
-    assert warm_up(runner) > 0
-    assert runner.slots.idle
-    assert all(not cache.rows.any() for cache in runner._caches)
-    engine = Engine(world, runner)
-    engine.add(*REQUESTS)
-    same(engine.run(), expected(family))
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from bad_words_reference import BadWordsStepper
 
 from headrace.core.plan import NewSequence
-from headrace.sampling.feature import Rows
+from headrace.sampling.feature import LogitsRows
 from headrace.sampling.sampler import Sampled, Sampler
 from headrace.sampling_params import SamplingParams
-from headrace.text.bad_words import BadWordsStepper, compile_bad_words
+from headrace.text.bad_words import compile_bad_words
 from headrace.text.vocab import TokenBytes
 
 CPU = torch.device("cpu")
@@ -103,7 +104,7 @@ class Bench:
         """``logits [len(slots), vocab]`` stay as they are."""
         index = torch.tensor(slots)
         lengths = torch.tensor([self._lengths[slot] for slot in slots])
-        rows = Rows(index.numpy(), lengths[:, 1].numpy(), index, lengths[:, 0])
+        rows = LogitsRows(index.numpy(), lengths[:, 1].numpy(), index, lengths[:, 0], index.numpy())
         sampled = self.sampler.sample(logits.clone(), rows)
         for slot in slots:
             total, outputs = self._lengths[slot]

@@ -10,12 +10,16 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
+
+from headrace.config import SamplingLimits
 from headrace.core.request import Request
 from headrace.engine.info import EngineInfo, LayerLine
+from headrace.engine.inputs import InputProcessor
 from headrace.errors import EngineDeadError, EngineError, QueueFullError, RequestError
 from headrace.metrics.stats import EngineStats
-from headrace.outputs import Logprob, OutputDelta, PositionLogprobs, RequestTimes
-from headrace.sampling_params import SamplingParams
+from headrace.outputs import OutputDelta, RequestTimes, TokenLogprobs
+from headrace.text.chat import normalize
 from headrace.text.vocab import TokenBytes
 
 BOS, EOS = 256, 257
@@ -39,7 +43,7 @@ class ByteTokenizer:
         self.rendered: list[dict[str, Any]] = []
         """Arguments of each call of render_chat."""
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True, *, param: str = "prompt") -> list[int]:
         return ([BOS] if add_special_tokens else []) + list(text.encode())
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -48,67 +52,42 @@ class ByteTokenizer:
 
     def render_chat(
         self,
-        messages: Sequence[dict[str, Any]],
+        messages: Any,
         *,
-        tools: Any = None,
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = True,
         continue_final_message: bool = False,
-        **template_kwargs: Any,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        strict: bool = False,
     ) -> str:
-        self.rendered.append({"messages": messages, **template_kwargs})
+        variables = chat_template_kwargs or {}
+        if add_generation_prompt is None:
+            add_generation_prompt = not continue_final_message
         if continue_final_message and add_generation_prompt:
             raise RequestError("continue_final_message and add_generation_prompt exclude each other", "continue_final_message")
-        if "chat_template" in template_kwargs:
-            raise RequestError("chat_template_kwargs cannot set chat_template", "chat_template_kwargs")
+        for name in variables.keys() & {"messages", "tools", "add_generation_prompt", "self", "chat_template"}:
+            raise RequestError(f"chat_template_kwargs cannot set {name}", f"chat_template_kwargs.{name}")
+        messages = normalize(messages, strict=strict)
+        self.rendered.append({"messages": messages, **variables})
         if messages[-1]["role"] == "tool" and "tool_call_id" not in messages[-1]:
             raise RequestError("the chat template cannot render these messages: tool_call_id is undefined", "messages")
         turns = [f"[{m['role']}{':' + m['name'] if 'name' in m else ''}]{m['content']}" for m in messages]
-        text = "".join(template_kwargs.get("prefix", "") + turn + "\n" for turn in turns)
+        text = "".join(variables.get("prefix", "") + turn + "\n" for turn in turns)
         if continue_final_message:
             return text[:-1]
         return text + ("[assistant]" if add_generation_prompt else "")
 
 
-class FakeInputs:
-    def __init__(self, llm: FakeLLM) -> None:
-        self._llm = llm
-        self.default_sampling = SamplingParams()
+class SeededInputs(InputProcessor):
+    """The engine's own gate, for which requests without a seed have the seed 0."""
 
-    def request(
-        self,
-        prompt: Any,
-        params: SamplingParams,
-        *,
-        request_id: str,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        spans: Sequence[tuple[int, int]] = (),
-    ) -> Request:
-        tokens = prompt["prompt_token_ids"]
-        room = self._llm.info.max_model_len - len(tokens)
-        if not tokens:
-            raise RequestError("the prompt is empty", "prompt")
-        if max(tokens) >= VOCAB:
-            raise RequestError(f"token id {max(tokens)} is not in the vocabulary", "prompt")
-        if room < (params.max_tokens or 1):
-            raise RequestError("the prompt and max_tokens do not fit in the context", "prompt" if room < 1 else "max_tokens")
-        for name in ("logprobs", "prompt_logprobs"):
-            if (getattr(params, name) or 0) > 20 or getattr(params, name) == -1:
-                raise RequestError(f"{name} may be at most 20", name)
-        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
-            if any(token >= VOCAB for token in getattr(params, name) or ()):
-                raise RequestError(f"{name} holds a token that is not in the vocabulary", name)
-        return Request(
-            request_id=request_id,
-            prompt_token_ids=tokens,
-            sampling=params,
-            max_tokens=params.max_tokens or room,
-            seed=params.seed or 0,
-            eos_token_ids=[EOS],
-            priority=priority,
-            cache_salt=cache_salt,
-            arrival_time=time.monotonic(),
-        )
+    def request(self, *args: Any, **options: Any) -> Request:
+        request = super().request(*args, **options)
+        return msgspec.structs.replace(request, seed=request.sampling.seed or 0)
+
+
+LIMITS = SamplingLimits(
+    max_logprobs=20, max_bad_words_num=1000, bad_words_max_len=64, max_stop_seqs_num=1000, stop_seqs_max_len=64
+)
 
 
 def answer(request: Request, index: int) -> list[int]:
@@ -124,8 +103,9 @@ class FakeLLM:
         self.step_seconds = step
         self.max_queue = max_queue
         self.load_seconds = load_seconds
-        self.tokenizer: ByteTokenizer | None = ByteTokenizer()
-        self.inputs = FakeInputs(self)
+        self._tokenizer: Any = ByteTokenizer()
+        self.inputs = self._make_inputs()
+        self.caching = True
         self.running: dict[str, Request] = {}
         self.seen: list[Request] = []
         """Every request that was added."""
@@ -154,11 +134,29 @@ class FakeLLM:
             decisions=[],
         )
 
+    @property
+    def tokenizer(self) -> Any:
+        return self._tokenizer
+
+    @tokenizer.setter
+    def tokenizer(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.inputs = self._make_inputs()
+
+    def _make_inputs(self) -> SeededInputs:
+        config = {"eos_token_id": [EOS]}
+        return SeededInputs(
+            vocab_size=VOCAB, max_model_len=512, limits=LIMITS, tokenizer=self.tokenizer, generation_config=config, seed=0
+        )
+
     async def start(self) -> None:
         await asyncio.sleep(self.load_seconds)
         if self.start_error is not None:
             raise self.start_error
         self._health = Health(True, "")
+
+    def serving(self) -> None:
+        self.served_at = time.monotonic()
 
     async def close(self) -> None:
         self.closed = True
@@ -192,22 +190,25 @@ class FakeLLM:
         )
 
     async def reset_prefix_cache(self) -> bool:
-        return not self.running
+        return self.caching
 
     async def abort(self, request_id: str) -> None:
         if self.running.pop(request_id, None) is not None:
             self.aborted.append(request_id)
 
-    async def add(self, request: Request) -> FakeStream:
+    async def add(self, *requests: Request) -> FakeStream:
         if not self._health.ok:
             raise EngineDeadError(self._health.reason)
-        if len(self.running) >= self.max_queue:
-            raise QueueFullError(f"{self.max_queue} requests are waiting already")
-        if request.request_id in self.running:
-            raise RequestError("this request id is in use", "request_id")
-        self.running[request.request_id] = request
-        self.seen.append(request)
-        return FakeStream(self, request.request_id, self._stream(request))
+        for place, request in enumerate(requests):
+            if len(self.running) >= self.max_queue:
+                for taken in requests[:place]:
+                    await self.abort(taken.request_id)
+                raise QueueFullError(f"{self.max_queue} requests are waiting already")
+            if request.request_id in self.running:
+                raise RequestError("this request id is in use", "request_id")
+            self.running[request.request_id] = request
+            self.seen.append(request)
+        return FakeStream(self, {request.request_id: self._stream(request) for request in requests})
 
     async def _stream(self, request: Request) -> AsyncGenerator[OutputDelta]:
         samples = [_Sample(self, request, index) for index in range(request.sampling.n)]
@@ -234,9 +235,9 @@ class FakeLLM:
                 yield sample.step(extra)
         self.running.pop(request.request_id, None)
 
-    def _prompt_logprobs(self, request: Request) -> list[PositionLogprobs | None]:
+    def _prompt_logprobs(self, request: Request) -> list[TokenLogprobs | None]:
         tokens, top = request.prompt_token_ids, request.sampling.prompt_logprobs or 0
-        return [None, *(position_logprobs(token, top) for token in tokens[1:])]
+        return [None, *(token_logprobs(token, top) for token in tokens[1:])]
 
     def count(self, tokens: int, reason: str | None) -> None:
         self._generated += tokens
@@ -245,31 +246,44 @@ class FakeLLM:
 
 
 class FakeStream:
-    """Deltas of one request; closing it early aborts the request."""
+    """Deltas of some requests as they come; closing it early aborts the requests."""
 
-    def __init__(self, llm: FakeLLM, request_id: str, deltas: AsyncGenerator[OutputDelta]) -> None:
+    def __init__(self, llm: FakeLLM, deltas: dict[str, AsyncGenerator[OutputDelta]]) -> None:
         self._llm = llm
-        self._request_id = request_id
         self._deltas = deltas
+        self._next: dict[str, asyncio.Task[OutputDelta | None]] = {}
 
     def __aiter__(self) -> FakeStream:
         return self
 
     async def __anext__(self) -> OutputDelta:
-        return await anext(self._deltas)
+        while True:
+            for request_id, deltas in self._deltas.items():
+                if request_id not in self._next:
+                    self._next[request_id] = asyncio.create_task(anext(deltas, None))
+            if not self._next:
+                raise StopAsyncIteration
+            await asyncio.wait(self._next.values(), return_when=asyncio.FIRST_COMPLETED)
+            for request_id in [name for name, task in self._next.items() if task.done()]:
+                delta = self._next.pop(request_id).result()
+                if delta is not None:
+                    return delta
+                del self._deltas[request_id]
 
     async def aclose(self) -> None:
-        await self._llm.abort(self._request_id)
-        await self._deltas.aclose()
+        for task in self._next.values():
+            task.cancel()
+        await asyncio.gather(*self._next.values(), return_exceptions=True)
+        for request_id, deltas in self._deltas.items():
+            await self._llm.abort(request_id)
+            await deltas.aclose()
 
 
-def position_logprobs(token: int, top: int) -> PositionLogprobs:
+def token_logprobs(token: int, top: int) -> TokenLogprobs:
     """The chosen token has rank 2; token 0 is impossible; the best are a, b, c, ..."""
-    piece = "<special>" if token >= 256 else bytes([token]).decode("utf-8", "replace")
-    chosen = {token: Logprob(-math.inf if token == 0 else -1.5, 2, piece)}
+    best = [97 + i for i in range(top)]
     ranks = [1, *range(3, top + 2)] if top > 1 else [1] * top
-    others = {97 + i: Logprob(-0.75 * rank, rank, chr(97 + i)) for i, rank in enumerate(ranks) if 97 + i != token}
-    return chosen | others
+    return TokenLogprobs([token, *best], [-math.inf if token == 0 else -1.5, *(-0.75 * rank for rank in ranks)], 2)
 
 
 class _Sample:
@@ -325,7 +339,7 @@ class _Sample:
             index=self.index,
             text=text,
             token_ids=[token],
-            logprobs=None if params.logprobs is None else [position_logprobs(token, params.logprobs)],
+            logprobs=None if params.logprobs is None else [token_logprobs(token, params.logprobs)],
             finish_reason=reason,
             stop_reason=stop,
             **extra,

@@ -110,7 +110,7 @@ def running(llm: Any, settings: ServerSettings | None = None) -> Iterator[Runnin
         thread.join(10)
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     """Waits until a condition holds that another thread brings about."""
     pause = threading.Event()
     deadline = time.monotonic() + seconds

@@ -7,10 +7,11 @@ import typing
 import pytest
 from openai.types import completion_create_params as text_params
 from openai.types.chat import completion_create_params as chat_params
+from reference import request_fields
 
 from headrace.server import fields
-from headrace.server.fields import FIELDS, applied_fields, markdown, rules
-from headrace.server.schema import ChatBody, CompletionBody
+from headrace.server.fields import FIELDS, applied_fields, rules
+from headrace.server.schema import ChatBody, CompletionBody, GenerationBody
 from server.fakes import FakeLLM
 from server.harness import Api
 
@@ -94,8 +95,10 @@ def test_covers_the_fields_of_vllm(endpoint: fields.Endpoint) -> None:
 
 
 @pytest.mark.parametrize(("endpoint", "body"), [("chat", ChatBody), ("completions", CompletionBody)])
-def test_applied_fields_are_those_of_the_request_model(endpoint: fields.Endpoint, body: type) -> None:
-    assert {name for name, rule in rules(endpoint).items() if rule.treatment == "applied"} == set(body.model_fields)
+def test_applied_fields_are_those_of_the_request_model(endpoint: fields.Endpoint, body: type[GenerationBody]) -> None:
+    assert {name for name, rule in rules(endpoint).items() if rule.treatment == "applied"} == set(body.model_fields) | set(
+        body.sampling_schema()
+    )
 
 
 def test_one_rule_a_field_and_endpoint() -> None:
@@ -157,7 +160,7 @@ def test_applied_fields_pass_through_as_they_are() -> None:
 
 
 def test_the_documentation_names_every_rule() -> None:
-    lines = markdown().splitlines()
+    lines = request_fields().splitlines()
     assert len(lines) == len(FIELDS) + 2
     assert all(line.count("|") == 7 for line in lines)
     for rule in FIELDS:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from headrace.outputs import Logprob
+from headrace.outputs import Logprob, TokenLogprobs
 from headrace.server.logprobs import CompletionLogprobs, TokenTexts, best, chat_logprobs, prompt_logprobs
 from headrace.text.vocab import TokenBytes
 
@@ -15,8 +15,8 @@ HE, LLO, HALF, REST, START, EMPTY, W, ACCENT = range(8)
 TEXTS = TokenTexts(TokenBytes(PIECES, frozenset({START})))
 
 
-def position(token: int) -> dict[int, Logprob]:
-    return {token: Logprob(-1.0, 1)}
+def position(token: int) -> TokenLogprobs:
+    return TokenLogprobs([token], [-1.0], 1)
 
 
 def offsets(logprobs: CompletionLogprobs, tokens: list[int]) -> list[int]:
@@ -70,8 +70,8 @@ def test_texts_of_tokens() -> None:
 
 
 def test_nothing_is_infinite_on_the_wire() -> None:
-    never = {LLO: Logprob(-math.inf, 8, "llo")}
-    [entry] = chat_logprobs(TEXTS, [LLO], [never], 0)["content"]
+    never = TokenLogprobs([LLO], [-math.inf], 8)
+    [entry] = chat_logprobs(TEXTS, [never], 0)["content"]
     assert entry == {"token": "llo", "logprob": -9999.0, "bytes": list(b"llo"), "top_logprobs": []}
     assert prompt_logprobs(TEXTS, [None, never]) == [None, {"1": {"logprob": -9999.0, "rank": 8, "decoded_token": "llo"}}]
     logprobs = CompletionLogprobs(TEXTS, 1, frozenset(), special_text=False)
@@ -80,7 +80,7 @@ def test_nothing_is_infinite_on_the_wire() -> None:
 
 def test_the_chosen_token_stands_beside_the_best() -> None:
     logprobs = CompletionLogprobs(TEXTS, 1, frozenset(), special_text=False)
-    where = {LLO: Logprob(-3.0, 5), HE: Logprob(-0.1, 1)}
+    where = TokenLogprobs([LLO, HE], [-3.0, -0.1], 5)
     assert logprobs.add([LLO], [where])["top_logprobs"] == [{" He": -0.1, "llo": -3.0}]
-    [entry] = chat_logprobs(TEXTS, [LLO], [where], 1)["content"]
+    [entry] = chat_logprobs(TEXTS, [where], 1)["content"]
     assert [top["token"] for top in entry["top_logprobs"]] == [" He"]

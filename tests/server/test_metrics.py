@@ -8,7 +8,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from headrace.metrics.prometheus import ServerMetrics
+from headrace.metrics.prometheus import GenerationObserver, ServerMetrics
 from headrace.metrics.stats import EngineStats
 from headrace.outputs import OutputDelta, RequestTimes
 from server.fakes import FakeLLM
@@ -92,7 +92,7 @@ def test_two_servers_share_nothing() -> None:
 
 def test_times_and_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
     metrics = ServerMetrics(EngineStats, "1")
-    observer = metrics.observe_generation()
+    observer = GenerationObserver(metrics)
     clock = iter([10.0, 10.5, 11.1, 20.0])
     monkeypatch.setattr("headrace.metrics.prometheus.time.monotonic", lambda: next(clock))
 

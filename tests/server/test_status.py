@@ -132,5 +132,6 @@ def test_detokenize(api: Api) -> None:
 
 def test_reset_prefix_cache(api: Api) -> None:
     assert api.post("/reset_prefix_cache").json() == {"reset": True}
-    api.llm.running["x"] = None  # type: ignore[assignment]
-    assert error(api.post("/reset_prefix_cache"), 409)["code"] == "prefix_cache_in_use"
+    api.llm.caching = False
+    found = error(api.post("/reset_prefix_cache"), 409)
+    assert found["code"] == "prefix_caching_disabled" and "disabled" in found["message"]

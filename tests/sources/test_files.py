@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import huggingface_hub
 import numpy as np
 import pytest
 from huggingface_hub import constants
@@ -212,7 +213,7 @@ class Hub:
 
 def test_hub_model(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub = Hub(model)
-    monkeypatch.setattr(directory, "snapshot_download", hub)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", hub)
     files = find_model(EngineArgs(model="someone/model", revision="v2"))
     assert (files.name, files.directory) == ("someone/model", model)
     assert (hub.asked["repo_id"], hub.asked["revision"]) == ("someone/model", "v2")
@@ -224,7 +225,7 @@ def test_hub_model(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_only_one_copy_of_the_weights_is_fetched(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub = Hub(model)
-    monkeypatch.setattr(directory, "snapshot_download", hub)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", hub)
     find_model(EngineArgs(model="someone/model"))
     wanted = ["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "tokenizer.json"]
     wanted += ["generation_config.json", "chat_template.jinja", "tokenizer.model", "merges.txt"]
@@ -249,7 +250,7 @@ def response(status: int) -> httpx.Response:
     ],
 )
 def test_hub_troubles(monkeypatch: pytest.MonkeyPatch, error: Exception, match: str, param: str) -> None:
-    monkeypatch.setattr(directory, "snapshot_download", Hub(error))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", Hub(error))
     refused("someone/model", match, param, revision="v9")
 
 
@@ -257,7 +258,7 @@ def test_offline_hub_for_real(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     """No stand-in: the library itself, told to stay offline, with an empty cache and then with the model in it."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(directory, "snapshot_download", _cached_in(tmp_path))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", _cached_in(tmp_path))
     refused("someone/model", "offline: HF_HUB_OFFLINE is set.*someone/model")
     snapshot = tmp_path / "models--someone--model" / "snapshots" / ("0" * 40)
     LlamaConfig(hidden_size=64, num_attention_heads=4).save_pretrained(snapshot)
@@ -269,5 +270,5 @@ def test_offline_hub_for_real(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 
 def _cached_in(folder: Path) -> Any:
-    real = directory.snapshot_download
+    real = huggingface_hub.snapshot_download
     return lambda repo_id, **options: real(repo_id, cache_dir=folder, **options)

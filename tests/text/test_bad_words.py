@@ -7,12 +7,13 @@ import time
 
 import numpy as np
 import pytest
+from bad_words_reference import BadWordsStepper
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.config import SamplingLimits
 from headrace.errors import RequestError
-from headrace.text.bad_words import BadWordsStepper, check_bad_words, compile_bad_words
+from headrace.text.bad_words import check_bad_words, compile_bad_words
 from headrace.text.tokenizer import Tokenizer
 from headrace.text.vocab import TokenBytes, VocabularyIndex
 

@@ -10,7 +10,7 @@ import pytest
 import vocabularies
 
 from headrace.errors import ConfigError, RequestError
-from headrace.text.chat import check_template, prepare, read_template
+from headrace.text.chat import check_template, normalize, read_template
 from headrace.text.tokenizer import Tokenizer
 
 TEMPLATE = (
@@ -43,7 +43,7 @@ def test_rendering(tokenizer: Tokenizer) -> None:
     assert tokenizer.render_chat(HELLO) == "<|user|>user: hello\nassistant: "
     assert tokenizer.render_chat(HELLO, add_generation_prompt=False) == "<|user|>user: hello\n"
     assert "tools: [{" in tokenizer.render_chat(HELLO, tools=[{"type": "function", "function": {"name": "f"}}])
-    assert "mood: grim" in tokenizer.render_chat(HELLO, mood="grim")
+    assert "mood: grim" in tokenizer.render_chat(HELLO, chat_template_kwargs={"mood": "grim"})
 
 
 def test_encoding_adds_no_special_tokens_of_its_own(tokenizer: Tokenizer) -> None:
@@ -70,7 +70,7 @@ def test_text_parts_become_one_string(tokenizer: Tokenizer) -> None:
 
 def test_other_parts_are_refused_by_name(tokenizer: Tokenizer) -> None:
     parts = [{"type": "text", "text": "see"}, {"type": "image_url", "image_url": {"url": "data:"}}]
-    message = refused(tokenizer, "messages", [*HELLO, {"role": "user", "content": parts}])
+    message = refused(tokenizer, "messages[1].content[1].type", [*HELLO, {"role": "user", "content": parts}])
     assert "messages[1].content[1]" in message
     assert "image_url" in message
 
@@ -81,27 +81,28 @@ def test_tool_calls_carry_objects_and_need_no_content(tokenizer: Tokenizer) -> N
     assert '{"x": 1}' in tokenizer.render_chat(messages)
     assert call["function"]["arguments"] == '{"x": 1}', "the caller's message was changed"
     broken = {**call, "function": {"name": "f", "arguments": "{"}}
-    assert "not JSON" in refused(tokenizer, "messages", [{"role": "assistant", "tool_calls": [broken]}])
-    refused(tokenizer, "messages", [{"role": "assistant", "tool_calls": ["f"]}])
+    path = "messages[0].tool_calls[0]"
+    assert "not JSON" in refused(tokenizer, f"{path}.function.arguments", [{"role": "assistant", "tool_calls": [broken]}])
+    refused(tokenizer, path, [{"role": "assistant", "tool_calls": ["f"]}])
 
 
 @pytest.mark.parametrize(
-    "messages",
+    ("messages", "param"),
     [
-        [],
-        "hello",
-        [{"content": "no role"}],
-        ["text"],
-        [{"role": "user"}],
-        [{"role": "user", "content": 5}],
-        [{"role": "user", "content": [{"type": "text"}]}],
-        [{"role": "user", "content": [{"type": "text", "text": 7}]}],
-        [{"role": "user", "content": [5]}],
-        [{"role": 5, "content": "x"}],
+        ([], "messages"),
+        ("hello", "messages"),
+        ([{"content": "no role"}], "messages[0].role"),
+        (["text"], "messages[0]"),
+        ([{"role": "user"}], "messages[0].content"),
+        ([{"role": "user", "content": 5}], "messages[0].content"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
+        ([{"role": "user", "content": [{"type": "text", "text": 7}]}], "messages[0].content[0].text"),
+        ([{"role": "user", "content": [5]}], "messages[0].content[0]"),
+        ([{"role": 5, "content": "x"}], "messages[0].role"),
     ],
 )
-def test_malformed_messages(tokenizer: Tokenizer, messages: Any) -> None:
-    refused(tokenizer, "messages", messages)
+def test_malformed_messages(tokenizer: Tokenizer, messages: Any, param: str) -> None:
+    refused(tokenizer, param, messages)
 
 
 def test_a_template_that_refuses_says_why(tokenizer: Tokenizer) -> None:
@@ -118,7 +119,7 @@ def test_no_template(tokenizer: Tokenizer) -> None:
 
 @pytest.mark.parametrize("name", ["chat_template", "tokenize", "messages", "documents", "self"])
 def test_template_variables_cannot_be_the_renderers(tokenizer: Tokenizer, name: str) -> None:
-    assert name in refused(tokenizer, "chat_template_kwargs", HELLO, **{name: "x"})
+    assert name in refused(tokenizer, f"chat_template_kwargs.{name}", HELLO, chat_template_kwargs={name: "x"})
 
 
 def test_templates_run_in_a_sandbox(tokenizer: Tokenizer) -> None:
@@ -153,7 +154,7 @@ def test_templates_that_are_not_jinja_are_the_operators_fault() -> None:
 
 def test_prepared_messages_are_copies() -> None:
     messages = [{"role": "assistant", "content": None}]
-    assert prepare(messages) == [{"role": "assistant", "content": ""}]
+    assert normalize(messages) == [{"role": "assistant", "content": ""}]
     assert messages[0]["content"] is None
 
 
@@ -166,5 +167,23 @@ def test_embedded_template(embedded: Tokenizer) -> None:
 def test_qwen3_template_takes_tools_and_its_own_switch(qwen3: Tokenizer) -> None:
     tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
     assert '"name": "weather"' in qwen3.render_chat(HELLO, tools=[tool])
-    assert "<think>" in qwen3.render_chat(HELLO, enable_thinking=False)
-    assert "<think>" not in qwen3.render_chat(HELLO, enable_thinking=True)
+    assert "<think>" in qwen3.render_chat(HELLO, chat_template_kwargs={"enable_thinking": False})
+    assert "<think>" not in qwen3.render_chat(HELLO, chat_template_kwargs={"enable_thinking": True})
+
+
+def test_renders_what_transformers_renders(tokenizer: Tokenizer) -> None:
+    hf: Any = tokenizer.hf
+    hf.add_special_tokens({"bos_token": "<|user|>"})
+    template = (
+        "{{ bos_token }}{% for m in messages %}{% generation %}{{ m.role }}{% endgeneration %}{{ m.reasoning_content }}"
+        "{% if m.name is defined %}{{ m.name }}{% endif %}: {{ m['content'] }};{% endfor %}{% break_here %}"
+    ).replace("{% break_here %}", "{% for i in [1, 2] %}{% break %}{% endfor %}")
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    messages = [{"role": "user", "content": "x", "name": None, "reasoning": "why"}, {"role": "assistant", "content": "y"}]
+    for templates in (template, {"default": template, "tool_use": "{{ tools | tojson }}" + template}):
+        hf.chat_template = templates
+        for asked in (None, tools):
+            theirs = hf.apply_chat_template(messages, tools=asked, tokenize=False, add_generation_prompt=True, mood="grim")
+            assert tokenizer.render_chat(messages, tools=asked, chat_template_kwargs={"mood": "grim"}) == theirs
+    hf.chat_template = {"other": template}
+    assert "other" in refused(tokenizer, "messages", HELLO)

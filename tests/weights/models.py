@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config
 
+from headrace.model_spec import ModelSpec
 from headrace.models import registry
 from headrace.sources.files import ModelFiles
-from headrace.spec import ModelSpec
 
 SIZES = {
     "vocab_size": 96,

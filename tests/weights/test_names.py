@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from headrace.errors import ConfigError
-from headrace.weights.names import NameTable, Part
+from headrace.weights.names import NameTable, Target
+from weights.export import export
 
 
 def table() -> NameTable:
@@ -27,8 +27,8 @@ class Model(nn.Module):
 
 def test_both_ways() -> None:
     names = table()
-    assert names.part("k.weight") == Part("qkv.weight", 4, 6)
-    assert names.part("model.norm.weight") == Part("norm.weight")
+    assert names.part("k.weight") == Target("qkv.weight", 4, 6)
+    assert names.part("model.norm.weight") == Target("norm.weight")
     assert names.part("lm_head.weight") is None
     assert names.part("other") is None
     assert names.names("qkv.weight") == ["q.weight", "k.weight", "v.weight"]
@@ -75,20 +75,12 @@ def test_a_name_stands_once() -> None:
 
 def test_export() -> None:
     model = Model()
-    exported = dict(table().export(model))
+    exported = dict(export(table(), model))
     assert list(exported) == ["model.norm.weight", "q.weight", "k.weight", "v.weight"]
     assert torch.equal(exported["v.weight"], model.qkv.weight[6:9])
     exported["q.weight"].zero_()
     assert (model.qkv.weight[:4] == 0).all()
     assert not exported["q.weight"].requires_grad
-
-
-def test_what_was_packed_is_not_exported() -> None:
-    model = Model()
-    model.qkv = nn.Identity()
-    with pytest.raises(ConfigError, match=r"qkv\.weight is quantised") as error:
-        dict(table().export(model))
-    assert error.value.param == "quantization"
 
 
 def test_a_checkpoint_of_something_larger() -> None:
@@ -102,7 +94,7 @@ def test_a_checkpoint_of_something_larger() -> None:
     assert names.chosen(["model.q.weight", "model.k.weight"]).all_names() == names.all_names()
     new = names.chosen(["model.text.q.weight", "model.text.k.weight", "vision.weight"])
     assert new.all_names() == ["model.text.q.weight", "model.text.k.weight", "lm_head.weight"]
-    assert new.part("model.text.k.weight") == Part("qkv.weight", 4, 6)
+    assert new.part("model.text.k.weight") == Target("qkv.weight", 4, 6)
     assert new.ignored("model.text.old.weight") and new.ignored("vision.weight") and not new.ignored("model.text.q.weight")
     old = names.chosen(["text.model.qkv.weight", "text.lm_head.weight"])
     assert old.names("qkv.weight") == ["text.model.qkv.weight"]

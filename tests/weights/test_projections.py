@@ -13,13 +13,14 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, PretrainedConfig
 
 from headrace.errors import ConfigError
+from headrace.model_spec import ModelSpec
+from headrace.model_spec.projection import grouped_rows, input_matrices
 from headrace.models import registry
 from headrace.models.decoder import Decoder
 from headrace.parallel.shards import attention_cuts, dense_cuts
-from headrace.spec import ModelSpec
-from headrace.spec.projection import grouped_rows, input_matrices
 from headrace.weights.load import load_weights
-from headrace.weights.names import Layout, NameTable
+from headrace.weights.names import NameTable, StoredLayout
+from weights.export import export
 
 from .models import config, expected_parameters, files, parameters_of, spec, tensors, write_safetensors
 
@@ -189,11 +190,11 @@ def test_gates_are_cut_as_the_queries_are(uneven: PretrainedConfig, size: int, f
     made = spec(uneven)
     gated = dataclasses.replace(made, layers=tuple(dataclasses.replace(one, output_gate=True) for one in made.layers))
     model, table = registry.build(gated, "float32", "cpu"), registry.name_table(gated)
-    weights = {name: torch.randn(tensor.shape) for name, tensor in table.export(model)}
+    weights = {name: torch.randn(tensor.shape) for name, tensor in export(table, model)}
     assert len(weights["model.layers.1.self_attn.gate_proj.weight"]) == HEADS * V_HEAD_DIM
     paths = write_shards(tmp_path, shards(gated, weights, size, fuse=fuse))
     load_weights(model, table, files(uneven, "safetensors", paths))
-    assert all(torch.equal(tensor, weights[name]) for name, tensor in table.export(model))
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in export(table, model))
 
 
 def test_a_padded_vocabulary(uneven: PretrainedConfig, tmp_path: Path) -> None:
@@ -239,15 +240,15 @@ def test_an_interleaved_part_of_another_width_is_refused(uneven: PretrainedConfi
 def test_layouts_there_and_back(uneven: PretrainedConfig) -> None:
     rows = partial(grouped_rows, spec(uneven).layers[1])
     stored = torch.randn(len(rows()), 5)
-    for layout in (Layout(rows), Layout(rows, transposed=True), Layout(transposed=True)):
+    for layout in (StoredLayout(rows), StoredLayout(rows, transposed=True), StoredLayout(transposed=True)):
         there = stored.mT.contiguous() if layout.transposed else stored
         part = layout.take(there)
         assert layout.stored_shape(tuple(part.shape)) == there.shape
         assert torch.equal(layout.give(part), there)
     table = NameTable()
-    table.add("w", "weight", layout=Layout(rows))
+    table.add("w", "weight", layout=StoredLayout(rows))
     module = torch.nn.Linear(5, len(rows()), bias=False)
     part = table.part("w")
     assert part is not None
     part.fill(module.weight.data, stored)
-    assert torch.equal(dict(table.export(module))["w"], stored)
+    assert torch.equal(dict(export(table, module))["w"], stored)

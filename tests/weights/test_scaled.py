@@ -12,9 +12,10 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from headrace.errors import ConfigError
 from headrace.models import registry
+from headrace.quant.float_codes import MicroscaledCodes, TileCodes
 from headrace.weights.load import load_weights
 from headrace.weights.safetensors import SafetensorsCheckpoint
-from headrace.weights.scaled import ScaledCheckpoint, from_mxfp4, from_tiles
+from headrace.weights.scaled import ScaledCheckpoint
 
 from .models import config, expected_parameters, files, parameters_of, spec, tensors
 
@@ -23,7 +24,7 @@ def test_mxfp4_number_by_number() -> None:
     """Every code at every position of a byte, by the format's own formula."""
     blocks = torch.arange(256, dtype=torch.uint8).view(16, 16)
     scales = torch.tensor([127, 126, 130, 100, 154, 128, 127, 127, 120, 121, 122, 123, 124, 125, 1, 200], dtype=torch.uint8)
-    got = from_mxfp4(blocks, scales)
+    got = MicroscaledCodes(blocks, scales).dequantize()
 
     def value(code: int) -> float:
         sign, exponent, mantissa = code >> 3, code >> 1 & 3, code & 1
@@ -43,7 +44,7 @@ def test_mxfp4_equals_transformers() -> None:
     blocks = torch.randint(0, 256, (3, 10, 4, 16), dtype=torch.uint8, generator=generator)
     scales = torch.randint(110, 140, (3, 10, 4), dtype=torch.uint8, generator=generator)
     theirs = convert_moe_packed_tensors(blocks, scales)
-    ours = from_mxfp4(blocks, scales)
+    ours = MicroscaledCodes(blocks, scales).dequantize()
     assert ours.shape == (3, 10, 128)
     assert torch.equal(ours.mT if theirs.shape != ours.shape else ours, theirs)
 
@@ -61,7 +62,7 @@ def test_blocks_and_scales_are_one_tensor(tmp_path: Path) -> None:
         "bias": ((3,), "F32"),
     }
     assert sum(one.nbytes for one in checkpoint.tensors.values()) == blocks.nbytes + scales.nbytes + 12
-    assert torch.equal(checkpoint.read("w_blocks"), from_mxfp4(blocks, scales))
+    assert torch.equal(checkpoint.read("w_blocks"), MicroscaledCodes(blocks, scales).dequantize())
     assert torch.equal(checkpoint.read("bias"), torch.ones(3))
 
 
@@ -75,7 +76,7 @@ def test_tiles_of_fp8(shape: tuple[int, int], tmp_path: Path) -> None:
     for row in range(shape[0]):
         for column in range(shape[1]):
             assert got[row, column] == matrix[row, column].float() * scales[row // 4, column // 8]
-    assert torch.equal(got, from_tiles(matrix, scales, (4, 8)))
+    assert torch.equal(got, TileCodes(matrix, scales, (4, 8)).dequantize())
     assert list(checkpoint.tensors) == ["w"]
 
 
@@ -102,7 +103,7 @@ def test_a_model_of_fp8_is_loaded(tmp_path: Path) -> None:
             continue
         held[name] = (tensor * 1000).to(torch.float8_e4m3fn)
         held[name + "_scale_inv"] = torch.rand(-(-tensor.shape[0] // 32), -(-tensor.shape[1] // 64))
-        meant[name] = from_tiles(held[name], held[name + "_scale_inv"], (32, 64))
+        meant[name] = TileCodes(held[name], held[name + "_scale_inv"], (32, 64)).dequantize()
     save_file(held, tmp_path / "model.safetensors")
     model = registry.build(spec(hf_config), "float32", "cpu")
     load_weights(model, registry.name_table(model.spec), files(hf_config, "safetensors", [tmp_path / "model.safetensors"]))

@@ -1,35 +1,49 @@
-"""The backends: FlashInfer for prompts beside our own kernel for decode rows, FlashInfer for both, and for compressed KV."""
+"""FlashInfer backends for prefill rows, for decode rows, and for MLA.
+
+Each runs rows of one class. ``ByRowClass`` combines them with each other or with the Triton backend.
+"""
 
 from __future__ import annotations
 
+import abc
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from headrace.attention.backend import LayerCache, Lengths, StepMetadata, scales_missing
+from headrace.attention.backend import (
+    NO_MODES,
+    AttentionBackend,
+    AttentionInputs,
+    LayerCache,
+    Modes,
+    ReplayLengths,
+    Scratch,
+    StepMetadata,
+    scales_missing,
+)
 from headrace.attention.flashinfer import kernels
-from headrace.attention.flashinfer.bounded import Bounded, Part
-from headrace.attention.flashinfer.kernels import Kernel, LatentKernel, PagedKernel, compiling
-from headrace.attention.flashinfer.replay import WORKSPACE, LatentReplay, PagedReplay, Place, partial_bytes, split_latent
-from headrace.attention.flashinfer.rows import Rows
+from headrace.attention.flashinfer.kernels import Kernel, MLAKernel, PagedKernel, compiling
+from headrace.attention.flashinfer.replay import WORKSPACE, MLAReplay, PagedReplay, Place, Replays, partial_bytes, split_mla
+from headrace.attention.flashinfer.rows import PagedRows
 from headrace.attention.triton import TritonAttention
 from headrace.kernels.kv_cache import gather_numbers
 from headrace.kernels.transfer import Mark
-from headrace.spec import AttentionSpec, Mode
+from headrace.model_spec import AttentionSpec
 
 _WORKSPACE = 256 << 20
-"""Bytes for partial results where no steps are captured; FlashInfer's advice is 128 MiB and more."""
+"""Bytes for partial results outside captures; FlashInfer recommends 128 MiB or more."""
 _GATHER_QUERIES = 768
-"""Queries a row on average from which copying keys and values out of their blocks pays: fa3 does 677 TFLOP/s on contiguous
+"""Average queries per row from which copying keys and values out of their blocks pays off: fa3 does 677 TFLOP/s on contiguous
 ones and 607 on paged ones (32k tokens, 32 and 8 heads of 128, H200)."""
 _GATHER_BYTES = 512 << 20
-"""The most that such a copy, which lives as long as one layer's attention, may take."""
+"""Largest size of such a copy, which lives for one layer's attention."""
 _RING = 3
-"""Wrappers of one geometry that take turns: a plan is written to host memory, from which the device may still read the last."""
+"""Wrappers of one geometry used in turn: a plan is written to host memory that the device may still read for the last."""
 
 
 class _Wrapper:
-    """A wrapper of FlashInfer's for steps that are not captured, and the mark behind which it may plan again."""
+    """A FlashInfer wrapper for steps outside captures, and the event after which it may plan again."""
 
     def __init__(self, run: Any, device: torch.device, paged: bool = True) -> None:
         self.run = run
@@ -38,7 +52,7 @@ class _Wrapper:
 
 
 class _Wrappers:
-    """Those of each kind, in turn, and which are planned for this step."""
+    """Rings of wrappers by geometry, and those planned for this step."""
 
     def __init__(self) -> None:
         self._rings: dict[object, list[_Wrapper]] = {}
@@ -49,249 +63,210 @@ class _Wrappers:
         self._planned.clear()
         self._turn += 1
 
-    def planned(self, key: object) -> _Wrapper | None:
-        return self._planned.get(key)
-
-    def take(self, key: object, make: Any) -> _Wrapper:
-        """One to be planned for this step; ``make()`` makes them."""
-        if key not in self._rings:
-            self._rings[key] = [make() for _ in range(_RING)]
-        wrapper = self._planned[key] = self._rings[key][self._turn % _RING]
-        wrapper.copied.wait()
-        return wrapper
-
-
-class _OnFlashInfer:
-    """What the backends have in common: our own kernel for what FlashInfer has none for yet, and the workspace."""
-
-    capturable = True
-    needs_exact_lengths = True
-    _captures = False
-    """It plans for captured steps."""
-
-    def __init__(self) -> None:
-        self._own = TritonAttention()
-        self._step: StepMetadata | None = None
-        self._wrappers = _Wrappers()
-        self._bounded = Bounded()
-        self._workspaces: dict[int, torch.Tensor] = {}
-
-    @property
-    def workspace_bytes(self) -> int:
-        return self._own.workspace_bytes + sum(space.nbytes for space in self._workspaces.values())
-
-    def plan(self, step: StepMetadata) -> None:
-        if not step.bounded:
-            # Whether or not a kernel is ready to use it: one that becomes ready later finds no memory taken by the KV cache.
-            self._space(step.seq_lens.device)
-        self._own.plan(step)
-        self._step = step
-        self._wrappers.next_step()
-        self._bounded.next_step()
-
-    def run(self, q: torch.Tensor, cache: LayerCache, sinks: torch.Tensor | None = None) -> torch.Tensor:
-        step, spec = self._step, cache.spec
-        if step is None:
-            raise RuntimeError("plan() comes before run()")
-        if step.bounded and not self._captures:
-            return self._own.run(q, cache, sinks)
-        out = torch.empty(len(q), spec.num_heads, spec.v_head_dim, dtype=q.dtype, device=q.device)
-        if len(q) > step.num_tokens:
-            out[step.num_tokens :].zero_()
-        (self._run_bounded if step.bounded else self._run_exact)(step, out, q, cache)
-        return out.flatten(1)
-
-    def _run_bounded(self, step: StepMetadata, out: torch.Tensor, q: torch.Tensor, cache: LayerCache) -> None:
-        for part in Part.of(step):
-            replay = self._replay(step, part, cache, q)
-            if replay is None:
-                self._own.run_into(out, q, cache, None, only=part.kind)
-                continue
-            if part.kind == "prompts":
-                # There may be fewer tokens than there is room for.
-                out[part.tokens].zero_()
-            replay.run(q[part.tokens], cache, out[part.tokens])
-
-    def _replay(self, step: StepMetadata, part: Part, cache: LayerCache, q: torch.Tensor) -> PagedReplay | LatentReplay | None:
-        """None: it is for our own kernel."""
-        raise NotImplementedError
-
-    def _run_exact(self, step: StepMetadata, out: torch.Tensor, q: torch.Tensor, cache: LayerCache) -> None:
-        raise NotImplementedError
-
-    def _space(self, device: torch.device, size: int = _WORKSPACE) -> torch.Tensor:
-        """Bytes that all wrappers share that asked for so many."""
-        if size not in self._workspaces:
-            self._workspaces[size] = torch.zeros(size, dtype=torch.uint8, device=device)
-        return self._workspaces[size]
+    def planned(self, key: object, make: Callable[[], _Wrapper], plan: Callable[[_Wrapper], None]) -> _Wrapper:
+        """The wrapper of a geometry, planned once a step."""
+        if key not in self._planned:
+            if key not in self._rings:
+                self._rings[key] = [make() for _ in range(_RING)]
+            wrapper = self._planned[key] = self._rings[key][self._turn % _RING]
+            wrapper.copied.wait()
+            plan(wrapper)
+            wrapper.copied.set()
+        return self._planned[key]
 
 
-class _Replanned(_OnFlashInfer):
-    """Those that plan for captured steps too."""
-
-    _captures = True
-    _captured_bytes = _WORKSPACE
-    """Of the workspace of captured steps."""
-
-    @property
-    def edition(self) -> int:
-        return self._bounded.edition
-
-    def replan(self, lengths: Lengths) -> None:
-        self._bounded.replan(lengths)
-
-    def reserve(self, device: torch.device) -> None:
-        self._space(device, self._captured_bytes)
-
-
-class FlashInferLatent(_Replanned):
-    """Absorbed attention over compressed KV, as ``LatentBackend`` asks for it. Prompts of captured steps are ours."""
+class FlashInferBackend(AttentionBackend):
+    """Base of the FlashInfer backends: the Triton fallback while kernels compile, and the workspaces."""
 
     name = "flashinfer"
-    does = "FlashInfer's MLA kernel for absorbed rows, but for prompts within a graph"
+    captured_bytes = _WORKSPACE
+    """Size of the workspace of captured steps."""
 
-    @staticmethod
-    def supports(spec: AttentionSpec, device: str, dtype: str, mode: Mode = "dense", kv_dtype: str | None = None) -> list[str]:
-        reasons = TritonAttention.supports(spec, device, dtype, mode, kv_dtype) + scales_missing(kv_dtype)
-        reasons += kernels.refusals(device, dtype)
+    def __init__(self, scratch: Scratch | None = None) -> None:
+        super().__init__(scratch)
+        self._fallback = TritonAttention(self.scratch)
+        self._fallback_planned = False
+        self._wrappers = _Wrappers()
+        self._replays = Replays()
+
+    @classmethod
+    @abc.abstractmethod
+    def wants(cls, spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> list[Kernel]:
+        """The kernels to compile for a layer."""
+
+    def plan(self, step: StepMetadata) -> None:
+        super().plan(step)
+        if not step.bounded:
+            # Even if no kernel is ready: a later one would find the memory taken by the KV cache.
+            self._space(step.seq_lens.device)
+        self._fallback_planned = False
+        self._wrappers.next_step()
+        self._replays.next_step()
+
+    def run(self, inputs: AttentionInputs) -> torch.Tensor:
+        step, q, cache = self.step, inputs.q, inputs.cache
+        replay = self._replay(step, cache, q) if step.bounded else None
+        launch = None if step.bounded else self._launch(step, cache, q)
+        if replay is None and launch is None:
+            if not self._fallback_planned:
+                self._fallback.plan(step)
+                self._fallback_planned = True
+            return self._fallback.run(inputs)
+        whole = self.output(inputs)
+        q, out = q[step.tokens], whole[step.tokens]
+        if launch is not None:
+            launch(q, cache, out)
+        elif replay is not None:
+            if not step.num_decode_rows:
+                # There may be fewer tokens than captured.
+                out.zero_()
+            replay.run(q, cache, out)
+        return whole.flatten(1)
+
+    @abc.abstractmethod
+    def _launch(self, step: StepMetadata, cache: LayerCache, q: torch.Tensor) -> Launch | None:
+        """A call that fills the step's tokens; None: use the Triton fallback."""
+
+    def _replay(self, step: StepMetadata, cache: LayerCache, q: torch.Tensor) -> PagedReplay | MLAReplay | None:
+        """The replay of a captured step; None: use the Triton fallback."""
+        return None
+
+    def _space(self, device: torch.device, size: int = _WORKSPACE) -> torch.Tensor:
+        """A workspace shared by all wrappers of the same size."""
+        return self.scratch.take(f"FlashInfer, {size}", size, device)
+
+    @property
+    def graph_version(self) -> int:
+        return self._replays.graph_version
+
+    def prepare_replay(self, lengths: ReplayLengths) -> None:
+        self._replays.prepare_replay(lengths)
+
+    def reserve(self, device: torch.device) -> None:
+        if self.plans_replays:
+            self._space(device, self.captured_bytes)
+
+
+Launch = Callable[[torch.Tensor, LayerCache, torch.Tensor], None]
+"""Called with q, the cache and the output to fill; q and output are ``[tokens, num_heads, ...]`` of the planned rows."""
+
+
+class FlashInferMLA(FlashInferBackend):
+    """Absorbed MLA, for ``MLABackend``. Captured steps have only decode rows."""
+
+    capturable = True
+    plans_replays = True
+
+    @classmethod
+    def supports(
+        cls, spec: AttentionSpec, device: str, dtype: str, kv_dtype: str | None = None, modes: Modes = NO_MODES
+    ) -> list[str]:
+        reasons = super().supports(spec, device, dtype, kv_dtype, modes) + TritonAttention.supports(spec, device, dtype)
+        reasons += scales_missing(kv_dtype) + kernels.refusals(device, dtype)
         widths = spec.v_head_dim, spec.head_dim - spec.v_head_dim
-        if widths != kernels.LATENT_WIDTHS:
-            wanted, found = (f"{latent} and {rotated}" for latent, rotated in (kernels.LATENT_WIDTHS, widths))
-            reasons.append(f"its kernel for compressed KV is for widths {wanted}, not {found}")
-        if kernels.LATENT_TILE % spec.num_heads:
+        if widths != kernels.MLA_WIDTHS:
+            supported, actual = (f"{mla} and {rotated}" for mla, rotated in (kernels.MLA_WIDTHS, widths))
+            reasons.append(f"its MLA kernel supports widths {supported}, not {actual}")
+        if kernels.MLA_TILE % spec.num_heads:
             # How far a tile of queries sees is rounded down to whole queries (mla_hopper.cuh and mla.cuh of 0.6.14): one whose
             # heads are in two tiles would not see its own key where that is the first of 64.
-            reasons.append(f"its kernel for compressed KV is for heads that divide {kernels.LATENT_TILE}, not {spec.num_heads}")
+            reasons.append(f"its MLA kernel supports numbers of heads that divide {kernels.MLA_TILE}, not {spec.num_heads}")
         if spec.window is not None or spec.soft_cap is not None:
-            reasons.append("its kernel for compressed KV has no windows and no soft caps")
+            reasons.append("its MLA kernel has no windows and no soft caps")
         return reasons
 
-    @staticmethod
-    def wants(spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> list[Kernel]:
-        return [kernels.for_latent(dtype, device)]
+    @classmethod
+    def wants(cls, spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> list[Kernel]:
+        return [kernels.for_mla(dtype, device)]
 
-    def _replay(self, step: StepMetadata, part: Part, cache: LayerCache, q: torch.Tensor) -> LatentReplay | None:
-        if part.kind == "prompts":
-            # How the kernel is launched depends on how many queries a row has on average, which a capture would freeze.
-            return None
+    def _replay(self, step: StepMetadata, cache: LayerCache, q: torch.Tensor) -> MLAReplay | None:
         spec = cache.spec
-        kernel = kernels.for_latent(q.dtype, q.device)
+        kernel = kernels.for_mla(q.dtype, q.device)
         key = (cache.group, spec.num_heads, spec.scale, kernel)
 
-        def make(place: Place) -> LatentReplay:
-            return LatentReplay(kernel, spec, place, self._space(q.device, self._captured_bytes))
+        def make(place: Place) -> MLAReplay:
+            return MLAReplay(kernel, spec, place, self._space(q.device, self.captured_bytes))
 
-        return self._bounded.replay(part, step, cache, kernel, key, make)
+        return self._replays.replay(step, cache, kernel, key, make)
 
-    def _run_exact(self, step: StepMetadata, out: torch.Tensor, q: torch.Tensor, cache: LayerCache) -> None:
-        kernel = kernels.for_latent(q.dtype, q.device)
+    def _launch(self, step: StepMetadata, cache: LayerCache, q: torch.Tensor) -> Launch | None:
+        kernel = kernels.for_mla(q.dtype, q.device)
         if not compiling(kernel).ready:
-            self._own.run_into(out, q, cache, None)
-            return
-        part = slice(0, step.num_tokens)
-        self._wrapper(step, kernel, cache).run.run(*split_latent(q[part], cache), out=out[part])
+            return None
+        run = self._wrapper(step, kernel, cache).run.run
+        return lambda q, cache, out: run(*split_mla(q, cache), out=out)
 
-    def _wrapper(self, step: StepMetadata, kernel: LatentKernel, cache: LayerCache) -> _Wrapper:
+    def _wrapper(self, step: StepMetadata, kernel: MLAKernel, cache: LayerCache) -> _Wrapper:
         spec, space = cache.spec, self._space(cache.rows.device)
-        key = (cache.group, spec.num_heads, spec.scale, kernel)
-        found = self._wrappers.planned(key)
-        if found is not None:
-            return found
 
         def make() -> _Wrapper:
             from flashinfer.mla import BatchMLAPagedAttentionWrapper
 
             return _Wrapper(BatchMLAPagedAttentionWrapper(space, backend=kernel.variant), space.device)
 
-        wrapper = self._wrappers.take(key, make)
-        rows = Rows(step, 0, step.num_rows, cache.block_size)
-        wrapper.run.plan(
-            rows.query_start,
-            rows.page_start,
-            rows.pages(cache.group),
-            torch.from_numpy(rows.lengths.astype("int32")),
-            spec.num_heads,
-            *kernels.LATENT_WIDTHS,
-            cache.block_size,
-            True,
-            spec.scale,
-            kernel.dtype,
-            kernel.dtype,
-        )
-        wrapper.copied.set()
-        return wrapper
+        def plan(wrapper: _Wrapper) -> None:
+            rows = PagedRows(step, cache.block_size)
+            lengths = torch.from_numpy(rows.lengths.astype("int32"))
+            indices = (rows.query_start, rows.page_start, rows.pages(cache.group), lengths)
+            kernel.plan(wrapper.run, spec, indices, cache.block_size)
+
+        return self._wrappers.planned((cache.group, spec.num_heads, spec.scale, kernel), make, plan)
 
 
-class FlashInferPrompts(_OnFlashInfer):
-    """Prompts by FlashInfer's paged prefill (fa3 on Hopper where K and V are equally wide, else fa2), decode rows by ours."""
+class FlashInferPrefill(FlashInferBackend):
+    """Prefill rows by FlashInfer's paged kernel: fa3 on Hopper where K and V are equally wide, else fa2."""
 
-    name = "flashinfer+triton"
-    does = "prompts by FlashInfer, decode rows and CUDA graphs by headrace's kernel, which reads KV faster"
-    _decodes = False
+    def __init__(self, scratch: Scratch | None = None) -> None:
+        super().__init__(scratch)
+        self._rows: PagedRows | None = None
+        """The rows of this step."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._rows: dict[str, Rows] = {}
-        """Of this step, by kind."""
-
-    @staticmethod
-    def supports(spec: AttentionSpec, device: str, dtype: str, mode: Mode = "dense", kv_dtype: str | None = None) -> list[str]:
-        reasons = TritonAttention.supports(spec, device, dtype, mode, kv_dtype) + kernels.refusals(device, dtype)
+    @classmethod
+    def supports(
+        cls, spec: AttentionSpec, device: str, dtype: str, kv_dtype: str | None = None, modes: Modes = NO_MODES
+    ) -> list[str]:
+        reasons = super().supports(spec, device, dtype, kv_dtype, modes)
+        reasons += TritonAttention.supports(spec, device, dtype) + kernels.refusals(device, dtype)
         missing = [] if kernels.reads_copies(spec, torch.device(device)) else scales_missing(kv_dtype)
         reasons += [f"{reason}, and copies of numbers are for fa3 alone" for reason in missing]
-        return reasons + kernels.no_kernel(spec)
+        if spec.head_dim not in (*kernels.WIDTHS, 192) or spec.v_head_dim not in kernels.WIDTHS:
+            reasons.append(f"it has no kernel for heads {spec.head_dim} and {spec.v_head_dim} wide")
+        return [*reasons, "it has no sinks"] if spec.sinks else reasons
 
-    @staticmethod
-    def wants(spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> list[Kernel]:
-        """What it will have compiled for a layer."""
+    @classmethod
+    def wants(cls, spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> list[Kernel]:
         return [kernels.for_prompts(spec, dtype, device)]
 
     def plan(self, step: StepMetadata) -> None:
         super().plan(step)
-        self._rows.clear()
+        self._rows = None
 
-    def _run_exact(self, step: StepMetadata, out: torch.Tensor, q: torch.Tensor, cache: LayerCache) -> None:
-        for part in Part.of(step):
-            if part.kind == "decode" and not self._decodes:
-                self._own.run_into(out, q, cache, None, only=part.kind)
-                continue
-            if part.kind not in self._rows:
-                self._rows[part.kind] = Rows(step, part.first, part.end, cache.block_size)
-            rows = self._rows[part.kind]
-            kernel = self._kernel(part, rows, cache, q)
-            if kernel is None:
-                self._own.run_into(out, q, cache, None, only=part.kind)
-                continue
-            wrapper = self._wrapper(kernel, part, rows, cache, q)
-            if wrapper.paged:
-                wrapper.run.run(q[rows.tokens], (cache.keys, cache.values), out=out[rows.tokens])
-            else:
-                own, width = _copied(rows, cache, q.dtype), cache.spec.head_dim
-                wrapper.run.run(q[rows.tokens], own[..., :width], own[..., width:], out=out[rows.tokens])
+    def _launch(self, step: StepMetadata, cache: LayerCache, q: torch.Tensor) -> Launch | None:
+        if self._rows is None:
+            self._rows = PagedRows(step, cache.block_size)
+        rows = self._rows
+        kernel = next((kernel for kernel in self._candidates(rows, cache, q) if compiling(kernel).ready), None)
+        if kernel is None:
+            return None
+        wrapper = self._wrapper(kernel, rows, cache, q)
+        if wrapper.paged:
+            return lambda q, cache, out: wrapper.run.run(q, (cache.keys, cache.values), out=out)
 
-    def _kernel(self, part: Part, rows: Rows, cache: LayerCache, q: torch.Tensor) -> PagedKernel | None:
-        """The best one that is ready; None: none is."""
-        wanted: list[PagedKernel | None] = []
-        if cache.k_scale is not None:
-            kernel = kernels.for_prompts(cache.spec, q.dtype, q.device)
-            wanted.append(kernel if _gathers(kernel, rows, cache) else None)
-        elif part.kind == "prompts":
-            other = kernels.for_contiguous(cache.spec, q.dtype, q.device) if self._decodes else None
-            wanted.append(other if other is not None and _gathers(other, rows, cache) else None)
-            wanted.append(kernels.for_prompts(cache.spec, q.dtype, q.device))
-        else:
-            wanted.append(kernels.for_few_queries(cache.spec, q.dtype))
-        return next((kernel for kernel in wanted if kernel is not None and compiling(kernel).ready), None)
+        def over_copies(q: torch.Tensor, cache: LayerCache, out: torch.Tensor) -> None:
+            copies, width = _copied(rows, cache, q.dtype), cache.spec.head_dim
+            wrapper.run.run(q, copies[..., :width], copies[..., width:], out=out)
 
-    def _wrapper(self, kernel: PagedKernel, part: Part, rows: Rows, cache: LayerCache, q: torch.Tensor) -> _Wrapper:
-        """Planned once a step for all layers of one geometry."""
+        return over_copies
+
+    def _candidates(self, rows: PagedRows, cache: LayerCache, q: torch.Tensor) -> list[PagedKernel]:
+        """Kernels that may run the rows, the best first."""
+        kernel = kernels.for_prompts(cache.spec, q.dtype, q.device)
+        return [kernel] if cache.k_scale is None or _gathers(kernel, rows, cache) else []
+
+    def _wrapper(self, kernel: PagedKernel, rows: PagedRows, cache: LayerCache, q: torch.Tensor) -> _Wrapper:
+        """The wrapper for a kernel, planned once a step for all layers of one geometry."""
         spec, space = cache.spec, self._space(q.device)
         paged = not _gathers(kernel, rows, cache)
-        geometry = (cache.group, spec.num_heads, spec.num_kv_heads, spec.scale, spec.window, spec.soft_cap)
-        key = (part.kind, *geometry, kernel, paged)
-        found = self._wrappers.planned(key)
-        if found is not None:
-            return found
 
         def make() -> _Wrapper:
             from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
@@ -299,74 +274,83 @@ class FlashInferPrompts(_OnFlashInfer):
             kind = BatchPrefillWithPagedKVCacheWrapper if paged else BatchPrefillWithRaggedKVCacheWrapper
             return _Wrapper(kind(space, "NHD", backend=kernel.variant), q.device, paged)
 
-        wrapper = self._wrappers.take(key, make)
-        heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
-        if paged:
-            keys = (rows.page_start, rows.pages(cache.group), rows.last_page)
-            where: tuple[Any, ...] = (rows.query_start, *keys, *heads, cache.block_size)
-        else:
-            where = (rows.query_start, rows.key_start, *heads)
-        wrapper.run.plan(
-            *where,
-            head_dim_vo=spec.v_head_dim,
-            causal=True,
-            sm_scale=spec.scale,
-            window_left=-1 if spec.window is None else spec.window - 1,
-            logits_soft_cap=spec.soft_cap,
-            q_data_type=q.dtype,
-            kv_data_type=q.dtype,
-            **({"max_token_per_sequence": rows.most_queries} if paged else {}),
-        )
-        wrapper.copied.set()
-        return wrapper
+        def plan(wrapper: _Wrapper) -> None:
+            if paged:
+                indices = (rows.query_start, rows.page_start, rows.pages(cache.group), rows.last_page)
+                kernel.plan(wrapper.run, spec, indices, cache.block_size, max_token_per_sequence=rows.most_queries)
+            else:
+                kernel.plan(wrapper.run, spec, (rows.query_start, rows.key_start))
+
+        return self._wrappers.planned((*_geometry(cache), kernel, paged), make, plan)
 
 
-class FlashInferAttention(FlashInferPrompts, _Replanned):
-    """Decode rows by FlashInfer too, within CUDA graphs as well; for the asking."""
+class FlashInferCapturedPrefill(FlashInferPrefill):
+    """Also runs prefill rows in CUDA graphs, with fa2, and on Hopper keys wider than values, with fa3 over copies."""
 
-    name = "flashinfer"
-    does = "prompts, decode rows and CUDA graphs by FlashInfer"
-    for_latent = FlashInferLatent
-    """What goes by the same name where KV is compressed."""
-    _decodes = True
-    _captured_bytes = WORKSPACE
+    capturable = True
+    plans_replays = True
+    captured_bytes = WORKSPACE
 
-    @staticmethod
-    def supports(spec: AttentionSpec, device: str, dtype: str, mode: Mode = "dense", kv_dtype: str | None = None) -> list[str]:
-        return FlashInferPrompts.supports(spec, device, dtype, mode) + scales_missing(kv_dtype)
+    @classmethod
+    def supports(
+        cls, spec: AttentionSpec, device: str, dtype: str, kv_dtype: str | None = None, modes: Modes = NO_MODES
+    ) -> list[str]:
+        return super().supports(spec, device, dtype, None, modes) + scales_missing(kv_dtype)
 
-    @staticmethod
-    def wants(spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> list[Kernel]:
+    @classmethod
+    def wants(cls, spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> list[Kernel]:
         contiguous = kernels.for_contiguous(spec, dtype, device)
-        wanted: list[Kernel] = [kernels.for_few_queries(spec, dtype), *FlashInferPrompts.wants(spec, dtype, device)]
-        return wanted if contiguous is None else [*wanted, contiguous]
+        compiled: list[Kernel] = [kernels.for_few_queries(spec, dtype), *super().wants(spec, dtype, device)]
+        return compiled if contiguous is None else [*compiled, contiguous]
 
-    def _replay(self, step: StepMetadata, part: Part, cache: LayerCache, q: torch.Tensor) -> PagedReplay | None:
+    def _candidates(self, rows: PagedRows, cache: LayerCache, q: torch.Tensor) -> list[PagedKernel]:
+        contiguous = kernels.for_contiguous(cache.spec, q.dtype, q.device)
+        paged = super()._candidates(rows, cache, q)
+        return paged if contiguous is None or not _gathers(contiguous, rows, cache) else [contiguous, *paged]
+
+    def _replay(self, step: StepMetadata, cache: LayerCache, q: torch.Tensor) -> PagedReplay | None:
         spec = cache.spec
         kernel = kernels.for_few_queries(spec, q.dtype)
-        key = (cache.group, spec.num_heads, spec.num_kv_heads, spec.scale, spec.window, spec.soft_cap, kernel)
+        key = (*_geometry(cache), kernel)
 
         def make(place: Place) -> PagedReplay | None:
-            if partial_bytes(spec, place) > self._captured_bytes:
+            if partial_bytes(spec, place) > self.captured_bytes:
                 return None
-            return PagedReplay(kernel, spec, place, self._space(q.device, self._captured_bytes))
+            return PagedReplay(kernel, spec, place, self._space(q.device, self.captured_bytes))
 
-        return self._bounded.replay(part, step, cache, kernel, key, make)
+        return self._replays.replay(step, cache, kernel, key, make)
 
 
-def _gathers(kernel: PagedKernel, rows: Rows, cache: LayerCache) -> bool:
-    """Whether keys and values are copied out of their blocks first."""
+class FlashInferDecode(FlashInferCapturedPrefill):
+    """Decode rows with fa2: the prefill kernel, whose matrix units also serve groups of query heads."""
+
+    @classmethod
+    def wants(cls, spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> list[Kernel]:
+        return [kernels.for_few_queries(spec, dtype)]
+
+    def _candidates(self, rows: PagedRows, cache: LayerCache, q: torch.Tensor) -> list[PagedKernel]:
+        return [kernels.for_few_queries(cache.spec, q.dtype)]
+
+
+def _geometry(cache: LayerCache) -> tuple[object, ...]:
+    """What layers that share a plan have in common."""
+    spec = cache.spec
+    return cache.group, spec.num_heads, spec.num_kv_heads, spec.scale, spec.window, spec.soft_cap
+
+
+def _gathers(kernel: PagedKernel, rows: PagedRows, cache: LayerCache) -> bool:
+    """Whether to copy keys and values out of their blocks first."""
     long = rows.num_tokens >= _GATHER_QUERIES * rows.num_rows
     nbytes = rows.num_keys * cache.spec.num_kv_heads * cache.spec.row_width * kernel.dtype.itemsize
     whole = cache.k_scale is not None or cache.rows.is_contiguous()
     return kernel.variant == "fa3" and long and not kernel.windowed and whole and nbytes <= _GATHER_BYTES
 
 
-def _copied(rows: Rows, cache: LayerCache, dtype: torch.dtype) -> torch.Tensor:
-    """``[keys, kv_heads, head_dim + v_head_dim]``: the rows' keys and values, one row behind the other."""
+def _copied(rows: PagedRows, cache: LayerCache, dtype: torch.dtype) -> torch.Tensor:
+    """``[keys, kv_heads, head_dim + v_head_dim]``: the rows' keys and values, concatenated."""
     if cache.k_scale is None or cache.v_scale is None:
         return cache.rows.flatten(0, 1).index_select(0, rows.key_places(cache.group))
     spec = cache.spec
-    own = torch.empty(rows.num_keys, spec.num_kv_heads, spec.row_width, dtype=dtype, device=cache.rows.device)
-    gather_numbers(cache.keys, cache.values, cache.k_scale, cache.v_scale, rows.pages(cache.group), *rows.page_spans, own)
-    return own
+    copies = torch.empty(rows.num_keys, spec.num_kv_heads, spec.row_width, dtype=dtype, device=cache.rows.device)
+    gather_numbers(cache.keys, cache.values, cache.k_scale, cache.v_scale, rows.pages(cache.group), *rows.page_spans, copies)
+    return copies

@@ -1,7 +1,7 @@
-"""FlashInfer's kernels: which there are for a layer, and how they are built in the background.
+"""FlashInfer's kernels: which support a layer, and compiling them in the background.
 
-FlashInfer compiles a kernel for each combination of widths when it is first wanted, which takes a minute or more unless the
-disk has it. That happens in a thread: until it is done, our own kernel does its work.
+FlashInfer compiles a kernel for each combination of widths on first use, which takes a minute or more unless it is cached on
+disk. A thread does that; until it is done, headrace's Triton kernel takes its place.
 """
 
 from __future__ import annotations
@@ -12,43 +12,28 @@ import importlib.util
 import logging
 import threading
 import time
-from collections.abc import Iterable
-from typing import Any, Protocol
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
 from headrace.kernels import support
-from headrace.spec import AttentionSpec
+from headrace.model_spec import AttentionSpec
 
 logger = logging.getLogger(__name__)
 
 DTYPES = ("bfloat16", "float16")
 WIDTHS = (64, 128, 256)
-LATENT_WIDTHS = (512, 64)
-"""Channels of a compressed key that are values too, and its rotated ones."""
-LATENT_TILE = 128
-"""Queries times heads that two programs of the kernel for compressed KV do together, or, each alone, half of them."""
+MLA_WIDTHS = (512, 64)
+"""Latent channels of an MLA key, which are its values too, and rotated channels."""
+MLA_TILE = 128
+"""Queries times heads that two programs of the MLA kernel compute together, or half of them each."""
 _HOPPER = 90
-
-
-class Kernel(Protocol):
-    """Something that FlashInfer compiles. Equal ones are the same."""
-
-    def __hash__(self) -> int: ...
-
-    @property
-    def variant(self) -> str:
-        """fa2 or fa3."""
-        ...
-
-    def build(self) -> None:
-        """Compiles and loads it, which takes its time. Raises whatever FlashInfer, its compiler and the loader raise."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
 class PagedKernel:
-    """Attention over keys and values of so many channels. It is FlashInfer's kernel for prompts, and serves decode too."""
+    """FlashInfer's prefill kernel for one geometry, which also runs decode rows."""
 
     variant: str
     dtype: torch.dtype
@@ -56,6 +41,31 @@ class PagedKernel:
     v_head_dim: int
     windowed: bool
     capped: bool
+
+    def plan(
+        self, wrapper: Any, spec: AttentionSpec, indices: Sequence[torch.Tensor], *block_size: int, **options: int
+    ) -> None:
+        """Plans one of FlashInfer's prefill wrappers for rows of a layer.
+
+        Args:
+            indices: the rows' query starts, then where their keys are, in the order of the wrapper's arguments.
+            block_size: for a wrapper of paged keys.
+        """
+        wrapper.plan(
+            *indices,
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_dim,
+            *block_size,
+            head_dim_vo=spec.v_head_dim,
+            causal=True,
+            sm_scale=spec.scale,
+            window_left=-1 if spec.window is None else spec.window - 1,
+            logits_soft_cap=spec.soft_cap,
+            q_data_type=self.dtype,
+            kv_data_type=self.dtype,
+            **options,
+        )
 
     def build(self) -> None:
         from flashinfer.prefill import get_batch_prefill_module
@@ -66,26 +76,35 @@ class PagedKernel:
 
 
 @dataclasses.dataclass(frozen=True)
-class LatentKernel:
-    """Absorbed attention over compressed KV."""
+class MLAKernel:
+    """FlashInfer's kernel of absorbed MLA."""
 
     variant: str
     dtype: torch.dtype
+
+    def plan(self, wrapper: Any, spec: AttentionSpec, indices: Sequence[torch.Tensor], block_size: int) -> None:
+        """Plans FlashInfer's MLA wrapper; ``indices``: query starts, page starts, pages and lengths of the rows."""
+        heads, kinds = (spec.num_heads, *MLA_WIDTHS), (self.dtype, self.dtype)
+        wrapper.plan(*indices, *heads, block_size, True, spec.scale, *kinds)
 
     def build(self) -> None:
         from flashinfer.mla import get_batch_mla_module
 
         # As FlashInfer's own plan() asks for its module; without its profiler.
-        get_batch_mla_module(self.variant, self.dtype, self.dtype, self.dtype, torch.int32, *LATENT_WIDTHS, False)
+        get_batch_mla_module(self.variant, self.dtype, self.dtype, self.dtype, torch.int32, *MLA_WIDTHS, False)
+
+
+Kernel = PagedKernel | MLAKernel
+"""FlashInfer compiles one for each combination of its fields. ``variant`` is fa2 or fa3."""
 
 
 class Compiling:
-    """A kernel on its way, in a thread of its own."""
+    """A kernel that a background thread compiles."""
 
     def __init__(self, kernel: Kernel) -> None:
         self.ready = False
         self.outcome = ""
-        """Once it is not ``pending`` any more."""
+        """Set when ``pending`` becomes false."""
         self._kernel = kernel
         self._thread = threading.Thread(target=self._compile, name="flashinfer", daemon=True)
         self._thread.start()
@@ -95,7 +114,7 @@ class Compiling:
         return self._thread.is_alive()
 
     def join(self, seconds: float | None) -> None:
-        """Waits for it, at most so long."""
+        """Waits for the compilation, at most ``seconds``."""
         self._thread.join(seconds)
 
     def _compile(self) -> None:
@@ -113,34 +132,34 @@ class Compiling:
 
 @functools.cache
 def compiling(kernel: Kernel) -> Compiling:
-    """Begins to compile it, unless that was begun before."""
+    """Starts compiling a kernel unless that was started before."""
     return Compiling(kernel)
 
 
 def compile_ahead(kernels: Iterable[Kernel]) -> list[Compiling]:
-    """Begins to compile kernels, each once; nothing waits for them."""
+    """Starts compiling each distinct kernel; does not wait."""
     return [compiling(kernel) for kernel in dict.fromkeys(kernels)]
 
 
 def for_prompts(spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> PagedKernel:
-    """fa3 on Hopper where keys and values are equally wide: it refuses others where they are paged."""
+    """fa3 on Hopper if keys and values are equally wide, which it requires of paged ones; else fa2."""
     hopper = support.compute_capability(device) == _HOPPER and spec.head_dim == spec.v_head_dim
     return _paged("fa3" if hopper else "fa2", spec, dtype)
 
 
 def for_contiguous(spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> PagedKernel | None:
-    """fa3 for keys wider than values, of the widths that it has, where they are not paged; None: there is none."""
+    """fa3 for contiguous keys wider than values, in its supported widths; None: there is none."""
     hopper = support.compute_capability(device) == _HOPPER
     return _paged("fa3", spec, dtype) if hopper and (spec.head_dim, spec.v_head_dim) == (192, 128) else None
 
 
 def reads_copies(spec: AttentionSpec, device: torch.device) -> bool:
-    """Whether long prompts of a layer are attended to where they were copied, as numbers, out of their blocks."""
+    """Whether long prompts of a layer are attended over dequantised copies of their KV."""
     return for_prompts(spec, torch.bfloat16, device).variant == "fa3" and spec.window is None
 
 
 def for_few_queries(spec: AttentionSpec, dtype: torch.dtype) -> PagedKernel:
-    """For decode rows and steps that are captured: of few queries a row, fa3 reads a quarter as fast (H200)."""
+    """fa2, for decode rows and captured steps: with few queries a row, fa3 reads a quarter as fast (H200)."""
     return _paged("fa2", spec, dtype)
 
 
@@ -150,12 +169,12 @@ def _paged(variant: str, spec: AttentionSpec, dtype: torch.dtype) -> PagedKernel
     )
 
 
-def for_latent(dtype: torch.dtype, device: torch.device) -> LatentKernel:
-    return LatentKernel("fa3" if support.compute_capability(device) == _HOPPER else "fa2", dtype)
+def for_mla(dtype: torch.dtype, device: torch.device) -> MLAKernel:
+    return MLAKernel("fa3" if support.compute_capability(device) == _HOPPER else "fa2", dtype)
 
 
 def refusals(device: str, dtype: str) -> list[str]:
-    """Reasons why no kernel of FlashInfer's can be used."""
+    """Reasons why FlashInfer cannot be used."""
     reasons = []
     if importlib.util.find_spec("flashinfer") is None:
         reasons.append("FlashInfer is not installed: pip install 'headrace[cuda]'")
@@ -163,14 +182,4 @@ def refusals(device: str, dtype: str) -> list[str]:
         reasons.append(f"it runs on CUDA devices, not on {device}")
     if dtype not in DTYPES:
         reasons.append(f"it computes in {' and '.join(DTYPES)}, not in {dtype}")
-    return reasons
-
-
-def no_kernel(spec: AttentionSpec) -> list[str]:
-    """Reasons why there is none for keys and values that are not compressed."""
-    reasons: list[Any] = []
-    if spec.head_dim not in (*WIDTHS, 192) or spec.v_head_dim not in WIDTHS:
-        reasons.append(f"it has no kernel for heads {spec.head_dim} and {spec.v_head_dim} wide")
-    if spec.sinks:
-        reasons.append("it has no sinks")
     return reasons

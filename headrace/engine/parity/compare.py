@@ -1,4 +1,4 @@
-"""Comparing what two implementations made of the same sequences, and judging the difference."""
+"""Compares the results of two implementations on the same sequences, and judges the difference."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from headrace.engine.parity.report import Line
 _EXACT = 1e-3
 """Largest difference of a logprob in float32."""
 _ROOM = 1.5
-"""How many times as far from float32 as the library's own forward in a dtype the engine may be in it."""
+"""Largest error of the engine in a dtype, as a multiple of the error of the library's own forward in it."""
 _LAYER = {"float32": 1e-3}
 _LAYER_ELSE = 0.1
 """Relative difference of a layer's result from which it counts as diverging."""
@@ -21,18 +21,18 @@ _AGREEMENT_ELSE = 0.9
 
 @dataclasses.dataclass
 class Seen:
-    """What a model made of the sequences."""
+    """A model's results for the sequences."""
 
     logprobs: list[torch.Tensor] = dataclasses.field(default_factory=list)
     """``[tokens, vocab]`` float32 a sequence."""
     layers: list[list[list[torch.Tensor]]] = dataclasses.field(default_factory=list)
     """``[tokens, width]`` float32 of each call of a layer, by layer, by sequence."""
-    ended: str = ""
-    """Why sequences ended before their last token; empty: none did."""
+    ends: list[str] = dataclasses.field(default_factory=list)
+    """Why sequences ended before their last token."""
 
 
 def compared(name: str, dtype: str, seen: Seen, reference: Seen) -> Line:
-    """A line that is not judged yet."""
+    """Compares the results with the reference, without a verdict."""
     worst = total = 0.0
     tokens = agreed = numbers = broken = 0
     for own, theirs in zip(seen.logprobs, reference.logprobs, strict=True):
@@ -73,13 +73,13 @@ def _first_diverging(seen: list[list[list[torch.Tensor]]], reference: list[list[
     return ""
 
 
-def judged(line: Line, own: Line | None, ended: str) -> Line:
-    """``own``: the library's forward in the same dtype, where that is not float32; ``ended``: why sequences ended early."""
+def judged(line: Line, own: Line | None, ends: list[str]) -> Line:
+    """``own``: the library's forward in the same dtype, where that is not float32; ``ends``: why sequences ended early."""
     exact = own is None
     agreement = _AGREEMENT if own is None else min(_AGREEMENT_ELSE, own.agreement)
     room = _EXACT if own is None else _ROOM * own.mean_error
     error = line.max_error if exact else line.mean_error
-    faults = [ended] if ended else []
+    faults = ends[-1:]
     if line.broken:
         faults.append(f"{line.broken} positions with logprobs that are not finite")
         if own is not None and own.broken:

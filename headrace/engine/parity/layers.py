@@ -1,4 +1,4 @@
-"""The results of a model's layers, as they are computed."""
+"""Records the results of a model's layers, as they are computed."""
 
 from __future__ import annotations
 
@@ -13,56 +13,46 @@ from headrace.models.decoder import DecoderLayer
 from headrace.models.fallback.megatron import MegatronModel
 
 
-class Layers:
-    """Watches the layers of a model. A layer may be called more than once a step.
+class RecordedLayers:
+    """Records the layers of a model. A layer may be called more than once a step.
 
     Args:
         layers: in their order.
-        axis: of a foreign layer's result, that counts the tokens.
+        axis: the axis of a layer's result that counts the tokens.
     """
 
     def __init__(self, layers: Sequence[nn.Module], axis: int = -2) -> None:
         self._layers = list(layers)
         self._axis = axis
         self._step: list[list[torch.Tensor]] = [[] for _ in self._layers]
-        """By layer: what its calls gave in this step."""
+        """``[layer][call]``: results of the current step."""
         self._parts: list[list[list[torch.Tensor]]] = [[] for _ in self._layers]
-        """By layer, by call of a step: what it gave in each step."""
+        """``[layer][call][step]``: results of earlier steps."""
 
     @classmethod
-    def of(cls, model: nn.Module) -> Layers:
-        """Of any model that was built, ours or a library's."""
+    def of(cls, model: nn.Module) -> RecordedLayers:
+        """Finds the layers of a native or foreign model. Megatron's return ``[T, 1, hidden]``."""
         if isinstance(model, MegatronModel):
-            return cls.of_megatron(model.foreign.decoder.layers)
+            return cls(model.foreign.decoder.layers, axis=0)
         return cls(_stack(model))
 
-    @classmethod
-    def of_megatron(cls, layers: Sequence[nn.Module]) -> Layers:
-        """Its layers hand on ``[T, 1, hidden]``."""
-        return cls(layers, axis=0)
-
     @contextmanager
-    def watched(self) -> Iterator[None]:
-        handles, ours = [], []
-        for layer, outs in zip(self._layers, self._step, strict=True):
-            if isinstance(layer, DecoderLayer):
-                ours.append(layer)
-                setattr(layer, layer.entry, _looking(layer, outs))
-            else:
-                handles.append(layer.register_forward_hook(self._hook(outs)))
+    def recorded(self) -> Iterator[None]:
+        layers = zip(self._layers, self._step, strict=True)
+        handles = [layer.register_forward_hook(self._recording(outs)) for layer, outs in layers]
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
-            for layer in ours:
-                delattr(layer, layer.entry)
 
-    def _hook(self, outs: list[torch.Tensor]) -> Callable[[nn.Module, Any, Any], None]:
-        def look(module: nn.Module, args: Any, out: Any) -> None:
+    def _recording(self, outs: list[torch.Tensor]) -> Callable[[nn.Module, Any, Any], None]:
+        def record(module: nn.Module, args: Any, out: Any) -> None:
+            if isinstance(module, DecoderLayer):
+                out = module.stream(*out)
             outs.append(_by_token(out[0] if isinstance(out, tuple) else out, self._axis))
 
-        return look
+        return record
 
     def step_ended(self) -> None:
         for outs, parts in zip(self._step, self._parts, strict=True):
@@ -81,7 +71,7 @@ class Layers:
 
 
 def _stack(model: nn.Module) -> list[nn.Module]:
-    """The longest list of modules that is in no other: a layer's experts may be more than the layers."""
+    """Returns the longest ModuleList outside of any other, since a layer may have more experts than the model has layers."""
     stacks: dict[str, nn.ModuleList] = {}
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and not any(path.startswith(f"{outer}.") for outer in stacks):
@@ -92,14 +82,3 @@ def _stack(model: nn.Module) -> list[nn.Module]:
 def _by_token(out: torch.Tensor, axis: int) -> torch.Tensor:
     """``[..., tokens, hidden] -> [tokens, width]``, tokens along ``axis``: a layer may hand several streams on."""
     return out.detach().float().movedim(axis, 0).reshape(out.shape[axis], -1).cpu()
-
-
-def _looking(layer: DecoderLayer, outs: list[torch.Tensor]) -> Callable[..., Any]:
-    plain = getattr(layer, layer.entry)
-
-    def looking(*args: Any) -> Any:
-        result = plain(*args)
-        outs.append(_by_token(layer.behind(result), -2))
-        return result
-
-    return looking

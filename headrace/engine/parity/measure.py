@@ -10,26 +10,28 @@ from __future__ import annotations
 import dataclasses
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from headrace.config import DType, EngineArgs, ModelImpl
 from headrace.engine import environment
+from headrace.engine.external_model import ExternalModel
 from headrace.engine.frontend import load_frontend
-from headrace.engine.handed import HandedOver
 from headrace.engine.parity.compare import Seen, compared, judged
-from headrace.engine.parity.engine import steps
-from headrace.engine.parity.megatron import OfMegatron
+from headrace.engine.parity.engine import open_engine
+from headrace.engine.parity.megatron import open_megatron
 from headrace.engine.parity.prompts import CHUNK, CONTINUED, LONGEST, cut, prompts_of
-from headrace.engine.parity.reference import OfTransformers, Reference, continued, free, passes
+from headrace.engine.parity.reference import Loadable, OpenForward, continued, free, open_transformers, passes
 from headrace.engine.parity.report import Line, Parity
 from headrace.errors import ConfigError, RequestError
+from headrace.model_spec import ForeignSpec
 from headrace.models import implementation, registry
 from headrace.models.implementation import Implementation
 from headrace.resolve import DeviceFacts, resolve
 from headrace.sources.files import ModelFiles
-from headrace.spec import ForeignSpec
+from headrace.sources.plain_config import in_transformers
 
 _HONOURED = frozenset(
     {
@@ -48,7 +50,7 @@ _FIXED: Mapping[str, Any] = {
     "max_num_seqs": 4,
     "enable_prefix_caching": False,
 }
-"""What the engine is compared with: whole steps launched one by one, every token of every prompt computed."""
+"""Options of the comparison: eager steps, one at a time, that compute every token of every prompt."""
 _NUMBERS = ("kv_cache_dtype", "deterministic")
 """Options that change what is computed, of an engine that is running."""
 
@@ -58,13 +60,13 @@ Tell = Callable[[str], None]
 
 @dataclasses.dataclass(frozen=True)
 class _Task:
-    """What is compared with what."""
+    """The reference and the implementations to compare with it."""
 
     args: EngineArgs
     files: ModelFiles
     device: DeviceFacts
-    reference: Reference
-    choices: Sequence[tuple[str, Implementation | str]]
+    reference: OpenForward
+    implementations: Sequence[tuple[str, Implementation | str]]
     """Each implementation of the model, or why it is none."""
     dtypes: Sequence[DType]
 
@@ -79,7 +81,7 @@ class _Task:
     def context(self) -> int:
         """Tokens that every implementation has room for."""
         lengths = []
-        for _, choice in self.choices:
+        for _, choice in self.implementations:
             if isinstance(choice, str):
                 continue
             try:
@@ -99,7 +101,7 @@ def measure(args: EngineArgs, tell: Tell = lambda what: None) -> Parity:
     _refuse_unmeasured(args)
     args = dataclasses.replace(args, **_FIXED)
     frontend = load_frontend(args)
-    files = frontend.files
+    files = dataclasses.replace(frontend.files, config=in_transformers(frontend.files.config))
     if files.kind not in ("safetensors", "megatron"):
         raise ConfigError(f"--parity compares with transformers, which wants safetensors, not {files.kind}", "model")
     device = environment.probe(args.device)
@@ -109,11 +111,11 @@ def measure(args: EngineArgs, tell: Tell = lambda what: None) -> Parity:
     served = typing.cast(DType, config.dtype)
     dtypes: list[DType] = ["float32", *([served] if served != "float32" else [])]
     if files.kind == "megatron":
-        reference: Reference = OfMegatron(args, files, chosen, device, live=False)
+        reference: OpenForward = partial(open_megatron, Loadable(args, files, chosen, device), False)
         choices: Sequence[tuple[str, Implementation | str]] = [("megatron", chosen)]
         known = _known(chosen)
     else:
-        reference = OfTransformers(files, args.trust_remote_code, device.device)
+        reference = partial(open_transformers, files, args.trust_remote_code, device.device)
         choices, known = _choices(args, files), files.config.get_text_config().vocab_size
     task = _Task(args, files, device, reference, choices, dtypes)
     tokens = [token for token in range(known) if token not in task.padding]
@@ -121,8 +123,8 @@ def measure(args: EngineArgs, tell: Tell = lambda what: None) -> Parity:
     return _compare(task, chosen.spec.architecture, prompts, notes, tell)
 
 
-def measure_handed(handed: HandedOver, context: int, tell: Tell = lambda what: None) -> Parity:
-    """A live model where it is, in its own dtype: nothing is loaded, and no weight is kept converted.
+def measure_external(external: ExternalModel, context: int, tell: Tell = lambda what: None) -> Parity:
+    """Compares a live model in place and in its own dtype, without loading or converting weights.
 
     Processes that share the model must call it together.
 
@@ -133,17 +135,17 @@ def measure_handed(handed: HandedOver, context: int, tell: Tell = lambda what: N
         ConfigError: its library's own forward cannot run here, its context is too short, or its engine computes with options
             that parity does not measure.
     """
-    given, notes = _unmeasured_of(handed.args)
-    chosen, files = handed.implementation, handed.frontend.files
+    honoured, notes = _unmeasured_of(external.args)
+    chosen, files = external.live, external.parts.files
     # A cache of its own: for one sequence, beside the engine's.
     longest = min(LONGEST + CONTINUED, context)
-    blocks = -(-longest // given.block_size) + 1
-    args = dataclasses.replace(given, **_FIXED, max_model_len=longest, num_kv_blocks=blocks, kv_cache_memory=None)
+    blocks = -(-longest // honoured.block_size) + 1
+    args = dataclasses.replace(honoured, **_FIXED, max_model_len=longest, num_kv_blocks=blocks, kv_cache_memory=None)
     device = environment.probe(args.device)
-    reference = OfMegatron(args, files, chosen, device, live=True)
+    reference = partial(open_megatron, Loadable(args, files, chosen, device), True)
     dtype = typing.cast(DType, chosen.spec.dtype)
     task = _Task(args, files, device, reference, [("megatron", chosen)], [dtype])
-    prompts, cuts = cut(prompts_of(handed.frontend.tokenizer, range(_known(chosen))), longest)
+    prompts, cuts = cut(prompts_of(external.parts.tokenizer, range(_known(chosen))), longest)
     return _compare(task, chosen.spec.architecture, prompts, (*notes, *cuts), tell)
 
 
@@ -159,16 +161,18 @@ def _compare(task: _Task, architecture: str, prompts: Sequence[list[int]], notes
         own: Line | None = None
         if dtype != "float32":
             tell(f"the library's own, {dtype}")
-            own = _own(task, dtype, sequences, reference)
+            by, seen = _seen(task.reference, dtype, sequences)
             free()
+            own = compared(by, dtype, seen, reference)
             lines.append(own)
-        for name, choice in task.choices:
+        for name, choice in task.implementations:
             if isinstance(choice, str):
                 lines.append(Line(name, dtype, note=choice))
                 continue
             tell(f"{name}, {dtype}")
             try:
-                seen = _ours(task, choice, dtype, sequences)
+                loadable = Loadable(task.args, task.files, choice, task.device)
+                _, seen = _seen(partial(open_engine, loadable, task.padding), dtype, sequences)
             except RequestError as error:
                 lines.append(Line(name, dtype, passed=False, note=f"a prompt was refused: {error.message}"))
                 continue
@@ -177,7 +181,7 @@ def _compare(task: _Task, architecture: str, prompts: Sequence[list[int]], notes
                 continue
             finally:
                 free()
-            lines.append(judged(compared(name, dtype, seen, reference), own, seen.ended))
+            lines.append(judged(compared(name, dtype, seen, reference), own, seen.ends))
     return Parity(architecture, sum(map(len, sequences)), tuple(lines), notes, against)
 
 
@@ -185,22 +189,15 @@ def _compare(task: _Task, architecture: str, prompts: Sequence[list[int]], notes
 
 
 def _reference(task: _Task, prompts: Sequence[list[int]]) -> tuple[list[list[int]], Seen, str, str]:
-    """The prompts and what follows them; what the library makes of both in float32; what that is, and a note on it."""
-    with task.reference.opened("float32") as forward:
+    """Continues the prompts and computes them in float32: (sequences, results, name of the reference, note)."""
+    with task.reference("float32") as forward:
         sequences = [continued(forward, prompt, task.padding) for prompt in prompts]
         return sequences, passes(forward, sequences), f"{forward.name}, float32", forward.note
 
 
-def _own(task: _Task, dtype: DType, sequences: Sequence[Sequence[int]], reference: Seen) -> Line:
-    """The library's own forward in another dtype."""
-    with task.reference.opened(dtype) as forward:
-        return compared(forward.name, dtype, passes(forward, sequences), reference)
-
-
-def _ours(task: _Task, choice: Implementation, dtype: DType, sequences: Sequence[Sequence[int]]) -> Seen:
-    config = resolve(dataclasses.replace(task.args, dtype=dtype), task.files, choice.spec, task.device)
-    model, _ = choice.load(task.files, config, lambda done, total: None)
-    return steps(model, config, sequences, task.padding)
+def _seen(opened: OpenForward, dtype: DType, sequences: Sequence[Sequence[int]]) -> tuple[str, Seen]:
+    with opened(dtype) as forward:
+        return forward.name, passes(forward, sequences)
 
 
 def _known(chosen: Implementation) -> int:
@@ -212,30 +209,28 @@ def _known(chosen: Implementation) -> int:
 def _changed(args: EngineArgs) -> list[str]:
     """Options that are not what they are by themselves."""
     default = EngineArgs()
-    given = {field.name: getattr(args, field.name) for field in dataclasses.fields(args)}
-    changed = [name for name, value in given.items() if value != getattr(default, name)]
-    return [name for name in changed if name not in _HONOURED and (name not in _FIXED or given[name] != _FIXED[name])]
+    values = {field.name: getattr(args, field.name) for field in dataclasses.fields(args)}
+    changed = [name for name, value in values.items() if value != getattr(default, name)]
+    return [name for name in changed if name not in _HONOURED and (name not in _FIXED or values[name] != _FIXED[name])]
 
 
 def _refuse_unmeasured(args: EngineArgs) -> None:
-    """Raises: ConfigError: names every option that would be served and is not compared."""
-    refused = _changed(args)
-    if refused:
+    """Raises ConfigError, which names every option that would be served and is not compared."""
+    if refused := _changed(args):
         options = ", ".join("--" + name.replace("_", "-") for name in refused)
         honoured = ", ".join("--" + name.replace("_", "-") for name in sorted(_HONOURED - {"model"}))
         raise ConfigError(f"--parity does not measure {options}; it honours {honoured}", refused[0])
 
 
 def _unmeasured_of(args: EngineArgs) -> tuple[EngineArgs, tuple[str, ...]]:
-    """The options of a running engine as far as they are measured, and what there is to say of the others.
+    """Returns the options of a running engine that parity honours, and a note on the others.
 
     Raises:
         ConfigError: one of them changes what is computed.
     """
     changed = _changed(args)
-    for name in changed:
-        if name in _NUMBERS:
-            raise ConfigError(f"parity does not measure {name}", name)
+    for name in set(_NUMBERS) & set(changed):
+        raise ConfigError(f"parity does not measure {name}", name)
     default = EngineArgs()
     measured = dataclasses.replace(args, **{name: getattr(default, name) for name in changed})
     return measured, (f"not measured: {', '.join(changed)}",) if changed else ()

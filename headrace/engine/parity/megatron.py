@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import typing
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from headrace.config import DType, EngineArgs
-from headrace.engine.parity.layers import Layers
-from headrace.engine.parity.reference import Forward
+from headrace.config import DType
+from headrace.engine.parity.layers import RecordedLayers
+from headrace.engine.parity.reference import Forward, Loadable
 from headrace.errors import ConfigError
 from headrace.models.fallback.megatron import MegatronModel
 from headrace.models.fallback.megatron_own import OwnForward
-from headrace.models.implementation import Implementation
-from headrace.resolve import DeviceFacts, resolve
-from headrace.sources.files import ModelFiles
 
 _EAGER = (
     "Megatron's core attention and rotary embedding ask for a CUDA device, and the model is on the CPU: the reference is its "
@@ -27,25 +23,14 @@ _WIDENED = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class OfMegatron:
-    """The forward pass of a ``GPTModel``."""
-
-    args: EngineArgs
-    files: ModelFiles
-    choice: Implementation
-    device: DeviceFacts
-    live: bool
-    """It is somebody's, and stays in its dtype."""
-
-    @contextmanager
-    def opened(self, dtype: str) -> Iterator[Forward]:
-        own = typing.cast(DType, self.choice.spec.dtype if self.live else dtype)
-        config = resolve(dataclasses.replace(self.args, dtype=own), self.files, self.choice.spec, self.device)
-        model, _ = self.choice.load(self.files, config, lambda done, total: None)
-        if not isinstance(model, MegatronModel):
-            raise ConfigError(f"a {type(model).__name__} has no forward of Megatron's to compare with", "model_impl")
-        forward = OwnForward(model.described, in_float32=own != dtype)
-        name = "Megatron's modules, eager attention" if forward.eager else "Megatron's own forward"
-        note = _WIDENED.format(own) if own != dtype else _EAGER if forward.eager else ""
-        yield Forward(forward.logits, Layers.of_megatron(forward.layers), name, note)
+@contextmanager
+def open_megatron(loadable: Loadable, live: bool, dtype: DType) -> Iterator[Forward]:
+    """The forward pass of a ``GPTModel``; a live one stays in its dtype."""
+    own_dtype = typing.cast(DType, loadable.implementation.spec.dtype) if live else dtype
+    model, _ = loadable.loaded(own_dtype)
+    if not isinstance(model, MegatronModel):
+        raise ConfigError(f"a {type(model).__name__} has no forward of Megatron's to compare with", "model_impl")
+    forward = OwnForward(model.described, in_float32=own_dtype != dtype)
+    name = "Megatron's modules, eager attention" if forward.eager else "Megatron's own forward"
+    note = _WIDENED.format(own_dtype) if own_dtype != dtype else _EAGER if forward.eager else ""
+    yield Forward(forward.logits, RecordedLayers(forward.layers, axis=0), name, note)

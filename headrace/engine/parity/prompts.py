@@ -1,4 +1,4 @@
-"""What is compared: prompts in prose, code and numbers, or random tokens where there is no tokenizer."""
+"""Prompts of the comparison: prose, code and numbers, or random tokens without a tokenizer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TEXTS = (
 
 
 def prompts_of(tokenizer: Tokenizer | None, tokens: Sequence[int]) -> list[list[int]]:
-    """``tokens``: those that there are, to draw from where there is no tokenizer."""
+    """``tokens``: the vocabulary, sampled without a tokenizer."""
     if tokenizer is not None:
         return [tokenizer.encode(text)[:LONGEST] for text in _TEXTS]
     generator = torch.Generator().manual_seed(0)
@@ -31,7 +31,7 @@ def prompts_of(tokenizer: Tokenizer | None, tokens: Sequence[int]) -> list[list[
 
 
 def cut(prompts: Sequence[list[int]], context: int) -> tuple[list[list[int]], tuple[str, ...]]:
-    """The prompts as far as the context has room for them and what follows, and what there is to say of it.
+    """Cuts prompts to the context less the continuation, and says so in a note.
 
     Raises:
         ConfigError: it has room for none.

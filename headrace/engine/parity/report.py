@@ -1,4 +1,4 @@
-"""What came of a comparison."""
+"""The results of a comparison."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ class Line:
     """native, transformers or megatron (on our attention), or a library's own forward."""
     dtype: str
     max_error: float = 0.0
-    """Of the logprobs, over all positions and tokens of the vocabulary."""
+    """Largest difference of logprobs, over all positions and tokens of the vocabulary."""
     mean_error: float = 0.0
     agreement: float = 0.0
     """Share of positions where the most likely token is the same."""
     diverging: str = ""
-    """The first layer whose result is further off than rounding explains; empty: none."""
+    """The first layer whose error exceeds rounding; empty: none."""
     passed: bool | None = None
     """None: not judged."""
     note: str = ""
@@ -33,9 +33,9 @@ class Parity:
     """Compared, over all prompts."""
     lines: tuple[Line, ...]
     notes: tuple[str, ...] = ()
-    """What was compared otherwise than usual, and why."""
+    """Deviations from the usual comparison, with reasons."""
     reference: str = "transformers' own forward, float32"
-    """What the lines are compared with."""
+    """The reference of the lines."""
 
     @property
     def passed(self) -> bool:

@@ -1,4 +1,4 @@
-"""Optional CPU kernels in C++, compiled once on the machine that runs them. Without a compiler the torch twins run."""
+"""Optional CPU kernels in C++, compiled once on the machine that runs them. Without a compiler the torch references run."""
 
 from headrace.kernels.native.library import NativeKernels, load
 

@@ -10,6 +10,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from headrace.sources.user_cache import cache_directory
+
 SOURCES = Path(__file__).parent / "src"
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = (
@@ -28,14 +30,14 @@ _TIMEOUT = 120.0
 
 
 class BuildError(Exception):
-    """The library cannot be had; the message says why in one line."""
+    """The library cannot be built; the message gives the reason in one line."""
 
 
 def build(march: str) -> Path:
-    """The compiled library for this CPU, out of the cache or compiled now.
+    """Returns the compiled library for this CPU, cached or compiled now.
 
     Args:
-        march: what the compiler shall compile for, as its option ``-march`` calls it; ``native``: this CPU.
+        march: value of the compiler's ``-march`` option; ``native``: this CPU.
 
     Raises:
         BuildError: there is no compiler, it failed, or the cache directory cannot be written.
@@ -56,16 +58,12 @@ def build(march: str) -> Path:
     os.close(handle)
     try:
         _compile([compiler, *flags, "-o", name, *map(str, sources)])
-        # Whole or not at all, whoever else is compiling it now.
+        # Atomic, since other processes may compile it at the same time.
         os.chmod(name, 0o755)
         os.replace(name, target)
     finally:
         Path(name).unlink(missing_ok=True)
     return target
-
-
-def cache_directory() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace"
 
 
 def _compile(command: list[str]) -> None:
@@ -91,7 +89,7 @@ def _fingerprint(compiler: str, flags: list[str]) -> str:
 
 
 def _cpu() -> str:
-    """The CPU's model and features, as the system tells them."""
+    """The CPU's model and features, as the system reports them."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -16,7 +16,7 @@ from headrace.kernels.native.build import BuildError, build
 logger = logging.getLogger(__name__)
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
-"""What the kernels compute with, and how the library calls it."""
+"""Supported dtypes, and their codes in the library."""
 _SIGNATURES: dict[str, list[type]] = {
     "init": [c_void_p, c_void_p],
     "tile": [],
@@ -42,7 +42,7 @@ _OPENMP = ("libgomp", "libiomp5", "libomp")
 
 
 class NativeKernels:
-    """The library's functions take addresses and check nothing: whoever calls one has checked dtypes, shapes and strides.
+    """The library's functions take addresses and check nothing: callers check dtypes, shapes and strides.
 
     ``tile`` names the instructions that its matrix products use: avx512_vnni, avx2 or portable. From ``wide_rows`` rows on
     (None: never) they round weights to bfloat16, as products in bfloat16 do. Immutable.
@@ -68,7 +68,7 @@ class NativeKernels:
 
 
 def _share_threads(library: ctypes.CDLL) -> str:
-    """Hands the library the threads of the OpenMP runtime that torch runs on. Returns its file's name, or ``one``."""
+    """Makes the library use torch's OpenMP threads. Returns the runtime's file name, or ``one``."""
     path = _openmp()
     if path is not None:
         runtime = ctypes.CDLL(path)
@@ -96,9 +96,9 @@ def _openmp() -> str | None:
 
 @functools.cache
 def load(march: str = "native") -> NativeKernels | None:
-    """The kernels, compiled now if they never were; None, with one line in the log, where that cannot be done.
+    """Returns the kernels, compiling them on first use; None, with one line in the log, if that fails.
 
-    ``HEADRACE_NATIVE=0`` in the environment does without them.
+    ``HEADRACE_NATIVE=0`` in the environment disables them.
     """
     if os.environ.get("HEADRACE_NATIVE") == "0":
         return None
@@ -110,5 +110,5 @@ def load(march: str = "native") -> NativeKernels | None:
 
 
 def kernels_for(x: torch.Tensor) -> NativeKernels | None:
-    """The kernels, if they take tensors such as x."""
+    """The kernels if they support x's device and dtype, else None."""
     return load() if x.dtype in DTYPES and x.is_cpu else None

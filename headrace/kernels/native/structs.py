@@ -6,7 +6,7 @@ import ctypes
 from ctypes import c_float, c_int64, c_void_p
 
 
-class Matrix(ctypes.Structure):
+class NativeMatrix(ctypes.Structure):
     """A packed matrix."""
 
     _fields_ = [
@@ -15,11 +15,11 @@ class Matrix(ctypes.Structure):
     ]
 
 
-class Layer(ctypes.Structure):
-    """A decoder layer: its weights, its cache and its geometry. What it does not have is null, or 0."""
+class NativeLayer(ctypes.Structure):
+    """A decoder layer: weights, cache and geometry. Absent fields are null, or 0."""
 
     _fields_ = [
-        *((name, Matrix) for name in ("qkv", "o", "gate_up", "down")),
+        *((name, NativeMatrix) for name in ("qkv", "o", "gate_up", "down")),
         *((name, c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm", "sinks", "rows")),
         *((name, c_int64) for name in ("heads", "kv_heads", "width", "v_width", "rotary", "window", "block_size")),
         *((name, c_int64) for name in ("block_stride", "group")),
@@ -27,7 +27,7 @@ class Layer(ctypes.Structure):
     ]
 
 
-class Step(ctypes.Structure):
+class NativeStep(ctypes.Structure):
     """One step: addresses of its tensors, and of the arrays of addresses a cache group, and a layer, has."""
 
     _fields_ = [

@@ -1,4 +1,4 @@
-"""Gated activations. Twins: ``headrace.kernels.activation``."""
+"""Gated activations. References: ``headrace.kernels.activation``."""
 
 # A kernel's arguments have no types of Python's.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -37,12 +37,12 @@ def _gated(
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """As its twin, ``[..., 2n] -> [..., n]``; all axes but the last must be equally far apart, as one."""
+    """Kernel version of ``headrace.kernels.activation.silu_mul``; the leading axes must collapse into one."""
     return _launch(gate_up, gelu=False)
 
 
 def gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """As its twin, ``[..., 2n] -> [..., n]``; all axes but the last must be equally far apart, as one."""
+    """Kernel version of ``headrace.kernels.activation.gelu_tanh_mul``; the leading axes must collapse into one."""
     return _launch(gate_up, gelu=True)
 
 

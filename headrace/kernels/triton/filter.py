@@ -1,20 +1,20 @@
-"""The smallest logit that a row's top_k, top_p and min_p keep, exactly, without sorting and without asking the host.
+"""The smallest logit that a row's top_k, top_p and min_p keep, exactly, without sorting and without a host sync.
 
-What a filter keeps is defined in ``headrace.sampling.draw``: whole logit values, from the top down. Both top_k and top_p
+What a filter keeps is defined in ``headrace.sampling.topk_topp``: whole logit values, from the top down. Both top_k and top_p
 keep a value while what is larger, by number or by mass, is less than a limit; so each searches the last such value, in a
 histogram over the bits of the logits, as a radix selection does (the family of Alabi et al., "Fast k-selection algorithms
-for graphics processing units", 2012): whoever falls into the bin that was found is counted again in finer bins, until a
+for graphics processing units", 2012): values in the selected bin are counted again in finer bins, until a
 bin is a single value. top_p comes second, since its limit is a part of what top_k left; its first histogram is the one that
 top_k had.
 
-Before the first one a bound is found below which no value is kept, so that mostly only few logits are counted at all:
+A lower bound of the cutoff comes first, so that usually only few logits are counted:
 
 * top_k: as many blocks of the row as it keeps tokens have their largest logit at or above it;
 * top_p: the value it ends at and those below have more than ``1 - top_p`` of the mass, and are not more than all;
-* min_p: what it says itself, less room for rounding.
+* min_p: its own threshold, less a margin for rounding.
 
-Masses are integers, of ``2**-40`` of the best token's, so that sums depend on no order: a row's floor is the same in any
-company, and in every run.
+Masses are integers, of ``2**-40`` of the best token's, so that sums depend on no order: a row's cutoff is the same in any
+batch and in every run.
 """
 
 # A kernel's arguments have no types of Python's.
@@ -30,15 +30,14 @@ from headrace.kernels.triton.pdl import begin, options
 from headrace.kernels.triton.vocabulary import CHUNK, best_of, of_slot
 
 _TILES = 4
-"""Chunks of one program that counts."""
+"""Chunks counted by one program."""
 _DIGIT = 12
 _BINS = 1 << _DIGIT
 _STEPS = 5
 """A logit has three digits; top_p after top_k starts at the second."""
 _STATE = 9
-"""int64 of a row: the lowest key that is searched; bits of a key below its digit, -1 where nothing is searched any more;
-number and mass of what is above what is searched; whether by mass; the first two as they were at first; the mass that
-counts as all; how many values the digit has."""
+"""int64 values of a row's search: 0 lowest key; 1 bits of a key below its digit, -1 once done; 2, 3 number and mass of the
+tokens above; 4 whether by mass; 5, 6 initial values of 0 and 1; 7 total mass; 8 number of values of the digit."""
 
 
 @triton.jit
@@ -56,7 +55,7 @@ def _value(key):
 
 @triton.jit
 def _weigh(value, best, temperature, min_p):
-    """Whether min_p and bans let a token be, and its mass."""
+    """Whether min_p and bans keep a token, and its mass."""
     weight = tl.exp((value - best) / temperature)
     alive = (weight.to(tl.float64) >= min_p) & (value > float("-inf"))
     return alive, (weight * 1099511627776.0).to(tl.int64)
@@ -72,7 +71,7 @@ def _digits(span):
 
 
 @triton.jit
-def _asked(temperatures, filters, slots, row, VOCAB: tl.constexpr, SLOTS: tl.constexpr):
+def _params(temperatures, filters, slots, row, VOCAB: tl.constexpr, SLOTS: tl.constexpr):
     """Temperature (0: this row is not filtered), top_k, top_p and min_p of a row."""
     temperature = of_slot(temperatures, slots, row, 1, 0, SLOTS).to(tl.float32)
     top_k = of_slot(filters, slots, row, 4, 1, SLOTS).to(tl.int64)
@@ -92,7 +91,7 @@ def _totals(
     """The mass of what min_p keeps of some chunks, for rows with top_p that no top_k limits."""
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
-    temperature, top_k, top_p, min_p = _asked(temperatures, filters, slots, row, VOCAB, SLOTS)
+    temperature, top_k, top_p, min_p = _params(temperatures, filters, slots, row, VOCAB, SLOTS)
     if (temperature > 0.0) & (top_k >= VOCAB) & (top_p < 1.0):
         best, _, _ = best_of(peaks, row, CHUNKS, CHUNKS_P)
         total = tl.zeros((CHUNK,), tl.int64)
@@ -114,19 +113,19 @@ def _below(best, temperature, share):
 
 @triton.jit
 def _start(
-    peaks, maxima, temperatures, filters, slots, totals, counts, masses, state, floors, VOCAB: tl.constexpr,
+    peaks, maxima, temperatures, filters, slots, totals, counts, masses, state, cutoffs, VOCAB: tl.constexpr,
     CHUNKS: tl.constexpr, CHUNKS_P: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_P: tl.constexpr, PARTS: tl.constexpr,
     PARTS_P: tl.constexpr, BINS: tl.constexpr, STATE: tl.constexpr, SLOTS: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """Between which values a row's floor is."""
+    """Bounds a row's cutoff and initialises its search."""
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
-    temperature, top_k, top_p, min_p = _asked(temperatures, filters, slots, row, VOCAB, SLOTS)
+    temperature, top_k, top_p, min_p = _params(temperatures, filters, slots, row, VOCAB, SLOTS)
     best, _, _ = best_of(peaks, row, CHUNKS, CHUNKS_P)
     searched = (temperature > 0.0) & (tl.abs(best) < float("inf"))
-    # A temperature that is asked for and not used: only the best counts.
+    # A requested temperature that is not used: only the best logit is kept.
     only_best = (of_slot(filters, slots, row, 4, 0, SLOTS) > 0.0) & (of_slot(temperatures, slots, row, 1, 0, SLOTS) == 0.0)
-    tl.store(floors + row, tl.where(only_best, best, float("-inf")))
+    tl.store(cutoffs + row, tl.where(only_best, best, float("-inf")))
     tl.store(state + row * STATE + 1, tl.where(searched, 0, -1).to(tl.int64))
     if searched:
         bin = tl.arange(0, BINS)
@@ -176,7 +175,7 @@ def _count(
     if shift >= 0:
         low = tl.load(state + row * STATE).to(tl.int32)
         values = tl.load(state + row * STATE + 8).to(tl.uint32)
-        temperature, _, _, min_p = _asked(temperatures, filters, slots, row, VOCAB, SLOTS)
+        temperature, _, _, min_p = _params(temperatures, filters, slots, row, VOCAB, SLOTS)
         best, _, _ = best_of(peaks, row, CHUNKS, CHUNKS_P)
         base = (row * 2 + PART) * BINS
         first = tl.program_id(1) * TILES
@@ -215,16 +214,16 @@ def _last(counts, masses, before_count, before_mass, by_mass, top_k, limit, BINS
 
 @triton.jit
 def _narrow(
-    temperatures, filters, slots, counts, masses, state, floors, VOCAB: tl.constexpr, BINS: tl.constexpr, DIGIT: tl.constexpr,
+    temperatures, filters, slots, counts, masses, state, cutoffs, VOCAB: tl.constexpr, BINS: tl.constexpr, DIGIT: tl.constexpr,
     STATE: tl.constexpr, PART: tl.constexpr, SLOTS: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """Goes on to the next digit of what is searched, from top_k to top_p, or ends."""
+    """Advances the search to the next digit, from top_k to top_p, or ends it."""
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     own = state + row * STATE
     shift = tl.load(own + 1)
     if shift >= 0:
-        _, top_k, top_p, _ = _asked(temperatures, filters, slots, row, VOCAB, SLOTS)
+        _, top_k, top_p, _ = _params(temperatures, filters, slots, row, VOCAB, SLOTS)
         by_mass = tl.load(own + 4)
         total = tl.load(own + 7)
         first = row * 2 * BINS
@@ -251,7 +250,7 @@ def _narrow(
             low = tl.load(own + 5) + (digit << shift)
             found = shift == 0
         if found:
-            tl.store(floors + row, _value(low))
+            tl.store(cutoffs + row, _value(low))
         tl.store(own, low)
         tl.store(own + 1, tl.where(found, -1, tl.maximum(shift - DIGIT, 0)))
         tl.store(own + 2, ahead_count)
@@ -261,7 +260,7 @@ def _narrow(
         tl.store(own + 8, tl.minimum((shift * 0 + 1) << shift, BINS))
 
 
-def floors(
+def cutoffs(
     logits: torch.Tensor,
     peaks: torch.Tensor,
     maxima: torch.Tensor,
@@ -269,15 +268,15 @@ def floors(
     filters: torch.Tensor,
     slots: torch.Tensor | None,
 ) -> torch.Tensor:
-    """``[N]`` float32: each row's smallest logit that its filters keep, as ``headrace.kernels.filter.floors``.
+    """``[N]`` float32: each row's smallest logit that its filters keep, as ``headrace.kernels.filter.cutoffs``.
 
     Args:
         logits: ``[N, vocab]``, last axis contiguous.
         peaks: ``[N, chunks]`` float32: the largest logit of each chunk, NaN if there is one.
         maxima: ``[N, blocks]`` float32: the largest logit of each block; -inf beyond the vocabulary.
-        temperatures: ``[N]`` float; 0: the best token, of equals the first.
-        filters: ``[N, 4]`` float64, contiguous: temperature as it was asked for, top_k, top_p, min_p.
-        slots: ``[N]`` int, row -> its place in ``temperatures`` and ``filters``; -1: nobody's row. None: rows are their own.
+        temperatures: ``[N]`` float; 0: greedy, the first of equals.
+        filters: ``[N, 4]`` float64, contiguous: the requested temperature, top_k, top_p, min_p.
+        slots: ``[N]`` int, row -> its place in ``temperatures`` and ``filters``; -1: a padding row. None: row i reads entry i.
     """
     rows, vocab = logits.shape
     device = logits.device
@@ -287,8 +286,8 @@ def floors(
     counts = torch.empty(rows, 2, _BINS, dtype=torch.int32, device=device)
     masses = torch.empty(rows, 2, _BINS, dtype=torch.int64, device=device)
     state = torch.empty(rows, _STATE, dtype=torch.int64, device=device)
-    found = torch.empty(rows, dtype=torch.float32, device=device)
-    places = found if slots is None else slots
+    result = torch.empty(rows, dtype=torch.float32, device=device)
+    places = result if slots is None else slots
     pdl = options(device)
     common = {"VOCAB": vocab, "SLOTS": slots is not None, **pdl}
     cut = {"CHUNKS": chunks, "CHUNKS_P": triton.next_power_of_2(chunks)}
@@ -296,7 +295,7 @@ def floors(
     stride = logits.stride(0)
     _totals[(rows, parts)](logits, peaks, temperatures, filters, places, totals, stride, **wide, **common)
     _start[(rows,)](
-        peaks, maxima, temperatures, filters, places, totals, counts, masses, state, found, **cut, BLOCKS=blocks,
+        peaks, maxima, temperatures, filters, places, totals, counts, masses, state, result, **cut, BLOCKS=blocks,
         BLOCKS_P=triton.next_power_of_2(blocks), PARTS=parts, PARTS_P=triton.next_power_of_2(parts), BINS=_BINS,
         STATE=_STATE, num_warps=8, **common,
     )  # fmt: skip
@@ -307,7 +306,7 @@ def floors(
             PART=part, **common,
         )  # fmt: skip
         _narrow[(rows,)](
-            temperatures, filters, places, counts, masses, state, found, BINS=_BINS, DIGIT=_DIGIT, STATE=_STATE, PART=part,
+            temperatures, filters, places, counts, masses, state, result, BINS=_BINS, DIGIT=_DIGIT, STATE=_STATE, PART=part,
             num_warps=16, **common,
         )  # fmt: skip
-    return found
+    return result

@@ -1,4 +1,4 @@
-"""e4m3 numbers inside kernels: how they are made, and how they become float16.
+"""Conversion to and from e4m3 inside kernels.
 
 ``MODE`` is 0 for no FP8 at all, ``NATIVE`` where the device converts, ``BITS`` where only integers can (before SM89).
 A number read in mode ``BITS`` comes out 256 times too small; callers put ``gain(MODE)`` into a factor they have anyway.
@@ -19,13 +19,13 @@ OFF, NATIVE, BITS = 0, 1, 2
 
 
 def mode(device: torch.device) -> int:
-    """How a device handles e4m3."""
+    """The conversion mode of a device."""
     capability = compute_capability(device)
     return NATIVE if capability is not None and capability >= NATIVE_FP8_SM and not interpreted() else BITS
 
 
 def as_bytes(cache: torch.Tensor) -> torch.Tensor:
-    """An e4m3 tensor as kernels take it: not every device lets them name the type."""
+    """An e4m3 tensor as bytes, since not every device supports the type in kernels."""
     return cache.view(torch.uint8)
 
 

@@ -1,4 +1,4 @@
-"""A step's inputs, gathered from the slots in one launch a cache group. Twin: ``headrace.kernels.inputs``."""
+"""A step's inputs, in one launch per cache group, and the sampler's inputs. References: ``headrace.kernels.inputs``."""
 
 # A kernel's arguments have no types of Python's.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -11,11 +11,13 @@ import torch
 import triton
 import triton.language as tl
 
-from headrace.kernels.inputs import StepInputs
+from headrace.kernels.inputs import LogitsInputs, RowTensors, StepInputs
 from headrace.kernels.triton.pdl import begin, options
 
 _BLOCK = 256
 """Tokens, or columns of a block table, of one program."""
+_WIDEST = 4096
+"""Channels that a program holds at a time."""
 
 
 @triton.jit(
@@ -25,7 +27,7 @@ def _gather(
     token_ids,  # [S, L] int32
     num_computed,  # [S] int64
     table,  # [S, B] int32
-    slots,  # [R] int64
+    slots,  # [R]
     query_start,  # [R + 1]
     ids,  # [T] int64
     positions,  # [T] int64
@@ -42,7 +44,7 @@ def _gather(
     FIRST_GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A piece of one row's tokens and of its block table; row ``num_rows`` is what comes behind the last one."""
+    """A piece of one row's tokens and of its block table; row ``num_rows`` holds the tokens of no row."""
     begin(PDL)
     row = tl.program_id(0)
     piece = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -57,7 +59,7 @@ def _gather(
     else:
         count = tl.load(query_start + row + 1).to(tl.int64) - first
         slot = tl.load(slots + row)
-        # Asked for each place: a block of answers can be a mask for others.
+        # A block instead of a scalar, so that it can mask other blocks.
         held = slot + 0 * piece >= 0
         start = tl.load(num_computed + tl.maximum(slot, 0))
         inside = piece < count
@@ -89,13 +91,13 @@ def step_inputs(
     table_width: int,
     block_size: int,
 ) -> StepInputs:
-    """As its twin; nothing here waits for what the device holds."""
+    """Kernel version of ``headrace.kernels.inputs.step_inputs``; it does not wait for the device."""
     rows, device = len(slots), slots.device
     ids, positions = (torch.empty(num_tokens, dtype=torch.int64, device=device) for _ in range(2))
     seq_lens = torch.empty(rows, dtype=torch.int32, device=device)
     mapping = tuple(torch.empty(num_tokens, dtype=torch.int64, device=device) for _ in tables)
     gathered = tuple(torch.empty(rows, table_width, dtype=torch.int32, device=device) for _ in tables)
-    # What is behind the last row may be all there is.
+    # There may be only tokens of no row.
     longest = max(max_queries, table_width, num_tokens, 1)
     for group, table in enumerate(tables):
         _gather[(rows + 1, triton.cdiv(longest, _BLOCK))](
@@ -123,41 +125,87 @@ def step_inputs(
     return StepInputs(ids, positions, seq_lens, mapping, gathered)
 
 
-@triton.jit
-def _advance(
-    slots, draws, seq_lens, drawn, best, token_ids, num_tokens, num_computed, outcome, rows, ids_slot: tl.int64,
-    BLOCK: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
+@triton.jit(do_not_specialize=["num_rows", "num_tokens"])
+def _logits_inputs(
+    hidden,  # [T, WIDTH]
+    slots,  # [R]
+    query_start,  # [R + 1]
+    logits_start,  # [R + 1]
+    seq_lens,  # [R] int32
+    num_computed,  # [S] int64
+    out_hidden,  # [L, WIDTH]
+    out_slots,  # [L] int64
+    out_positions,  # [L] int64
+    outcome,  # [.., 2] int32
+    num_rows,
+    num_tokens,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    LOGITS: tl.constexpr,
+    LOGITS_P: tl.constexpr,
+    SINGLE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One token; program ``num_tokens`` pads the logits rows that no row has. ``ROWS``: at least as many as there may be.
+
+    ``SINGLE``: row i has token i alone. Otherwise flags are 0 before, and are set where a token is broken.
+    """
     begin(PDL)
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    present = row < rows
-    slot = tl.load(slots + row, mask=present, other=-1)
-    held = slot >= 0
-    length = tl.load(seq_lens + row, mask=present, other=0).to(tl.int64)
-    token = tl.load(drawn + row, mask=present, other=0)
-    highest = tl.load(best + row, mask=present, other=0.0)
-    finite = (highest == highest) & (tl.abs(highest) != float("inf"))
-    tl.store(outcome + row, tl.where(held & finite, token, -1), mask=present)
-    drawing = held & (tl.load(draws + row, mask=present, other=0) != 0)
-    tl.store(token_ids + slot * ids_slot + length, tl.where(finite, token, 0).to(tl.int32), mask=drawing)
-    tl.store(num_tokens + slot, length + 1, mask=drawing)
-    tl.store(num_computed + slot, length, mask=held)
+    token = tl.program_id(0)
+    if token == num_tokens:
+        rest = tl.arange(0, LOGITS_P)
+        used = tl.load(logits_start + num_rows)
+        tl.store(out_slots + rest, tl.full([LOGITS_P], -1, tl.int64), mask=(rest >= used) & (rest < LOGITS))
+    else:
+        row = token
+        if not SINGLE:
+            each = tl.arange(0, ROWS)
+            ends = tl.load(query_start + 1 + each, mask=each < num_rows, other=2147483647)
+            row = tl.sum((ends <= token).to(tl.int32), 0)
+        if row < num_rows:
+            slot = tl.load(slots + row).to(tl.int64)
+            behind = tl.load(query_start + row + 1) - token - 1
+            place = tl.load(logits_start + row + 1) - behind - 1
+            start = tl.load(logits_start + row)
+            wanted = place >= start
+            channel = tl.arange(0, BLOCK)
+            total = tl.zeros([BLOCK], tl.float32)
+            for first in range(0, WIDTH, BLOCK):
+                inside = first + channel < WIDTH
+                value = tl.load(hidden + token.to(tl.int64) * WIDTH + first + channel, mask=inside, other=0.0)
+                total += value.to(tl.float32)
+                target = out_hidden + place.to(tl.int64) * WIDTH + first + channel
+                tl.store(target, value, mask=inside & (channel * 0 + place >= start))
+            whole = tl.sum(total, 0)
+            broken = ((whole != whole) | (tl.abs(whole) == float("inf"))).to(tl.int32)
+            if SINGLE:
+                tl.store(outcome + 2 * row + 1, broken)
+            else:
+                tl.store(outcome + 2 * row + 1, broken, mask=broken > 0)
+            length = tl.load(seq_lens + row).to(tl.int64)
+            tl.store(out_slots + place, slot, mask=wanted)
+            tl.store(out_positions + place, length - behind, mask=wanted)
+            tl.store(num_computed + slot, length, mask=(behind == 0) & (slot >= 0))
 
 
-def advance(
-    slots: torch.Tensor,
-    draws: torch.Tensor,
+def logits_inputs(
+    hidden: torch.Tensor,
+    rows: RowTensors,
     seq_lens: torch.Tensor,
-    drawn: torch.Tensor,
-    best: torch.Tensor,
-    token_ids: torch.Tensor,
-    num_tokens: torch.Tensor,
     num_computed: torch.Tensor,
-) -> torch.Tensor:
-    """As its twin, in one launch."""
-    outcome = torch.empty(len(slots), dtype=torch.int64, device=slots.device)
-    _advance[(triton.cdiv(len(slots), _BLOCK),)](
-        slots, draws, seq_lens, drawn, best, token_ids, num_tokens, num_computed, outcome, len(slots), token_ids.stride(0),
-        BLOCK=_BLOCK, **options(slots.device),
+    out: LogitsInputs,
+    *,
+    single: bool,
+) -> None:
+    """Kernel version of ``headrace.kernels.inputs.logits_inputs``, in one launch, or two where rows have several tokens."""
+    tokens, width = hidden.shape
+    count, most = len(rows.slots), len(out.slots)
+    if not single:
+        out.outcome[:count, 1].zero_()
+    _logits_inputs[(tokens + 1,)](
+        hidden.contiguous(), rows.slots, rows.query_start, rows.logits_start, seq_lens, num_computed, out.hidden, out.slots,
+        out.positions, out.outcome, count, tokens,
+        WIDTH=width, BLOCK=min(triton.next_power_of_2(width), _WIDEST), ROWS=triton.next_power_of_2(len(out.outcome)),
+        LOGITS=most, LOGITS_P=triton.next_power_of_2(most), SINGLE=single, num_warps=4, **options(hidden.device),
     )  # fmt: skip
-    return outcome

@@ -1,4 +1,4 @@
-"""Writing to a paged KV cache, and copying pages out of it. Twin: ``headrace.kernels.kv_cache``."""
+"""Writing to a paged KV cache, and copying pages out of it. Reference: ``headrace.kernels.kv_cache``."""
 
 # A kernel's arguments have no types of Python's.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -9,7 +9,6 @@ import torch
 import triton
 import triton.language as tl
 
-from headrace.kernels.kv_cache import check_cache
 from headrace.kernels.triton.fp8 import OFF, as_bytes, gain, mode, quantized, scale_of, to_half
 from headrace.kernels.triton.pdl import begin, options
 
@@ -111,12 +110,13 @@ def reshape_and_cache(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
-    kv_cache_dtype: str = "auto",
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> None:
-    """As its twin. The last axes of keys and values must be contiguous; ``slot_mapping`` is int64 or int32."""
-    check_cache(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale)
+    """Kernel version of ``headrace.kernels.kv_cache.reshape_and_cache``, which checks the arguments.
+
+    The last axes of keys and values must be contiguous; ``slot_mapping`` is int64 or int32.
+    """
     check_last_axes(key, value, slot_mapping)
     tokens, heads, head_dim = key.shape
     if not tokens:
@@ -213,7 +213,7 @@ def gather_numbers(
     count: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """As its twin."""
+    """Kernel version of ``headrace.kernels.kv_cache.gather_numbers``, which checks the arguments."""
     if not len(pages):
         return
     heads, width, v_width = *key_cache.shape[2:], value_cache.shape[3]

@@ -1,4 +1,4 @@
-"""Products of a few rows with a weight: read the weight once, at the speed of the memory. Twin: ``torch.nn.functional.linear``.
+"""Products of a few rows with a weight: read the weight once, at memory speed. Reference: ``torch.nn.functional.linear``.
 
 One row: each program sums products channel by channel, a few outputs at a time. More rows: the same walk with the matrix
 units. They take 16 rows at the least, and fewer cost the same: what counts is that weights go from the memory to the units by
@@ -25,7 +25,7 @@ _RUN = tl.constexpr(32)
 """Neighbouring channels that a warp's threads load together, of each of eight lines."""
 
 _X_AHEAD = tl.constexpr(2)
-"""Tiles of x on their way: it is nearer than the weight, in the cache."""
+"""Tiles of x loaded ahead; fewer than of the weight, because x is in the cache."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ class LinearTiling:
     channels: int
     num_warps: int
     ahead: int
-    """Tiles of the weight on their way while one is summed up by the matrix units; 0: one row, without them."""
+    """Tiles of the weight loaded ahead of the matrix units; 0: one row, without matrix units."""
     near: int = 0
     """Tiles after these that are fetched into the L2 cache while the kernel before still runs: 0 or a power of two. Only with
     matrix units, and where kernels are launched before the one before is complete."""
@@ -68,15 +68,11 @@ def choose_tiling(rows: int, in_features: int, out_features: int) -> LinearTilin
 
 
 @triton.jit
-def _finish(result, bias, residual, place, output, mask, DTYPE: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr):
-    """Adds the bias before the product is rounded and the residual after it, as the steps one by one would."""
+def _finish(result, bias, output, mask, DTYPE: tl.constexpr, BIAS: tl.constexpr):
+    """Adds the bias before the product is rounded."""
     if BIAS:
         result += tl.load(bias + output, mask=mask, other=0.0).to(tl.float32)
-    result = result.to(DTYPE)
-    if ADD:
-        added = tl.load(residual + place, mask=mask, other=0.0)
-        result = (result.to(tl.float32) + added.to(tl.float32)).to(DTYPE)
-    return result
+    return result.to(DTYPE)
 
 
 @triton.jit
@@ -84,7 +80,6 @@ def _single(
     x,
     weight,
     bias,
-    residual,
     y,
     weight_row: tl.int64,
     IN: tl.constexpr,
@@ -92,7 +87,6 @@ def _single(
     OUTPUTS: tl.constexpr,
     CHANNELS: tl.constexpr,
     BIAS: tl.constexpr,
-    ADD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     announce(PDL)
@@ -101,7 +95,7 @@ def _single(
     channel = tl.arange(0, CHANNELS)
     base = weight + output.to(tl.int64)[:, None] * weight_row
     sums = tl.zeros([OUTPUTS, CHANNELS], tl.float32)
-    # A tile of the weight is on its way while the one before is summed up; the first, while the last kernel still runs.
+    # Each tile of the weight is loaded while the one before is summed; the first, while the previous kernel still runs.
     part = tl.load(base + channel[None, :], mask=present[:, None] & (channel < IN)[None, :], other=0.0)
     wait(PDL)
     for start in tl.static_range(0, IN, CHANNELS):
@@ -113,7 +107,7 @@ def _single(
             part = tl.load(base + ahead[None, :], mask=present[:, None] & (ahead < IN)[None, :], other=0.0)
         sums += here.to(tl.float32) * factor[None, :]
     result = tl.sum(sums, 1)
-    result = _finish(result, bias, residual, output, output, present, y.dtype.element_ty, BIAS, ADD)
+    result = _finish(result, bias, output, present, y.dtype.element_ty, BIAS)
     tl.store(y + output, result, mask=present)
 
 
@@ -164,12 +158,10 @@ def _several(
     x,
     weight,
     bias,
-    residual,
     y,
     rows,
     out,
     x_row: tl.int64,
-    residual_row: tl.int64,
     weight_row: tl.int64,
     IN: tl.constexpr,
     OUTPUTS: tl.constexpr,
@@ -179,7 +171,6 @@ def _several(
     WARPS: tl.constexpr,
     ROWS_P: tl.constexpr,
     BIAS: tl.constexpr,
-    ADD: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -207,7 +198,7 @@ def _several(
     for ahead in tl.static_range(min(_X_AHEAD, COUNT)):
         lefts += (_tile(factors, x_at, ahead * CHANNELS, IN, CHANNELS, ""),)
     sums = tl.zeros([WARPS, max(ROWS_P, 16), OUTPUTS], tl.float32)
-    # Written out: a loop that has tiles on their way waits for all of them each time it comes round, to move them.
+    # Unrolled: a loop would wait for all loads in flight in each iteration.
     for step in tl.static_range(COUNT):
         if step + AHEAD < COUNT:
             parts += (_tile(weights, weight_at, (step + AHEAD) * CHANNELS, IN, CHANNELS, "evict_first"),)
@@ -225,7 +216,7 @@ def _several(
     row = tl.arange(0, max(ROWS_P, 16))[:, None]
     output = first + tl.arange(0, OUTPUTS)[None, :]
     mask = (row < rows) & (output < out)
-    result = _finish(result, bias, residual, row * residual_row + output, output, mask, y.dtype.element_ty, BIAS, ADD)
+    result = _finish(result, bias, output, mask, y.dtype.element_ty, BIAS)
     tl.store(y + row * out + output, result, mask=mask)
 
 
@@ -233,17 +224,15 @@ def linear(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
     tiling: LinearTiling | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """``x W^T + bias``, and to that ``+ residual``.
+    """``x W^T + bias`` for a few rows.
 
     Args:
         x: ``[rows, in]`` of at most ``MAX_ROWS`` rows; last axis contiguous, as of all that follow.
         weight: ``[out, in]`` of x's dtype. Read fast where its rows are multiples of 32 bytes apart.
         bias: ``[out]``
-        residual: ``[rows, out]`` of x's dtype.
         tiling: None: ``choose_tiling``'s.
         out_dtype: what the product is rounded to; None: x's dtype.
 
@@ -257,12 +246,8 @@ def linear(
     out_features = weight.shape[0]
     if rows > MAX_ROWS or weight.shape != (out_features, in_features) or weight.dtype != x.dtype:
         raise ValueError(f"{list(weight.shape)} {weight.dtype} does not fit x, {list(x.shape)} {x.dtype}")
-    if x.stride(1) != 1 or weight.stride(1) != 1 or (residual is not None and residual.stride(1) != 1):
-        raise ValueError("the last axes of x, weight and residual must be contiguous")
-    if residual is not None and (residual.shape != (rows, out_features) or residual.dtype != x.dtype):
-        raise ValueError(
-            f"the residual must be [{rows}, {out_features}] {x.dtype}, not {list(residual.shape)} {residual.dtype}"
-        )
+    if x.stride(1) != 1 or weight.stride(1) != 1:
+        raise ValueError("the last axes of x and weight must be contiguous")
     tiling = tiling or choose_tiling(rows, in_features, out_features)
     if rows > 1 and not tiling.ahead:
         raise ValueError(f"{rows} rows take the matrix units: {tiling} has none of their tiles ahead")
@@ -270,14 +255,13 @@ def linear(
     if not y.numel():
         return y
     grid = (triton.cdiv(out_features, tiling.outputs),)
-    sizes = {"IN": in_features, "OUTPUTS": tiling.outputs, "CHANNELS": tiling.channels}
-    flags = {"BIAS": bias is not None, "ADD": residual is not None}
+    sizes = {"IN": in_features, "OUTPUTS": tiling.outputs, "CHANNELS": tiling.channels, "BIAS": bias is not None}
     launch = {"num_warps": tiling.num_warps, "num_stages": 1, **options(x.device)}
-    tensors = (x, weight, x if bias is None else bias, x if residual is None else residual, y)
+    tensors = (x, weight, x if bias is None else bias, y)
     if not tiling.ahead:
-        _single[grid](*tensors, weight.stride(0), OUT=out_features, **sizes, **flags, **launch)
+        _single[grid](*tensors, weight.stride(0), OUT=out_features, **sizes, **launch)
     else:
-        strides = (x.stride(0), 0 if residual is None else residual.stride(0), weight.stride(0))
+        strides = (x.stride(0), weight.stride(0))
         rest = max(triton.cdiv(in_features, tiling.channels) - tiling.ahead, 0)
         shape = {
             "AHEAD": tiling.ahead,
@@ -286,5 +270,5 @@ def linear(
             "ROWS_P": max(triton.next_power_of_2(rows), 8),
         }
         precision = "ieee" if x.dtype == torch.float32 else "tf32"
-        _several[grid](*tensors, rows, out_features, *strides, **sizes, **shape, **flags, **launch, PRECISION=precision)
+        _several[grid](*tensors, rows, out_features, *strides, **sizes, **shape, **launch, PRECISION=precision)
     return y

@@ -1,5 +1,5 @@
-"""Matrix products whose rows do not depend on their company: every number is summed up in one order, however many rows there
-are. A library's product picks its kernel, and so its order, by the number of rows. Twin: ``torch.nn.functional.linear``.
+"""Batch-invariant matrix products: every number is summed in one order, however many rows there
+are. A library's product picks its kernel, and so its order, by the number of rows. Reference: ``torch.nn.functional.linear``.
 """
 
 # A kernel's arguments have no types of Python's.
@@ -57,7 +57,7 @@ def _product(
 def matmul(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """``x W^T + bias``: bitwise the same for a row of x whatever the other rows, and however many.
+    """``x W^T + bias``: bitwise the same for a row of x in any batch.
 
     Args:
         x: ``[rows, in]``, last axis contiguous.
@@ -80,7 +80,7 @@ def matmul(
 
 
 def matmul_by_head(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    """``out[t, h] = weight[h] x[t, h]``: bitwise the same for a row whatever the other rows, and however many.
+    """``out[t, h] = weight[h] x[t, h]``: bitwise the same for a row in any batch.
 
     Args:
         x: ``[rows, heads, in]``, last axis contiguous.

@@ -1,8 +1,8 @@
-"""Mixture of experts. Twins: ``headrace.kernels.moe``.
+"""Mixture of experts. References: ``headrace.kernels.moe``.
 
-Tokens are never moved: a stable counting sort gives their order by expert, and products gather rows through it. How many
-tiles an expert has is for the device to know. The host launches as many as there can be, and each program finds out which
-expert's tile it is, or that there is no such tile; so a captured graph serves any routing.
+Tokens are never moved: a stable counting sort gives their order by expert, and products gather rows through it. Only
+the device knows how many tiles an expert has. The host launches the most there can be, and each program finds its expert's
+tile, or that there is none, so a captured graph serves any routing.
 """
 
 # A kernel's arguments have no types of Python's.
@@ -16,16 +16,16 @@ import torch
 import triton
 import triton.language as tl
 
+from headrace.kernels.moe import check_route
 from headrace.kernels.triton.pdl import begin, options
-from headrace.spec import CLAMPED_SWIGLU, MoeSpec
+from headrace.model_spec import CLAMPED_SWIGLU, MoeSpec
 
 _SILU, _GELU, _GELU_TANH, _CLAMPED = (tl.constexpr(number) for number in range(4))
 _GATES = {"silu": 0, "swish": 0, "gelu": 1, "gelu_new": 2, "gelu_pytorch_tanh": 2, CLAMPED_SWIGLU: 3}
 _CHUNK = 2048
-"""Choices that are counted at a time."""
+"""Choices counted at a time."""
 _FEW = 32
-"""Choices that need not be sorted: each gets a tile of its own, if they are few for the experts there are, so that hardly two
-fall upon the same."""
+"""Choices up to which none are sorted: each gets its own tile, if there are enough experts that few tokens share one."""
 _BLOCK = 1024
 """Channels of a program that sums up a token's experts."""
 
@@ -143,7 +143,8 @@ def _route(
 def route(
     logits: torch.Tensor, spec: MoeSpec, correction_bias: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As its twin, which checks the arguments; experts from the best to the worst, the first of equals."""
+    """Kernel version of ``headrace.kernels.moe.route``; experts in descending order of score, the first of equals."""
+    check_route(logits, spec, correction_bias)
     tokens = len(logits)
     experts = torch.empty(tokens, spec.top_k, dtype=torch.int32, device=logits.device)
     weights = torch.empty(tokens, spec.top_k, dtype=torch.float32, device=logits.device)
@@ -243,7 +244,7 @@ def _rows(order, start, tile, EXPERTS: tl.constexpr, EXPERTS_P: tl.constexpr, TO
 
 @triton.jit
 def _activate(gate, up, alpha, limit, GATE: tl.constexpr, DTYPE: tl.constexpr):
-    """``act(gate) * up`` of sums that were rounded, rounded where the twins round."""
+    """``act(gate) * up`` of sums that were rounded, rounded where the references round."""
     gate = gate.to(DTYPE).to(tl.float32)
     up = up.to(DTYPE).to(tl.float32)
     if GATE == _CLAMPED:
@@ -369,7 +370,7 @@ def _sum_choices(
     PLUS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The sum of a token's experts for a block of channels, one by one in the order in which they were chosen."""
+    """The sum of a token's experts for a block of channels, in the order of choice."""
     begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -404,7 +405,10 @@ def moe_mlp(
     plus: torch.Tensor | None = None,
     invariant: bool = False,
 ) -> torch.Tensor:
-    """As its twin, which checks the arguments. ``tiling``: in place of one that is chosen by size."""
+    """Kernel version of ``headrace.kernels.moe.moe_mlp``, which checks the arguments.
+
+    ``tiling`` replaces the one chosen by size.
+    """
     tokens, hidden = x.shape
     inner, count, choices = spec.intermediate_size, spec.num_experts, experts.numel()
     if not choices:

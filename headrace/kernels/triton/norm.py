@@ -1,4 +1,4 @@
-"""RMS normalisation, alone and with the residual sum before it. Twins: ``headrace.kernels.norm``."""
+"""RMS normalisation, alone and with the residual sum before it. References: ``headrace.kernels.norm``."""
 
 # A kernel's arguments have no types of Python's.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -67,7 +67,7 @@ def _rms_norm(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, offset: bool = False) -> torch.Tensor:
-    """As its twin, or with ``offset`` as that of ``offset_rms_norm``.
+    """Kernel version of ``headrace.kernels.norm.rms_norm``.
 
     ``x`` is ``[T, n]`` or ``[T, heads, n]`` of any strides with a contiguous last axis.
     """
@@ -79,7 +79,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, offset: bool 
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, offset: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As its twin. Strides and ``offset`` as in ``rms_norm``."""
+    """Kernel version of ``headrace.kernels.norm.add_rms_norm``; strides as in ``rms_norm``."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _launch(x, residual, weight, out, total, eps, offset=offset)
@@ -96,7 +96,7 @@ def norm_add_rms_norm(
     *,
     offset: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As its twin. Strides as in ``rms_norm``."""
+    """Kernel version of ``headrace.kernels.norm.norm_add_rms_norm``; strides as in ``rms_norm``."""
     _check_weight(first, x)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -154,7 +154,7 @@ def _check_weight(weight: torch.Tensor, x: torch.Tensor) -> None:
 
 
 def _row_strides(x: torch.Tensor) -> tuple[int, int]:
-    """From one token to the next, and from one head to the next."""
+    """Strides from one token to the next, and from one head to the next."""
     if x.ndim not in (2, 3) or x.stride(-1) != 1:
         raise ValueError(f"rows must be [T, n] or [T, heads, n] with a contiguous last axis, not {list(x.shape)} {x.stride()}")
     return x.stride(0), x.stride(1) if x.ndim == 3 else 0

@@ -8,7 +8,7 @@ A tile has queries along one axis and keys along the other. Matrix units take at
 axis: so keys come first (``KEYS_FIRST``) where a tile has up to 8 queries, and queries where it has more.
 
 A head is cut into the largest power of two in its width and the rest (192 = 128 + 64), so that odd widths waste little.
-Twin: ``headrace.kernels.paged_attention``.
+Reference: ``headrace.kernels.paged_attention``.
 """
 
 # A kernel's arguments have no types of Python's.
@@ -30,7 +30,7 @@ from headrace.kernels.triton.tiling import KEYS_FIRST, Tiling, cut
 
 _VARYING = ["num_rows", "first_token", "window", "split_tokens", "table_row"]
 """Numbers that change from step to step or layer to layer: a compiled kernel must not depend on them."""
-_UNALIGNED = ["tables", "query_start", "seq_lens"]
+_UNALIGNED = ["tables", "query_start", "seq_lens", "ends"]
 """Their views may begin anywhere, and a compiled kernel must not depend on where."""
 
 
@@ -151,12 +151,12 @@ def _places(table, start, last_block, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.cons
 
 @triton.jit
 def _seen(
-    key, present, position, window, WINDOW: tl.constexpr, SINGLE: tl.constexpr, KEYS_FIRST: tl.constexpr
+    key, present, position, last_seen, window, WINDOW: tl.constexpr, SINGLE: tl.constexpr, KEYS_FIRST: tl.constexpr
 ):  # fmt: skip
     """Which queries of a tile see which keys; a row's only query sees what is present."""
     seen = _per_key(present, KEYS_FIRST)
     if not SINGLE:
-        seen = seen & (_per_key(key, KEYS_FIRST) <= _per_query(position, KEYS_FIRST))
+        seen = seen & (_per_key(key, KEYS_FIRST) <= _per_query(last_seen, KEYS_FIRST))
         if WINDOW:
             seen = seen & (_per_key(key, KEYS_FIRST) > _per_query(position - window, KEYS_FIRST))
     return seen
@@ -174,7 +174,7 @@ def _parts(scale):
 
 @triton.jit
 def _walk(
-    begin, end, low, high, highest, total, acc_a, acc_b, q_a, q_b, peak, position, factor, soft_cap, window,
+    begin, end, low, high, highest, total, acc_a, acc_b, q_a, q_b, peak, position, last_seen, factor, soft_cap, window,
     keys, values, k_scales, v_scales, table, k_block, k_offset, v_block, v_offset, scale_block, scale_offset,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, D_A: tl.constexpr,
     D_B: tl.constexpr, DV: tl.constexpr, DV_A: tl.constexpr, DV_B: tl.constexpr, WINDOW: tl.constexpr,
@@ -214,12 +214,12 @@ def _walk(
         if FP8 > 0:
             scores += _per_key(v_size, KEYS_FIRST)
         if MASKED:
-            seen = _seen(key, present, position, window, WINDOW, SINGLE, KEYS_FIRST)
+            seen = _seen(key, present, position, last_seen, window, WINDOW, SINGLE, KEYS_FIRST)
             scores = tl.where(seen, scores, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(scores, axis))
         pivot = new_highest
         if MASKED:
-            # A query that has seen nothing yet keeps weight 0 instead of exp2(-inf - -inf).
+            # A query without keys so far keeps weight 0 instead of exp2(-inf - -inf).
             pivot = tl.where(new_highest == float("-inf"), 0.0, new_highest)
         weights = tl.exp2(scores - _per_query(pivot, KEYS_FIRST))
         decay = tl.exp2(highest - pivot)
@@ -258,11 +258,10 @@ def _walk(
 
 @triton.jit
 def _key_range(
-    split, first, last, context, window, split_tokens, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr
+    split, first, high, context, window, split_tokens, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr
 ):  # fmt: skip
-    """``[low, high)``: the keys that the queries ``first ... last`` of a row see and that belong to the split."""
+    """``[low, high)``: of the keys before ``high``, those that queries from ``first`` on see and that belong to the split."""
     low = 0
-    high = context + last + 1
     if WINDOW:
         low = tl.maximum(0, context + first - window + 1)
     if SPLIT:
@@ -367,6 +366,7 @@ def _attend(
     query_start,  # [R + 1] int32
     seq_lens,  # [R] int32
     sinks,  # [H] float32
+    ends,  # [T] int32, HAS_ENDS only
     out,  # [T, H, DV]; with SPLIT [tokens of the rows, H, splits, DV] float32
     lse,  # [tokens of the rows, H, splits] float32, base 2
     num_rows,
@@ -403,6 +403,7 @@ def _attend(
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     SINKS: tl.constexpr,
+    HAS_ENDS: tl.constexpr,  # a query sees the keys before its entry in ends, not those up to its own
     FP8: tl.constexpr,
     V_LANE: tl.constexpr,  # from one channel of a value to the next; where it is not 1, from token to token it is
     SINGLE: tl.constexpr,  # one query a row: row r's is token first_token + r
@@ -431,9 +432,6 @@ def _attend(
         first = (tile - row_tile) * BLOCK_Q
     if first < num_queries:
         context = tl.load(seq_lens + row) - num_queries
-        last = tl.minimum(first + BLOCK_Q, num_queries) - 1
-        low, high = _key_range(split, first, last, context, window, split_tokens, BLOCK_N, WINDOW, SPLIT)
-
         # Number m of the tile is query (first + m // SHARE), and of this program's heads number (m % SHARE).
         m = tl.arange(0, BLOCK_M)
         query = first + m // SHARE
@@ -442,6 +440,15 @@ def _attend(
         valid = (m < BLOCK_Q * SHARE) & (query < num_queries) & (in_group < GROUP)
         position = context + query
         token = (row_start + query).to(tl.int64)
+        if HAS_ENDS:
+            # Every query sees itself at least, and what its row has in the cache at most.
+            last_seen = tl.maximum(tl.load(ends + token, mask=valid, other=0) - 1, position)
+            last_seen = tl.minimum(last_seen, context + num_queries - 1)
+            high = tl.max(tl.where(valid, last_seen, 0), 0) + 1
+        else:
+            last_seen = position
+            high = context + tl.minimum(first + BLOCK_Q, num_queries)
+        low, high = _key_range(split, first, high, context, window, split_tokens, BLOCK_N, WINDOW, SPLIT)
 
         q_base = q + token * q_token + head * q_head
         q_a, q_b, peak = _load_queries(q_base, valid, BLOCK_M, D, D_A, D_B, FP8, KEYS_FIRST)
@@ -450,27 +457,25 @@ def _attend(
         highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = _spread(BLOCK_M, BLOCK_N, KEYS_FIRST)
         acc_a = _zeros(BLOCK_M, DV_A, KEYS_FIRST)
-        # A part of width 0 is any tensor, and stays untouched.
-        acc_b = _zeros(BLOCK_M, DV_B, KEYS_FIRST) if DV_B > 0 else highest
+        acc_b = _zeros(BLOCK_M, DV_B, KEYS_FIRST) if DV_B > 0 else highest  # any tensor where there is no part b
         keys += kv_head * k_head
         values += kv_head * v_head
         k_scale += kv_head * scale_head
         v_scale += kv_head * scale_head
-        table = tables + row.to(tl.int64) * table_row
-        begin = low // BLOCK_N * BLOCK_N
+        table, begin = tables + row.to(tl.int64) * table_row, low // BLOCK_N * BLOCK_N
         if PHASED:
             # Tiles that all queries see in full need no masks. Without a window, low is a tile's first key.
             middle = tl.minimum(high, context + first + 1)
             middle = tl.maximum(middle // BLOCK_N * BLOCK_N, begin)
             highest, total, acc_a, acc_b = _walk(
-                begin, middle, low, high, highest, total, acc_a, acc_b, q_a, q_b, peak, position, factor, soft_cap,
+                begin, middle, low, high, highest, total, acc_a, acc_b, q_a, q_b, peak, position, last_seen, factor, soft_cap,
                 window, keys, values, k_scale, v_scale, table, k_block, k_offset, v_block, v_offset, scale_block,
                 scale_offset, BLOCK_SIZE, BLOCK_M, BLOCK_N, D, D_A, D_B, DV, DV_A, DV_B, WINDOW, SOFT_CAP, FP8,
                 V_LANE, KEYS_FIRST, PRECISION, DIRTY, SINGLE, False,
             )  # fmt: skip
             begin = middle
         highest, total, acc_a, acc_b = _walk(
-            begin, high, low, high, highest, total, acc_a, acc_b, q_a, q_b, peak, position, factor, soft_cap,
+            begin, high, low, high, highest, total, acc_a, acc_b, q_a, q_b, peak, position, last_seen, factor, soft_cap,
             window, keys, values, k_scale, v_scale, table, k_block, k_offset, v_block, v_offset, scale_block,
             scale_offset, BLOCK_SIZE, BLOCK_M, BLOCK_N, D, D_A, D_B, DV, DV_A, DV_B, WINDOW, SOFT_CAP, FP8,
             V_LANE, KEYS_FIRST, PRECISION, DIRTY, SINGLE, True,
@@ -482,8 +487,7 @@ def _attend(
         place = token * HEADS + head
         if SPLIT:
             place = (place - first_token * HEADS) * tl.num_programs(2) + split
-            # Without keys there is no output, and so no mass, not even a sink's. Asked for each query: a block of answers
-            # can be a mask for others.
+            # Without keys there is neither output nor mass, not even a sink's. A block, so that it can mask others.
             any_key = low + 0 * m < high
             tl.store(lse + place, tl.where(any_key, highest + tl.log2(total), float("-inf")), mask=valid)
             valid = valid & any_key
@@ -510,10 +514,11 @@ def paged_attention(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     dirty: bool = False,
+    visible_ends: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As its twin, in float32 inside; nothing here waits for what the device holds.
+    """Kernel version of ``headrace.kernels.paged_attention``, in float32 inside; it does not wait for the device.
 
     Args:
         q: ``[T, num_heads, d]``, last axis contiguous.
@@ -526,7 +531,8 @@ def paged_attention(
         single: every row has one query, and row r's is ``tokens[r]``; ``query_start`` is not read.
         k_scale, v_scale: ``[blocks, block_size, kv_heads]`` float32 of the same strides.
         dirty: where blocks hold no key of their row, FP8 values may be NaN. (All other kinds may in any case.)
-        out: ``[T, num_heads, dv]`` contiguous. Tokens of no row are left as they are.
+        visible_ends: ``[T]`` int32, contiguous; not read where rows are ``single``.
+        out: ``[T, num_heads, dv]`` contiguous. Tokens of no row keep their values.
         workspace: float32, at least ``partial_size`` numbers, which nothing else uses meanwhile.
     """
     num_heads, head_dim = q.shape[1:]
@@ -541,6 +547,9 @@ def paged_attention(
     fp8 = OFF
     if k_scale is not None:
         fp8, keys, values = mode(q.device), as_bytes(keys), as_bytes(values)
+    # A row's only query is its last token, behind which there is nothing.
+    has_ends = visible_ends is not None and not single
+    ends = visible_ends if has_ends else seq_lens
     target = lse = out
     if tiling.merges:
         target, lse = partials(tiling, len(tokens), out, workspace)
@@ -551,13 +560,14 @@ def paged_attention(
     block_m = max(KEYS_FIRST if tiling.keys_first else 16, triton.next_power_of_2(block_q * tiling.heads))
     _attend[(tiles, kv_heads * triton.cdiv(group, tiling.heads), tiling.splits)](
         q, keys, values, q if k_scale is None else k_scale, q if v_scale is None else v_scale,
-        block_tables, query_start, seq_lens, q if sinks is None else sinks, target, lse,
+        block_tables, query_start, seq_lens, q if sinks is None else sinks, ends, target, lse,
         num_rows, tokens.start, scale, soft_cap or 0.0, window or 0, tiling.split_tokens,
         *q.stride()[:2], *keys.stride()[:3], *values.stride()[:3], *scale_strides(k_scale), block_tables.stride(0),
         BLOCK_SIZE=block_size, HEADS=num_heads, GROUP=group, SHARE=tiling.heads,
         BLOCK_Q=block_q, BLOCK_M=block_m, BLOCK_N=tiling.block_n,
         D=head_dim, D_A=d_a, D_B=d_b, DV=v_head_dim, DV_A=dv_a, DV_B=dv_b,
-        WINDOW=window is not None, SOFT_CAP=soft_cap is not None, SINKS=sinks is not None, FP8=fp8, V_LANE=values.stride(3),
+        WINDOW=window is not None, SOFT_CAP=soft_cap is not None, SINKS=sinks is not None, HAS_ENDS=has_ends,
+        FP8=fp8, V_LANE=values.stride(3),
         SINGLE=single, PHASED=not (single or tiling.invariant or window is not None),
         DIRTY=dirty and fp8 != OFF, SPLIT=tiling.merges, KEYS_FIRST=tiling.keys_first,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",

@@ -1,4 +1,4 @@
-"""The blocks of rows, one row behind the other, in one launch. Twin: ``headrace.kernels.pages``."""
+"""The blocks of all rows, concatenated, in one launch. Reference: ``headrace.kernels.pages``."""
 
 # A kernel's arguments have no types of Python's.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -36,7 +36,7 @@ def _gather_pages(
 
 
 def gather_pages(table: torch.Tensor, page_start: torch.Tensor, out: torch.Tensor) -> None:
-    """As its twin."""
+    """Kernel version of ``headrace.kernels.pages.gather_pages``."""
     rows, width = table.shape
     _gather_pages[(rows, triton.cdiv(width, _BLOCK))](
         table, page_start, out, width, table.stride(0), BLOCK=_BLOCK, num_warps=4, **options(table.device)

@@ -1,7 +1,7 @@
-"""Programmatic dependent launch: a kernel's programs take their places while the kernel before still runs.
+"""Programmatic dependent launch: a kernel's programs start while the previous kernel still runs.
 
-Every kernel that is launched so waits, in each of its programs, for the one before to be complete before it reads or
-writes anything that another kernel has to do with. As all do, "the one before" stands for all before it.
+Each program of such a kernel waits for the previous kernel to complete before it reads or writes anything that another
+kernel touches. Since all kernels do, this covers all previous ones.
 See the CUDA programming guide, "Programmatic Dependent Launch and Synchronization".
 """
 
@@ -24,7 +24,7 @@ MIN_SM = 90
 
 @triton.jit
 def begin(PDL: tl.constexpr):
-    """At the top of a kernel that has nothing to do before the one before is complete."""
+    """Called at the top of a kernel that does nothing before the previous one is complete."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -32,21 +32,21 @@ def begin(PDL: tl.constexpr):
 
 @triton.jit
 def announce(PDL: tl.constexpr):
-    """The next kernel may take its places. Before ``wait``, a kernel may read what no kernel writes, such as weights."""
+    """Lets the next kernel start. Before ``wait``, a kernel may only read what no kernel writes, such as weights."""
     if PDL:
         gdc_launch_dependents()
 
 
 @triton.jit
 def wait(PDL: tl.constexpr):
-    """Until the kernels before are complete, and what they wrote can be seen."""
+    """Waits until the previous kernels are complete and their writes are visible."""
     if PDL:
         gdc_wait()
 
 
 @functools.cache
 def options(device: torch.device) -> dict[str, bool]:
-    """Keywords of a launch: ``PDL`` for the kernel, and the launch's own where the device can."""
+    """Launch keywords: ``PDL`` for the kernel, and ``launch_pdl`` if the device supports it."""
     capability = support.compute_capability(device)
     able = not support.interpreted() and capability is not None and capability >= MIN_SM
     return {"PDL": True, "launch_pdl": True} if able else {"PDL": False}

@@ -1,4 +1,4 @@
-"""QK-norm, rotary embedding and the write to the KV cache in one launch. Twin: ``headrace.kernels.qkv``."""
+"""QK-norm, rotary embedding and the write to the KV cache in one launch. Reference: ``headrace.kernels.qkv``."""
 
 # A kernel's arguments have no types of Python's.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -249,7 +249,10 @@ def norm_rotate_and_cache(
     v_scale: torch.Tensor | None = None,
     q_out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As its twin. Last axes must be contiguous, but for the caches'; ``slot_mapping`` is int64 or int32."""
+    """Kernel version of ``headrace.kernels.qkv.norm_rotate_and_cache``.
+
+    Last axes must be contiguous, but for the caches'; ``slot_mapping`` is int64 or int32.
+    """
     kv_heads, head_dim, v_head_dim = check_qkv(qkv, num_heads, key_cache, value_cache, cos_sin, rotary_dim, v_from_k)
     q = qkv[:, : num_heads * head_dim].unflatten(-1, (num_heads, head_dim)) if q_out is None else q_out
     if not len(qkv):

@@ -1,4 +1,4 @@
-"""The product of a router: a token's logit for each expert, of weights in float32. Twin: ``headrace.kernels.moe``."""
+"""The product of a router: a token's logit for each expert, of weights in float32. Reference: ``headrace.kernels.moe``."""
 
 # A kernel's arguments have no types of Python's.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -9,7 +9,6 @@ import torch
 import triton
 import triton.language as tl
 
-from headrace.kernels.moe import MOST_ROUTED
 from headrace.kernels.triton.pdl import announce, options, wait
 
 _ROWS = 4
@@ -41,7 +40,7 @@ def _router_logits(
     present = (output < OUT)[:, None]
     x_base = x + row.to(tl.int64)[:, None] * x_row + channel[None, :]
     sums = tl.zeros([ROWS, OUTPUTS, CHANNELS], tl.float32)
-    # The weight's first channels are on their way while the kernel before still runs.
+    # Loads the weight's first channels while the previous kernel still runs.
     part = tl.load(base, mask=present & (channel < IN)[None, :], other=0.0)
     wait(PDL)
     for start in tl.static_range(0, IN, CHANNELS):
@@ -60,10 +59,8 @@ def _router_logits(
 
 
 def router_logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """As its twin, which checks the arguments, of at most ``MOST_ROUTED`` rows."""
+    """Kernel version of ``headrace.kernels.moe.router_logits``, which checks the arguments, for few rows."""
     rows, in_features = x.shape
-    if rows > MOST_ROUTED:
-        raise ValueError(f"{rows} rows are more than {MOST_ROUTED}")
     out_features = len(weight)
     logits = torch.empty(rows, out_features, dtype=torch.float32, device=x.device)
     if not rows:

@@ -1,4 +1,4 @@
-"""What splits of attention's rows leave behind, and how it is merged: Flash-Decoding (Dao, Haziza, Massa and Sizov, 2023)."""
+"""Partial outputs of attention's splits, and their merge: Flash-Decoding (Dao, Haziza, Massa and Sizov, 2023)."""
 
 # A kernel's arguments have no types of Python's.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -27,7 +27,7 @@ def _merge(
     """Weighs the splits of one (token, head) by their softmax mass, for a block of channels.
 
     A split whose mass is 0 may hold anything. A graph has splits for the longest rows there may be, and short ones leave most
-    of them empty: what is behind the last that has a mass is not looked at. ``ORDERED``: sums one by one, so that empty
+    of them empty: those after the last that has a mass are skipped. ``ORDERED``: sums one by one, so that empty
     splits do not change the order of the others.
     """
     begin_launch(PDL)

@@ -1,4 +1,4 @@
-"""How a launch of paged attention is cut up: tiles of queries, tiles of keys, splits of a row's keys."""
+"""Tile shapes of paged attention: tiles of queries, tiles of keys, splits of a row's keys."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from headrace.kernels.support import Resources
 
 MIN_SPLIT, SMALL_SPLIT = 256, 64
-"""Tokens of the longest row for each split, and where tiles are of 16 keys: more splits cost more in merging than they gain in
-company."""
+"""Tokens of the longest row for each split, and where tiles are of 16 keys: more splits cost more in merging than they gain
+in parallelism."""
 KEYS_FIRST = 8
 """Queries of a tile, up to which its keys come first: matrix units take 8 along their second axis, 16 along their first."""
 _SIDE_BY_SIDE = 2
@@ -24,19 +24,19 @@ _KEPT_FREE = 4 << 10
 
 @dataclasses.dataclass(frozen=True)
 class Geometry:
-    """What tiles depend on, of a layer and its device."""
+    """The layer and device properties that tiles depend on."""
 
     num_kv_heads: int
     group_size: int
     head_dim: int
     v_head_dim: int
     q_bytes: int
-    """Of one number of q."""
+    """Bytes of one number of q."""
     kv_bytes: int
-    """Of one number in the cache."""
+    """Bytes of one number in the cache."""
     device: Resources
     aligned: bool = True
-    """Whether tiles of the cache go to shared memory without a detour: what ``aligned`` says."""
+    """Whether cache tiles are copied straight to shared memory; see ``aligned``."""
 
     @property
     def widest(self) -> int:
@@ -44,7 +44,7 @@ class Geometry:
 
     @property
     def converts(self) -> bool:
-        """Whether what is stored takes a conversion on its way, and with it more registers."""
+        """Whether stored numbers need a conversion, which takes more registers."""
         return self.kv_bytes < self.q_bytes
 
     @property
@@ -72,7 +72,7 @@ class Tiling:
     """Programs that share a row's keys."""
     split_tokens: int
     """0: each row's keys are cut evenly, by its length as the device knows it. Else a multiple of ``block_n``: split i
-    holds the keys from ``i * split_tokens`` on, whatever the row's length, so that no row's sums depend on its company."""
+    holds the keys from ``i * split_tokens`` on, whatever the row's length, so that no row's sums depend on the batch."""
     num_warps: int
     num_stages: int
 
@@ -131,7 +131,7 @@ def _side_by_side(geometry: Geometry, block_m: int) -> int:
 
 
 def _shape(geometry: Geometry, block_m: int, programs: int) -> tuple[int, int]:
-    """Keys at a time, and warps, as far as registers and time have a say.
+    """Keys at a time, and warps, limited by registers and time.
 
     Args:
         programs: before splits.

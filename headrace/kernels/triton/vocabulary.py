@@ -1,4 +1,4 @@
-"""What the kernels over rows as wide as a vocabulary share: how a row is cut up, and what is known of it and of its slot."""
+"""Shared by the kernels over logits: chunk sizes, a row's slot and its best logit."""
 
 # A kernel's arguments have no types of Python's.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -16,7 +16,7 @@ BLOCK = 128
 
 @triton.jit
 def of_slot(values, slots, row, WIDTH: tl.constexpr, COLUMN: tl.constexpr, SLOTS: tl.constexpr):
-    """A row's value: its own or its slot's; nobody's row takes slot 0's, and nothing of what it draws is kept."""
+    """A row's value, or its slot's with SLOTS; padding rows read slot 0, and their tokens are discarded."""
     place = row
     if SLOTS:
         place = tl.maximum(tl.load(slots + row), 0).to(tl.int64)
@@ -25,7 +25,7 @@ def of_slot(values, slots, row, WIDTH: tl.constexpr, COLUMN: tl.constexpr, SLOTS
 
 @triton.jit
 def best_of(peaks, row, CHUNKS: tl.constexpr, CHUNKS_P: tl.constexpr):
-    """The largest logit of a row from its chunks', any large one if there is a NaN; and those."""
+    """The largest logit of a row (inf if there is a NaN), the chunks' peaks, and the peaks with NaN as inf."""
     chunk = tl.arange(0, CHUNKS_P)
     peak = tl.load(peaks + row * CHUNKS + chunk, mask=chunk < CHUNKS, other=float("-inf"))
     whole = tl.where(peak != peak, float("inf"), peak)

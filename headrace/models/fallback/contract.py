@@ -1,8 +1,7 @@
 """The contract between a foreign model and headrace's attention.
 
-A foreign layer's inner attention is an AttentionSpec and two layouts: how the library hands over q, k and v, and how it
-wants the result. Everything else of the layer (norms, projections, rotary embedding, MLP) is the library's. What a library
-needs beyond this is an adapter: transformers in ``transformers.py``.
+A foreign layer's inner attention is an AttentionSpec and two layouts: that of q, k and v, and that of the result. Everything
+else of the layer (norms, projections, rotary embedding, MLP) is the library's. Adapters: ``transformers.py``, ``megatron.py``.
 """
 
 from __future__ import annotations
@@ -12,17 +11,18 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from headrace.attention.backend import AttentionInputs
 from headrace.attention.context import ForwardContext
 from headrace.cache.planes import write
-from headrace.models.fallback.layout import Layout
-from headrace.spec import AttentionSpec
+from headrace.model_spec import AttentionSpec
+from headrace.models.fallback.layout import AxisLayout
+from headrace.models.interface import ModelInputs
 
 
 class ContextCell:
-    """The step that a foreign model is computing.
+    """Holds the forward context of the step that a foreign model computes.
 
-    Its modules cannot be handed the forward context, their signatures being what they are: each of them holds the cell of
-    the model that it belongs to.
+    The signatures of its modules have no argument for it, so each attention layer holds the cell of its model.
     """
 
     def __init__(self) -> None:
@@ -30,10 +30,10 @@ class ContextCell:
 
     @contextlib.contextmanager
     def holding(self, context: ForwardContext) -> Iterator[None]:
-        """The context is there inside, and gone afterwards, whatever happens.
+        """Sets the context inside the block, and clears it afterwards, also on an exception.
 
         Raises:
-            ValueError: the model is in the middle of a step already.
+            ValueError: the model is already computing a step.
         """
         if self._context is not None:
             raise ValueError("the model is computing a step already: its context cell holds one step at a time")
@@ -44,7 +44,7 @@ class ContextCell:
             self._context = None
 
     def context(self, where: str) -> ForwardContext:
-        """Raises ValueError outside a step. ``where``: who asks, for the error."""
+        """Returns the context. Raises ValueError outside a step. ``where``: the caller, for the error."""
         if self._context is None:
             raise ValueError(f"{where}: attention was called outside a step: the forward context is missing")
         return self._context
@@ -56,16 +56,16 @@ class ForeignLayer:
     q and k come rotated, so the spec says ``rotary_dim=0``; the scale is the spec's and never changes.
 
     Args:
-        spec: the layer's geometry, heads counted for this process alone where the library shares them among several.
-        cell: of the model that the layer belongs to.
-        given: the layout of q, k and v.
-        wanted: the layout of the result.
+        spec: the layer's geometry, with the heads of this process alone under tensor parallelism.
+        cell: the cell of the layer's model.
+        input_layout: of q, k and v.
+        output_layout: of the result.
 
     Raises:
         ValueError: the spec would rotate q and k a second time.
     """
 
-    def __init__(self, spec: AttentionSpec, cell: ContextCell, given: Layout, wanted: Layout) -> None:
+    def __init__(self, spec: AttentionSpec, cell: ContextCell, input_layout: AxisLayout, output_layout: AxisLayout) -> None:
         if spec.rotary_dim:
             raise ValueError(
                 f"layer {spec.layer}: rotary_dim is {spec.rotary_dim}, but a foreign model has rotated q and k already: "
@@ -73,8 +73,8 @@ class ForeignLayer:
             )
         self.spec = spec
         self._cell = cell
-        self._given = given
-        self._wanted = wanted
+        self._input_layout = input_layout
+        self._output_layout = output_layout
         self._where = f"layer {spec.layer}"
 
     def __call__(
@@ -84,19 +84,19 @@ class ForeignLayer:
         v: torch.Tensor | None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention over the step's packed tokens and what the cache holds of their sequences.
+        """Computes attention over the step's packed tokens and the cached KV of their sequences.
 
         Args:
-            q: num_heads heads of width head_dim, in the layout ``given``.
-            k: num_kv_heads heads of width head_dim; it may be None, as v, where the layer reads another's KV.
+            q: num_heads heads of width head_dim, in ``input_layout``.
+            k: num_kv_heads heads of width head_dim; None, as v may be, if the layer reads another layer's KV.
             v: num_kv_heads heads of width v_head_dim.
             sinks: ``[num_heads]`` logits, for layers that have them.
 
         Returns:
-            num_heads heads of width v_head_dim, in the layout ``wanted``.
+            num_heads heads of width v_head_dim, in ``output_layout``.
 
         Raises:
-            ValueError: an argument is missing, or of a shape that is not the spec's; or there is no step.
+            ValueError: an argument is missing or its shape is not the spec's, or there is no step.
         """
         spec = self.spec
         context = self._cell.context(self._where)
@@ -112,15 +112,16 @@ class ForeignLayer:
             if sinks.numel() != spec.num_heads:
                 raise ValueError(f"{self._where}: sinks has the shape {list(sinks.shape)}, not [{spec.num_heads}]")
             sinks = sinks.flatten().float()
-        out = context.backends[spec.layer].run(packed_q, cache, sinks)
-        return self._wanted.unpack(out.view(-1, spec.num_heads, spec.v_head_dim))
+        inputs = AttentionInputs(packed_q, cache, sinks, context.step.visible_ends)
+        out = context.backends[spec.layer].run(inputs)
+        return self._output_layout.unpack(out.view(-1, spec.num_heads, spec.v_head_dim))
 
     def _packed(
         self, argument: str, tensor: torch.Tensor | None, heads: int, width: int, tokens: int | None = None
     ) -> torch.Tensor:
         if tensor is None:
             raise ValueError(f"{self._where}: {argument} is missing")
-        packed = self._given.pack(tensor, argument, self._where)
+        packed = self._input_layout.pack(tensor, argument, self._where)
         expected = (len(packed) if tokens is None else tokens, heads, width)
         if packed.shape != expected:
             raise ValueError(
@@ -130,50 +131,71 @@ class ForeignLayer:
         return packed
 
 
-def layer_ids(numbers: Sequence[int]) -> list[int]:
-    """The layers 0 to N - 1 in the order of a library's own numbers, whatever they start from.
-
-    Args:
-        numbers: the library's number of each layer, in the order in which the layers run.
-
-    Returns:
-        ``0 .. N - 1``: position i is what the layer with ``numbers[i]`` is called here, and its place in the cache.
+def check_layer_numbers(numbers: Sequence[int]) -> None:
+    """Checks that a library's own layer numbers, in the order in which the layers run, are consecutive from any base.
 
     Raises:
-        ValueError: there are no layers; or the numbers are not consecutive and ascending: one is missing, twice there, or
-            the layers do not run in their order.
+        ValueError: there are no layers; a number is missing or repeated, or the layers do not run in their order.
     """
     if not numbers:
         raise ValueError("the model has no layer with an attention to replace")
-    first = numbers[0]
     for index, number in enumerate(numbers):
-        if number != first + index:
+        if number != numbers[0] + index:
             raise ValueError(
                 f"layer numbers must be consecutive in the order in which the layers run: place {index} has number {number}, "
-                f"not {first + index}; all of them are {list(numbers)}"
+                f"not {numbers[0] + index}; all of them are {list(numbers)}"
             )
-    return list(range(len(numbers)))
 
 
-def check_layers(specs: Sequence[AttentionSpec], num_caches: int) -> None:
-    """Every layer has a cache entry of its own: ids are 0 to N - 1, each once, in order.
+def check_inputs(inputs: ModelInputs) -> None:
+    """Refuses inputs that only native decoders take.
 
     Raises:
-        ValueError: they are not, or there are more or fewer cache entries than layers.
+        ValueError: names the input.
     """
-    ids = [spec.layer for spec in specs]
-    if ids != list(range(len(specs))):
-        raise ValueError(f"layer ids must be 0 to {len(specs) - 1}, each once and in order, not {ids}")
-    if num_caches != len(specs):
-        raise ValueError(f"{len(specs)} layers have {num_caches} entries in the cache: there must be one each")
+    for name in ("rope_positions", "extras"):
+        if getattr(inputs, name) is not None:
+            raise ValueError(f"{name}: the layers are another library's, and take token ids or inputs_embeds, and positions")
+
+
+def dense_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    spec: AttentionSpec,
+    sinks: torch.Tensor | None = None,
+    window: int | None = None,
+) -> torch.Tensor:
+    """Computes causal attention over one whole sequence by the formula, as a reference.
+
+    Args:
+        q, k, v: ``[T, heads, width]`` each.
+        sinks: ``[num_heads]`` logits of keys that have no value.
+
+    Returns:
+        ``[T, num_heads, v_head_dim]`` float32.
+    """
+    q, k, v = (x.transpose(0, 1).float() for x in (q, k, v))
+    k, v = (x.repeat_interleave(spec.group_size, dim=0) for x in (k, v))
+    logits = spec.scale * q @ k.transpose(1, 2)
+    if spec.soft_cap is not None:
+        logits = spec.soft_cap * torch.tanh(logits / spec.soft_cap)
+    places = torch.arange(q.shape[1], device=q.device)
+    hidden = places[None] > places[:, None]
+    if window is not None:
+        hidden |= places[None] <= places[:, None] - window
+    logits = logits.masked_fill(hidden, -torch.inf)
+    if sinks is not None:
+        logits = torch.cat((logits, sinks.float().view(-1, 1, 1).expand(-1, q.shape[1], 1)), dim=-1)
+    return (logits.softmax(-1)[..., : q.shape[1]] @ v).transpose(0, 1)
 
 
 def finished_logits(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Logits as the sampler takes them: float32, and -inf where the vocabulary was padded.
+    """Converts logits for the sampler: float32, -inf in padded columns of the vocabulary.
 
     Args:
         logits: ``[N, width]``
-        vocab_size: tokens that there are; columns beyond it are padding.
+        vocab_size: number of tokens; further columns are padding.
 
     Raises:
         ValueError: there are fewer columns than tokens.

@@ -1,6 +1,6 @@
-"""Matrices that are multiplied by the same tensor, as one: query, key and value; gate and up.
+"""Fuses matrices that are multiplied by the same tensor: query, key and value; gate and up.
 
-Which ones they are was seen when the model ran, not guessed from names. Each module stays in its place with its name; its
+The trace shows which ones, not their names. Each module keeps its place and name; its
 weight becomes rows of a larger one, so loading, updating and exporting go on as before.
 """
 
@@ -80,7 +80,7 @@ class FusedPart(nn.Linear):
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
         self.product = product
         self.index = index
-        """Of the part in the product."""
+        """Index of the part in the product."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return self.product.part(self.index, input)

@@ -1,4 +1,4 @@
-"""Layouts of q, k and v in foreign libraries, and the packed tokens that headrace's attention takes."""
+"""Converts between the layouts of q, k and v in foreign libraries and the packed tokens of headrace's attention."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import torch
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
-    """Where a library keeps the axes of q, k and v. The batch axis, if there is one, has size 1: tokens are packed."""
+class AxisLayout:
+    """The order of axes in a library's q, k and v. A batch axis has size 1, since tokens are packed."""
 
     name: str
     axes: str
-    """Of a tensor, in order: b(atch), s(equence), h(eads), d (a head's width)."""
+    """One letter an axis: b(atch), s(equence), h(eads), d (a head's width)."""
 
     def pack(self, tensor: torch.Tensor, argument: str, where: str) -> torch.Tensor:
         """A view ``[T, heads, width]``.
 
         Args:
             argument: the tensor's name, for errors.
-            where: whose argument it is, for errors.
+            where: the layer, for errors.
 
         Raises:
             ValueError: the rank is not the layout's, or the batch is not 1.
@@ -46,9 +46,7 @@ class Layout:
         return tensor if batch < 0 else tensor.unsqueeze(batch)
 
 
-TRANSFORMERS = Layout("transformers", "bhsd")
-TRANSFORMERS_OUT = Layout("transformers", "bshd")
-"""What an attention function of transformers returns, which is not what it is given."""
-MEGATRON = Layout("Megatron", "sbhd")
-FLEET = Layout("PaddleFleet", "bshd")
-PACKED = Layout("packed", "shd")
+TRANSFORMERS = AxisLayout("transformers", "bhsd")
+TRANSFORMERS_OUT = AxisLayout("transformers", "bshd")
+"""The result of transformers' attention functions, whose layout differs from the input's."""
+MEGATRON = AxisLayout("Megatron", "sbhd")

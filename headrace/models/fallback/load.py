@@ -1,4 +1,4 @@
-"""Describing and loading a model of transformers: what it is from its configuration alone, then its weights."""
+"""Describes a model of transformers from its configuration, and loads its weights."""
 
 from __future__ import annotations
 
@@ -19,24 +19,25 @@ from transformers.utils.import_utils import is_accelerate_available
 
 from headrace.config import Decision, EngineArgs, EngineConfig
 from headrace.errors import ConfigError, MissingPackageError
+from headrace.model_spec import ForeignSpec
+from headrace.models.capture import one_line
+from headrace.models.fallback.config_check import check_config, recorded_reads
 from headrace.models.fallback.fuse import fuse_linears
-from headrace.models.fallback.inner import call_interface
-from headrace.models.fallback.lift import lift
-from headrace.models.fallback.observe import TOKENS, WITH_MASKS, Observation, forget_padding, observe, set_implementation
-from headrace.models.fallback.refusal import Broken, Refusal
-from headrace.models.fallback.rotary import Lengths, fix_frequencies, lengths_of
+from headrace.models.fallback.kernel_substitution import substitute_kernels
+from headrace.models.fallback.legacy_attention import patch_attention
+from headrace.models.fallback.refusal import Broken, Refusal, listed, refusals_as_errors
+from headrace.models.fallback.rotary import context_limit, fix_frequencies
+from headrace.models.fallback.trace import TOKENS, WITH_MASKS, Trace, forget_padding, set_implementation, trace
 from headrace.models.fallback.transformers import ATTENTION, TransformersModel
-from headrace.models.fallback.unread import refuse_unread
 from headrace.models.fallback.verify import verify
-from headrace.models.fallback.waits import waits_for_device
-from headrace.models.registry import in_transformers_words
+from headrace.models.registry import to_transformers_fields
 from headrace.sources.files import ModelFiles
-from headrace.spec import ForeignSpec
 from headrace.weights.checkpoint import DUMMY_STD
-from headrace.weights.report import LoadReport, WeightMemory
+from headrace.weights.load import Progress
+from headrace.weights.report import LoadReport, unquantized_report
 
 _CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx", "seq_length")
-"""Where configurations say how long a context may be."""
+"""Fields of configurations with the context length."""
 _OWN = "eager"
 """The attention implementation that every model of transformers has."""
 _FEW = 13
@@ -46,113 +47,95 @@ _INSTALL = "pip install 'accelerate>=1.2'"
 
 @dataclasses.dataclass(frozen=True)
 class Described:
-    """A model of transformers that was looked at without its weights."""
+    """A model of transformers that was traced without its weights."""
 
+    config: PretrainedConfig
+    """With the fields that transformers' module reads."""
     spec: ForeignSpec
-    seen: Observation
-    lengths: Lengths
+    trace: Trace
     trusted: bool
     decisions: tuple[Decision, ...]
 
+    def load(self, files: ModelFiles, config: EngineConfig, progress: Progress) -> tuple[TransformersModel, LoadReport]:
+        """Loads the weights onto the device and verifies the model with them.
 
-def describe(config: PretrainedConfig, args: EngineArgs) -> Described:
-    """What the model is, from its configuration.
+        Raises:
+            ConfigError: weights are missing or do not fit, or tokens interact outside of attention.
+            ImportError: a required library is missing; says how to install it.
+        """
+        start = time.perf_counter()
+        dtype, device = getattr(torch, config.dtype), torch.device(config.device)
+        notes: tuple[Decision, ...] = ()
+        if files.kind == "dummy":
+            foreign = _random(self.config, self.trusted, dtype, device, config.args.seed)
+        else:
+            foreign, notes = _read(self.config, files, self.trusted, dtype, device)
+        foreign.train(False)
+        foreign.requires_grad_(False)
+        fix_frequencies(foreign)
+        fused = fuse_linears(foreign, self.trace.shared_inputs)
+        model = TransformersModel(self.spec, foreign, self.trace)
+        with refusals_as_errors(self.spec.architecture):
+            not_compared = verify(model, config.scheduler.max_model_len)
+        forget_padding(foreign)
+        substitutions = substitute_kernels(model)
+        decisions = (
+            *notes,
+            *not_compared,
+            Decision("fused matrices", str(fused), "those of one input are multiplied as one"),
+            Decision("our kernels for", substitutions, "on a probe input they compute what the model's own modules compute"),
+        )
+        nbytes = sum(file.stat().st_size for file in files.weight_files)
+        progress(nbytes, nbytes)
+        return model, unquantized_report(foreign, config.dtype, time.perf_counter() - start, nbytes, decisions)
+
+
+def describe(config: PretrainedConfig, args: EngineArgs, why: str) -> Described:
+    """Describes a model from its configuration.
+
+    Args:
+        why: the reason for this implementation.
 
     Raises:
         ConfigError: transformers has no such model, or it cannot run on headrace's attention; names the layer and the
             reason.
     """
     name = _name(config)
-    config = in_transformers_words(config)
+    config = to_transformers_fields(config)
     if getattr(config, "quantization_config", None):
         raise ConfigError(f"{name}: a checkpoint with quantization_config is not run through transformers", "model_impl")
-    try:
-        model, seen = _look_at(config, args.trust_remote_code)
-    except Refusal as refusal:
-        raise refusal.as_error(name) from refusal
-    refuse_unread(config, model, seen)
-    lengths = lengths_of(model, _context(config, model, args), args.max_model_len)
+    with recorded_reads(config) as (recorded, reads), refusals_as_errors(name):
+        model, traced = _traced(recorded, args.trust_remote_code)
+    check_config(config, reads, model, traced)
+    longest, limits = context_limit(model, _context(config, model, args), args.max_model_len)
+    decisions = (Decision("model_impl", "transformers", why), *limits)
     text = config.get_text_config()
     spec = ForeignSpec(
         architecture=type(model).__name__,
-        vocab_size=seen.vocab_size,
-        hidden_size=seen.hidden_size,
-        layers=tuple(call.spec for call in seen.calls),
-        max_position=lengths.longest,
+        vocab_size=traced.vocab_size,
+        hidden_size=traced.hidden_size,
+        layers=tuple(call.spec for call in traced.calls),
+        max_position=longest,
         dtype=str(getattr(config, "dtype", None) or getattr(text, "dtype", None) or "float32").removeprefix("torch."),
-        num_tokens=min(getattr(text, "vocab_size", None) or seen.vocab_size, seen.vocab_size),
+        num_tokens=min(getattr(text, "vocab_size", None) or traced.vocab_size, traced.vocab_size),
         num_weights=sum(parameter.numel() for parameter in model.parameters()),
-        host_reads=seen.host_reads,
     )
-    return Described(spec, seen, lengths, args.trust_remote_code, lengths.decisions)
+    return Described(config, spec, traced, args.trust_remote_code, decisions)
 
 
-def load(described: Described, files: ModelFiles, config: EngineConfig) -> tuple[TransformersModel, LoadReport]:
-    """The model with its weights on its device, looked at once more now that there are values to look at.
-
-    Raises:
-        ConfigError: weights are missing or do not fit, or the model mixes tokens in other ways than by attention.
-        ImportError: a library that this takes is not there; says how to install it.
-    """
-    start = time.perf_counter()
-    files = _translated(files)
-    dtype, device = getattr(torch, config.dtype), torch.device(config.device)
-    spec = described.spec
-    notes: tuple[Decision, ...] = ()
-    if files.kind == "dummy":
-        foreign = _random(files.config, described.trusted, dtype, device, config.args.seed)
-    else:
-        foreign, notes = _read(files, described.trusted, dtype, device)
-    foreign.train(False)
-    foreign.requires_grad_(False)
-    fix_frequencies(foreign)
-    fused = fuse_linears(foreign, described.seen.shared_inputs)
-    model = TransformersModel(spec, foreign, described.seen)
-    try:
-        unseen = verify(model, config.scheduler.max_model_len)
-        forget_padding(foreign)
-        waits = waits_for_device(model)
-        lifted = lift(model)
-    except Refusal as refusal:
-        raise refusal.as_error(spec.architecture) from refusal
-    stored = sum(file.stat().st_size for file in files.weight_files)
-    names = [name for name, _ in foreign.named_parameters()]
-    held = sum(parameter.nbytes for parameter in foreign.parameters())
-    report = LoadReport(
-        seconds=time.perf_counter() - start,
-        nbytes_read=stored,
-        num_tensors=len(names),
-        quantization="none",
-        memory=(WeightMemory("weights", held, config.dtype),),
-        errors=(),
-        decisions=(
-            *notes,
-            *unseen,
-            Decision("fused matrices", str(fused), "those of one input are multiplied as one"),
-            Decision("our kernels for", str(lifted), "on random values they compute what the model's own modules compute"),
-        ),
-        waits=waits,
-    )
-    return model, report
-
-
-def _translated(files: ModelFiles) -> ModelFiles:
-    return dataclasses.replace(files, config=in_transformers_words(files.config))
-
-
-def _look_at(config: PretrainedConfig, trusted: bool) -> tuple[PreTrainedModel, Observation]:
-    """The model without its weights, and what was seen of it. Raises Refusal."""
+def _traced(config: PretrainedConfig, trusted: bool) -> tuple[PreTrainedModel, Trace]:
+    """Builds the model without its weights and traces it. Raises Refusal."""
     model = _skeleton(config, trusted, dtype=torch.bfloat16)
     with contextlib.suppress(Broken):
-        return model, observe(model)
-    # Modules there are that compute in float32 alone, and tables of positions that end before so many tokens.
+        return model, trace(model)
+    # Some modules compute in float32 only, and some position tables are shorter than the usual pass.
     tokens = min(TOKENS, _said_context(config, model) or TOKENS)
     model = _skeleton(config, trusted, dtype=torch.float32)
     try:
-        return model, observe(model, tokens)
+        return model, trace(model, tokens)
     except Broken as broken:
-        # It is not served with padding, nor for so few tokens; but with them it may show a better reason not to run.
-        observe(_skeleton(config, trusted, dtype=torch.float32), min(tokens, _FEW), padding=True)
+        # It is not served with padding or for so few tokens, but a pass with both may show a better reason to refuse it.
+        trace(_skeleton(config, trusted, dtype=torch.float32), min(tokens, _FEW), padding=True)
         raise broken
 
 
@@ -161,7 +144,7 @@ def _name(config: PretrainedConfig) -> str:
 
 
 def _auto_class(config: PretrainedConfig, trusted: bool) -> Any:
-    """What builds the model: transformers' class for causal language models, or the class that the config names."""
+    """Returns the class that builds the model: transformers' auto class, or the one that the config names."""
     if type(config) in AutoModelForCausalLM._model_mapping:
         return AutoModelForCausalLM
     if getattr(config, "auto_map", None):
@@ -190,14 +173,14 @@ def _build(config: PretrainedConfig, trusted: bool, implementation: str, dtype: 
 
 
 def _with_attention(implementation: str, build: Callable[[str], PreTrainedModel]) -> PreTrainedModel:
-    """What ``build`` makes of the name of an attention implementation of ours, calling that one."""
+    """Builds a model that calls one of our attention implementations."""
     try:
         model = build(implementation)
     except KeyError:
         # It has a class for each that it knows. The plain one may call the interface when it is shown how.
         model = build(_OWN)
         set_implementation(model, implementation)
-    call_interface(model)
+    patch_attention(model)
     return model
 
 
@@ -216,11 +199,11 @@ def _skeleton(config: PretrainedConfig, trusted: bool, dtype: torch.dtype) -> Pr
     except ConfigError:
         raise
     except Exception as error:
-        raise Refusal(f"transformers cannot build it: {type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
+        raise Refusal(f"transformers cannot build it: {one_line(error)}") from error
 
 
 def _said_context(config: PretrainedConfig, model: PreTrainedModel) -> int | None:
-    """Tokens, as the configuration says; None: it does not."""
+    """Returns the context length that the configuration gives, or None."""
     text = config.get_text_config()
     for name in _CONTEXT:
         value = getattr(text, name, None)
@@ -239,13 +222,13 @@ def _context(config: PretrainedConfig, model: PreTrainedModel, args: EngineArgs)
 
 
 def _reserved(model: PreTrainedModel, context: int) -> int:
-    """Places of a table of positions that lie before a sequence's first."""
+    """Returns the number of reserved rows at the start of the position table."""
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding) and module.num_embeddings == context]
     return max((table.padding_idx + 1 for table in tables if table.padding_idx is not None), default=0)
 
 
 def _random(config: PretrainedConfig, trusted: bool, dtype: torch.dtype, device: torch.device, seed: int) -> PreTrainedModel:
-    """Random weights, as transformers initialises a model, made where they will be used."""
+    """Initialises random weights on the device, as transformers does."""
     with torch.device("meta"):
         model = _build(config, trusted, ATTENTION, dtype)
     model.to_empty(device=device)
@@ -265,22 +248,27 @@ def _random(config: PretrainedConfig, trusted: bool, dtype: torch.dtype, device:
 
 
 def own_model(files: ModelFiles, trusted: bool, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """The model as transformers has it, with its own attention, to compare with.
+    """Loads the model with transformers' own attention, as a reference.
 
     Raises: as ``load``.
     """
-    model, _ = _read(_translated(files), trusted, dtype, device, _OWN)
+    model, _ = _read(to_transformers_fields(files.config), files, trusted, dtype, device, _OWN)
     model.train(False)
     return model
 
 
 def _read(
-    files: ModelFiles, trusted: bool, dtype: torch.dtype, device: torch.device, attention: str = ATTENTION
+    config: PretrainedConfig,
+    files: ModelFiles,
+    trusted: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+    attention: str = ATTENTION,
 ) -> tuple[PreTrainedModel, tuple[Decision, ...]]:
-    """Weights from files, straight to the device."""
+    """Reads weights from files, directly to the device."""
     if device.type != "cpu" and not is_accelerate_available():
         raise MissingPackageError(f"loading a model of transformers onto {device} takes accelerate: {_INSTALL}")
-    factory = _auto_class(files.config, trusted)
+    factory = _auto_class(config, trusted)
     options: dict[str, Any] = {"trust_remote_code": trusted} if factory is AutoModelForCausalLM else {}
     if device.type != "cpu":
         options["device_map"] = {"": device}
@@ -290,7 +278,7 @@ def _read(
         model: PreTrainedModel
         model, info = factory.from_pretrained(
             files.directory,
-            config=copy.deepcopy(files.config),
+            config=copy.deepcopy(config),
             dtype=dtype,
             attn_implementation=name,
             use_safetensors=True,
@@ -308,7 +296,7 @@ def _read(
 
 @contextmanager
 def _without_bars() -> Iterator[None]:
-    """Start-ups have their own way to tell how far they are."""
+    """Disables transformers' progress bars, since the start-up reports its own progress."""
     logging: Any = transformers.logging
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
@@ -320,19 +308,13 @@ def _without_bars() -> Iterator[None]:
 
 
 def _judge(info: Mapping[str, Any]) -> tuple[Decision, ...]:
-    """What transformers says about a load. Raises ConfigError where weights are left at random values."""
+    """Converts transformers' loading report. Raises ConfigError where weights are left at random values."""
     missing, wrong = sorted(info.get("missing_keys", ())), list(info.get("mismatched_keys", ()))
     if missing:
-        raise ConfigError(f"the checkpoint lacks {_listed(missing)}", "model")
+        raise ConfigError(f"the checkpoint lacks {listed(missing)}", "model")
     if wrong or info.get("error_msgs"):
-        raise ConfigError(
-            f"weights do not fit the model: {_listed([str(one) for one in wrong or info['error_msgs']])}", "model"
-        )
+        raise ConfigError(f"weights do not fit the model: {listed([str(one) for one in wrong or info['error_msgs']])}", "model")
     unexpected = sorted(info.get("unexpected_keys", ()))
     if not unexpected:
         return ()
-    return (Decision("weights left out", str(len(unexpected)), f"transformers' model has no place for {_listed(unexpected)}"),)
-
-
-def _listed(names: list[str], most: int = 5) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+    return (Decision("weights left out", str(len(unexpected)), f"transformers' model has no place for {listed(unexpected)}"),)

@@ -1,45 +1,46 @@
 """Models of Megatron-core on headrace's attention.
 
-The modules stay the trainer's. For the length of a step, and no longer, ``core_attention`` of each layer is ours and every
-module is in eval mode; between steps the model is as its owner left it, also after an exception. No weight is copied: what
-an optimiser writes, the next step reads.
+The modules stay the trainer's. Only during a step, each layer's ``core_attention`` is replaced and every module is in eval
+mode; afterwards, also on an exception, the model is restored. No weight is copied: the next step reads what an optimiser
+writes.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from headrace.attention.context import ForwardContext
-from headrace.models.fallback import weights
-from headrace.models.fallback.contract import ContextCell, ForeignLayer, check_layers, finished_logits
+from headrace.model_spec import AttentionSpec
+from headrace.models.fallback.contract import ForeignLayer
+from headrace.models.fallback.foreign_model import ForeignModel
 from headrace.models.fallback.layout import MEGATRON
 from headrace.models.fallback.megatron_describe import MegatronDescription, MegatronLayer
 from headrace.models.fallback.megatron_rotary import StepRotary
-from headrace.weights.names import NameTable
-from headrace.weights.update import Named, WeightUpdate
+from headrace.models.interface import ModelInputs
+
+Replacement = tuple[Any, str, nn.Module]
+"""(module, attribute, replacement of its submodule)"""
 
 
 class CoreAttention(nn.Module):
-    """In place of a layer's ``core_attention``.
+    """Replaces a layer's ``core_attention``.
 
     Args:
         layer: our attention of it.
-        turn: told of each call, before it is computed.
-        original: the module that this stands in for, which keeps its parameters; only its sinks are read.
+        turn: checks the order of calls.
+        original: the replaced module; only its sinks are read.
     """
 
     def __init__(self, layer: ForeignLayer, turn: Turn, original: nn.Module) -> None:
         super().__init__()
         self._layer = layer
         self._turn = turn
-        # Not registered: it is the trainer's.
-        self._original = (original,)
-        self._zeros: torch.Tensor | None = None
+        self._sinks = Sinks(layer.spec, original)
 
     def forward(
         self,
@@ -57,27 +58,41 @@ class CoreAttention(nn.Module):
         index = self._layer.spec.layer
         self._turn.take(index)
         arguments.pop("attn_mask_type", None)
-        asked = sorted(name for name, given in arguments.items() if given is not None)
+        unsupported = sorted(name for name, given in arguments.items() if given is not None)
         if attention_mask is not None:
-            asked.append("attention_mask")
-        if asked:
-            raise ValueError(f"layer {index}: {', '.join(asked)} cannot be given: tokens see those before them")
-        return self._layer(query, key, value, self._sinks(query)).flatten(2)
+            unsupported.append("attention_mask")
+        if unsupported:
+            raise ValueError(f"layer {index}: {', '.join(unsupported)} cannot be given: tokens see those before them")
+        return self._layer(query, key, value, self._sinks(query.device)).flatten(2)
 
-    def _sinks(self, query: torch.Tensor) -> torch.Tensor | None:
-        if not self._layer.spec.sinks:
+
+class Sinks:
+    """Reads the sinks of a layer from its ``core_attention``, in each step.
+
+    Args:
+        original: the layer's ``core_attention``. It stays the trainer's.
+    """
+
+    def __init__(self, spec: AttentionSpec, original: nn.Module) -> None:
+        self._spec = spec
+        self._original = original
+        self._zeros: torch.Tensor | None = None
+
+    def __call__(self, device: torch.device) -> torch.Tensor | None:
+        """``[num_heads]`` logits; None: the layer has none."""
+        if not self._spec.sinks:
             return None
-        learned: torch.Tensor | None = getattr(self._original[0], "softmax_offset", None)
+        learned: torch.Tensor | None = getattr(self._original, "softmax_offset", None)
         if learned is not None:
             return learned
         # "off-by-one": one more term in the denominator, which is exp(0).
         if self._zeros is None:
-            self._zeros = torch.zeros(self._layer.spec.num_heads, dtype=torch.float32, device=query.device)
+            self._zeros = torch.zeros(self._spec.num_heads, dtype=torch.float32, device=device)
         return self._zeros
 
 
 class Turn:
-    """Whose turn it is: layers attend in their order, each once a step."""
+    """Checks that layers attend in their order, each once a step."""
 
     def __init__(self, num_layers: int) -> None:
         self._num_layers = num_layers
@@ -97,114 +112,56 @@ class Turn:
         self._next += 1
 
 
-class MegatronModel(nn.Module):
-    """What the runner needs of a model, of a Megatron-core ``GPTModel``.
+class MegatronModel(ForeignModel):
+    """A Megatron-core ``GPTModel``.
 
     Args:
         described: the model and what it is. The model is not registered here as a part: it is its owner's.
     """
 
     def __init__(self, described: MegatronDescription) -> None:
-        super().__init__()
-        self.spec = described.spec
-        self._described = (described,)
+        super().__init__(described.spec, getattr(torch, described.spec.dtype))
+        self.__dict__.update(described=described, foreign=described.model)
         self._rotary = described.rotary
-        self._cell = ContextCell()
         self._turn = Turn(len(described.layers))
-        self._replacements = [
-            replacement for layer in described.layers for replacement in _replacements(layer, self._cell, self._turn)
-        ]
-        self._layer_rotaries = [ours for _, _, ours in self._replacements if isinstance(ours, StepRotary)]
+        self._layer_rotaries = {
+            layer.rotary.key: StepRotary(layer.rotary) for layer in described.layers if layer.rotary is not None
+        }
+        """Rotary modules of layers that compute angles themselves; layers with equal angles share one."""
+        self._replacements = [entry for layer in described.layers for entry in self._replacements_of(layer)]
         self._modules_of_foreign = list(described.model.modules())
-        self._checked = False
 
-    @property
-    def described(self) -> MegatronDescription:
-        return self._described[0]
+    described: MegatronDescription
 
-    @property
-    def foreign(self) -> Any:
-        return self.described.model
-
-    @torch.inference_mode()
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
-        """One step.
-
-        Args:
-            input_ids: ``[T]`` int64.
-            positions: ``[T]`` int64, absolute.
-
-        Returns:
-            ``[T, hidden]``, after the last norm.
-
-        Raises:
-            ValueError: the caches are not the layers', or a layer did not attend in its turn.
-        """
-        if not self._checked:
-            check_layers(self.spec.layers, len(ctx.caches))
-            self._checked = True
-        if not len(input_ids):
-            dtype = next(self.foreign.parameters()).dtype
-            return torch.empty(0, self.spec.hidden_size, dtype=dtype, device=input_ids.device)
-        with self._borrowed(), self._cell.holding(ctx), self._turn.all(), self._turned(positions):
-            hidden: torch.Tensor = self.foreign.embedding(input_ids=input_ids[None], position_ids=positions[None])
+    def _run_layers(self, inputs: ModelInputs) -> torch.Tensor:
+        positions = inputs.positions
+        for stand_in in self._layer_rotaries.values():
+            stand_in.angles = stand_in.rotary.angles(positions)
+        with evaluating(self._modules_of_foreign), replaced(self._replacements), self._turn.all():
+            # Like the model's own decoder_input, inputs_embeds stand for the whole embedding, learned positions included.
+            embed = partial(self.foreign.embedding, position_ids=positions[None])
+            hidden: torch.Tensor = inputs.embedded(lambda ids: embed(input_ids=ids[None])[:, 0])
             angles = None if self._rotary is None else self._rotary.angles(positions)
-            hidden = self.foreign.decoder(hidden_states=hidden, attention_mask=None, rotary_pos_emb=angles)
+            hidden = self.foreign.decoder(hidden_states=hidden[:, None], attention_mask=None, rotary_pos_emb=angles)
         return hidden[:, 0]
 
-    @torch.inference_mode()
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``[N, hidden] -> [N, columns]`` float32, -inf in columns that pad the vocabulary."""
-        if not len(hidden):
-            return torch.empty(0, self.spec.vocab_size, dtype=torch.float32, device=hidden.device)
+    def _run_head(self, hidden: torch.Tensor) -> torch.Tensor:
         foreign = self.foreign
         shared = foreign.shared_embedding_or_output_weight() if foreign.share_embeddings_and_output_weights else None
-        logits, _ = foreign.output_layer(hidden[:, None], weight=shared, runtime_gather_output=True)
-        return finished_logits(logits[:, 0], self.spec.num_tokens)
+        logits: torch.Tensor = foreign.output_layer(hidden[:, None], weight=shared, runtime_gather_output=True)[0]
+        return logits[:, 0]
 
-    def name_table(self) -> NameTable:
-        """The library's names of the weights."""
-        return weights.name_table(self.foreign)
-
-    def weight_update(self, tensors: Named) -> WeightUpdate:
-        """New values under the library's names, for the trainer's own tensors; as ``weights.weight_update``."""
-        return weights.weight_update(self.foreign, tensors)
-
-    @contextlib.contextmanager
-    def _borrowed(self) -> Iterator[None]:
-        """The trainer's modules as a step needs them, and afterwards as they were."""
-        originals = [(owner, name, getattr(owner, name)) for owner, name, _ in self._replacements]
-        with evaluating(self._modules_of_foreign):
-            try:
-                for owner, name, ours in self._replacements:
-                    setattr(owner, name, ours)
-                yield
-            finally:
-                for owner, name, original in originals:
-                    setattr(owner, name, original)
-
-    @contextlib.contextmanager
-    def _turned(self, positions: torch.Tensor) -> Iterator[None]:
-        """Layers that ask for angles themselves are given the step's."""
-        if not self._layer_rotaries:
-            yield
-            return
-        made: dict[int, torch.Tensor] = {}
-        try:
-            for module in self._layer_rotaries:
-                key = id(module.rotary)
-                if key not in made:
-                    made[key] = module.rotary.angles(positions)
-                module.angles = made[key]
-            yield
-        finally:
-            for module in self._layer_rotaries:
-                module.angles = None
+    def _replacements_of(self, layer: MegatronLayer) -> Iterator[Replacement]:
+        attention = layer.attention
+        ours = ForeignLayer(layer.spec, self.cell, MEGATRON, MEGATRON)
+        yield attention, "core_attention", CoreAttention(ours, self._turn, attention.core_attention)
+        if layer.rotary is not None:
+            yield attention, "rotary_pos_emb", self._layer_rotaries[layer.rotary.key]
 
 
 @contextlib.contextmanager
 def evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """They are in eval mode, and afterwards in the mode that each was in."""
+    """Switches modules to eval mode, and each back to its former mode afterwards."""
     training = [module for module in modules if module.training]
     try:
         for module in training:
@@ -215,10 +172,14 @@ def evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
             module.training = True
 
 
-def _replacements(layer: MegatronLayer, cell: ContextCell, turn: Turn) -> Iterator[tuple[Any, str, nn.Module]]:
-    """(module, name, what takes the place of its part of that name) for one layer."""
-    attention = layer.attention
-    ours = ForeignLayer(layer.spec, cell, MEGATRON, MEGATRON)
-    yield attention, "core_attention", CoreAttention(ours, turn, attention.core_attention)
-    if layer.rotary is not None:
-        yield attention, "rotary_pos_emb", StepRotary(layer.rotary)
+@contextlib.contextmanager
+def replaced(replacements: Sequence[Replacement]) -> Iterator[None]:
+    """Installs replacements of submodules, and restores the originals afterwards."""
+    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in replacements]
+    try:
+        for owner, name, ours in replacements:
+            setattr(owner, name, ours)
+        yield
+    finally:
+        for owner, name, original in originals:
+            setattr(owner, name, original)

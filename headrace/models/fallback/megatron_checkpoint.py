@@ -20,6 +20,8 @@ import torch
 
 from headrace.config import Decision, EngineArgs, EngineConfig
 from headrace.errors import ConfigError
+from headrace.model_spec import ForeignSpec
+from headrace.models.capture import one_line
 from headrace.models.fallback.megatron import MegatronModel
 from headrace.models.fallback.megatron_describe import (
     MegatronDescription,
@@ -27,12 +29,11 @@ from headrace.models.fallback.megatron_describe import (
     describe_megatron,
     import_megatron,
 )
-from headrace.models.fallback.refusal import Refusal
+from headrace.models.fallback.refusal import listed, refusals_as_errors
 from headrace.sources.files import ModelFiles
 from headrace.sources.megatron import COMMON, MegatronFiles, find_megatron
-from headrace.spec import ForeignSpec
 from headrace.weights.load import Progress
-from headrace.weights.report import LoadReport, WeightMemory
+from headrace.weights.report import LoadReport, unquantized_report
 
 _SAME = (
     *("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "kv_channels", "softmax_scale", "softmax_type"),
@@ -45,8 +46,8 @@ _SAME = (
     *("moe_router_score_function", "moe_router_dtype", "moe_router_enable_expert_bias", "moe_apply_probs_on_input"),
     *("moe_latent_size", "experimental_attention_variant", "moe_expert_capacity_factor", "moe_router_force_load_balancing"),
 )
-"""Arguments that say what is computed, and fields of Megatron's config of the same name. How it was trained stays behind."""
-_SAME_LATENT = (
+"""Arguments that define the computation, which Megatron's config has under the same names. Training options are left out."""
+_SAME_MLA = (
     *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rope_type", "rotary_base"),
     *("rotary_percent", "rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale"),
     "mscale_all_dim",
@@ -76,21 +77,12 @@ class StoredMegatron:
             _fill(model, self.checkpoint)
         progress(total, total)
         described = _described(model, self.arguments)
-        parameters = list(model.parameters())
-        report = LoadReport(
-            seconds=time.perf_counter() - start,
-            nbytes_read=total,
-            num_tensors=len(parameters),
-            quantization="none",
-            memory=(WeightMemory("weights", sum(parameter.nbytes for parameter in parameters), config.dtype),),
-            errors=(),
-            decisions=(),
-        )
+        report = unquantized_report(model, config.dtype, time.perf_counter() - start, total)
         return MegatronModel(described), report
 
 
 def stored_megatron(args: EngineArgs, files: ModelFiles, why: str) -> StoredMegatron:
-    """What a checkpoint's model is.
+    """Describes the model of a checkpoint.
 
     Raises:
         ConfigError: the checkpoint does not say what its model is, asks for objects that are not plain data, or its model
@@ -111,26 +103,18 @@ def stored_megatron(args: EngineArgs, files: ModelFiles, why: str) -> StoredMega
         model = _build(arguments, checkpoint, dtype, torch.device("cpu"))
     spec = _described(model, arguments).spec
     if args.device == "cpu" or not torch.cuda.is_available():
-        with _as_error(model):
+        with refusals_as_errors(type(model).__name__, "Megatron"):
             check_routers(model, torch.device("cpu"))
     return StoredMegatron(checkpoint, arguments, spec, (Decision("model_impl", "megatron", why),))
 
 
 def _described(model: Any, arguments: argparse.Namespace) -> MegatronDescription:
-    with _as_error(model):
+    with refusals_as_errors(type(model).__name__, "Megatron"):
         return describe_megatron(model, num_tokens=getattr(arguments, "vocab_size", None))
 
 
-@contextlib.contextmanager
-def _as_error(model: Any) -> Iterator[None]:
-    try:
-        yield
-    except Refusal as refusal:
-        raise refusal.as_error(type(model).__name__, "Megatron") from refusal
-
-
 def _read_arguments(checkpoint: MegatronFiles) -> argparse.Namespace:
-    """The arguments of the training run. Reads plain data, and those enumerations of Megatron that arguments may hold."""
+    """Reads the arguments of the training run: plain data, and the enumerations of Megatron that arguments may hold."""
     from megatron.core.safe_globals import SAFE_GLOBALS
 
     file = checkpoint.directory / COMMON
@@ -151,7 +135,7 @@ def _read_arguments(checkpoint: MegatronFiles) -> argparse.Namespace:
 
 
 def _build(arguments: argparse.Namespace, checkpoint: MegatronFiles, dtype: torch.dtype, device: torch.device) -> Any:
-    """The model without values."""
+    """Builds the model with uninitialised weights."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
@@ -177,9 +161,8 @@ def _build(arguments: argparse.Namespace, checkpoint: MegatronFiles, dtype: torc
             )
     except Exception as error:
         # Megatron checks with assertions, and asks for a GPU in the middle of things.
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise ConfigError(
-            f"Megatron cannot build the model of {checkpoint.directory} on {device}: {reason}", "model"
+            f"Megatron cannot build the model of {checkpoint.directory} on {device}: {one_line(error)}", "model"
         ) from error
     model.train(False)
     model.requires_grad_(False)
@@ -194,21 +177,21 @@ def _build(arguments: argparse.Namespace, checkpoint: MegatronFiles, dtype: torc
 def _config(arguments: argparse.Namespace, dtype: torch.dtype, cuda: bool, engine: bool) -> Any:
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-    latent = bool(getattr(arguments, "multi_latent_attention", False))
-    kind = MLATransformerConfig if latent else TransformerConfig
+    mla = bool(getattr(arguments, "multi_latent_attention", False))
+    kind = MLATransformerConfig if mla else TransformerConfig
     known = {field.name for field in dataclasses.fields(kind)}
-    names = [name for name in (*_SAME, *(_SAME_LATENT if latent else ())) if name in known and hasattr(arguments, name)]
+    names = [name for name in (*_SAME, *(_SAME_MLA if mla else ())) if name in known and hasattr(arguments, name)]
     values: dict[str, Any] = {name: getattr(arguments, name) for name in names}
-    given = vars(arguments)
-    values["layernorm_epsilon"] = given.get("norm_epsilon", 1e-5)
-    values["layernorm_zero_centered_gamma"] = given.get("apply_layernorm_1p", False)
-    values["num_moe_experts"] = given.get("num_experts")
-    if given.get("group_query_attention"):
-        values["num_query_groups"] = given["num_query_groups"]
-    values |= _activation(given)
+    options = vars(arguments)
+    values["layernorm_epsilon"] = options.get("norm_epsilon", 1e-5)
+    values["layernorm_zero_centered_gamma"] = options.get("apply_layernorm_1p", False)
+    values["num_moe_experts"] = options.get("num_experts")
+    if options.get("group_query_attention"):
+        values["num_query_groups"] = options["num_query_groups"]
+    values |= _activation(options)
     return kind(
         **values,
-        multi_latent_attention=latent,
+        multi_latent_attention=mla,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         fp16=dtype == torch.float16,
@@ -219,14 +202,14 @@ def _config(arguments: argparse.Namespace, dtype: torch.dtype, cuda: bool, engin
     )
 
 
-def _activation(given: dict[str, Any]) -> dict[str, Any]:
-    if given.get("swiglu"):
+def _activation(options: dict[str, Any]) -> dict[str, Any]:
+    if options.get("swiglu"):
         return {"activation_func": torch.nn.functional.silu, "gated_linear_unit": True}
-    if given.get("quick_geglu"):
+    if options.get("quick_geglu"):
         from megatron.core.fusions.fused_bias_geglu import quick_gelu
 
         return {"activation_func": quick_gelu, "gated_linear_unit": True}
-    if given.get("squared_relu"):
+    if options.get("squared_relu"):
         from megatron.core.activations import squared_relu
 
         return {"activation_func": squared_relu}
@@ -242,35 +225,34 @@ def _fill(model: Any, checkpoint: MegatronFiles) -> None:
 
     if os.environ.get("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "0") not in ("", "0"):
         raise ConfigError("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD is set: a checkpoint's objects would be unpickled", "model")
-    asked = {name: entry for name, entry in model.sharded_state_dict().items() if not isinstance(entry, ShardedObject)}
-    strange = [name for name, entry in asked.items() if not isinstance(entry, (ShardedTensor, ShardedTensorFactory))]
+    entries = {name: entry for name, entry in model.sharded_state_dict().items() if not isinstance(entry, ShardedObject)}
+    strange = [name for name, entry in entries.items() if not isinstance(entry, (ShardedTensor, ShardedTensorFactory))]
     if strange:
         raise ConfigError(f"{strange[0]} is kept in a way that is not read from checkpoints", "model")
-    keys = {entry.key for entry in asked.values()}
-    # What is no tensor in the index would be unpickled.
+    keys = {entry.key for entry in entries.values()}
+    # Entries that are no tensors in the index would be unpickled.
     missing = sorted(keys - checkpoint.tensors.keys())
     if missing:
-        raise ConfigError(f"{checkpoint.directory} lacks {_listed(missing)}", "model")
+        raise ConfigError(f"{checkpoint.directory} lacks {listed(missing)}", "model")
     unused = sorted(name for name in checkpoint.tensors if name.startswith(_PARTS) and name not in keys)
     if unused:
-        raise ConfigError(f"the model has no place for {_listed(unused)} of {checkpoint.directory}", "model")
+        raise ConfigError(f"the model has no place for {listed(unused)} of {checkpoint.directory}", "model")
     try:
         # Megatron reads the arguments along with the tensors.
         with torch.serialization.safe_globals(SAFE_GLOBALS):
-            loaded = dist_checkpointing.load({"model": asked}, str(checkpoint.directory), validate_access_integrity=False)
+            loaded = dist_checkpointing.load({"model": entries}, str(checkpoint.directory), validate_access_integrity=False)
     except (Exception, CheckpointException) as error:
-        # PyTorch's own is no Exception, and tells what happened on each rank: there is one.
+        # PyTorch's own error is no Exception, and has one cause for each rank; there is one rank.
         cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
-        reason = " ".join(f"{type(cause).__name__}: {cause}".split())[:300]
-        raise ConfigError(f"{checkpoint.directory} cannot be loaded: {reason}", "model") from error
+        raise ConfigError(f"{checkpoint.directory} cannot be loaded: {one_line(cause)}", "model") from error
     report = model.load_state_dict(loaded["model"], strict=False)
     left = [name for name in report.missing_keys if not name.endswith("_extra_state")]
     if left or report.unexpected_keys:
-        raise ConfigError(f"weights do not fit the model: {_listed(left or list(report.unexpected_keys))}", "model")
+        raise ConfigError(f"weights do not fit the model: {listed(left or list(report.unexpected_keys))}", "model")
 
 
 def _start_alone(device: torch.device) -> None:
-    """Process groups of this process alone, which Megatron's modules want. Those of a trainer around are taken as they are."""
+    """Initialises process groups of this process alone, which Megatron's modules need, unless a trainer has done so."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
     from torch.distributed import HashStore  # type: ignore[attr-defined]
@@ -291,7 +273,7 @@ def _start_alone(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Megatron and PyTorch warn of what is optional, and of each other's deprecations: nothing that a user could act on."""
+    """Suppresses warnings of Megatron and PyTorch about optional packages and deprecations, which users cannot act on."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -303,7 +285,3 @@ def _has_transformer_engine() -> bool:
     except ImportError:
         return False
     return True
-
-
-def _listed(names: list[str], most: int = 5) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

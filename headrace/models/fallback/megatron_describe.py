@@ -1,4 +1,4 @@
-"""What a Megatron-core model is, read off the model itself; and why it cannot run here, if it cannot."""
+"""Describes a Megatron-core model from the model itself, or refuses it with a reason."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Any
 import torch
 
 from headrace.errors import ConfigError, MissingPackageError
-from headrace.models.fallback.contract import layer_ids
-from headrace.models.fallback.megatron_ranks import Ranks
+from headrace.model_spec import AttentionSpec, ForeignSpec
+from headrace.model_spec.integers import is_integer
+from headrace.models.fallback.contract import check_layer_numbers
+from headrace.models.fallback.megatron_ranks import MegatronRanks
 from headrace.models.fallback.megatron_rotary import Rotary
 from headrace.models.fallback.refusal import Refusal
-from headrace.spec import AttentionSpec, ForeignSpec
-from headrace.spec.whole import is_whole
+from headrace.parallel.agreement import Agreement, Alone
 
 INSTALL = "pip install 'megatron-core==0.16.1'"
 _FEATURES = (
@@ -47,7 +48,7 @@ class MegatronLayer:
     attention: Any
     """Its ``SelfAttention`` or ``MLASelfAttention``."""
     rotary: Rotary | None
-    """Of a layer that asks for angles itself."""
+    """The rotary module of a layer that computes angles itself."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,10 +59,10 @@ class MegatronDescription:
     spec: ForeignSpec
     layers: tuple[MegatronLayer, ...]
     rotary: Rotary | None
-    """Of a model whose layers are handed angles."""
+    """The rotary module of a model that passes angles to its layers."""
     device: torch.device
-    ranks: Ranks
-    """The processes that have a part of every layer each."""
+    ranks: Agreement
+    """The processes that share every layer (tensor parallelism)."""
 
 
 def import_megatron() -> Any:
@@ -74,7 +75,7 @@ def import_megatron() -> Any:
 
 
 def unwrapped(model: Any) -> Any:
-    """The ``GPTModel`` in what trainers pass around: a list of one chunk, data-parallel and 16-bit wrappers.
+    """Unwraps the ``GPTModel`` from a list of one chunk and from data-parallel and 16-bit wrappers.
 
     Raises:
         Refusal: there is none, or there are several chunks.
@@ -86,16 +87,16 @@ def unwrapped(model: Any) -> Any:
         if len(model) != 1:
             raise Refusal(f"it is in {len(model)} chunks of a pipeline: only a model in one piece is run")
         (model,) = model
-    given = model
+    original = model
     while not isinstance(model, GPTModel):
         model = getattr(model, "module", None)
         if model is None:
-            raise Refusal(f"it is a {type(given).__name__}, not a GPTModel of megatron-core")
+            raise Refusal(f"it is a {type(original).__name__}, not a GPTModel of megatron-core")
     return model
 
 
 def describe_megatron(model: Any, config: Any = None, num_tokens: int | None = None) -> MegatronDescription:
-    """What a model is.
+    """Describes a model.
 
     Args:
         model: a ``GPTModel``, or a wrapper of one.
@@ -111,10 +112,10 @@ def describe_megatron(model: Any, config: Any = None, num_tokens: int | None = N
     model = unwrapped(model)
     config = _checked_config(model, config)
     for name in ("vocab_size", "max_sequence_length"):
-        _check_whole(model, name, "", least=1)
+        _check_integer(model, name, "", least=1)
     if num_tokens is None:
         num_tokens = model.vocab_size
-    if not is_whole(num_tokens, 1):
+    if not is_integer(num_tokens, 1):
         raise ConfigError(f"vocab_size is {num_tokens!r}, and must be a whole number of at least 1", "vocab_size")
     if num_tokens > model.vocab_size:
         raise ValueError(f"vocab_size is {num_tokens}, but the model has {model.vocab_size} columns of logits")
@@ -134,14 +135,15 @@ def describe_megatron(model: Any, config: Any = None, num_tokens: int | None = N
         dtype=_named(dtype),
         num_tokens=num_tokens,
         num_weights=sum(parameter.numel() for parameter in model.parameters()),
-        host_reads=tuple(_host_reads(model, config)),
+        no_graphs=_no_graphs(config),
     )
-    ranks = Ranks(model.pg_collection.tp, device)
+    group = model.pg_collection.tp
+    ranks = Alone() if torch.distributed.get_world_size(group) == 1 else MegatronRanks(group, device)
     return MegatronDescription(model, spec, layers, _shared_rotary(model, config, device), device, ranks)
 
 
 def _checked_config(model: Any, config: Any) -> Any:
-    """The model's config. Raises Refusal where it asks for something that a step cannot do."""
+    """Returns the model's config. Raises Refusal for features that a step does not support."""
     own = model.config
     if config is not None and not dataclasses.is_dataclass(config):
         raise ConfigError(f"config is a {type(config).__name__}, not the model's TransformerConfig", "config")
@@ -162,12 +164,12 @@ def _checked_config(model: Any, config: Any) -> Any:
     return own
 
 
-def _check_whole(owner: Any, name: str, path: str, least: int = 0) -> None:
+def _check_integer(owner: Any, name: str, path: str, least: int = 0) -> None:
     """Raises Refusal if the owner's attribute of that name is no whole number. ``path``: of the owner."""
     value = getattr(owner, name, None)
-    if not is_whole(value, least):
-        given = f"is {value!r}" if hasattr(owner, name) else "is missing"
-        raise Refusal(f"{name} {given}, and must be a whole number of at least {least}", path)
+    if not is_integer(value, least):
+        found = f"is {value!r}" if hasattr(owner, name) else "is missing"
+        raise Refusal(f"{name} {found}, and must be a whole number of at least {least}", path)
 
 
 def check_routers(model: Any, device: torch.device) -> None:
@@ -185,7 +187,7 @@ def check_routers(model: Any, device: torch.device) -> None:
 
 
 def asked_device() -> torch.device | None:
-    """The device that modules of Megatron take for the current one, wherever they are. None: they raise."""
+    """Returns the current device of Megatron's modules, wherever their weights are; None: they raise."""
     try:
         return torch.device(torch.cuda.current_device())
     except Exception:
@@ -194,7 +196,7 @@ def asked_device() -> torch.device | None:
 
 
 def _dtype(model: Any) -> torch.dtype:
-    """Of all products. Norms and sinks may have another, and so may routers, which say what they choose experts in.
+    """Returns the dtype of all matrix products. Norms, sinks and routers may have others.
 
     Raises:
         Refusal: a product would be of two dtypes; names the weight.
@@ -223,11 +225,11 @@ def _named(dtype: torch.dtype) -> str:
 
 
 def _layers(model: Any, device: torch.device) -> tuple[MegatronLayer, ...]:
-    """The layers that attend, in their order."""
+    """Describes the layers with attention, in order."""
     modules = list(model.decoder.layers)
     for index, module in enumerate(modules):
-        _check_whole(module, "layer_number", f"decoder.layers.{index}")
-    layer_ids([module.layer_number for module in modules])
+        _check_integer(module, "layer_number", f"decoder.layers.{index}")
+    check_layer_numbers([module.layer_number for module in modules])
     found: list[MegatronLayer] = []
     rotaries: dict[tuple[Any, ...], Rotary] = {}
     for index, module in enumerate(modules):
@@ -258,31 +260,31 @@ def _layer(
         raise Refusal(f"a {type(attention).__name__} has no core_attention to replace", path)
     if attention.attn_mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal):
         raise Refusal(f"its mask is {attention.attn_mask_type.name}: tokens must see those before them, and no others", path)
-    latent = isinstance(attention, MLASelfAttention)
+    mla = isinstance(attention, MLASelfAttention)
     rotary = None
-    if latent:
+    if mla:
         module = attention.rotary_pos_emb
-        made = Rotary(module, f"{path}.rotary_pos_emb", device)
+        candidate = Rotary(module, f"{path}.rotary_pos_emb", device)
         # Layers that turn alike share one tensor of angles in a step.
-        rotary = rotaries.setdefault(made.key, made)
-    heads, kv_heads = _heads_here(attention, latent)
+        rotary = rotaries.setdefault(candidate.key, candidate)
+    heads, kv_heads = _heads_here(attention, mla)
     spec = AttentionSpec(
         layer=index,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=attention.key_hidden_size,
         v_head_dim=attention.val_hidden_size,
-        scale=_scale(attention, latent, path),
+        scale=_scale(attention, mla, path),
         window=_window(attention, path),
         sinks=attention.config.softmax_type != "vanilla",
     )
     return MegatronLayer(spec, attention, rotary)
 
 
-def _heads_here(attention: Any, latent: bool) -> tuple[int, int]:
-    """Heads and KV heads that this process has of a layer. Latent attention hands over uncompressed keys, one a head."""
+def _heads_here(attention: Any, mla: bool) -> tuple[int, int]:
+    """Returns this process's heads and KV heads of a layer. MLA passes uncompressed keys, one for each head."""
     heads = attention.num_attention_heads_per_partition
-    if latent:
+    if mla:
         return heads, heads
     processes = attention.world_size
     if attention.config.num_query_groups < processes:
@@ -291,20 +293,20 @@ def _heads_here(attention: Any, latent: bool) -> tuple[int, int]:
     return heads, attention.num_query_groups_per_partition
 
 
-def _scale(attention: Any, latent: bool, path: str) -> float:
-    """The factor on q.k, from the layer."""
+def _scale(attention: Any, mla: bool, path: str) -> float:
+    """Returns the layer's factor on q.k."""
     config, core = attention.config, attention.core_attention
-    if latent:
+    if mla:
         return float(attention.softmax_scale)
-    given = config.softmax_scale
-    expected = float(given) if given is not None else 1.0 / math.sqrt(attention.hidden_size_per_attention_head)
+    configured = config.softmax_scale
+    expected = float(configured) if configured is not None else 1.0 / math.sqrt(attention.hidden_size_per_attention_head)
     own = getattr(core, "softmax_scale", None)
     if not isinstance(own, float):
         return expected
     # Scaling by layer divides the product by the layer's number, and multiplies the logits by it again.
     if not config.apply_query_key_layer_scaling or math.isclose(own, expected):
         return own
-    _check_whole(core, "layer_number", f"{path}.core_attention")
+    _check_integer(core, "layer_number", f"{path}.core_attention")
     return float(own * core.layer_number)
 
 
@@ -313,7 +315,7 @@ def _window(attention: Any, path: str) -> int | None:
 
     config = attention.config
     if config.window_size is not None and config.window_attn_skip_freq is not None:
-        _check_whole(attention, "layer_number", path)
+        _check_integer(attention, "layer_number", path)
     if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, attention.layer_number):
         return None
     before, after = config.window_size
@@ -324,7 +326,7 @@ def _window(attention: Any, path: str) -> int | None:
 
 
 def _shared_rotary(model: Any, config: Any, device: torch.device) -> Rotary | None:
-    """Of a model whose layers are handed angles; positions that are learned come with the embedding."""
+    """Returns the rotary module of a model that passes angles to its layers; the embedding adds learned positions."""
     kind = model.position_embedding_type
     if kind in ("none", "learned_absolute") or (kind == "rope" and config.multi_latent_attention):
         return None
@@ -333,14 +335,10 @@ def _shared_rotary(model: Any, config: Any, device: torch.device) -> Rotary | No
     raise Refusal(f"position_embedding_type {kind}: positions are not one number a token")
 
 
-def _host_reads(model: Any, config: Any) -> list[str]:
-    """Modules that wait for the device in a step."""
-    from megatron.core.transformer.moe.moe_layer import MoELayer
-
-    names = [name for name, module in model.named_modules() if isinstance(module, MoELayer)]
+def _no_graphs(config: Any) -> str:
+    """Returns why steps cannot be captured as CUDA graphs; empty: capture is tried."""
     if config.tensor_model_parallel_size > 1:
-        names.append("the exchange between processes")
-    # Recomputation saves the state of random numbers, in eval mode too.
+        return "the processes that share its layers exchange data in every step"
     if config.recompute_granularity == "selective" and set(config.recompute_modules or ()) - {"core_attn"}:
-        names.append("recompute_modules")
-    return names
+        return "recompute_modules saves the state of random numbers, in eval mode too"
+    return ""

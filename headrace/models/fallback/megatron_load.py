@@ -1,4 +1,4 @@
-"""A live Megatron-core model as an implementation for the engine: there is nothing to load, and nothing is copied."""
+"""A live Megatron-core model as an implementation: nothing is loaded or copied."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import torch
 
 from headrace.config import Decision, EngineConfig
 from headrace.errors import ConfigError
+from headrace.model_spec import ForeignSpec
 from headrace.models.fallback.megatron import MegatronModel
 from headrace.models.fallback.megatron_describe import MegatronDescription, describe_megatron
-from headrace.models.fallback.refusal import Refusal
+from headrace.models.fallback.refusal import refusals_as_errors
 from headrace.sources.files import ModelFiles
-from headrace.spec import ForeignSpec
 from headrace.weights.load import Progress
-from headrace.weights.report import LoadReport, WeightMemory
+from headrace.weights.report import LoadReport, unquantized_report
 
 
 @dataclasses.dataclass(frozen=True)
 class LiveMegatron:
-    """A model that its owner handed over."""
+    """A live model, which its trainer owns."""
 
     described: MegatronDescription
     decisions: tuple[Decision, ...]
@@ -47,33 +47,21 @@ class LiveMegatron:
                 f"torch.cuda.set_device({device.index}) first",
                 "device",
             )
-        parameters = list(self.described.model.parameters())
-        held = sum(parameter.nbytes for parameter in parameters)
         progress(0, 0)
-        report = LoadReport(
-            seconds=0.0,
-            nbytes_read=0,
-            num_tensors=len(parameters),
-            quantization="none",
-            memory=(WeightMemory("weights", held, f"{spec.dtype}, their owner's"),),
-            errors=(),
-            decisions=(),
-        )
+        report = unquantized_report(self.described.model, f"{spec.dtype}, their owner's")
         return MegatronModel(self.described), report
 
 
 def live_megatron(model: Any, config: Any = None, num_tokens: int | None = None) -> LiveMegatron:
-    """A ``GPTModel`` that its owner hands over. Arguments as of ``describe_megatron``.
+    """Describes a live ``GPTModel``. Arguments as of ``describe_megatron``.
 
     Raises:
         ConfigError: it cannot run on headrace's attention; names the layer and the reason.
         ValueError: an argument does not belong to the model, or the layers' numbers are not consecutive.
         ImportError: there is no megatron-core.
     """
-    try:
+    with refusals_as_errors(type(model).__name__, "Megatron"):
         described = describe_megatron(model, config, num_tokens)
-    except Refusal as refusal:
-        raise refusal.as_error(type(model).__name__, "Megatron") from refusal
     decisions = [Decision("model_impl", "megatron", "the model was handed over as an object")]
     if any(layer.rotary is not None for layer in described.layers):
         decisions.append(

@@ -14,11 +14,13 @@ import torch
 from torch import nn
 
 from headrace.errors import ConfigError
-from headrace.models.fallback.contract import finished_logits
-from headrace.models.fallback.megatron import evaluating
+from headrace.model_spec import AttentionSpec
+from headrace.models.capture import failing_module, one_line
+from headrace.models.fallback.contract import dense_attention, finished_logits
+from headrace.models.fallback.hooks import hooked
+from headrace.models.fallback.megatron import Sinks, evaluating, replaced
 from headrace.models.fallback.megatron_describe import MegatronDescription, asked_device
 from headrace.models.fallback.megatron_rotary import Rotary
-from headrace.spec import AttentionSpec
 
 
 class OwnForward:
@@ -39,10 +41,10 @@ class OwnForward:
         here = asked_device() == described.device
         self.eager = in_float32 or not here
         """Attention is not Megatron's own."""
-        latent = [layer.spec.layer for layer in described.layers if layer.rotary is not None]
-        if latent and not here:
+        mla = [layer.spec.layer for layer in described.layers if layer.rotary is not None]
+        if mla and not here:
             raise ConfigError(
-                f"layer {latent[0]} has multi-head latent attention, whose rotary embedding asks for a CUDA device, and the "
+                f"layer {mla[0]} has multi-head latent attention, whose rotary embedding asks for a CUDA device, and the "
                 f"model is on {described.device}: Megatron's own forward cannot run there",
                 "model_impl",
             )
@@ -69,8 +71,11 @@ class OwnForward:
             if self._in_float32:
                 stack.enter_context(_computing_in_float32(model))
             if self.eager:
-                stack.enter_context(self._eager())
-            stack.enter_context(_naming(model))
+                attentions = [(layer.attention, layer.spec) for layer in self._described.layers]
+                stack.enter_context(
+                    replaced([(one, "core_attention", EagerAttention(spec, one.core_attention)) for one, spec in attentions])
+                )
+            stack.enter_context(_as_config_error(model))
             logits = self._eagerly(ids, places) if self.eager else _by_itself(model, ids, places)
         return finished_logits(logits, self._described.spec.num_tokens)
 
@@ -85,18 +90,6 @@ class OwnForward:
         logits: torch.Tensor = model.output_layer(hidden, weight=shared, runtime_gather_output=True)[0]
         return logits[:, 0]
 
-    @contextlib.contextmanager
-    def _eager(self) -> Iterator[None]:
-        """Eager attention in place of every layer's ``core_attention``."""
-        originals = [(layer.attention, layer.attention.core_attention) for layer in self._described.layers]
-        try:
-            for layer, (attention, original) in zip(self._described.layers, originals, strict=True):
-                attention.core_attention = EagerAttention(layer.spec, original)
-            yield
-        finally:
-            for attention, original in originals:
-                attention.core_attention = original
-
 
 class EagerAttention(nn.Module):
     """Causal attention over one whole sequence, in float32.
@@ -108,28 +101,13 @@ class EagerAttention(nn.Module):
     def __init__(self, spec: AttentionSpec, original: nn.Module) -> None:
         super().__init__()
         self._spec = spec
-        # Not registered: it is the trainer's.
-        self._original = (original,)
+        self._sinks = Sinks(spec, original)
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         """``[T, 1, heads, d]`` each -> ``[T, 1, heads * dv]``."""
-        spec = self._spec
-        # [heads, T, d]
-        q, k, v = (x[:, 0].transpose(0, 1).float() for x in (query, key, value))
-        k, v = (x.repeat_interleave(spec.group_size, dim=0) for x in (k, v))
-        products = spec.scale * q @ k.transpose(1, 2)
-        places = torch.arange(q.shape[1], device=q.device)
-        unseen = places[None] > places[:, None]
-        if spec.window is not None:
-            unseen |= places[None] <= places[:, None] - spec.window
-        products = products.masked_fill(unseen, -torch.inf)
-        if spec.sinks:
-            # A sink is a key whose value is nothing. Without a weight its product is 0.
-            learned: torch.Tensor | None = getattr(self._original[0], "softmax_offset", None)
-            sinks = torch.zeros(spec.num_heads, device=q.device) if learned is None else learned.flatten().float()
-            products = torch.cat((products, sinks[:, None, None].expand(-1, q.shape[1], 1)), dim=-1)
-        mixed = products.softmax(-1)[..., : q.shape[1]] @ v
-        return mixed.transpose(0, 1).flatten(1)[:, None].to(query.dtype)
+        sinks = self._sinks(query.device)
+        out = dense_attention(query[:, 0], key[:, 0], value[:, 0], self._spec, sinks, self._spec.window)
+        return out.flatten(1)[:, None].to(query.dtype)
 
 
 def _by_itself(model: Any, ids: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -149,52 +127,36 @@ def _angles(module: Any, rotary: Rotary, places: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _computing_in_float32(model: nn.Module) -> Iterator[None]:
-    held: list[tuple[nn.Module, str, nn.Parameter]] = []
+    originals: list[tuple[nn.Module, str, nn.Parameter]] = []
 
     def widen(module: nn.Module, args: Any) -> None:
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.is_floating_point() and parameter.dtype != torch.float32:
-                held.append((module, name, parameter))
+                originals.append((module, name, parameter))
                 module._parameters[name] = nn.Parameter(parameter.float(), requires_grad=False)
 
     def put_back(module: nn.Module, args: Any, out: Any) -> None:
-        while held and held[-1][0] is module:
-            owner, name, parameter = held.pop()
+        while originals and originals[-1][0] is module:
+            owner, name, parameter = originals.pop()
             owner._parameters[name] = parameter
 
     owners = [module for module in model.modules() if module._parameters]
     handles = [module.register_forward_pre_hook(widen) for module in owners]
     handles += [module.register_forward_hook(put_back) for module in owners]
     try:
-        yield
+        with hooked(handles):
+            yield
     finally:
-        for handle in handles:
-            handle.remove()
-        for owner, name, parameter in held:
+        for owner, name, parameter in originals:
             owner._parameters[name] = parameter
 
 
 @contextlib.contextmanager
-def _naming(model: nn.Module) -> Iterator[None]:
-    """Raises ConfigError, with the name of the innermost module under way, in place of what a module raises."""
-    under_way: list[str] = []
-    names = {module: name for name, module in model.named_modules()}
-
-    def begin(module: nn.Module, args: Any) -> None:
-        under_way.append(names[module])
-
-    def end(module: nn.Module, args: Any, out: Any) -> None:
-        under_way.pop()
-
-    handles = [module.register_forward_pre_hook(begin) for module in names]
-    handles += [module.register_forward_hook(end) for module in names]
+def _as_config_error(model: nn.Module) -> Iterator[None]:
+    """Raises ConfigError, with the name of the innermost running module, in place of what a module raises."""
     try:
         yield
     except Exception as error:
         # Modules of any kind: whatever one raises says why it cannot run.
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        where = next(filter(None, reversed(under_way)), type(model).__name__)
-        raise ConfigError(f"Megatron's own forward cannot run: {where}: {reason}", "model_impl") from error
-    finally:
-        for handle in handles:
-            handle.remove()
+        where = failing_module(error, model) or type(model).__name__
+        raise ConfigError(f"Megatron's own forward cannot run: {where}: {one_line(error)}", "model_impl") from error

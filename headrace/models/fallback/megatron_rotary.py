@@ -7,7 +7,6 @@ modules also ask for a CUDA device, which a model on the CPU has not.)
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -35,14 +34,13 @@ class Rotary:
         self.interleaved = bool(module.rotary_interleaved)
         if self.yarn and self.interleaved:
             raise Refusal("YaRN with interleaved channels is not defined in Megatron", path)
-        frequencies = _yarn_frequencies(module) if self.yarn else module.inv_freq
+        frequencies, self.magnitude = _yarn(module) if self.yarn else (module.inv_freq, 1.0)
+        """The second: factor on the rotated channels, which Megatron's attention applies."""
         stretch = getattr(module, "seq_len_interpolation_factor", None)
         if stretch is not None and not self.yarn:
             frequencies = frequencies / stretch
         self.frequencies = frequencies.to(device, torch.float32)
         """``[rotated channels / 2]``"""
-        self.magnitude = _yarn_magnitude(module) if self.yarn else 1.0
-        """Factor on the rotated channels, which Megatron's attention applies."""
         self.key = (self.yarn, self.interleaved, self.magnitude, *([] if frequencies.is_meta else frequencies.tolist()))
         """Equal for modules that turn alike."""
 
@@ -67,7 +65,7 @@ class StepRotary(nn.Module):
         """Of the step under way: ``[T, 1, 1, rotated channels]``."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Whatever places are asked for: the step's."""
+        """Returns the step's angles, whatever the arguments."""
         angles = self._angles()
         return (angles, self.rotary.magnitude) if self.rotary.yarn else angles
 
@@ -87,31 +85,19 @@ class StepRotary(nn.Module):
         return self.angles
 
 
-def _yarn_frequencies(module: Any) -> torch.Tensor:
-    """YaRN (Peng et al., 2023), section 3.2: fast channels turn as they were trained to, slow ones are interpolated."""
-    dim, base, context = module.dim, module.rotary_base, module.original_max_position_embeddings
+def _yarn(module: Any) -> tuple[torch.Tensor, float]:
+    """Frequencies and magnitude (Peng et al., 2023, section 3.2), as Megatron's ``get_emb`` makes them on a CUDA device."""
+    from megatron.core.models.common.embeddings import yarn_rotary_pos_embedding as theirs
 
-    def channel(turns: float) -> float:
-        """The pair of channels that turns so many times within the context of the training."""
-        return float(dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(base)))
-
-    low, high = channel(module.beta_fast), channel(module.beta_slow)
-    if module.correction_range_round_to_int:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, dim - 1)
-    # A range of no width is a step.
-    width = high - low if high != low else 1e-3
-    pairs = torch.arange(dim // 2, dtype=torch.float32)
-    interpolated = ((pairs - low) / width).clamp(0, 1)
-    trained = 1.0 / base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
-    mixed: torch.Tensor = trained * (1 - interpolated) + trained / module.scaling_factor * interpolated
-    return mixed
-
-
-def _yarn_magnitude(module: Any) -> float:
-    def of(weight: float) -> float:
-        return 1.0 if module.scaling_factor <= 1 else 0.1 * weight * math.log(module.scaling_factor) + 1.0
-
-    if module.mscale is None or module.mscale_all_dim is None:
-        return of(1.0)
-    return of(module.mscale) / of(module.mscale_all_dim)
+    low, high = theirs._yarn_find_correction_range(
+        module.beta_fast,
+        module.beta_slow,
+        module.dim,
+        module.rotary_base,
+        module.original_max_position_embeddings,
+        module.correction_range_round_to_int,
+    )
+    trained, interpolated = module.inv_freq_extra, module.inv_freq_inter
+    share = theirs._yarn_linear_ramp_mask(low, high, module.dim // 2, device=trained.device)
+    magnitude = theirs._yarn_get_concentration_factor(module.scaling_factor, module.mscale, module.mscale_all_dim)
+    return trained * (1 - share) + interpolated * share, float(magnitude)

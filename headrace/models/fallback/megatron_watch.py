@@ -1,4 +1,4 @@
-"""Whether somebody else's weights have changed since they were last looked at."""
+"""Detects changes of a trainer's weights between generations."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class WeightWatch:
-    """Looks at the weights of a model that a trainer owns and writes when it likes.
+    """Detects changes of the weights of a model that a trainer owns and updates at any time.
 
-    What is kept of them is a number a tensor: the sums of its rows' and of its columns' bits as integers, each times a number
-    of its place, so that what merely moved is another weight too. Reading them all takes about as long as two decode steps.
-    Version counters of tensors would not do: trainers write through ``.data``, which has its own.
+    Keeps a checksum of each tensor: the sums of its rows' and of its columns' bits as integers, each weighted by
+    its index, so that moved values count as changes. Reading all weights takes about as long as two decode steps.
+    Version counters of tensors do not suffice: trainers write through ``.data``, which has its own.
 
     Args:
         model: a module with all its weights on one device.
@@ -29,14 +29,14 @@ class WeightWatch:
         self._sums = self._summed()
 
     def changed(self) -> bool:
-        """Whether any value is another than when this was last asked."""
+        """Whether any value has changed since the last call."""
         sums = self._summed()
         changed = not torch.equal(sums, self._sums)
         self._sums = sums
         return changed
 
     def moved(self) -> bool:
-        """Whether any weight is in other memory than at the beginning."""
+        """Whether any weight has moved in memory since construction."""
         return self._where() != self._places
 
     def _tensors(self) -> Iterable[torch.Tensor]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 from headrace.errors import ConfigError
 
 
 class Refusal(Exception):
-    """A foreign model asks for something that headrace does not do.
+    """A foreign model needs something that headrace does not support.
 
     Args:
         reason: to be read after the module's path.
@@ -18,10 +21,20 @@ class Refusal(Exception):
         self.reason = reason
         self.path = path
 
-    def as_error(self, architecture: str, library: str = "transformers") -> ConfigError:
-        """For whoever asked for the model."""
-        return ConfigError(f"{architecture} cannot run through {library}: {self}", "model_impl")
-
 
 class Broken(Refusal):
-    """Its code failed where it was looked at: the fault may lie in the way it was called."""
+    """Its code failed in a trace: the fault may lie in the way it was called."""
+
+
+@contextlib.contextmanager
+def refusals_as_errors(architecture: str, library: str = "transformers") -> Iterator[None]:
+    """Converts Refusal to ConfigError."""
+    try:
+        yield
+    except Refusal as refusal:
+        raise ConfigError(f"{architecture} cannot run through {library}: {refusal}", "model_impl") from refusal
+
+
+def listed(names: list[str], most: int = 5) -> str:
+    """Lists the first names, and counts the others."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -1,13 +1,12 @@
-"""Rotary embeddings whose frequencies depend on the longest sequence of a batch: made to depend on nothing.
+"""Fixes the frequencies of rotary embeddings that would depend on the longest sequence of a batch.
 
 ``dynamic`` and ``longrope`` of transformers look at the largest position of a step and choose frequencies for all of it. So
-a token would be turned one way or another by the company it is in, and by how its prompt was cut. Nor would one choice for
+a token's rotation would depend on the rest of its batch, and on the chunks of its prompt. Nor is one choice right for
 every sequence do: transformers turns a short one by other frequencies than a long one. So the context ends where they change.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -18,36 +17,29 @@ from headrace.config import Decision
 from headrace.errors import ConfigError
 
 
-@dataclasses.dataclass(frozen=True)
-class Lengths:
-    """How long a context may be, and why no longer."""
-
-    longest: int
-    decisions: tuple[Decision, ...] = ()
-
-
-def lengths_of(model: nn.Module, context: int, asked: int | Literal["auto"] | None) -> Lengths:
-    """The context up to where the frequencies of a model's rotary embeddings change, if they do.
+def context_limit(
+    model: nn.Module, context: int, max_model_len: int | Literal["auto"] | None
+) -> tuple[int, tuple[Decision, ...]]:
+    """Returns the context length, cut to where the frequencies of the rotary embeddings change, and what limits it.
 
     Args:
-        context: what the configuration says.
-        asked: ``max_model_len``.
+        context: the length that the configuration gives.
 
     Raises:
-        ConfigError: ``asked`` is beyond that.
+        ConfigError: ``max_model_len`` is longer.
     """
     changes = [(border, kind) for module in model.modules() for kind, border in _kinds(module)]
     if not changes:
-        return Lengths(context)
+        return context, ()
     border, kind = min(changes)
-    if isinstance(asked, int) and asked > border:
+    if isinstance(max_model_len, int) and max_model_len > border:
         raise ConfigError(
-            f"max_model_len {asked} is beyond {border} tokens: there transformers turns all tokens of a step by other "
+            f"max_model_len {max_model_len} is beyond {border} tokens: there transformers turns all tokens of a step by other "
             f"frequencies ({kind} rotary embedding), those of shorter sequences beside it and those in the cache too",
             "max_model_len",
         )
     why = f"its frequencies change with the longest sequence of a batch beyond {border} tokens: the context ends there"
-    return Lengths(min(context, border), (Decision("rotary embedding", f"{kind}, up to {border} tokens", why),))
+    return min(context, border), (Decision("rotary embedding", f"{kind}, up to {border} tokens", why),)
 
 
 def fix_frequencies(model: nn.Module) -> None:
@@ -60,9 +52,9 @@ def fix_frequencies(model: nn.Module) -> None:
 
 def _kinds(module: nn.Module) -> Iterator[tuple[str, int]]:
     """(type, length at which frequencies change) of a rotary module whose frequencies do."""
-    given: Any = getattr(module, "rope_type", None)
+    rope_type: Any = getattr(module, "rope_type", None)
     config: Any = getattr(module, "config", None)
-    kinds = given if isinstance(given, dict) else {None: given}
+    kinds = rope_type if isinstance(rope_type, dict) else {None: rope_type}
     for layer_type, kind in kinds.items():
         if not isinstance(kind, str) or ("dynamic" not in kind and kind != "longrope"):
             continue

@@ -1,7 +1,7 @@
 """TransformersModel: a model of transformers whose attention is headrace's.
 
 transformers lets a model call any registered function in place of its attention. Ours finds the layer by the order of the
-calls, which is the order that was observed when the model was looked at (``observe.py``), and hands over to the contract.
+calls, which is that of the trace (``trace.py``), and calls the layer's ``ForeignLayer``.
 """
 
 from __future__ import annotations
@@ -14,35 +14,34 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from headrace.attention.context import ForwardContext
-from headrace.models.fallback import weights
-from headrace.models.fallback.contract import ContextCell, ForeignLayer, check_layers, finished_logits
-from headrace.models.fallback.head import Body
+from headrace.model_spec import ForeignSpec
+from headrace.models.fallback.contract import ForeignLayer
+from headrace.models.fallback.foreign_model import ForeignModel
+from headrace.models.fallback.head import SplitModel
 from headrace.models.fallback.layout import TRANSFORMERS, TRANSFORMERS_OUT
-from headrace.models.fallback.observe import Observation
 from headrace.models.fallback.rotary import Angles
-from headrace.spec import ForeignSpec
-from headrace.weights.names import NameTable
-from headrace.weights.update import Named, WeightUpdate
+from headrace.models.fallback.trace import Trace
+from headrace.models.interface import ModelInputs
 
 ATTENTION = "headrace"
-"""Of the attention implementation. No masks are registered under this name, so transformers makes none."""
+"""Name of the attention implementation. No mask function has this name, so transformers makes no masks."""
 CALLS = "_headrace_calls"
 """Attribute of the modules that attend: the calls of the model that they belong to."""
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]], torch.Tensor]
-"""(layer, q, k, v as transformers gives them, further arguments) -> ``[1, T, heads, width]``."""
+"""(layer, q, k, v in transformers' layout, further arguments) -> ``[1, T, heads, width]``."""
 
 
 class Calls:
-    """The attention calls of one model: which module makes the next, and which layer it is."""
+    """Maps the attention calls of one model, in order, to layers."""
 
     def __init__(self, modules: Sequence[nn.Module], layers: Sequence[ForeignLayer]) -> None:
         self.modules = list(modules)
-        """Of each layer, the module that attends; one may be several layers."""
+        """The attention module of each layer; layers may share one."""
         self._layers = list(layers)
         self._next = 0
-        self._attend: Attend = self._paged
+        self.substitute: Attend | None = None
+        """Replaces paged attention while the model is verified or probed."""
         for module in self.modules:
             module.__dict__[CALLS] = self
 
@@ -56,21 +55,21 @@ class Calls:
 
     @contextmanager
     def through(self, attend: Attend) -> Iterator[None]:
-        """Something else in place of paged attention, for a look at the model."""
-        before, self._attend = self._attend, attend
+        """Replaces paged attention by ``attend`` inside the block."""
+        before, self.substitute = self.substitute, attend
         try:
             yield
         finally:
-            self._attend = before
+            self.substitute = before
 
     @contextmanager
     def at(self, index: int) -> Iterator[None]:
-        """The next call is layer ``index``'s: for a look at one layer alone."""
+        """Starts at layer ``index``, to run one layer alone."""
         self._next = index
         yield
 
     def turn(self, module: nn.Module) -> int:
-        """The layer that ``module`` is in this call. Raises ValueError if it is not the one whose turn it is."""
+        """Returns the layer of ``module`` in this call. Raises ValueError if the call is out of order."""
         index = self._next
         if index >= len(self._layers) or self.modules[index] is not module:
             raise ValueError(f"call {index} of attention comes from a {type(module).__name__} whose turn it is not")
@@ -86,10 +85,10 @@ class Calls:
         mask: torch.Tensor | None,
         arguments: dict[str, Any],
     ) -> torch.Tensor:
-        """One call of ``module``, with what transformers hands to attention functions.
+        """Computes one call of ``module``, with the arguments of transformers' attention functions.
 
         Raises:
-            ValueError: it is not the module whose turn it is, or it asks for something other than was observed.
+            ValueError: the call is out of order, or its arguments differ from the trace.
         """
         index = self.turn(module)
         if mask is not None:
@@ -99,69 +98,37 @@ class Calls:
             raise ValueError(
                 f"layer {index}: scaling is {scale} in this call, but the layer's is {self._layers[index].spec.scale}"
             )
-        return self._attend(index, q, k, v, arguments)
-
-    def _paged(self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
+        if self.substitute is not None:
+            return self.substitute(index, q, k, v, arguments)
         return self._layers[index](q, k, v, arguments.get("s_aux"))
 
 
-class TransformersModel(nn.Module):
-    """What the runner needs of a model, of one that transformers built.
+class TransformersModel(ForeignModel):
+    """A model that transformers built.
 
     Args:
         foreign: with its weights, and the attention implementation ``ATTENTION``.
-        seen: the same model as it was observed.
+        traced: the trace of the same model.
     """
 
-    def __init__(self, spec: ForeignSpec, foreign: PreTrainedModel, seen: Observation) -> None:
-        super().__init__()
-        self.spec = spec
+    def __init__(self, spec: ForeignSpec, foreign: PreTrainedModel, traced: Trace) -> None:
+        super().__init__(spec, foreign.dtype)
         self.foreign = foreign
-        self.dtype = foreign.dtype
-        self.cell = ContextCell()
         self.angles = Angles()
         layers = [ForeignLayer(layer, self.cell, TRANSFORMERS, TRANSFORMERS_OUT) for layer in spec.layers]
-        self.calls = Calls([foreign.get_submodule(call.path) for call in seen.calls], layers)
-        self.body = Body(foreign, seen.body, seen.given)
-        self._checked = False
+        self.calls = Calls([foreign.get_submodule(call.path) for call in traced.calls], layers)
+        self.body = SplitModel(foreign, traced.body, traced.given)
 
-    @torch.inference_mode()
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
-        """One step.
-
-        Args:
-            input_ids: ``[T]`` int64.
-            positions: ``[T]`` int64, absolute.
-
-        Returns:
-            ``[T, hidden]``, as the head takes it.
-
-        Raises:
-            ValueError: the caches are not the layers', or the model did not attend as it was observed to.
-        """
-        if not self._checked:
-            check_layers(self.spec.layers, len(ctx.caches))
-            self._checked = True
-        if not len(input_ids):
-            return torch.empty(0, self.spec.hidden_size, dtype=self.dtype, device=input_ids.device)
+    def _run_layers(self, inputs: ModelInputs) -> torch.Tensor:
         self.angles.forget()
-        with self.cell.holding(ctx), self.calls.in_order():
-            return self.body.hidden(input_ids[None], positions[None])[0]
+        ids, positions = inputs.input_ids[None], inputs.positions[None]
+        with self.calls.in_order():
+            if inputs.inputs_embeds is not None:
+                return self.body.hidden(None, positions, inputs.embedded(self.body.embed)[None])[0]
+            return self.body.hidden(ids, positions)[0]
 
-    @torch.inference_mode()
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``[N, hidden] -> [N, columns]`` float32, -inf in columns that are padding."""
-        if not len(hidden):
-            return torch.empty(0, self.spec.vocab_size, dtype=torch.float32, device=hidden.device)
-        return finished_logits(self.body.logits(hidden[None])[0], self.spec.num_tokens)
-
-    def name_table(self) -> NameTable:
-        """The library's names of the weights."""
-        return weights.name_table(self.foreign)
-
-    def weight_update(self, tensors: Named) -> WeightUpdate:
-        """New values under the library's names, as ``weights.weight_update``; fused matrices are views of one, and follow."""
-        return weights.weight_update(self.foreign, tensors)
+    def _run_head(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.body.logits(hidden[None])[0]
 
 
 def _attend(

@@ -13,9 +13,10 @@ router = APIRouter()
 
 @router.post("/reset_prefix_cache")
 async def reset_prefix_cache(request: Request) -> Response:
-    """Forgets every cached prefix. 409 while the engine cannot, because sequences use them."""
+    """Forget every cached prefix. 409 if prefix caching is disabled."""
     state = serving(request)
     state.check_ready()
-    if await state.llm.reset_prefix_cache() is False:
-        raise ApiError(409, "the prefix cache is in use: try again when no request is running", code="prefix_cache_in_use")
+    if not await state.llm.reset_prefix_cache():
+        message = "prefix caching is disabled (--no-enable-prefix-caching): there is nothing to reset"
+        raise ApiError(409, message, code="prefix_caching_disabled")
     return JSON({"reset": True})

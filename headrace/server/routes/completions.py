@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import time
 import uuid
-from collections.abc import AsyncIterator
-from contextlib import aclosing
+from collections.abc import Iterator
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from headrace.core.request import Request as EngineRequest
-from headrace.outputs import OutputDelta, PositionLogprobs
-from headrace.server.errors import JSON, ApiError
-from headrace.server.generation import Generation, engine_request, unless_gone
+from headrace.outputs import OutputDelta, TokenLogprobs
+from headrace.server.errors import ApiError
+from headrace.server.generation import Generation, Piece, named
 from headrace.server.logprobs import CompletionLogprobs, prompt_logprobs
-from headrace.server.prompts import encode, parse_prompts
+from headrace.server.prompts import need_tokenizer, parse_prompts
 from headrace.server.request import body_schema, checked_body
 from headrace.server.sampling import completion_params
 from headrace.server.schema import CompletionBody
-from headrace.server.sse import EventStream
-from headrace.server.state import ModelFacts, Serving, serving
+from headrace.server.sse import Answer, respond
+from headrace.server.state import ServedModel, Serving, serving
 
 router = APIRouter()
 
@@ -40,34 +38,30 @@ async def completions(request: Request) -> Response:
     generation = Generation(state, engine_requests)
     echoes = [_echo_text(state, prompt) if body.echo else "" for prompt in prompts]
     answer = CompletionAnswer(body, model, generation, request_id, echoes)
-    if not body.stream:
-        return JSON(await unless_gone(state, request.receive, answer.collect()))
-    await unless_gone(state, request.receive, generation.begin())
-    return EventStream(state, generation, answer.events())
+    return await respond(request, state, generation, answer, stream=body.stream)
 
 
 async def _engine_requests(
     state: Serving, body: CompletionBody, prompts: list[str | list[int]], request_id: str
 ) -> list[EngineRequest]:
-    """Every prompt is checked before the first one starts."""
-    model, limit = state.model, state.settings.max_choices
-    params = completion_params(body, state.settings, model.defaults, model.has_tokenizer)
-    if len(prompts) * params.n > limit:
-        raise ApiError(400, f"{len(prompts)} prompts with n = {params.n} make more than {limit} choices", param="n")
+    """Checks every prompt before the first one starts."""
     requests = []
-    for index, prompt in enumerate(prompts):
-        tokens = await encode(state, prompt, body.add_special_tokens, "prompt") if isinstance(prompt, str) else prompt
-        engine_id = request_id if len(prompts) == 1 else f"{request_id}-{index}"
-        request = await engine_request(
-            state,
-            tokens,
-            params,
-            request_id=engine_id,
-            priority=body.priority,
-            cache_salt=body.cache_salt,
-            names={"prompt_token_ids": "prompt"},
-        )
-        requests.append(request)
+    with named({"prompt_token_ids": "prompt"}):
+        params = completion_params(body, state)
+        if len(prompts) * params.n > (most := state.settings.max_choices):
+            raise ApiError(400, f"{len(prompts)} prompts with n = {params.n} make more than {most} choices", param="n")
+        for index, prompt in enumerate(prompts):
+            if isinstance(prompt, str):
+                need_tokenizer(state, "prompt")
+            request = await state.llm.inputs.request_async(
+                prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt},
+                params,
+                add_special_tokens=body.add_special_tokens,
+                request_id=request_id if len(prompts) == 1 else f"{request_id}-{index}",
+                priority=body.priority,
+                cache_salt=body.cache_salt,
+            )
+            requests.append(request)
     return requests
 
 
@@ -80,88 +74,73 @@ def _echo_text(state: Serving, prompt: str | list[int]) -> str:
     return text
 
 
-class CompletionAnswer:
+class CompletionAnswer(Answer):
     """Shapes the deltas of one request as OpenAI's ``text_completion``; choice ``prompt * n + sample``."""
 
     def __init__(
-        self, body: CompletionBody, model: ModelFacts, generation: Generation, request_id: str, echoes: list[str]
+        self, body: CompletionBody, model: ServedModel, generation: Generation, request_id: str, echoes: list[str]
     ) -> None:
+        super().__init__(body, model, generation, request_id, "text_completion")
         self._body = body
-        self._model = model
-        self._generation = generation
+        self._n = generation.requests[0].sampling.n
         self._choices = [
-            _Choice(index, body, model, generation.requests[index // body.n].prompt_token_ids, echoes[index // body.n])
+            _CompletionChoice(index, body, model, generation.requests[index // self._n], echoes[index // self._n])
             for index in range(generation.num_choices)
         ]
-        self._head = {
-            "id": request_id,
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": model.name,
-            "system_fingerprint": model.fingerprint,
-        }
+        self._shapes = [choice.empty() for choice in self._choices]
 
-    async def collect(self) -> dict[str, Any]:
-        """The whole answer at once."""
-        shapes: list[dict[str, Any]] = [choice.empty() for choice in self._choices]
-        async for index, piece in self._pieces():
-            _append(shapes[index], piece)
-        return {**self._head, "choices": shapes, "usage": self._usage()}
+    def add(self, piece: Piece) -> Iterator[dict[str, Any]]:
+        """Chunks of the same shape as the answer."""
+        for index, gained in self._gained(piece):
+            if self._body.stream:
+                yield self.chunk(gained)
+            else:
+                _append(self._shapes[index], gained)
 
-    async def events(self) -> AsyncIterator[dict[str, Any]]:
-        """Chunks of the same shape as the answer; usage last, if asked for."""
-        options = self._body.stream_options
-        async for _, piece in self._pieces():
-            chunk = {**self._head, "choices": [piece]}
-            if options is not None and options.continuous_usage_stats:
-                chunk["usage"] = self._usage()
-            elif options is not None and options.include_usage:
-                chunk["usage"] = None
-            yield chunk
-        if options is not None and options.include_usage:
-            yield {**self._head, "choices": [], "usage": self._usage()}
+    def whole(self) -> dict[str, Any]:
+        """The answer at once."""
+        return {**self._head, "choices": self._shapes, "usage": self.usage()}
 
-    async def _pieces(self) -> AsyncIterator[tuple[int, dict[str, Any]]]:
-        """What each delta adds to its choice."""
-        n = self._body.n
-        async with aclosing(self._generation):
-            async for prompt, delta in self._generation:
-                choices = self._choices[prompt * n : (prompt + 1) * n]
-                gained = [choices[delta.index]]
-                gained[0].held.append(delta)
-                if delta.prompt_logprobs is not None:
-                    # They come once, and all samples of the prompt share them.
-                    gained = choices
-                    for choice in choices:
-                        choice.prompt_logprobs = delta.prompt_logprobs
-                for choice in gained:
-                    for piece in choice.ready():
-                        yield choice.index, piece
+    def _gained(self, piece: Piece) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Yields (index of choice, piece) for a delta."""
+        prompt, delta = piece
+        choices = self._choices[prompt * self._n : (prompt + 1) * self._n]
+        gained = [choices[delta.index]]
+        gained[0].held.append(delta)
+        if delta.prompt_logprobs is not None:
+            # They arrive once, and all samples of the prompt share them.
+            gained = choices
+            for choice in choices:
+                choice.prompt_logprobs = delta.prompt_logprobs
+        for choice in gained:
+            for shape in choice.ready():
+                yield choice.index, shape
 
-    def _usage(self) -> dict[str, Any]:
-        usage = self._generation.usage
+    def usage(self) -> dict[str, Any]:
+        usage = super().usage()
         if self._body.max_tokens == 0:
             usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
         return usage
 
 
-class _Choice:
+class _CompletionChoice:
     """One sample of one prompt. Deltas wait in ``held`` until the prompt's logprobs are known, if they are needed."""
 
-    def __init__(self, index: int, body: CompletionBody, model: ModelFacts, prompt_token_ids: list[int], echo: str) -> None:
+    def __init__(self, index: int, body: CompletionBody, model: ServedModel, request: EngineRequest, echo: str) -> None:
         self.index = index
         self.held: list[OutputDelta] = []
-        self.prompt_logprobs: list[PositionLogprobs | None] | None = None
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         self._body = body
         self._model = model
-        self._prompt_token_ids = prompt_token_ids
+        self._prompt_token_ids = request.prompt_token_ids
         self._echo = echo
         self._started = False
         self._logprobs: CompletionLogprobs | None = None
         if body.logprobs is not None:
-            special_text = not body.skip_special_tokens
+            special_text = not request.sampling.skip_special_tokens
             self._logprobs = CompletionLogprobs(model.texts, body.logprobs, model.special, special_text)
-        self._wants_prompt_logprobs = body.prompt_logprobs is not None or (body.echo and body.logprobs is not None)
+        self._waits_for_prompt = request.sampling.prompt_logprobs is not None
+        self._shows_prompt = "prompt_logprobs" in body.sampling
 
     def empty(self) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": self.index, "text": "", "logprobs": None, "finish_reason": None, "stop_reason": None}
@@ -171,7 +150,7 @@ class _Choice:
 
     def ready(self) -> list[dict[str, Any]]:
         """The pieces that can be sent now, in order."""
-        if not self.held or (self._wants_prompt_logprobs and self.prompt_logprobs is None):
+        if not self.held or (self._waits_for_prompt and self.prompt_logprobs is None):
             return []
         pieces = [piece for delta in self.held if (piece := self._piece(delta)) is not None]
         self.held.clear()
@@ -197,19 +176,19 @@ class _Choice:
         return piece if worth or first else None
 
     def _begin(self, piece: dict[str, Any]) -> None:
-        """What stands before the first token: the echoed prompt and what is known of it."""
+        """Adds the echoed prompt with its token ids and logprobs to the first piece."""
         body, known = self._body, self.prompt_logprobs
         piece["text"] = self._echo
         if body.echo and self._logprobs is not None and known is not None:
             piece["logprobs"] = self._logprobs.echo(self._prompt_token_ids, known, self._echo)
         if body.return_token_ids:
             piece["prompt_token_ids"] = self._prompt_token_ids
-        if body.prompt_logprobs is not None and known is not None:
+        if self._shows_prompt and known is not None:
             piece["prompt_logprobs"] = prompt_logprobs(self._model.texts, known)
 
 
 def _append(choice: dict[str, Any], piece: dict[str, Any]) -> None:
-    """Adds a piece to what a choice has so far."""
+    """Appends a piece to a choice."""
     for name, value in piece.items():
         if name == "index" or value is None:
             continue

@@ -1,4 +1,4 @@
-"""GET /health, /ping, /version, /metrics: for whoever runs the server. They need no API key."""
+"""GET /health, /ping, /version, /metrics: for operators, without an API key."""
 
 from __future__ import annotations
 

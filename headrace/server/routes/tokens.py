@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from headrace.server.errors import JSON, ApiError
-from headrace.server.messages import render, template_messages
-from headrace.server.prompts import encode, need_tokenizer
+from headrace.server.prompts import need_tokenizer, render_messages
 from headrace.server.request import body_schema, checked_body
 from headrace.server.schema import DetokenizeBody, TokenizeBody
 from headrace.server.state import serving
@@ -25,19 +25,10 @@ async def tokenize(request: Request) -> Response:
     state.model.check_name(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give either prompt or messages", param="prompt", code="invalid_value")
-    text, special = body.prompt, True
-    if body.messages is not None:
-        special = False
-        text = render(
-            need_tokenizer(state, "messages"),
-            template_messages(body.messages, state.settings.max_messages),
-            add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=body.continue_final_message,
-            template_kwargs=body.chat_template_kwargs,
-        )
-    if body.add_special_tokens is not None:
-        special = body.add_special_tokens
-    tokens = await encode(state, text or "", special, "prompt", bounded=False)
+    chat = body.messages is not None
+    text = render_messages(state, body) if chat else body.prompt or ""
+    special = body.add_special_tokens if body.add_special_tokens is not None else not chat
+    tokens = await asyncio.to_thread(need_tokenizer(state, "prompt").encode, text, add_special_tokens=special)
     answer: dict[str, Any] = {"count": len(tokens), "max_model_len": state.model.max_model_len, "tokens": tokens}
     if body.return_token_strs:
         answer["token_strs"] = [state.model.texts.text(token) for token in tokens]

@@ -1,4 +1,4 @@
-"""How near a kernel must come to its twin."""
+"""Tolerances between a kernel and its reference."""
 
 from __future__ import annotations
 

@@ -22,26 +22,28 @@ from triton.runtime.jit import JITFunction
 
 from headrace.cache.fp8 import Fp8LayerCache
 from headrace.kernels import support
+from headrace.kernels.inputs import LogitsInputs, RowTensors
 from headrace.kernels.support import NATIVE_FP8_SM, Resources
 from headrace.kernels.triton import (
     activation,
-    draw,
     fp8,
     inputs,
     kv_cache,
-    latent,
     linear,
+    mask,
     matmul,
+    mla,
     moe,
     norm,
     paged_attention,
     pages,
     qkv,
     router,
+    sample,
     tiling,
 )
-from headrace.spec import AttentionSpec, MoeSpec, layer_kv
-from headrace.spec.kv import FP8_KV
+from headrace.model_spec import AttentionSpec, MoeSpec, layer_kv
+from headrace.model_spec.kv import FP8_KV
 
 BF16 = torch.bfloat16
 SHAPES = ((128, 128, 1), (128, 128, 512), (192, 128, 1), (192, 128, 512), (80, 40, 5), (256, 256, 512))
@@ -147,6 +149,8 @@ def attention(resources: Resources) -> None:
         attend((8, 4), (128, 128), 64, resources, stored=stored, invariant=True)
         extras = {"window": 100, "soft_cap": 3.0, "sinks": torch.zeros(24)}
         attend((2, 12), (64, 64), 1, resources, stored=stored, **extras)
+        ends = torch.zeros(512, dtype=torch.int32)
+        attend((8, 4), (128, 128), 64, resources, stored=stored, visible_ends=ends)
     attend((8, 4), (128, 128), 64, resources, stored=torch.float32)
     attend((1, 16), (576, 512), 64, resources, stored=torch.float32, invariant=True)
     for invariant in (False, True):
@@ -167,7 +171,7 @@ def others() -> None:
     activation.silu_mul(x)
     activation.gelu_tanh_mul(x)
     kv_cache.reshape_and_cache(key, key, rows[..., :128], rows[..., 128:], slots)
-    kv_cache.reshape_and_cache(key, key, cache.keys, cache.values, slots, "fp8_e4m3", **scales)
+    kv_cache.reshape_and_cache(key, key, cache.keys, cache.values, slots, **scales)
     held = torch.zeros(3, dtype=torch.int32), torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int32)
     out = torch.zeros(48, 8, 256, dtype=BF16)
     kv_cache.gather_numbers(cache.keys, cache.values, cache.k_scale, cache.v_scale, *held, out)
@@ -179,24 +183,32 @@ def others() -> None:
         given = packed[:, : 40 * 128] if values else packed
         qkv.norm_rotate_and_cache(given, 32, *to, slots, **rotated, **options, **(scales if stored == torch.uint8 else {}))
     for count, tiles in ((1, None), (3, None), (4, linear.LinearTiling(8, 512, 8, 2, 8))):
-        linear.linear(x[:count], torch.zeros(1024, 4096, dtype=BF16), x[0, :1024], x[:count, :1024], tiles)
+        linear.linear(x[:count], torch.zeros(1024, 4096, dtype=BF16), x[0, :1024], tiles)
     logits, keys = torch.zeros(2, 50_000), torch.zeros(2, 3, dtype=torch.int64)
-    draw.draw(logits, torch.ones(2, dtype=torch.float64), keys, slots[:2])
-    draw.draw(logits)
+    sample.sample(logits, torch.ones(2, dtype=torch.float64), keys, slots[:2])
+    sample.sample(logits)
     filters = torch.ones(2, 4, dtype=torch.float64)
-    draw.draw(logits, torch.ones(2), keys, slots[:2], slots[:2].int(), filters)
-    draw.draw(logits, torch.ones(2), keys, slots[:2], None, filters)
-    draw.draw(torch.zeros(2, 152_065), torch.ones(2), keys, slots[:2], slots[:2], filters)
+    sample.sample(logits, torch.ones(2), keys, slots[:2], slots[:2].int(), filters)
+    sample.sample(logits, torch.ones(2), keys, slots[:2], None, filters)
+    sample.sample(torch.zeros(2, 152_065), torch.ones(2), keys, slots[:2], slots[:2], filters)
     table, starts = torch.zeros(4, 400, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
     sizes = {"num_tokens": 2, "max_queries": 1, "table_width": 300, "block_size": 16}
     inputs.step_inputs(table, slots, [table, table], slots[:2], starts, **sizes)
+    rows_of, lengths = RowTensors(starts[:2], starts, starts), starts[:2]
+    places = LogitsInputs(torch.zeros(8, 4096, dtype=BF16), slots, slots, torch.zeros(8, 2, dtype=torch.int32))
+    for single in (True, False):
+        inputs.logits_inputs(x[:2], rows_of, lengths, slots, places, single=single)
+    taken = sample.SlotTokens(table, slots, places.outcome)
+    sample.sample(logits, torch.ones(2), keys, slots[:2], slots[:2], None, taken)
+    sample.sample(logits, torch.ones(2), keys, slots[:2], slots[:2], filters, taken)
+    mask.apply_masks(logits, torch.zeros(1, 1563, dtype=torch.int32), starts[:2])
     pages.gather_pages(table[:2], starts, table[3])
 
 
 def compressed() -> None:
     q, rows = torch.zeros(4, 16, 192, dtype=BF16), torch.zeros(8, 16, 1, 576, dtype=BF16)
     projected, slots = torch.zeros(4, 2112, dtype=BF16)[:, 1536:], torch.zeros(4, dtype=torch.int64)
-    latent.norm_rotate_and_cache_latent(q, projected, rows[0, 0, 0, 64:], 1e-6, torch.zeros(4, 64), rows, slots)
+    mla.norm_rotate_and_cache_mla(q, projected, rows[0, 0, 0, 64:], 1e-6, torch.zeros(4, 64), rows, slots)
 
 
 def mixtures() -> None:

@@ -9,9 +9,9 @@ import torch
 from torch.nn.functional import embedding
 
 from headrace.kernels.support import Resources
-from headrace.kernels.triton import activation, draw, latent, matmul, moe, norm, paged_attention, qkv
+from headrace.kernels.triton import activation, matmul, mla, moe, norm, paged_attention, qkv, sample
 from headrace.kernels.triton.tiling import Geometry, invariant_tiling
-from headrace.spec import MoeSpec
+from headrace.model_spec import MoeSpec
 
 Tensors = tuple[torch.Tensor, ...]
 POOL = 70
@@ -79,14 +79,14 @@ class Maker:
         return Operation((*rows, torch.arange(POOL, device=self.device)), run)
 
     def compressed(self) -> Operation:
-        """The same for compressed KV."""
+        """The same for MLA."""
         heads, width, rotary, rank = 3, 40, 16, 72
         weight = self.random(rank)
 
         def run(q: torch.Tensor, projected: torch.Tensor, cos_sin: torch.Tensor, slots: torch.Tensor) -> Tensors:
             cache = torch.zeros(POOL // 4 + 1, 4, 1, rotary + rank, dtype=self.dtype, device=self.device)
             q = q.clone()
-            latent.norm_rotate_and_cache_latent(q, projected[:, 5:], weight, 1e-6, cos_sin, cache, slots)
+            mla.norm_rotate_and_cache_mla(q, projected[:, 5:], weight, 1e-6, cos_sin, cache, slots)
             return q, cache.flatten(0, 1)[slots]
 
         rows = (
@@ -141,7 +141,7 @@ class Maker:
     def _attention(
         self, kv_heads: int, group: int, width: int, v_width: int, **options: object
     ) -> tuple[Callable[..., torch.Tensor], torch.Tensor]:
-        """Attends, told q ``[T, H, D]``, tables, query_start and lengths; and a cache's block tables for POOL rows."""
+        """Attends, given q ``[T, H, D]``, tables, query_start and lengths; and a cache's block tables for POOL rows."""
         block, longest = 4, 200
         sequences = 6
         if v_width > width - 17:
@@ -195,7 +195,7 @@ class Maker:
     # ---------------------------------------------------------------------------------------------------- sampling
 
     def log_sums(self) -> Operation:
-        return Operation((self.random(POOL, 5003, dtype=torch.float32),), lambda logits: (draw.draw(logits).log_sums,))
+        return Operation((self.random(POOL, 5003, dtype=torch.float32),), lambda logits: (sample.sample(logits).log_sums,))
 
     def draws(self) -> Operation:
         """Greedy, tempered and filtered rows; filters are left away where no row has any, as the engine does."""
@@ -208,17 +208,13 @@ class Maker:
             asked = filters.double().to(self.device)[kinds]
             some = bool((kinds >= 2).any())
             temperatures = asked[:, 0].float()
-            got = draw.draw(logits, temperatures, keys, positions, None, asked if some else None)
-            floors = torch.full_like(got.best, -torch.inf) if got.floors is None else got.floors
-            return got.tokens, got.best, floors
+            got = sample.sample(logits, temperatures, keys, positions, None, asked if some else None)
+            cutoffs = torch.full_like(got.best, -torch.inf) if got.cutoffs is None else got.cutoffs
+            return got.tokens, got.best, cutoffs
 
         rows = self.random(POOL, vocab, dtype=torch.float32, scale=3.0), self.whole(0, 1 << 31, POOL, 3)
         kinds = (torch.arange(POOL) // 2 % 4).to(self.device)
         return Operation((*rows, self.whole(0, 1000, POOL), kinds), run)
-
-
-PRODUCTS = ("product", "attention", "experts", "router")
-"""Beginnings of the names of those that multiply matrices."""
 
 
 def operations(make: Maker) -> Iterator[tuple[str, Callable[[], Operation]]]:

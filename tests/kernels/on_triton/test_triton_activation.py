@@ -1,4 +1,4 @@
-"""Gated activations against their twins."""
+"""Gated activations against their references."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from headrace.kernels import activation as twin
+from headrace.kernels import activation as ref
 from headrace.kernels.triton import activation
 
 from .closeness import STEP, close
@@ -15,14 +15,14 @@ from .closeness import STEP, close
 # The interpreter computes a sigmoid by numpy, whose exp says so when it overflows.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 
-PAIRS = {"silu": (activation.silu_mul, twin.silu_mul_twin), "gelu": (activation.gelu_tanh_mul, twin.gelu_tanh_mul_twin)}
+PAIRS = {"silu": (activation.silu_mul, ref.silu_mul_ref), "gelu": (activation.gelu_tanh_mul, ref.gelu_tanh_mul.__wrapped__)}
 Function = Callable[[torch.Tensor], torch.Tensor]
 
 
 @pytest.mark.parametrize("dtype", STEP, ids=str)
 @pytest.mark.parametrize("shape", [(1, 2), (3, 96), (2, 2600), (0, 64)], ids=str)
 @pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
-def test_matches_the_twin(
+def test_matches_the_ref(
     pair: tuple[Function, Function], shape: tuple[int, int], dtype: torch.dtype, device: torch.device
 ) -> None:
     torch.manual_seed(0)

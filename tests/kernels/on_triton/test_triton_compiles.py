@@ -30,7 +30,7 @@ def test_compiles(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     compiled = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len({line["kernel"] for line in compiled}) == 26
+    assert len({line["kernel"] for line in compiled}) == 28
     for line in compiled:
         assert line["shared"] <= SHARED, line
         # That a kernel is complete stands for all before it only if each of its programs waits, whatever way it takes.

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from headrace.kernels import kv_cache as twin
+from headrace.kernels import kv_cache as ref
 from headrace.kernels.triton import fp8
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered")
@@ -36,8 +36,8 @@ def numbers() -> torch.Tensor:
     exact = exact[exact.isfinite()].sort().values
     middle = (exact[1:] + exact[:-1]) / 2
     beside = [torch.nextafter(middle, torch.tensor(side)) for side in (-torch.inf, torch.inf)]
-    drawn = 448 * torch.rand(2000, generator=torch.Generator().manual_seed(0)).pow(6)
-    every = torch.cat((exact, -exact, middle, *beside, drawn, -drawn, torch.tensor([torch.nan, 1e-30, -1e-40])))
+    random = 448 * torch.rand(2000, generator=torch.Generator().manual_seed(0)).pow(6)
+    every = torch.cat((exact, -exact, middle, *beside, random, -random, torch.tensor([torch.nan, 1e-30, -1e-40])))
     return torch.nn.functional.pad(every, (0, 4096 - len(every)))
 
 
@@ -57,21 +57,21 @@ def test_every_number(device: torch.device) -> None:
         assert torch.equal(back.cpu()[there], expected.float()[there])
 
 
-def test_quantised_as_the_twin_does(device: torch.device) -> None:
+def test_quantised_like_the_reference(device: torch.device) -> None:
     x = torch.randn(16, 64, generator=torch.Generator().manual_seed(1)) * torch.logspace(-14, 6, 16).unsqueeze(1)
     x[0] = 0
     x[3, 5] = torch.nan
-    expected, scales = twin.quantize(x)
+    expected, scales = ref.quantize(x)
     for mode in modes(device):
         stored = torch.empty(16, 64, dtype=torch.uint8, device=device)
         got_scales = torch.empty(16, device=device)
         _quantize[(1,)](x.to(device), stored, got_scales, ROWS=16, WIDTH=64, MODE=mode)
         assert torch.equal(got_scales.cpu().nan_to_num(-1), scales.nan_to_num(-1))
-        assert scales[3].isnan() and scales[0] == twin.FP8_MIN_SCALE
+        assert scales[3].isnan() and scales[0] == ref.FP8_MIN_SCALE
         whole = ~x.isnan().any(1)
         got = stored.cpu().view(torch.float8_e4m3fn)
         assert torch.equal(got[whole].float(), expected[whole].float())
-        restored = twin.dequantize(got, got_scales.cpu())[whole]
+        restored = ref.dequantize(got, got_scales.cpu())[whole]
         # Half a step of three mantissa bits; below the normal numbers, half of 2 ** -9.
         bound = torch.maximum(x[whole].abs() / 16, scales[whole].unsqueeze(1) * 2.0**-10)
         assert ((restored - x[whole]).abs() <= 1.001 * bound).all()

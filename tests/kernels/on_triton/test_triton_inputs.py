@@ -1,4 +1,4 @@
-"""A step's inputs against their twin, and against what they mean."""
+"""A step's inputs against their reference, and against what they mean."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from headrace.kernels import inputs as twin
+from headrace.kernels import inputs as ref
 from headrace.kernels.triton import inputs
 
 SLOTS, LONGEST, BLOCK_SIZE = 6, 700, 8
@@ -33,7 +33,7 @@ def tables(groups: int = 1) -> Tables:
 
 def run(
     module: object, made: Tables, rows: list[tuple[int, int]], device: torch.device | str, rest: int = 0, wide: int = 0
-) -> twin.StepInputs:
+) -> ref.StepInputs:
     """``rows`` of (slot, queries)."""
     counts = torch.tensor([count for _, count in rows], dtype=torch.int64)
     starts = torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0))).int()
@@ -51,7 +51,7 @@ def run(
     )
 
 
-def same(got: twin.StepInputs, expected: twin.StepInputs) -> None:
+def same(got: ref.StepInputs, expected: ref.StepInputs) -> None:
     for field in dataclasses.fields(expected):
         a, b = getattr(got, field.name), getattr(expected, field.name)
         for one, other in zip(a, b, strict=True) if isinstance(b, tuple) else [(a, b)]:
@@ -61,7 +61,7 @@ def same(got: twin.StepInputs, expected: twin.StepInputs) -> None:
 CASES = {
     "decode": [(3, 1), (0, 1), (5, 1)],
     "mixed": [(1, 1), (4, 1), (2, 37), (0, 600)],
-    "nobody's rows": [(2, 1), (-1, 1), (-1, 1)],
+    "padding rows": [(2, 1), (-1, 1), (-1, 1)],
     "rows without queries": [(2, 0), (1, 5), (0, 0)],
     "no rows": [],
 }
@@ -70,15 +70,15 @@ CASES = {
 @pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize("rest", [0, 300])
 @pytest.mark.parametrize("rows", CASES.values(), ids=CASES)
-def test_matches_the_twin(rows: list[tuple[int, int]], rest: int, groups: int, device: torch.device) -> None:
+def test_matches_the_ref(rows: list[tuple[int, int]], rest: int, groups: int, device: torch.device) -> None:
     made = tables(groups)
-    same(run(inputs, made, rows, device, rest, wide=2), run(twin, made, rows, "cpu", rest, wide=2))
+    same(run(inputs, made, rows, device, rest, wide=2), run(ref, made, rows, "cpu", rest, wide=2))
 
 
-def test_the_twin_by_hand() -> None:
+def test_the_reference_by_hand() -> None:
     made = tables(2)
     rows = [(3, 1), (-1, 1), (1, 20)]
-    got = run(twin, made, rows, "cpu", rest=2)
+    got = run(ref, made, rows, "cpu", rest=2)
     token = 0
     for row, (slot, count) in enumerate(rows):
         start = int(made.num_computed[slot]) if slot >= 0 else 0
@@ -100,23 +100,69 @@ def test_the_twin_by_hand() -> None:
     assert got.ids[token:].tolist() == [0, 0] and got.slot_mapping[0][token:].tolist() == [-1, -1]
 
 
-@pytest.mark.parametrize("rows", [1, 5, 300])
-def test_advance(rows: int, device: torch.device) -> None:
-    """Rows that draw, rows that do not, rows whose logits are not finite, and nobody's."""
-    generator = torch.Generator().manual_seed(rows)
-    slots = torch.randperm(rows + 3, generator=generator)[:rows].int()
-    slots[torch.rand(rows, generator=generator) < 0.2] = -1
-    best = torch.randn(rows, generator=generator)
-    best[torch.rand(rows, generator=generator) < 0.2] = torch.nan
-    best[torch.rand(rows, generator=generator) < 0.1] = -torch.inf
-    drawn = torch.randint(0, 100, (rows,), generator=generator)
-    lengths = torch.randint(1, 8, (rows,), generator=generator).int()
-    draws = (torch.rand(rows, generator=generator) < 0.7).int()
-    state = [torch.full((rows + 3, 9), 7, dtype=torch.int32), torch.full((rows + 3,), 5), torch.full((rows + 3,), 4)]
-    there = [tensor.to(device, copy=True) for tensor in state]
-    given = [slots, draws, lengths, drawn, best]
-    expected = twin.advance(*given, *state)
-    got = inputs.advance(*(tensor.to(device) for tensor in given), *there)
-    assert torch.equal(got.cpu(), expected)
-    for here, elsewhere in zip(state, there, strict=True):
-        assert torch.equal(elsewhere.cpu(), here)
+def logits_case(
+    rows: list[tuple[int, int, int]], rest: int, width: int
+) -> tuple[torch.Tensor, ref.RowTensors, list[torch.Tensor]]:
+    """``rows`` of (slot, queries, logits rows). Hidden states, the rows, and (seq_lens, num_computed)."""
+    generator = torch.Generator().manual_seed(len(rows))
+    array = torch.tensor(rows, dtype=torch.int64).reshape(-1, 3)
+    starts = torch.nn.functional.pad(array[:, 1:].cumsum(0), (0, 0, 1, 0)).int()
+    tensors = ref.RowTensors(array[:, 0].int(), starts[:, 0].contiguous(), starts[:, 1].contiguous())
+    hidden = torch.randn(int(starts[-1, 0]) + rest, width, generator=generator)
+    hidden[torch.rand(len(hidden), generator=generator) < 0.2, width // 2] = torch.nan
+    hidden[torch.rand(len(hidden), generator=generator) < 0.1, 0] = torch.inf
+    computed = torch.randint(0, 50, (400,), generator=generator)
+    lengths = torch.where(array[:, 0] >= 0, computed[array[:, 0].clamp(min=0)] + array[:, 1], 0).int()
+    return hidden, tensors, [lengths, computed]
+
+
+LOGITS_CASES = {
+    "decode": [(slot, 1, 1) for slot in (3, 0, 5)],
+    "padding": [(2, 1, 1), (7, 1, 1), (-1, 1, 0), (-1, 1, 0)],
+    "some sample": [(9, 1, 1), (4, 1, 1), (-1, 1, 0), (2, 37, 1), (0, 50, 0), (-1, 0, 0)],
+    "drafts": [(1, 3, 3), (0, 1, 1), (5, 20, 2), (6, 4, 4)],
+    "as many tokens as rows": [(1, 1, 1), (-1, 0, 0), (2, 2, 1)],
+    "many": [(300 - slot, 1, slot % 2) for slot in range(270)],
+}
+
+
+@pytest.mark.parametrize(("width", "rest"), [(40, 0), (5000, 0), (64, 9)])
+@pytest.mark.parametrize("rows", LOGITS_CASES.values(), ids=LOGITS_CASES)
+def test_logits_inputs(rows: list[tuple[int, int, int]], rest: int, width: int, device: torch.device) -> None:
+    hidden, tensors, (lengths, computed) = logits_case(rows, rest, width)
+    single = not rest and all(count == 1 for _, count, _ in rows)
+    outs, counters = [], []
+    for module, where in ((ref, torch.device("cpu")), (inputs, device)):
+        out = ref.LogitsInputs(
+            torch.full((300, width), 7.0, device=where),
+            torch.full((300,), 7, device=where),
+            torch.full((300,), 7, device=where),
+            torch.full((300, 2), 7, dtype=torch.int32, device=where),
+        )
+        counter = computed.to(where, copy=True)
+        there = ref.RowTensors(*(tensor.to(where) for tensor in tensors))
+        module.logits_inputs(hidden.to(where), there, lengths.to(where), counter, out, single=single)
+        outs.append(out)
+        counters.append(counter.cpu())
+    # By hand.
+    place = token = 0
+    want = computed.clone()
+    for row, (slot, count, logits) in enumerate(rows):
+        own = hidden[token : token + count]
+        if count:
+            assert outs[0].outcome[row, 1] == int(not own.isfinite().all())
+        for back in range(logits, 0, -1):
+            assert torch.equal(outs[0].hidden[place].nan_to_num(), own[count - back].nan_to_num())
+            assert (outs[0].slots[place], outs[0].positions[place]) == (slot, lengths[row] - back + 1)
+            place += 1
+        token += count
+        if slot >= 0:
+            want[slot] = lengths[row]
+    assert (outs[0].slots[place:] == -1).all() and torch.equal(counters[0], want)
+    assert torch.equal(counters[1], want) and (outs[0].outcome[:, 0] == 7).all()
+    for name in ref.LogitsInputs._fields:
+        found, expected = (getattr(out, name).cpu() for out in reversed(outs))
+        if name == "outcome":
+            used = torch.tensor([count > 0 for _, count, _ in rows] + [True] * (300 - len(rows)))
+            found, expected = found[used], expected[used]
+        assert torch.equal(found.nan_to_num(), expected.nan_to_num()), name

@@ -1,4 +1,4 @@
-"""The kernels of mixtures of experts against their twins."""
+"""The kernels of mixtures of experts against their references."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 import torch
 
-from headrace.kernels import moe as twin
+from headrace.kernels import moe as ref
 from headrace.kernels.triton import moe, router
 from headrace.kernels.triton.moe import MoeTiling, most_tiles
-from headrace.spec import CLAMPED_SWIGLU, MoeSpec
+from headrace.model_spec import CLAMPED_SWIGLU, MoeSpec
 
 from .closeness import STEP
 
@@ -49,7 +49,7 @@ def test_routes(name: str, tokens: int, device: torch.device) -> None:
     logits = 2 * torch.randn(tokens, spec.num_experts)
     bias = 0.3 * torch.randn(spec.num_experts) if spec.correction_bias else None
     got = by_expert(*moe.route(logits.to(device), spec, None if bias is None else bias.to(device)))
-    expected = by_expert(*twin.route_twin(logits, spec, bias))
+    expected = by_expert(*ref.route.__wrapped__(logits, spec, bias))
     assert torch.equal(got[0], expected[0])
     torch.testing.assert_close(got[1], expected[1], atol=1e-6, rtol=1e-5)
 
@@ -57,7 +57,7 @@ def test_routes(name: str, tokens: int, device: torch.device) -> None:
 def test_routes_of_wide_rows(device: torch.device) -> None:
     logits = torch.randn(5, 40)
     got = by_expert(*moe.route(logits.to(device)[:, 4:16], SPEC))
-    assert torch.equal(got[0], by_expert(*twin.route_twin(logits[:, 4:16], SPEC))[0])
+    assert torch.equal(got[0], by_expert(*ref.route.__wrapped__(logits[:, 4:16], SPEC))[0])
 
 
 def test_ties_and_numbers_that_are_none(device: torch.device) -> None:
@@ -97,7 +97,7 @@ def operands(spec: MoeSpec, tokens: int, hidden: int, dtype: torch.dtype) -> lis
 def check(given: list, device: torch.device, steps: float = 4, **options: MoeTiling | bool) -> None:
     moved = [value.to(device) if isinstance(value, torch.Tensor) else value for value in given]
     got = moe.moe_mlp(*moved, **options).cpu()
-    expected = twin.moe_mlp_twin(*given)
+    expected = ref.moe_mlp(*given)
     assert got.dtype == expected.dtype
     bound = steps * STEP[got.dtype]
     torch.testing.assert_close(got, expected, atol=bound * max(expected.abs().max().item(), 1e-3), rtol=bound)
@@ -112,19 +112,17 @@ def test_logits(tokens: int, experts: int, hidden: int, dtype: torch.dtype, devi
     for own in (None, bias):
         got = router.router_logits(x.to(device), weight.to(device), None if own is None else own.to(device))
         assert got.dtype == torch.float32
-        torch.testing.assert_close(got.cpu(), twin.router_logits_twin(x, weight, own), atol=1e-4, rtol=1e-5)
+        torch.testing.assert_close(got.cpu(), torch.nn.functional.linear(x.float(), weight, own), atol=1e-4, rtol=1e-5)
 
 
 def test_logits_of_many_rows_are_a_librarys(device: torch.device) -> None:
     weight = torch.randn(5, 8, device=device)
-    with pytest.raises(ValueError, match="65 rows"):
-        router.router_logits(torch.randn(65, 8, device=device), weight)
     x = torch.randn(65, 8, device=device)
-    torch.testing.assert_close(twin.router_logits(x, weight).cpu(), twin.router_logits_twin(x.cpu(), weight.cpu()))
+    torch.testing.assert_close(ref.router_logits(x, weight).cpu(), x.cpu() @ weight.cpu().T)
     with pytest.raises(ValueError, match="router"):
-        twin.router_logits(x, weight.half())
+        ref.router_logits(x, weight.half())
     with pytest.raises(ValueError, match="router"):
-        twin.router_logits(x[:, 1:], weight)
+        ref.router_logits(x[:, 1:], weight)
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 5])
@@ -135,7 +133,7 @@ def test_few_choices_have_a_tile_each(tokens: int, plus: bool, device: torch.dev
     given = operands(spec, tokens, 40, torch.float16)
     given[1][-1] = given[1][0]  # type: ignore[index]
     added = {"plus": torch.randn(tokens, 40).half()} if plus else {}
-    expected = twin.moe_mlp_twin(*given, **added)
+    expected = ref.moe_mlp(*given, **added)
     moved = [value.to(device) if isinstance(value, torch.Tensor) else value for value in given]
     moved_plus = {name: value.to(device) for name, value in added.items()}
     got = moe.moe_mlp(*moved, **moved_plus)
@@ -149,7 +147,7 @@ def test_plus_of_another_shape(device: torch.device) -> None:
     given = [v.to(device) if isinstance(v, torch.Tensor) else v for v in operands(SPEC, 3, 40, torch.float32)]
     for plus in (torch.zeros(3, 39), torch.zeros(3, 40).half(), torch.zeros(40, 3).T):
         with pytest.raises(ValueError, match="plus"):
-            twin.moe_mlp(*given, plus=plus.to(device))
+            ref.moe_mlp(*given, plus=plus.to(device))
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 33])
@@ -205,7 +203,7 @@ def test_rows_of_a_wider_tensor(device: torch.device) -> None:
     wide = torch.full((6, 60), torch.nan)
     wide[:, 8:48] = given[0]
     got = moe.moe_mlp(wide.to(device)[:, 8:48], *(v.to(device) if isinstance(v, torch.Tensor) else v for v in given[1:]))
-    torch.testing.assert_close(got.cpu(), twin.moe_mlp_twin(*given), atol=1e-5, rtol=1e-5)  # type: ignore[arg-type]
+    torch.testing.assert_close(got.cpu(), ref.moe_mlp(*given), atol=1e-5, rtol=1e-5)  # type: ignore[arg-type]
 
 
 def test_no_tokens(device: torch.device) -> None:

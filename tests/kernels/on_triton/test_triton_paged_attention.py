@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from headrace.kernels.kv_cache import quantize
-from headrace.kernels.paged_attention import paged_attention as twin
+from headrace.kernels.paged_attention import paged_attention as ref
 from headrace.kernels.support import Resources, resources
 from headrace.kernels.triton.paged_attention import paged_attention
 from headrace.kernels.triton.tiling import (
@@ -54,7 +54,7 @@ class Problem:
 
     def expected(self) -> torch.Tensor:
         tensors, options = self.arguments("cpu")
-        return twin(tensors[0].double(), *tensors[1:], **options)
+        return ref(tensors[0].double(), *tensors[1:], **options)
 
     def run(self, device: torch.device, tiling: Tiling, **launch: object) -> torch.Tensor:
         tensors, options = self.arguments(device)
@@ -97,7 +97,7 @@ def problem(
     soft_cap: float | None = None,
     sinks: bool = False,
 ) -> Problem:
-    """Rows in blocks drawn at random. What no row may see is NaN, or in e4m3 ``unseen``, but for the null block."""
+    """Rows in random blocks. What no row may see is NaN, or in e4m3 ``unseen``, but for the null block."""
     generator = torch.Generator().manual_seed(0)
     v_head_dim = v_head_dim or head_dim
     needed = [-(-length // block_size) for _, length in lengths]
@@ -232,11 +232,22 @@ def test_features(features: dict[str, object], splits: int, fp8: bool, device: t
     decode.check(device, dataclasses.replace(FEW, block_q=2, block_n=32, splits=splits), single=True)
 
 
+@pytest.mark.parametrize("fp8", [False, True], ids=["auto", "fp8"])
+@pytest.mark.parametrize("splits", [1, 3])
+def test_visible_ends(splits: int, fp8: bool, device: torch.device) -> None:
+    """Whole prompts that see all of themselves, with and without a prefix."""
+    for features in ({}, {"window": 5}, {"sinks": True}):
+        made = problem([(9, 25), (2, 40), (17, 17)], fp8=fp8, **features)
+        made.options["visible_ends"] = torch.tensor(
+            [20] * 4 + [25] * 5 + [40] * 2 + [7] * 7 + list(range(8, 18)), dtype=torch.int32
+        )
+        made.check(device, dataclasses.replace(FEW, splits=splits))
+    made.check(device, invariant_tiling(geometry(made), max_seq_len=40, split_tokens=32))
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("fp8", [False, True], ids=["auto", "fp8"])
 def test_types(dtype: torch.dtype, fp8: bool, device: torch.device) -> None:
-    if dtype == torch.bfloat16 and not fp8 and device.type == "cpu":
-        pytest.skip("Triton's interpreter cannot multiply matrices in bfloat16")
     made = problem(dtype=dtype, fp8=fp8, sinks=True)
     made.check(device, chosen(made, resources(device)))
     assert made.run(device, FEW).dtype == dtype

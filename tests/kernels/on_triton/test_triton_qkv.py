@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from headrace.kernels import qkv as twin
+from headrace.kernels import qkv as ref
 from headrace.kernels.kv_cache import dequantize
 from headrace.kernels.triton import qkv
 
@@ -104,7 +104,7 @@ def problem(
 
 def check(made: Problem, device: torch.device) -> None:
     here, there = made.copy("cpu"), made.copy(device)
-    expected, got = here.run(twin.norm_rotate_and_cache), there.run(qkv.norm_rotate_and_cache)
+    expected, got = here.run(ref.norm_rotate_and_cache), there.run(qkv.norm_rotate_and_cache)
     # Rounded up to three times on the way; where a sum of two cancels, relative to the two.
     largest = expected.float().abs().max().item()
     steps = 3 * STEP[got.dtype] * (3 if got.dtype == torch.bfloat16 and device.type == "cpu" else 1)
@@ -175,7 +175,7 @@ def test_q_may_go_elsewhere(device: torch.device) -> None:
     here, there = made.copy("cpu"), made.copy(device)
     target = torch.full((5, 6, 64), torch.nan, device=device)
     got = there.run(qkv.norm_rotate_and_cache, q_out=target[:, 1:5])
-    close(got, here.run(twin.norm_rotate_and_cache), steps=4)
+    close(got, here.run(ref.norm_rotate_and_cache), steps=4)
     assert got.data_ptr() == target[:, 1:5].data_ptr()
     assert target[:, [0, 5]].isnan().all()
     assert torch.equal(there.packed.cpu(), made.packed)
@@ -187,7 +187,7 @@ def test_tokens_without_a_slot(device: torch.device) -> None:
     made.slots.fill_(-1)
     there = made.copy(device)
     got = there.run(qkv.norm_rotate_and_cache)
-    close(got, made.copy("cpu").run(twin.norm_rotate_and_cache), steps=4)
+    close(got, made.copy("cpu").run(ref.norm_rotate_and_cache), steps=4)
     assert torch.equal(there.cached(), made.cached())
 
 
@@ -195,7 +195,7 @@ def test_layers_that_keep_no_kv(device: torch.device) -> None:
     made = problem(norm=True)
     q = made.packed[:, : 4 * 64].contiguous()
     arguments = {"cos_sin": made.angles, "rotary_dim": 64, "q_weight": made.q_weight, "eps": EPS}
-    expected = twin.norm_rotate_and_cache(q.clone(), 4, None, None, None, **arguments)
+    expected = ref.norm_rotate_and_cache(q.clone(), 4, None, None, None, **arguments)
     moved = {name: v.to(device) if isinstance(v, torch.Tensor) else v for name, v in arguments.items()}
     close(qkv.norm_rotate_and_cache(q.to(device), 4, None, None, None, **moved), expected, steps=4)
 

@@ -91,7 +91,7 @@ def gpt(
     seed: int = 0,
     spec: dict[str, Any] | None = None,
     model: dict[str, Any] | None = None,
-    latent: bool = False,
+    mla: bool = False,
     std: float = 0.3,
     **config: Any,
 ) -> Any:
@@ -110,11 +110,11 @@ def gpt(
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
     start()
-    kind = MLATransformerConfig if latent else TransformerConfig
+    kind = MLATransformerConfig if mla else TransformerConfig
     config.setdefault("tensor_model_parallel_size", parallel_state.get_tensor_model_parallel_world_size())
-    given = kind(**settings(params_dtype=dtype, multi_latent_attention=latent, **config))
-    layers = get_gpt_layer_local_spec(normalization="RMSNorm", multi_latent_attention=latent, **(spec or {}))
-    if latent:
+    given = kind(**settings(params_dtype=dtype, multi_latent_attention=mla, **config))
+    layers = get_gpt_layer_local_spec(normalization="RMSNorm", multi_latent_attention=mla, **(spec or {}))
+    if mla:
         # Megatron's plain attention has values as wide as keys; without Transformer Engine there is no other.
         layers.submodules.self_attention.submodules.core_attention = Eager
     torch.manual_seed(seed)

@@ -7,10 +7,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import tiny_models
 import transformers
-
-from headrace.bench import tiny_models
-from headrace.bench.architectures import PAGE, TOLERANCE, survey_one
+from architectures import PAGE, TOLERANCE, survey_one
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -11,19 +11,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cache_config import cache_holding
 
 from headrace.attention.backend import StepMetadata
 from headrace.attention.context import ForwardContext
 from headrace.attention.select import create
 from headrace.cache.planes import allocate
-from headrace.config import CacheConfig
-from headrace.models.fallback.contract import ContextCell, ForeignLayer, check_layers, finished_logits, layer_ids
-from headrace.models.fallback.layout import FLEET, MEGATRON, PACKED, TRANSFORMERS, TRANSFORMERS_OUT, Layout
-from headrace.spec import AttentionSpec, cache_groups
+from headrace.model_spec import AttentionSpec, cache_groups
+from headrace.models.fallback.contract import ContextCell, ForeignLayer, check_layer_numbers, finished_logits
+from headrace.models.fallback.layout import MEGATRON, TRANSFORMERS, TRANSFORMERS_OUT, AxisLayout
 
 from ..harness import model_spec
 
 HEADS, KV_HEADS, WIDTH, V_WIDTH = 6, 2, 8, 4
+FLEET = AxisLayout("PaddleFleet", "bshd")
+PACKED = AxisLayout("packed", "shd")
 LAYOUTS = [TRANSFORMERS, TRANSFORMERS_OUT, MEGATRON, FLEET, PACKED]
 
 
@@ -43,7 +45,7 @@ def context(layer: AttentionSpec, tokens: int) -> ForwardContext:
     """One prompt from its beginning, in a cache of its own."""
     layers = [dataclasses.replace(layer, layer=0, kv_source=None)] if layer.kv_source is None else [spec(0), layer]
     groups = cache_groups(layers, "float32")
-    config = CacheConfig.holding([3], block_size=16, groups=groups, enable_prefix_caching=False, dtype="float32")
+    config = cache_holding([3], block_size=16, groups=groups, enable_prefix_caching=False, dtype="float32")
     caches = allocate(config, model_spec(layers), "cpu", "float32")
     starts = np.array([0, tokens], dtype=np.int32)
     positions = torch.arange(tokens)
@@ -51,7 +53,6 @@ def context(layer: AttentionSpec, tokens: int) -> ForwardContext:
         num_decode_rows=0,
         query_start=torch.from_numpy(starts),
         seq_lens=torch.tensor([tokens], dtype=torch.int32),
-        positions=positions,
         slot_mapping=(16 + positions,),
         block_tables=(torch.tensor([[1]], dtype=torch.int32),),
         query_start_host=starts,
@@ -78,14 +79,14 @@ def by_hand(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, sin
     return torch.einsum("hqk,khd->qhd", logits.softmax(-1)[..., : len(q)], v)
 
 
-def layer(given: Layout = PACKED, wanted: Layout = PACKED, **changes: Any) -> tuple[ForeignLayer, ContextCell]:
+def layer(given: AxisLayout = PACKED, wanted: AxisLayout = PACKED, **changes: Any) -> tuple[ForeignLayer, ContextCell]:
     cell = ContextCell()
     return ForeignLayer(spec(**changes), cell, given, wanted), cell
 
 
 @pytest.mark.parametrize("wanted", LAYOUTS, ids=lambda layout: layout.axes)
 @pytest.mark.parametrize("given", LAYOUTS, ids=lambda layout: layout.axes)
-def test_every_layout(given: Layout, wanted: Layout) -> None:
+def test_every_layout(given: AxisLayout, wanted: AxisLayout) -> None:
     q, k, v = qkv()
     foreign, cell = layer(given, wanted)
     with cell.holding(context(foreign.spec, 5)):
@@ -95,7 +96,7 @@ def test_every_layout(given: Layout, wanted: Layout) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.axes)
-def test_a_layout_says_where_its_axes_are(layout: Layout) -> None:
+def test_a_layout_says_where_its_axes_are(layout: AxisLayout) -> None:
     shape = [{"b": 1, "s": 5, "h": 3, "d": 2}[axis] for axis in layout.axes]
     assert layout.pack(torch.empty(shape), "q", "here").shape == (5, 3, 2)
     assert layout.unpack(torch.empty(5, 3, 2)).shape == torch.Size(shape)
@@ -103,7 +104,7 @@ def test_a_layout_says_where_its_axes_are(layout: Layout) -> None:
 
 @pytest.mark.parametrize("argument", ["q", "k", "v"])
 @pytest.mark.parametrize("layout", [TRANSFORMERS, MEGATRON, FLEET], ids=lambda layout: layout.axes)
-def test_a_batch_of_two_is_refused(layout: Layout, argument: str) -> None:
+def test_a_batch_of_two_is_refused(layout: AxisLayout, argument: str) -> None:
     given = {name: layout.unpack(x) for name, x in zip("qkv", qkv(), strict=True)}
     given[argument] = torch.cat([given[argument]] * 2, dim=layout.axes.index("b"))
     foreign, cell = layer(layout)
@@ -204,28 +205,18 @@ def test_a_layer_that_reads_anothers_kv_needs_none() -> None:
 
 @pytest.mark.parametrize("first", [0, 1, 7])
 def test_layer_numbers_of_any_base(first: int) -> None:
-    assert layer_ids([first, first + 1, first + 2]) == [0, 1, 2]
+    check_layer_numbers([first, first + 1, first + 2])
 
 
 @pytest.mark.parametrize("numbers", [[0, 2, 3], [1, 1, 2], [2, 1, 0], [0, 1, 2, 2], [1, 0]])
 def test_wrong_layer_numbers_raise(numbers: list[int]) -> None:
     with pytest.raises(ValueError, match="layer numbers must be consecutive"):
-        layer_ids(numbers)
+        check_layer_numbers(numbers)
 
 
 def test_no_layers_at_all() -> None:
     with pytest.raises(ValueError, match="no layer"):
-        layer_ids([])
-
-
-def test_one_cache_entry_a_layer() -> None:
-    check_layers([spec(0), spec(1)], 2)
-    for ids in ([1, 2], [0, 0], [1, 0]):
-        with pytest.raises(ValueError, match="layer ids must be 0 to 1"):
-            check_layers([spec(index) for index in ids], 2)
-    for count in (1, 3):
-        with pytest.raises(ValueError, match=f"2 layers have {count} entries"):
-            check_layers([spec(0), spec(1)], count)
+        check_layer_numbers([])
 
 
 def test_padded_columns_of_the_vocabulary() -> None:
@@ -244,9 +235,10 @@ def test_checks_hold_without_assertions() -> None:
     code = (
         "import torch\n"
         "from headrace.models.fallback.layout import TRANSFORMERS\n"
-        "from headrace.models.fallback.contract import layer_ids\n"
+        "from headrace.models.fallback.contract import check_layer_numbers\n"
         "assert False\n"
-        "for wrong in (lambda: TRANSFORMERS.pack(torch.empty(2, 1, 1, 1), 'q', 'layer 0'), lambda: layer_ids([0, 2])):\n"
+        "batch = torch.empty(2, 1, 1, 1)\n"
+        "for wrong in (lambda: TRANSFORMERS.pack(batch, 'q', 'layer 0'), lambda: check_layer_numbers([0, 2])):\n"
         "    try:\n"
         "        wrong()\n"
         "    except ValueError as error:\n"

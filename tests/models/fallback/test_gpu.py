@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import tiny_models
 import torch
+from architectures import quiet, survey_one
 
-from headrace.bench import tiny_models
-from headrace.bench.architectures import quiet, survey_one
+from headrace.models.capture import no_host_sync
 
 from .test_transformers import decisions, engine, tokens_of
 
@@ -26,8 +27,9 @@ def test_tokens_are_transformers_own(kind: str) -> None:
     assert verdict.error <= 1e-3
 
 
-@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "mixtral"])
 def test_graphs_change_nothing(kind: str, tmp_path: Path) -> None:
+    """GPT-2 would look for padding on the host, if it knew of a padding token."""
     with quiet():
         tiny_models.save(tiny_models.model(kind), tmp_path)
         whole = engine(tmp_path, device="cuda", dtype="bfloat16")
@@ -37,12 +39,22 @@ def test_graphs_change_nothing(kind: str, tmp_path: Path) -> None:
 
 
 def test_what_waits_for_the_gpu_has_no_graphs(tmp_path: Path) -> None:
-    """Grouped products read their groups' sizes on the host in float32, and not in bfloat16."""
+    """Capture is tried and fails. Grouped products read their groups' sizes on the host in float32, and not in bfloat16."""
     with quiet():
         tiny_models.save(tiny_models.model("mixtral"), tmp_path)
         told = decisions(engine(tmp_path, device="cuda", dtype="float32"))["CUDA graphs"]
     assert told[0] == "none"
     assert "model.layers.0.mlp" in told[1]
+
+
+def test_a_wait_for_the_gpu_raises_before_a_capture_is_begun() -> None:
+    x = torch.ones(4, device="cuda")
+    before = torch.cuda.get_sync_debug_mode()
+    with no_host_sync():
+        x.sum()
+        with pytest.raises(RuntimeError, match="synchroniz"):
+            x.sum().item()
+    assert torch.cuda.get_sync_debug_mode() == before
 
 
 def test_weights_are_loaded_and_made_on_the_device(tmp_path: Path) -> None:

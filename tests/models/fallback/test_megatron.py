@@ -12,8 +12,10 @@ import torch
 
 from headrace import LLM, SamplingParams
 from headrace.errors import ConfigError, EngineError
-from headrace.models.fallback import weights
+from headrace.model_spec import ForeignSpec
+from headrace.models.fallback.foreign_model import ForeignModel
 from headrace.models.fallback.megatron import MegatronModel
+from headrace.models.interface import ModelInputs
 
 from . import megatron_models as small
 
@@ -103,8 +105,8 @@ def test_as_the_same_modules_with_eager_attention(kind: str) -> None:
     assert_same_every_way(engine(model, num_kv_blocks=blocks), eager(model, **rotary))
 
 
-LATENT: dict[str, Any] = {
-    "latent": True,
+MLA: dict[str, Any] = {
+    "mla": True,
     "num_query_groups": 4,
     "kv_lora_rank": 16,
     "qk_head_dim": 8,
@@ -132,10 +134,10 @@ OWN: dict[str, dict[str, Any]] = {
         "moe_router_topk_scaling_factor": 1.5,
         "spec": {"num_experts": 4},
     },
-    "latent, YaRN": {**LATENT, "q_lora_rank": 12, "rotary_scaling_factor": 8.0, "original_max_position_embeddings": 16},
-    "latent, queries direct, plain rotary": {**LATENT, "q_lora_rank": None, "rope_type": "rope"},
+    "latent, YaRN": {**MLA, "q_lora_rank": 12, "rotary_scaling_factor": 8.0, "original_max_position_embeddings": 16},
+    "latent, queries direct, plain rotary": {**MLA, "q_lora_rank": None, "rope_type": "rope"},
     "latent with experts": {
-        **LATENT,
+        **MLA,
         "q_lora_rank": 12,
         "num_moe_experts": 4,
         "moe_router_topk": 2,
@@ -153,8 +155,8 @@ def test_as_megatron_itself(kind: str) -> None:
         model = small.gpt(**OWN[kind])
         llm = engine(model)
         assert_same_every_way(llm, lambda tokens: small.own_logprobs(model, tokens))
-    latent = [line.value for line in llm.info.decisions if line.name == "latent attention"]
-    assert latent == (["uncompressed"] if "latent" in kind else [])
+    mla = [line.value for line in llm.info.decisions if line.name == "latent attention"]
+    assert mla == (["uncompressed"] if "latent" in kind else [])
 
 
 # Layer numbers
@@ -405,7 +407,7 @@ def test_a_tokenizer_as_an_object_or_a_directory(tokenizer: Any, tmp_path: Any) 
     for given in (tokenizer, Megatrons(), str(tmp_path)):
         llm = engine(model, tokenizer=given)
         (output,) = llm.generate("BAD", params)
-        assert llm._engine.core.runner._model.spec.num_tokens == 88
+        assert llm._engine.executor.model.spec.num_tokens == 88
         texts.add(output.outputs[0].text)
         chats = [
             llm.chat([{"role": "user", "content": "BAD"}], params, chat_template=t)
@@ -435,14 +437,16 @@ def test_what_chooses_experts_is_updated_too() -> None:
         model = small.gpt(**OWN["experts with a bias"])
     name = "decoder.layers.1.mlp.router.expert_bias"
     value = torch.tensor([1.0, -2.0, 3.0, -4.0])
-    assert weights.weight_update(model, {name: value}).write() == 1
+    ours = ForeignModel(ForeignSpec.__new__(ForeignSpec), torch.float32)
+    ours.__dict__["foreign"] = model
+    assert ours.weight_update({name: value}).write() == 1
     assert torch.equal(model.get_buffer(name), value)
 
 
 def test_weights_are_updated_under_megatrons_names() -> None:
     model = small.gpt()
     llm = engine(model)
-    ours = llm._engine.model
+    ours = llm._engine.executor.model
     assert isinstance(ours, MegatronModel)
     name = "decoder.layers.1.mlp.linear_fc2.weight"
     assert name in dict(ours.name_table().items())
@@ -460,7 +464,7 @@ def test_weights_are_updated_under_megatrons_names() -> None:
 
 
 def core_of(llm: LLM, index: int = 0) -> Any:
-    cores = [ours for _, name, ours in llm._engine.core.runner._model._replacements if name == "core_attention"]
+    cores = [ours for _, name, ours in llm._engine.executor.model._replacements if name == "core_attention"]
     return cores[index]
 
 
@@ -495,22 +499,19 @@ def test_a_layers_calls_are_checked() -> None:
 )
 def test_shapes_that_are_not_the_layers_raise(q: tuple[int, ...], k: tuple[int, ...], match: str) -> None:
     llm = engine(small.gpt())
-    ours = llm._engine.core.runner._model
+    ours = llm._engine.executor.model
     context: Any = mock.MagicMock()
-    with pytest.raises(ValueError, match=match), ours._cell.holding(context), ours._turn.all():
+    with pytest.raises(ValueError, match=match), ours.cell.holding(context), ours._turn.all():
         core_of(llm)(torch.zeros(q), torch.zeros(k), torch.zeros(k))
-    with pytest.raises(ValueError, match="k is missing"), ours._cell.holding(context), ours._turn.all():
+    with pytest.raises(ValueError, match="k is missing"), ours.cell.holding(context), ours._turn.all():
         core_of(llm)(torch.zeros(3, 1, 4, 8), None, None)
 
 
 def test_no_tokens_at_all() -> None:
-    ours = engine(small.gpt())._engine.core.runner._model
+    ours = engine(small.gpt())._engine.executor.model
     empty = torch.empty(0, dtype=torch.int64)
     context: Any = type("Context", (), {"caches": [None] * 3})()
-    ours._checked = False
-    with pytest.raises(ValueError, match="3 layers have 2 entries"):
-        ours(empty, empty, type("Context", (), {"caches": [None] * 2})())
-    assert ours(empty, empty, context).shape == (0, 32)
+    assert ours(ModelInputs(empty, empty), context).shape == (0, 32)
     logits = ours.logits(torch.empty(0, 32, dtype=torch.bfloat16))
     assert (logits.shape, logits.dtype) == ((0, small.VOCAB), torch.float32)
 

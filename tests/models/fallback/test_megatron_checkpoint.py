@@ -151,7 +151,7 @@ def test_the_latest_iteration_of_a_run_is_loaded_by_itself(saved: Path) -> None:
 
 def test_bfloat16_is_read_from_float32(saved: Path) -> None:
     llm = load(saved, dtype="bfloat16")
-    parameters = llm._engine.core.runner._model.foreign.parameters()
+    parameters = llm._engine.executor.model.foreign.parameters()
     assert {parameter.dtype for parameter in parameters} == {torch.bfloat16}
 
 
@@ -261,15 +261,15 @@ def test_weights_that_do_not_fit_the_arguments_are_refused(tmp_path: Path) -> No
     save(model, tmp_path / "words", args=arguments(vocab_size="90"))
     with refused("vocab_size is '90', and must be a whole number", "vocab_size"):
         load(tmp_path / "words")
-    save(model, tmp_path / "latent", args=arguments(multi_latent_attention=True, num_query_groups=4))
+    save(model, tmp_path / "mla", args=arguments(multi_latent_attention=True, num_query_groups=4))
     with refused("Megatron cannot build the model of .* on cpu"):
-        load(tmp_path / "latent")
+        load(tmp_path / "mla")
 
 
 def test_experts_are_refused_on_a_cpu_before_their_weights_are_read(tmp_path: Path) -> None:
     with small.no_device_asked_for():
         save(small.gpt(**OWN["experts"]), tmp_path, args=arguments(num_experts=4, moe_router_topk=2))
-        assert small.own_logprobs(load(tmp_path)._engine.model.foreign, [4, 5]).isfinite().all()  # type: ignore[attr-defined]
+        assert small.own_logprobs(load(tmp_path)._engine.executor.model.foreign, [4, 5]).isfinite().all()  # type: ignore[attr-defined]
     fill = mock.patch("headrace.models.fallback.megatron_checkpoint._fill")
     with fill as filled, refused(r"decoder\.layers\.0\.mlp\.router: Megatron's router (asks for|moves to)", "model_impl"):
         load(tmp_path)

@@ -25,8 +25,8 @@ BOUNDS = {torch.float32: (5e-3, 5e-4), torch.bfloat16: (0.6, 0.06)}
 """Largest and mean difference of logprobs, in nats."""
 WIDE: dict[str, Any] = {"hidden_size": 256, "kv_channels": 64, "ffn_hidden_size": 384, "std": 0.06}
 EXPERTS: dict[str, Any] = {"num_moe_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 128, "spec": {"num_experts": 8}}
-LATENT: dict[str, Any] = {
-    "latent": True,
+MLA: dict[str, Any] = {
+    "mla": True,
     "num_query_groups": 4,
     "q_lora_rank": 96,
     "kv_lora_rank": 64,
@@ -40,8 +40,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "grouped queries": {},
     "QK-norm": {"qk_layernorm": True, "spec": {"qk_layernorm": True}},
     "experts": EXPERTS,
-    "latent": LATENT,
-    "latent with experts": {**LATENT, **EXPERTS},
+    "mla": MLA,
+    "latent with experts": {**MLA, **EXPERTS},
 }
 CASES = [
     pytest.param(kind, dtype, id=f"{kind}, {dtype}")

@@ -230,8 +230,8 @@ def test_what_a_running_engine_has_and_parity_does_not_measure_is_said() -> None
     llm = engine(small.gpt())
     (note,) = [note for note in llm.parity().notes if note.startswith("not measured")]
     assert note == "not measured: max_num_seqs, max_num_batched_tokens"
-    assert llm._handed is not None
-    llm._handed = dataclasses.replace(llm._handed, args=dataclasses.replace(llm._handed.args, kv_cache_dtype="fp8_e4m3"))
+    assert llm._external is not None
+    llm._external = dataclasses.replace(llm._external, args=dataclasses.replace(llm._external.args, kv_cache_dtype="fp8_e4m3"))
     with pytest.raises(ConfigError, match="parity does not measure kv_cache_dtype") as caught:
         llm.parity()
     assert caught.value.param == "kv_cache_dtype"

@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_models
 import torch
 import transformers
+from architectures import quiet
 from typer.testing import CliRunner
 
-from headrace.bench import tiny_models
-from headrace.bench.architectures import quiet
 from headrace.cli.main import app
 from headrace.config import EngineArgs
 from headrace.engine.parity import Line, Parity, measure
-from headrace.engine.parity.layers import Layers
+from headrace.engine.parity.layers import RecordedLayers
 from headrace.errors import ConfigError
 from headrace.models import implementation
 from headrace.models.fallback import load
@@ -156,7 +156,7 @@ def test_a_sequence_that_ends_early_is_a_failed_line(llama: Path, monkeypatch: p
     parity, lines = run(args(llama, dtype="float32"))
     assert not parity.passed
     assert lines["native", "float32"].passed is False
-    assert "ended after 0 tokens: the model gave logits that are not finite" in lines["native", "float32"].note
+    assert "ended after 0 tokens: the model computed logits that are not finite" in lines["native", "float32"].note
     assert lines["transformers", "float32"].passed
 
 
@@ -250,7 +250,7 @@ def test_what_it_computes_with_may_be_said(llama: Path) -> None:
 def test_experts_are_no_layers() -> None:
     layers = [torch.nn.ModuleDict({"experts": torch.nn.ModuleList(torch.nn.Linear(1, 1) for _ in range(9))}) for _ in "ab"]
     model = torch.nn.ModuleDict({"few": torch.nn.ModuleList([torch.nn.Linear(1, 1)]), "layers": torch.nn.ModuleList(layers)})
-    assert Layers.of(model)._layers == layers
+    assert RecordedLayers.of(model)._layers == layers
 
 
 def test_one_implementation_alone(llama: Path) -> None:

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+import tiny_models
+from architectures import quiet
 
-from headrace.bench import tiny_models
-from headrace.bench.architectures import quiet
 from headrace.errors import ConfigError
 
 from .test_transformers import decisions, engine, tokens_of

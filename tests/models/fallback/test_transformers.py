@@ -7,18 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_models
 import torch
 import transformers
+from architectures import TOLERANCE, quiet, survey_one
 from transformers.models.gptj.modeling_gptj import GPTJAttention
 
 from headrace import LLM, SamplingParams
-from headrace.bench import tiny_models
-from headrace.bench.architectures import TOLERANCE, quiet, survey_one
 from headrace.config import EngineArgs
 from headrace.errors import ConfigError
 from headrace.models.fallback.load import describe
-from headrace.models.fallback.observe import window_of
 from headrace.models.fallback.refusal import Refusal
+from headrace.models.fallback.trace import window_of
+from headrace.models.interface import ModelInputs
 
 RUN = [
     "bart",
@@ -177,7 +178,7 @@ def test_bfloat16_follows_the_model(granite: Path) -> None:
 
 
 def model_of(llm: LLM) -> Any:
-    return llm._engine.core.runner._model
+    return llm._engine.executor.model
 
 
 def test_a_missing_weight_is_an_error(granite: Path, tmp_path: Path) -> None:
@@ -222,17 +223,14 @@ def test_no_tokens_at_all(llama: Path) -> None:
         model = model_of(engine(llama))
     empty = torch.empty(0, dtype=torch.int64)
     context: Any = type("Context", (), {"caches": [None] * 3})()
-    assert model(empty, empty, context).shape == (0, 32)
+    assert model(ModelInputs(empty, empty), context).shape == (0, 32)
     logits = model.logits(torch.empty(0, 32, dtype=torch.bfloat16))
     assert (logits.shape, logits.dtype) == ((0, tiny_models.VOCAB), torch.float32)
-    with pytest.raises(ValueError, match="3 layers have 2 entries"):
-        fresh(llama)(empty, empty, type("Context", (), {"caches": [None] * 2})())
 
 
 def fresh(folder: Path) -> Any:
     with quiet():
         model = model_of(engine(folder))
-    model._checked = False
     return model
 
 
@@ -271,9 +269,9 @@ def test_frequencies_that_depend_on_the_batch_end_the_context() -> None:
         max_position_embeddings=32,
         **rope("dynamic", factor=4.0),
     )
-    described = describe(config, EngineArgs())
+    described = describe(config, EngineArgs(), "")
     assert described.spec.max_position == 32
-    assert "dynamic" in described.decisions[0].value
+    assert "dynamic" in described.decisions[1].value
     factors = {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "original_max_position_embeddings": 16}
     config = transformers.LlamaConfig(
         hidden_size=32,
@@ -284,18 +282,18 @@ def test_frequencies_that_depend_on_the_batch_end_the_context() -> None:
         max_position_embeddings=64,
         **rope("longrope", factor=4.0, **factors),
     )
-    described = describe(config, EngineArgs(max_model_len=16))
+    described = describe(config, EngineArgs(max_model_len=16), "")
     assert described.spec.max_position == 16
-    assert described.decisions[0].value == "longrope, up to 16 tokens"
+    assert described.decisions[1].value == "longrope, up to 16 tokens"
     with pytest.raises(ConfigError, match=r"^max_model_len 17 is beyond 16 tokens: .*longrope") as caught:
-        describe(config, EngineArgs(max_model_len=17))
+        describe(config, EngineArgs(max_model_len=17), "")
     assert caught.value.param == "max_model_len"
 
 
 def test_why_a_model_does_not_run_comes_before_what_it_lacks() -> None:
     """BLOOM's configuration says no context length, but setting one would not help."""
     with pytest.raises(ConfigError, match="none of its layers calls"):
-        describe(tiny_models.config("bloom"), EngineArgs())
+        describe(tiny_models.config("bloom"), EngineArgs(), "")
 
 
 @pytest.mark.parametrize("window", [1, 2, 7, 4096])
@@ -333,16 +331,6 @@ def test_padding_of_the_vocabulary_is_not_drawn(tmp_path: Path) -> None:
     assert logits.dtype == torch.float32
     assert bool((logits[:, 90:] == -math.inf).all())
     assert bool(logits[:, :90].isfinite().all())
-
-
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "mixtral"])
-def test_models_that_never_wait_for_the_device_can_be_captured(kind: str) -> None:
-    """GPT-2 would look for padding on the host, if it knew of a padding token."""
-    assert describe(tiny_models.config(kind), EngineArgs()).spec.host_reads == ()
-
-
-def test_modules_that_wait_for_the_device_are_named() -> None:
-    assert describe(tiny_models.config("dbrx"), EngineArgs()).spec.host_reads[0] == "transformer.blocks.0.ffn.experts"
 
 
 def test_a_missing_library_is_named_with_a_line_that_installs_it(granite: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -392,4 +380,4 @@ def test_dummy_models_keep_what_is_computed_and_not_stored(kind: str, tmp_path: 
 def test_what_is_for_long_contexts_alone_is_met() -> None:
     """Keys that stand for many tokens come to be only once there are many."""
     with pytest.raises(ConfigError, match=r"queries attend to .* keys"):
-        describe(tiny_models.config("deepseek_v4"), EngineArgs())
+        describe(tiny_models.config("deepseek_v4"), EngineArgs(), "")

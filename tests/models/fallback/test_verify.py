@@ -7,21 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_models
 import torch
+from architectures import quiet
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
 from headrace import LLM
-from headrace.bench import tiny_models
-from headrace.bench.architectures import quiet
 from headrace.config import Decision
-from headrace.models.fallback.observe import WITH_MASKS, observe
+from headrace.model_spec import ForeignSpec
 from headrace.models.fallback.refusal import Refusal
+from headrace.models.fallback.trace import WITH_MASKS, trace
 from headrace.models.fallback.transformers import ATTENTION, TransformersModel
 from headrace.models.fallback.verify import verify
-from headrace.spec import ForeignSpec
 
 CONFIG = LlamaConfig(
     hidden_size=32,
@@ -86,7 +86,7 @@ def looked_at(kind: type[LlamaForCausalLM]) -> tuple[Decision, ...]:
     build: Any = kind._from_config
     with torch.device("meta"):
         bare = build(CONFIG, attn_implementation=WITH_MASKS, dtype=torch.float32).train(False)
-    seen = observe(bare)
+    seen = trace(bare)
     torch.manual_seed(0)
     foreign = build(CONFIG, attn_implementation=ATTENTION, dtype=torch.float32).train(False)
     spec = ForeignSpec(
@@ -98,7 +98,6 @@ def looked_at(kind: type[LlamaForCausalLM]) -> tuple[Decision, ...]:
         dtype="float32",
         num_tokens=97,
         num_weights=sum(parameter.numel() for parameter in foreign.parameters()),
-        host_reads=seen.host_reads,
     )
     return verify(TransformersModel(spec, foreign, seen), spec.max_position)
 

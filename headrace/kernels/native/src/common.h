@@ -88,7 +88,7 @@ public:
     using Piece = void (*)(const void* f, int64_t begin, int64_t end);
 
     // By the leader: as `parallel` below. Waits for the pieces, not for the threads: one that the system holds up before
-    // it took a piece delays nobody.
+    // it took a piece delays none of the others.
     void run(Piece piece, const void* f, int64_t tasks, int64_t chunk) {
         uint32_t pieces = uint32_t((tasks + chunk - 1) / chunk);
         job.piece.store(piece, std::memory_order_relaxed);
@@ -159,7 +159,7 @@ private:
 extern thread_local Team* own_team;
 
 // Calls f(begin, end) for pieces of [0, tasks) of at most `chunk`, in parallel if there is more than one piece.
-// Which thread runs a piece is left to chance, so that a thread that the system holds up delays nobody.
+// Which thread runs a piece is left to chance, so that a thread that the system suspends does not delay the others.
 template <class F>
 void parallel(int64_t tasks, int64_t chunk, const F& f) {
     int64_t pieces = (tasks + chunk - 1) / chunk;

@@ -1,4 +1,4 @@
-// The kernels that the library offers, for those that are made of them. What they take is described where they are.
+// Kernels of the library that other kernels call. Their definitions describe the arguments.
 #pragma once
 
 #include "common.h"

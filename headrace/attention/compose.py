@@ -1,0 +1,100 @@
+"""ByRowClass: one backend for decode rows, another for prefill rows; and steps made from some rows of a step."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from headrace.attention.backend import AttentionBackend, AttentionInputs, ReplayLengths, StepMetadata
+from headrace.kernels.transfer import upload
+
+
+class ByRowClass(AttentionBackend):
+    """Splits a step between two backends, each of which fills its rows of one output.
+
+    ``decode`` runs whole captured steps if ``prefill`` cannot be captured.
+
+    Args:
+        eager_decode: ``decode`` runs whole steps outside captures.
+    """
+
+    def __init__(self, name: str, decode: AttentionBackend, prefill: AttentionBackend, *, eager_decode: bool = False) -> None:
+        super().__init__()
+        self.name = name
+        self.modes = decode.modes & prefill.modes
+        self.capturable = decode.capturable
+        self.plans_replays = decode.plans_replays or prefill.plans_replays
+        self.decode, self.prefill = decode, prefill
+        self._eager_decode = eager_decode
+        self._active: list[AttentionBackend] = []
+
+    def plan(self, step: StepMetadata) -> None:
+        super().plan(step)
+        whole = not self.prefill.capturable if step.bounded else self._eager_decode
+        border = step.num_rows if whole else step.num_decode_rows
+        self._active = []
+        for backend, first, end in ((self.decode, 0, border), (self.prefill, border, step.num_rows)):
+            if step.query_start_host[end] > step.query_start_host[first]:
+                backend.plan(step.rows(first, end))
+                self._active.append(backend)
+
+    def run(self, inputs: AttentionInputs) -> torch.Tensor:
+        if len(self._active) == 1:
+            return self._active[0].run(inputs)
+        out = self.output(inputs)
+        inputs = inputs._replace(out=out)
+        for backend in self._active:
+            backend.run(inputs)
+        return out.flatten(1)
+
+    @property
+    def graph_version(self) -> int:
+        return self.decode.graph_version + self.prefill.graph_version
+
+    def prepare_replay(self, lengths: ReplayLengths) -> None:
+        if not self.prefill.capturable:
+            self.decode.prepare_replay(lengths)
+            return
+        decode, prefill = lengths.split()
+        self.decode.prepare_replay(decode)
+        self.prefill.prepare_replay(prefill)
+
+    def reserve(self, device: torch.device) -> None:
+        self.decode.reserve(device)
+        self.prefill.reserve(device)
+
+    @property
+    def workspaces(self) -> list[torch.Tensor]:
+        return [*self.decode.workspaces, *self.prefill.workspaces]
+
+
+class StepPart(NamedTuple):
+    """Some rows of a step as a step of their own, whose tokens begin at 0."""
+
+    step: StepMetadata
+    tokens: slice | torch.Tensor
+    """Indices of the part's tokens in the whole step."""
+
+
+def part_of(step: StepMetadata, rows: np.ndarray) -> StepPart:
+    """A step of the given ascending rows. Leading rows are views, which can be captured; others are copied."""
+    count = len(rows)
+    if int(rows[-1]) == count - 1:
+        part = step.rows(0, count)
+        return StepPart(part, slice(0, None) if part is step else part.tokens)
+    device, starts = step.seq_lens.device, step.query_start_host
+    tokens = upload(np.concatenate([np.arange(starts[row], starts[row + 1]) for row in rows]).astype(np.int64), device)
+    chosen = upload(rows, device)
+    starts_host = np.concatenate(([0], np.cumsum(np.diff(starts)[rows]))).astype(np.int32)
+    part = StepMetadata(
+        num_decode_rows=int((rows < step.num_decode_rows).sum()),
+        query_start=upload(starts_host, device),
+        seq_lens=step.seq_lens[chosen],
+        slot_mapping=tuple(slots[tokens] for slots in step.slot_mapping),
+        block_tables=tuple(table[chosen] for table in step.block_tables),
+        query_start_host=starts_host,
+        seq_lens_host=step.seq_lens_host[rows],
+    )
+    return StepPart(part, tokens)

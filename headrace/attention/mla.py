@@ -1,0 +1,344 @@
+"""Multi-head latent attention (MLA): absorbed for rows of few queries, uncompressed for prompts, on top of other backends.
+
+Both forms compute the same (DeepSeek-V2, 2024). Absorbed, the projections to keys and values are applied to q and the output,
+and all heads share one wide KV head: little to read, much to multiply. Uncompressed, each head first gets its own narrow keys
+and values, which pays off where many queries share them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from headrace.attention.backend import AttentionBackend, AttentionInputs, LayerCache, ReplayLengths, StepMetadata
+from headrace.attention.compose import StepPart, part_of
+from headrace.attention.context import ForwardContext
+from headrace.attention.layer import HeadNorm, required_angles
+from headrace.cache.planes import write_mla
+from headrace.kernels import gpu
+from headrace.kernels.linear import linear_by_head
+from headrace.kernels.mla import norm_rotate_and_cache_mla
+from headrace.kernels.rotary import rotate
+from headrace.kernels.transfer import upload
+from headrace.model_spec import AttentionSpec
+
+WORKSPACE_BYTES = 256 << 20
+"""For uncompressed keys and values. If they exceed it, heads take turns; if one head's do, rows do too."""
+
+
+class MLAAttention(nn.Module):
+    """The inner attention of an MLA layer: rotates, writes to the cache and attends over it."""
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        if spec.mla is None:
+            raise ValueError(f"layer {spec.layer} keeps no compressed KV")
+        self._mla = spec.mla
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        compressed: torch.Tensor | None,
+        up: torch.Tensor,
+        ctx: ForwardContext,
+        cos_sin: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention of one step's tokens.
+
+        Args:
+            q: ``[T, num_heads, mla.head_dim]``: a head's rotary_dim channels to rotate, then the others.
+            compressed: ``[T, row_width]``: rotary_dim channels to rotate, then the normed latent channels.
+            up: ``[num_heads * (mla.head_dim - rotary_dim + mla.v_head_dim), v_head_dim]``: projects the latent
+                to each head's unrotated key channels, then to its values.
+            cos_sin: ``[T, rotary_dim]`` float32, the cosines and then the sines of each token's position.
+
+        Returns:
+            ``[T, num_heads * mla.v_head_dim]``
+
+        Raises:
+            ValueError: an argument is missing or of another shape.
+        """
+        row, backend = self._checked(q, compressed, up).unsqueeze(1), self._backend(ctx)
+        angles = required_angles(self.spec, cos_sin)
+        if angles is not None:
+            q, row = rotate(q, row, angles, self.spec.rotary_dim)
+        cache = ctx.caches[self.spec.layer]
+        write_mla(cache, row, ctx.step.slot_mapping[cache.group])
+        return backend.attend(q, cache, up)
+
+    def forward_qkv(
+        self,
+        q: torch.Tensor,
+        compressed: torch.Tensor | None,
+        norm: HeadNorm,
+        up: torch.Tensor,
+        ctx: ForwardContext,
+        cos_sin: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Like ``forward``, for a latent before its norm. On a GPU norm, rotation and cache write are one kernel.
+
+        Args:
+            q: as for ``forward``; it may be changed.
+            compressed: ``[T, row_width]``: rotary_dim channels to rotate, then the latent.
+            norm: applied to the latent.
+        """
+        compressed, rotated = self._checked(q, compressed, up), self.spec.rotary_dim
+        angles = required_angles(self.spec, cos_sin)
+        if gpu.takes(q) and norm.plain and angles is not None:
+            cache, backend = ctx.caches[self.spec.layer], self._backend(ctx)
+            slots, q = ctx.step.slot_mapping[cache.group], q.contiguous()
+            wide = backend.absorbed_queries(q)
+            norm_rotate_and_cache_mla(q, compressed, norm.weight, norm.eps, angles, cache.rows, slots, wide)
+            return backend.attend(q, cache, up, wide)
+        normed = torch.cat((compressed[:, :rotated], norm(compressed[:, rotated:])), dim=1)
+        return self.forward(q, normed, up, ctx, cos_sin)
+
+    def _checked(self, q: torch.Tensor, compressed: torch.Tensor | None, up: torch.Tensor) -> torch.Tensor:
+        """Returns ``compressed`` after checking the shapes of all arguments."""
+        spec, mla = self.spec, self._mla
+        where = f"layer {spec.layer}"
+        if compressed is None:
+            raise ValueError(f"{where} keeps compressed KV: compressed is missing")
+        per_head = mla.head_dim - spec.rotary_dim + mla.v_head_dim
+        expected = {
+            "q": (q, (len(q), spec.num_heads, mla.head_dim)),
+            "compressed": (compressed, (len(q), spec.row_width)),
+            "up": (up, (spec.num_heads * per_head, spec.v_head_dim)),
+        }
+        for name, (tensor, shape) in expected.items():
+            if tensor.shape != shape:
+                raise ValueError(f"{where}: {name} must be {list(shape)}, not {list(tensor.shape)}")
+        return compressed
+
+    def _backend(self, ctx: ForwardContext) -> MLABackend:
+        backend = ctx.backends[self.spec.layer]
+        if not isinstance(backend, MLABackend):
+            raise ValueError(f"layer {self.spec.layer} keeps compressed KV, which {backend.name} alone does not support")
+        return backend
+
+
+class _Prompts(NamedTuple):
+    """Rows attended over uncompressed KV, in temporary blocks numbered row after row from 0."""
+
+    part: StepPart
+    places: torch.Tensor
+    """``[blocks]`` int64: index of each block in the flattened block table of the whole step."""
+    backend: AttentionBackend
+    """Planned for these rows."""
+
+
+class MLABackend(AttentionBackend):
+    """Runs MLA layers with two ordinary backends. One instance serves layers of one geometry.
+
+    Args:
+        absorbed: supports the layers' spec.
+        uncompressed: creates backends that support ``spec.uncompressed``. None: all rows are absorbed, so the result is
+            batch-invariant if ``absorbed`` is.
+    """
+
+    def __init__(
+        self, spec: AttentionSpec, absorbed: AttentionBackend, uncompressed: Callable[[], AttentionBackend] | None
+    ) -> None:
+        super().__init__()
+        if spec.mla is None:
+            raise ValueError(f"layer {spec.layer} keeps no compressed KV")
+        self._spec, self._mla = spec, spec.mla
+        self._absorbed = absorbed
+        self._invariant = uncompressed is None
+        self._create_uncompressed = uncompressed
+        self._uncompressed = [] if uncompressed is None else [uncompressed()]
+        self.name = absorbed.name
+        self.capturable = absorbed.capturable
+        self.plans_replays = absorbed.plans_replays
+        self._few: StepPart | None = None
+        self._many = np.empty(0, dtype=np.int64)
+        """The rows attended over uncompressed KV."""
+        self._prompts: list[_Prompts] = []
+        """Groups of rows that are uncompressed together."""
+        self._workspace = torch.empty(0)
+
+    def plan(self, step: StepMetadata) -> None:
+        """Absorbs decode rows, and prompt rows for which that is less work or whose exact lengths are unknown."""
+        super().plan(step)
+        self._prompts, self._few = [], None
+        if self._create_uncompressed is None or step.bounded:
+            self._many = np.empty(0, dtype=np.int64)
+        else:
+            self._many = self._worth_uncompressing(step)
+        few = np.setdiff1d(np.arange(step.num_rows), self._many, assume_unique=True)
+        if len(few):
+            self._few = part_of(step, few)
+            self._absorbed.plan(self._few.step)
+
+    @property
+    def graph_version(self) -> int:
+        return self._absorbed.graph_version
+
+    def prepare_replay(self, lengths: ReplayLengths) -> None:
+        self._absorbed.prepare_replay(lengths)
+
+    def reserve(self, device: torch.device) -> None:
+        self._absorbed.reserve(device)
+
+    @property
+    def workspaces(self) -> list[torch.Tensor]:
+        return [self._workspace, *(space for backend in (self._absorbed, *self._uncompressed) for space in backend.workspaces)]
+
+    @property
+    def uncompressed_rows(self) -> list[int]:
+        """Rows of the planned step whose keys and values are uncompressed."""
+        return [int(row) for row in self._many]
+
+    def run(self, inputs: AttentionInputs) -> torch.Tensor:
+        raise ValueError(f"layer {inputs.cache.spec.layer} keeps compressed KV: call attend()")
+
+    def absorbed_queries(self, q: torch.Tensor) -> torch.Tensor | None:
+        """Uninitialised ``[T, num_heads, head_dim]`` for the queries of a step whose rows are all absorbed; else None."""
+        if self._few is None or len(self._many):
+            return None
+        return q.new_empty(len(q), self._spec.num_heads, self._spec.head_dim)
+
+    def attend(self, q: torch.Tensor, cache: LayerCache, up: torch.Tensor, wide: torch.Tensor | None = None) -> torch.Tensor:
+        """Like ``MLAAttention.forward``, with the step's KV in the cache and q rotated.
+
+        Args:
+            wide: from ``absorbed_queries``, holding the rotated channels of q; those of ``q`` itself are then ignored.
+        """
+        step, spec = self.step, self._spec
+        width = spec.rotary_dim + spec.v_head_dim
+        if (cache.spec.num_heads, cache.spec.row_width, cache.spec.mla) != (spec.num_heads, width, spec.mla):
+            raise ValueError(f"layer {cache.spec.layer} does not have the geometry of this instance")
+        if self._few is not None and not len(self._many):
+            return self._attend_absorbed(q, cache, up, wide)
+        out = q.new_zeros(len(q), spec.out_size)
+        if self._few is not None:
+            out[self._few.tokens] = self._attend_absorbed(q[self._few.tokens], cache, up)
+        for prompts in self._planned_prompts(step, cache.block_size, q.itemsize):
+            tokens = prompts.part.tokens
+            out[tokens] = self._attend_uncompressed(q[tokens], cache, up, step, prompts)
+        return out
+
+    def _worth_uncompressing(self, step: StepMetadata) -> np.ndarray:
+        """The prefill rows for which uncompressed attention saves more than uncompressing costs."""
+        first, spec, mla = step.num_decode_rows, self._spec, self._mla
+        counts = np.diff(step.query_start_host[first:]).astype(np.int64)
+        lengths = step.seq_lens_host[first:].astype(np.int64)
+        pairs = counts * (lengths - counts) + counts * (counts + 1) // 2
+        per_head = mla.head_dim - spec.rotary_dim + mla.v_head_dim
+        saved = pairs * (2 * spec.v_head_dim - per_head)
+        return first + np.nonzero(saved > lengths * spec.v_head_dim * per_head)[0]
+
+    # ---------------------------------------------------------------------------------------------------------- absorbed
+
+    def _attend_absorbed(
+        self, q: torch.Tensor, cache: LayerCache, up: torch.Tensor, wide: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """``[T, num_heads, mla.head_dim] -> [T, out_size]``"""
+        spec, rotated = self._spec, self._spec.rotary_dim
+        to_keys, to_values = self._projections(up)
+        if wide is None:
+            wide = q.new_empty(len(q), spec.num_heads, spec.head_dim)
+            wide[..., :rotated] = q[..., :rotated]
+        linear_by_head(q[..., rotated:], to_keys.transpose(1, 2), wide[..., rotated:], invariant=self._invariant)
+        mixed = self._absorbed.run(AttentionInputs(wide, cache)).view(len(q), spec.num_heads, spec.v_head_dim)
+        out = q.new_empty(len(q), spec.num_heads, self._mla.v_head_dim)
+        linear_by_head(mixed, to_values, out, invariant=self._invariant)
+        return out.flatten(1)
+
+    def _projections(self, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """``[num_heads, key channels that are not rotated, v_head_dim]`` and ``[num_heads, mla.v_head_dim, v_head_dim]``"""
+        spec, mla = self._spec, self._mla
+        parts = [mla.head_dim - spec.rotary_dim, mla.v_head_dim]
+        to_keys, to_values = torch.split(up.view(spec.num_heads, sum(parts), spec.v_head_dim), parts, dim=1)
+        return to_keys, to_values
+
+    # ------------------------------------------------------------------------------------------------------ uncompressed
+
+    def _planned_prompts(self, step: StepMetadata, block_size: int, itemsize: int) -> list[_Prompts]:
+        """Plans the uncompressed rows at the first layer of a step, which knows the block size."""
+        if not self._prompts:
+            most = WORKSPACE_BYTES // (self._head_width() * itemsize)
+            for rows in _grouped(self._many, -(-step.seq_lens_host[self._many] // block_size) * block_size, most):
+                if len(self._prompts) == len(self._uncompressed) and self._create_uncompressed is not None:
+                    self._uncompressed.append(self._create_uncompressed())
+                prompts = _with_own_blocks(step, rows, block_size, self._uncompressed[len(self._prompts)])
+                prompts.backend.plan(prompts.part.step)
+                self._prompts.append(prompts)
+        return self._prompts
+
+    def _head_width(self) -> int:
+        """Workspace numbers of one head and token: its row, and the projection of the latent."""
+        full = self._spec.uncompressed
+        return 2 * full.row_width - full.rotary_dim
+
+    def _attend_uncompressed(
+        self, q: torch.Tensor, cache: LayerCache, up: torch.Tensor, step: StepMetadata, prompts: _Prompts
+    ) -> torch.Tensor:
+        """``[T, num_heads, mla.head_dim] -> [T, out_size]`` of the prompts' tokens, prefix in the cache included."""
+        full, rotated = self._spec.uncompressed, self._spec.rotary_dim
+        table = step.block_tables[cache.group]
+        blocks = table.reshape(-1).index_select(0, prompts.places)
+        stored = cache.rows.index_select(0, blocks).flatten(0, 2)
+        tokens, projected, width = len(stored), full.row_width - rotated, self._head_width()
+        space = self._space(tokens * width, stored)
+        at_once = min(full.num_heads, space.numel() // (tokens * width))
+        out = q.new_empty(len(q), full.num_heads, full.v_head_dim)
+        for first in range(0, full.num_heads, at_once):
+            heads = min(at_once, full.num_heads - first)
+            others, rows = torch.split(
+                space[: tokens * heads * width], [tokens * heads * projected, tokens * heads * full.row_width]
+            )
+            rows = rows.view(tokens, heads, full.row_width)
+            weight = up[first * projected : (first + heads) * projected]
+            others = torch.mm(stored[:, rotated:], weight.T, out=others.view(tokens, heads * projected))
+            rows[..., :rotated] = stored[:, None, :rotated]
+            # A head's unrotated key channels and its values come out side by side, as in a cache row.
+            rows[..., rotated:] = others.view(tokens, heads, projected)
+            part = dataclasses.replace(full, num_heads=heads, num_kv_heads=heads)
+            paged = LayerCache(part, 0, rows.view(len(blocks), cache.block_size, heads, full.row_width))
+            mixed = prompts.backend.run(AttentionInputs(q[:, first : first + heads].contiguous(), paged))
+            out[:, first : first + heads] = mixed.view(len(q), heads, full.v_head_dim)
+        return out.flatten(1)
+
+    def _space(self, least: int, like: torch.Tensor) -> torch.Tensor:
+        """At least ``least`` numbers of a dtype. On a GPU the maximum, so that it is allocated when memory is measured."""
+        most = max(least, WORKSPACE_BYTES // like.itemsize)
+        wanted = most if like.is_cuda else min(least * self._spec.num_heads, most)
+        if self._workspace.numel() < wanted or self._workspace.dtype != like.dtype:
+            self._workspace = torch.empty(wanted, dtype=like.dtype, device=like.device)
+        return self._workspace
+
+
+def _grouped(rows: np.ndarray, sizes: np.ndarray, most: int) -> list[np.ndarray]:
+    """Splits the rows, in order, into groups of at most ``most`` in total size, or of a single row."""
+    groups: list[list[int]] = []
+    left = 0
+    for row, size in zip(rows.tolist(), sizes.tolist(), strict=True):
+        if not groups or size > left:
+            groups.append([])
+            left = most
+        groups[-1].append(row)
+        left -= size
+    return [np.array(group, dtype=np.int64) for group in groups]
+
+
+def _with_own_blocks(step: StepMetadata, rows: np.ndarray, block_size: int, backend: AttentionBackend) -> _Prompts:
+    """The rows as a step with its own block tables, in which each row's blocks follow those of the row before."""
+    device = step.seq_lens.device
+    lengths = step.seq_lens_host[rows]
+    counts = -(-lengths // block_size)
+    ends = np.cumsum(counts)
+    column = np.arange(int(ends[-1])) - np.repeat(ends - counts, counts)
+    width = step.block_tables[0].shape[1]
+    places = np.repeat(rows, counts) * width + column
+    own = (ends - counts)[:, None] + np.arange(int(counts.max()))
+    table = np.where(own < ends[:, None], own, 0).astype(np.int32)
+    part = part_of(step, rows)
+    alone = dataclasses.replace(part.step, num_decode_rows=0, block_tables=(upload(table, device),))
+    return _Prompts(StepPart(alone, part.tokens), upload(places.astype(np.int64), device), backend)

@@ -1,0 +1,23 @@
+"""StepBudget: the resources that a step can still spend."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(slots=True)
+class StepBudget:
+    """Tokens and encoder work that the sequences of a step can still spend."""
+
+    tokens: int
+    encoder_tokens: int
+    """Encoder work, in the unit of ``Item.encoder_tokens``."""
+    reserved: int = 0
+    """Part of ``tokens`` kept for decoding sequences later in the order, so that a long prompt ahead does not stall them."""
+    blocks_short: bool = False
+    """A running sequence waits for KV blocks: no waiting sequence is admitted."""
+
+    @property
+    def spendable(self) -> int:
+        """Tokens a prefill chunk may take now: at least one, so that many decoding sequences cannot stall an earlier prompt."""
+        return max(self.tokens - self.reserved, min(self.tokens, 1))

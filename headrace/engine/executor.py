@@ -1,0 +1,119 @@
+"""Executor: interface between the engine core and runners, and its implementation with one runner in this process."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Protocol, TypeVar
+
+from headrace.config import EngineConfig
+from headrace.core.plan import SamplePlan, StepPlan, StepResult
+from headrace.engine.info import MemoryLine
+from headrace.engine.profile import Profile
+from headrace.errors import ConfigError, EngineError
+from headrace.models.interface import Model
+from headrace.models.update import weight_update
+from headrace.parallel.agreement import Agreement
+from headrace.resolve import DeviceFacts
+from headrace.runner.runner import ModelRunner, StepHandle
+from headrace.weights.update import Named, WeightUpdate
+
+Handle = TypeVar("Handle")
+
+
+class Executor(Protocol[Handle]):
+    """Executes plans in their order: each is executed, then sampled. Only ``collect`` waits for the device.
+
+    An empty plan is executed as any other and gives an empty result: ranks that run in lockstep all take every step.
+    """
+
+    def execute(self, plan: StepPlan) -> Handle:
+        """Launches the model. Raises EngineError if the plan breaks the contract; the executor must not be used again."""
+        ...
+
+    def sample(self, handle: Handle, plan: SamplePlan) -> None:
+        """Launches the sampling of an executed step. The next plan is executed only after this."""
+        ...
+
+    def collect(self, handle: Handle) -> StepResult:
+        """Waits for a step and reads its outcome."""
+        ...
+
+    def update_weights(self, tensors: Named) -> int:
+        """Checks new weights, then writes them in place. No step is in flight. Returns how many were written.
+
+        Raises:
+            ConfigError: a tensor does not fit; nothing was written.
+            EngineError: writing was cut short; the executor must not be used again.
+        """
+        ...
+
+    def memory(self) -> list[tuple[str, int]]:
+        """(name, bytes) of each use of device memory beside the weights."""
+        ...
+
+    def capture_next(self) -> tuple[int, int]:
+        """Captures one more CUDA graph unless all are captured. Returns ``graphs()``."""
+        ...
+
+    def graphs(self) -> tuple[int, int]:
+        """Numbers of captured and of possible CUDA graphs."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """A ready executor with its configuration and measurements."""
+
+    executor: Executor[Any]
+    config: EngineConfig
+    device: DeviceFacts
+    weights: list[MemoryLine]
+    profile: Profile | None
+    """None on a CPU."""
+
+
+class LocalExecutor(Executor[StepHandle]):
+    """One runner in this process. Processes that share its model (``ranks``) each have one and get the same calls."""
+
+    def __init__(self, model: Model, runner: ModelRunner, ranks: Agreement) -> None:
+        self.model = model
+        self.runner = runner
+        self._ranks = ranks
+
+    def execute(self, plan: StepPlan) -> StepHandle:
+        return self.runner.execute(plan)
+
+    def sample(self, handle: StepHandle, plan: SamplePlan) -> None:
+        self.runner.sample(handle, plan)
+
+    def collect(self, handle: StepHandle) -> StepResult:
+        return self.runner.collect(handle)
+
+    def update_weights(self, tensors: Named) -> int:
+        update: WeightUpdate | None = None
+        refusal: ConfigError | None = None
+        try:
+            update = weight_update(self.model, tensors)
+        except ConfigError as error:
+            refusal = error
+        # Refused in one process, refused in all: nothing is written anywhere.
+        if self._ranks.any(refusal is not None) or update is None:
+            raise refusal or ConfigError("the update was refused in another process that shares the model", "tensors")
+        try:
+            return update.write()
+        except Exception as error:
+            raise EngineError(f"an update of weights was cut short: {type(error).__name__}: {error}") from error
+
+    def memory(self) -> list[tuple[str, int]]:
+        return self.runner.memory()
+
+    def capture_next(self) -> tuple[int, int]:
+        return self.runner.capture_next()
+
+    def graphs(self) -> tuple[int, int]:
+        return self.runner.graphs()
+
+    def close(self) -> None:
+        self.runner.close()

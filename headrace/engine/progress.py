@@ -1,0 +1,22 @@
+"""ProgressBar: finished prompts and generated tokens, on standard error."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+class ProgressBar:
+    """Shown while ``bar`` is entered."""
+
+    def __init__(self, total: int | None, *, shown: bool) -> None:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        self.bar = Progress(*columns, console=Console(stderr=True), disable=not shown)
+        self._task = self.bar.add_task("prompts", total=total)
+        self._tokens = 0
+
+    def add(self, num_tokens: int, finished: bool) -> None:
+        """Counts tokens, and a prompt if it has finished."""
+        if not self.bar.disable:
+            self._tokens += num_tokens
+            self.bar.update(self._task, advance=int(finished), description=f"{self._tokens:,} tokens")

@@ -1,0 +1,84 @@
+"""Timeline: consecutive phases that cover a start-up from the start of the first process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from headrace.engine.info import EngineInfo, Progress, StartupPhase
+
+_IMPORTED = time.time()
+
+
+def clock() -> float:
+    """Seconds on a clock that all processes of a machine share."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if sys.platform == "linux" else time.time()
+
+
+def process_start() -> float:
+    """Start of this process on ``clock``; import of this module where the system does not report it."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            # The name of the program, in parentheses, may hold spaces.
+            fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+            began = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+            if 0 <= clock() - began < time.process_time() + 3600:
+                return began
+    return clock() - (time.time() - _IMPORTED)
+
+
+class Phase:
+    """A phase of a start-up, while it lasts."""
+
+    def __init__(self, name: str, tell: Callable[[Progress], None]) -> None:
+        self.detail = ""
+        """For the timeline."""
+        self._name = name
+        self._tell = tell
+        self._told = 0.0
+
+    def progress(self, fraction: float | None = None, detail: str = "") -> None:
+        """``fraction``: done of the phase, 0 to 1."""
+        self._tell(Progress(self._name, fraction, detail))
+
+    def bytes(self, done: int, total: int) -> None:
+        """Reports progress at most once per percent: there may be very many tensors."""
+        fraction = done / total if total else 1.0
+        if fraction >= self._told + 0.01 or fraction >= 1.0 > self._told:
+            self._told = fraction
+            self.progress(fraction, f"{done:,} of {total:,} bytes")
+
+
+class Timeline:
+    """Each phase begins where the one before it ended: their sum is the time from ``origin`` to the end of the last."""
+
+    def __init__(self, on_progress: Callable[[Progress], None] | None = None, origin: float | None = None) -> None:
+        self.phases: list[StartupPhase] = []
+        self.tell = on_progress or (lambda progress: None)
+        self._end = clock() if origin is None else origin
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[Phase]:
+        phase = Phase(name, self.tell)
+        phase.progress()
+        yield phase
+        self.mark(name, phase.detail)
+
+    def mark(self, name: str, detail: str = "", at: float | None = None) -> None:
+        """Ends a phase, now or at a time of ``clock``."""
+        now = max(self._end, clock() if at is None else at)
+        self.phases.append(StartupPhase(name, now - self._end, detail))
+        self._end = now
+
+
+def followed_by(info: EngineInfo, name: str, origin: float, detail: str = "") -> EngineInfo:
+    """``info`` with a last phase that ends now."""
+    past = sum(phase.seconds for phase in info.timeline)
+    last = StartupPhase(name, max(0.0, clock() - origin - past), detail)
+    return msgspec.structs.replace(info, timeline=[*info.timeline, last])

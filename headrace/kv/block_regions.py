@@ -1,0 +1,257 @@
+"""BlockRegions: divides the bytes of the arena among cache groups, and moves the borders on demand."""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+
+from headrace.errors import EngineError
+from headrace.kv.block_pool import BlockPool
+from headrace.kv.free_blocks import FreeBlocks
+from headrace.model_spec import Arena
+
+_SPARE = 256
+"""A region that grows into unused bytes takes up to 1/256 of the arena more than it needs now."""
+_LENIENCE = 8
+"""Another group evicts before the group that needs blocks only if its oldest block is older by 1/8 of the span of ages."""
+
+
+class BlockRegions:
+    """One region of the arena for each cache group: a range of its block numbers, aligned to the group's block size.
+
+    The regions lie side by side in ``arena.order``. The first begins at the first usable byte, the last ends at the arena's
+    end, and bytes between two regions are unused. A region grows into unused bytes; then it pushes back its neighbour, whose
+    blocks at the edge move to empty blocks of the neighbour, which may push back the next region. So blocks of different
+    sizes share one arena without fragmentation: as long as the bytes of all owned blocks are within ``arena.capacity``, a
+    block can be allocated, whichever blocks were freed.
+
+    Cached blocks count as free; eviction is least recently used over all groups. Pinned blocks do not move, and their region
+    covers them: while there are any, ``available`` can be false although enough bytes are free.
+
+    Args:
+        moved: called with (group, source, target) for each block that moves.
+    """
+
+    def __init__(self, arena: Arena, moved: Callable[[int, int, int], None]) -> None:
+        self.arena = arena
+        self._sizes = arena.block_bytes
+        self._order = arena.order
+        self._place = {group: place for place, group in enumerate(arena.order)}
+        self._moved = moved
+        self.shared = len(self._sizes) > 1
+        ticks = itertools.count()
+        if self.shared:
+            last = arena.order[-1]
+            first = self._first_numbers()
+            self.pools = tuple(
+                BlockPool(range(start, start), FreeBlocks(highest_first=group == last), ticks)
+                for group, start in enumerate(first)
+            )
+        else:
+            self.pools = (BlockPool(range(1, arena.num_blocks[0]), None, ticks),)
+
+    def _first_numbers(self) -> list[int]:
+        """The first block number of each region, all of which are empty."""
+        numbers = list(self.arena.num_blocks)
+        end = self.arena.reserved
+        for group in self._order[:-1]:
+            numbers[group] = -(-end // self._sizes[group])
+            end = numbers[group] * self._sizes[group]
+        return numbers
+
+    # ------------------------------------------------------------------ free space
+
+    def bytes_of(self, counts: Sequence[int]) -> int:
+        """Bytes of ``counts[g]`` blocks of each group g."""
+        return sum(map(int.__mul__, counts, self._sizes))
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the blocks held or pending."""
+        return self.bytes_of([pool.num_used for pool in self.pools])
+
+    @property
+    def pending_bytes(self) -> int:
+        return self.bytes_of([pool.num_pending for pool in self.pools])
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of the blocks that can be allocated now, in any mix of groups."""
+        return self.arena.capacity - self.used_bytes
+
+    def available(self, counts: Sequence[int], *, pending: bool = False) -> bool:
+        """Whether ``counts[g]`` blocks of each group can be allocated now (``pending``: once launched steps are collected)."""
+        free = self.free_bytes + (self.pending_bytes if pending else 0)
+        if self.bytes_of(counts) > free:
+            return False
+        if not self.shared or all(pool.pinned is None for pool in self.pools):
+            return True
+        used = (pool.num_used - (pool.num_pending if pending else 0) for pool in self.pools)
+        return self._packs([used + count for used, count in zip(used, counts, strict=True)])
+
+    def most_of_each(self, *, pending: bool = False) -> int:
+        """The largest n such that n blocks of every group are ``available``."""
+        free = self.free_bytes + (self.pending_bytes if pending else 0)
+        most = free // sum(self._sizes)
+        if all(pool.pinned is None for pool in self.pools):
+            return most
+        groups = len(self._sizes)
+        return bisect_left(range(1, most + 1), True, key=lambda n: not self.available([n] * groups, pending=pending))
+
+    def _packs(self, counts: Sequence[int]) -> bool:
+        """Whether regions of ``counts[g]`` blocks, each covering its pinned blocks, fit side by side."""
+        end = self.arena.reserved
+        for group in self._order:
+            size, pinned = self._sizes[group], self.pools[group].pinned
+            start = -(-end // size)
+            stop = start + counts[group]
+            if pinned is not None:
+                if pinned.start < start:
+                    return False
+                stop = max(stop, pinned.stop)
+            if stop > self.arena.num_blocks[group]:
+                return False
+            end = stop * size
+        return True
+
+    # ------------------------------------------------------------------ growth
+
+    def reserve(self, counts: Sequence[int]) -> bool:
+        """Makes room in each pool for ``counts[g]`` blocks; returns False, without changes, if there is too little."""
+        if not self.available(counts):
+            return False
+        if not self.shared:
+            return True
+        if all(count <= pool.num_empty for count, pool in zip(counts, self.pools, strict=True)):
+            return True
+        self._evict(counts)
+        for group, pool in enumerate(self.pools):
+            if counts[group] > pool.num_empty:
+                self._grow(group, counts)
+        return True
+
+    def _evict(self, counts: Sequence[int]) -> None:
+        """Evicts cached blocks until ``counts`` more blocks fit within the capacity."""
+        kept = [pool.num_used + pool.num_cached + count for pool, count in zip(self.pools, counts, strict=True)]
+        excess = self.bytes_of(kept) - self.arena.capacity
+        if excess > 0:
+            self._evict_bytes(excess, counts)
+        if any(pool.pinned is not None for pool in self.pools):
+            self._evict_around_pins(counts)
+
+    def _evict_around_pins(self, counts: Sequence[int]) -> None:
+        while True:
+            kept = (pool.num_used + pool.num_cached + count for pool, count in zip(self.pools, counts, strict=True))
+            cached = [(pool.oldest, pool) for pool in self.pools if pool.oldest is not None]
+            if not cached or self._packs(list(kept)):
+                return
+            min(cached, key=lambda entry: entry[0])[1].evict()
+
+    def _evict_bytes(self, excess: int, counts: Sequence[int]) -> None:
+        # group -> tick of its next block to evict, for groups with cached blocks.
+        heads = {group: oldest for group, pool in enumerate(self.pools) if (oldest := pool.oldest) is not None}
+        newest = max(pool.newest or 0 for pool in self.pools)
+        lenience = (newest - min(heads.values())) // _LENIENCE
+        needy = {group for group in heads if counts[group] > self.pools[group].num_empty}
+        while excess > 0:
+            group = min(heads, key=heads.__getitem__)
+            # Prefer a block of a group that needs one if it is about as old: then no block has to move.
+            if needy and group not in needy:
+                preferred = min(needy, key=heads.__getitem__)
+                if heads[preferred] - heads[group] <= lenience:
+                    group = preferred
+            pool = self.pools[group]
+            pool.evict()
+            excess -= self._sizes[group]
+            if counts[group] <= pool.num_empty:
+                needy.discard(group)
+            oldest = pool.oldest
+            if oldest is None:
+                del heads[group]
+                needy.discard(group)
+            else:
+                heads[group] = oldest
+
+    # ------------------------------------------------------------------ edges of regions
+
+    def _grow(self, group: int, counts: Sequence[int]) -> None:
+        """Extends a region until it has ``counts[group]`` empty blocks. The other groups keep ``counts`` of theirs."""
+        place, pool = self._place[group], self.pools[group]
+        short = counts[group] - pool.num_empty
+        spare = self.arena.capacity // (_SPARE * self._sizes[group])
+        for side in (1, -1):
+            gained = min(short + spare, self._room(place, side))
+            self._extend(place, side, gained)
+            short -= gained
+            if short <= 0:
+                return
+        for side in (1, -1):
+            short -= self._advance(place, side, short + self._slide(place, side), counts)
+            if short <= 0:
+                return
+        raise EngineError(f"cache group {group} lacks {short} KV blocks, though their bytes are free")
+
+    def _slide(self, place: int, side: int) -> int:
+        """Extra blocks by which to push back a neighbour, so that it is not pushed again soon: half of the unused bytes behind
+        it."""
+        if not 0 <= place + side < len(self._order):
+            return 0
+        behind = self._room(place + side, side) * self._sizes[self._order[place + side]]
+        return behind // (2 * self._sizes[self._order[place]])
+
+    def _advance(self, place: int, side: int, count: int, counts: Sequence[int]) -> int:
+        """Moves a region's edge outwards by up to ``count`` blocks; returns by how many."""
+        if self._room(place, side) < count and 0 <= place + side < len(self._order):
+            group = self._order[place]
+            blocks, size = self.pools[group].blocks, self._sizes[group]
+            edge = (blocks.stop + count) * size if side > 0 else (blocks.start - count) * size
+            self._retreat(place + side, -side, edge, counts)
+        gained = min(count, self._room(place, side))
+        self._extend(place, side, gained)
+        return gained
+
+    def _retreat(self, place: int, side: int, edge: int, counts: Sequence[int]) -> None:
+        """Moves a region's edge inwards to byte ``edge``, or as far as its ``counts`` blocks allow."""
+        group = self._order[place]
+        pool, size = self.pools[group], self._sizes[group]
+        count = pool.blocks.stop - edge // size if side > 0 else -(-edge // size) - pool.blocks.start
+        lacking = count - max(0, pool.num_empty - counts[group])
+        if lacking > 0:
+            count -= lacking - self._advance(place, -side, lacking, counts)
+        if pool.pinned is not None:
+            count = min(count, pool.blocks.stop - pool.pinned.stop if side > 0 else pool.pinned.start - pool.blocks.start)
+        if count <= 0:
+            return
+        for source, target in pool.shrink(side, count):
+            self._moved(group, source, target)
+
+    def _room(self, place: int, side: int) -> int:
+        """Blocks by which a region can grow on one side without moving its neighbour."""
+        group = self._order[place]
+        blocks, size = self.pools[group].blocks, self._sizes[group]
+        if not 0 <= place + side < len(self._order):
+            return 0
+        other = self._order[place + side]
+        neighbour, neighbour_size = self.pools[other].blocks, self._sizes[other]
+        if side > 0:
+            return neighbour.start * neighbour_size // size - blocks.stop
+        return blocks.start + -neighbour.stop * neighbour_size // size
+
+    def _extend(self, place: int, side: int, count: int) -> None:
+        if count > 0:
+            self.pools[self._order[place]].extend(side, count)
+
+    # ------------------------------------------------------------------ integrity
+
+    def check_integrity(self) -> None:
+        """Raises EngineError unless the regions are disjoint, in order and inside the arena, and every pool is consistent."""
+        end = self.arena.reserved
+        for group in self._order:
+            pool, size = self.pools[group], self._sizes[group]
+            pool.check_integrity()
+            if pool.blocks.start * size < end or pool.blocks.stop > self.arena.num_blocks[group]:
+                raise EngineError(f"the region {pool.blocks} of cache group {group} begins before byte {end}, or ends too late")
+            end = pool.blocks.stop * size
+        if self.free_bytes < 0:
+            raise EngineError(f"KV blocks of {self.used_bytes} bytes are in use, of {self.arena.capacity}")

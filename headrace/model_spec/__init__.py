@@ -1,0 +1,31 @@
+"""Geometry of a model, layer by layer. No tensors."""
+
+from headrace.model_spec.arena import Arena
+from headrace.model_spec.attention import AttentionSpec, MLASpec, Mode
+from headrace.model_spec.foreign import AnySpec, ForeignSpec
+from headrace.model_spec.kv import CacheGroup, LayerKV, Plane, block_sizes, cache_groups, layer_kv
+from headrace.model_spec.mlp import CLAMPED_SWIGLU, DenseSpec, MlpSpec, MoeSpec
+from headrace.model_spec.model import ModelFacts, ModelSpec
+from headrace.model_spec.rope import RopeSpec
+
+__all__ = [
+    "AnySpec",
+    "Arena",
+    "CLAMPED_SWIGLU",
+    "AttentionSpec",
+    "CacheGroup",
+    "DenseSpec",
+    "ForeignSpec",
+    "MLASpec",
+    "LayerKV",
+    "MlpSpec",
+    "Mode",
+    "ModelFacts",
+    "ModelSpec",
+    "MoeSpec",
+    "Plane",
+    "RopeSpec",
+    "block_sizes",
+    "cache_groups",
+    "layer_kv",
+]

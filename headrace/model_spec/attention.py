@@ -1,0 +1,172 @@
+"""AttentionSpec: the single source of truth of a layer's attention geometry."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from headrace.errors import ConfigError, ContradictionError
+from headrace.model_spec.integers import is_integer
+from headrace.model_spec.rope import RopeSpec
+
+Mode = Literal["dense", "elastic", "sparse"]
+"""How a row attends in a step. Not geometry: any layer may be run in any mode its backend supports."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MLASpec:
+    """Multi-head latent attention (DeepSeek-V2, 2024): a token keeps one vector from which the keys and values of all heads
+    are projected. The products with those projections can be absorbed into q and the output: then that vector is the one
+    KV head there is.
+    """
+
+    head_dim: int
+    """Width of a query or key head that is not compressed: its rotated channels, then the others."""
+    v_head_dim: int
+    """Width of a value head that is not compressed."""
+    q_rank: int | None = None
+    """Queries are projected by way of so many channels; None: directly."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """One layer's attention. Projection widths, cache shapes and backend choice derive from it and nothing else.
+
+    Raises:
+        ContradictionError: the numbers do not fit together; the message names the layer.
+        ConfigError: they ask for what does not go together here.
+    """
+
+    layer: int
+    """Index of the layer, 0 to N - 1; also its place in the cache."""
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    """Width of a query or key head."""
+    v_head_dim: int
+    """Width of a value head; the attention output is ``num_heads * v_head_dim`` wide."""
+    scale: float
+    """Factor on q.k before the softmax."""
+    rotary_dim: int = 0
+    """How many leading channels of q and k are rotated; 0: the layer is handed q and k already in their final form."""
+    rope: RopeSpec | None = None
+    """How those channels turn with the position; needed by whoever makes the cosines and sines."""
+    window: int | None = None
+    """A token sees itself and the ``window - 1`` tokens before it; None: all."""
+    soft_cap: float | None = None
+    """logits = soft_cap * tanh(logits / soft_cap)."""
+    sinks: bool = False
+    """One learned logit a head joins the softmax's denominator."""
+    v_from_k: bool = False
+    """There is no projection of values: they are the keys' own, before those are normed and rotated."""
+    output_gate: bool = False
+    """The attention's output is multiplied by the sigmoid of a projection of the hidden states that is as wide."""
+    kv_source: int | None = None
+    """The layer whose KV this one reads in place of its own."""
+    mla: MLASpec | None = None
+    """The layer keeps compressed KV. Its one KV head is ``rotary_dim`` rotated channels, which all heads share, and then
+    the ``v_head_dim`` channels that keys and values are made of: the values are those channels of the key, no copy.
+    ``num_kv_heads``, ``head_dim`` and ``v_head_dim`` are those of the absorbed products, ``uncompressed`` has the others.
+    """
+
+    def __post_init__(self) -> None:
+        where = f"layer {self.layer}"
+        for name in ("num_heads", "num_kv_heads", "head_dim", "v_head_dim"):
+            if not is_integer(getattr(self, name), 1):
+                raise ContradictionError(
+                    f"{where}: {name} must be a whole number of at least 1, not {getattr(self, name)!r}", name
+                )
+        if self.num_heads % self.num_kv_heads:
+            raise ContradictionError(
+                f"{where}: {self.num_heads} query heads cannot be shared evenly by {self.num_kv_heads} KV heads", "num_kv_heads"
+            )
+        if self.v_from_k and self.v_head_dim != self.head_dim:
+            raise ContradictionError(f"{where}: values of {self.v_head_dim} cannot be keys of {self.head_dim}", "v_head_dim")
+        if not is_integer(self.rotary_dim, 0) or self.rotary_dim > self.head_dim or self.rotary_dim % 2:
+            raise ContradictionError(
+                f"{where}: rotary_dim {self.rotary_dim} must be even and at most head_dim {self.head_dim}", "rotary_dim"
+            )
+        if self.window is not None and not is_integer(self.window, 1):
+            raise ContradictionError(
+                f"{where}: window must be a whole number of at least 1, not {self.window!r}", "sliding_window"
+            )
+        if self.mla is not None:
+            self._check_mla(self.mla)
+
+    def _check_mla(self, mla: MLASpec) -> None:
+        where = f"layer {self.layer}"
+        if self.num_kv_heads != 1:
+            raise ConfigError(f"{where}: compressed KV is one head, not {self.num_kv_heads}", "num_kv_heads")
+        if self.head_dim != self.rotary_dim + self.v_head_dim:
+            raise ConfigError(
+                f"{where}: a compressed key has {self.rotary_dim} rotated channels and {self.v_head_dim} others, which are not "
+                f"{self.head_dim}",
+                "kv_lora_rank",
+            )
+        if mla.head_dim <= self.rotary_dim or mla.v_head_dim < 1 or (mla.q_rank is not None and mla.q_rank < 1):
+            raise ConfigError(
+                f"{where}: an uncompressed head needs more than the {self.rotary_dim} rotated channels, and values",
+                "qk_head_dim",
+            )
+        if self.kv_source is not None:
+            raise ConfigError(f"{where}: compressed KV of another layer cannot be read", "kv_source")
+        for name in ("sinks", "output_gate", "v_from_k"):
+            if getattr(self, name):
+                raise ConfigError(f"{where}: {name} does not go with compressed KV", name)
+
+    @property
+    def uncompressed(self) -> AttentionSpec:
+        """The same attention with the keys and values of every head: what is computed, whatever is kept.
+
+        Raises:
+            ValueError: the layer keeps no compressed KV.
+        """
+        if self.mla is None:
+            raise ValueError(f"layer {self.layer} keeps no compressed KV")
+        return dataclasses.replace(
+            self,
+            num_kv_heads=self.num_heads,
+            head_dim=self.mla.head_dim,
+            v_head_dim=self.mla.v_head_dim,
+            mla=None,
+        )
+
+    @property
+    def row_width(self) -> int:
+        """Numbers that one KV head keeps of a token."""
+        return self.head_dim if self.mla is not None else self.head_dim + self.v_head_dim
+
+    def matrices(self, hidden_size: int) -> list[tuple[int, int]]:
+        """(outputs, inputs) of every matrix around the attention."""
+        output = (hidden_size, self.out_size)
+        if self.mla is None:
+            values = 0 if self.v_from_k else self.v_size
+            kept = self.k_size + values if self.kv_source is None else 0
+            gate = self.out_size if self.output_gate else 0
+            return [(self.q_size + kept + gate, hidden_size), output]
+        rank = self.mla.q_rank
+        query = [(self.q_size, hidden_size)] if rank is None else [(rank, hidden_size), (self.q_size, rank)]
+        up = self.num_heads * (self.mla.head_dim - self.rotary_dim + self.mla.v_head_dim)
+        return [*query, (self.head_dim, hidden_size), (up, self.v_head_dim), output]
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def q_size(self) -> int:
+        return self.num_heads * (self.head_dim if self.mla is None else self.mla.head_dim)
+
+    @property
+    def k_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def v_size(self) -> int:
+        return 0 if self.mla is not None else self.num_kv_heads * self.v_head_dim
+
+    @property
+    def out_size(self) -> int:
+        """Width of the attention output, which is the input of o_proj."""
+        return self.num_heads * (self.v_head_dim if self.mla is None else self.mla.v_head_dim)

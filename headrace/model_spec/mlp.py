@@ -1,0 +1,118 @@
+"""What follows attention in a layer."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from headrace.errors import ConfigError, ContradictionError
+from headrace.model_spec.integers import is_integer
+
+CLAMPED_SWIGLU = "clamped_swiglu"
+"""``(clamp(up, -limit, limit) + 1) * g * sigmoid(alpha * g)`` with ``g = min(gate, limit)``: what gpt-oss has for a gate."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseSpec:
+    """A gated MLP: ``down(act(gate(x)) * up(x))``."""
+
+    intermediate_size: int
+    act: str = "silu"
+    """By Hugging Face's name."""
+    bias: bool = False
+    """All three matrices have one."""
+
+    def __post_init__(self) -> None:
+        width = self.intermediate_size
+        if not is_integer(width, 1):
+            raise ContradictionError(
+                f"intermediate_size must be a whole number of at least 1, not {width!r}", "intermediate_size"
+            )
+
+    def matrices(self, hidden_size: int) -> list[tuple[int, int]]:
+        """(outputs, inputs) of every matrix."""
+        return [(2 * self.intermediate_size, hidden_size), (hidden_size, self.intermediate_size)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MoeSpec:
+    """The router and the experts of one layer.
+
+    A token's experts are the ``top_k`` of its scores; their outputs are summed, each times its weight: its score,
+    normalised if ``normalize``, times ``routed_scale``. Shared experts are added with weight 1.
+
+    Raises:
+        ContradictionError: the numbers do not fit together.
+        ConfigError: a limit is not above 0.
+    """
+
+    num_experts: int
+    top_k: int
+    """Experts of a token, shared ones not counted."""
+    intermediate_size: int
+    """Of one expert."""
+    shared: DenseSpec | None = None
+    """The shared experts, all of them one MLP that every token goes through."""
+    act: str = "silu"
+    """Of the gate, by its Hugging Face name, or CLAMPED_SWIGLU."""
+    alpha: float = 1.702
+    limit: float = 7.0
+    """alpha and limit are CLAMPED_SWIGLU's."""
+    bias: bool = False
+    """Experts have biases."""
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    """Of the router's logits, over all experts."""
+    router_bias: bool = False
+    """The router's logits have a bias."""
+    correction_bias: bool = False
+    """A bias an expert that is added to scores when experts are chosen, and not to their weights (Wang et al., 2024)."""
+    num_groups: int = 1
+    """Experts are in so many equal groups, of which a token's experts come from ``top_groups``."""
+    top_groups: int = 1
+    group_score: Literal["max", "top2"] = "max"
+    """A group counts for its best score, or for the sum of its best two."""
+    normalize: bool = True
+    """Weights of a token are divided by their sum."""
+    least_sum: float = 1e-20
+    """A sum below this counts as this."""
+    routed_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("num_experts", "top_k", "intermediate_size", "num_groups", "top_groups"):
+            value = getattr(self, name)
+            if not is_integer(value, 1):
+                raise ContradictionError(f"mixture of experts: {name} must be a positive whole number, not {value!r}", name)
+        if self.num_experts % self.num_groups:
+            raise ContradictionError(
+                f"mixture of experts: {self.num_experts} experts do not make {self.num_groups} equal groups", "num_groups"
+            )
+        if self.top_groups > self.num_groups:
+            raise ContradictionError(
+                f"mixture of experts: top_groups {self.top_groups} is more than the {self.num_groups} groups there are",
+                "top_groups",
+            )
+        if self.group_score == "top2" and self.num_groups > 1 and self.group_size < 2:
+            raise ContradictionError("mixture of experts: a group of one expert has no best two", "num_groups")
+        if self.top_k > self.top_groups * self.group_size:
+            raise ContradictionError(
+                f"mixture of experts: top_k {self.top_k} is more than the {self.top_groups * self.group_size} experts of "
+                f"{self.top_groups} groups",
+                "top_k",
+            )
+        if not self.least_sum > 0 or not self.alpha > 0 or not self.limit > 0:
+            raise ConfigError("mixture of experts: least_sum, alpha and limit must be above 0", "moe")
+
+    @property
+    def group_size(self) -> int:
+        """Experts of a group."""
+        return self.num_experts // self.num_groups
+
+    def matrices(self, hidden_size: int) -> list[tuple[int, int]]:
+        """(outputs, inputs) of every matrix."""
+        expert = [(2 * self.intermediate_size, hidden_size), (hidden_size, self.intermediate_size)]
+        shared = [] if self.shared is None else self.shared.matrices(hidden_size)
+        return [(self.num_experts, hidden_size), *expert * self.num_experts, *shared]
+
+
+MlpSpec = DenseSpec | MoeSpec
+"""What a layer may have there."""

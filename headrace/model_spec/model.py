@@ -1,0 +1,85 @@
+"""ModelSpec: the facts of a decoder that the rest of the engine needs, free of any library's config class."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from headrace.errors import ConfigError, ContradictionError
+from headrace.model_spec.attention import AttentionSpec
+from headrace.model_spec.mlp import MlpSpec
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """What the engine needs to know of any model, whoever builds it. ``layers[i].layer == i``.
+
+    Raises:
+        ConfigError: the layers are not numbered 0, 1, 2 ..., or one would read KV that another has given up.
+        ContradictionError: a layer reads KV that is not there, or not of its geometry. Both name the layer.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    layers: tuple[AttentionSpec, ...]
+    max_position: int
+    """Longest context the model was made for."""
+    dtype: str = "float32"
+    """The dtype the checkpoint says it was saved in."""
+
+    def __post_init__(self) -> None:
+        if [layer.layer for layer in self.layers] != list(range(len(self.layers))):
+            raise ConfigError("the layers must be numbered 0, 1, 2 ... in order", "layers")
+        for layer in self.layers:
+            if layer.kv_source is not None:
+                _check_source(layer, layer.kv_source, self.layers)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+
+def _check_source(spec: AttentionSpec, index: int, layers: Sequence[AttentionSpec]) -> None:
+    """That a layer can read the KV of the one with the index."""
+    where = f"layer {spec.layer}: kv_source {index}"
+    if not 0 <= index < spec.layer:
+        raise ContradictionError(f"{where} is not an earlier layer", "kv_source")
+    source = layers[index]
+    if source.kv_source is not None:
+        raise ContradictionError(f"{where} keeps no KV of its own", "kv_source")
+    if source.mla is not None:
+        raise ConfigError(f"{where} keeps compressed KV, which another layer cannot read", "kv_source")
+    for field in ("num_kv_heads", "head_dim", "v_head_dim"):
+        if getattr(source, field) != getattr(spec, field):
+            raise ContradictionError(f"{where} has {field} {getattr(source, field)}, not {getattr(spec, field)}", "kv_source")
+    if source.window is not None and (spec.window is None or spec.window > source.window):
+        raise ConfigError(f"{where} keeps a window of {source.window} tokens, which is too few", "kv_source")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelSpec(ModelFacts):
+    """A decoder-only model: what every family has. One with facts of its own adds them in a subclass.
+
+    ``mlps[i]`` belongs to layer i.
+
+    Raises:
+        ConfigError: there are not as many MLPs as layers.
+    """
+
+    mlps: tuple[MlpSpec, ...]
+    norm_eps: float
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    """q, k and v have a bias."""
+    output_bias: bool = False
+    """o_proj has a bias."""
+    qk_norm: bool = False
+    """q and k are RMS-normed a head before they are rotated."""
+    logit_soft_cap: float | None = None
+    """logits = logit_soft_cap * tanh(logits / logit_soft_cap), of the head."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.mlps) != len(self.layers):
+            raise ConfigError(f"there are {len(self.mlps)} MLPs for {len(self.layers)} layers", "mlps")

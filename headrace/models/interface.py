@@ -1,0 +1,57 @@
+"""The interface between the engine and any model, native or foreign, and the inputs of a step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import torch
+
+from headrace.attention.context import ForwardContext
+from headrace.model_spec import ModelFacts
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelInputs:
+    """The T tokens of one step, packed row after row. Optional inputs cost nothing when None."""
+
+    input_ids: torch.Tensor
+    """``[T]`` int64."""
+    positions: torch.Tensor
+    """``[T]`` int64: of each token in its sequence."""
+    rope_positions: torch.Tensor | None = None
+    """``[T]`` or ``[sections, T]`` int64 below ``max_position``, for rotary embeddings; None: ``positions``."""
+    inputs_embeds: torch.Tensor | None = None
+    """``[T, hidden]`` in the model's dtype: replaces the (scaled) input of the first layer."""
+    embeds_mask: torch.Tensor | None = None
+    """``[T]`` bool: the tokens that ``inputs_embeds`` replaces; None: all."""
+    extras: Mapping[int, torch.Tensor] | None = None
+    """Layer -> ``[T, hidden]``, added to the residual stream after that layer."""
+
+    def embedded(self, embed: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """Returns the first layer's input ``[T, hidden]``, a new tensor. ``embed`` computes it from ids ``[T]``."""
+        if self.inputs_embeds is None:
+            return embed(self.input_ids)
+        if self.embeds_mask is None:
+            return self.inputs_embeds.clone(memory_format=torch.contiguous_format)
+        return torch.where(self.embeds_mask[:, None], self.inputs_embeds, embed(self.input_ids))
+
+
+class Model(Protocol):
+    """Computes the hidden states of a step's tokens, and logits of hidden states."""
+
+    @property
+    def spec(self) -> ModelFacts: ...
+
+    def __call__(self, inputs: ModelInputs, ctx: ForwardContext) -> torch.Tensor:
+        """``[T, hidden]``, as ``logits`` takes them.
+
+        Raises:
+            ValueError: the model cannot take one of the optional inputs; names it.
+        """
+        ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``[N, hidden] -> [N, vocab]`` float32."""
+        ...

@@ -1,0 +1,339 @@
+"""Declared parameters: type, range, default and help of a parameter stand once, at the field that holds its value.
+
+    temperature: Annotated[float, OptionSpec(min=0.0, max=FLOAT32_MAX)] = 1.0
+    "Divides the logits before sampling."
+
+The check, the command line, the HTTP schema and the tables of the documentation read this declaration through ``options``.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import inspect
+import itertools
+import math
+import operator
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from headrace.errors import ConfigError, RequestError
+
+FLOAT32_MAX = (2 - 2**-23) * 2.0**127
+FLOAT32_TINY = 2.0**-126
+"""The smallest normal float32."""
+INT32_MAX = 2**31 - 1
+INT64_MAX = 2**63 - 1
+
+_KINDS = {bool: "bool", int: "int", float: "float", str: "str", Path: "path"}
+_NAMED = {INT32_MAX: "2^31 - 1", INT64_MAX: "2^63 - 1", -INT64_MAX - 1: "-2^63", FLOAT32_MAX: "3.4e38", FLOAT32_TINY: "1.2e-38"}
+"""Bounds as the documentation writes them."""
+
+MODEL = "Model"
+CACHE = "Memory and cache"
+SCHEDULING = "Scheduling"
+SAMPLING = "Sampling"
+LIMITS = "Sampling limits"
+SERVER = "Server"
+SECURITY = "Security"
+DEBUGGING = "Debugging"
+PANELS = (MODEL, CACHE, SCHEDULING, SAMPLING, LIMITS, SERVER, SECURITY, DEBUGGING)
+"""Sections of a command's help, in their order."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptionSpec:
+    """Declares one parameter. Its name, type and default are those of the field it annotates, its help the string below.
+
+    ``min`` and ``max`` are inclusive, ``above`` is an exclusive minimum. They bound a number, each number of a list or of a
+    dict's values, and the length of a string or of each string in a list.
+    """
+
+    min: float | None = None
+    max: float | None = None
+    above: float | None = None
+    empty: bool = True
+    """Whether a list may be empty."""
+    default: str | None = None
+    """The default in words, where the field's own value does not tell it."""
+    flags: tuple[str, ...] = ()
+    """Command-line flags in place of ``--field-name`` (for a bool ``--field-name/--no-field-name``)."""
+    metavar: str | None = None
+    positional: bool = False
+    single: bool = False
+    """In JSON, a string alone stands for a list of one."""
+    size: bool = False
+    """A number of bytes, which the command line takes as ``2GiB`` too."""
+
+    @property
+    def bounds(self) -> str:
+        """The accepted range: ``[0.0, 1.0]``, ``(0.0, 1.0]`` where the minimum is exclusive, ``of at least 1``."""
+        if self.max is None:
+            return f"of at least {self.min}" if self.above is None else f"above {self.above}"
+        return f"in ({self.above}, {self.max}]" if self.above is not None else f"in [{self.min}, {self.max}]"
+
+    def admits(self, number: float) -> bool:
+        """False for NaN. Python compares integers of any size with floats exactly."""
+        return (
+            (self.min is None or number >= self.min)
+            and (self.above is None or number > self.above)
+            and (self.max is None or number <= self.max)
+            and number == number
+        )
+
+
+class InvalidValueError(ValueError):
+    """A value that its declaration does not admit. ``param`` is the parameter, or the item of it, at fault."""
+
+    def __init__(self, message: str, param: str, code: str) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code
+        """``invalid_type`` or ``invalid_value``."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """A declared parameter with the name, type and default of its field."""
+
+    owner: Any
+    """The class that declares it."""
+    name: str
+    spec: OptionSpec
+    type: Any
+    """Without None."""
+    optional: bool
+    """None is a value."""
+    default: Any = None
+    """dataclasses.MISSING: there is none, or a factory makes it."""
+    factory: Any = None
+
+    @property
+    def default_value(self) -> Any:
+        return self.default if self.factory is None else self.factory()
+
+    @property
+    def help(self) -> str:
+        return _helps(self.owner)[self.name]
+
+    @property
+    def panel(self) -> str:
+        """The panel of the last field, up to this one, that starts one; ``panels`` of the class says which do."""
+        starts = getattr(self.owner, "panels", {})
+        names = list(options(self.owner))
+        return next((starts[name] for name in reversed(names[: names.index(self.name) + 1]) if name in starts), SAMPLING)
+
+    @property
+    def accepts(self) -> str:
+        """Type and range for the documentation."""
+        kind, spec = self.type, self.spec
+        arguments = typing.get_args(kind)
+        if arguments and typing.get_origin(kind) is not Literal:
+            kind = arguments[1 if typing.get_origin(kind) is dict else 0]
+        words = _KINDS[kind] if kind in _KINDS else " or ".join(typing.get_args(kind))
+        low = spec.min if spec.above is None else spec.above
+        if kind in (int, float) and low is not None:
+            end = "inf)" if spec.max is None else f"{_NAMED.get(spec.max, spec.max)}]"
+            words += f" in {'[' if spec.above is None else '('}{_NAMED.get(low, low)}, {end}"
+        wrapped = {list: f"list of {words}", tuple: f"tuple of {words}", dict: f"dict of int to {words}"}
+        return wrapped.get(typing.get_origin(self.type), words)
+
+    def check(self, value: Any) -> None:
+        """Raises: InvalidValueError: the value is of another type or out of range."""
+        if value is not None or not self.optional:
+            self._check(self.type, value, self.name)
+
+    def _check(self, hint: Any, value: Any, where: str) -> None:
+        origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+        if origin is Literal:
+            if not isinstance(value, str) or value not in arguments:
+                raise _invalid(where, "one of " + ", ".join(map(repr, arguments)), value)
+        elif origin in (list, tuple):
+            self._check_items(origin, arguments[0], value, where)
+        elif origin is dict:
+            self._check_dict(value, where)
+        elif origin in (typing.Union, types.UnionType):  # of a number and a word
+            if not isinstance(value, str) or value not in typing.get_args(arguments[1]):
+                self._check(arguments[0], value, where)
+        elif hint is bool:
+            if not isinstance(value, bool):
+                raise _invalid(where, "True or False", value, "invalid_type")
+        elif hint in (int, float):
+            self._check_number(hint, value, where)
+        elif hint is str:
+            self._check_string(value, where)
+        elif hint is Path and not isinstance(value, (str, Path)):
+            raise _invalid(where, "a path", value, "invalid_type")
+
+    def _check_number(self, hint: Any, value: Any, where: str) -> None:
+        kind = "an integer" if hint is int else "a number"
+        of_type = type(value) is int or (hint is float and isinstance(value, float))
+        if not of_type or not self.spec.admits(value):
+            raise _invalid(where, f"{kind} {self.spec.bounds}", value, "invalid_value" if of_type else "invalid_type")
+
+    def _check_string(self, value: Any, where: str) -> None:
+        if not isinstance(value, str):
+            raise _invalid(where, "a string", value, "invalid_type")
+        if not self.spec.admits(len(value)):
+            lengths = f"{self.spec.min} to {self.spec.max}" if self.spec.max is not None else f"at least {self.spec.min}"
+            raise _invalid(where, f"a string of {lengths} characters", value)
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise _invalid(where, "text without lone surrogates", value) from None
+
+    def _check_items(self, kind: Any, item: Any, value: Any, where: str) -> None:
+        if not isinstance(value, kind):
+            raise _invalid(where, f"a {kind.__name__}", value, "invalid_type")
+        if not value and not self.spec.empty:
+            raise _invalid(where, "a list of at least one entry", value)
+        if item is int and set(map(type, value)) <= {int} and (not value or self._admits_all(value)):
+            return
+        for index, entry in enumerate(value):
+            self._check(item, entry, f"{where}[{index}]")
+
+    def _admits_all(self, numbers: list[int]) -> bool:
+        return self.spec.admits(min(numbers)) and self.spec.admits(max(numbers))
+
+    def _check_dict(self, value: Any, where: str) -> None:
+        """Token id -> number."""
+        if not isinstance(value, dict):
+            raise _invalid(where, "an object from token id to number", value, "invalid_type")
+        for key, number in value.items():
+            if type(key) is not int or not 0 <= key <= INT32_MAX:
+                raise InvalidValueError(f"{where} has the key {shown(key)}: keys are token ids", self.name, "invalid_value")
+            try:
+                self._check(float, number, f"{where} of token {key}")
+            except InvalidValueError as error:
+                raise InvalidValueError(error.message, self.name, error.code) from None
+
+    def from_json(self, value: Any) -> Any:
+        """A JSON value in the field's type where JSON has no such type: object keys as token ids, one string as a list."""
+        if self.spec.single and isinstance(value, str):
+            return [value]
+        if typing.get_origin(self.type) is dict and isinstance(value, dict):
+            return {int(k) if isinstance(k, str) and _is_token_id(k) else k: v for k, v in value.items()}
+        return value
+
+    def json_schema(self) -> dict[str, Any]:
+        """JSON Schema of the values."""
+        schema = self._schema(self.type) | {"description": self.help}
+        if self.spec.single:
+            schema = {"anyOf": [{"type": "string"}, schema]}
+        return schema
+
+    def _schema(self, hint: Any) -> dict[str, Any]:
+        origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+        if origin is Literal:
+            return {"enum": list(arguments)}
+        if origin is list:
+            return {"type": "array", "items": self._schema(arguments[0]), **({} if self.spec.empty else {"minItems": 1})}
+        if origin is dict:
+            return {"type": "object", "additionalProperties": self._schema(float)}
+        if hint is str:
+            bounds = {"minLength": self.spec.min, "maxLength": self.spec.max}
+        else:
+            bounds = {"minimum": self.spec.min, "maximum": self.spec.max, "exclusiveMinimum": self.spec.above}
+        kinds = {bool: "boolean", int: "integer", float: "number", str: "string"}
+        return {"type": kinds[hint], **{name: bound for name, bound in bounds.items() if bound is not None}}
+
+
+def _is_token_id(key: str) -> bool:
+    return key.isascii() and key.isdigit() and len(key) <= 10
+
+
+def _invalid(where: str, accepted: str, value: Any, code: str = "invalid_value") -> InvalidValueError:
+    return InvalidValueError(f"{where} must be {accepted}, not {shown(value)}", where, code)
+
+
+def shown(value: Any, limit: int = 64) -> str:
+    """A value in an error message, cut where it is long."""
+    if isinstance(value, int) and abs(value) >= 10**limit:
+        return f"an integer of {int(math.log10(2) * value.bit_length())} digits"
+    if isinstance(value, (str, bytes, list, tuple)):
+        value = value[: limit + 1]  # written in full, a megabyte of text would be shown to be cut
+    text = repr(value)
+    return text if len(text) <= limit else f"{text[:limit]}..."
+
+
+@functools.cache
+def options(cls: Any) -> Mapping[str, Option]:
+    """The fields of a dataclass or msgspec struct, by name, in their order. A field needs no OptionSpec."""
+    found = {}
+    for name, hint in typing.get_type_hints(cls, include_extras=True).items():
+        metadata = getattr(hint, "__metadata__", ())
+        spec = metadata[0] if metadata else OptionSpec()
+        declared = hint.__origin__ if metadata else hint
+        plain = without_none(declared)
+        if spec.max is None and int in (plain, *typing.get_args(plain)[:1]):
+            spec = dataclasses.replace(spec, max=INT64_MAX)  # what a message between processes holds
+        found[name] = Option(cls, name, spec, plain, plain != declared, *_default(cls, name))
+    return found
+
+
+@functools.cache
+def _helps(cls: Any) -> dict[str, str]:
+    """Field -> the string below it, read from the source: Python keeps none of these strings."""
+    module = ast.parse(Path(inspect.getfile(cls)).read_text(encoding="utf-8"))
+    (declaration,) = (node for node in module.body if isinstance(node, ast.ClassDef) and node.name == cls.__name__)
+    found = {}
+    for field, below in itertools.pairwise(declaration.body):
+        if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+            found[ast.unparse(field.target)] = " ".join(str(below.value.value).split())
+    return found
+
+
+def _default(cls: Any, name: str) -> tuple[Any, Any]:
+    """The default and the default factory of a field."""
+    if dataclasses.is_dataclass(cls):
+        field = cls.__dataclass_fields__[name]
+        return field.default, None if field.default_factory is dataclasses.MISSING else field.default_factory
+    names, defaults = cls.__struct_fields__, cls.__struct_defaults__
+    place = names.index(name) - (len(names) - len(defaults))
+    return (defaults[place] if place >= 0 else dataclasses.MISSING), None
+
+
+def without_none(hint: Any) -> Any:
+    """``int | None`` -> ``int``"""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        rest = [arm for arm in typing.get_args(hint) if arm is not type(None)]
+        return functools.reduce(operator.or_, rest)
+    return hint
+
+
+def check(instance: Any, error: type[RequestError] | type[ConfigError]) -> None:
+    """Checks every declared field of ``instance`` that is not its default. Raises ``error``, naming the field."""
+    cls: Any = type(instance)
+    for name, option in options(cls).items():
+        value = getattr(instance, name)
+        if value is not option.default:
+            check_value(option, value, error)
+
+
+def check_value(option: Option, value: Any, error: type[RequestError] | type[ConfigError]) -> None:
+    """Raises ``error`` where the option does not admit the value."""
+    try:
+        option.check(value)
+    except InvalidValueError as invalid:
+        if error is ConfigError:
+            raise ConfigError(invalid.message, option.name) from None
+        # An item is named by its index, but for strings, whose text the message has.
+        strings = typing.get_args(option.type)[:1] == (str,)
+        raise RequestError(invalid.message, option.name if strings else invalid.param, code=invalid.code) from None
+
+
+def from_json(cls: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields as JSON has them, in the types of ``cls``; what cannot be converted is left for the check to refuse.
+
+    Raises:
+        RequestError: a name is not a parameter of ``cls``.
+    """
+    known = options(cls)
+    if unknown := sorted(fields.keys() - known.keys()):
+        raise RequestError(f"{shown(unknown[0])[1:-1]} is not a parameter", unknown[0], code="unknown_parameter")
+    return {name: known[name].from_json(value) for name, value in fields.items()}

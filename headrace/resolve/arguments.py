@@ -1,0 +1,22 @@
+"""Notes on arguments without effect on this device."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from headrace.config import EngineArgs
+from headrace.resolve.facts import DecisionLog
+
+_FOR_GPUS = {
+    "enforce_eager": "a CPU has no CUDA graphs: every kernel is launched by itself as it is",
+    "wait_for_kernels": "FlashInfer's kernels, which are compiled in the background, are a GPU's",
+    "graph_capture_seconds": "a CPU has no CUDA graphs to capture",
+    "gpu_memory_utilization": "it is a share of a GPU's memory: on a CPU kv_cache_memory says how much the cache takes",
+}
+"""Arguments that are of no effect on a CPU, and why. Scripts that serve on both kinds of machines may give them."""
+
+
+def note_gpu_arguments(args: EngineArgs, log: DecisionLog) -> None:
+    for field in dataclasses.fields(args):
+        if (why := _FOR_GPUS.get(field.name)) and (value := getattr(args, field.name)) != field.default:
+            log.note(field.name, "no effect", f"{value} was asked for, but {why}")

@@ -1,0 +1,66 @@
+"""``resolve``: decides everything that an engine is built from."""
+
+from __future__ import annotations
+
+from headrace.config import EngineArgs, EngineConfig, SchedulerConfig
+from headrace.errors import ConfigError
+from headrace.model_spec import AnySpec
+from headrace.resolve import schedule
+from headrace.resolve.arguments import note_gpu_arguments
+from headrace.resolve.facts import DecisionLog, DeviceFacts
+from headrace.resolve.memory import KVPlan, estimated_room
+from headrace.resolve.model import compute_dtype, gguf_types, kv_dtype, quantization, with_rope_factors
+from headrace.sources.files import ModelFiles
+
+
+def resolve(
+    args: EngineArgs, files: ModelFiles, model: AnySpec, device: DeviceFacts, *, kv_room: int | None = None
+) -> EngineConfig:
+    """Decides everything that the engine is built from.
+
+    Args:
+        kv_room: bytes that the KV cache may take at most, measured with the weights in place; None: estimated.
+
+    Raises:
+        ConfigError: the arguments contradict each other, the model or the machine. Names the parameter, and says what
+            would work where there is a way.
+    """
+    if args.num_kv_blocks is not None and args.kv_cache_memory is not None:
+        raise ConfigError("give num_kv_blocks or kv_cache_memory, not both: each says how large the cache is", "num_kv_blocks")
+    log = DecisionLog(files.decisions)
+    if not device.cuda:
+        note_gpu_arguments(args, log)
+    model = with_rope_factors(args, model, log)
+    types = gguf_types(files)
+    dtype = compute_dtype(args, model, types, device, log)
+    packed = quantization(args, model, types, dtype, device, log)
+    num_seqs, num_batched = schedule.batch(args, device, log)
+    cache_dtype = kv_dtype(args, model, dtype, device)
+    backends = schedule.attention(args, model, device, dtype, cache_dtype, log)
+    room = estimated_room(args, model, dtype, packed, device) if kv_room is None else kv_room
+    cache, max_model_len = KVPlan(args, model, cache_dtype, num_seqs, num_batched, room, device.cuda).choose(log)
+    depth = schedule.pipeline_depth(args, device, log)
+    num_threads = args.num_threads or device.num_cores
+    if args.num_threads is None:
+        log.note("num_threads", num_threads, "the physical cores that this process may use")
+    return EngineConfig(
+        args=args,
+        model=model,
+        cache=cache,
+        scheduler=SchedulerConfig(
+            max_model_len=max_model_len,
+            max_num_seqs=num_seqs,
+            max_num_batched_tokens=num_batched,
+            max_queue_len=args.max_queue_len,
+            policy=args.policy,
+            pipeline_depth=depth,
+        ),
+        device=device.device,
+        dtype=dtype,
+        quantization=packed,
+        attention_backends=backends,
+        num_threads=num_threads,
+        graph_rows=(rows := schedule.graph_rows(args, model, num_seqs, device, log)),
+        graph_prompt_tokens=schedule.graph_prompt_tokens(model, num_batched) if rows else (),
+        decisions=tuple(log.entries),
+    )

@@ -1,0 +1,245 @@
+"""Which architectures of transformers run on headrace's attention, and whether they say what transformers says.
+
+Each is built tiny and random, saved, loaded by the engine through ``model_impl="transformers"``, and asked to continue
+prompts in chunks, in mixed batches, after preemptions and from cached prefixes. Tokens must be transformers' own, and
+logprobs within 1e-4, in float32.
+
+    python tests/architectures.py --write docs
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import io
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import tiny_models
+import torch
+import transformers
+import typer
+from transformers import PreTrainedModel
+
+from headrace.config import Device
+from headrace.engine.llm import LLM
+from headrace.errors import ConfigError
+from headrace.models import registry
+from headrace.outputs import RequestOutput
+from headrace.sampling_params import SamplingParams
+
+TOLERANCE = 1e-4
+OUTPUT = 16
+_PADDING = 0
+"""Never drawn, for it is no token like others: some families do not count it as a place."""
+_BLOCK = 4
+PAGE = "architectures.md"
+_PROMPTS = (2, 18, 21, 23)
+"""Lengths. With so many tokens a step and so many blocks as there are, the longer ones are cut, and sequences preempted."""
+_BATCHED = 9
+_BLOCKS = 11
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What came of one architecture."""
+
+    kind: str
+    architecture: str
+    runs: bool
+    reason: str = ""
+    """Why it was refused."""
+    error: float = 0.0
+    """Largest difference of a logprob."""
+    fault: str = ""
+    """It ran, and not as transformers does; or it broke. There should be none."""
+    seconds: float = 0.0
+
+    @property
+    def native(self) -> bool:
+        return self.architecture in registry.supported()
+
+
+def survey_one(kind: str, device: Device = "cpu") -> Verdict:
+    """Builds, saves, loads, runs and compares one architecture."""
+    start = time.perf_counter()
+    architecture = tiny_models.families()[kind]
+    verdict = functools.partial(Verdict, kind, architecture)
+    with quiet(), tempfile.TemporaryDirectory() as folder:
+        try:
+            theirs = tiny_models.save(tiny_models.model(kind), Path(folder))
+        except Exception as error:
+            return verdict(False, fault=f"no tiny model of it could be made: {_line(error)}")
+        try:
+            llm = _engine(folder, device)
+        except ConfigError as error:
+            return verdict(False, reason=error.message.split("through transformers: ", 1)[-1])
+        except Exception as error:
+            return verdict(False, fault=_line(error))
+        try:
+            worst, fault = _compare(llm, theirs)
+        except Exception as error:
+            return verdict(True, fault=_line(error))
+        finally:
+            llm.close()
+    return verdict(True, error=worst, fault=fault, seconds=time.perf_counter() - start)
+
+
+def _engine(folder: str, device: Device = "cpu") -> LLM:
+    return LLM(
+        model=folder,
+        model_impl="transformers",
+        skip_tokenizer_init=True,
+        device=device,
+        dtype="float32",
+        block_size=_BLOCK,
+        num_kv_blocks=_BLOCKS,
+        max_model_len=_BLOCKS * _BLOCK,
+        max_num_batched_tokens=_BATCHED,
+        max_num_seqs=4,
+        num_threads=1,
+        attention_backend="torch" if device == "cpu" else "auto",
+    )
+
+
+def _compare(llm: LLM, theirs: PreTrainedModel) -> tuple[float, str]:
+    """The largest difference of a logprob, and what is wrong, if anything is."""
+    prompts = [_prompt(length, seed) for seed, length in enumerate(_PROMPTS)]
+    # One that begins as another does: it finds its prefix in the cache.
+    prompts.append(prompts[-1][:-2] + _prompt(4, 9))
+    params = SamplingParams(temperature=0.0, max_tokens=OUTPUT, ignore_eos=True, logprobs=0, logit_bias={_PADDING: -100.0})
+    first = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts[:-1]], params)
+    llm.generate({"prompt_token_ids": prompts[-2]}, SamplingParams(max_tokens=1))
+    (again,) = llm.generate({"prompt_token_ids": prompts[-1]}, params)
+    worst = 0.0
+    for prompt, output in zip(prompts, [*first, again], strict=True):
+        ours = list(output.outputs[0].token_ids)
+        # Drawing each of its own tokens tells more than following ours, and takes sixteen times as long.
+        tokens, logprobs = _greedy(theirs, prompt) if prompt is prompts[1] else _following(theirs, prompt, ours)
+        if ours != tokens:
+            return worst, f"a prompt of {len(prompt)} continues {ours}, transformers {tokens}"
+        worst = max(worst, _difference(output, tokens, logprobs))
+    stats = llm.stats
+    # Layers with a window may give so many blocks back that nobody is ever short of them.
+    preempted = stats.num_preemptions or any(layer.window for layer in llm.info.layers)
+    if not again.num_cached_tokens or not preempted:
+        return worst, f"{again.num_cached_tokens} tokens cached and {stats.num_preemptions} preemptions: too little was tried"
+    return worst, "" if worst <= TOLERANCE else f"logprobs differ by {worst:.1e}"
+
+
+def _prompt(length: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, tiny_models.VOCAB, (length,), generator=generator).tolist()
+
+
+@torch.inference_mode()
+def _greedy(model: PreTrainedModel, prompt: Sequence[int]) -> tuple[list[int], list[float]]:
+    """transformers' own: the whole sequence again for each token, with nothing cached."""
+    tokens, logprobs = list(prompt), []
+    for _ in range(OUTPUT):
+        logits = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].float()
+        token = _PADDING + 1 + int(logits[_PADDING + 1 :].argmax())
+        logprobs.append(float(logits.log_softmax(-1)[token]))
+        tokens.append(token)
+    return tokens[len(prompt) :], logprobs
+
+
+@torch.inference_mode()
+def _following(model: PreTrainedModel, prompt: Sequence[int], ours: Sequence[int]) -> tuple[list[int], list[float]]:
+    """What transformers draws after the prompt and each of our tokens: if it is ours every time, it is its own continuation."""
+    logits = model(input_ids=torch.tensor([[*prompt, *ours[:-1]]]), use_cache=False).logits[0, len(prompt) - 1 :].float()
+    tokens = (_PADDING + 1 + logits[:, _PADDING + 1 :].argmax(-1)).tolist()
+    logprobs = logits.log_softmax(-1)
+    return tokens, [float(row[token]) for row, token in zip(logprobs, tokens, strict=True)]
+
+
+def _difference(output: RequestOutput, tokens: Sequence[int], logprobs: Sequence[float]) -> float:
+    positions = output.outputs[0].logprobs or []
+    return max(abs(each[token].logprob - theirs) for each, token, theirs in zip(positions, tokens, logprobs, strict=True))
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Neither transformers' warnings nor its progress bars."""
+    logging: Any = transformers.logging
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(level)
+        logging.enable_progress_bar()
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+def page(verdicts: Sequence[Verdict]) -> str:
+    """The table, as a page of the documentation."""
+    runs = [verdict for verdict in verdicts if verdict.runs and not verdict.fault]
+    foreign = {verdict.architecture for verdict in runs if not verdict.native}
+    lines = [
+        "# Architectures",
+        "",
+        "Every causal language model of text that transformers ships, as a tiny random model through "
+        "`--model-impl transformers`: greedy tokens equal to transformers' own and logprobs within "
+        f"{TOLERANCE:g}, in float32, with chunked prompts, prefix hits, mixed batches and preemptions (except where "
+        "windows release blocks before memory runs short). "
+        "How it works, and the reasons of refusals: [Foreign models](foreign-models.md).",
+        "",
+        f"Made by `python tests/architectures.py --write docs` with transformers {transformers.__version__}: "
+        f"{len(runs)} of {len(verdicts)} model types run, {len(foreign)} of their architectures without a native "
+        "implementation.",
+        "",
+        "| model_type | architecture | native | through transformers | largest difference of a logprob |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for verdict in sorted(verdicts, key=lambda verdict: verdict.kind):
+        if verdict.fault:
+            said, error = f"**fault**: {verdict.fault}", ""
+        elif verdict.runs:
+            said, error = "runs", f"{verdict.error:.0e}"
+        else:
+            said, error = f"refused: {verdict.reason}", ""
+        said = said.replace("|", "\\|")
+        native = "yes" if verdict.native else ""
+        lines.append(f"| `{verdict.kind}` | {verdict.architecture} | {native} | {said} | {error} |")
+    return "\n".join(lines) + "\n"
+
+
+def main(
+    kinds: Annotated[list[str] | None, typer.Argument(help="model_types; all if none is named.")] = None,
+    write: Annotated[Path | None, typer.Option(help="Folder that receives the page.")] = None,
+) -> None:
+    """Tries architectures of transformers; exit code 1 if one runs and says something else."""
+    verdicts = []
+    known = tiny_models.families()
+    if unknown := [kind for kind in kinds or [] if kind not in known]:
+        raise typer.BadParameter(f"no causal language model of text in transformers: {', '.join(unknown)}")
+    for kind in kinds or known:
+        verdict = survey_one(kind)
+        verdicts.append(verdict)
+        said = (
+            f"FAULT {verdict.fault}"
+            if verdict.fault
+            else f"{verdict.error:.1e}"
+            if verdict.runs
+            else f"refused: {verdict.reason}"
+        )
+        typer.echo(f"{kind:32} {verdict.seconds:5.1f} s  {said}")
+    if write is not None:
+        (write / PAGE).write_text(page(verdicts), encoding="utf-8")
+    raise typer.Exit(1 if any(verdict.fault for verdict in verdicts) else 0)
+
+
+if __name__ == "__main__":
+    typer.run(main)

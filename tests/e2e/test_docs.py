@@ -1,0 +1,155 @@
+"""The examples of README.md and docs/: blocks of Python are executed, requests with curl are sent, command lines are parsed."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import shlex
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+import typer
+from engine import tiny
+from pages import ROOT, blocks, command_lines, pages, run_blocks
+from transformers import AutoModelForCausalLM
+
+from e2e.running import Server
+from headrace import LLM, SamplingParams
+from headrace.cli.main import app
+from headrace.config import EngineArgs
+from headrace.core.plan import SamplePlan
+
+ADDRESS = "http://127.0.0.1:8000"
+Context = Callable[[Path], contextlib.AbstractContextManager[tuple[dict[str, Any], dict[str, str]]]]
+"""Given a checkpoint, the names that the blocks of a page need, and what replaces parts of their text."""
+
+
+@contextlib.contextmanager
+def nothing(_: Path) -> Iterator[tuple[dict[str, Any], dict[str, str]]]:
+    yield {}, {}
+
+
+@contextlib.contextmanager
+def trained_model(checkpoint: Path) -> Iterator[tuple[dict[str, Any], dict[str, str]]]:
+    model = f"model={str(checkpoint)!r}"
+    replacements = {"AsyncLLM()": f"AsyncLLM(EngineArgs({model}))", "LLM()": f"LLM({model})"}
+    replacements["path/to/checkpoint"] = str(checkpoint)
+    yield {"policy": AutoModelForCausalLM.from_pretrained(checkpoint), "EngineArgs": EngineArgs}, replacements
+
+
+@contextlib.contextmanager
+def one_step(checkpoint: Path) -> Iterator[tuple[dict[str, Any], dict[str, str]]]:
+    with LLM(model=str(checkpoint), num_kv_blocks=16) as llm:
+        core = llm._engine.core
+        core.add(llm.inputs.request("The mill", SamplingParams(max_tokens=1), request_id="a"))
+        names = {"scheduler": core.scheduler, "executor": core.executor, "outputs": core.outputs, "SamplePlan": SamplePlan}
+        yield names, {}
+        assert [delta.finish_reason for delta in names["deltas"]] == ["length"]  # type: ignore[attr-defined]
+        assert not core.has_work()
+
+
+@contextlib.contextmanager
+def foreign_layer(_: Path) -> Iterator[tuple[dict[str, Any], dict[str, str]]]:
+    from models.fallback import test_contract as contract
+
+    from headrace.models.fallback.layout import MEGATRON
+
+    q, k, v = contract.qkv()
+    names = {"spec": contract.spec(), "context": contract.context(contract.spec(), len(q)), "sinks": None}
+    names |= {name: MEGATRON.unpack(tensor) for name, tensor in (("q", q), ("k", k), ("v", v))}
+    yield names, {}
+    torch.testing.assert_close(MEGATRON.pack(names["out"], "out", "the page"), contract.by_hand(q, k, v, 0.3))  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def trainer(_: Path) -> Iterator[tuple[dict[str, Any], dict[str, str]]]:
+    pytest.importorskip("megatron.core", reason="megatron-core is not installed: pip install 'headrace[megatron]'")
+    from models.fallback import megatron_models as small
+
+    model = small.gpt()
+    trained: list[int] = []
+    names = {"model": model, "config": model.config, "tokenizer": None, "prompts": [{"prompt_token_ids": [3, 14, 15]}]}
+    names |= {"steps": 2, "train": lambda _, rollouts: trained.append(len(rollouts[0].outputs))}
+    yield names, {"max_model_len=8192": "max_model_len=64", "8 * 2**30": "2**20", "max_tokens=1024": "max_tokens=4"}
+    assert trained == [8, 8]
+    assert names["report"].passed  # type: ignore[attr-defined]
+
+
+CONTEXTS: dict[str, Context] = {
+    "api.md": trained_model,
+    "architecture.md": one_step,
+    "foreign-models.md": foreign_layer,
+    "megatron.md": trainer,
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write_model(tmp_path_factory.mktemp("checkpoint"))
+
+
+def page_name(page: Path) -> str:
+    return page.name
+
+
+TESTED_ELSEWHERE = ("add-a-model.md", "attention-backends.md")
+"""In tests/models/test_guide.py and tests/attention/test_guide.py, which also check results."""
+
+
+@pytest.mark.parametrize("page", [p for p in pages() if blocks(p, "python") and p.name not in TESTED_ELSEWHERE], ids=page_name)
+def test_python(page: Path, checkpoint: Path, server: Server) -> None:
+    with CONTEXTS.get(page.name, nothing)(checkpoint) as (names, replacements):
+        run_blocks(page, names, {ADDRESS: server.url, **replacements})
+
+
+def curl_examples() -> list[tuple[str, str]]:
+    return [(page.name, line) for page in pages() for line in command_lines(page, "curl")]
+
+
+@pytest.mark.parametrize(("page", "line"), curl_examples())
+def test_curl(page: str, line: str, server: Server) -> None:
+    words, headers, body, url = shlex.split(line)[1:], {}, None, ""
+    while words:
+        word = words.pop(0)
+        if word == "-H":
+            name, _, value = words.pop(0).partition(": ")
+            headers[name] = value
+        elif word == "-d":
+            body = words.pop(0)
+        else:
+            assert word.startswith("http"), f"{page}: the test does not know curl's {word}"
+            url = word.replace(ADDRESS, server.url)
+    answer = httpx.request("GET" if body is None else "POST", url, headers=headers, content=body, timeout=120)
+    assert answer.is_success, answer.text
+
+
+def command_examples() -> list[tuple[str, str]]:
+    return sorted({(page.name, line) for page in pages() for line in command_lines(page, "headrace")})
+
+
+@pytest.mark.parametrize(("page", "line"), command_examples())
+def test_command_line(page: str, line: str) -> None:
+    """Commands and options exist, and values convert."""
+    words, command = shlex.split(line)[1:], typer.main.get_command(app)
+    while hasattr(command, "commands") and words:
+        command = command.commands[words.pop(0)]
+    if not hasattr(command, "commands"):
+        command.make_context(command.name, words).close()
+
+
+def test_scripts_exist() -> None:
+    programs = ("python", ".venv/bin/python")
+    shown = [
+        (page.name, shlex.split(line)) for page in pages() for program in programs for line in command_lines(page, program)
+    ]
+    assert shown
+    for page, (_, script, *rest) in shown:
+        if script == "-m" and not rest[0].startswith(("headrace.", "tests.")):
+            assert importlib.util.find_spec(rest[0]), f"{page}: there is no module {rest[0]}"
+        else:
+            path = ROOT / (f"{rest[0].replace('.', '/')}.py" if script == "-m" else script)
+            assert path.is_file(), f"{page}: there is no {path}"

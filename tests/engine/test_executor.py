@@ -1,0 +1,204 @@
+"""Executors: what one process computes, ranks in several compute too, and a rank that is lost or differs is noticed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from headrace.config import EngineArgs
+from headrace.core.plan import SamplePlan, StepPlan, StepResult
+from headrace.engine.loader import LoadedEngine, load_engine
+from headrace.engine.multiprocess import MultiprocessExecutor, PipeAgreement, digest, start_ranks
+from headrace.engine.source import FileSource
+from headrace.errors import ConfigError, EngineError
+from headrace.sampling_params import SamplingParams
+
+from .tiny import VOCAB, write_config
+
+PROMPTS = {"greedy": list(range(20, 60)), "random": [7, 8, 9], "shared": list(range(20, 50))}
+PARAMS = {
+    "greedy": SamplingParams(temperature=0.0, max_tokens=12, logprobs=2),
+    "random": SamplingParams(temperature=1.0, top_p=0.9, max_tokens=9, seed=5, repetition_penalty=1.2),
+    "shared": SamplingParams(temperature=0.7, top_k=9, max_tokens=6, seed=1, n=2),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_config(tmp_path_factory.mktemp("executor"))
+
+
+def args_of(folder: Path, **changes: Any) -> EngineArgs:
+    values: dict[str, Any] = {
+        "model": str(folder),
+        "load_format": "dummy",
+        "device": "cpu",
+        "num_threads": 1,
+        "num_kv_blocks": 40,
+        "block_size": 8,
+        "max_num_batched_tokens": 24,
+        "max_num_seqs": 4,
+    }
+    return EngineArgs(**values | changes)
+
+
+def served(engine: LoadedEngine) -> dict[str, dict[int, tuple[list[int], list[dict[int, float]]]]]:
+    """Tokens and logprobs of each sample."""
+    core, found = engine.core, {name: {} for name in PROMPTS}
+    for name, prompt in PROMPTS.items():
+        core.add(engine.inputs.request({"prompt_token_ids": prompt}, PARAMS[name], request_id=name))
+    while core.has_work():
+        for delta in core.step():
+            tokens, logprobs = found[delta.request_id].setdefault(delta.index, ([], []))
+            tokens += delta.token_ids
+            logprobs += delta.logprobs or []
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> Iterator[LoadedEngine]:
+    engine = load_engine(FileSource(args_of(folder)), num_ranks=2)
+    yield engine
+    engine.core.close()
+
+
+def empty(step: int) -> StepPlan:
+    return StepPlan(step, (), (), (), 0)
+
+
+def test_ranks_serve_what_one_process_serves(folder: Path, ranks: LoadedEngine) -> None:
+    alone = load_engine(FileSource(args_of(folder)))
+    expected = served(alone)
+    assert served(ranks) == expected
+    assert len(expected["shared"]) == 2
+    assert ranks.executor.memory() == alone.executor.memory()
+    assert [line.name for line in ranks.info.memory] == [line.name for line in alone.info.memory]
+    assert ranks.info.decisions == alone.info.decisions
+    # An empty plan is a step as any other, between steps that are not.
+    for executor in (alone.executor, ranks.executor):
+        handles = []
+        for step in (1000, 1001):
+            handles.append(executor.execute(empty(step)))
+            executor.sample(handles[-1], SamplePlan(step))
+        for step, handle in zip((1000, 1001), handles, strict=True):
+            result = executor.collect(handle)
+            assert (result.step, result.seq_ids, result.token_ids, result.errors) == (step, [], [], {})
+    assert served(ranks) == served(alone)
+
+
+def test_new_weights_reach_every_rank(folder: Path, ranks: LoadedEngine) -> None:
+    before = served(ranks)
+    head = torch.randn(VOCAB, 64, generator=torch.Generator().manual_seed(3))
+    with pytest.raises(ConfigError, match="no weight"):
+        ranks.executor.update_weights({"nothing": head})
+    alone = load_engine(FileSource(args_of(folder)))
+    for engine in (alone, ranks):
+        assert engine.executor.update_weights({"lm_head.weight": head}) == 1
+        engine.core.weights_changed()
+    after = served(ranks)
+    assert after != before
+    assert after == served(alone)
+
+
+def test_a_model_that_cannot_be_loaded_is_refused_as_in_one_process(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="max_model_len 100000 is longer") as refused:
+        load_engine(FileSource(args_of(folder, max_model_len=100000)), num_ranks=2)
+    assert refused.value.param == "max_model_len"
+
+
+def test_a_killed_rank_ends_the_engine(folder: Path) -> None:
+    engine = load_engine(FileSource(args_of(folder)), num_ranks=2)
+    executor: MultiprocessExecutor = engine.executor  # type: ignore[assignment]
+    engine.core.add(engine.inputs.request({"prompt_token_ids": [1, 2, 3]}, PARAMS["greedy"], request_id="x"))
+    engine.core.step()
+    os.kill(executor.processes[1].pid, signal.SIGKILL)
+    with pytest.raises(EngineError, match="rank 1 ended with signal 9"):
+        while True:
+            engine.core.step()
+    engine.core.close()
+    assert all(process.returncode is not None for process in executor.processes)
+
+
+def test_a_start_that_fails_leaves_no_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.engine.multiprocess.sys.executable", "/bin/false")
+    with pytest.raises(EngineError, match=r"rank [01] ended with status 1"):
+        start_ranks(args_of(folder), 2)
+
+
+# The protocol, with ranks that are threads
+
+
+Rank = Callable[[Connection], None]
+
+
+def executor_of(*ranks: Rank) -> MultiprocessExecutor:
+    pairs = [Pipe() for _ in ranks]
+    for rank, (_, theirs) in zip(ranks, pairs, strict=True):
+        threading.Thread(target=rank, args=(theirs,), daemon=True).start()
+    return MultiprocessExecutor([ours for ours, _ in pairs], [])
+
+
+def sampling(*tokens: int) -> Rank:
+    """A rank that samples these, one a step."""
+
+    def serve(connection: Connection) -> None:
+        for step, token in enumerate(tokens):
+            while connection.recv()[0] != "collect":
+                pass
+            result = StepResult(step, [4], [[token]])
+            connection.send(("done", (digest(result), msgspec.msgpack.encode(result))))
+
+    return serve
+
+
+def test_ranks_that_sample_other_tokens_are_noticed() -> None:
+    executor = executor_of(sampling(5, 6, 7), sampling(5, 6, 8))
+    for step, token in enumerate((5, 6)):
+        assert executor.collect(executor.execute(empty(step))).token_ids == [[token]]
+    with pytest.raises(EngineError, match="ranks 0 and 1 sampled different tokens in step 2"):
+        executor.collect(executor.execute(empty(2)))
+
+
+def test_ranks_agree_through_the_executor() -> None:
+    found: list[list[object]] = [[], []]
+
+    def asking(index: int, number: int, value: bytes) -> Rank:
+        def serve(connection: Connection) -> None:
+            ranks = PipeAgreement(connection, 2)
+            found[index] += [ranks.least(number), ranks.any(index == 1), ranks.any(False)]
+            found[index] += [ranks.alike(b"same"), ranks.alike(value)]
+            connection.send(("done", index))
+
+        return serve
+
+    assert executor_of(asking(0, 7, b"a"), asking(1, 3, b"b")).gather() == [0, 1]
+    assert found == [[3, True, False, True, False]] * 2
+
+
+def test_ranks_that_ask_different_questions_are_out_of_step() -> None:
+    def least(connection: Connection) -> None:
+        connection.send(("least", 1))
+
+    def done(connection: Connection) -> None:
+        connection.send(("done", None))
+
+    with pytest.raises(EngineError, match="out of step: they sent done and least"):
+        executor_of(least, done).gather()
+
+
+def test_what_went_wrong_in_a_rank_is_told() -> None:
+    def failing(connection: Connection) -> None:
+        connection.send(("failed", "ValueError: a bad plan"))
+
+    with pytest.raises(EngineError, match="rank 0: ValueError: a bad plan"):
+        executor_of(failing).gather()

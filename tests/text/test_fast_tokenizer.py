@@ -1,0 +1,81 @@
+"""Tokenizers without transformers are the ones that transformers makes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import vocabularies
+from tokenizers import Tokenizer as Backend
+from transformers import PreTrainedTokenizerFast
+
+from headrace.sources.user_cache import cache_directory
+from headrace.text import fast_tokenizer
+from headrace.text.fast_tokenizer import FastTokenizer, from_directory, from_transformers
+from headrace.text.gguf_vocab import add_bos_and_eos
+from headrace.text.tokenizer import Tokenizer
+
+TEXTS = ("Hello, world", "  two  spaces\n\n", "naïve café 日本語 🙂", "<|user|>x<|end|>", "")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    hf = vocabularies.byte_level()
+    hf.add_special_tokens({"bos_token": "<|user|>", "eos_token": "<|end|>"})
+    hf.chat_template = "{{ messages }}"
+    hf.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def same(one: FastTokenizer, other: FastTokenizer) -> None:
+    assert one.backend_tokenizer.to_str() == other.backend_tokenizer.to_str()
+    assert (one.special_tokens_map, one.chat_template) == (other.special_tokens_map, other.chat_template)
+    assert (one.bos_token_id, one.eos_token_id, len(one)) == (other.bos_token_id, other.eos_token_id, len(other))
+
+
+def test_the_second_start_reads_what_the_first_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = from_transformers(str(folder), local=True, trusted=False)
+    same(from_directory(folder), wanted)
+    monkeypatch.setattr(fast_tokenizer, "from_transformers", None)
+    again = from_directory(folder)
+    same(again, wanted)
+    for text in TEXTS:
+        assert Tokenizer(again).encode(text) == wanted.backend_tokenizer.encode(text).ids
+
+
+def test_another_file_is_another_tokenizer(folder: Path) -> None:
+    from_directory(folder)
+    described = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    (folder / "tokenizer_config.json").write_text(json.dumps(described | {"chat_template": "changed"}))
+    assert from_directory(folder).chat_template == "changed"
+
+
+def test_a_cache_that_is_broken_or_cannot_be_written_is_done_without(folder: Path) -> None:
+    wanted = from_directory(folder)
+    (kept,) = cache_directory().glob("tokenizer-*.json")
+    kept.write_text("{")
+    same(from_directory(folder), wanted)
+    shutil.rmtree(cache_directory())
+    cache_directory().write_text("a file where the directory should be")
+    same(from_directory(folder), wanted)
+
+
+@pytest.mark.parametrize("bos", [False, True])
+@pytest.mark.parametrize("eos", [False, True])
+def test_bos_and_eos_are_put_where_transformers_puts_them(bos: bool, eos: bool) -> None:
+    hf: Any = vocabularies.byte_level()
+    hf.add_special_tokens({"bos_token": "<|user|>", "eos_token": "<|end|>"})
+    plain = Backend.from_str(hf.backend_tokenizer.to_str())
+    tokenizer_class: Any = PreTrainedTokenizerFast
+    theirs = tokenizer_class(
+        tokenizer_object=plain, bos_token="<|user|>", eos_token="<|end|>", add_bos_token=bos, add_eos_token=eos
+    )
+    ours = Backend.from_str(hf.backend_tokenizer.to_str())
+    add_bos_and_eos(ours, {"bos_token": "<|user|>", "eos_token": "<|end|>"}, bos=bos, eos=eos)
+    for text in TEXTS:
+        assert ours.encode(text).ids == theirs.backend_tokenizer.encode(text).ids

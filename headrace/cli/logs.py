@@ -29,6 +29,7 @@ class LossyStream:
 
 def set_up(level: str) -> None:
     """``level`` holds for headrace; libraries speak up from warnings on."""
-    sys.stdout, sys.stderr = LossyStream(sys.stdout), LossyStream(sys.stderr)
+    # Python has None in place of a stream that its caller closed.
+    sys.stdout, sys.stderr = (LossyStream(stream) if stream else stream for stream in (sys.stdout, sys.stderr))
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("headrace").setLevel(level.upper())

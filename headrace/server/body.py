@@ -35,11 +35,12 @@ class BodyBudget:
         finally:
             self.used -= body.charged
 
-    def charge(self, size: int) -> None:
-        """Raises: ApiError 503: the budget is spent."""
-        if self.used + size > self._settings.max_bytes_in_flight:
+    def charge(self, body: Body, size: int) -> None:
+        """Raises: ApiError 503: other bodies have spent the budget."""
+        if size and self.used > body.charged and self.used + size > self._settings.max_bytes_in_flight:
             raise unavailable("too many large request bodies arrive at once", self._settings.retry_after)
         self.used += size
+        body.charged += size
 
 
 class Body:
@@ -55,7 +56,7 @@ class Body:
     async def read(self, request: Request) -> None:
         """Raises: ApiError: 413 too large, at once by its Content-Length, or too many values; 503 no room for it."""
         length = request.headers.get("content-length", "")
-        self._check_size(int(length) if length.isdigit() and len(length) < 20 else 0)
+        self._check_size(int(length) if length.isdigit() else 0)
         async for chunk in request.stream():
             size = len(self.data) + len(chunk)
             self._check_size(size)
@@ -64,9 +65,7 @@ class Body:
             if self._num_values > self._settings.max_json_values:
                 message = f"the body has more than {self._settings.max_json_values} JSON values"
                 raise ApiError(413, message, code="too_many_values")
-            due = max(0, size - _SMALL_BODY) - self.charged
-            self._budget.charge(due)
-            self.charged += due
+            self._budget.charge(self, max(0, size - _SMALL_BODY) - self.charged)
             self.data += chunk
 
     def _check_size(self, size: int) -> None:

@@ -68,7 +68,7 @@ class ServerSettings:
     """Maximum size of a request body: 16MiB, or bytes. A larger body is refused before it is read."""
     max_bytes_in_flight: Annotated[int, OptionSpec(min=1, size=True, default="128MiB")] = 128 * 2**20
     """Maximum size of all request bodies that are being received or decoded, counted as they arrive. While it is reached,
-    bodies above 64KiB are refused with HTTP 503."""
+    bodies above 64KiB are refused with HTTP 503; one alone is always taken."""
     max_json_values: Annotated[int, OptionSpec(min=1)] = 1_000_000
     """Maximum number of JSON values in a request body, estimated from its punctuation: a string, a list or an object counts
     as four numbers or more. It bounds the time for which decoding a body holds up other requests."""
@@ -110,9 +110,6 @@ class ServerSettings:
             path = getattr(self, name)
             if path is not None and not Path(path).is_file():
                 raise ConfigError(f"{name}: there is no file {path}", name)
-        if self.max_body_bytes > self.max_bytes_in_flight:
-            message = f"max_bytes_in_flight must be at least max_body_bytes, {self.max_body_bytes}, or no such body fits"
-            raise ConfigError(message, "max_bytes_in_flight")
         if "*" in self.cors_origins and self.cors_credentials:
             raise ConfigError(
                 "cors_credentials needs the origins by name: '*' would let any web page act as the user", "cors_credentials"

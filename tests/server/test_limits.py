@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import tracemalloc
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
-from headrace.errors import ConfigError
+from headrace.options import options
 from headrace.server.protocol import LimitedProtocol
 from headrace.server.settings import ServerSettings
 from server.fakes import FakeLLM
@@ -242,10 +243,9 @@ def test_bodies_in_flight_share_a_budget() -> None:
         assert bodies.used == 0
 
 
-def test_a_budget_below_one_body_is_refused() -> None:
-    with pytest.raises(ConfigError) as caught:
-        ServerSettings(max_body_bytes=2**30)
-    assert caught.value.param == "max_bytes_in_flight"
+def test_one_body_alone_is_taken_whatever_the_budget() -> None:
+    api = Api(FakeLLM(), ServerSettings(max_bytes_in_flight=1))
+    assert api.post("/tokenize", {"prompt": "x" * 200_000}).json()["count"] == 200_001
 
 
 @pytest.mark.parametrize(
@@ -275,3 +275,12 @@ def test_the_cost_of_wrong_items_does_not_grow_with_their_number(
     tracemalloc.stop()
     assert len(found["message"]) < 500
     assert peak < 350 * count, peak
+
+
+def test_every_limit_is_documented() -> None:
+    page = (Path(__file__).parents[2] / "docs/operations.md").read_text(encoding="utf-8")
+    table = page.split("## Limits\n")[1].split("\n## ")[0]
+    names = [name for name in options(ServerSettings) if name.startswith("max_") or name.endswith("_timeout")]
+    assert "max_connections" in names and "header_timeout" in names
+    missing = [name for name in names if f"`--{name.replace('_', '-')}`" not in table]
+    assert missing == ["drain_timeout"], "which limits no client"

@@ -61,7 +61,7 @@ class Body:
             size = len(self.data) + len(chunk)
             self._check_size(size)
             # Decoding holds the interpreter's lock, so no thread could do it for the event loop: it must be short.
-            self._num_values += _work(chunk)
+            self._num_values += num_values(chunk)
             if self._num_values > self._settings.max_json_values:
                 message = f"the body has more than {self._settings.max_json_values} JSON values"
                 raise ApiError(413, message, code="too_many_values")
@@ -108,11 +108,14 @@ def _check_content_type(request: Request) -> None:
         raise ApiError(415, f"JSON is sent as UTF-8, not {shown(charset[1])!r}", param="Content-Type")
 
 
-def _work(data: bytes) -> int:
-    """An estimate of the number of values in JSON text, in which a string, a list or an object counts as four numbers or more:
-    so much longer do they take to decode. Quotes within texts do not count where they are escaped."""
-    dear = data.count(b'"') - data.count(b'\\"') + data.count(b"[") + data.count(b"{")
-    return data.count(b",") + 4 * dear
+def num_values(data: bytes) -> int:
+    """Estimate the number of values in JSON text from its punctuation.
+
+    A string, a list or an object counts as four numbers or more, because it takes that much longer to decode. Quotes that are
+    escaped within texts do not count.
+    """
+    costly = data.count(b'"') - data.count(b'\\"') + data.count(b"[") + data.count(b"{")
+    return data.count(b",") + 4 * costly
 
 
 def _decode(data: bytearray) -> Any:

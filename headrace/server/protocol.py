@@ -72,8 +72,6 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         self._unset_keepalive_if_required()
         self._feed(data)
-        if self.pipeline:
-            self.flow.resume_reading()
         self._await_client()
 
     def eof_received(self) -> bool:  # type: ignore[override]

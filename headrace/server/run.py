@@ -75,7 +75,7 @@ def run(llm: AsyncLLM, settings: ServerSettings) -> None:
     """
     sockets = listen(settings)
     app = build_app(llm, settings)
-    config = uvicorn_config(app, _within_open_files(settings), timeout_graceful_shutdown=_CLEANUP_SECONDS)
+    config = uvicorn_config(app, within_open_files(settings), timeout_graceful_shutdown=_CLEANUP_SECONDS)
     serving: Serving = app.state.serving
     serving.owns_process = True
     server = DrainingServer(config, serving)
@@ -104,7 +104,7 @@ def uvicorn_config(app: FastAPI, settings: ServerSettings, **options: Any) -> uv
     )
 
 
-def _within_open_files(settings: ServerSettings) -> ServerSettings:
+def within_open_files(settings: ServerSettings) -> ServerSettings:
     """Raise the process's limit of open files as far as it may; lower the number of connections to what it leaves."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = settings.max_connections + _OTHER_FILES

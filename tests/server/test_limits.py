@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,8 +12,11 @@ from typing import Any
 
 import httpx
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from headrace.options import options
+from headrace.server.body import num_values
 from headrace.server.protocol import LimitedProtocol
 from headrace.server.settings import ServerSettings
 from server.fakes import FakeLLM
@@ -123,7 +127,6 @@ class Transport:
 
 
 def test_memory_of_a_flood_of_headers_is_bounded() -> None:
-    settings = ServerSettings()
     config = SimpleNamespace(
         loaded=True, loaded_app=None, ws_protocol_class=None, root_path="", asgi_version="3.0", limit_concurrency=None,
         timeout_keep_alive=5, config=None,
@@ -131,7 +134,7 @@ def test_memory_of_a_flood_of_headers_is_bounded() -> None:
     state = SimpleNamespace(connections=set(), tasks=set(), default_headers=[])
     for start, piece in ((b"a: ", b"x" * 65536), (b"", b"a: b\r\n" * 10_000)):
         loop = SimpleNamespace(call_later=lambda *_: SimpleNamespace(cancel=lambda: None))
-        protocol = LimitedProtocol(settings, config=config, server_state=state, app_state={}, _loop=loop)
+        protocol = LimitedProtocol(ServerSettings(), config=config, server_state=state, app_state={}, _loop=loop)
         transport = Transport()
         protocol.connection_made(transport)  # type: ignore[arg-type]
         protocol.data_received(b"GET / HTTP/1.1\r\n" + start)
@@ -224,8 +227,8 @@ def test_connections() -> None:
 
 
 def test_bodies_in_flight_share_a_budget() -> None:
-    size, settings = 2**20, ServerSettings(max_body_bytes=2**20, max_bytes_in_flight=3 * 2**20, retry_after=7)
-    with running(FakeLLM(), settings) as server:
+    size, limits = 2**20, ServerSettings(max_body_bytes=2**20, max_bytes_in_flight=3 * 2**20, retry_after=7)
+    with running(FakeLLM(), limits) as server:
         bodies = server.app.state.serving.bodies
         with contextlib.ExitStack() as stack:
             for _ in range(6):
@@ -235,7 +238,7 @@ def test_bodies_in_flight_share_a_budget() -> None:
             last.send(post(b"", length=size) + b" " * (size - 1))
             found = last.answer()
             assert (found.status, found.headers["retry-after"]) == (503, "7")
-            assert bodies.used <= settings.max_bytes_in_flight
+            assert bodies.used <= limits.max_bytes_in_flight
             answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x" * 300})
             assert answer.status_code == 200, "small bodies pass beside the budget"
         wait_for(lambda: bodies.used == 0)
@@ -246,6 +249,27 @@ def test_bodies_in_flight_share_a_budget() -> None:
 def test_one_body_alone_is_taken_whatever_the_budget() -> None:
     api = Api(FakeLLM(), ServerSettings(max_bytes_in_flight=1))
     assert api.post("/tokenize", {"prompt": "x" * 200_000}).json()["count"] == 200_001
+
+
+def weight(value: Any) -> int:
+    """A number counts once; a string, a key, a list or an object four times."""
+    if isinstance(value, dict):
+        return 4 + sum(4 + weight(item) for item in value.values())
+    return 4 + sum(map(weight, value)) if isinstance(value, list) else 4 if isinstance(value, str) else 1
+
+
+TEXTS = st.text(st.sampled_from('"\\[{, a'), max_size=5)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.recursive(st.integers() | st.none() | TEXTS, lambda inner: st.lists(inner) | st.dictionaries(TEXTS, inner)), st.data()
+)
+def test_the_estimate_of_json_values_is_never_too_low(value: Any, data: st.DataObject) -> None:
+    text = json.dumps(value).encode()
+    assert num_values(text) >= weight(value) - 1
+    cut = data.draw(st.integers(0, len(text)))
+    assert num_values(text[:cut]) + num_values(text[cut:]) >= weight(value) - 1, "in whatever pieces it arrives"
 
 
 @pytest.mark.parametrize(

@@ -261,10 +261,13 @@ def weight(value: Any) -> int:
 TEXTS = st.text(st.sampled_from('"\\[{, a'), max_size=5)
 
 
-@settings(max_examples=200, deadline=None)
-@given(
-    st.recursive(st.integers() | st.none() | TEXTS, lambda inner: st.lists(inner) | st.dictionaries(TEXTS, inner)), st.data()
+VALUES = st.recursive(
+    st.integers() | st.none() | TEXTS, lambda inner: st.lists(inner) | st.dictionaries(TEXTS, inner), max_leaves=10
 )
+
+
+@settings(max_examples=60, deadline=None)
+@given(VALUES, st.data())
 def test_the_estimate_of_json_values_is_never_too_low(value: Any, data: st.DataObject) -> None:
     text = json.dumps(value).encode()
     assert num_values(text) >= weight(value) - 1

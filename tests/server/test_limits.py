@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -201,13 +202,14 @@ def test_time_limits_do_not_count_the_time_of_the_answer() -> None:
         assert client.answer("GET").status == 200
 
 
-def test_a_client_that_does_not_read_is_disconnected() -> None:
+def test_a_client_that_does_not_read_is_disconnected(caplog: pytest.LogCaptureFixture) -> None:
     llm = FakeLLM(script=lambda request, index: [97] * 400)
     with running(llm, QUICK) as server, RawClient(server.url, receive_buffer=4096) as client:
         client.send(post(b'{"prompt": "Hi", "n": 64, "stream": true, "max_tokens": 400, "logprobs": 5}'))
         wait_for(lambda: bool(llm.seen))
         wait_for(lambda: not llm.running and not server.app.state.serving.num_in_flight)
         assert llm.aborted, "the answer is too large for the buffers between"
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 def test_connections() -> None:

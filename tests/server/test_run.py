@@ -181,6 +181,7 @@ def test_tls(tmp_path: Path) -> None:
         trust = ssl.create_default_context(cafile=str(cert))
         wait_for(lambda: _status(f"{url}/health", verify=trust) == 200)
         assert httpx.post(f"{url}/v1/completions", json=BODY, verify=trust).json()["choices"][0]["text"] == TEXT
+        assert _status(f"{url}/health", verify=trust, headers={"a": "x" * 70_000}) == 431
         assert _status(url.replace("https", "http") + "/health") is None
 
 

@@ -117,6 +117,11 @@ class EngineSupervisor:
         return Health(False, self._reason + phase)
 
     @property
+    def failed(self) -> bool:
+        """The engine stays down: it did not start, or died repeatedly."""
+        return self._state == "failed"
+
+    @property
     def pid(self) -> int | None:
         """Of the process that runs now."""
         return self._engine_process.pid if self._engine_process is not None else None

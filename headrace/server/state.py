@@ -83,6 +83,11 @@ class Serving:
             return False, "the engine is starting"
         return health.ok, first_line(health.reason)
 
+    def check_live(self) -> None:
+        """Raises: ApiError 503 if the server cannot serve again: its engine did not start, or died repeatedly."""
+        if self.failure is not None or self.llm.failed:
+            raise unavailable(self.health()[1], self.settings.retry_after)
+
     def check_ready(self) -> None:
         """Raises: ApiError 503 with the reason."""
         ok, reason = self.health()

@@ -111,7 +111,7 @@ class FakeLLM:
         """Every request that was added."""
         self.aborted: list[str] = []
         self.start_error: Exception | None = None
-        self.closed = False
+        self.closed = self.failed = False
         self._health = Health(False, "the engine is loading")
         self._steps = self._preempted = self._prompt = self._generated = self._hits = 0
         self._finished: dict[str, int] = {}
@@ -165,6 +165,9 @@ class FakeLLM:
     def die(self) -> None:
         self._health = Health(False, "the engine is restarting")
         self.running.clear()
+
+    def give_up(self) -> None:
+        self._health, self.failed = Health(False, "the engine died 3 times"), True
 
     def health(self) -> Health:
         return self._health

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
+
+MetricsCompat = Literal["vllm"]
+"""Engines whose names the metrics may have beside their own."""
 
 
 class EngineStats(msgspec.Struct, kw_only=True):

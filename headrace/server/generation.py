@@ -50,7 +50,7 @@ class Generation:
         self.num_choices = sum(request.sampling.n for request in requests)
         self.completion_tokens = 0
         self._serving = serving
-        self._observer = GenerationObserver(serving.metrics)
+        self._observer = GenerationObserver(serving.metrics, [len(request.prompt_token_ids) for request in requests])
         self._prompts = {request.request_id: index for index, request in enumerate(requests)}
         self._cached = [0] * len(requests)
         self._stream: Any = None

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Annotated
 
 from headrace.errors import ConfigError
+from headrace.metrics.stats import MetricsCompat
 from headrace.options import LIMITS, MODEL, SECURITY, SERVER, OptionSpec, check
 from headrace.sampling_params import MAX_SAMPLES
 
@@ -46,6 +47,8 @@ class ServerSettings:
     """Seconds in the Retry-After header of HTTP 429 and 503 responses."""
     log_requests: bool = True
     """Log one line for each request. Prompts and outputs are never logged."""
+    metrics_compat: MetricsCompat | None = None
+    """Export metrics under another engine's names too, with the same values, for its dashboards and autoscalers."""
     api_keys: Annotated[tuple[str, ...], OptionSpec(min=1, flags=("--api-key",), default="no key is needed", metavar="KEY")] = (
         dataclasses.field(default_factory=_api_keys)
     )

@@ -37,7 +37,12 @@ class Serving:
         self.settings = settings
         self.created = int(time.time())
         self.bodies = BodyBudget(settings)
-        self.metrics = ServerMetrics(lambda: llm.stats, headrace.__version__)
+        self.metrics = ServerMetrics(
+            lambda: llm.stats,
+            headrace.__version__,
+            settings.metrics_compat,
+            lambda: None if self._facts is None else self._facts.name,
+        )
         self.failure: Exception | None = None
         """Why the engine could not start."""
         self.loading = False

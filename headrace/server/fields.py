@@ -113,6 +113,7 @@ FIELDS: tuple[FieldRule, ...] = (
         "vLLM",
         _BOTH,
         return_token_ids="Add token_ids and prompt_token_ids to the answer.",
+        return_metrics="Add metrics, the times of this request, to the answer or to its last chunk; needs one choice.",
         add_special_tokens="Add the tokenizer's special tokens. Default: false for chat, whose template has them; true for "
         "completions.",
     ),

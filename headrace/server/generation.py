@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect
 from headrace.core.request import Request
 from headrace.errors import EngineDeadError, EngineError, RequestError
 from headrace.metrics.prometheus import GenerationObserver
-from headrace.outputs import OutputDelta
+from headrace.outputs import OutputDelta, RequestTimes
 from headrace.server.errors import ApiError
 from headrace.server.state import Serving
 
@@ -53,6 +53,7 @@ class Generation:
         self._observer = GenerationObserver(serving.metrics, [len(request.prompt_token_ids) for request in requests])
         self._prompts = {request.request_id: index for index, request in enumerate(requests)}
         self._cached = [0] * len(requests)
+        self._times: RequestTimes | None = None
         self._stream: Any = None
         self._first: Piece | None = None
 
@@ -92,8 +93,25 @@ class Generation:
             "prompt_tokens_details": {"cached_tokens": sum(self._cached)},
         }
 
+    @property
+    def timing(self) -> dict[str, float | None] | None:
+        """vLLM's metrics object, after the last delta. None unless there is one choice, which alone the times describe."""
+        times = self._times
+        if times is None or self.num_choices != 1:
+            return None
+        decode = _milliseconds(times.first_token, times.finished)
+        total = _milliseconds(times.scheduled, times.finished)
+        return {
+            "time_to_first_token_ms": _milliseconds(times.scheduled, times.first_token),
+            "generation_time_ms": decode,
+            "queue_time_ms": _milliseconds(times.arrived, times.scheduled),
+            "mean_itl_ms": decode / (self.completion_tokens - 1) if decode is not None and self.completion_tokens > 1 else None,
+            "tokens_per_second": 1000 * self.completion_tokens / total if total else None,
+        }
+
     def _note(self, piece: Piece) -> None:
         delta = piece.delta
+        self._times = delta.times or self._times
         self.completion_tokens += len(delta.token_ids)
         self._cached[piece.prompt] = max(self._cached[piece.prompt], delta.num_cached_tokens)
         self._observer.delta(piece.prompt, delta)
@@ -103,6 +121,10 @@ class Generation:
             raise EngineError(message) if self._serving.llm.health().ok else EngineDeadError(message)
         if delta.finish_reason == "abort":
             raise ApiError(503, delta.error or "the request was aborted", code="aborted")
+
+
+def _milliseconds(start: float | None, end: float | None) -> float | None:
+    return None if start is None or end is None else 1000 * max(0.0, end - start)
 
 
 async def cancel_on_disconnect(serving: Serving, receive: Receive, work: Awaitable[T]) -> T:

@@ -57,6 +57,7 @@ class GenerationBody(RequestBody):
     cache_salt: Annotated[Any, WithJsonSchema(_REQUEST["cache_salt"].json_schema())] = None
     priority: Annotated[Any, WithJsonSchema(_REQUEST["priority"].json_schema())] = 0
     return_token_ids: bool = False
+    return_metrics: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
 

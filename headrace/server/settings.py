@@ -47,6 +47,9 @@ class ServerSettings:
     """Seconds in the Retry-After header of HTTP 429 and 503 responses."""
     log_requests: bool = True
     """Log one line for each request. Prompts and outputs are never logged."""
+    enable_per_request_metrics: Annotated[bool, OptionSpec(flags=("--enable-per-request-metrics",))] = False
+    """Add `metrics` to every answer with one choice: time in the queue, time to first token, time between tokens. A request
+    asks for it alone with `return_metrics`."""
     metrics_compat: MetricsCompat | None = None
     """Export metrics under another engine's names too, with the same values, for its dashboards and autoscalers."""
     api_keys: Annotated[tuple[str, ...], OptionSpec(min=1, flags=("--api-key",), default="no key is needed", metavar="KEY")] = (

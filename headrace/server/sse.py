@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from headrace.server.errors import JSON, api_error
+from headrace.server.errors import JSON, ApiError, api_error
 from headrace.server.generation import Generation, Piece, cancel_on_disconnect
 from headrace.server.schema import GenerationBody
 from headrace.server.state import ServedModel, Serving
@@ -29,10 +29,14 @@ class Answer(abc.ABC):
 
     def __init__(self, body: GenerationBody, model: ServedModel, generation: Generation, request_id: str, kind: str) -> None:
         """``kind``: the ``object`` of events and answers."""
+        if body.return_metrics and generation.num_choices != 1:
+            message = f"return_metrics needs one choice, and this request makes {generation.num_choices}"
+            raise ApiError(400, message, param="return_metrics", code="invalid_value")
         options = body.stream_options
         self._model = model
         self._generation = generation
         self._include_usage = options is not None and options.include_usage
+        self._include_metrics = body.return_metrics or model.per_request_metrics
         self._continuous_usage = options is not None and options.continuous_usage_stats
         self._head = {
             "id": request_id,
@@ -60,11 +64,17 @@ class Answer(abc.ABC):
             chunk["usage"] = self.usage()
         elif self._include_usage:
             chunk["usage"] = None
+        if not self._include_usage and choice.get("finish_reason") is not None:
+            chunk |= self.metrics()
         return chunk
 
     def last(self) -> Iterable[dict[str, Any]]:
         """The events after the last delta: the usage, if it was requested."""
-        return [{**self._head, "choices": [], "usage": self.usage()}] if self._include_usage else []
+        return [{**self._head, "choices": [], "usage": self.usage(), **self.metrics()}] if self._include_usage else []
+
+    def metrics(self) -> dict[str, Any]:
+        """The request's times, for the answer or its last event, if they are wanted."""
+        return {"metrics": self._generation.timing} if self._include_metrics else {}
 
 
 async def respond(request: Request, serving: Serving, generation: Generation, answer: Answer, *, stream: bool) -> Response:
@@ -84,7 +94,7 @@ async def _collected(generation: Generation, answer: Answer) -> dict[str, Any]:
         while (piece := await generation.next()) is not None:
             for _ in answer.add(piece):
                 pass
-    return answer.whole()
+    return answer.whole() | answer.metrics()
 
 
 class EventStream(Response):

@@ -132,6 +132,7 @@ class ServedModel:
     def __init__(self, llm: Any, settings: ServerSettings) -> None:
         self.names = settings.served_model_names or (llm.info.model,)
         self.name = self.names[0]
+        self.per_request_metrics = settings.enable_per_request_metrics
         self.max_model_len: int = llm.info.max_model_len
         self.vocab_size: int = llm.info.vocab_size
         self.fingerprint = _fingerprint(llm.info)

@@ -21,6 +21,7 @@ LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 ModelImpl = Literal["auto", "native", "transformers", "megatron"]
 KVCacheDType = Literal["auto", "fp8_e4m3"]
 Policy = Literal["fcfs", "priority"]
+GenerationConfig = Literal["auto", "vllm"]
 Device = Literal["auto", "cpu", "cuda"]
 
 
@@ -70,6 +71,10 @@ class EngineArgs:
     """Directory or hub id of a tokenizer that replaces the model's own."""
     skip_tokenizer_init: Annotated[bool, OptionSpec(flags=("--skip-tokenizer-init",))] = False
     """Load no tokenizer: prompts and outputs are token ids only. For benchmarks, or where another program tokenises."""
+    generation_config: GenerationConfig = "auto"
+    """Values of sampling parameters that a request leaves out. auto takes those of the model's files (generation_config.json
+    or GGUF metadata), and for the embedded model those of its model card. vllm takes the neutral ones of vLLM and OpenAI,
+    temperature 1 and no filter, whatever the model says."""
     model_impl: ModelImpl = "auto"
     """Model implementation. native: headrace's own. transformers: the library's model with its attention replaced by
     headrace's, so that paged KV, chunked prefill and prefix caching work. megatron: a distributed checkpoint of

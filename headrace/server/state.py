@@ -141,6 +141,8 @@ class ServedModel:
         self.texts = TokenTexts(vocab)
         self.special: frozenset[int] = vocab.special if vocab is not None else frozenset()
         self.defaults: SamplingParams = llm.inputs.default_sampling
+        self.default_sampling_params: dict[str, Any] = msgspec.to_builtins(self.defaults)
+        """The defaults that are not neutral, by name."""
 
     def check_name(self, name: str | None) -> None:
         """Raises: ApiError 404 if a request asks for another model."""

@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 import headrace
+from headrace.sampling_params import SamplingParams
 from headrace.server.app import build_app
 from server.fakes import BOS, EOS, FakeLLM
 from server.harness import Api, error, running
@@ -22,7 +23,20 @@ def test_models(api: Api) -> None:
     assert answer["object"] == "list"
     [card] = answer["data"]
     assert (card["id"], card["object"], card["owned_by"], card["max_model_len"]) == ("fake-model", "model", "headrace", 512)
+    assert card["default_sampling_params"] == {}
     assert api.get("/v1/models/fake-model").json() == card
+
+
+def test_models_tell_their_sampling_defaults() -> None:
+    llm = FakeLLM()
+    llm.inputs.default_sampling = SamplingParams(temperature=0.2, top_p=0.9)
+    api = Api(llm)
+    [card] = api.get("/v1/models").json()["data"]
+    assert card["default_sampling_params"] == {"temperature": 0.2, "top_p": 0.9}
+    assert api.complete().status_code == api.complete(**card["default_sampling_params"]).status_code == 200
+    assert llm.seen[0].sampling == llm.seen[1].sampling
+    assert api.complete(temperature=1).status_code == 200
+    assert (llm.seen[2].sampling.temperature, llm.seen[2].sampling.top_p) == (1, 0.9)
 
 
 def test_health_tells_why_while_the_engine_loads_and_after() -> None:

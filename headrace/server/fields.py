@@ -105,6 +105,7 @@ FIELDS: tuple[FieldRule, ...] = (
         _TEXT,
         prompt="String, list of strings, token ids, or list of lists of token ids.",
         max_tokens=options(SamplingParams)["max_tokens"].help + " With echo, 0 returns the prompt alone.",
+        suffix="Text that follows the generated one: the model fills in the middle. Needs a vocabulary with tokens for it.",
         echo="Return the prompt before the text; with logprobs, those of the prompt too.",
         logprobs="Number of most likely tokens to report at each position; 0: the generated token alone.",
         best_of="Must equal n: headrace returns every sample that it generates.",
@@ -175,7 +176,6 @@ FIELDS: tuple[FieldRule, ...] = (
         Literal["in_memory"],
         '"in_memory"',
     ),
-    _other("refused", "suffix", "text is not inserted before a suffix", Literal[""], '""', _TEXT),
 )
 
 

@@ -87,6 +87,7 @@ class ChatBody(GenerationBody):
 
 class CompletionBody(GenerationBody):
     prompt: Prompt
+    suffix: str | None = None
     echo: bool = False
     logprobs: Count | None = None
     max_tokens: Count | None = None

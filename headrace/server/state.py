@@ -22,6 +22,7 @@ from headrace.server.body import BodyBudget
 from headrace.server.errors import ApiError, first_line, shown, unavailable
 from headrace.server.logprobs import TokenTexts
 from headrace.server.settings import ServerSettings
+from headrace.text.fim import find_fim
 
 if TYPE_CHECKING:
     from headrace.engine.async_llm import AsyncLLM
@@ -139,6 +140,7 @@ class ServedModel:
         self.has_tokenizer = llm.tokenizer is not None
         vocab = llm.tokenizer.token_bytes if self.has_tokenizer else None
         self.texts = TokenTexts(vocab)
+        self.fim = find_fim(llm.tokenizer) if self.has_tokenizer else None
         self.special: frozenset[int] = vocab.special if vocab is not None else frozenset()
         self.defaults: SamplingParams = llm.inputs.default_sampling
         self.default_sampling_params: dict[str, Any] = msgspec.to_builtins(self.defaults)

@@ -48,7 +48,6 @@ HARMLESS = {
     "moderation": [],
     "prompt_cache_options": [{}, {"mode": "implicit"}],
     "prompt_cache_retention": ["in_memory"],
-    "suffix": [""],
 }
 """Values that pass and change nothing."""
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
@@ -74,7 +73,6 @@ REFUSED = {
     "moderation": [{"model": "omni-moderation-latest"}],
     "prompt_cache_options": [{"mode": "explicit"}, {"ttl": "30m"}],
     "prompt_cache_retention": ["24h"],
-    "suffix": ["end"],
 }
 
 

@@ -38,7 +38,7 @@ def _from_environment(variable: str, default: int) -> Any:
         except ValueError:
             raise ConfigError(f"the environment's {variable} must be a whole number, not {given!r}", variable) from None
 
-    return dataclasses.field(default_factory=read)
+    return dataclasses.field(default_factory=read, metadata={"environment": variable})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,14 @@ from headrace.server.settings import ServerSettings
 from headrace.sources.locate import locate
 
 LogLevel = Literal["debug", "info", "warning", "error"]
+LogLevelOption = Annotated[
+    LogLevel,
+    typer.Option(
+        "--log-level",
+        help="Log level. debug adds lines about each request from the engine process.",
+        rich_help_panel=DEBUGGING,
+    ),
+]
 SERVER_OPTIONS: Group[ServerSettings] = Group.of(ServerSettings)
 
 
@@ -23,14 +31,7 @@ SERVER_OPTIONS: Group[ServerSettings] = Group.of(ServerSettings)
 def serve(
     args: EngineArgs,
     settings: ServerSettings,
-    log_level: Annotated[
-        LogLevel,
-        typer.Option(
-            "--log-level",
-            help="Log level. debug adds lines about each request from the engine process.",
-            rich_help_panel=DEBUGGING,
-        ),
-    ] = "info",
+    log_level: LogLevelOption = "info",
 ) -> None:
     """Serve a model over HTTP, in the shape of OpenAI's API.
 

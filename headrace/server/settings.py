@@ -52,9 +52,9 @@ class ServerSettings:
     asks for it alone with `return_metrics`."""
     metrics_compat: MetricsCompat | None = None
     """Export metrics under another engine's names too, with the same values, for its dashboards and autoscalers."""
-    api_keys: Annotated[tuple[str, ...], OptionSpec(min=1, flags=("--api-key",), default="no key is needed", metavar="KEY")] = (
-        dataclasses.field(default_factory=_api_keys)
-    )
+    api_keys: Annotated[
+        tuple[str, ...], OptionSpec(min=1, flags=("--api-key",), default="no key is needed", metavar="KEY", secret=True)
+    ] = dataclasses.field(default_factory=_api_keys, metadata={"environment": "HEADRACE_API_KEY"})
     """API key, which clients send as a bearer token; /health, /live, /ping, /version and /metrics need none. Repeatable, so
     that keys can be rotated. Prefer the environment variable HEADRACE_API_KEY (comma-separated): other users of the machine can
     read a command line."""

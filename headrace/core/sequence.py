@@ -37,6 +37,8 @@ class Sequence:
     """Index of the sample within the request."""
     blocks: SequenceBlocks
     max_model_len: dataclasses.InitVar[int]
+    stop_token_ids: frozenset[int] = frozenset()
+    """Of the request: its samples share the set."""
     token_ids: list[int] = dataclasses.field(init=False)
     num_prompt: int = dataclasses.field(init=False)
     max_len: int = dataclasses.field(init=False)

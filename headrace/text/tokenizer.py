@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,10 +14,13 @@ from headrace.sources.locate import is_gguf
 from headrace.text import chat
 from headrace.text.fast_tokenizer import FastTokenizer, from_directory, from_transformers
 from headrace.text.pieces import decoder_rules, token_bytes
+from headrace.text.templates import TemplateLimits, TemplateRenderer
 from headrace.text.vocab import TokenBytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+logger = logging.getLogger("headrace.text")
 
 
 class Tokenizer:
@@ -28,7 +31,12 @@ class Tokenizer:
     """
 
     def __init__(
-        self, hf: FastTokenizer | PreTrainedTokenizerFast, *, vocab_size: int | None = None, eos_token_ids: Sequence[int] = ()
+        self,
+        hf: FastTokenizer | PreTrainedTokenizerFast,
+        *,
+        vocab_size: int | None = None,
+        eos_token_ids: Sequence[int] = (),
+        template_limits: TemplateLimits | None = None,
     ) -> None:
         """``vocab_size``: the model's, where it is not the tokenizer's. ``eos_token_ids``: beside the tokenizer's own.
 
@@ -37,6 +45,10 @@ class Tokenizer:
         """
         self.hf = hf
         self._backend = hf.backend_tokenizer
+        # Saved by programs that train on batches, these would cut prompts and fill them up.
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._renderer = TemplateRenderer(template_limits)
         self.rules = decoder_rules(self._backend)
         self.vocab_size = vocab_size if vocab_size is not None else len(hf)
         own = [] if hf.eos_token_id is None else [int(hf.eos_token_id)]
@@ -60,19 +72,30 @@ class Tokenizer:
         """Does what else the first request would wait for: tables of the vocabulary, a first rendered chat."""
         self.token_bytes.prepare()
         if self.has_chat_template:
-            with contextlib.suppress(RequestError):
-                self.render_chat([{"role": "user", "content": ""}])
+            try:
+                self.render_chat([{"role": "user", "content": "Hello"}])
+            except RequestError as error:
+                logger.warning("a first message of a user: %s", error.message)
 
-    def encode(self, text: str, add_special_tokens: bool = True, *, param: str = "prompt") -> list[int]:
+    def encode(
+        self, text: str, add_special_tokens: bool = True, *, param: str = "prompt", max_tokens: int | None = None
+    ) -> list[int]:
         """Token ids of ``text``; ``add_special_tokens`` puts bos or eos around it where the tokenizer does so.
 
+        Other threads run meanwhile: ``encode_batch_fast`` releases the interpreter's lock, ``encode`` holds it.
+
         Raises:
-            RequestError: the text holds lone surrogates, which no UTF-8 has; the error names ``param``.
+            RequestError: the text holds lone surrogates, which no UTF-8 has, or has more than ``max_tokens`` tokens; the error
+                names ``param``.
         """
         try:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except (UnicodeEncodeError, TypeError) as error:
             raise RequestError(f"{param} must be text that UTF-8 can hold, without lone surrogates", param) from error
+        if max_tokens is not None and len(encoding) > max_tokens:
+            message = f"{param} has {len(encoding)} tokens, and may have at most {max_tokens}"
+            raise RequestError(message, param, code="context_length_exceeded")
+        ids: list[int] = encoding.ids
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -119,6 +142,7 @@ class Tokenizer:
             RequestError: see ``chat.render``, which has the other arguments.
         """
         return chat.render(
+            self._renderer,
             self.hf,
             messages,
             tools=tools,
@@ -133,12 +157,18 @@ class Tokenizer:
         return self.encode(self.render_chat(messages, **options), add_special_tokens=False, param="messages")
 
 
-def load_tokenizer(files: ModelFiles, path: str | None = None, chat_template: str | None = None) -> Tokenizer:
+def load_tokenizer(
+    files: ModelFiles,
+    path: str | None = None,
+    chat_template: str | None = None,
+    template_limits: TemplateLimits | None = None,
+) -> Tokenizer:
     """The tokenizer of a model.
 
     Args:
         path: A directory, hub id or GGUF file whose tokenizer is taken in place of the model's.
         chat_template: A template, or the path of one, in place of the tokenizer's.
+        template_limits: what rendering a chat may use.
 
     Raises:
         ConfigError: there is no tokenizer, or one that cannot be used; or the chat template cannot be read.
@@ -163,4 +193,5 @@ def load_tokenizer(files: ModelFiles, path: str | None = None, chat_template: st
     for template in templates.values() if isinstance(templates, dict) else [templates] if templates else []:
         chat.check_template(template)
     vocab_size = getattr(files.config.get_text_config(), "vocab_size", None)
-    return Tokenizer(hf, vocab_size=vocab_size, eos_token_ids=files.generation_config["eos_token_id"])
+    eos_token_ids = files.generation_config["eos_token_id"]
+    return Tokenizer(hf, vocab_size=vocab_size, eos_token_ids=eos_token_ids, template_limits=template_limits)

@@ -14,7 +14,7 @@ from headrace.sources.locate import is_gguf
 from headrace.text import chat
 from headrace.text.fast_tokenizer import FastTokenizer, from_directory, from_transformers
 from headrace.text.pieces import decoder_rules, token_bytes
-from headrace.text.templates import TemplateLimits, TemplateRenderer
+from headrace.text.templates import TemplateRenderer
 from headrace.text.vocab import TokenBytes
 
 if TYPE_CHECKING:
@@ -36,9 +36,10 @@ class Tokenizer:
         *,
         vocab_size: int | None = None,
         eos_token_ids: Sequence[int] = (),
-        template_limits: TemplateLimits | None = None,
+        renderer: TemplateRenderer | None = None,
     ) -> None:
         """``vocab_size``: the model's, where it is not the tokenizer's. ``eos_token_ids``: beside the tokenizer's own.
+        ``renderer``: of chat templates; tokenizers may share one.
 
         Raises:
             ConfigError: the tokenizer decodes in a way that has no meaning token by token.
@@ -48,7 +49,7 @@ class Tokenizer:
         # Saved by programs that train on batches, these would cut prompts and fill them up.
         self._backend.no_truncation()
         self._backend.no_padding()
-        self._renderer = TemplateRenderer(template_limits)
+        self.renderer = renderer or TemplateRenderer()
         self.rules = decoder_rules(self._backend)
         self.vocab_size = vocab_size if vocab_size is not None else len(hf)
         own = [] if hf.eos_token_id is None else [int(hf.eos_token_id)]
@@ -142,7 +143,7 @@ class Tokenizer:
             RequestError: see ``chat.render``, which has the other arguments.
         """
         return chat.render(
-            self._renderer,
+            self.renderer,
             self.hf,
             messages,
             tools=tools,
@@ -161,14 +162,14 @@ def load_tokenizer(
     files: ModelFiles,
     path: str | None = None,
     chat_template: str | None = None,
-    template_limits: TemplateLimits | None = None,
+    renderer: TemplateRenderer | None = None,
 ) -> Tokenizer:
     """The tokenizer of a model.
 
     Args:
         path: A directory, hub id or GGUF file whose tokenizer is taken in place of the model's.
         chat_template: A template, or the path of one, in place of the tokenizer's.
-        template_limits: what rendering a chat may use.
+        renderer: of chat templates, with its limits.
 
     Raises:
         ConfigError: there is no tokenizer, or one that cannot be used; or the chat template cannot be read.
@@ -194,4 +195,4 @@ def load_tokenizer(
         chat.check_template(template)
     vocab_size = getattr(files.config.get_text_config(), "vocab_size", None)
     eos_token_ids = files.generation_config["eos_token_id"]
-    return Tokenizer(hf, vocab_size=vocab_size, eos_token_ids=eos_token_ids, template_limits=template_limits)
+    return Tokenizer(hf, vocab_size=vocab_size, eos_token_ids=eos_token_ids, renderer=renderer)

@@ -70,9 +70,9 @@ class Scheduler:
         if request.request_id in self._requests:
             raise RequestError(f"request {request.request_id!r} is being served already", "request_id")
         check_request(request, self.config, self.kv, self.num_waiting)
-        stop_token_ids = frozenset(request.sampling.stop_token_ids or ())
-        sequences = [self._make_sequence(request, index, stop_token_ids) for index in range(request.sampling.n)]
-        first, *siblings = sequences
+        first = self._make_sequence(request, 0)
+        siblings = [self._make_sequence(request, index, first) for index in range(1, request.sampling.n)]
+        sequences = [first, *siblings]
         self._lead(first, siblings)
         self._requests[request.request_id] = sequences.copy()
         self._num_unfinished += len(sequences)
@@ -381,11 +381,11 @@ class Scheduler:
 
     # ------------------------------------------------------------------ samples of one request
 
-    def _make_sequence(self, request: Request, index: int, stop_token_ids: frozenset[int]) -> Sequence:
+    def _make_sequence(self, request: Request, index: int, first: Sequence | None = None) -> Sequence:
         seq_id = self._next_seq_id
         self._next_seq_id += 1
         blocks = self.kv.open(seq_id, request.prompt_token_ids.copy(), request.cache_identity)
-        return Sequence(seq_id, request, index, blocks, self.config.max_model_len, stop_token_ids)
+        return Sequence(seq_id, request, index, blocks, self.config.max_model_len, first)
 
     def _lead(self, seq: Sequence, siblings: list[Sequence]) -> None:
         """Queues a sequence. Its siblings wait outside the queue until it has computed the prompt."""

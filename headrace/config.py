@@ -126,6 +126,11 @@ class EngineArgs:
     max_num_batched_tokens: Annotated[int | None, OptionSpec(min=1, default="2048 on a CPU, 16384 on a GPU")] = None
     """Maximum number of tokens computed in one step, over all sequences; longer prompts are split into chunks. A smaller
     value keeps the time between tokens even while prompts arrive; a larger one finishes prompts sooner."""
+    max_prefill_tokens_beside_decode: Annotated[
+        int | None, OptionSpec(min=1, default="32 for each thread on a CPU, no limit on a GPU")
+    ] = None
+    """Maximum number of prompt tokens computed in one step while other sequences generate. A smaller value shortens the pause
+    between their tokens when a long prompt arrives, which then takes more steps."""
     max_queue_len: Annotated[int, OptionSpec(min=1)] = 4096
     """Maximum number of waiting sequences. Further requests are refused at once with HTTP 429."""
     policy: Policy = "fcfs"
@@ -222,6 +227,8 @@ class SchedulerConfig:
     max_queue_len: int
     policy: Policy
     pipeline_depth: int
+    max_prefill_tokens_beside_decode: int | None = None
+    """None: no limit."""
     max_num_encoder_tokens: int = 0
     """Encoder work of a step, in the unit of ``Item.encoder_tokens``; 0: the model has no encoder."""
 

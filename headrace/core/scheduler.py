@@ -112,10 +112,12 @@ class Scheduler:
         """
         if len(self._in_flight) >= self.config.pipeline_depth:
             return None
+        num_decoding = sum(seq.decoding for seq in self._running)
         budget = StepBudget(
             self.config.max_num_batched_tokens,
             self.config.max_num_encoder_tokens,
-            reserved=sum(seq.decoding for seq in self._running),
+            reserved=num_decoding,
+            prefill=self.config.max_prefill_tokens_beside_decode if num_decoding else None,
         )
         step = StepBuilder(budget, self.kv.moves)
         if self._starved is not None:
@@ -201,11 +203,13 @@ class Scheduler:
         seq, self._starved = self._starved, None
         budget = step.budget
         reserved, budget.reserved = budget.reserved, 0
+        prefill, budget.prefill, before = budget.prefill, None, budget.tokens
         if seq is not None and seq.status is Status.RUNNING:
             self._continue(seq, step)
         elif self._waiting and self._waiting.first is seq and self._slots.num_free:
             self._admit(seq, step)
         budget.reserved = min(reserved, budget.tokens)
+        budget.prefill = None if prefill is None else max(0, prefill - (before - budget.tokens))
 
     def _continue(self, seq: Sequence, step: StepBuilder) -> None:
         """Adds a row for a running sequence, unless it must wait."""

@@ -42,9 +42,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "/v1/chat/completions",
         {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1, "chat_template_kwargs": {"x": [0] * 1_000_000}},
     ),
-    "4,000 messages": (
+    "1,000 messages": (
         "/v1/chat/completions",
-        {"messages": [{"role": ("user", "assistant")[i % 2], "content": "Hi"} for i in range(4000)], "max_tokens": 1},
+        {"messages": [{"role": ("user", "assistant")[i % 2], "content": "Hi"} for i in range(1000)], "max_tokens": 1},
     ),
     "n = 16": ("/v1/completions", {"prompt": "a", "n": 16, **BUSY}),
     "4 million stop_token_ids, n = 16": (

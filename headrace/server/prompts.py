@@ -70,7 +70,7 @@ async def render_messages(serving: Serving, body: ChatBody | TokenizeBody) -> st
 
 
 def _check_values(name: str, value: Any, most: int) -> None:
-    """Raises ApiError where there are more than ``most`` values in a JSON value, which takes no longer to find out."""
+    """Raises ApiError where a JSON value holds more than ``most`` others; it looks at no more than those."""
     left, found = [value], 0
     while left:
         value = left.pop()

@@ -48,8 +48,8 @@ class _Worker:
         command = [sys.executable, "-P", "-m", "headrace.text.template_worker", str(limits.seconds), str(limits.memory)]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         with theirs:
-            self.process = subprocess.Popen(
-                command, stdin=theirs, stdout=subprocess.DEVNULL, start_new_session=True, env=environment
+            self.process: subprocess.Popen[bytes] = subprocess.Popen(
+                command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, start_new_session=True, env=environment
             )
         self.owner = os.getpid()
         self.connection.settimeout(_STARTUP_SECONDS + _WALL_FACTOR * limits.seconds)
@@ -92,7 +92,8 @@ class TemplateRenderer:
 
     def _answer(self, data: bytes) -> Rendered:
         worker = self._running()
-        answer, status = None, 0
+        answer: bytes | None = None
+        status: int | None = 0
         try:
             with contextlib.suppress(OSError):
                 send(worker.connection, data)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -35,45 +34,50 @@ while True:
 BUSY = {"max_tokens": 20, "ignore_eos": True}
 TEXT = "The mill stands by the river, and the wheel turns day and night. "
 LOGPROBS = {"max_tokens": 1, "prompt_logprobs": 20}
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "/tokenize of 4 MB": ("/tokenize", {"prompt": TEXT * 61_500}),
-    "/tokenize of 1 MB": ("/tokenize", {"prompt": TEXT * 16_000, "return_token_strs": True}),
-    "chat_template_kwargs with a million items": (
-        "/v1/chat/completions",
-        {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1, "chat_template_kwargs": {"x": [0] * 1_000_000}},
-    ),
-    "1,000 messages": (
-        "/v1/chat/completions",
-        {"messages": [{"role": ("user", "assistant")[i % 2], "content": "Hi"} for i in range(1000)], "max_tokens": 1},
-    ),
-    "n = 16": ("/v1/completions", {"prompt": "a", "n": 16, **BUSY}),
-    "4 million stop_token_ids, n = 16": (
-        "/v1/completions",
-        {"prompt": "a", "n": 16, "max_tokens": 20, "stop_token_ids": [9] * 4_000_000},
-    ),
-    "1,000 stop_token_ids, n = 16": (
-        "/v1/completions",
-        {"prompt": "a", "n": 16, "max_tokens": 20, "min_tokens": 10, "stop_token_ids": list(range(9, 1009))},
-    ),
-    "n = 32": ("/v1/completions", {"prompt": "a", "n": 32, **BUSY}),
-    "n = 128": ("/v1/completions", {"prompt": "a", "n": 128, **BUSY}),
-    "a million allowed_token_ids, n = 32": (
-        "/v1/completions",
-        {"prompt": "a", "n": 32, "max_tokens": 20, "allowed_token_ids": [*range(40_000)] * 25},
-    ),
-    "40,000 allowed_token_ids, n = 32": (
-        "/v1/completions",
-        {"prompt": "a", "n": 32, "max_tokens": 20, "allowed_token_ids": [*range(40_000)]},
-    ),
-    "prompt_logprobs of 1,000 tokens, n = 128": ("/v1/completions", {"prompt": [9] * 1000, "n": 128, **LOGPROBS}),
-    "prompt_logprobs of 7,000 tokens": ("/v1/completions", {"prompt": [*range(9, 7009)], **LOGPROBS}),
-    "a prompt of 7,000 tokens": ("/v1/completions", {"prompt": [*range(10, 7010)], "max_tokens": 1}),
-    "256 prompts of 4,000 characters": ("/v1/completions", {"prompt": [TEXT * 61] * 256, "max_tokens": 1}),
-    "16 stop strings of 1,024 characters, n = 128": (
-        "/v1/completions",
-        {"prompt": "a", "n": 128, "max_tokens": 2, "stop": [chr(97 + i) + "x" * 1023 for i in range(16)]},
-    ),
-}
+
+
+def cases(context: int) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Name -> path and body. ``context``: the model's, in tokens."""
+    long = context * 7 // 8
+    return {
+        "/tokenize of 4 MB": ("/tokenize", {"prompt": TEXT * 61_500}),
+        "/tokenize of 1 MB": ("/tokenize", {"prompt": TEXT * 16_000, "return_token_strs": True}),
+        "chat_template_kwargs with a million items": (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1, "chat_template_kwargs": {"x": [0] * 1_000_000}},
+        ),
+        "1,000 messages": (
+            "/v1/chat/completions",
+            {"messages": [{"role": ("user", "assistant")[i % 2], "content": "Hi"} for i in range(1000)], "max_tokens": 1},
+        ),
+        "n = 16": ("/v1/completions", {"prompt": "a", "n": 16, **BUSY}),
+        "4 million stop_token_ids, n = 16": (
+            "/v1/completions",
+            {"prompt": "a", "n": 16, "max_tokens": 20, "stop_token_ids": [9] * 4_000_000},
+        ),
+        "1,000 stop_token_ids, n = 16": (
+            "/v1/completions",
+            {"prompt": "a", "n": 16, "max_tokens": 20, "min_tokens": 10, "stop_token_ids": list(range(9, 1009))},
+        ),
+        "n = 32": ("/v1/completions", {"prompt": "a", "n": 32, **BUSY}),
+        "n = 128": ("/v1/completions", {"prompt": "a", "n": 128, **BUSY}),
+        "a million allowed_token_ids, n = 32": (
+            "/v1/completions",
+            {"prompt": "a", "n": 32, "max_tokens": 20, "allowed_token_ids": [*range(40_000)] * 25},
+        ),
+        "40,000 allowed_token_ids, n = 32": (
+            "/v1/completions",
+            {"prompt": "a", "n": 32, "max_tokens": 20, "allowed_token_ids": [*range(40_000)]},
+        ),
+        "prompt_logprobs of 1,000 tokens, n = 128": ("/v1/completions", {"prompt": [9] * 1000, "n": 128, **LOGPROBS}),
+        "prompt_logprobs of a long prompt": ("/v1/completions", {"prompt": [*range(9, 9 + long)], **LOGPROBS}),
+        "a long prompt": ("/v1/completions", {"prompt": [*range(10, 10 + long)], "max_tokens": 1}),
+        "256 prompts of 4,000 characters": ("/v1/completions", {"prompt": [TEXT * 61] * 256, "max_tokens": 1}),
+        "16 stop strings of 1,024 characters, n = 128": (
+            "/v1/completions",
+            {"prompt": "a", "n": 128, "max_tokens": 2, "stop": [chr(97 + i) + "x" * 1023 for i in range(16)]},
+        ),
+    }
 
 
 class Pause(NamedTuple):
@@ -136,9 +140,8 @@ def main() -> None:
                 time.sleep(5)
                 print(f"alone: {1000 * client.longest_pause(start, time.monotonic()):.0f} ms")
                 print("| request | status | seconds | answer, MiB | longest pause, ms |\n| --- | ---: | ---: | ---: | ---: |")
-                for name, (path, body) in CASES.items():
-                    if os.environ.get("ONLY", "") not in name:
-                        continue
+                (model,) = httpx.get(f"{server.url}/v1/models").json()["data"]
+                for name, (path, body) in cases(model["max_model_len"]).items():
                     pause = measure(server, client, path, body)
                     numbers = f"{pause.status} | {pause.seconds:.2f} | {pause.mebibytes:.1f} | {1000 * pause.longest:.0f}"
                     print(f"| {name} | {numbers} |", flush=True)

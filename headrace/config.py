@@ -177,7 +177,7 @@ class EngineArgs:
     max_template_seconds: Annotated[float, OptionSpec(above=0.0, metavar="SECONDS")] = 2.0
     """Processor time that rendering one conversation with the chat template may take. A template that loops is ended then, and
     the request is refused."""
-    max_template_memory: Annotated[int, OptionSpec(min=2**24, size=True, default="512MiB")] = 2**29
+    max_template_memory: Annotated[int, OptionSpec(min=1, size=True, default="512MiB")] = 2**29
     """Memory that rendering one conversation with the chat template may take. The prompt may have an eighth of it."""
     step_timeout: Annotated[float, OptionSpec(above=0.0, metavar="SECONDS")] = 120.0
     """Seconds without a finished step, while work is pending, after which the engine counts as stuck: its stack traces are

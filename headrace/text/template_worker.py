@@ -37,7 +37,7 @@ def _render(job: TemplateJob, most: int) -> Rendered:
     try:
         rendered: Any = render_jinja_template(  # (texts, places of what the model said)
             conversations=[job.messages],
-            tools=job.tools,
+            tools=list(job.tools) if job.tools else None,
             chat_template=job.template,
             add_generation_prompt=job.add_generation_prompt,
             continue_final_message=job.continue_final_message,

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -54,6 +55,11 @@ class _Worker:
         self.owner = os.getpid()
         self.connection.settimeout(_STARTUP_SECONDS + _WALL_FACTOR * limits.seconds)
 
+    @property
+    def usable(self) -> bool:
+        """False in a process forked from its owner, and after its end."""
+        return self.owner == os.getpid() and self.process.poll() is None
+
     def stop(self) -> int:
         """Ends the process; returns its status."""
         self.connection.close()
@@ -72,6 +78,8 @@ class TemplateRenderer:
         self._limits = limits or TemplateLimits()
         self._lock = threading.Lock()
         self._worker: _Worker | None = None
+        self._end: Callable[[], int | None] = lambda: None
+        """Ends the worker: when it fails, when this object is collected, and at the interpreter's exit."""
 
     def render(self, job: TemplateJob) -> str:
         """The text of the conversation.
@@ -108,8 +116,10 @@ class TemplateRenderer:
         return Rendered(error=f"its process ended with status {status}")
 
     def _running(self) -> _Worker:
-        """A process forked from this one has a worker of its own."""
-        if self._worker is None or not self._end.alive or self._worker.owner != os.getpid():
+        if self._worker is not None and not self._worker.usable:
+            self._end()
+            self._worker = None
+        if self._worker is None:
             try:
                 self._worker = _Worker(self._limits)
             except OSError as error:

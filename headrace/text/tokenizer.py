@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headrace.errors import ConfigError, RequestError
+from headrace.errors import ConfigError, EngineError, RequestError
 from headrace.sources.files import ModelFiles
 from headrace.sources.locate import is_gguf
 from headrace.text import chat
@@ -75,8 +75,8 @@ class Tokenizer:
         if self.has_chat_template:
             try:
                 self.render_chat([{"role": "user", "content": "Hello"}])
-            except RequestError as error:
-                logger.warning("a first message of a user: %s", error.message)
+            except (RequestError, EngineError) as error:
+                logger.warning("chats may fail: %s", error)
 
     def encode(
         self, text: str, add_special_tokens: bool = True, *, param: str = "prompt", max_tokens: int | None = None

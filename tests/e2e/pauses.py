@@ -21,7 +21,7 @@ from e2e.running import Server, start_server, stop_server
 
 BYSTANDER = """
 import json, sys, time, httpx
-body = {"prompt": "Once", "max_tokens": 8000, "ignore_eos": True, "stream": True}
+body = {"prompt": "Once", "ignore_eos": True, "stream": True}
 while True:
     print("nan", flush=True)  # waiting in the queue is no pause of a stream
     with httpx.stream("POST", sys.argv[1] + "/v1/completions", json=body, timeout=300) as response:

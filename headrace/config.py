@@ -126,6 +126,11 @@ class EngineArgs:
     max_num_batched_tokens: Annotated[int | None, OptionSpec(min=1, default="2048 on a CPU, 16384 on a GPU")] = None
     """Maximum number of tokens computed in one step, over all sequences; longer prompts are split into chunks. A smaller
     value keeps the time between tokens even while prompts arrive; a larger one finishes prompts sooner."""
+    max_prefill_tokens_beside_decode: Annotated[
+        int | None, OptionSpec(min=1, default="32 for each thread on a CPU, no limit on a GPU")
+    ] = None
+    """Maximum number of prompt tokens computed in one step while other sequences generate. A smaller value shortens the pause
+    between their tokens when a long prompt arrives, which then takes more steps."""
     max_queue_len: Annotated[int, OptionSpec(min=1)] = 4096
     """Maximum number of waiting sequences. Further requests are refused at once with HTTP 429."""
     policy: Policy = "fcfs"
@@ -158,8 +163,22 @@ class EngineArgs:
     """Maximum length of a bad word, in tokens. Also set by HEADRACE_BAD_WORDS_MAX_LEN."""
     max_stop_seqs_num: Annotated[int, OptionSpec(min=0)] = _from_environment("HEADRACE_MAX_STOP_SEQS_NUM", 16)
     """Maximum number of `stop` strings in a request. Also set by HEADRACE_MAX_STOP_SEQS_NUM."""
-    stop_seqs_max_len: Annotated[int, OptionSpec(min=1)] = _from_environment("HEADRACE_STOP_SEQS_MAX_LEN", 8)
-    """Maximum length of a stop string, in tokens. Also set by HEADRACE_STOP_SEQS_MAX_LEN."""
+    stop_seqs_max_len: Annotated[int, OptionSpec(min=1)] = _from_environment("HEADRACE_STOP_SEQS_MAX_LEN", 1024)
+    """Maximum length of a stop string, in characters. Also set by HEADRACE_STOP_SEQS_MAX_LEN."""
+    max_stop_token_ids: Annotated[int, OptionSpec(min=0)] = 1024
+    """Maximum number of `stop_token_ids` in a request."""
+    max_allowed_token_ids: Annotated[int, OptionSpec(min=1)] = 65_536
+    """Maximum number of `allowed_token_ids` in a request."""
+    max_prompt_chars: Annotated[
+        int | None, OptionSpec(min=1, default="16 for each token of the context, at least 1,048,576")
+    ] = None
+    """Maximum length, in characters, of a text that is tokenised: a prompt, a rendered conversation, the input of /tokenize. A
+    longer one is refused before it is tokenised, which takes about a second and 150 MB for a million characters."""
+    max_template_seconds: Annotated[float, OptionSpec(above=0.0, metavar="SECONDS")] = 2.0
+    """Processor time that rendering one conversation with the chat template may take. A template that loops is ended then, and
+    the request is refused."""
+    max_template_memory: Annotated[int, OptionSpec(min=1, size=True, default="512MiB")] = 2**29
+    """Memory that rendering one conversation with the chat template may take. The prompt may have an eighth of it."""
     step_timeout: Annotated[float, OptionSpec(above=0.0, metavar="SECONDS")] = 120.0
     """Seconds without a finished step, while work is pending, after which the engine counts as stuck: its stack traces are
     logged and its process is restarted. Raise it for very long prompts on a slow device."""
@@ -208,19 +227,25 @@ class SchedulerConfig:
     max_queue_len: int
     policy: Policy
     pipeline_depth: int
+    max_prefill_tokens_beside_decode: int | None = None
+    """None: no limit."""
     max_num_encoder_tokens: int = 0
     """Encoder work of a step, in the unit of ``Item.encoder_tokens``; 0: the model has no encoder."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingLimits:
-    """What one request may ask of sampling; more is refused with the parameter's name. Lengths are in tokens."""
+    """What one request may ask of sampling; more is refused with the parameter's name."""
 
     max_logprobs: int
     max_bad_words_num: int
     bad_words_max_len: int
+    """In tokens."""
     max_stop_seqs_num: int
     stop_seqs_max_len: int
+    """In characters."""
+    max_stop_token_ids: int = 1024
+    max_allowed_token_ids: int = 65_536
 
     @classmethod
     def of(cls, args: EngineArgs) -> SamplingLimits:

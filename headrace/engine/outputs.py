@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from headrace.core.sequence import Sequence, SequenceUpdate
 from headrace.outputs import FinishReason, OutputDelta, RequestTimes, TokenLogprobs
 from headrace.text.detokenizer import IncrementalDetokenizer
-from headrace.text.stops import StopStrings
+from headrace.text.stops import StopAutomaton, StopStrings
 
 if TYPE_CHECKING:
     from headrace.text.tokenizer import Tokenizer
@@ -38,8 +38,11 @@ class OutputProcessor:
         """seq_id -> text state, from admission to the last delta."""
 
     def open(self, sequences: Iterable[Sequence]) -> None:
+        """``sequences``: the samples of one request."""
+        first: SequenceText | None = None
         for sequence in sequences:
-            self._texts[sequence.seq_id] = SequenceText(sequence, self._tokenizer)
+            text = self._texts[sequence.seq_id] = SequenceText(sequence, self._tokenizer, first)
+            first = first or text
 
     def process(self, updates: list[SequenceUpdate]) -> tuple[list[OutputDelta], list[Ended]]:
         """The deltas of one step in the order of ``updates``, and the sequences that a stop string or an error ended."""
@@ -71,7 +74,8 @@ class OutputProcessor:
 class SequenceText:
     """Incremental text of one sequence."""
 
-    def __init__(self, sequence: Sequence, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, sequence: Sequence, tokenizer: Tokenizer | None, first: SequenceText | None = None) -> None:
+        """``first``: of another sample of the request, which has computed what depends on the request alone."""
         request = sequence.request
         params = request.sampling
         self.request_id = request.request_id
@@ -81,10 +85,17 @@ class SequenceText:
         self._started = False
         self._detokenizer: IncrementalDetokenizer | None = None
         self._stops: StopStrings | None = None
+        self._automaton: StopAutomaton | None = None
         if tokenizer is not None and params.detokenize:
-            self._detokenizer = IncrementalDetokenizer(tokenizer, request.prompt_token_ids, params.skip_special_tokens)
+            if first is not None and first._detokenizer is not None:
+                self._detokenizer = first._detokenizer.sibling()
+            else:
+                self._detokenizer = IncrementalDetokenizer(tokenizer, request.prompt_token_ids, params.skip_special_tokens)
             if params.stop:
-                self._stops = StopStrings(params.stop, include=params.include_stop_str_in_output, min_tokens=params.min_tokens)
+                self._automaton = first._automaton if first is not None else None
+                self._automaton = self._automaton or StopAutomaton(params.stop)
+                include = params.include_stop_str_in_output
+                self._stops = StopStrings(self._automaton, include=include, min_tokens=params.min_tokens)
 
     def advance(self, update: SequenceUpdate) -> OutputDelta | None:
         """The delta of one step. None: there is nothing to emit yet, as after a chunk that is not the prompt's last."""

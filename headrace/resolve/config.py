@@ -54,6 +54,7 @@ def resolve(
             max_queue_len=args.max_queue_len,
             policy=args.policy,
             pipeline_depth=depth,
+            max_prefill_tokens_beside_decode=schedule.prefill_beside_decode(args, device, num_threads, log),
         ),
         device=device.device,
         dtype=dtype,

@@ -44,6 +44,7 @@ def parse_line(number: int, text: str) -> PromptJob:
     """Parses a line of JSON: exactly one of prompt, messages and prompt_token_ids; id; sampling parameters."""
     identifier = None
     try:
+        text.encode()
         record = json.loads(text, parse_constant=_refuse_constant)
         if not isinstance(record, dict):
             raise RequestError(f"not a JSON object but {type(record).__name__}")

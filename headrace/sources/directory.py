@@ -92,7 +92,8 @@ def read_config(path: Path, *, trust_remote_code: bool = False) -> PreTrainedCon
         config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=trusted, local_files_only=True)
     except Exception as error:
         # Whatever a config class raises over the values it is given, it is this file's fault.
-        raise ConfigError(f"{file} cannot be used: {' '.join(str(error).split())}", "model") from error
+        unknown = f" (model_type {raw.get('model_type')!r} is unknown to transformers)" if foreign else ""
+        raise ConfigError(f"{file} cannot be used{unknown}: {' '.join(str(error).split())[:300]}", "model") from error
     return config
 
 
@@ -123,10 +124,12 @@ def weight_files(path: Path) -> list[Path]:
 def _indexed_files(path: Path) -> list[Path]:
     weight_map = typed(read_json(path / _INDEX).get("weight_map"), dict[str, str], path / _INDEX, "weight_map")
     names = sorted(set(weight_map.values()))
+    if not names:
+        raise ConfigError(f"{path / _INDEX}: weight_map names no file", "model")
     foreign = [name for name in names if not _WEIGHTS.fullmatch(name)]
     if foreign:
         raise ConfigError(
-            f"{path / _INDEX} names {shown(foreign[0])}, which is not a safetensors file of its directory", "model"
+            f"{path / _INDEX}: weight_map has {shown(foreign[0])}, which is not a safetensors file of its directory", "model"
         )
     missing = [name for name in names if not (path / name).exists()]
     if missing:

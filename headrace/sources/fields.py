@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -23,11 +23,26 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, le=INT32_MAX)]
 Vocabulary = Annotated[int, msgspec.Meta(ge=1, le=INT32_MAX)]
 Length = Annotated[int, msgspec.Meta(ge=-1, le=2**40)]
 """In tokens; a window of 0 or -1 is none in some models."""
-Positions = Annotated[int, msgspec.Meta(ge=1, le=2**40)]
+Positions = Annotated[int, msgspec.Meta(ge=2, le=2**40)]
 Epsilon = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 Factor = Annotated[float, msgspec.Meta(ge=2.0**-20, le=2.0**20)]
 Theta = Annotated[float, msgspec.Meta(gt=1.0, le=2.0**60)]
 Share = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
+
+DType = Literal[
+    "float64",
+    "double",
+    "float32",
+    "float",
+    "float16",
+    "half",
+    "bfloat16",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "int8",
+    "uint8",
+    "auto",
+]
 
 MAX_DEPTH = 64
 """Lists and objects within each other in a JSON file."""
@@ -52,8 +67,8 @@ FIELDS: dict[str, Any] = {
     "rope_parameters": dict[str, Any],
     "rope_scaling": dict[str, Any],
     "auto_map": dict[str, Any],
-    "torch_dtype": str,
-    "dtype": str,
+    "torch_dtype": DType,
+    "dtype": DType,
     "num_hidden_layers": Layers,
     "vocab_size": Vocabulary,
     "vocab_size_per_layer_input": Vocabulary,
@@ -68,6 +83,8 @@ FIELDS: dict[str, Any] = {
     "max_position_embeddings": Positions,
     "original_max_position_embeddings": Positions,
     "rms_norm_eps": Epsilon,
+    "layernorm_epsilon": Epsilon,
+    "rope_theta": Theta | list[Theta | None],
     "rope_type": str,
     "type": str,
     **dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"), Factor),
@@ -78,9 +95,10 @@ FIELDS: dict[str, Any] = {
 }
 """Field of a config.json, of its text part or of its rotary parameters -> type and range. Null is always accepted. Fields that
 are not here are checked by the family that reads them."""
-_LARGEST = dict.fromkeys(_WIDTHS, 2**20) | dict.fromkeys(_EXPERTS, 2**14)
-LARGEST = _LARGEST | {name + "_list": most for name, most in _LARGEST.items()}
-"""Field -> largest number, alone or in a list. The family checks the type, layer by layer."""
+_RANGES = dict.fromkeys(_WIDTHS, range(2**20 + 1)) | dict.fromkeys(_EXPERTS, range(2**14 + 1))
+_RANGES |= dict.fromkeys(("hidden_size", "num_attention_heads"), range(1, 2**20 + 1))
+RANGES = _RANGES | {name + "_list": numbers for name, numbers in _RANGES.items()}
+"""Field -> what an integer in it, alone or in a list, may be. The family checks the type, layer by layer."""
 _PARTS = ("text_config", "rope_parameters", "rope_scaling", "per_layer_config")
 """Fields that hold such fields, directly or by the kind or the number of a layer."""
 
@@ -93,7 +111,7 @@ def typed(value: Any, kind: Any, file: Path, field: str) -> Any:
     """
     try:
         return msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:
         expected, _, path = str(error).replace("Expected", "expected").partition(" - at `$")
         where = f"{file}: {field}{path.removesuffix('`')}"
         raise ConfigError(f"{where} is {shown(value)}: {expected}", "model") from None
@@ -121,10 +139,11 @@ def check_config(raw: Mapping[str, Any], file: Path, where: str = "") -> None:
     for name, value in raw.items():
         if value is not None and name in FIELDS:
             typed(value, FIELDS[name], file, where + name)
-        most = LARGEST.get(name)
+        numbers = RANGES.get(name)
         for number in value if isinstance(value, list) else [value]:
-            if most is not None and isinstance(number, int) and number > most:
-                raise ConfigError(f"{file}: {where}{name} must be at most {most}, not {shown(number)}", "model")
+            if numbers and isinstance(number, int) and number not in numbers:
+                limits = f"[{numbers[0]}, {numbers[-1]}]"
+                raise ConfigError(f"{file}: {where}{name} must be in {limits}, not {shown(number)}", "model")
         if isinstance(value, dict) and (where or name in _PARTS):
             check_config(value, file, f"{where}{name}.")
 
@@ -159,6 +178,7 @@ def _too_deep(file: Path) -> ConfigError:
 def _unambiguous(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
-        if found.setdefault(key, value) != value:
+        if key in found and found[key] != value:
             raise ValueError(f"the key {shown(key)} is there twice, with different values")
+        found[key] = value
     return found

@@ -296,7 +296,8 @@ def _config(metadata: Metadata, tensors: Mapping[str, Any], arch: str, decisions
         return found
     except Exception as error:
         # The config classes raise errors of several libraries.
-        raise ConfigError(f"{metadata.path} does not describe a {_ARCHITECTURES[kind]}: {error}", "model") from error
+        why = " ".join(str(error).split())[:300]
+        raise ConfigError(f"{metadata.path} does not describe a {_ARCHITECTURES[kind]}: {why}", "model") from error
 
 
 def _rope(metadata: Metadata, tensors: Mapping[str, Any], arch: str, head_dim: int) -> dict[str, Any]:
@@ -310,7 +311,7 @@ def _rope(metadata: Metadata, tensors: Mapping[str, Any], arch: str, head_dim: i
     if kind == "none":
         return rope
     if kind not in ("linear", "yarn"):
-        raise ConfigError(f"{metadata.path}: the rope scaling {kind!r} is not supported; linear and yarn are", "model")
+        raise ConfigError(f"{metadata.path}: {scaling}type {kind!r} is not supported; linear and yarn are", "model")
     rope |= {"rope_type": kind, "factor": metadata.number(scaling + "factor", Factor)}
     if kind == "yarn":
         rope["original_max_position_embeddings"] = metadata.integer(scaling + "original_context_length", Positions)

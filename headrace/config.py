@@ -94,7 +94,9 @@ class EngineArgs:
     seed: Annotated[int, OptionSpec(min=0, max=INT64_MAX)] = 0
     """Seed for requests without a seed, and for dummy weights. Two engines with the same seed that get the same requests in
     the same order generate the same tokens."""
-    num_threads: Annotated[int | None, OptionSpec(min=1, default="the physical cores that this process may use")] = None
+    num_threads: Annotated[int | None, OptionSpec(min=1, max=1024, default="the physical cores that this process may use")] = (
+        None
+    )
     """CPU threads for the model's kernels. More threads than physical cores are slower; use fewer where other programs
     share the machine."""
     max_model_len: Annotated[

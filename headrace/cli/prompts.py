@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import math
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, TextIO
@@ -45,7 +46,7 @@ def parse_line(number: int, text: str) -> PromptJob:
     identifier = None
     try:
         text.encode()
-        record = json.loads(text, parse_constant=_refuse_constant)
+        record = json.loads(text)
         if not isinstance(record, dict):
             raise RequestError(f"not a JSON object but {type(record).__name__}")
         identifier = _identifier(record)
@@ -62,14 +63,10 @@ def parse_lines(lines: Iterable[str]) -> Iterator[PromptJob]:
     return (parse_line(number, text) for number, text in enumerate(lines, start=1) if text.strip())
 
 
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number")
-
-
 def _identifier(record: dict[str, Any]) -> str | float | None:
     """Take the id out of the record."""
     value = record.pop("id", None)
-    if not isinstance(value, str | int | float | None):
+    if not isinstance(value, str | int | float | None) or (isinstance(value, float) and not math.isfinite(value)):
         raise RequestError("id must be a string or a number", "id")
     if isinstance(value, str):
         check_value(_ID, value, RequestError)

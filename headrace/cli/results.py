@@ -46,16 +46,15 @@ class ResultFile:
                 self._partial = self._path.with_name(self._path.name + ".partial")
             _refuse_same(source, [1] if path is None else [path] if self._path is None else [self._path, self._partial])
             if self._path is not None:
-                self._prepare(resume)
+                self._prepare(self._path, resume)
                 self._file = self._partial.open("ab", buffering=0)
             elif path is not None:
                 self._file = path.open("wb", buffering=0)
         except OSError as error:
             raise ConfigError(f"cannot write {path}: {error.strerror}", "--output") from None
 
-    def _prepare(self, resume: bool) -> None:
+    def _prepare(self, path: Path, resume: bool) -> None:
         """Makes the partial file hold what is kept of earlier results."""
-        assert self._path is not None
         if not resume:
             if self._partial.exists() and self._partial.stat().st_size:
                 raise ConfigError(
@@ -63,7 +62,7 @@ class ResultFile:
                     "--output",
                 )
             return
-        earlier = self._partial if self._partial.exists() else self._path
+        earlier = self._partial if self._partial.exists() else path
         if earlier.exists():
             kept = self._partial.with_name(self._partial.name + ".tmp")
             with kept.open("wb") as file:
@@ -104,8 +103,7 @@ class ResultFile:
         except BrokenPipeError:
             raise
         except OSError as error:
-            where = "standard output" if self._path is None else self._partial
-            raise EngineError(f"cannot write {where}: {error.strerror}") from None
+            raise EngineError(f"cannot write {self._file.name}: {error.strerror}") from None
 
     def __enter__(self) -> ResultFile:
         return self

@@ -71,7 +71,7 @@ def choose(args: EngineArgs, files: ModelFiles) -> Implementation:
     try:
         return _transformers(args, files, why)
     except ConfigError as error:
-        raise ConfigError(f"{why}; {error.message}", error.param) from error
+        raise ConfigError(f"{files.config_file}: {why}; {error.message}", error.param) from error
 
 
 def _native_spec(files: ModelFiles) -> ModelSpec | ConfigError:

@@ -382,7 +382,7 @@ class Full:
     """A file on a disk with so many bytes left, which takes what fits."""
 
     def __init__(self, file: Any, room: int) -> None:
-        self._file, self._room = file, room
+        self._file, self._room, self.name = file, room, file.name
 
     def write(self, data: bytes) -> int:
         if not self._room:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Iterable, Iterator
 from pathlib import Path
@@ -32,7 +33,7 @@ ATTEMPTS = 3
 """Times that a prompt is run when the engine dies under it."""
 RESTART_POLL_SECONDS = 0.2
 
-PROMPT_PANEL = "Prompts and results"
+PROMPTS = functools.partial(typer.Option, rich_help_panel="Prompts and results")
 
 
 @command(args=ENGINE_OPTIONS.changed("model", positional=False), sampling=SAMPLING_OPTIONS)
@@ -42,46 +43,43 @@ def run(
     prompts: Annotated[list[str] | None, typer.Argument(help="Prompts, as text.", show_default=False)] = None,
     input: Annotated[
         str | None,
-        typer.Option(
+        PROMPTS(
             "--input",
             "-i",
             help='JSONL file, or - for standard input. A line holds "prompt", "messages" or "prompt_token_ids", and may hold '
             '"id" and sampling parameters of its own, which come before those of the command line.',
             metavar="FILE",
-            rich_help_panel=PROMPT_PANEL,
         ),
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option(
+        PROMPTS(
             "--output",
             "-o",
             help="Write the results here and not to standard output, in the order of the input. They are written to "
             "FILE.partial, which replaces FILE when the run has ended.",
             metavar="FILE",
-            rich_help_panel=PROMPT_PANEL,
         ),
     ] = None,
     resume: Annotated[
         bool,
-        typer.Option(
+        PROMPTS(
             "--resume",
             help="Continue a run that ended early: skip lines of --input that have results in --output (or its .partial file), "
             "by their id, or by their number where they have none; run the others, those with errors again, and append.",
-            rich_help_panel=PROMPT_PANEL,
         ),
     ] = False,
     chat: Annotated[
         bool,
-        typer.Option("--chat", help="Take each argument as a user's message, not as raw text.", rich_help_panel=PROMPT_PANEL),
+        PROMPTS("--chat", help="Take each argument as a user's message, not as raw text."),
     ] = False,
     strict: Annotated[
         bool,
-        typer.Option("--strict", help="Stop at the first prompt that cannot be run.", rich_help_panel=PROMPT_PANEL),
+        PROMPTS("--strict", help="Stop at the first prompt that cannot be run."),
     ] = False,
     progress: Annotated[
         bool,
-        typer.Option("--progress/--no-progress", help="Show progress on standard error.", rich_help_panel=PROMPT_PANEL),
+        PROMPTS("--progress/--no-progress", help="Show progress on standard error."),
     ] = True,
 ) -> None:
     """Generate for prompts from arguments or a JSONL file; results are JSONL, a line a prompt.

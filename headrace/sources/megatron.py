@@ -92,9 +92,12 @@ def find_megatron(path: Path) -> MegatronFiles:
         ConfigError: it is none, or of a format that is not read, or its index asks for something other than tensors.
     """
     directory = _latest(path)
-    described = read_json(directory / _FORMAT)
     names = (("sharded_backend", None), ("common_backend", "torch"))
-    backend = tuple(typed(described.get(name, default), str, directory / _FORMAT, name) for name, default in names)
+    try:
+        described = read_json(directory / _FORMAT)
+        backend = tuple(typed(described.get(name, default), str, directory / _FORMAT, name) for name, default in names)
+    except ConfigError as error:
+        raise ConfigError(f"{directory} is no distributed checkpoint of Megatron: {error.message}", "model") from error
     if backend != ("torch_dist", "torch"):
         raise ConfigError(f"{directory} is stored as {' and '.join(backend)}: only torch_dist and torch are read", "model")
     for name in (_INDEX, COMMON):

@@ -25,6 +25,7 @@ from headrace.models.implementation import choose
 from headrace.resolve import DeviceFacts, resolve
 from headrace.sources import gguf as gguf_source
 from headrace.sources.files import find_model
+from headrace.sources.megatron import check_arguments, find_megatron
 from headrace.text.gguf_vocab import build_tokenizer
 from headrace.weights.safetensors import SafetensorsCheckpoint
 
@@ -349,6 +350,24 @@ def test_any_value_in_the_other_files(tmp_path: Path, name: str) -> None:
             refused_by_name(
                 lambda: find_model(EngineArgs(model=str(tmp_path))) and None, tmp_path / name, {str(place[0]), "weights"}
             )
+
+
+def test_any_value_in_the_files_of_a_megatron_checkpoint(tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 64}
+    arguments |= dict.fromkeys(("ffn_hidden_size", "kv_channels", "num_query_groups", "num_experts", "q_lora_rank"))
+    check_arguments(arguments, tmp_path / "common.pt")
+    for name in arguments:
+        for value in VALUES:
+            changes = arguments | {name: value}
+            refused_by_name(lambda changes=changes: check_arguments(changes, tmp_path / "common.pt"), Path("common.pt"), {name})
+    for place in (("sharded_backend",), ("common_backend",)):
+        for value in VALUES:
+            (tmp_path / "metadata.json").write_text(json.dumps(changed({"sharded_backend": "torch_dist"}, place, value)))
+            refused_by_name(lambda: find_megatron(tmp_path) and None, tmp_path, {place[0], "stored_as", ".metadata"})
+    (tmp_path / "metadata.json").unlink()
+    for text in (b"", b"\xff", b"9" * 5000, "\N{SUPERSCRIPT TWO}".encode(), b"../x", b"1\n2"):
+        (tmp_path / "latest_checkpointed_iteration.txt").write_bytes(text)
+        refused_by_name(lambda: find_megatron(tmp_path) and None, tmp_path, {"iteration"})
 
 
 @pytest.mark.parametrize(

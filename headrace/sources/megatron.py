@@ -24,8 +24,8 @@ COMMON = "common.pt"
 _INDEX = ".metadata"
 _FORMAT = "metadata.json"
 _LATEST = "latest_checkpointed_iteration.txt"
-_NAME_BYTES = 64
-"""More than the name of an iteration has."""
+_NAME_BYTES = 20
+"""More than the number of an iteration has."""
 _DCP = "torch.distributed.checkpoint"
 _CLASSES = frozenset(
     {
@@ -112,7 +112,7 @@ def _latest(path: Path) -> Path:
     if (path / _FORMAT).exists() or not file.exists():
         return path
     text = file.read_bytes()[:_NAME_BYTES].decode("utf-8", "replace").strip()
-    if text != "release" and not text.isdecimal():
+    if text != "release" and not (text.isdecimal() and len(text) < _NAME_BYTES):
         raise ConfigError(f"{file} names no iteration: {text[:40]!r}", "model")
     return path / ("release" if text == "release" else f"iter_{int(text):07d}")
 

@@ -24,6 +24,9 @@ Policy = Literal["fcfs", "priority"]
 Device = Literal["auto", "cpu", "cuda"]
 
 
+MAX_NUM_SEQS = 65_536
+
+
 def _from_environment(variable: str, default: int) -> Any:
     """A field whose default is the environment variable's value where it is set.
 
@@ -91,14 +94,21 @@ class EngineArgs:
     seed: Annotated[int, OptionSpec(min=0, max=INT64_MAX)] = 0
     """Seed for requests without a seed, and for dummy weights. Two engines with the same seed that get the same requests in
     the same order generate the same tokens."""
-    num_threads: Annotated[int | None, OptionSpec(min=1, default="the physical cores that this process may use")] = None
+    num_threads: Annotated[int | None, OptionSpec(min=1, max=1024, default="the physical cores that this process may use")] = (
+        None
+    )
     """CPU threads for the model's kernels. More threads than physical cores are slower; use fewer where other programs
     share the machine."""
     max_model_len: Annotated[
-        int | Literal["auto"] | None, OptionSpec(min=2, default="the model's context length", metavar="INTEGER|auto")
+        int | Literal["auto"] | None,
+        OptionSpec(
+            min=2,
+            default="the model's context length, or what a KV cache of a given size holds of it",
+            metavar="INTEGER|auto",
+        ),
     ] = None
     """Maximum length of prompt plus output, in tokens. Lower it to save memory. auto takes the longest length that the KV
-    cache holds."""
+    cache holds, as does leaving it out beside --num-kv-blocks or --kv-cache-memory."""
     kv_cache_dtype: KVCacheDType = "auto"
     """Number format of the KV cache. auto is that of --dtype. fp8_e4m3 stores a number in one byte, with a float32 scale
     for K and for V of each token and head: about twice as many tokens as bfloat16, with 3 mantissa bits. Needs a GPU of
@@ -121,7 +131,7 @@ class EngineArgs:
     enable_prefix_caching: bool = True
     """Keep the KV of finished requests and reuse it for prompts with the same prefix. Does not change results. Turn it off
     to measure prefill speed."""
-    max_num_seqs: Annotated[int | None, OptionSpec(min=1, default="64 on a CPU, 256 on a GPU")] = None
+    max_num_seqs: Annotated[int | None, OptionSpec(min=1, max=MAX_NUM_SEQS, default="64 on a CPU, 256 on a GPU")] = None
     """Maximum number of sequences that run at once. A higher value raises throughput and the time between tokens."""
     max_num_batched_tokens: Annotated[int | None, OptionSpec(min=1, default="2048 on a CPU, 16384 on a GPU")] = None
     """Maximum number of tokens computed in one step, over all sequences; longer prompts are split into chunks. A smaller

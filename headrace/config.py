@@ -22,6 +22,7 @@ ModelImpl = Literal["auto", "native", "transformers", "megatron"]
 KVCacheDType = Literal["auto", "fp8_e4m3"]
 Policy = Literal["fcfs", "priority"]
 Device = Literal["auto", "cpu", "cuda"]
+_MAX_SECONDS = 1e9
 
 
 def _from_environment(variable: str, default: int) -> Any:
@@ -91,7 +92,9 @@ class EngineArgs:
     seed: Annotated[int, OptionSpec(min=0, max=INT64_MAX)] = 0
     """Seed for requests without a seed, and for dummy weights. Two engines with the same seed that get the same requests in
     the same order generate the same tokens."""
-    num_threads: Annotated[int | None, OptionSpec(min=1, default="the physical cores that this process may use")] = None
+    num_threads: Annotated[int | None, OptionSpec(min=1, max=1024, default="the physical cores that this process may use")] = (
+        None
+    )
     """CPU threads for the model's kernels. More threads than physical cores are slower; use fewer where other programs
     share the machine."""
     max_model_len: Annotated[
@@ -160,11 +163,18 @@ class EngineArgs:
     """Maximum number of `stop` strings in a request. Also set by HEADRACE_MAX_STOP_SEQS_NUM."""
     stop_seqs_max_len: Annotated[int, OptionSpec(min=1)] = _from_environment("HEADRACE_STOP_SEQS_MAX_LEN", 8)
     """Maximum length of a stop string, in tokens. Also set by HEADRACE_STOP_SEQS_MAX_LEN."""
-    step_timeout: Annotated[float, OptionSpec(above=0.0, metavar="SECONDS")] = 120.0
+    step_timeout: Annotated[float, OptionSpec(above=0.0, max=_MAX_SECONDS, metavar="SECONDS")] = 120.0
     """Seconds without a finished step, while work is pending, after which the engine counts as stuck: its stack traces are
     logged and its process is restarted. Raise it for very long prompts on a slow device."""
+    start_timeout: Annotated[float, OptionSpec(above=0.0, max=_MAX_SECONDS, metavar="SECONDS")] = 120.0
+    """Seconds in which an engine that starts neither reports progress nor uses the CPU, after which it counts as stuck and is
+    started again. The whole start may take longer."""
+    quarantine_seconds: Annotated[float, OptionSpec(min=0.0, max=_MAX_SECONDS, metavar="SECONDS")] = 600.0
+    """Seconds for which a request is refused that was in flight at two deaths of the engine, so that a client that repeats
+    it cannot end everyone's requests again. 0: no request is refused."""
     record_steps: Annotated[str | None, OptionSpec(metavar="FILE")] = None
-    """Write every step plan to this file. A recording replays a run without its clients."""
+    """Write every step plan to this file; where it exists, to FILE.1, FILE.2 and so on, so that a restarted engine keeps the
+    record of the crash. A recording replays a run without its clients. A full disk ends the recording, not the engine."""
 
     def __post_init__(self) -> None:
         check(self, ConfigError)

@@ -18,6 +18,8 @@ KV_MODEST = 2 * 2**30
 """Default size of the KV cache in bytes: zeroing it takes about a second."""
 KV_SHARE_MOST = 0.8
 """Share that it may take where less would not hold one sequence."""
+SLOTS_MODEST = 2 * 2**30
+"""Bytes that the tables of the slots may take even where the estimate of the spare memory is lower."""
 
 
 def estimated_room(args: EngineArgs, model: AnySpec, dtype: str, quantization: str, device: DeviceFacts) -> int:
@@ -26,6 +28,26 @@ def estimated_room(args: EngineArgs, model: AnySpec, dtype: str, quantization: s
     if device.cuda:
         room -= CUDA_SLACK + int((1 - args.gpu_memory_utilization) * device.total_memory)
     return room
+
+
+def check_slots(num_seqs: int, max_model_len: int, cache: CacheConfig, spare: int) -> None:
+    """Refuses a number of sequences for whose tables there is no memory.
+
+    Args:
+        spare: bytes left beside weights and KV cache.
+
+    Raises:
+        ConfigError: names the parameter.
+    """
+    # Tokens and block numbers of a slot are int32; per-slot numbers beside them are few.
+    blocks = len(cache.groups) * -(-max_model_len // cache.block_size)
+    nbytes = 4 * num_seqs * (max_model_len + blocks)
+    if nbytes > max(spare, SLOTS_MODEST):
+        raise ConfigError(
+            f"max_num_seqs {num_seqs:,} takes {nbytes:,} bytes for tables of {max_model_len} tokens each, and "
+            f"{max(spare, 0):,} are there beside the weights and the KV cache",
+            "max_num_seqs",
+        )
 
 
 class KVPlan:

@@ -147,7 +147,7 @@ def generation_config(path: Path, config: PreTrainedConfig) -> dict[str, Any]:
         value = raw.get(name)
         if value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < math.inf:
             raise ConfigError(f"{file}: {name} is {value!r}, which is not a number", "model")
         out[name] = value
     return out

@@ -107,7 +107,7 @@ def test_generate_and_stream(make: Callable[..., AsyncLLM]) -> None:
         with pytest.raises(EngineDeadError):
             await llm.reset_prefix_cache()
         async with llm:
-            assert llm.health() == (True, "") and llm.info.model == "fake"
+            assert llm.health().ok and llm.info.model == "fake"
             assert seen == [Progress("weights", 0.5, "some")]
             assert "visible_index" in vars(llm.tokenizer.token_bytes), "a first request would wait for it"
             output = await collect(llm.generate("hello", params(12, n=2, logprobs=1)))

@@ -252,7 +252,6 @@ def test_a_fork_is_told_that_the_engine_is_its_parents(llm: LLM) -> None:
         (["fine", "too"], [greedy(), None], "sampling_params[1]"),
         (["fine", "too"], [greedy()], "sampling_params"),
     ],
-    ids=str,
 )
 def test_what_is_no_prompt_or_parameter_is_named(prompts: Any, params: Any, named: str, llm: LLM) -> None:
     steps = llm.stats.step

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 import msgspec
 
-from headrace.config import SamplingLimits
-from headrace.core.request import BadWordsTable, Request
+from headrace.config import SamplingLimits, StructuredOutputsConfig
+from headrace.constrain.factory import GrammarFactory
+from headrace.core.request import BadWordsTable, Constraint, Request
 from headrace.errors import ConfigError, RequestError
 from headrace.kv import Item
 from headrace.options import Option, OptionSpec, check_value, options
@@ -58,6 +59,7 @@ class InputProcessor:
         tokenizer: Tokenizer | None,
         generation_config: Mapping[str, Any],
         seed: int,
+        grammars: GrammarFactory | None = None,
     ) -> None:
         """``generation_config``: as in ``ModelFiles``.
 
@@ -73,6 +75,7 @@ class InputProcessor:
         self.eos_token_ids = sorted({*tokenizer_eos, *generation_config.get("eos_token_id", ())})
         """Every token that ends a sequence of this model."""
         self._limits = limits
+        self._grammars = grammars if grammars is not None else GrammarFactory(StructuredOutputsConfig(), None)
         self._seeds = random.Random(seed)
         self._bad_words: OrderedDict[tuple[tuple[str, ...], bool], BadWordsTable] = OrderedDict()
         pieces = tokenizer.token_bytes.pieces if tokenizer is not None else ()
@@ -107,7 +110,8 @@ class InputProcessor:
         """As ``request``; work that takes longer than a step may is done in a thread."""
         make = functools.partial(self.request, prompt, params, add_special_tokens=add_special_tokens, **options)
         text = prompt.get("prompt") if isinstance(prompt, dict) and "prompt_token_ids" not in prompt else prompt
-        slow = bool(params.bad_words) or (isinstance(text, str) and len(text) > _THREAD_CHARACTERS)
+        long = isinstance(text, str) and len(text) > _THREAD_CHARACTERS
+        slow = long or bool(params.bad_words) or params.structured_outputs is not None
         return await asyncio.to_thread(make) if slow else make()
 
     def request(
@@ -134,11 +138,13 @@ class InputProcessor:
         return Request(
             request_id=request_id,
             prompt_token_ids=tokens,
-            sampling=params,
+            # The constraint says it all, and need not travel twice.
+            sampling=params if params.structured_outputs is None else params.replace({"structured_outputs": None}),
             max_tokens=self._max_tokens(len(tokens), params),
             seed=params.seed if params.seed is not None else self._seeds.randint(0, MAX_SEED),
             eos_token_ids=self.eos_token_ids,
             bad_words=self._compiled_bad_words(params),
+            constraint=self._constraint(params),
             prompt=text,
             priority=priority,
             cache_salt=cache_salt,
@@ -230,6 +236,12 @@ class InputProcessor:
         if self.tokenizer is None:
             raise RequestError(f"{param} needs a tokenizer, and this engine has none (skip_tokenizer_init)", param)
         return self.tokenizer
+
+    def _constraint(self, params: SamplingParams) -> Constraint | None:
+        if params.structured_outputs is None:
+            return None
+        self._need_tokenizer("structured_outputs")
+        return self._grammars.constraint(params.structured_outputs)
 
     def _compiled_bad_words(self, params: SamplingParams) -> BadWordsTable | None:
         """The request's automaton. Compiling reads the whole vocabulary, so that recent ones are kept."""

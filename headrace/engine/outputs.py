@@ -112,7 +112,7 @@ class SequenceText:
 
     def _hides_last(self, update: SequenceUpdate) -> bool:
         """The token that stops a sequence has no text, unless include_stop_str_in_output is set."""
-        return update.finish_reason == "stop" and bool(update.token_ids) and not self._params.include_stop_str_in_output
+        return update.hides_last and not self._params.include_stop_str_in_output
 
     def _read(self, detokenizer: IncrementalDetokenizer, tokens: list[int], *, hidden: bool) -> tuple[str, int, str | None]:
         """Text to emit, how many tokens it took, and the stop string that it met."""

@@ -22,7 +22,7 @@ from headrace.sampling.bad_words import BadWords
 from headrace.sampling.bias import LogitBias
 from headrace.sampling.feature import Feature, Indices, LogitsRows
 from headrace.sampling.logprobs import Logprobs, Measured
-from headrace.sampling.masks import TokenMasks
+from headrace.sampling.masks import Constrained, TokenMasks
 from headrace.sampling.min_tokens import MinTokens
 from headrace.sampling.penalties import Penalties
 from headrace.sampling.topk_topp import SampledTokens, TopKTopPSampler
@@ -30,7 +30,7 @@ from headrace.sampling.vocabulary import block_maxima
 from headrace.text.vocab import TokenBytes
 
 NOT_FINITE = "the model computed logits that are not finite"
-NOTHING_ALLOWED = "the token mask, logit_bias, allowed_token_ids, bad_words and min_tokens leave no token to sample"
+NOTHING_ALLOWED = "structured_outputs, logit_bias, allowed_token_ids, bad_words and min_tokens leave no token to sample"
 
 FAULTS = {1: NOT_FINITE, 2: NOTHING_ALLOWED}
 
@@ -76,7 +76,9 @@ class Sampler:
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device, token_bytes: TokenBytes | None) -> None:
         self._penalties = Penalties(num_slots, vocab_size, device)
         self._logprobs = Logprobs(num_slots)
+        self._constrained = Constrained(num_slots)
         self._features: tuple[Feature, ...] = (
+            self._constrained,
             self._logprobs,
             AllowedTokens(num_slots, vocab_size, device),
             LogitBias(num_slots, vocab_size, device),
@@ -117,6 +119,7 @@ class Sampler:
 
     def sample(self, logits: torch.Tensor, rows: LogitsRows, masks: TokenMasks | None = None) -> Sampled:
         """Samples a token for each logits row and updates the features. Overwrites ``logits [N, vocab]`` float32."""
+        self._constrained.check(rows, masks)
         # The sampling kernels do not need block maxima.
         maxima = None if gpu.takes(logits) else block_maxima(logits)
         model_best = logits.amax(-1) if maxima is None else maxima.amax(-1)

@@ -1,0 +1,86 @@
+"""GrammarCompiler: compiles constraints in a pool of threads, and keeps recent ones."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+
+from headrace.config import StructuredOutputsConfig
+from headrace.constrain.limits import parser_limits
+from headrace.constrain.matcher import GrammarMatcher, reason
+from headrace.constrain.vocabulary import GrammarVocabulary
+from headrace.core.request import Constraint
+from headrace.errors import RequestError
+
+_BYTES = 64 * 2**10
+_BYTES_PER_CHARACTER = 32
+"""Estimates of a compiled grammar's memory."""
+
+
+class GrammarCompiler:
+    """Compiles each constraint once. Called from one thread; the work is done in others, which hold no lock of Python's.
+
+    Failures are kept as results are. The cache is bounded in bytes and drops what was not used for longest.
+    """
+
+    def __init__(self, vocabulary: GrammarVocabulary, config: StructuredOutputsConfig) -> None:
+        self.vocabulary = vocabulary
+        self.seconds = 0.0
+        """Spent compiling, in all threads."""
+        self._config = config
+        self._pool: ThreadPoolExecutor | None = None
+        self._cache: OrderedDict[str, Future[GrammarMatcher]] = OrderedDict()
+        self._nbytes = 0
+
+    def compile(self, constraint: Constraint) -> tuple[Future[GrammarMatcher], bool]:
+        """The constraint's matcher at its start, for copies, or RequestError; and whether it was there already."""
+        key = constraint.grammar
+        found = self._cache.get(key)
+        if found is not None:
+            self._cache.move_to_end(key)
+            return found, True
+        if self._pool is None:
+            threads = self._config.compile_threads or min(4, -(-(os.cpu_count() or 1) // 2))
+            self._pool = ThreadPoolExecutor(threads, thread_name_prefix="grammar")
+        future = self._pool.submit(self._compile, constraint)
+        self._cache[key] = future
+        self._nbytes += _size(key)
+        while self._nbytes > self._config.cache_bytes:
+            self._nbytes -= _size(self._cache.popitem(last=False)[0])
+        return future, False
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _compile(self, constraint: Constraint) -> GrammarMatcher:
+        tokenizer = self.vocabulary.get()
+        from llguidance import LLMatcher
+
+        start = time.perf_counter()
+        try:
+            inner = LLMatcher(tokenizer, constraint.grammar, log_level=0, limits=parser_limits(self._config))
+            matcher = GrammarMatcher(inner, self.vocabulary.vocab_size)
+            if inner.is_error():
+                raise RequestError(reason(inner.get_error()), "structured_outputs")
+            first = np.zeros(-(-self.vocabulary.vocab_size // 32), dtype=np.int32)
+            refusal = matcher.fill(first)  # The first mask builds much of the lexer, also for the copies.
+            if refusal is not None:
+                raise RequestError(refusal, "structured_outputs")
+            if not first.any():
+                raise RequestError("the constraint allows nothing but the empty text", "structured_outputs")
+            return matcher
+        except (Exception, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # A panic of the library is no Exception.
+            raise RequestError(f"the constraint cannot be compiled: {error}", "structured_outputs") from None
+        finally:
+            self.seconds += time.perf_counter() - start
+
+
+def _size(grammar: str) -> int:
+    return _BYTES + _BYTES_PER_CHARACTER * len(grammar)

@@ -1,0 +1,97 @@
+"""GrammarMatcher: a compiled grammar and its state after the outputs of one sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from headrace.core.matcher import Mask
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+TOO_COMPLEX = "grammar_too_complex"
+
+
+class GrammarMatcher:
+    """Implements ``core.matcher.Matcher`` over llguidance's, which never raises: it falls into an error state for good.
+
+    Tokens of ``end_token_ids`` are allowed exactly where the outputs are complete, whatever their text is.
+    """
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int, end_token_ids: Iterable[int] = ()) -> None:
+        self.vocab_size = vocab_size
+        self._matcher = matcher
+        self._ends = sorted({token for token in end_token_ids if 0 <= token < vocab_size})
+        self._words = vocab_size // 32 + 1
+        """Words of llguidance's masks, whose last bit is the end of the outputs."""
+
+    def fill(self, mask: Mask) -> str | None:
+        own = np.zeros(self._words, dtype=np.int32)
+        refusal = self._guarded("unsafe_compute_mask_ptr", own.ctypes.data, own.nbytes)
+        if refusal is None:
+            self.finish_mask(own, mask)
+        return refusal
+
+    def finish_mask(self, own: Mask, mask: Mask) -> None:
+        """From llguidance's mask to the sequence's: with the tokens that end it, and without the one behind the vocabulary."""
+        mask[:] = own[: len(mask)]
+        if self.vocab_size % 32:
+            mask[-1] &= (1 << self.vocab_size % 32) - 1
+        accepting = self.accepting
+        bits = mask.view(np.uint32)
+        for token in self._ends:
+            bit = np.uint32(1 << token % 32)
+            bits[token // 32] = bits[token // 32] | bit if accepting else bits[token // 32] & ~bit
+
+    def advance(self, token_ids: Sequence[int]) -> str | None:
+        return self._guarded("consume_tokens", list(token_ids))
+
+    def rollback(self, count: int) -> None:
+        self._matcher.rollback(count)
+
+    def copy(self) -> GrammarMatcher:
+        return GrammarMatcher(self._matcher.deep_copy(), self.vocab_size, self._ends)
+
+    def with_ends(self, end_token_ids: Iterable[int]) -> GrammarMatcher:
+        """A copy for a request with these tokens that end its sequences."""
+        return GrammarMatcher(self._matcher.deep_copy(), self.vocab_size, end_token_ids)
+
+    @property
+    def ended(self) -> bool:
+        return self._matcher.is_stopped() and not self._matcher.is_error()
+
+    @property
+    def accepting(self) -> bool:
+        return self._matcher.is_accepting()
+
+    def forced(self) -> list[int]:
+        tokens = self._matcher.compute_ff_tokens()
+        return tokens[: tokens.index(self.vocab_size)] if self.vocab_size in tokens else tokens
+
+    @property
+    def inner(self) -> LLMatcher:
+        return self._matcher
+
+    @property
+    def error(self) -> str | None:
+        """Why the matcher cannot go on."""
+        return reason(self._matcher.get_error()) if self._matcher.is_error() else None
+
+    def _guarded(self, name: str, *arguments: Any) -> str | None:
+        try:
+            getattr(self._matcher, name)(*arguments)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # A panic of the library is no Exception.
+            return f"{TOO_COMPLEX}: {error}"
+        return self.error
+
+
+def reason(error: str) -> str:
+    """llguidance's error as a client gets it: in one line, and whether a limit was hit."""
+    first = " ".join(error.split())[:300] or "unknown error"
+    limited = any(word in error for word in ("limit", "too complex", "TooComplex", "fuel", "too large", "too many"))
+    return f"{TOO_COMPLEX}: {first}" if limited else first

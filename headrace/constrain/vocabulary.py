@@ -1,0 +1,80 @@
+"""GrammarVocabulary: a tokenizer's vocabulary as llguidance has it, built when a request first needs it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from headrace.errors import RequestError
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+    from headrace.text.tokenizer import Tokenizer
+
+
+class GrammarVocabulary:
+    """The tokens of a model. Safe to use from several threads.
+
+    The end of a sequence is a token of our own behind the vocabulary: which of the model's tokens end a sequence depends on
+    the request (``Matcher``). Special tokens are never text: a grammar reaches them by name alone.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        """``vocab_size``: the model's. Ids that the tokenizer lacks are no text."""
+        self.vocab_size = vocab_size
+        self._tokenizer = tokenizer
+        self._lock = threading.Lock()
+        self._built: LLTokenizer | str | None = None
+
+    def get(self) -> LLTokenizer:
+        """The vocabulary; the first call builds it, which takes some 10 µs a token.
+
+        Raises:
+            RequestError: it cannot be built; every later call says so at once.
+        """
+        with self._lock:
+            if self._built is None:
+                self._built = self._build()
+        if isinstance(self._built, str):
+            raise RequestError(f"structured output does not work with this model's tokenizer: {self._built}")
+        return self._built
+
+    def _build(self) -> LLTokenizer | str:
+        from llguidance import LLMatcher, LLTokenizer
+
+        try:
+            tokenizer = LLTokenizer(_Tokens(self._tokenizer, self.vocab_size), n_vocab=self.vocab_size + 1)
+            # A vocabulary that breaks the library does so at its first mask.
+            matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_regex("[a-z ]+"), log_level=0)
+            allowed = matcher.compute_bitmask()
+            if matcher.is_error():
+                return str(matcher.get_error())
+            return tokenizer if any(allowed) else "no token is text"
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # A panic of the library is no Exception.
+            return f"{type(error).__name__}: {error}"
+
+
+class _Tokens:
+    """What LLTokenizer reads: the attributes of llguidance's TokenizerWrapper."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id: int | None = None
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        known = tokenizer.token_bytes
+        pieces = list(known.pieces[:vocab_size])
+        pieces += [b""] * (vocab_size - len(pieces))
+        self.tokens: Sequence[bytes] = [*pieces, b"<end of the output>"]
+        self.special_token_ids = [*sorted(token for token in known.special if token < vocab_size), vocab_size]
+        self.eos_token_id = vocab_size
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        """Token ids of a text without special tokens."""
+        if isinstance(text, bytes):
+            text = text.decode("utf-8", "replace")
+        return self._tokenizer.encode(text, add_special_tokens=False)

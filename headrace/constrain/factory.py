@@ -157,7 +157,7 @@ class GrammarFactory:
         if len(choices) > self._config.max_values:
             raise _refused(f"choice has {len(choices)} strings, more than the limit of {self._config.max_values}", "choice")
         literals = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
-        return LLMatcher.grammar_from_lark(f"start: {literals}")
+        return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {literals}")
 
     def _grammar(self, params: StructuredOutputsParams) -> str:
         from llguidance import LLMatcher

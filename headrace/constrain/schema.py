@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import decimal
 import difflib
 import itertools
 import math
@@ -33,6 +34,7 @@ TYPES = ("null", "boolean", "object", "array", "number", "string", "integer")
 _INTEGER = 10**18
 """Bound of integers that have none; llguidance's bounds are float64, and those of int64 itself are beyond it."""
 _LARGEST = 10**300
+_DIVISOR = 10_000
 _COMPARED = 256
 """Branches of a oneOf that are compared with each other, at most."""
 
@@ -214,9 +216,16 @@ class _Walk:
     def _number(self, value: Any, pointer: str, depth: int, merged: bool) -> int | float:
         if isinstance(value, bool) or not isinstance(value, int | float):
             self._fail(f"must be a number, not {_shown(value)}", pointer)
-        if pointer.endswith("multipleOf") and value <= 0:
-            self._fail(f"must be a number above 0, not {_shown(value)}", pointer)
+        if pointer.endswith("/multipleOf"):
+            self._check_divisor(value, pointer)
+            return value
         return _representable(value, up="inimum" in pointer.rpartition("/")[2])
+
+    def _check_divisor(self, value: float, pointer: str) -> None:
+        """The states of the automaton that divides are as many as the divisor, without its powers of ten."""
+        digits = decimal.Decimal(repr(value)).normalize().as_tuple().digits
+        if not 0 < value < _LARGEST or int("".join(map(str, digits))) > _DIVISOR:
+            self._fail(f"must be a number above 0 whose digits make at most {_DIVISOR}, not {_shown(value)}", pointer)
 
     def _type(self, value: Any, pointer: str, depth: int, merged: bool) -> Any:
         named = value if isinstance(value, list) else [value]

@@ -75,14 +75,14 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_de
 
 def _schema_text(schema: Any) -> str:
     """JSON Schema as text. A pydantic class has its own."""
-    if isinstance(schema, str):
-        return schema
     if isinstance(schema, type) and hasattr(schema, "model_json_schema"):
         schema = schema.model_json_schema()
-    if not isinstance(schema, dict | bool):
+    if not isinstance(schema, str | dict | bool):
         raise RequestError("json must be a JSON Schema: an object or its text", "json", code="invalid_type")
     try:
-        return jsonlib.dumps(schema, allow_nan=False, ensure_ascii=False)
+        text = schema if isinstance(schema, str) else jsonlib.dumps(schema, allow_nan=False, ensure_ascii=False)
+        text.encode()
+        return text
     except (TypeError, ValueError, RecursionError) as error:
         raise _invalid_constraint(f"json is not a JSON Schema: {str(error) or type(error).__name__}", "json") from None
 

@@ -83,10 +83,6 @@ class GrammarFactory:
         length = sum(map(len, value)) if isinstance(value, list) else len(value) if isinstance(value, str) else 0
         if length > self._config.max_bytes:
             raise _refused(f"{kind} has {length} characters, more than the limit of {self._config.max_bytes}", kind)
-        try:
-            json.dumps(value, ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            raise _refused(f"{kind} must be text without lone surrogates", kind) from None
         makers: dict[str, Callable[[StructuredOutputsParams], str]] = {
             "json": self._json,
             "json_object": self._json_object,

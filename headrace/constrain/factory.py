@@ -9,7 +9,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -21,6 +21,9 @@ from headrace.constrain.vocabulary import GrammarVocabulary
 from headrace.core.request import Constraint
 from headrace.errors import RequestError
 from headrace.sampling_params import StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
 
 _CACHED = 256
 _CACHED_BYTES = 2**24
@@ -135,7 +138,7 @@ class GrammarFactory:
         compact = params.disable_any_whitespace
         if compact is None:
             compact = self._config.disable_any_whitespace and params.whitespace_pattern is None
-        overrides: dict[str, Any] = {"whitespace_flexible": not compact, "json_allowed_escapes": _ESCAPES, "lenient": False}
+        overrides: JsonCompileOptions = {"whitespace_flexible": not compact, "json_allowed_escapes": _ESCAPES, "lenient": False}
         if not compact:
             overrides["whitespace_pattern"] = _whitespace(params.whitespace_pattern)
         held = schema if isinstance(schema, dict) else {} if schema else {"anyOf": []}
@@ -184,7 +187,8 @@ class GrammarFactory:
     def _culprit(self, params: StructuredOutputsParams, problem: str) -> SchemaError:
         """The innermost schema that cannot be held on its own either."""
         schema = self._narrowed(params)
-        shared = {name: schema[name] for name in ("$defs", "definitions", "$schema") if name in schema} if schema else {}
+        named = schema if isinstance(schema, dict) else {}
+        shared = {name: named[name] for name in ("$defs", "definitions") if name in named}
         check = functools.partial(self._problem_of, params=params, shared=shared)
         pointer, deadline = "", time.monotonic() + _SEARCH_SECONDS
         while True:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from headrace.errors import RequestError
 
@@ -45,7 +45,8 @@ class GrammarVocabulary:
         from llguidance import LLMatcher, LLTokenizer
 
         try:
-            tokenizer = LLTokenizer(_Tokens(self._tokenizer, self.vocab_size), n_vocab=self.vocab_size + 1)
+            tokens: Any = _Tokens(self._tokenizer, self.vocab_size)
+            tokenizer = LLTokenizer(tokens, n_vocab=self.vocab_size + 1)
             # A vocabulary that breaks the library does so at its first mask.
             matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_regex("[a-z ]+"), log_level=0)
             allowed = matcher.compute_bitmask()

@@ -20,7 +20,9 @@ DISCRIMINATED = {
         {"type": "object", "properties": {"kind": {"const": "dog"}, "name": A}, "required": ["kind"]},
     ]
 }
-LIST = {"$defs": {"n": {"properties": {"v": B, "next": {"anyOf": [{"$ref": "#/$defs/n"}, {"type": "null"}]}}, "type": "object"}}}
+LIST = {
+    "$defs": {"n": {"properties": {"v": B, "next": {"anyOf": [{"$ref": "#/$defs/n"}, {"type": "null"}]}}, "type": "object"}}
+}
 
 HELD: list[tuple[dict[str, Any], list[Any], list[Any]]] = [
     ({"type": "null"}, [None], [0, "null"]),
@@ -60,7 +62,11 @@ HELD: list[tuple[dict[str, Any], list[Any], list[Any]]] = [
     (DISCRIMINATED, [{"kind": "cat", "lives": 9}, {"kind": "dog"}], [{"kind": "cat"}, {"kind": "cow"}]),
     ({"oneOf": [A, B]}, ["a", 1], [None]),
     ({**LIST, "$ref": "#/$defs/n"}, [{"v": 1, "next": {"v": 2, "next": None}}], [{"v": "x"}, {"next": {"v": "x"}}]),
-    ({"$id": "urn:x", "$defs": {"s": A}, "properties": {"a": {"$ref": "urn:x#/$defs/s"}}, "type": "object"}, [{"a": "x"}], [{"a": 1}]),
+    (
+        {"$id": "urn:x", "$defs": {"s": A}, "properties": {"a": {"$ref": "urn:x#/$defs/s"}}, "type": "object"},
+        [{"a": "x"}],
+        [{"a": 1}],
+    ),
     ({"title": "T", "x-order": 3, "default": 1, "examples": [2], "deprecated": True, "type": "integer"}, [1], ["a"]),
 ]
 """(schema, instances that pass, instances that do not)."""
@@ -192,7 +198,9 @@ def test_objects_are_closed_where_nothing_else_has_a_say(schema: dict[str, Any],
 
 def test_closing_the_branches_of_a_one_of_would_allow_more() -> None:
     """{"b": 1} is valid for both branches as they were given; closed, the first would not see it."""
-    schema = {"oneOf": [{"type": "object", "properties": {"a": B}}, {"type": "object", "properties": {"b": B}, "required": ["b"]}]}
+    schema = {
+        "oneOf": [{"type": "object", "properties": {"a": B}}, {"type": "object", "properties": {"b": B}, "required": ["b"]}]
+    }
     try:
         made = matcher(json=schema)
     except RequestError:

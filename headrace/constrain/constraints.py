@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from headrace.constrain.compiler import GrammarCompiler
-from headrace.constrain.matcher import GrammarMatcher
+from headrace.constrain.matcher import GrammarMatcher, finish_masks, words
 from headrace.core.matcher import Mask, Matcher
 from headrace.core.sequence import Sequence as EngineSequence
 from headrace.errors import EngineError, RequestError
@@ -135,18 +135,15 @@ class Constraints:
 
         if self._executor is None:
             self._executor = LLExecutor(min(_FILL_THREADS, os.cpu_count() or 1))
-        own = np.empty((len(grammars), grammars[0].vocab_size // 32 + 1), dtype=np.int32)
+        own = np.empty((len(grammars), words(grammars[0].vocab_size)), dtype=np.int32)
         try:
             fill_next_token_bitmask_par(self._executor, [(each.inner, row) for row, each in enumerate(grammars)], own)
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException:  # A panic of the library is no Exception, and concerns one row: which one?
             return [matcher.fill(mask) for matcher, mask in zip(matchers, masks, strict=True)]
-        errors = [matcher.error for matcher in grammars]
-        for matcher, row, mask, error in zip(grammars, own, masks, errors, strict=True):
-            if error is None:
-                matcher.finish_mask(row, mask)
-        return errors
+        finish_masks(grammars, own, masks)
+        return [matcher.error for matcher in grammars]
 
 
 def _end_tokens(seq: EngineSequence) -> set[int]:

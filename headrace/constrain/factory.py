@@ -188,7 +188,7 @@ class GrammarFactory:
         """The innermost schema that cannot be held on its own either."""
         schema = self._narrowed(params)
         named = schema if isinstance(schema, dict) else {}
-        shared = {name: named[name] for name in ("$defs", "definitions") if name in named}
+        shared: dict[str, Any] = {name: named[name] for name in ("$defs", "definitions") if name in named}
         check = functools.partial(self._problem_of, params=params, shared=shared)
         pointer, deadline = "", time.monotonic() + _SEARCH_SECONDS
         while True:

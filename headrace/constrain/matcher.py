@@ -24,27 +24,14 @@ class GrammarMatcher:
     def __init__(self, matcher: LLMatcher, vocab_size: int, end_token_ids: Iterable[int] = ()) -> None:
         self.vocab_size = vocab_size
         self._matcher = matcher
-        self._ends = sorted({token for token in end_token_ids if 0 <= token < vocab_size})
-        self._words = vocab_size // 32 + 1
-        """Words of llguidance's masks, whose last bit is the end of the outputs."""
+        self.ends = tuple(sorted({token for token in end_token_ids if 0 <= token < vocab_size}))
 
     def fill(self, mask: Mask) -> str | None:
-        own = np.zeros(self._words, dtype=np.int32)
+        own = np.zeros((1, words(self.vocab_size)), dtype=np.int32)
         refusal = self._guarded("unsafe_compute_mask_ptr", own.ctypes.data, own.nbytes)
         if refusal is None:
-            self.finish_mask(own, mask)
+            finish_masks([self], own, mask[None])
         return refusal
-
-    def finish_mask(self, own: Mask, mask: Mask) -> None:
-        """From llguidance's mask to the sequence's: with the tokens that end it, and without the one behind the vocabulary."""
-        mask[:] = own[: len(mask)]
-        if self.vocab_size % 32:
-            mask[-1] &= (1 << self.vocab_size % 32) - 1
-        accepting = self.accepting
-        bits = mask.view(np.uint32)
-        for token in self._ends:
-            bit = np.uint32(1 << token % 32)
-            bits[token // 32] = bits[token // 32] | bit if accepting else bits[token // 32] & ~bit
 
     def advance(self, token_ids: Sequence[int]) -> str | None:
         return self._guarded("consume_tokens", list(token_ids))
@@ -53,7 +40,7 @@ class GrammarMatcher:
         self._matcher.rollback(count)
 
     def copy(self) -> GrammarMatcher:
-        return GrammarMatcher(self._matcher.deep_copy(), self.vocab_size, self._ends)
+        return GrammarMatcher(self._matcher.deep_copy(), self.vocab_size, self.ends)
 
     def with_ends(self, end_token_ids: Iterable[int]) -> GrammarMatcher:
         """A copy for a request with these tokens that end its sequences."""
@@ -88,6 +75,34 @@ class GrammarMatcher:
         except BaseException as error:  # A panic of the library is no Exception.
             return f"{TOO_COMPLEX}: {error}"
         return self.error
+
+
+def words(vocab_size: int) -> int:
+    """Of a mask of llguidance's, in which the end of the outputs is a token behind the vocabulary."""
+    return vocab_size // 32 + 1
+
+
+def finish_masks(matchers: Sequence[GrammarMatcher], own: Mask, masks: Mask) -> None:
+    """From llguidance's masks ``own`` to those of sequences: with the tokens that end them, without the one behind.
+
+    Args:
+        own: ``[N, words(vocab_size)]``.
+        masks: ``[N, ceil(vocab_size / 32)]``.
+    """
+    vocab_size = matchers[0].vocab_size
+    masks[:] = own[:, : masks.shape[1]]
+    if vocab_size % 32:
+        masks[:, -1] &= (1 << vocab_size % 32) - 1
+    rows: dict[tuple[int, ...], list[int]] = {}
+    for row, matcher in enumerate(matchers):
+        rows.setdefault(matcher.ends, []).append(row)
+    accepting = np.array([matcher.accepting for matcher in matchers])
+    bits = masks.view(np.uint32)
+    for ends, picked in rows.items():
+        for token in ends:
+            bit = np.uint32(1 << token % 32)
+            column = bits[picked, token // 32]
+            bits[picked, token // 32] = np.where(accepting[picked], column | bit, column & ~bit)
 
 
 def reason(error: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,8 +9,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 
 from headrace.config import StructuredOutputsConfig
-from headrace.constrain.limits import parser_limits
-from headrace.constrain.matcher import GrammarMatcher, reason
+from headrace.constrain.limits import num_threads, parser_limits
+from headrace.constrain.matcher import GrammarMatcher
 from headrace.constrain.vocabulary import GrammarVocabulary
 from headrace.core.request import Constraint
 from headrace.errors import RequestError
@@ -44,8 +43,7 @@ class GrammarCompiler:
             self._cache.move_to_end(key)
             return found, True
         if self._pool is None:
-            threads = self._config.compile_threads or min(4, -(-(os.cpu_count() or 1) // 2))
-            self._pool = ThreadPoolExecutor(threads, thread_name_prefix="grammar")
+            self._pool = ThreadPoolExecutor(num_threads(self._config), thread_name_prefix="grammar")
         future = self._pool.submit(self._compile, constraint)
         self._cache[key] = future
         self._nbytes += _size(key)
@@ -58,28 +56,36 @@ class GrammarCompiler:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _compile(self, constraint: Constraint) -> GrammarMatcher:
-        tokenizer = self.vocabulary.get()
-        from llguidance import LLMatcher
-
         start = time.perf_counter()
         try:
-            inner = LLMatcher(tokenizer, constraint.grammar, log_level=0, limits=parser_limits(self._config))
-            matcher = GrammarMatcher(inner, self.vocabulary.vocab_size)
-            if inner.is_error():
-                raise RequestError(reason(inner.get_error()), "structured_outputs")
-            first = np.zeros(-(-self.vocabulary.vocab_size // 32), dtype=np.int32)
-            refusal = matcher.fill(first)  # The first mask builds much of the lexer, also for the copies.
-            if refusal is not None:
-                raise RequestError(refusal, "structured_outputs")
-            if not first.any():
-                raise RequestError("the constraint allows nothing but the empty text", "structured_outputs")
-            return matcher
-        except (Exception, KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:  # A panic of the library is no Exception.
-            raise RequestError(f"the constraint cannot be compiled: {error}", "structured_outputs") from None
+            return compiled(constraint.grammar, self.vocabulary, self._config)
         finally:
             self.seconds += time.perf_counter() - start
+
+
+def compiled(grammar: str, vocabulary: GrammarVocabulary, config: StructuredOutputsConfig) -> GrammarMatcher:
+    """The matcher of a grammar at its start, with its first mask, which builds much of the lexer.
+
+    Raises:
+        RequestError: the grammar cannot be compiled, passes a limit, or allows nothing but the empty text.
+    """
+    from llguidance import LLMatcher
+
+    tokenizer = vocabulary.get()
+    try:
+        inner = LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits(config))
+    except (Exception, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # A panic of the library is no Exception.
+        raise RequestError(f"it cannot be compiled: {error}") from None
+    matcher = GrammarMatcher(inner, vocabulary.vocab_size)
+    first = np.zeros(-(-vocabulary.vocab_size // 32), dtype=np.int32)
+    problem = matcher.error or matcher.fill(first)
+    if problem is not None:
+        raise RequestError(problem)
+    if not first.any():
+        raise RequestError("it allows nothing but the empty text" if matcher.accepting else "it allows nothing")
+    return matcher
 
 
 def _size(grammar: str) -> int:

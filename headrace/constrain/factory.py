@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import functools
 import json
 import re
@@ -9,13 +11,14 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from headrace.config import StructuredOutputsConfig
-from headrace.constrain.limits import parser_limits
-from headrace.constrain.matcher import reason
+from headrace.constrain.compiler import compiled
+from headrace.constrain.limits import num_threads
 from headrace.constrain.schema import Schema, SchemaError, SchemaOptions, narrow, refusal, subschemas
 from headrace.constrain.vocabulary import GrammarVocabulary
 from headrace.core.request import Constraint
@@ -46,12 +49,14 @@ class GrammarFactory:
     def __init__(self, config: StructuredOutputsConfig, vocabulary: GrammarVocabulary | None) -> None:
         self._config = config
         self._vocabulary = vocabulary
+        self._bytes = GrammarVocabulary.of_bytes()
+        self._pool: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
         self._cache: OrderedDict[bytes, Constraint | RequestError] = OrderedDict()
         self._nbytes = 0
 
     def constraint(self, params: StructuredOutputsParams) -> Constraint:
-        """Takes some milliseconds, a bomb up to a second: to be called in a thread.
+        """Takes some milliseconds, a bomb up to a second, unless ``prepare`` has done the work.
 
         Raises:
             RequestError: the constraint cannot be held; ``param`` begins with ``structured_outputs``.
@@ -71,6 +76,19 @@ class GrammarFactory:
         if isinstance(found, RequestError):
             raise type(found)(found.message, found.param, code=found.code)
         return found
+
+    async def prepare(self, params: StructuredOutputsParams) -> None:
+        """Checks a constraint in one of a few threads, so that ``constraint`` answers at once."""
+        with self._lock:
+            if msgspec.msgpack.encode(params) in self._cache:
+                return
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(num_threads(self._config), thread_name_prefix="grammar-check")
+        await asyncio.get_running_loop().run_in_executor(self._pool, self._settle, params)
+
+    def _settle(self, params: StructuredOutputsParams) -> None:
+        with contextlib.suppress(RequestError):
+            self.constraint(params)
 
     def _keep(self, key: bytes, found: Constraint | RequestError) -> None:
         with self._lock:
@@ -103,16 +121,12 @@ class GrammarFactory:
 
     def _problem(self, grammar: str, *, named: bool = False) -> str:
         """What is wrong with a grammar; empty: nothing. ``named``: it may name special tokens of the vocabulary."""
-        from llguidance import LLMatcher
-
-        tokenizer = self._vocabulary.get() if named and self._vocabulary is not None else None
+        vocabulary = self._vocabulary if named and self._vocabulary is not None else self._bytes
         try:
-            error: str = LLMatcher.validate_grammar(grammar, tokenizer, limits=parser_limits(self._config))
-        except (Exception, KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as panic:  # A panic of the library is no Exception.
-            return str(panic)
-        return reason(error) if error and not error.startswith("WARNING") else ""
+            compiled(grammar, vocabulary, self._config)
+        except RequestError as error:
+            return error.message
+        return ""
 
     # ------------------------------------------------------------------ kinds
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from headrace.config import StructuredOutputsConfig
@@ -13,6 +14,11 @@ _ITEMS = 20_000
 """Alternatives of a grammar that may be open at once: as many as a schema may have properties. llguidance allows 2,000."""
 _STEP_FUEL = 100_000
 """Half of llguidance's: a mask of some 50 ms at most, for which every sequence of the step waits."""
+
+
+def num_threads(config: StructuredOutputsConfig) -> int:
+    """Threads that compile constraints."""
+    return config.compile_threads or min(4, -(-(os.cpu_count() or 1) // 2))
 
 
 def parser_limits(config: StructuredOutputsConfig) -> LLParserLimits:

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from headrace.errors import RequestError
+from headrace.text.vocab import TokenBytes
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
-    from headrace.text.tokenizer import Tokenizer
+
+class _Encoder(Protocol):
+    """A Tokenizer, as far as it is needed here."""
+
+    @property
+    def token_bytes(self) -> TokenBytes: ...
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 
 
 class GrammarVocabulary:
@@ -21,12 +29,17 @@ class GrammarVocabulary:
     the request (``Matcher``). Special tokens are never text: a grammar reaches them by name alone.
     """
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+    def __init__(self, tokenizer: _Encoder, vocab_size: int) -> None:
         """``vocab_size``: the model's. Ids that the tokenizer lacks are no text."""
         self.vocab_size = vocab_size
         self._tokenizer = tokenizer
         self._lock = threading.Lock()
         self._built: LLTokenizer | str | None = None
+
+    @classmethod
+    def of_bytes(cls) -> GrammarVocabulary:
+        """Of the 256 bytes: grammars are checked with it where there is no need for the model's."""
+        return cls(_Bytes(), _Bytes.vocab_size)
 
     def get(self) -> LLTokenizer:
         """The vocabulary; the first call builds it, which takes some 10 µs a token.
@@ -59,13 +72,21 @@ class GrammarVocabulary:
             return f"{type(error).__name__}: {error}"
 
 
+class _Bytes:
+    vocab_size = 256
+    token_bytes = TokenBytes([bytes([value]) for value in range(256)], frozenset())
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return list(text.encode())
+
+
 class _Tokens:
     """What LLTokenizer reads: the attributes of llguidance's TokenizerWrapper."""
 
     is_tokenizer_wrapper = True
     bos_token_id: int | None = None
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+    def __init__(self, tokenizer: _Encoder, vocab_size: int) -> None:
         known = tokenizer.token_bytes
         pieces = list(known.pieces[:vocab_size])
         pieces += [b""] * (vocab_size - len(pieces))

@@ -111,7 +111,9 @@ class InputProcessor:
         make = functools.partial(self.request, prompt, params, add_special_tokens=add_special_tokens, **options)
         text = prompt.get("prompt") if isinstance(prompt, dict) and "prompt_token_ids" not in prompt else prompt
         long = isinstance(text, str) and len(text) > _THREAD_CHARACTERS
-        slow = long or bool(params.bad_words) or params.structured_outputs is not None
+        slow = long or bool(params.bad_words)
+        if params.structured_outputs is not None:
+            await self._grammars.prepare(params.structured_outputs)
         return await asyncio.to_thread(make) if slow else make()
 
     def request(

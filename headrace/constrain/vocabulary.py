@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -11,6 +12,10 @@ from headrace.text.vocab import TokenBytes
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
+
+
+_BEFORE = "\x02"
+"""A character that no token joins with what follows it."""
 
 
 class _Encoder(Protocol):
@@ -96,7 +101,32 @@ class _Tokens:
         self._tokenizer = tokenizer
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """Token ids of a text without special tokens."""
-        if isinstance(text, bytes):
-            text = text.decode("utf-8", "replace")
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        """Token ids of a text in the middle of another, without special tokens. Their bytes are the text's.
+
+        llguidance allows nothing but these tokens where a grammar forces the text. A tokenizer may put a blank before a whole
+        text, and may normalise it.
+        """
+        data = text.encode() if isinstance(text, str) else bytes(text)
+        found = self._tokenizer.encode(_BEFORE + data.decode("utf-8", "replace"), add_special_tokens=False)
+        before = self._tokenizer.encode(_BEFORE, add_special_tokens=False)
+        after = found[len(before) :]
+        if found[: len(before)] == before and b"".join(self.tokens[token] for token in after) == data:
+            return after
+        return self._greedy(data)
+
+    @functools.cached_property
+    def _by_bytes(self) -> dict[bytes, int]:
+        special = set(self.special_token_ids)
+        return {piece: token for token, piece in enumerate(self.tokens) if piece and token not in special}
+
+    def _greedy(self, data: bytes) -> list[int]:
+        """The longest token at each place."""
+        tokens, place, longest = [], 0, max(map(len, self._by_bytes), default=0)
+        while place < len(data):
+            ends = range(min(len(data), place + longest), place, -1)
+            end = next((end for end in ends if data[place:end] in self._by_bytes), None)
+            if end is None:
+                break  # No token has this byte.
+            tokens.append(self._by_bytes[data[place:end]])
+            place = end
+        return tokens

@@ -72,6 +72,8 @@ class OutputDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     stop_reason: int | str | None = None
     """The token id or string that stopped the sequence; None for end of sequence and for length."""
     error: str | None = None
+    error_code: str | None = None
+    """The caller's mistake that ``error`` is; None: it is the engine's fault."""
     times: RequestTimes | None = None
     """With the delta that finishes the sequence."""
 

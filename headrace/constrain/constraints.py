@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 Failed = list[tuple[EngineSequence, str]]
 """Sequences that cannot go on, and why."""
 
+GRAMMAR_ERROR = "grammar_too_complex"
+"""Code of errors of a constraint that passed the check: only a limit can end it."""
 _FILL_THREADS = 8
 """Threads that fill the masks of a step, at most."""
 
@@ -79,7 +81,10 @@ class Constraints:
             error = future.exception()
             if error is None:
                 for seq in waiting:
-                    seq.matcher = future.result().with_ends(_end_tokens(seq))
+                    constraint = seq.request.constraint
+                    guarded = constraint is not None and constraint.kind in ("json", "json_object")
+                    digits = self._compiler.vocabulary.digits if guarded and self._compiler is not None else None
+                    seq.matcher = future.result().with_ends(_end_tokens(seq), digits)
                 continue
             message = error.message if isinstance(error, RequestError) else f"{type(error).__name__}: {error}"
             failed += [(seq, f"structured_outputs: {message}") for seq in waiting]

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 TOO_COMPLEX = "grammar_too_complex"
+_REPEATED = 64
+"""Equal tokens, or tokens of digits, in a row that end a JSON output: a model does not come back from there."""
 
 
 class GrammarMatcher:
@@ -21,9 +23,21 @@ class GrammarMatcher:
     Tokens of ``end_token_ids`` are allowed exactly where the outputs are complete, whatever their text is.
     """
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int, end_token_ids: Iterable[int] = ()) -> None:
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        vocab_size: int,
+        end_token_ids: Iterable[int] = (),
+        digits: frozenset[int] | None = None,
+    ) -> None:
+        """``digits``: tokens of digits alone; None: outputs may repeat themselves as they like."""
         self.vocab_size = vocab_size
         self._matcher = matcher
+        self._digits = digits
+        self._last = -1
+        self._equal = 0
+        """How often the last token has come in a row, and ``_numeric`` how many tokens of digits."""
+        self._numeric = 0
         self.ends = tuple(sorted({token for token in end_token_ids if 0 <= token < vocab_size}))
 
     def fill(self, mask: Mask) -> str | None:
@@ -34,21 +48,32 @@ class GrammarMatcher:
         return refusal
 
     def advance(self, token_ids: Sequence[int]) -> str | None:
+        for token in token_ids:
+            self._equal = self._equal + 1 if token == self._last else 1
+            self._numeric = self._numeric + 1 if self._digits is not None and token in self._digits else 0
+            self._last = token
         return self._guarded("consume_tokens", list(token_ids))
 
     def rollback(self, count: int) -> None:
         self._matcher.rollback(count)
+        self._equal, self._numeric = max(0, self._equal - count), max(0, self._numeric - count)
 
     def copy(self) -> GrammarMatcher:
-        return GrammarMatcher(self._matcher.deep_copy(), self.vocab_size, self.ends)
+        made = GrammarMatcher(self._matcher.deep_copy(), self.vocab_size, self.ends, self._digits)
+        made._last, made._equal, made._numeric = self._last, self._equal, self._numeric
+        return made
 
-    def with_ends(self, end_token_ids: Iterable[int]) -> GrammarMatcher:
-        """A copy for a request with these tokens that end its sequences."""
-        return GrammarMatcher(self._matcher.deep_copy(), self.vocab_size, end_token_ids)
+    def with_ends(self, end_token_ids: Iterable[int], digits: frozenset[int] | None = None) -> GrammarMatcher:
+        """A copy for a request with these tokens that end its sequences. ``digits``: as for ``GrammarMatcher``."""
+        return GrammarMatcher(self._matcher.deep_copy(), self.vocab_size, end_token_ids, digits)
 
     @property
     def ended(self) -> bool:
         return self._matcher.is_stopped() and not self._matcher.is_error()
+
+    @property
+    def stuck(self) -> bool:
+        return self._digits is not None and max(self._equal, self._numeric) >= _REPEATED
 
     @property
     def accepting(self) -> bool:

@@ -46,6 +46,12 @@ class GrammarVocabulary:
         """Of the 256 bytes: grammars are checked with it where there is no need for the model's."""
         return cls(_Bytes(), _Bytes.vocab_size)
 
+    @functools.cached_property
+    def digits(self) -> frozenset[int]:
+        """Tokens of digits alone."""
+        pieces = self._tokenizer.token_bytes.pieces
+        return frozenset(token for token, piece in enumerate(pieces) if piece.isdigit())
+
     def get(self) -> LLTokenizer:
         """The vocabulary; the first call builds it, which takes some 10 µs a token.
 

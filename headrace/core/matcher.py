@@ -37,6 +37,11 @@ class Matcher(Protocol):
         ...
 
     @property
+    def stuck(self) -> bool:
+        """The last outputs repeat themselves where a constraint lets them do so without end."""
+        ...
+
+    @property
     def accepting(self) -> bool:
         """The outputs are complete as they are."""
         ...

@@ -89,10 +89,10 @@ class Scheduler:
         """Ends a sequence for a reason that the scheduler does not check itself, such as a stop string."""
         self._end(seq, reason, stop_reason)
 
-    def fail(self, seq: Sequence, error: str) -> None:
-        """Ends an unfinished sequence with an error, which the next ``update`` reports."""
+    def fail(self, seq: Sequence, error: str, code: str | None = None) -> None:
+        """Ends an unfinished sequence with an error, which the next ``update`` reports. ``code``: as in SequenceUpdate."""
         self._end(seq, "error", error=error)
-        self._failed.append(SequenceUpdate(seq, finish_reason="error", error=error))
+        self._failed.append(SequenceUpdate(seq, finish_reason="error", error=error, error_code=code))
 
     def has_work(self) -> bool:
         """True while a sequence is unfinished or a launched step is not collected."""

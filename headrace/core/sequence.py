@@ -131,3 +131,5 @@ class SequenceUpdate:
     """The last token stops the sequence and has no text."""
     error: str | None = None
     """The error message where ``finish_reason`` is "error"."""
+    error_code: str | None = None
+    """The caller's mistake that the error is; None: it is the engine's fault."""

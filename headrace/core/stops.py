@@ -7,11 +7,15 @@ from typing import NamedTuple
 from headrace.core.sequence import Sequence
 from headrace.outputs import FinishReason
 
+REPETITION = "repetition"
+"""Stop reason of a constrained output that repeats itself without end."""
+
 
 class Stop(NamedTuple):
     reason: FinishReason
-    stop_reason: int | None
-    """The token of ``stop_token_ids`` that stopped the sequence; None for an end-of-sequence token and for length."""
+    stop_reason: int | str | None
+    """The token of ``stop_token_ids`` that stopped the sequence, or REPETITION; None for an end-of-sequence token and for
+    length."""
     by_token: bool = False
     """The last token is one that stops sequences."""
     error: str | None = None
@@ -35,7 +39,9 @@ def check_stop(seq: Sequence) -> Stop | None:
     refusal = matcher.advance(seq.token_ids[-1:])
     if refusal is not None:
         return Stop("error", None, error=refusal)
-    return Stop("stop", None) if matcher.ended else stop
+    if matcher.ended:
+        return Stop("stop", None)
+    return Stop("length", REPETITION) if stop is None and matcher.stuck else stop
 
 
 def _token_stop(seq: Sequence) -> Stop | None:

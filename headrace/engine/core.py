@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from headrace.constrain.constraints import Constraints, Failed
+from headrace.constrain.constraints import GRAMMAR_ERROR, Constraints, Failed
 from headrace.core.plan import SamplePlan, StepPlan
 from headrace.core.request import Request
 from headrace.core.scheduler import Scheduler
@@ -117,7 +117,7 @@ class EngineCore:
 
     def _fail(self, failed: Failed) -> None:
         for sequence, error in failed:
-            self.scheduler.fail(sequence, error)
+            self.scheduler.fail(sequence, error, GRAMMAR_ERROR)
 
     def idle(self) -> bool:
         """Captures one CUDA graph unless requests are waiting. False: nothing was captured."""

@@ -101,7 +101,7 @@ class SequenceText:
         logprobs = None
         if self._params.logprobs is not None:
             logprobs = (update.logprobs or [])[: len(tokens)]
-        return self._delta(text, tokens, logprobs, finish, stop, update.error)
+        return self._delta(text, tokens, logprobs, finish, stop, update.error, update.error_code)
 
     def failed(self, error: str) -> OutputDelta:
         return self._delta("", [], None, "error", None, error)
@@ -145,9 +145,11 @@ class SequenceText:
         finish: FinishReason | None,
         stop: int | str | None,
         error: str | None,
+        error_code: str | None = None,
     ) -> OutputDelta:
         first, self._started = not self._started, True
-        if finish is not None and not isinstance(stop, str) and error is None:
+        stopped_in_text = finish == "stop" and isinstance(stop, str)
+        if finish is not None and not stopped_in_text and error is None:
             text += self._rest()
         prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
         return OutputDelta(
@@ -161,6 +163,7 @@ class SequenceText:
             finish_reason=finish,
             stop_reason=stop,
             error=error,
+            error_code=error_code,
             times=self._times() if finish is not None else None,
         )
 

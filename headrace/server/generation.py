@@ -99,6 +99,8 @@ class Generation:
         self._observer.delta(piece.prompt, delta)
         if delta.finish_reason == "error":
             message = delta.error or "the engine failed on this request"
+            if delta.error_code is not None:
+                raise RequestError(message, "structured_outputs", code=delta.error_code)
             # If the engine is not healthy, it failed itself and will be restarted.
             raise EngineError(message) if self._serving.llm.health().ok else EngineDeadError(message)
         if delta.finish_reason == "abort":

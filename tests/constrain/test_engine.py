@@ -56,7 +56,7 @@ class Letters:
     token_bytes = TokenBytes(tuple(PIECES), frozenset({0, EOS, 2}))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return [PIECES.index(bytes([byte])) for byte in text.encode()]
+        return [PIECES.index(bytes([byte])) for byte in text.encode() if bytes([byte]) in PIECES]
 
 
 @functools.lru_cache(maxsize=1)
@@ -105,6 +105,8 @@ class Engine:
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.finish: dict[tuple[str, int], str] = {}
         self.errors: dict[tuple[str, int], str | None] = {}
+        self.codes: dict[tuple[str, int], str | None] = {}
+        self.stops: dict[tuple[str, int], int | str | None] = {}
 
     def add(self, *requests: Request) -> None:
         for each in requests:
@@ -116,6 +118,7 @@ class Engine:
             self.tokens.setdefault(key, []).extend(delta.token_ids)
             if delta.finish_reason is not None:
                 self.finish[key], self.errors[key] = delta.finish_reason, delta.error
+                self.codes[key], self.stops[key] = delta.error_code, delta.stop_reason
 
     def run(self, before_step: Callable[[int], None] = lambda step: None) -> Engine:
         for step in range(4000):
@@ -266,6 +269,7 @@ def test_a_wrong_mask_is_noticed(depth: int, change: Any) -> None:
     assert "error" in engine.finish.values()
     for key, reason in engine.finish.items():
         assert reason == "error" or valid(key[0].split()[0], engine.text(key)) or reason == "length"
+        assert reason != "error" or engine.codes[key] is None
         assert reason != "error" or "constraint" in str(engine.errors[key]) or "grammar" in str(engine.errors[key])
 
 
@@ -275,6 +279,18 @@ def test_the_end_beats_min_tokens_and_ignore_eos() -> None:
     engine.run().assert_valid()
     assert set(engine.finish.values()) == {"stop"}
     assert all(EOS not in tokens for tokens in engine.tokens.values())
+
+
+def test_an_endless_number_is_cut_off() -> None:
+    """A model that falls into digits does not come back: the output ends long before max_tokens, and says why."""
+    made = grammars("letters")[0].constraint(StructuredOutputsParams(json={"type": "number"}))
+    biased = {PIECES.index(b"7"): 100.0, PIECES.index(b"3"): 99.0}
+    each = request("a", prompt(1, 5), temperature=1.0, logit_bias=biased, max_tokens=90)
+    engine = Engine(World(depth=2))
+    engine.add(msgspec.structs.replace(each, constraint=made))
+    engine.run()
+    assert engine.finish["a", 0] == "length" and engine.stops["a", 0] == "repetition"
+    assert 60 < len(engine.tokens["a", 0]) < 80
 
 
 def test_min_tokens_holds_where_more_may_come() -> None:
@@ -405,6 +421,7 @@ def test_a_matcher_that_cannot_go_on_ends_its_sequence_alone(depth: int, monkeyp
     engine.run()
     assert engine.finish == {("schema 0", 0): "error", ("regex 1", 0): "stop", ("free", 0): "length"}
     assert engine.errors["schema 0", 0] == "structured_outputs: grammar_too_complex: fuel"
+    assert engine.codes["schema 0", 0] == "grammar_too_complex"
 
 
 def test_one_filled_row_is_as_many_are() -> None:

@@ -307,7 +307,13 @@ class _Sample:
             if isinstance(token, EngineError):
                 raise token
             self.finished = True
-            return OutputDelta(request_id=request_id, index=self.index, finish_reason="error", error=str(token))
+            return OutputDelta(
+                request_id=request_id,
+                index=self.index,
+                finish_reason="error",
+                error=str(token),
+                error_code=getattr(token, "code", None),
+            )
         self._count += 1
         if self._count == 1:
             self._times = RequestTimes(self._times.arrived, self._times.scheduled, time.monotonic())

@@ -130,6 +130,21 @@ def test_a_mistake_names_its_field(path: str, fields: dict[str, Any], param: str
     assert not llm.seen
 
 
+class Limit(Exception):
+    """In place of a token, an error of the constraint."""
+
+    code = "grammar_too_complex"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_constraint_that_passes_a_limit_is_the_client_s_mistake(stream: bool) -> None:
+    llm = FakeLLM(script=lambda request, index: [Limit("structured_outputs: too much")])  # type: ignore[list-item,return-value]
+    response = Api(llm).complete(max_tokens=4, stream=stream, structured_outputs={"regex": "a+"})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert (error["param"], error["code"]) == ("structured_outputs", "grammar_too_complex")
+
+
 def test_a_server_without_a_tokenizer_says_so() -> None:
     llm = FakeLLM()
     llm._tokenizer = None

@@ -34,15 +34,18 @@ class Constraints:
     Args:
         compiler: None: constrained requests are refused for lack of a tokenizer.
         vocab_size: the model's.
+        lockstep: several processes schedule the same requests, each by itself: a request is taken in when it is compiled, so
+            that all of them take the same steps.
     """
 
-    def __init__(self, compiler: GrammarCompiler | None, vocab_size: int) -> None:
+    def __init__(self, compiler: GrammarCompiler | None, vocab_size: int, *, lockstep: bool = False) -> None:
         self.fill_seconds = 0.0
         self.wait_seconds = 0.0
         """Spent between the result of a step and the launch of the sampling that waited for it."""
         self.requests: dict[str, int] = {}
         """"kind outcome" -> number of requests."""
         self._compiler = compiler
+        self._lockstep = lockstep
         self._words = -(-vocab_size // 32)
         self._anything = np.full(self._words, -1, dtype=np.int32).tobytes()
         self._compiling: dict[Future[GrammarMatcher], list[EngineSequence]] = {}
@@ -72,6 +75,8 @@ class Constraints:
         future, known = self._compiler.compile(constraint)
         self._count(constraint.kind, "cached" if known else "compiled")
         self._compiling.setdefault(future, []).extend(sequences)
+        if self._lockstep:
+            wait([future])
 
     def collect(self) -> Failed:
         """Gives sequences whose constraint is compiled their matchers; returns those whose constraint cannot be compiled."""

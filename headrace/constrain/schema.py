@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn, TypeVar
 from urllib.parse import unquote
 
+from headrace.constrain.dates import DATES
 from headrace.errors import RequestError
 
 Schema = dict[str, Any] | bool
@@ -143,6 +144,7 @@ class _Walk:
             elif name in ("$defs", "definitions"):
                 below = False
             node.keywords[name] = self._handlers[name](value, f"{pointer}/{_escaped(name)}", depth + 1, below)
+        _spell_out_dates(node.keywords)
         return node.keywords
 
     def resolve(self) -> None:
@@ -348,6 +350,18 @@ def _constants(schema: Any) -> set[str]:
     if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
         return set()
     return set(values)
+
+
+def _spell_out_dates(keywords: dict[str, Any]) -> None:
+    """Puts a pattern in the place of a format that llguidance holds too loosely."""
+    pattern = DATES.get(keywords.get("format", ""))
+    if pattern is None:
+        return
+    del keywords["format"]
+    if "pattern" in keywords:
+        keywords["allOf"] = [*keywords.get("allOf", ()), {"pattern": pattern}]
+    else:
+        keywords["pattern"] = pattern
 
 
 def _bound_integer(keywords: dict[str, Any]) -> None:

@@ -31,11 +31,11 @@ class Frontend:
             return None
         return self._vocabularies.setdefault(vocab_size, GrammarVocabulary(self.tokenizer, vocab_size))
 
-    def constraints(self, args: EngineArgs, vocab_size: int) -> Constraints:
-        """For an engine that has resolved its vocabulary."""
+    def constraints(self, args: EngineArgs, vocab_size: int, *, lockstep: bool = False) -> Constraints:
+        """For an engine that has resolved its vocabulary. ``lockstep``: as in Constraints."""
         vocabulary = self._grammars(vocab_size)
         compiler = None if vocabulary is None else GrammarCompiler(vocabulary, args.structured_outputs_config)
-        return Constraints(compiler, vocab_size)
+        return Constraints(compiler, vocab_size, lockstep=lockstep)
 
     def inputs(self, args: EngineArgs, *, vocab_size: int, max_model_len: int) -> InputProcessor:
         """For an engine that has resolved its vocabulary and context length."""

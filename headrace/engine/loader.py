@@ -91,7 +91,7 @@ def load_engine(
             config = dataclasses.replace(config, decisions=(*others, failed))
     scheduler = Scheduler(config.scheduler, config.cache)
     outputs = OutputProcessor(tokenizer)
-    constraints = frontend.constraints(args, config.model.vocab_size)
+    constraints = frontend.constraints(args, config.model.vocab_size, lockstep=source.ranks.size > 1)
     core = EngineCore(scheduler, executor, outputs, constraints, pipeline_depth=config.scheduler.pipeline_depth)
     with timeline.phase("warm-up"):
         core.warm_up(_warm_up_requests(config))

@@ -437,6 +437,20 @@ def test_one_filled_row_is_as_many_are() -> None:
     assert (together == apart).all() and together.any(axis=1).all()
 
 
+def test_processes_in_lockstep_take_a_request_in_when_it_is_compiled() -> None:
+    """Each has a scheduler of its own, and must not depend on how soon its threads are done."""
+    held = Held()
+    constraints = Constraints(held, VOCAB, lockstep=True)  # type: ignore[arg-type]
+    each = constrained("choice")
+    assert each.constraint is not None
+    threading.Timer(0.2, held.release, [each.constraint]).start()
+    engine = Engine(World(), held)  # type: ignore[arg-type]
+    engine.core._constraints = constraints
+    engine.add(each)
+    assert held.futures[each.constraint.grammar].done()
+    assert engine.core.step() and engine.core.scheduler.num_running == 1
+
+
 def test_an_engine_without_a_tokenizer_refuses() -> None:
     config = World().config()
     runner = World().runner()

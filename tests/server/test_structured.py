@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -151,3 +151,24 @@ def test_a_server_without_a_tokenizer_says_so() -> None:
     llm.inputs = llm._make_inputs()
     response = Api(llm).post("/v1/completions", {"prompt": [1, 2], "max_tokens": 4, "structured_outputs": {"regex": "a"}})
     assert response.status_code == 400 and "tokenizer" in response.json()["error"]["message"]
+
+
+def test_the_openai_client_parses_into_a_class() -> None:
+    """What ``chat.completions.parse`` sends is held as it is."""
+    from openai.lib._pydantic import to_strict_json_schema
+    from pydantic import BaseModel
+
+    class Part(BaseModel):
+        name: str
+        amount: float | None
+
+    class Whole(BaseModel):
+        title: str
+        parts: list[Part]
+        kind: Literal["a", "b"]
+
+    schema = to_strict_json_schema(Whole)
+    sent = {"type": "json_schema", "json_schema": {"name": "Whole", "schema": schema, "strict": True}}
+    response, llm = send(PATHS[0], {"response_format": sent})
+    assert response.status_code == 200, response.text
+    assert llm.seen[0].constraint == expected({"json": schema})

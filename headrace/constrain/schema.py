@@ -179,8 +179,7 @@ class _Walk:
         if name == "uniqueItems" and value is False:
             return False
         if name == "format" and isinstance(value, str) and value not in FORMATS:
-            kinds = schema.get("type", "string")
-            if self._options.strict and "string" in ([kinds] if isinstance(kinds, str) else kinds):
+            if self._options.strict and "string" in _types(schema):
                 known = ", ".join(sorted(FORMATS))
                 self._fail(
                     f"the format {_shown(value)} cannot be enforced (known are {known}); strict: false ignores it", where
@@ -307,11 +306,12 @@ def _modern(schema: Mapping[str, Any]) -> dict[str, Any]:
 def _told_apart(branches: list[Any], root: Any) -> bool:
     """Whether no value is valid for two branches of a oneOf, by their types or by a required property's constants."""
     followed = [_followed(branch, root) for branch in branches[: _COMPARED + 1]]
-    if len(followed) > _COMPARED or not all(isinstance(branch, dict) for branch in followed):
+    if not 0 < len(followed) <= _COMPARED or not all(isinstance(branch, dict) for branch in followed):
         return False
     types = [_types(branch) for branch in followed]
-    names = set.intersection(*({*(branch.get("properties") or {})} & {*_names(branch)} for branch in followed))
-    constants = [[_constants(branch["properties"][name]) for branch in followed] for name in names]
+    properties = [own if isinstance(own := branch.get("properties"), dict) else {} for branch in followed]
+    names = set.intersection(*({*own} & {*_names(branch)} for own, branch in zip(properties, followed, strict=True)))
+    constants = [[_constants(own[name]) for own in properties] for name in names]
     return all(
         not (types[i] & types[j]) or any(of[i] and of[j] and not (of[i] & of[j]) for of in constants)
         for i, j in itertools.combinations(range(len(followed)), 2)
@@ -332,8 +332,9 @@ def _followed(branch: Any, root: Any) -> Any:
 
 
 def _types(schema: Mapping[str, Any]) -> set[str]:
-    named = schema.get("type", list(TYPES))
-    found = {name for name in ([named] if isinstance(named, str) else named) if isinstance(name, str)}
+    """The types that a schema names; all of them where it names none that there is."""
+    named = schema.get("type")
+    found = {name for name in (named if isinstance(named, list) else [named]) if isinstance(name, str)} or {*TYPES}
     return found | {"integer"} if "number" in found else found
 
 

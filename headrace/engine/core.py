@@ -121,8 +121,8 @@ class EngineCore:
 
     def idle(self) -> bool:
         """Captures one CUDA graph unless requests are waiting. False: nothing was captured."""
-        captured, total = self.executor.graphs()
-        if self.has_work() or captured >= total:
+        graphs = self.executor.graphs()
+        if self.has_work() or graphs.captured >= graphs.total:
             return False
         self.executor.capture_next()
         return True
@@ -160,12 +160,12 @@ class EngineCore:
         return self._counted().since(self._before)
 
     def _counted(self) -> EngineStats:
-        captured, most = self.executor.graphs()
+        graphs = self.executor.graphs()
         return msgspec.structs.replace(
             self.scheduler.stats(),
             host_seconds=self._host_seconds,
-            graphs_captured=captured,
-            graphs_total=most,
+            graphs_captured=graphs.captured,
+            graphs_total=graphs.total,
             grammar_compile_seconds=self._constraints.compile_seconds,
             grammar_fill_seconds=self._constraints.fill_seconds,
             grammar_wait_seconds=self._constraints.wait_seconds,

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 
 from headrace.config import StructuredOutputsConfig
-from headrace.constrain.limits import num_threads, parser_limits
+from headrace.constrain.limits import make_pool, parser_limits
 from headrace.constrain.matcher import GrammarMatcher
 from headrace.constrain.vocabulary import GrammarVocabulary
 from headrace.core.request import Constraint
@@ -43,7 +43,7 @@ class GrammarCompiler:
             self._cache.move_to_end(key)
             return found, True
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(num_threads(self._config), thread_name_prefix="grammar")
+            self._pool = make_pool(self._config)
         future = self._pool.submit(self._compile, constraint)
         self._cache[key] = future
         self._nbytes += _size(key)

@@ -18,7 +18,7 @@ import msgspec
 
 from headrace.config import StructuredOutputsConfig
 from headrace.constrain.compiler import compiled
-from headrace.constrain.limits import num_threads
+from headrace.constrain.limits import make_pool
 from headrace.constrain.schema import Schema, SchemaError, SchemaOptions, narrow, refusal, subschemas
 from headrace.constrain.vocabulary import GrammarVocabulary
 from headrace.core.request import Constraint
@@ -83,7 +83,7 @@ class GrammarFactory:
             if msgspec.msgpack.encode(params) in self._cache:
                 return
             if self._pool is None:
-                self._pool = ThreadPoolExecutor(num_threads(self._config), thread_name_prefix="grammar-check")
+                self._pool = make_pool(self._config)
         await asyncio.get_running_loop().run_in_executor(self._pool, self._settle, params)
 
     def _settle(self, params: StructuredOutputsParams) -> None:

@@ -15,11 +15,12 @@ from headrace.constrain.matcher import GrammarMatcher, finish_masks, words
 from headrace.core.matcher import Mask, Matcher
 from headrace.core.sequence import Sequence as EngineSequence
 from headrace.errors import EngineError, RequestError
+from headrace.outputs import Failure
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor
 
-Failed = list[tuple[EngineSequence, str]]
+Failed = list[tuple[EngineSequence, Failure]]
 """Sequences that cannot go on, and why."""
 
 GRAMMAR_ERROR = "grammar_too_complex"
@@ -92,7 +93,7 @@ class Constraints:
                     seq.matcher = future.result().with_ends(_end_tokens(seq), digits)
                 continue
             message = error.message if isinstance(error, RequestError) else f"{type(error).__name__}: {error}"
-            failed += [(seq, f"structured_outputs: {message}") for seq in waiting]
+            failed += [(seq, _failure(message)) for seq in waiting]
             for seq in waiting:
                 if seq.index == 0 and seq.request.constraint is not None:
                     self._count(seq.request.constraint.kind, "failed")
@@ -123,7 +124,7 @@ class Constraints:
             if error is None:
                 masks[seq.seq_id] = [row.tobytes()]
             else:
-                failed.append((seq, f"structured_outputs: {error}"))
+                failed.append((seq, _failure(error)))
         self.fill_seconds += time.perf_counter() - start
         return masks, failed
 
@@ -154,6 +155,10 @@ class Constraints:
             return [matcher.fill(mask) for matcher, mask in zip(matchers, masks, strict=True)]
         finish_masks(grammars, own, masks)
         return [matcher.error for matcher in grammars]
+
+
+def _failure(message: str) -> Failure:
+    return Failure(f"structured_outputs: {message}", client=True, code=GRAMMAR_ERROR)
 
 
 def _end_tokens(seq: EngineSequence) -> set[int]:

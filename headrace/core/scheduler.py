@@ -23,7 +23,7 @@ from headrace.core.step import InFlightRow, InFlightStep, StepBuilder
 from headrace.errors import EngineError, RequestError
 from headrace.kv import KVCacheManager
 from headrace.metrics.stats import EngineStats
-from headrace.outputs import FinishReason
+from headrace.outputs import Failure, FinishReason
 
 
 class Scheduler:
@@ -70,8 +70,9 @@ class Scheduler:
         if request.request_id in self._requests:
             raise RequestError(f"request {request.request_id!r} is being served already", "request_id")
         check_request(request, self.config, self.kv, self.num_waiting)
-        sequences = [self._make_sequence(request, index) for index in range(request.sampling.n)]
-        first, *siblings = sequences
+        first = self._make_sequence(request, 0)
+        siblings = [self._make_sequence(request, index, first) for index in range(1, request.sampling.n)]
+        sequences = [first, *siblings]
         self._lead(first, siblings)
         self._requests[request.request_id] = sequences.copy()
         self._num_unfinished += len(sequences)
@@ -89,10 +90,10 @@ class Scheduler:
         """Ends a sequence for a reason that the scheduler does not check itself, such as a stop string."""
         self._end(seq, reason, stop_reason)
 
-    def fail(self, seq: Sequence, error: str, code: str | None = None) -> None:
-        """Ends an unfinished sequence with an error, which the next ``update`` reports. ``code``: as in SequenceUpdate."""
+    def fail(self, seq: Sequence, error: Failure) -> None:
+        """Ends an unfinished sequence with an error, which the next ``update`` reports."""
         self._end(seq, "error", error=error)
-        self._failed.append(SequenceUpdate(seq, finish_reason="error", error=error, error_code=code))
+        self._failed.append(SequenceUpdate(seq, finish_reason="error", error=error))
 
     def has_work(self) -> bool:
         """True while a sequence is unfinished or a launched step is not collected."""
@@ -116,10 +117,12 @@ class Scheduler:
         """
         if len(self._in_flight) >= self.config.pipeline_depth:
             return None
+        num_decoding = sum(seq.decoding for seq in self._running)
         budget = StepBudget(
             self.config.max_num_batched_tokens,
             self.config.max_num_encoder_tokens,
-            reserved=sum(seq.decoding for seq in self._running),
+            reserved=num_decoding,
+            prefill=self.config.max_prefill_tokens_beside_decode if num_decoding else None,
         )
         step = StepBuilder(budget, self.kv.moves)
         if self._starved is not None:
@@ -210,11 +213,13 @@ class Scheduler:
         seq, self._starved = self._starved, None
         budget = step.budget
         reserved, budget.reserved = budget.reserved, 0
+        prefill, budget.prefill, before = budget.prefill, None, budget.tokens
         if seq is not None and seq.status is Status.RUNNING:
             self._continue(seq, step)
         elif seq is not None and self._first_ready() is seq and self._slots.num_free:
             self._admit(seq, step)
         budget.reserved = min(reserved, budget.tokens)
+        budget.prefill = None if prefill is None else max(0, prefill - (before - budget.tokens))
 
     def _continue(self, seq: Sequence, step: StepBuilder) -> None:
         """Adds a row for a running sequence, unless it must wait."""
@@ -292,8 +297,8 @@ class Scheduler:
     def _fail(self, seq: Sequence) -> None:
         """Ends a sequence that cannot continue although the whole cache is available to it."""
         reason = self.kv.too_small_for(seq.num_tokens, least_chunk(seq.num_computed, seq.items))
-        message = f"the KV cache is too small to continue this sequence: {reason or 'it has the whole cache already'}"
-        self.fail(seq, message)
+        error = Failure(f"the KV cache is too small to continue this sequence: {reason or 'it has the whole cache already'}")
+        self.fail(seq, error)
 
     # ------------------------------------------------------------------ scheduling: waiting sequences
 
@@ -362,7 +367,7 @@ class Scheduler:
         seq = row.seq
         error = result.errors.get(seq.seq_id)
         if error is None and row.num_logits and token_ids is None:
-            error = "the step returned no token for this sequence"
+            error = Failure("the step returned no token for this sequence")
         if error is not None:
             self._end(seq, "error", error=error)
             return SequenceUpdate(seq, finish_reason="error", error=error)
@@ -393,11 +398,11 @@ class Scheduler:
 
     # ------------------------------------------------------------------ samples of one request
 
-    def _make_sequence(self, request: Request, index: int) -> Sequence:
+    def _make_sequence(self, request: Request, index: int, first: Sequence | None = None) -> Sequence:
         seq_id = self._next_seq_id
         self._next_seq_id += 1
         blocks = self.kv.open(seq_id, request.prompt_token_ids.copy(), request.cache_identity)
-        return Sequence(seq_id, request, index, blocks, self.config.max_model_len)
+        return Sequence(seq_id, request, index, blocks, self.config.max_model_len, first)
 
     def _lead(self, seq: Sequence, siblings: list[Sequence]) -> None:
         """Queues a sequence. Its siblings wait outside the queue until it has computed the prompt."""
@@ -416,7 +421,9 @@ class Scheduler:
 
     # ------------------------------------------------------------------ endings
 
-    def _end(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None, error: str | None = None) -> None:
+    def _end(
+        self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None, error: Failure | None = None
+    ) -> None:
         """Ends a sequence in any state; no-op if it has finished."""
         if seq.status is Status.FINISHED:
             return

@@ -8,7 +8,7 @@ import enum
 from headrace.core.matcher import Matcher
 from headrace.core.request import Request
 from headrace.kv import Item, SequenceBlocks
-from headrace.outputs import FinishReason, RequestTimes, TokenLogprobs
+from headrace.outputs import Failure, FinishReason, RequestTimes, TokenLogprobs
 
 
 class Status(enum.Enum):
@@ -38,6 +38,10 @@ class Sequence:
     """Index of the sample within the request."""
     blocks: SequenceBlocks
     max_model_len: dataclasses.InitVar[int]
+    first: dataclasses.InitVar[Sequence | None] = None
+    """Another sample of the request."""
+    stop_token_ids: frozenset[int] = dataclasses.field(init=False)
+    """Of the request: its samples share the set."""
     token_ids: list[int] = dataclasses.field(init=False)
     num_prompt: int = dataclasses.field(init=False)
     max_len: int = dataclasses.field(init=False)
@@ -67,12 +71,14 @@ class Sequence:
     """For prompt tokens 1, 2, ..., filled in as they are computed; None if not requested, or delivered already."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    error: str | None = None
+    error: Failure | None = None
     scheduled_at: float | None = None
     first_token_at: float | None = None
     finished_at: float | None = None
 
-    def __post_init__(self, max_model_len: int) -> None:
+    def __post_init__(self, max_model_len: int, first: Sequence | None) -> None:
+        stops = self.request.sampling.stop_token_ids
+        self.stop_token_ids = frozenset(stops or ()) if first is None else first.stop_token_ids
         self.token_ids = self.blocks.token_ids
         self.num_prompt = len(self.request.prompt_token_ids)
         self.max_len = min(self.num_prompt + self.request.max_tokens, max_model_len)
@@ -129,7 +135,5 @@ class SequenceUpdate:
     stop_reason: int | str | None = None
     hides_last: bool = False
     """The last token stops the sequence and has no text."""
-    error: str | None = None
-    """The error message where ``finish_reason`` is "error"."""
-    error_code: str | None = None
-    """The caller's mistake that the error is; None: it is the engine's fault."""
+    error: Failure | None = None
+    """Where ``finish_reason`` is "error"."""

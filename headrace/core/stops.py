@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from headrace.core.sequence import Sequence
-from headrace.outputs import FinishReason
+from headrace.outputs import Failure, FinishReason
 
 REPETITION = "repetition"
 """Stop reason of a constrained output that repeats itself without end."""
@@ -18,7 +18,7 @@ class Stop(NamedTuple):
     length."""
     by_token: bool = False
     """The last token is one that stops sequences."""
-    error: str | None = None
+    error: Failure | None = None
     """With the reason "error"."""
 
 
@@ -35,10 +35,11 @@ def check_stop(seq: Sequence) -> Stop | None:
     if stop is not None and stop.by_token:
         if matcher.accepting:
             return stop
-        return Stop("error", None, error=f"token {seq.token_ids[-1]} ended the output before its constraint was met")
+        message = f"token {seq.token_ids[-1]} ended the output before its constraint was met"
+        return Stop("error", None, error=Failure(message))
     refusal = matcher.advance(seq.token_ids[-1:])
     if refusal is not None:
-        return Stop("error", None, error=refusal)
+        return Stop("error", None, error=Failure(refusal))
     if matcher.ended:
         return Stop("stop", None)
     return Stop("length", REPETITION) if stop is None and matcher.stuck else stop
@@ -50,7 +51,7 @@ def _token_stop(seq: Sequence) -> Stop | None:
     if len(seq.token_ids) - seq.num_prompt >= sampling.min_tokens:
         if not sampling.ignore_eos and token in seq.request.eos_token_ids:
             return Stop("stop", None, by_token=True)
-        if sampling.stop_token_ids and token in sampling.stop_token_ids:
+        if token in seq.stop_token_ids:
             return Stop("stop", token, by_token=True)
     if len(seq.token_ids) >= seq.max_len:
         return Stop("length", None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -9,17 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from headrace.constrain.constraints import GRAMMAR_ERROR, Constraints, Failed
+from headrace.constrain.constraints import Constraints, Failed
 from headrace.core.plan import SamplePlan, StepPlan
 from headrace.core.request import Request
 from headrace.core.scheduler import Scheduler
 from headrace.engine.outputs import OutputProcessor
-from headrace.errors import EngineError
+from headrace.errors import EngineError, RequestError
 from headrace.metrics.stats import EngineStats
 from headrace.outputs import OutputDelta
 
 if TYPE_CHECKING:
     from headrace.engine.executor import Executor
+
+logger = logging.getLogger("headrace.engine")
 
 
 _COMPILE_SECONDS = 0.01
@@ -57,12 +60,24 @@ class EngineCore:
         """Counters at the end of the warm-up."""
 
     def add(self, request: Request) -> None:
-        """Raises: RequestError, QueueFullError: the request was not taken."""
+        """Takes a request in.
+
+        Raises:
+            RequestError, QueueFullError: the request was refused.
+            EngineError: taking it in failed. Nothing is left of it, and other requests are not affected.
+        """
         if request.constraint is not None:
             self._constraints.check()
-        sequences = self.scheduler.add(request)
-        self.outputs.open(sequences)
-        self._constraints.open(sequences)
+        try:
+            sequences = self.scheduler.add(request)
+            self.outputs.open(sequences)
+            self._constraints.open(sequences)
+        except RequestError:
+            raise
+        except Exception as error:
+            logger.exception("request %s cannot be taken in", request.request_id)
+            self.abort(request.request_id)
+            raise EngineError(f"the request cannot be taken in: {type(error).__name__}: {error}") from error
 
     def abort(self, request_id: str) -> list[OutputDelta]:
         """Ends a request; its blocks are free once the steps under way are done. Unknown or finished: nothing happens."""
@@ -117,7 +132,7 @@ class EngineCore:
 
     def _fail(self, failed: Failed) -> None:
         for sequence, error in failed:
-            self.scheduler.fail(sequence, error, GRAMMAR_ERROR)
+            self.scheduler.fail(sequence, error)
 
     def idle(self) -> bool:
         """Captures one CUDA graph unless requests are waiting. False: nothing was captured."""

@@ -12,6 +12,7 @@ from headrace.constrain.factory import GrammarFactory
 from headrace.constrain.vocabulary import GrammarVocabulary
 from headrace.engine.inputs import InputProcessor
 from headrace.sources.files import ModelFiles, find_model
+from headrace.text.templates import TemplateLimits, TemplateRenderer
 from headrace.text.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -47,6 +48,7 @@ class Frontend:
             generation_config=self.files.generation_config,
             seed=args.seed,
             grammars=GrammarFactory(args.structured_outputs_config, self._grammars(vocab_size)),
+            max_prompt_chars=args.max_prompt_chars,
         )
 
 
@@ -58,7 +60,8 @@ def load_frontend(args: EngineArgs, chat_template: str | None = None, *, prepare
         ConfigError: there is no such model or tokenizer, or they cannot be read.
     """
     files = find_model(args)
-    tokenizer = None if args.skip_tokenizer_init else load_tokenizer(files, args.tokenizer, chat_template)
+    renderer = TemplateRenderer(TemplateLimits(args.max_template_seconds, args.max_template_memory))
+    tokenizer = None if args.skip_tokenizer_init else load_tokenizer(files, args.tokenizer, chat_template, renderer)
     if prepared and tokenizer is not None:
         tokenizer.prepare()
     if prepared and files.gguf_file is not None:

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 from headrace.core.sequence import Sequence, SequenceUpdate
-from headrace.outputs import FinishReason, OutputDelta, RequestTimes, TokenLogprobs
+from headrace.outputs import Failure, FinishReason, OutputDelta, RequestTimes, TokenLogprobs
 from headrace.text.detokenizer import IncrementalDetokenizer
-from headrace.text.stops import StopStrings
+from headrace.text.stops import StopAutomaton, StopStrings
 
 if TYPE_CHECKING:
     from headrace.text.tokenizer import Tokenizer
@@ -38,8 +38,11 @@ class OutputProcessor:
         """seq_id -> text state, from admission to the last delta."""
 
     def open(self, sequences: Iterable[Sequence]) -> None:
+        """``sequences``: the samples of one request."""
+        first: SequenceText | None = None
         for sequence in sequences:
-            self._texts[sequence.seq_id] = SequenceText(sequence, self._tokenizer)
+            text = self._texts[sequence.seq_id] = SequenceText(sequence, self._tokenizer, first)
+            first = first or text
 
     def process(self, updates: list[SequenceUpdate]) -> tuple[list[OutputDelta], list[Ended]]:
         """The deltas of one step in the order of ``updates``, and the sequences that a stop string or an error ended."""
@@ -52,7 +55,7 @@ class OutputProcessor:
                 delta = text.advance(update)
             except Exception as error:
                 logger.exception("request %s: its output cannot be converted to text", text.request_id)
-                delta = text.failed(f"{type(error).__name__}: {error}")
+                delta = text.failed(Failure(f"{type(error).__name__}: {error}"))
             if delta is None:
                 continue
             if delta.finish_reason is not None:
@@ -62,16 +65,17 @@ class OutputProcessor:
             deltas.append(delta)
         return deltas, ended
 
-    def close(self, sequences: Iterable[Sequence], reason: FinishReason, error: str | None = None) -> list[OutputDelta]:
+    def close(self, sequences: Iterable[Sequence], reason: FinishReason) -> list[OutputDelta]:
         """The last deltas of sequences that the scheduler has ended already."""
         texts = (self._texts.pop(sequence.seq_id, None) for sequence in sequences)
-        return [text.ended(reason, error) for text in texts if text is not None]
+        return [text.ended(reason) for text in texts if text is not None]
 
 
 class SequenceText:
     """Incremental text of one sequence."""
 
-    def __init__(self, sequence: Sequence, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, sequence: Sequence, tokenizer: Tokenizer | None, first: SequenceText | None = None) -> None:
+        """``first``: of another sample of the request, which has computed what depends on the request alone."""
         request = sequence.request
         params = request.sampling
         self.request_id = request.request_id
@@ -81,10 +85,17 @@ class SequenceText:
         self._started = False
         self._detokenizer: IncrementalDetokenizer | None = None
         self._stops: StopStrings | None = None
+        self._automaton: StopAutomaton | None = None
         if tokenizer is not None and params.detokenize:
-            self._detokenizer = IncrementalDetokenizer(tokenizer, request.prompt_token_ids, params.skip_special_tokens)
+            if first is not None and first._detokenizer is not None:
+                self._detokenizer = first._detokenizer.sibling()
+            else:
+                self._detokenizer = IncrementalDetokenizer(tokenizer, request.prompt_token_ids, params.skip_special_tokens)
             if params.stop:
-                self._stops = StopStrings(params.stop, include=params.include_stop_str_in_output, min_tokens=params.min_tokens)
+                self._automaton = first._automaton if first is not None else None
+                self._automaton = self._automaton or StopAutomaton(params.stop)
+                include = params.include_stop_str_in_output
+                self._stops = StopStrings(self._automaton, include=include, min_tokens=params.min_tokens)
 
     def advance(self, update: SequenceUpdate) -> OutputDelta | None:
         """The delta of one step. None: there is nothing to emit yet, as after a chunk that is not the prompt's last."""
@@ -101,14 +112,14 @@ class SequenceText:
         logprobs = None
         if self._params.logprobs is not None:
             logprobs = (update.logprobs or [])[: len(tokens)]
-        return self._delta(text, tokens, logprobs, finish, stop, update.error, update.error_code)
+        return self._delta(text, tokens, logprobs, finish, stop, update.error)
 
-    def failed(self, error: str) -> OutputDelta:
+    def failed(self, error: Failure) -> OutputDelta:
         return self._delta("", [], None, "error", None, error)
 
-    def ended(self, reason: FinishReason, error: str | None) -> OutputDelta:
+    def ended(self, reason: FinishReason) -> OutputDelta:
         """The last delta of a sequence that ends between steps; emits text that was held back for a stop string."""
-        return self._delta(self._rest(), [], None, reason, None, error)
+        return self._delta(self._rest(), [], None, reason, None, None)
 
     def _hides_last(self, update: SequenceUpdate) -> bool:
         """The token that stops a sequence has no text, unless include_stop_str_in_output is set."""
@@ -144,8 +155,7 @@ class SequenceText:
         logprobs: list[TokenLogprobs] | None,
         finish: FinishReason | None,
         stop: int | str | None,
-        error: str | None,
-        error_code: str | None = None,
+        error: Failure | None,
     ) -> OutputDelta:
         first, self._started = not self._started, True
         stopped_in_text = finish == "stop" and isinstance(stop, str)
@@ -162,8 +172,9 @@ class SequenceText:
             num_cached_tokens=self._sequence.num_cached_tokens if first else 0,
             finish_reason=finish,
             stop_reason=stop,
-            error=error,
-            error_code=error_code,
+            error=error.message if error is not None else None,
+            client_error=error is not None and error.client,
+            error_code=error.code if error is not None else None,
             times=self._times() if finish is not None else None,
         )
 

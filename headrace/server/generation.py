@@ -76,6 +76,10 @@ class Generation:
         self._note(piece)
         return piece
 
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        """Runs work on the answer beside the event loop."""
+        return await self._serving.llm.inputs.in_thread(work)
+
     async def aclose(self) -> None:
         """Abort what still runs; nothing if all is finished."""
         if self._stream is not None:
@@ -99,8 +103,9 @@ class Generation:
         self._observer.delta(piece.prompt, delta)
         if delta.finish_reason == "error":
             message = delta.error or "the engine failed on this request"
-            if delta.error_code is not None:
-                raise RequestError(message, "structured_outputs", code=delta.error_code)
+            if delta.client_error:
+                param = None if delta.error_code is None else "structured_outputs"
+                raise RequestError(message, param, code=delta.error_code)
             # If the engine is not healthy, it failed itself and will be restarted.
             raise EngineError(message) if self._serving.llm.health().ok else EngineDeadError(message)
         if delta.finish_reason == "abort":

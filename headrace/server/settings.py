@@ -90,6 +90,11 @@ class ServerSettings:
     closes its connections."""
     max_messages: Annotated[int, OptionSpec(min=1)] = 4096
     """Maximum number of messages in a chat request."""
+    max_chat_values: Annotated[int, OptionSpec(min=1)] = 65_536
+    """Maximum number of JSON values in `messages` of a request, nested ones included, and as many in `chat_template_kwargs`."""
+    max_prompt_logprobs: Annotated[int, OptionSpec(min=1)] = 524_288
+    """Maximum number of log-probabilities of prompt tokens in one answer: prompt tokens times (`prompt_logprobs` + 1), for
+    completions times `n`. An entry takes about 70 bytes."""
     max_prompts: Annotated[int, OptionSpec(min=1)] = 256
     """Maximum number of prompts in a completions request."""
     max_n: Annotated[int, OptionSpec(min=1)] = MAX_SAMPLES

@@ -11,6 +11,7 @@ from headrace.cli.prompts import parse_line
 from headrace.config import StructuredOutputsConfig
 from headrace.constrain.factory import GrammarFactory
 from headrace.core.request import Constraint
+from headrace.errors import RequestError
 from headrace.sampling_params import StructuredOutputsParams
 from server.fakes import FakeLLM
 from server.harness import Api
@@ -130,15 +131,10 @@ def test_a_mistake_names_its_field(path: str, fields: dict[str, Any], param: str
     assert not llm.seen
 
 
-class Limit(Exception):
-    """In place of a token, an error of the constraint."""
-
-    code = "grammar_too_complex"
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_constraint_that_passes_a_limit_is_the_client_s_mistake(stream: bool) -> None:
-    llm = FakeLLM(script=lambda request, index: [Limit("structured_outputs: too much")])  # type: ignore[list-item,return-value]
+    mistake = RequestError("structured_outputs: too much", code="grammar_too_complex")
+    llm = FakeLLM(script=lambda request, index: [mistake])  # type: ignore[list-item,return-value]
     response = Api(llm).complete(max_tokens=4, stream=stream, structured_outputs={"regex": "a+"})
     assert response.status_code == 400
     error = response.json()["error"]

@@ -11,8 +11,8 @@ from starlette.responses import Response
 
 from headrace.outputs import OutputDelta
 from headrace.server.generation import Generation, Piece, named
-from headrace.server.logprobs import chat_logprobs, prompt_logprobs
-from headrace.server.prompts import render_messages
+from headrace.server.logprobs import JSONArray, chat_logprobs, prompt_logprobs
+from headrace.server.prompts import check_prompt_logprobs, render_messages
 from headrace.server.request import body_schema, checked_body
 from headrace.server.sampling import chat_names, chat_params
 from headrace.server.schema import ChatBody
@@ -34,13 +34,14 @@ async def chat_completions(request: Request) -> Response:
     with named(chat_names(body)):
         params = chat_params(body, state)
         engine_request = await state.llm.inputs.request_async(
-            render_messages(state, body),
+            await render_messages(state, body),
             params,
             add_special_tokens=body.add_special_tokens,
             request_id=request_id,
             priority=body.priority,
             cache_salt=body.cache_salt,
         )
+    check_prompt_logprobs(state, [engine_request], copies=1)
     generation = Generation(state, [engine_request])
     return await respond(request, state, generation, ChatAnswer(body, model, generation, request_id), stream=body.stream)
 
@@ -62,14 +63,18 @@ class ChatAnswer(Answer):
             return None
         return chat_logprobs(self._model.texts, delta.logprobs, self._body.top_logprobs or 0)
 
+    async def prepare(self, piece: Piece) -> None:
+        entries = piece.delta.prompt_logprobs
+        if entries is not None and "prompt_logprobs" in self._body.sampling:
+            shaped = await self._generation.in_thread(lambda: prompt_logprobs(self._model.texts, entries).json)
+            self._prompt_logprobs = {"prompt_logprobs": shaped}
+
     def add(self, piece: Piece) -> Iterator[dict[str, Any]]:
         """Chunks: the role of each choice with its first delta, then text, then its finish."""
         delta, body = piece.delta, self._body
         choice = self._choices[delta.index]
         first, logprobs = not choice.started, self._logprobs(delta)
         choice.add(delta, logprobs)
-        if delta.prompt_logprobs is not None and "prompt_logprobs" in body.sampling:
-            self._prompt_logprobs = {"prompt_logprobs": prompt_logprobs(self._model.texts, delta.prompt_logprobs)}
         if not body.stream:
             return
         if first:
@@ -101,7 +106,7 @@ class _ChatChoice:
         self._index = index
         self._texts: list[str] = []
         self._token_ids: list[int] = []
-        self._logprobs: list[dict[str, Any]] = []
+        self._logprobs = JSONArray()
         self._finish: OutputDelta | None = None
 
     def add(self, delta: OutputDelta, logprobs: dict[str, Any] | None) -> None:
@@ -117,7 +122,7 @@ class _ChatChoice:
         choice: dict[str, Any] = {
             "index": self._index,
             "message": {"role": "assistant", "content": "".join(self._texts), "refusal": None},
-            "logprobs": {"content": self._logprobs, "refusal": None} if with_logprobs else None,
+            "logprobs": {"content": self._logprobs.json, "refusal": None} if with_logprobs else None,
             "finish_reason": self._finish.finish_reason if self._finish else None,
             "stop_reason": self._finish.stop_reason if self._finish else None,
         }

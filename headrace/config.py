@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from headrace.errors import ConfigError
 from headrace.model_spec import AnySpec, Arena, CacheGroup, block_sizes
-from headrace.options import CACHE, DEBUGGING, INT64_MAX, LIMITS, MODEL, SCHEDULING, OptionSpec, check
+from headrace.options import CACHE, DEBUGGING, INT64_MAX, LIMITS, MODEL, SCHEDULING, OptionSpec, check, nested
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["none", "auto", "int8", "int4"]
@@ -22,6 +22,8 @@ ModelImpl = Literal["auto", "native", "transformers", "megatron"]
 KVCacheDType = Literal["auto", "fp8_e4m3"]
 Policy = Literal["fcfs", "priority"]
 Device = Literal["auto", "cpu", "cuda"]
+GrammarBackend = Literal["auto", "guidance", "llguidance"]
+"""Names of one backend: vLLM's, and the library's, which is SGLang's too."""
 MAX_NUM_SEQS = 65_536
 _MAX_SECONDS = 1e9
 
@@ -40,6 +42,39 @@ def _from_environment(variable: str, default: int) -> Any:
             raise ConfigError(f"the environment's {variable} must be a whole number, not {given!r}", variable) from None
 
     return dataclasses.field(default_factory=read)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StructuredOutputsConfig:
+    """How structured output is held, and what one request may ask of it; more is refused with the parameter's name.
+
+    Raises:
+        ConfigError: a value is of another type or out of range; the error names the field.
+    """
+
+    backend: GrammarBackend = "auto"
+    """Library that holds constraints. There is one, llguidance, and auto means it."""
+    disable_any_whitespace: bool = False
+    """Write JSON without whitespace between its tokens, unless the request says otherwise."""
+    disable_additional_properties: bool = True
+    """Allow no keys beside an object's `properties` where the schema does not say, unless the request says otherwise."""
+    max_bytes: Annotated[int, OptionSpec(min=1, size=True)] = 2**20
+    """Maximum length of a schema, regex, list of choices or grammar, in bytes."""
+    max_depth: Annotated[int, OptionSpec(min=1, max=256)] = 64
+    """Maximum nesting of a JSON Schema."""
+    max_values: Annotated[int, OptionSpec(min=1)] = 20_000
+    """Maximum number of properties, enum values and choices together."""
+    max_grammar_size: Annotated[int, OptionSpec(min=1, max=2**31 - 1)] = 500_000
+    """Maximum number of symbols of a compiled grammar."""
+    max_lexer_states: Annotated[int, OptionSpec(min=1, max=2**31 - 1)] = 50_000
+    """Maximum number of lexer states of one sequence; each takes 1 to 2 kB."""
+    compile_threads: Annotated[int | None, OptionSpec(min=1, default="half of the cores, at most 4")] = None
+    """Threads that compile grammars beside the engine's steps."""
+    cache_bytes: Annotated[int, OptionSpec(min=0, size=True)] = 2**28
+    """Memory for compiled grammars, which requests with equal constraints share. It is estimated from a grammar's length."""
+
+    def __post_init__(self) -> None:
+        check(self, ConfigError)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -188,6 +223,12 @@ class EngineArgs:
     the request is refused."""
     max_template_memory: Annotated[int, OptionSpec(min=1, size=True, default="512MiB")] = 2**29
     """Memory that rendering one conversation with the chat template may take. The prompt may have an eighth of it."""
+    structured_outputs_config: Annotated[StructuredOutputsConfig, OptionSpec(metavar="JSON", default="the fields' own")] = (
+        StructuredOutputsConfig()
+    )
+    """JSON object of settings and limits of structured output, such as {"disable_any_whitespace": true}."""
+    grammar_backend: GrammarBackend = "auto"
+    """SGLang's name for the field `backend` of --structured-outputs-config."""
     step_timeout: Annotated[float, OptionSpec(above=0.0, max=_MAX_SECONDS, metavar="SECONDS")] = 120.0
     """Seconds without a finished step, while work is pending, after which the engine counts as stuck: its stack traces are
     logged and its process is restarted. Raise it for very long prompts on a slow device."""
@@ -202,7 +243,16 @@ class EngineArgs:
     record of the crash. A recording replays a run without its clients. A full disk ends the recording, not the engine."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.structured_outputs_config, dict):
+            config = nested(StructuredOutputsConfig, self.structured_outputs_config, "structured_outputs_config")
+            object.__setattr__(self, "structured_outputs_config", config)
         check(self, ConfigError)
+        named = {self.grammar_backend, self.structured_outputs_config.backend} - {"auto"}
+        if len(named) > 1:
+            raise ConfigError(
+                f"grammar_backend and the backend of structured_outputs_config differ: {' and '.join(sorted(named))}",
+                "grammar_backend",
+            )
 
 
 @dataclasses.dataclass(frozen=True)

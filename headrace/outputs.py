@@ -29,6 +29,8 @@ class Failure(msgspec.Struct, array_like=True, frozen=True):
     message: str
     client: bool = False
     """The request asks for what cannot be: the client's fault (HTTP 400), not the engine's (500)."""
+    code: str | None = None
+    """With ``client``, the kind of mistake."""
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True):
@@ -82,6 +84,8 @@ class OutputDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     error: str | None = None
     client_error: bool = False
     """As ``Failure.client``, of ``error``."""
+    error_code: str | None = None
+    """As ``Failure.code``, of ``error``."""
     times: RequestTimes | None = None
     """With the delta that finishes the sequence."""
 

@@ -30,6 +30,8 @@ class NewSequence(msgspec.Struct, frozen=True, array_like=True):
     """With ``seed`` and the position, the key of every random number of this sequence."""
     eos_token_ids: list[int]
     bad_words: BadWordsTable | None
+    constrained: bool = False
+    """Each of its logits rows needs a mask."""
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):

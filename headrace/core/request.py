@@ -29,6 +29,15 @@ class BadWordsTable(msgspec.Struct, frozen=True, array_like=True):
     """True: special tokens emit their text (``skip_special_tokens=False``). False: they emit nothing."""
 
 
+class Constraint(msgspec.Struct, frozen=True, array_like=True):
+    """What the outputs of a request must be, checked and ready to be compiled."""
+
+    kind: str
+    """The parameter that it was made of: json, json_object, regex, choice or grammar."""
+    grammar: str
+    """In the serialised form of llguidance."""
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One request, tokenised and checked."""
 
@@ -43,6 +52,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: list[int] = []
     """End the sequence unless ``sampling.ignore_eos``; banned until ``sampling.min_tokens``."""
     bad_words: BadWordsTable | None = None
+    constraint: Constraint | None = None
     prompt: str | None = None
     priority: Annotated[int, OptionSpec(min=-INT64_MAX - 1, max=INT64_MAX)] = 0
     """A lower value runs first under --policy priority."""

@@ -90,6 +90,11 @@ class Scheduler:
         """Ends a sequence for a reason that the scheduler does not check itself, such as a stop string."""
         self._end(seq, reason, stop_reason)
 
+    def fail(self, seq: Sequence, error: Failure) -> None:
+        """Ends an unfinished sequence with an error, which the next ``update`` reports."""
+        self._end(seq, "error", error=error)
+        self._failed.append(SequenceUpdate(seq, finish_reason="error", error=error))
+
     def has_work(self) -> bool:
         """True while a sequence is unfinished or a launched step is not collected."""
         return bool(self._num_unfinished or self._in_flight or self._failed)
@@ -129,16 +134,21 @@ class Scheduler:
                 decoding = seq.decoding
                 self._continue(seq, step)
                 budget.reserved = max(0, budget.reserved - decoding)
-        while self._waiting and self._slots.num_free and budget.spendable > 0 and not budget.blocks_short:
-            if not self._admit(self._waiting.first, step):
+        while self._slots.num_free and budget.spendable > 0 and not budget.blocks_short:
+            first = self._first_ready()
+            if first is None or not self._admit(first, step):
                 break
         if not step and (self._in_flight or not self._failed):
             return None
         self._last_step += 1
-        self._in_flight.append(InFlightStep(self._last_step, step.in_flight))
+        self._in_flight.append(InFlightStep(self._last_step, step.in_flight, step.constrained))
         moves = self.kv.take_moves()
         self._counters.kv_blocks_moved += len(moves)
         return step.build(self._last_step, self._slots.take_released(), moves)
+
+    def constrained(self) -> list[Sequence]:
+        """Sequences of the last launched step whose rows need a mask."""
+        return self._in_flight[-1].constrained if self._in_flight else []
 
     def update(self, plan: StepPlan, result: StepResult) -> list[SequenceUpdate]:
         """Applies the result of the oldest launched step; returns the updates of the sequences that changed.
@@ -206,7 +216,7 @@ class Scheduler:
         prefill, budget.prefill, before = budget.prefill, None, budget.tokens
         if seq is not None and seq.status is Status.RUNNING:
             self._continue(seq, step)
-        elif self._waiting and self._waiting.first is seq and self._slots.num_free:
+        elif seq is not None and self._first_ready() is seq and self._slots.num_free:
             self._admit(seq, step)
         budget.reserved = min(reserved, budget.tokens)
         budget.prefill = None if prefill is None else max(0, prefill - (before - budget.tokens))
@@ -288,10 +298,13 @@ class Scheduler:
         """Ends a sequence that cannot continue although the whole cache is available to it."""
         reason = self.kv.too_small_for(seq.num_tokens, least_chunk(seq.num_computed, seq.items))
         error = Failure(f"the KV cache is too small to continue this sequence: {reason or 'it has the whole cache already'}")
-        self._end(seq, "error", error=error)
-        self._failed.append(SequenceUpdate(seq, finish_reason="error", error=error))
+        self.fail(seq, error)
 
     # ------------------------------------------------------------------ scheduling: waiting sequences
+
+    def _first_ready(self) -> Sequence | None:
+        """The head of the queue. Sequences whose constraint is being compiled keep their place and are passed over."""
+        return next((seq for seq in self._waiting if seq.ready), None)
 
     def _admit(self, seq: Sequence, step: StepBuilder) -> bool:
         """Gives the sequence at the head of the queue a slot and its first row; False if it and those behind it must wait."""
@@ -370,8 +383,8 @@ class Scheduler:
         if row.preemption_epoch == seq.preemption_epoch:
             self._advance(row, row.num_logits - len(token_ids or ()))
         if update is not None and stop is not None:
-            self._end(seq, stop.reason, stop.stop_reason)
-            update.finish_reason, update.stop_reason = stop
+            self._end(seq, stop.reason, stop.stop_reason, stop.error)
+            update.finish_reason, update.stop_reason, update.hides_last, update.error = stop
         return update
 
     def _advance(self, row: InFlightRow, num_rejected: int) -> None:
@@ -418,6 +431,7 @@ class Scheduler:
         seq.status = Status.FINISHED
         seq.finish_reason, seq.stop_reason, seq.error = reason, stop_reason, error
         seq.finished_at = self._clock()
+        seq.matcher = None
         self._num_unfinished -= 1
         self._counters.finished[reason] = self._counters.finished.get(reason, 0) + 1
         alive = self._requests[seq.request.request_id]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 
+from headrace.core.matcher import Matcher
 from headrace.core.request import Request
 from headrace.kv import Item, SequenceBlocks
 from headrace.outputs import Failure, FinishReason, RequestTimes, TokenLogprobs
@@ -12,7 +13,7 @@ from headrace.outputs import Failure, FinishReason, RequestTimes, TokenLogprobs
 
 class Status(enum.Enum):
     WAITING = "waiting"
-    """Has no slot yet; or waits until the first sample of its request has computed their prompt."""
+    """Has no slot yet; or waits until the first sample of its request has computed their prompt, or for its matcher."""
     RUNNING = "running"
     """Has a slot."""
     PREEMPTED = "preempted"
@@ -64,6 +65,8 @@ class Sequence:
     """Prompt tokens found in the prefix cache when the request first ran."""
     siblings: list[Sequence] = dataclasses.field(default_factory=list)
     """Samples of the same request that wait until this one has computed their prompt."""
+    matcher: Matcher | None = None
+    """State of the request's constraint after the known outputs; None: there is no constraint, or it is being compiled."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """For prompt tokens 1, 2, ..., filled in as they are computed; None if not requested, or delivered already."""
     finish_reason: FinishReason | None = None
@@ -97,6 +100,11 @@ class Sequence:
         return self.status is Status.FINISHED
 
     @property
+    def ready(self) -> bool:
+        """False while its constraint is being compiled."""
+        return self.matcher is not None or self.request.constraint is None
+
+    @property
     def decoding(self) -> bool:
         """True past prefill. The last chunk of a prompt is prefill even if it has one token."""
         return self.num_computed >= self.prefill_len
@@ -125,5 +133,7 @@ class SequenceUpdate:
     """For prompt tokens 1, 2, ... (token 0 has none): once, with the request's first sample, when all are known."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    hides_last: bool = False
+    """The last token stops the sequence and has no text."""
     error: Failure | None = None
     """Where ``finish_reason`` is "error"."""

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 from headrace.config import EngineArgs, SamplingLimits
+from headrace.constrain.compiler import GrammarCompiler
+from headrace.constrain.constraints import Constraints
+from headrace.constrain.factory import GrammarFactory
+from headrace.constrain.vocabulary import GrammarVocabulary
 from headrace.engine.inputs import InputProcessor
 from headrace.sources.files import ModelFiles, find_model
 from headrace.text.templates import TemplateLimits, TemplateRenderer
@@ -17,6 +22,22 @@ class Frontend:
     tokenizer: Tokenizer | None
     """None with ``skip_tokenizer_init``."""
 
+    @functools.cached_property
+    def _vocabularies(self) -> dict[int, GrammarVocabulary]:
+        return {}
+
+    def _grammars(self, vocab_size: int) -> GrammarVocabulary | None:
+        """The vocabulary for constraints, one for all who need it. None without a tokenizer."""
+        if self.tokenizer is None:
+            return None
+        return self._vocabularies.setdefault(vocab_size, GrammarVocabulary(self.tokenizer, vocab_size))
+
+    def constraints(self, args: EngineArgs, vocab_size: int, *, lockstep: bool = False) -> Constraints:
+        """For an engine that has resolved its vocabulary. ``lockstep``: as in Constraints."""
+        vocabulary = self._grammars(vocab_size)
+        compiler = None if vocabulary is None else GrammarCompiler(vocabulary, args.structured_outputs_config)
+        return Constraints(compiler, vocab_size, lockstep=lockstep)
+
     def inputs(self, args: EngineArgs, *, vocab_size: int, max_model_len: int) -> InputProcessor:
         """For an engine that has resolved its vocabulary and context length."""
         return InputProcessor(
@@ -26,6 +47,7 @@ class Frontend:
             tokenizer=self.tokenizer,
             generation_config=self.files.generation_config,
             seed=args.seed,
+            grammars=GrammarFactory(args.structured_outputs_config, self._grammars(vocab_size)),
             max_prompt_chars=args.max_prompt_chars,
         )
 

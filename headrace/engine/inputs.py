@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, TypeVar
 
 import msgspec
 
-from headrace.config import SamplingLimits
-from headrace.core.request import BadWordsTable, Request
+from headrace.config import SamplingLimits, StructuredOutputsConfig
+from headrace.constrain.factory import GrammarFactory
+from headrace.core.request import BadWordsTable, Constraint, Request
 from headrace.errors import ConfigError, RequestError
 from headrace.kv import Item
 from headrace.options import Option, OptionSpec, check_value, options, shown
@@ -65,6 +66,7 @@ class InputProcessor:
         tokenizer: Tokenizer | None,
         generation_config: Mapping[str, Any],
         seed: int,
+        grammars: GrammarFactory | None = None,
         max_prompt_chars: int | None = None,
     ) -> None:
         """``generation_config``: as in ``ModelFiles``. ``max_prompt_chars``: of ``EngineArgs``.
@@ -82,6 +84,7 @@ class InputProcessor:
         self.eos_token_ids = sorted(token for token in eos if token < vocab_size)
         """Every token that ends a sequence of this model."""
         self._limits = limits
+        self._grammars = grammars if grammars is not None else GrammarFactory(StructuredOutputsConfig(), None)
         self._list_limits = {
             "stop": limits.max_stop_seqs_num,
             "bad_words": limits.max_bad_words_num,
@@ -139,6 +142,8 @@ class InputProcessor:
         check_params(params)
         make = functools.partial(self.request, prompt, params, add_special_tokens=add_special_tokens, **options)
         text = prompt.get("prompt") if isinstance(prompt, dict) and "prompt_token_ids" not in prompt else prompt
+        if params.structured_outputs is not None:
+            await self._grammars.prepare(params.structured_outputs)
         slow = bool(params.bad_words) or (isinstance(text, str) and len(text) > _INLINE_CHARACTERS)
         return await self.in_thread(make) if slow else make()
 
@@ -168,11 +173,13 @@ class InputProcessor:
         return Request(
             request_id=request_id,
             prompt_token_ids=tokens,
-            sampling=params,
+            # The constraint says it all, and need not travel twice.
+            sampling=params if params.structured_outputs is None else params.replace({"structured_outputs": None}),
             max_tokens=self._max_tokens(len(tokens), params),
             seed=params.seed if params.seed is not None else self._seeds.randint(0, MAX_SEED),
             eos_token_ids=self.eos_token_ids,
             bad_words=self._compiled_bad_words(params),
+            constraint=self._constraint(params),
             prompt=text,
             priority=priority,
             cache_salt=cache_salt,
@@ -273,6 +280,12 @@ class InputProcessor:
         if self.tokenizer is None:
             raise RequestError(f"{param} needs a tokenizer, and this engine has none (skip_tokenizer_init)", param)
         return self.tokenizer
+
+    def _constraint(self, params: SamplingParams) -> Constraint | None:
+        if params.structured_outputs is None:
+            return None
+        self._need_tokenizer("structured_outputs")
+        return self._grammars.constraint(params.structured_outputs)
 
     def _compiled_bad_words(self, params: SamplingParams) -> BadWordsTable | None:
         """The request's automaton. Compiling reads the whole vocabulary, so that recent ones are kept."""

@@ -92,7 +92,8 @@ def load_engine(
             config = dataclasses.replace(config, decisions=(*others, failed))
     scheduler = Scheduler(config.scheduler, config.cache)
     outputs = OutputProcessor(tokenizer)
-    core = EngineCore(scheduler, executor, outputs, pipeline_depth=config.scheduler.pipeline_depth)
+    constraints = frontend.constraints(args, config.model.vocab_size, lockstep=source.ranks.size > 1)
+    core = EngineCore(scheduler, executor, outputs, constraints, pipeline_depth=config.scheduler.pipeline_depth)
     with timeline.phase("warm-up"):
         core.warm_up(_warm_up_requests(config))
     inputs = frontend.inputs(args, vocab_size=config.model.vocab_size, max_model_len=config.scheduler.max_model_len)

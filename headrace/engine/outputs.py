@@ -123,7 +123,7 @@ class SequenceText:
 
     def _hides_last(self, update: SequenceUpdate) -> bool:
         """The token that stops a sequence has no text, unless include_stop_str_in_output is set."""
-        return update.finish_reason == "stop" and bool(update.token_ids) and not self._params.include_stop_str_in_output
+        return update.hides_last and not self._params.include_stop_str_in_output
 
     def _read(self, detokenizer: IncrementalDetokenizer, tokens: list[int], *, hidden: bool) -> tuple[str, int, str | None]:
         """Text to emit, how many tokens it took, and the stop string that it met."""
@@ -158,7 +158,8 @@ class SequenceText:
         error: Failure | None,
     ) -> OutputDelta:
         first, self._started = not self._started, True
-        if finish is not None and not isinstance(stop, str) and error is None:
+        stopped_in_text = finish == "stop" and isinstance(stop, str)
+        if finish is not None and not stopped_in_text and error is None:
             text += self._rest()
         prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
         return OutputDelta(
@@ -173,6 +174,7 @@ class SequenceText:
             stop_reason=stop,
             error=error.message if error is not None else None,
             client_error=error is not None and error.client,
+            error_code=error.code if error is not None else None,
             times=self._times() if finish is not None else None,
         )
 

@@ -47,6 +47,10 @@ class EngineCollector(Collector):
         for reason, count in stats.finished.items():
             finished.add_metric([reason], count)
         yield finished
+        grammars = CounterMetricFamily("headrace_grammar_requests", fields["grammar_requests"].help, labels=["kind", "outcome"])
+        for key, count in stats.grammar_requests.items():
+            grammars.add_metric(key.split(), count)
+        yield grammars
 
 
 class ServerMetrics:

@@ -6,7 +6,7 @@ from headrace.config import EngineArgs, EngineConfig, SchedulerConfig
 from headrace.errors import ConfigError
 from headrace.model_spec import AnySpec
 from headrace.resolve import schedule
-from headrace.resolve.arguments import note_gpu_arguments
+from headrace.resolve.arguments import note_gpu_arguments, note_grammar_backend
 from headrace.resolve.facts import DecisionLog, DeviceFacts
 from headrace.resolve.memory import KVPlan, check_slots, estimated_room
 from headrace.resolve.model import compute_dtype, gguf_types, kv_dtype, quantization, with_rope_factors
@@ -44,6 +44,7 @@ def resolve(
     num_threads = args.num_threads or device.num_cores
     if args.num_threads is None:
         log.note("num_threads", num_threads, "the physical cores that this process may use")
+    note_grammar_backend(args, log)
     return EngineConfig(
         args=args,
         model=model,

@@ -22,7 +22,7 @@ from headrace.sampling.bad_words import BadWords
 from headrace.sampling.bias import LogitBias
 from headrace.sampling.feature import Feature, Indices, LogitsRows
 from headrace.sampling.logprobs import Logprobs, Measured
-from headrace.sampling.masks import TokenMasks
+from headrace.sampling.masks import Constrained, TokenMasks
 from headrace.sampling.min_tokens import MinTokens
 from headrace.sampling.penalties import Penalties
 from headrace.sampling.topk_topp import SampledTokens, TopKTopPSampler
@@ -31,7 +31,7 @@ from headrace.text.vocab import TokenBytes
 
 NOT_FINITE = Failure("the model computed logits that are not finite")
 NOTHING_ALLOWED = Failure(
-    "allowed_token_ids, bad_words, min_tokens and the token mask together leave no token to sample", client=True
+    "structured_outputs, allowed_token_ids, bad_words and min_tokens together leave no token to sample", client=True
 )
 
 FAULTS = {1: NOT_FINITE, 2: NOTHING_ALLOWED}
@@ -78,7 +78,9 @@ class Sampler:
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device, token_bytes: TokenBytes | None) -> None:
         self._penalties = Penalties(num_slots, vocab_size, device)
         self._logprobs = Logprobs(num_slots)
+        self._constrained = Constrained(num_slots)
         self._features: tuple[Feature, ...] = (
+            self._constrained,
             self._logprobs,
             AllowedTokens(num_slots, vocab_size, device),
             LogitBias(num_slots, vocab_size, device),
@@ -128,6 +130,7 @@ class Sampler:
 
     def sample(self, logits: torch.Tensor, rows: LogitsRows, masks: TokenMasks | None = None) -> Sampled:
         """Samples a token for each logits row and updates the features. Overwrites ``logits [N, vocab]`` float32."""
+        self._constrained.check(rows, masks)
         # The sampling kernels do not need block maxima.
         maxima = None if gpu.takes(logits) else block_maxima(logits)
         model_best = logits.amax(-1) if maxima is None else maxima.amax(-1)

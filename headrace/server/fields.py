@@ -10,13 +10,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
+from headrace.constrain.fields import ConstraintFields
 from headrace.core.request import Request
 from headrace.options import options
 from headrace.sampling_params import SamplingParams
 from headrace.server.errors import ApiError, shown
 
 Endpoint = Literal["chat", "completions"]
-Origin = Literal["OpenAI", "vLLM", "headrace"]
+Origin = Literal["OpenAI", "vLLM", "SGLang", "llama.cpp", "headrace"]
 Treatment = Literal["applied", "accepted", "refused"]
 
 _BOTH: tuple[Endpoint, ...] = ("chat", "completions")
@@ -80,9 +81,19 @@ FIELDS: tuple[FieldRule, ...] = (
         "vLLM",
         _BOTH,
         "top_k min_p repetition_penalty min_tokens stop_token_ids include_stop_str_in_output bad_words allowed_token_ids "
-        "ignore_eos skip_special_tokens prompt_logprobs",
+        "ignore_eos skip_special_tokens prompt_logprobs structured_outputs",
         SamplingParams,
     ),
+    *_declared("OpenAI", _CHAT, "response_format", ConstraintFields),
+    *_declared("vLLM", _TEXT, "response_format", ConstraintFields),
+    *_declared(
+        "vLLM",
+        _BOTH,
+        "guided_json guided_regex guided_choice guided_grammar guided_whitespace_pattern",
+        ConstraintFields,
+    ),
+    *_declared("SGLang", _BOTH, "regex ebnf json_schema", ConstraintFields),
+    *_declared("llama.cpp", _BOTH, "grammar", ConstraintFields),
     *_declared("headrace", _BOTH, "logprobs_mode", SamplingParams),
     *_declared("vLLM", _BOTH, "cache_salt priority", Request),
     *_applied(
@@ -140,12 +151,12 @@ FIELDS: tuple[FieldRule, ...] = (
     _other("refused", "tool_choice", _NO_TOOLS, Literal["none", "auto"], '"none", "auto"'),
     _other("refused", "functions", _NO_TOOLS, _EMPTY, "[]"),
     _other("refused", "function_call", _NO_TOOLS, Literal["none", "auto"], '"none", "auto"'),
-    _other(
-        "refused",
-        "response_format",
-        "structured output is not served by this version",
-        dict[Literal["type"], Literal["text"]],
-        '{"type": "text"}',
+    FieldRule(
+        name="guided_decoding_backend",
+        endpoints=_BOTH,
+        origin="vLLM",
+        treatment="refused",
+        why="the backend is the server's: --structured-outputs-config",
     ),
     _other(
         "refused",

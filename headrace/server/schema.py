@@ -9,12 +9,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, WithJsonSchema
 
+from headrace.constrain.fields import ConstraintFields
 from headrace.core.request import Request
 from headrace.options import INT32_MAX, options
 from headrace.sampling_params import SamplingParams
 
 _SAMPLING = options(SamplingParams)
 _REQUEST = options(Request)
+_CONSTRAINTS = options(ConstraintFields)
 
 Count = Annotated[int, Field(ge=0, le=INT32_MAX)]
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
@@ -69,6 +71,7 @@ class GenerationBody(RequestBody):
     def sampling_schema(cls) -> dict[str, Any]:
         """JSON Schema of the sampling parameters."""
         known = {name: option for name, option in _SAMPLING.items() if name not in cls.model_fields and name != "detokenize"}
+        known |= _CONSTRAINTS
         return {name: option.json_schema() for name, option in known.items()}
 
 

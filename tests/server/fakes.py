@@ -314,7 +314,12 @@ class _Sample:
             self.finished = True
             client = isinstance(token, RequestError)
             return OutputDelta(
-                request_id=request_id, index=self.index, finish_reason="error", error=str(token), client_error=client
+                request_id=request_id,
+                index=self.index,
+                finish_reason="error",
+                error=str(token),
+                client_error=client,
+                error_code=getattr(token, "code", None),
             )
         self._count += 1
         if self._count == 1:

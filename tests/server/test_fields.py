@@ -23,7 +23,8 @@ BASE = {
 VLLM = {
     *("top_k", "min_p", "repetition_penalty", "min_tokens", "stop_token_ids", "bad_words", "allowed_token_ids"),
     *("ignore_eos", "prompt_logprobs", "cache_salt", "priority", "return_token_ids", "include_stop_str_in_output"),
-    *("skip_special_tokens", "add_special_tokens"),
+    *("skip_special_tokens", "add_special_tokens", "structured_outputs", "guided_json", "guided_regex", "guided_choice"),
+    *("guided_grammar", "guided_whitespace_pattern", "response_format"),
 }
 
 HARMLESS = {
@@ -38,7 +39,6 @@ HARMLESS = {
     "tool_choice": ["none", "auto"],
     "functions": [[]],
     "function_call": ["none", "auto"],
-    "response_format": [{"type": "text"}],
     "modalities": [["text"]],
     "audio": [],
     "prediction": [],
@@ -49,6 +49,7 @@ HARMLESS = {
     "prompt_cache_options": [{}, {"mode": "implicit"}],
     "prompt_cache_retention": ["in_memory"],
     "suffix": [""],
+    "guided_decoding_backend": [],
 }
 """Values that pass and change nothing."""
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
@@ -64,7 +65,7 @@ REFUSED = {
     "tool_choice": ["required", {"type": "function", "function": {"name": "f"}}],
     "functions": [[{"name": "f"}]],
     "function_call": [{"name": "f"}],
-    "response_format": [{"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}],
+    "guided_decoding_backend": ["outlines", ""],
     "modalities": [["text", "audio"], ["audio"], []],
     "audio": [{"voice": "alloy", "format": "wav"}],
     "prediction": [{"type": "content", "content": "x"}],

@@ -18,7 +18,7 @@ from headrace.server.generation import Generation, Piece, named
 from headrace.server.logprobs import CompletionLogprobs, JSONColumns, prompt_logprobs
 from headrace.server.prompts import check_prompt_logprobs, need_tokenizer, parse_prompts
 from headrace.server.request import body_schema, checked_body
-from headrace.server.sampling import completion_params
+from headrace.server.sampling import completion_names, completion_params
 from headrace.server.schema import CompletionBody
 from headrace.server.sse import Answer, respond
 from headrace.server.state import ServedModel, Serving, serving
@@ -48,7 +48,7 @@ async def _engine_requests(
 ) -> list[EngineRequest]:
     """Checks every prompt before the first one starts."""
     requests = []
-    with named({"prompt_token_ids": "prompt"}):
+    with named(completion_names(body)):
         params = completion_params(body, state)
         if len(prompts) * params.n > (most := state.settings.max_choices):
             raise ApiError(400, f"{len(prompts)} prompts with n = {params.n} make more than {most} choices", param="n")

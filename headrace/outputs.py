@@ -53,6 +53,25 @@ class RequestTimes(msgspec.Struct, array_like=True, frozen=True):
     finished: float | None = None
 
 
+EventKind = Literal["reasoning", "content", "call_started", "arguments", "call_ended"]
+
+
+class Event(msgspec.Struct, array_like=True, frozen=True, omit_defaults=True):
+    """What a parsed answer gained. Events of one call are not interleaved with another's."""
+
+    kind: EventKind
+    text: str = ""
+    """Of reasoning, content and arguments. The arguments of a call add up to JSON text."""
+    index: int = 0
+    """Number of the call within the sample."""
+    tokens: int = 0
+    """Of reasoning: how many tokens it took, markers included."""
+    name: str = ""
+    """Of ``call_started``."""
+    id: str = ""
+    """Of ``call_started``."""
+
+
 class OutputDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What one sequence gained in one step. ``index`` tells the samples of one request apart.
 

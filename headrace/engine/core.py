@@ -77,8 +77,8 @@ class EngineCore:
 
     def idle(self) -> bool:
         """Captures one CUDA graph unless requests are waiting. False: nothing was captured."""
-        captured, total = self.executor.graphs()
-        if self.has_work() or captured >= total:
+        graphs = self.executor.graphs()
+        if self.has_work() or graphs.captured >= graphs.total:
             return False
         self.executor.capture_next()
         return True
@@ -116,9 +116,9 @@ class EngineCore:
         return self._counted().since(self._before)
 
     def _counted(self) -> EngineStats:
-        captured, most = self.executor.graphs()
+        graphs = self.executor.graphs()
         return msgspec.structs.replace(
-            self.scheduler.stats(), host_seconds=self._host_seconds, graphs_captured=captured, graphs_total=most
+            self.scheduler.stats(), host_seconds=self._host_seconds, graphs_captured=graphs.captured, graphs_total=graphs.total
         )
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ from headrace.models.interface import Model
 from headrace.models.update import weight_update
 from headrace.parallel.agreement import Agreement
 from headrace.resolve import DeviceFacts
+from headrace.runner.graphs import GraphCount
 from headrace.runner.runner import ModelRunner, StepHandle
 from headrace.weights.update import Named, WeightUpdate
 
@@ -51,13 +52,11 @@ class Executor(Protocol[Handle]):
         """(name, bytes) of each use of device memory beside the weights."""
         ...
 
-    def capture_next(self) -> tuple[int, int]:
+    def capture_next(self) -> GraphCount:
         """Captures one more CUDA graph unless all are captured. Returns ``graphs()``."""
         ...
 
-    def graphs(self) -> tuple[int, int]:
-        """Numbers of captured and of possible CUDA graphs."""
-        ...
+    def graphs(self) -> GraphCount: ...
 
     def close(self) -> None: ...
 
@@ -109,10 +108,10 @@ class LocalExecutor(Executor[StepHandle]):
     def memory(self) -> list[tuple[str, int]]:
         return self.runner.memory()
 
-    def capture_next(self) -> tuple[int, int]:
+    def capture_next(self) -> GraphCount:
         return self.runner.capture_next()
 
-    def graphs(self) -> tuple[int, int]:
+    def graphs(self) -> GraphCount:
         return self.runner.graphs()
 
     def close(self) -> None:

@@ -31,6 +31,7 @@ from headrace.errors import ConfigError
 from headrace.layers.linear import make_invariant
 from headrace.parallel.agreement import Agreement
 from headrace.resolve import resolve
+from headrace.runner.graphs import GraphCount
 from headrace.runner.runner import ModelRunner
 from headrace.sampling_params import SamplingParams
 from headrace.sources.files import ModelFiles
@@ -83,10 +84,10 @@ def load_engine(
     if config.graph_rows:
         seconds = capture_seconds if args.graph_capture_seconds is None else args.graph_capture_seconds
         with timeline.phase("CUDA graphs") as phase:
-            count, most = _capture_graphs(executor, seconds, phase.progress)
-            phase.detail = f"{count} of {most}; the others follow while the engine is idle"
-        if isinstance(executor, LocalExecutor) and (why := executor.runner.capture_failure):
-            failed = Decision("CUDA graphs", "none" if not count else f"{count} graphs", why)
+            graphs = _capture_graphs(executor, seconds, phase.progress)
+            phase.detail = f"{graphs.captured} of {graphs.total}; the others follow while the engine is idle"
+        if graphs.failure:
+            failed = Decision("CUDA graphs", f"{graphs.captured} graphs" if graphs.captured else "none", graphs.failure)
             others = (line for line in config.decisions if line.name != failed.name)
             config = dataclasses.replace(config, decisions=(*others, failed))
     scheduler = Scheduler(config.scheduler, config.cache)
@@ -168,13 +169,13 @@ def _await_kernels(kernels: list[Compiling], wait: bool) -> str:
     return "; ".join(dict.fromkeys(kernel.outcome for kernel in kernels))
 
 
-def _capture_graphs(executor: Executor[Any], seconds: float, progress: Callable[[float, str], None]) -> tuple[int, int]:
-    """Captures graphs until the time is up. Returns the numbers of captured and possible graphs."""
-    end, (count, most) = time.perf_counter() + seconds, executor.capture_next()
-    while count < most and time.perf_counter() < end:
-        progress(count / most, f"{count} of {most}")
-        count, most = executor.capture_next()
-    return count, most
+def _capture_graphs(executor: Executor[Any], seconds: float, progress: Callable[[float, str], None]) -> GraphCount:
+    """Captures graphs until the time is up."""
+    end, graphs = time.perf_counter() + seconds, executor.capture_next()
+    while graphs.captured < graphs.total and time.perf_counter() < end:
+        progress(graphs.captured / graphs.total, f"{graphs.captured} of {graphs.total}")
+        graphs = executor.capture_next()
+    return graphs
 
 
 def _warm_up_requests(config: EngineConfig) -> list[Request]:

@@ -22,6 +22,7 @@ from headrace.config import EngineArgs
 from headrace.core.plan import SamplePlan, StepPlan, StepResult, encode_plan
 from headrace.engine.executor import Executor, Loaded
 from headrace.errors import ConfigError, EngineError
+from headrace.runner.graphs import GraphCount
 from headrace.weights.update import Named
 
 _END_SECONDS = 5.0
@@ -83,15 +84,15 @@ class MultiprocessExecutor(Executor[int]):
         """Of one rank: all hold the same."""
         return list(self._call("memory")[0])
 
-    def capture_next(self) -> tuple[int, int]:
+    def capture_next(self) -> GraphCount:
         return self._fewest("capture_next")
 
-    def graphs(self) -> tuple[int, int]:
+    def graphs(self) -> GraphCount:
         return self._fewest("graphs")
 
-    def _fewest(self, name: str) -> tuple[int, int]:
+    def _fewest(self, name: str) -> GraphCount:
         """Counts of graphs on the rank that has captured the fewest."""
-        counts: list[tuple[int, int]] = self._call(name)
+        counts: list[GraphCount] = self._call(name)
         return min(counts)
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -66,6 +66,15 @@ class Captured:
     """Of the backends, when it was captured."""
 
 
+class GraphCount(NamedTuple):
+    """How many CUDA graphs are captured and current, and how many there will be; equal: nothing is left to capture."""
+
+    captured: int
+    total: int
+    failure: str = ""
+    """Why a capture failed, after which no other is tried; empty: none did."""
+
+
 class StepGraphs:
     """Captured graphs by their shapes. A step for which there is none runs kernel by kernel: nothing is captured on the way."""
 
@@ -100,7 +109,7 @@ class StepGraphs:
         self._stream: torch.cuda.Stream | None = None
         self.nbytes = 0
         """Bytes that the captured graphs keep on the device."""
-        self.failure = ""
+        self._failure = ""
         """Why a capture failed; nothing is captured after that, and steps without a graph run kernel by kernel."""
 
     def shapes(self) -> Iterator[Shape | SampleShape]:
@@ -136,30 +145,25 @@ class StepGraphs:
         filters = self._sampler.filters(slots)
         return self._first(SampleShape(size, filters) for size in _from(self._logits_rows, len(slots)))
 
-    def count(self) -> tuple[int, int]:
-        """How many graphs are captured and current, and how many there will be."""
+    def count(self) -> GraphCount:
         edition = self._edition
         current = sum(captured.edition == edition for captured in self._captured.values())
-        return current, current if self.failure else self._num_shapes
+        return GraphCount(current, current if self._failure else self._num_shapes, self._failure)
 
     def _first(self, shapes: Iterable[AnyShape]) -> AnyShape | None:
         return next((shape for shape in shapes if shape in self._captured), None)
 
-    def capture_next(self) -> tuple[int, int]:
-        """Captures the most useful graph that is missing or stale, if there is one and no capture has failed.
-
-        Returns:
-            As ``count``.
-        """
+    def capture_next(self) -> GraphCount:
+        """Captures the most useful graph that is missing or stale, if there is one and no capture has failed."""
         edition = self._edition
         current = {shape for shape, captured in self._captured.items() if captured.edition == edition}
         shape = next((shape for shape in self.shapes() if shape not in current), None)
-        if shape is not None and not self.failure:
+        if shape is not None and not self._failure:
             try:
                 self._captured[shape] = dataclasses.replace(self._capture(shape), edition=edition)
             except RuntimeError as error:
                 # A model that waits for the GPU, or no memory left. Graphs that exist stay valid.
-                self.failure = eager_reason(error, self._model)
+                self._failure = eager_reason(error, self._model)
         return self.count()
 
     def forward(self, shape: Shape, query_start: np.ndarray, places: np.ndarray, ends: np.ndarray) -> None:

@@ -20,7 +20,7 @@ from headrace.models.interface import Model
 from headrace.outputs import TokenLogprobs
 from headrace.runner.build import make_backends, make_caches, make_recorder
 from headrace.runner.clock import Stopwatch
-from headrace.runner.graphs import StepGraphs
+from headrace.runner.graphs import GraphCount, StepGraphs
 from headrace.runner.inputs import Bounds, ForwardPass, StepBuffers
 from headrace.runner.record import Recorder
 from headrace.runner.slots import RowArrays, SlotTables
@@ -116,24 +116,14 @@ class ModelRunner:
         return StepGraphs(self._model, self._forward, self.slots, self._buffers, self.sampler, self.config)
 
     @torch.inference_mode()
-    def capture_next(self) -> tuple[int, int]:
-        """Captures one CUDA graph more, the most useful one that is missing; to be called between steps.
-
-        Returns:
-            How many there are, and how many there may be: equal once nothing is left to capture.
-        """
+    def capture_next(self) -> GraphCount:
+        """Captures one CUDA graph more, the most useful one that is missing; to be called between steps."""
         if self._unsampled is not None:
             raise EngineError(f"step {self._unsampled.step} has not been sampled")
-        return (0, 0) if self._graphs is None else self._graphs.capture_next()
+        return GraphCount(0, 0) if self._graphs is None else self._graphs.capture_next()
 
-    def graphs(self) -> tuple[int, int]:
-        """How many CUDA graphs are captured, and how many there will be."""
-        return (0, 0) if self._graphs is None else self._graphs.count()
-
-    @property
-    def capture_failure(self) -> str:
-        """Why a capture failed; empty: none did."""
-        return "" if self._graphs is None else self._graphs.failure
+    def graphs(self) -> GraphCount:
+        return GraphCount(0, 0) if self._graphs is None else self._graphs.count()
 
     # ------------------------------------------------------------------ a step
 

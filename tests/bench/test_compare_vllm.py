@@ -100,6 +100,7 @@ def test_ratios(compare: ModuleType) -> None:
         compare.table(data)
 
 
+@pytest.mark.slow
 def test_an_engine_that_fails_costs_its_own_rows(tmp_path: Path) -> None:
     folder = write_config(tmp_path / "tiny", max_position_embeddings=512)
     (tmp_path / "bench.py").write_text(PEER)

@@ -16,6 +16,7 @@ from headrace.config import CacheConfig, SchedulerConfig
 from headrace.core.plan import NewSequence, Row, SamplePlan, StepPlan, StepResult
 from headrace.core.request import Request
 from headrace.outputs import TokenLogprobs
+from headrace.runner.graphs import GraphCount
 
 VOCAB = 11
 EOS = 0
@@ -134,11 +135,11 @@ class OracleRunner:
         check(plan.step == handle, "steps are collected in the order of their launch")
         return result
 
-    def capture_next(self) -> bool:
-        return False
+    def capture_next(self) -> GraphCount:
+        return self.graphs()
 
-    def graphs(self) -> tuple[int, int]:
-        return 0, 0
+    def graphs(self) -> GraphCount:
+        return GraphCount(0, 0)
 
     def close(self) -> None:
         pass

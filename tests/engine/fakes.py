@@ -15,6 +15,7 @@ from headrace.engine.info import EngineInfo
 from headrace.engine.outputs import OutputProcessor
 from headrace.model_spec import CacheGroup
 from headrace.outputs import TokenLogprobs
+from headrace.runner.graphs import GraphCount
 from headrace.text.tokenizer import Tokenizer
 
 VOCAB, CONTEXT, BLOCK = 272, 256, 8
@@ -74,11 +75,11 @@ class FakeRunner:
             time.sleep(self.seconds)
         return handle[1]
 
-    def capture_next(self) -> tuple[int, int]:
-        return 0, 0
+    def capture_next(self) -> GraphCount:
+        return self.graphs()
 
-    def graphs(self) -> tuple[int, int]:
-        return 0, 0
+    def graphs(self) -> GraphCount:
+        return GraphCount(0, 0)
 
     def close(self) -> None:
         pass

@@ -7,6 +7,7 @@ from typing import Any
 from engine.fakes import FakeRunner, make_core
 from headrace.engine.messages import Shutdown, Stats, ToEngine
 from headrace.engine.process import EngineLoop
+from headrace.runner.graphs import GraphCount
 
 
 class Capturing(FakeRunner):
@@ -16,12 +17,12 @@ class Capturing(FakeRunner):
         super().__init__()
         self.captured, self.most = 0, most
 
-    def capture_next(self) -> tuple[int, int]:
+    def capture_next(self) -> GraphCount:
         self.captured += self.captured < self.most
         return self.graphs()
 
-    def graphs(self) -> tuple[int, int]:
-        return self.captured, self.most
+    def graphs(self) -> GraphCount:
+        return GraphCount(self.captured, self.most)
 
 
 class Channel:

@@ -30,13 +30,11 @@ def test_greedy_equals_transformers(name: str) -> None:
         close(logits[index], expected_logits)
 
 
-PLAINER = ("llama-tied", "mistral-window", "qwen2-mixed", "gemma3", "deepseek-v2")
-"""Two have all that these have, but for latent attention, which ``test_launches`` interprets too."""
+PLAINER = ("gemma4-shared", "llama-tied", "mistral-window", "qwen2-mixed", "gemma3", "deepseek-v2")
+"""MLA and windows are interpreted by ``test_launches`` too, shared KV by ``test_geometry``."""
 
 
-@pytest.mark.parametrize(
-    "name", ["qwen3-uneven-wide-v", "gemma4-shared", *(pytest.param(name, marks=pytest.mark.slow) for name in PLAINER)]
-)
+@pytest.mark.parametrize("name", ["qwen3-uneven-wide-v", *(pytest.param(name, marks=pytest.mark.slow) for name in PLAINER)])
 def test_every_backend_says_the_same(name: str) -> None:
     _, ours = pair(name)
     prompts = [prompt(length) for length in LENGTHS]

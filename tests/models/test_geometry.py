@@ -132,8 +132,18 @@ def eager(model: Decoder, tokens: list[int]) -> torch.Tensor:
     return functional.linear(norm(x, weights["model.norm.weight"], spec.norm_eps), weights["lm_head.weight"])
 
 
-@pytest.mark.parametrize("backend", usable())
-@pytest.mark.parametrize("name", GEOMETRIES)
+# Backends that the interpreter runs take seconds; "all-apart" has most of what the others have.
+SLOW = [(name, backend) for name in GEOMETRIES for backend in ("invariant", "triton") if name not in ("all-apart", "shared-kv")]
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        pytest.param(name, backend, marks=[pytest.mark.slow] if (name, backend) in SLOW else [])
+        for name in GEOMETRIES
+        for backend in usable()
+    ],
+)
 def test_layers_of_their_own_geometry(name: str, backend: str) -> None:
     model = random_model(GEOMETRIES[name])
     tokens = torch.randint(0, 61, (29,), generator=torch.Generator().manual_seed(3)).tolist()

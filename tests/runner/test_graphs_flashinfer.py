@@ -52,9 +52,9 @@ class Recorded(StepGraphs):
 
 
 def capture(runner: ModelRunner, graphs: int = 1000) -> None:
-    count, most = runner.capture_next()
-    while count < min(graphs, most):
-        count, most = runner.capture_next()
+    made = runner.capture_next()
+    while made.captured < min(graphs, made.total):
+        made = runner.capture_next()
 
 
 def engine(world: World, device: Device, monkeypatch: pytest.MonkeyPatch, graphs: int = 1000) -> tuple[Engine, list[Shape]]:

@@ -155,6 +155,7 @@ def embedded() -> Path:
         pytest.skip(str(error))
 
 
+@pytest.mark.slow
 def test_embedded_is_what_transformers_reads(embedded: Path) -> None:
     from transformers import AutoModelForCausalLM
 

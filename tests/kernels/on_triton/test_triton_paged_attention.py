@@ -232,8 +232,7 @@ def test_features(features: dict[str, object], splits: int, fp8: bool, device: t
     decode.check(device, dataclasses.replace(FEW, block_q=2, block_n=32, splits=splits), single=True)
 
 
-@pytest.mark.parametrize("fp8", [False, True], ids=["auto", "fp8"])
-@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(("splits", "fp8"), [(1, True), (3, False), pytest.param(3, True, marks=pytest.mark.slow)])
 def test_visible_ends(splits: int, fp8: bool, device: torch.device) -> None:
     """Whole prompts that see all of themselves, with and without a prefix."""
     for features in ({}, {"window": 5}, {"sinks": True}):
@@ -349,8 +348,14 @@ def test_a_broken_key_reaches_those_that_see_it(device: torch.device) -> None:
             assert torch.equal(got[:3], expected[:3]) and torch.equal(got[6:], expected[6:])
 
 
-@pytest.mark.parametrize("features", [{}, {"window": 9}, {"head_dim": 80, "v_head_dim": 48, "window": 30}], ids=str)
-@pytest.mark.parametrize("unseen", [0x7F, 0xFF])
+@pytest.mark.parametrize(
+    ("features", "unseen"),
+    [
+        ({"head_dim": 80, "v_head_dim": 48, "window": 30}, 0x7F),
+        *(pytest.param(features, 0xFF, marks=pytest.mark.slow) for features in ({}, {"window": 9})),
+    ],
+    ids=str,
+)
 def test_dirty_blocks(features: dict[str, object], unseen: int, device: torch.device) -> None:
     """NaN where no key of a row is, in e4m3 too: queries or keys first, in splits or not, with masks or beside them."""
     made = problem([(9, 25), (2, 40), (40, 70)], fp8=True, unseen=unseen, **features)

@@ -98,7 +98,7 @@ def test_a_layer_of_a_checkpoint_that_is_off_is_named(saved: Path, monkeypatch: 
     assert "largest difference" in line.note
 
 
-@pytest.mark.parametrize("value", [1.0, 1.5])
+@pytest.mark.parametrize("value", [pytest.param(1.0, marks=pytest.mark.slow), 1.5])
 def test_the_exit_code_says_it(saved: Path, monkeypatch: pytest.MonkeyPatch, value: float) -> None:
     spoil_second_load(monkeypatch, value)
     options = ["--parity", "--dtype", "float32", "--device", "cpu", "--max-model-len", "64", "--skip-tokenizer-init"]
@@ -135,7 +135,10 @@ EAGER: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", EAGER)
+QUICK = ("windows in some layers", "learned sinks", "interleaved, half of the channels")
+
+
+@pytest.mark.parametrize("kind", [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in EAGER])
 def test_a_live_model_agrees_with_its_modules(kind: str) -> None:
     with small.no_device_asked_for():
         model = small.gpt(**EAGER[kind])

@@ -160,7 +160,7 @@ def test_a_sequence_that_ends_early_is_a_failed_line(llama: Path, monkeypatch: p
     assert lines["transformers", "float32"].passed
 
 
-@pytest.mark.parametrize("context", [20, 40])
+@pytest.mark.parametrize("context", [20, pytest.param(40, marks=pytest.mark.slow)])
 def test_prompts_are_cut_to_the_context(llama: Path, context: int) -> None:
     parity, lines = run(args(llama, dtype="float32", max_model_len=context))
     assert parity.passed
@@ -191,7 +191,10 @@ def test_a_context_without_room_for_a_prompt_is_refused(llama: Path) -> None:
         measure(args(llama, max_model_len=12))
 
 
-@pytest.mark.parametrize("kind", ["roberta", "gemma3n_text", "hrm_text", "gemma4_text"])
+SLOW_KINDS = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("gemma3n_text", "gemma4_text")]
+
+
+@pytest.mark.parametrize("kind", ["roberta", "hrm_text", *SLOW_KINDS])
 def test_a_line_that_passes_diverges_nowhere(kind: str, tmp_path: Path) -> None:
     """Positions counted without padding; many streams, repeated calls, layers that are more than their forward."""
     parity, _ = run(args(saved(kind, tmp_path), dtype="float32"))
@@ -202,7 +205,11 @@ def test_a_line_that_passes_diverges_nowhere(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "weight"), [("gemma3n_text", "post_attention_layernorm.weight"), ("hrm_text", "self_attn.o_proj.weight")]
+    ("kind", "weight"),
+    [
+        ("gemma3n_text", "post_attention_layernorm.weight"),
+        pytest.param("hrm_text", "self_attn.o_proj.weight", marks=pytest.mark.slow),
+    ],
 )
 def test_a_layer_of_many_streams_or_calls_is_named(
     kind: str, weight: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -118,7 +118,11 @@ class EngineCore:
     def _counted(self) -> EngineStats:
         graphs = self.executor.graphs()
         return msgspec.structs.replace(
-            self.scheduler.stats(), host_seconds=self._host_seconds, graphs_captured=graphs.captured, graphs_total=graphs.total
+            self.scheduler.stats(),
+            host_seconds=self._host_seconds,
+            graphs_captured=graphs.captured,
+            graphs_total=graphs.total,
+            parse_fallbacks=dict(self.outputs.parse_fallbacks),
         )
 
     def close(self) -> None:

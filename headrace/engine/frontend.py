@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
+import msgspec
+
 from headrace.config import EngineArgs, SamplingLimits
+from headrace.engine.info import DecisionLine, EngineInfo
 from headrace.engine.inputs import InputProcessor
 from headrace.sources.files import ModelFiles, find_model
+from headrace.text.parse.recognise import AnswerFormats
 from headrace.text.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -25,7 +29,23 @@ class Frontend:
             tokenizer=self.tokenizer,
             generation_config=self.files.generation_config,
             seed=args.seed,
+            answers=self.answers(args),
         )
+
+    def answers(self, args: EngineArgs) -> AnswerFormats | None:
+        """Raises: ConfigError: the model has no format of the name that was given."""
+        if self.tokenizer is None:
+            return None
+        return AnswerFormats(self.tokenizer, args.tool_call_parser, args.reasoning_parser)
+
+
+def with_formats(info: EngineInfo, answers: AnswerFormats | None) -> EngineInfo:
+    """The report with the formats of the model's answers among its decisions."""
+    if answers is None:
+        return info
+    lines = [DecisionLine(*decision) for decision in answers.decisions()]
+    others = [line for line in info.decisions if line.name not in {line.name for line in lines}]
+    return msgspec.structs.replace(info, decisions=[*others, *lines])
 
 
 def load_frontend(args: EngineArgs, chat_template: str | None = None, *, prepared: bool = False) -> Frontend:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 import msgspec
 
 from headrace.config import SamplingLimits
-from headrace.core.request import BadWordsTable, Request
+from headrace.core.request import BadWordsTable, ParseOptions, Request
 from headrace.errors import ConfigError, RequestError
 from headrace.kv import Item
 from headrace.options import Option, OptionSpec, check_value, options
@@ -22,6 +22,7 @@ from headrace.text.bad_words import check_bad_words, compile_bad_words
 from headrace.text.stops import check_stops
 
 if TYPE_CHECKING:
+    from headrace.text.parse.recognise import AnswerFormats
     from headrace.text.tokenizer import Tokenizer
 
 
@@ -58,8 +59,9 @@ class InputProcessor:
         tokenizer: Tokenizer | None,
         generation_config: Mapping[str, Any],
         seed: int,
+        answers: AnswerFormats | None = None,
     ) -> None:
-        """``generation_config``: as in ``ModelFiles``.
+        """``generation_config``: as in ``ModelFiles``. ``answers``: None: answers are not parsed.
 
         Raises:
             ConfigError: the model's generation config holds a value that no request may have.
@@ -67,6 +69,7 @@ class InputProcessor:
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.tokenizer = tokenizer
+        self.answers = answers
         self.default_sampling = _sampling_defaults(generation_config)
         """What a caller who gives no sampling parameters gets."""
         tokenizer_eos = tokenizer.eos_token_ids if tokenizer is not None else []
@@ -119,6 +122,7 @@ class InputProcessor:
         priority: int = 0,
         cache_salt: str | None = None,
         items: Sequence[Item] = (),
+        parse: ParseOptions | None = None,
         add_special_tokens: bool = True,
     ) -> Request:
         """Tokenise a prompt and check it with its parameters: behind this, types and ranges are trusted.
@@ -143,6 +147,7 @@ class InputProcessor:
             priority=priority,
             cache_salt=cache_salt,
             items=tuple(items),
+            parse=parse,
             arrival_time=time.monotonic(),
         )
 

@@ -47,6 +47,10 @@ class EngineCollector(Collector):
         for reason, count in stats.finished.items():
             finished.add_metric([reason], count)
         yield finished
+        broken = CounterMetricFamily("headrace_parse_fallbacks", fields["parse_fallbacks"].help, labels=["format"])
+        for format, count in stats.parse_fallbacks.items():
+            broken.add_metric([format], count)
+        yield broken
 
 
 class ServerMetrics:

@@ -36,6 +36,8 @@ class EngineStats(msgspec.Struct, kw_only=True):
     """Output tokens generated, over all samples, counted when their step is collected."""
     finished: dict[str, int] = {}
     """Finished sequences, by finish reason."""
+    parse_fallbacks: dict[str, int] = {}
+    """Times an answer broke its format and the text became content, by format, counted when the sequence ends."""
     forward_seconds: float = 0.0
     """Seconds spent in the model's forward pass, added when a step is collected."""
     sample_seconds: float = 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headrace.options import INT32_MAX
@@ -49,7 +50,7 @@ def _wrong(where: str, expected: str) -> ApiError:
     return ApiError(400, f"{where} must be {expected}", param=where, code="invalid_type")
 
 
-def render_messages(serving: Serving, body: ChatBody | TokenizeBody) -> str:
+def render_messages(serving: Serving, body: ChatBody | TokenizeBody, tools: Sequence[Mapping[str, Any]] = ()) -> str:
     """The prompt text of a conversation. Raises: RequestError (400), naming the message and its field at fault."""
     if isinstance(body.messages, list):
         limit("messages", len(body.messages), serving.settings.max_messages)
@@ -59,6 +60,7 @@ def render_messages(serving: Serving, body: ChatBody | TokenizeBody) -> str:
         continue_final_message=body.continue_final_message,
         chat_template_kwargs=body.chat_template_kwargs,
         strict=True,
+        **({"tools": tools} if tools else {}),
     )
     return text
 

@@ -30,12 +30,19 @@ _RESERVED = frozenset(
 """What ``chat_template_kwargs`` may not set: it is the renderer's, or has a parameter of its own."""
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Type of a text part -> its field."""
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+_ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+    "function": "tool",  # the older name
+}
 """Role of OpenAI's API -> role that chat templates know."""
-_FIELDS = frozenset({"role", "content", "name", "tool_call_id"})
+_REASONING = ("reasoning_content", "reasoning")
+_OF_ASSISTANT = ("tool_calls", "function_call", *_REASONING)
+_FIELDS = frozenset({"role", "content", "name", "tool_call_id", *_OF_ASSISTANT})
 _UNSERVED = {
-    "tool_calls": "tool calling is not served by this version",
-    "function_call": "tool calling is not served by this version",
     "audio": "the model reads text",
     "refusal": "the model does not mark refusals",
 }
@@ -187,15 +194,47 @@ def _message(where: str, message: Any, strict: bool) -> dict[str, Any]:
         out["role"] = _ROLES[out["role"]]
         if "tool_call_id" in out and out["role"] != "tool":
             raise RequestError(f"{where}.tool_call_id belongs to the role tool", f"{where}.tool_call_id", code="invalid_value")
+        _check_answer(where, out)
     content = out.get("content")
     if content is None:
-        if strict or out["role"] != "assistant":
+        if out["role"] != "assistant" or (strict and not out.get("tool_calls")):
             raise _missing(f"{where}.content")
         content = ""
     out["content"] = content if isinstance(content, str) else _joined(f"{where}.content", content, strict)
     if out.get("tool_calls"):
         out["tool_calls"] = [_tool_call(f"{where}.tool_calls[{i}]", call) for i, call in enumerate(out["tool_calls"])]
     return out
+
+
+def _check_answer(where: str, out: dict[str, Any]) -> None:
+    """Checks the fields that answers have, and gives each its one form: reasoning by both names, old calls as tool calls."""
+    for name in _OF_ASSISTANT:
+        if name in out and out["role"] != "assistant":
+            raise RequestError(f"{where}.{name} belongs to the role assistant", f"{where}.{name}", code="invalid_value")
+    reasoning = next((out[name] for name in _REASONING if name in out), None)
+    if reasoning is not None:
+        if not isinstance(reasoning, str):
+            raise _wrong_type(f"{where}.{next(name for name in _REASONING if name in out)}", "a string")
+        out |= dict.fromkeys(_REASONING, reasoning)
+    if (old := out.pop("function_call", None)) is not None:
+        _check_function(f"{where}.function_call", old)
+        out["tool_calls"] = [{"id": "call_0", "type": "function", "function": old}]
+    calls = out.get("tool_calls", [])
+    if not isinstance(calls, list):
+        raise _wrong_type(f"{where}.tool_calls", "a list of tool calls")
+    for index, call in enumerate(calls):
+        place = f"{where}.tool_calls[{index}]"
+        _check_function(f"{place}.function", call.get("function") if isinstance(call, Mapping) else None)
+        if not isinstance(call.get("id", ""), str):
+            raise _wrong_type(f"{place}.id", "a string")
+
+
+def _check_function(where: str, function: Any) -> None:
+    if not isinstance(function, Mapping):
+        raise _wrong_type(where, "an object with a name and arguments")
+    for name in ("name", "arguments"):
+        if not isinstance(function.get(name), str):
+            raise _wrong_type(f"{where}.{name}", "a string")
 
 
 def _documented(where: str, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -244,11 +283,13 @@ def _tool_call(where: str, call: Any) -> dict[str, Any]:
         raise _wrong_type(where, "a tool call with a function")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
+        path = f"{where}.function.arguments"
         try:
             arguments = json.loads(arguments) if arguments else {}
         except (ValueError, RecursionError) as error:
-            path = f"{where}.function.arguments"
             raise RequestError(f"{path} is not JSON: {error}", path, code="invalid_value") from error
+        if not isinstance(arguments, dict):
+            raise RequestError(f"{path} is not a JSON object", path, code="invalid_value")
     return {**call, "function": {**function, "arguments": arguments}}
 
 

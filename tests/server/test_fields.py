@@ -31,13 +31,8 @@ HARMLESS = {
     "safety_identifier": ["abc"],
     "metadata": [{}, {"run": "7"}],
     "prompt_cache_key": ["key"],
-    "parallel_tool_calls": [True, False],
     "store": [False],
     "service_tier": ["auto", "default"],
-    "tools": [[]],
-    "tool_choice": ["none", "auto"],
-    "functions": [[]],
-    "function_call": ["none", "auto"],
     "response_format": [{"type": "text"}],
     "modalities": [["text"]],
     "audio": [],
@@ -51,19 +46,13 @@ HARMLESS = {
     "suffix": [""],
 }
 """Values that pass and change nothing."""
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 REFUSED = {
     "user": [7, {"name": "x"}],
     "safety_identifier": [1.5],
     "metadata": ["x", {"a": 1}, {"a" * 65: "x"}, {"a": "x" * 513}, {str(i): "x" for i in range(17)}],
     "prompt_cache_key": [[]],
-    "parallel_tool_calls": ["yes", 1],
     "store": [True],
     "service_tier": ["flex", "scale", "priority", "fast", ""],
-    "tools": [[TOOL], {}],
-    "tool_choice": ["required", {"type": "function", "function": {"name": "f"}}],
-    "functions": [[{"name": "f"}]],
-    "function_call": [{"name": "f"}],
     "response_format": [{"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}],
     "modalities": [["text", "audio"], ["audio"], []],
     "audio": [{"voice": "alloy", "format": "wav"}],

@@ -73,6 +73,15 @@ class Parser:
             self._begin_at(tail)
 
     @property
+    def format(self) -> str:
+        return self._machine.name
+
+    @property
+    def markers(self) -> Mapping[int, str]:
+        """Tokens that the parser takes as characters of their own."""
+        return self._machine.markers
+
+    @property
     def in_reasoning(self) -> bool:
         return self._state.sink == "reasoning"
 

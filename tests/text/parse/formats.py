@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import random
@@ -10,11 +9,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jinja2
+import msgspec
 
-from headrace.outputs import Event
+from headrace.outputs import Event, Message
 from headrace.text.parse.arguments import types_of
 from headrace.text.parse.engine import Parser, Types
-from headrace.text.parse.events import Message, fold
 from headrace.text.parse.format import Choice, Machine, Vocabulary
 from headrace.text.parse.formats import reasoning_format, tool_format
 
@@ -199,7 +198,13 @@ def events(machine: Machine, pieces: Iterable[str], types: Types | None = None, 
 
 def message(machine: Machine, pieces: Iterable[str], types: Types | None = None, tail: str = "") -> Message:
     """The folded answer; tokens are not compared, since pieces are none."""
-    return dataclasses.replace(fold(events(machine, pieces, types, tail)), reasoning_tokens=0)
+    return msgspec.structs.replace(fold(events(machine, pieces, types, tail)), reasoning_tokens=0)
+
+
+def fold(found: Iterable[Event]) -> Message:
+    folded = Message()
+    folded.add(found)
+    return folded
 
 
 def plain(message: Message) -> dict[str, Any]:

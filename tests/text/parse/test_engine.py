@@ -15,6 +15,7 @@ from formats import (
     UNMARKED,
     choice,
     events,
+    fold,
     machine,
     marker_texts,
     message,
@@ -25,9 +26,8 @@ from formats import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.outputs import Event
+from headrace.outputs import Call, Event, Message
 from headrace.text.parse.engine import Parser
-from headrace.text.parse.events import Call, Message, fold
 from headrace.text.parse.format import TEXT_SINKS, Machine, Mark, State
 
 TOOLS: list[dict[str, Any]] = [

@@ -13,7 +13,7 @@ from transformers.utils.chat_parsing import parse_response
 from headrace.errors import ConfigError
 from headrace.text.parse.format import Machine, Vocabulary
 from headrace.text.parse.formats import REASONING_FORMATS, TOOL_FORMATS, reasoning_format, tool_format
-from headrace.text.parse.recognise import Parsing, assistant_header, recognise, vocabulary_of
+from headrace.text.parse.recognise import AnswerFormats, Parsing, recognise, vocabulary_of
 from headrace.text.tokenizer import Tokenizer
 
 NOTHING = Vocabulary({})
@@ -123,15 +123,17 @@ def test_the_vocabulary_has_added_tokens_that_look_like_markers() -> None:
 
 @pytest.mark.parametrize(("name", "header"), [("hermes", "<|im_start|>assistant\n"), ("openai", "<|start|>assistant")])
 def test_the_header_of_an_answer(name: str, header: str) -> None:
-    choice = recognise(TEMPLATES[name], NOTHING).choice
-    assert assistant_header(tokenizer(name), choice) == header
+    assert AnswerFormats(tokenizer(name)).header == header
 
 
 def test_the_header_ends_before_markers() -> None:
     made = tokenizer("hermes")
     opened = TEMPLATES["hermes"].replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
     made.hf.chat_template = opened.replace("| json", "| tojson")
-    assert assistant_header(made, recognise(opened, NOTHING).choice) == "<|im_start|>assistant\n"
+    formats = AnswerFormats(made)
+    assert formats.header == "<|im_start|>assistant\n"
+    options = formats.options(made.render_chat([{"role": "user", "content": "x"}]), [], calls=False)
+    assert options is not None and options.tail == "<think>\n" and not options.calls
 
 
 def test_templates_of_tests_are_jinja() -> None:

@@ -123,7 +123,8 @@ class SequenceText:
         if not update.token_ids and update.finish_reason is None:
             return None
         tokens, finish, stop = list(update.token_ids), update.finish_reason, update.stop_reason
-        text, events = "", []
+        text = ""
+        events: list[Event] = []
         if self._detokenizer is not None:
             shown = tokens[:-1] if self._hides_last(update) else tokens
             if self.parsed is not None:

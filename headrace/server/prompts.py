@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -54,8 +56,11 @@ def render_messages(serving: Serving, body: ChatBody | TokenizeBody, tools: Sequ
     """The prompt text of a conversation. Raises: RequestError (400), naming the message and its field at fault."""
     if isinstance(body.messages, list):
         limit("messages", len(body.messages), serving.settings.max_messages)
+    messages, answers = body.messages, serving.llm.inputs.answers
+    if answers is not None and answers.tools is not None and answers.tools.ids == "alphanumeric9":
+        messages = _with_short_ids(messages)
     text: str = need_tokenizer(serving, "messages").render_chat(
-        body.messages,
+        messages,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
         chat_template_kwargs=body.chat_template_kwargs,
@@ -63,6 +68,21 @@ def render_messages(serving: Serving, body: ChatBody | TokenizeBody, tools: Sequ
         **({"tools": tools} if tools else {}),
     )
     return text
+
+
+def _with_short_ids(messages: Any) -> Any:
+    """Messages whose tool call ids have 9 letters and digits: Mistral's templates take no others. They are checked later."""
+    if isinstance(messages, Mapping):
+        ids = {name: _short_id(messages[name]) for name in ("id", "tool_call_id") if isinstance(messages.get(name), str)}
+        calls = {"tool_calls": _with_short_ids(messages["tool_calls"])} if messages.get("tool_calls") else {}
+        return {**messages, **ids, **calls}
+    return [_with_short_ids(message) for message in messages] if isinstance(messages, list) else messages
+
+
+def _short_id(identity: str) -> str:
+    if re.fullmatch("[A-Za-z0-9]{9}", identity):
+        return identity
+    return hashlib.sha256(identity.encode("utf-8", "surrogatepass")).hexdigest()[:9]
 
 
 def need_tokenizer(serving: Serving, param: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,6 +41,12 @@ def tokenizer(folder: Path, template: str = TEMPLATE) -> Tokenizer:
     write_tokenizer(folder)
     hf = PreTrainedTokenizerFast.from_pretrained(folder)
     hf.add_tokens(MARKERS)
+    hf.chat_template = template
+    return Tokenizer(hf)
+
+
+def with_template(made: Tokenizer, template: str) -> Tokenizer:
+    hf = copy.copy(made.hf)
     hf.chat_template = template
     return Tokenizer(hf)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -218,11 +218,11 @@ def test_named_choices_say_what_they_need(api: Make) -> None:
     assert "constrained decoding" in error(api(CALL).chat(tools=[TOOL], tool_choice="required"))["message"]
 
 
-def test_tools_need_a_format_and_a_template(tmp_path: Path, made: Tokenizer, api: Make) -> None:
+def test_tools_need_a_format_and_a_template(made: Tokenizer, api: Make) -> None:
     unknown = api(CALL, tools="none")
     assert "--tool-call-parser" in error(unknown.chat(tools=[TOOL]))["message"]
     assert unknown.chat(tools=[TOOL], tool_choice="none").status_code == 200
-    silent = ScriptedLLM(scripted.tokenizer(tmp_path, "{{ messages[0].content }}<tool_call>"), [CALL])
+    silent = ScriptedLLM(scripted.with_template(made, "{{ messages[0].content }}<tool_call>"), [CALL])
     assert "--chat-template" in error(Api(silent).chat(tools=[TOOL]))["message"]
     off = api(CALL, settings=ServerSettings(enable_auto_tool_choice=False))
     assert "--no-enable-auto-tool-choice" in error(off.chat(tools=[TOOL]))["message"]
@@ -245,6 +245,20 @@ def test_the_prompt_has_the_tools_and_the_history(api: Make) -> None:
 
 def _answer_call(identity: str) -> dict[str, Any]:
     return {"id": identity, "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
+
+
+def test_mistrals_templates_get_ids_of_their_length(made: Tokenizer) -> None:
+    template = "[TOOL_CALLS]{% for m in messages %}{% for c in m.tool_calls or [] %}={{ c.id }}{% endfor %}{% endfor %}"
+    template += "{% for m in messages if m.tool_call_id %}={{ m.tool_call_id }}{% endfor %}{{ tools }}"
+    llm = ScriptedLLM(scripted.with_template(made, template), ['[TOOL_CALLS]add[ARGS]{"a": 1}'])
+    history: list[Any] = [{"role": "user", "content": "x"}]
+    for identity in ("call_of_another_server", "abcdefgh9"):
+        history.append({"role": "assistant", "content": None, "tool_calls": [_answer_call(identity)]})
+        history.append({"role": "tool", "tool_call_id": identity, "content": "3"})
+    (call,) = Api(llm).chat(messages=history, tools=[TOOL]).json()["choices"][0]["message"]["tool_calls"]
+    assert len(call["id"]) == 9 and call["id"].isalnum()
+    first, second, *results = re.findall("=(.{9})(?==|None|\\[)", llm.seen[-1].prompt or "")
+    assert second == "abcdefgh9" and first.isalnum() and results == [first, second]
 
 
 @pytest.mark.parametrize("stream", [False, True])

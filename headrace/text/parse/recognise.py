@@ -78,7 +78,7 @@ def _tools(text: str, name: str, own: Choice, why: str) -> tuple[Format | None, 
         for format in TOOL_FORMATS:
             if fitting := next((hint for hint in format.hints if all(part in text for part in hint)), None):
                 return format, f"{' and '.join(fitting)} in the chat template"
-        return own.tools, why
+        return own.tools, why if own.tools is not None else f"no known markers in the chat template, and {why}"
     found = own.tools if name == "hf" else tool_format(name)
     if found is None and name != "none":
         raise _unknown("tool_call_parser", name, tool_names(), why)

@@ -10,7 +10,7 @@ from headrace.config import EngineArgs, SamplingLimits
 from headrace.engine.info import DecisionLine, EngineInfo
 from headrace.engine.inputs import InputProcessor
 from headrace.sources.files import ModelFiles, find_model
-from headrace.text.parse.recognise import AnswerFormats
+from headrace.text.answers import AnswerFormats
 from headrace.text.tokenizer import Tokenizer, load_tokenizer
 
 

@@ -22,7 +22,7 @@ from headrace.text.bad_words import check_bad_words, compile_bad_words
 from headrace.text.stops import check_stops
 
 if TYPE_CHECKING:
-    from headrace.text.parse.recognise import AnswerFormats
+    from headrace.text.answers import AnswerFormats
     from headrace.text.tokenizer import Tokenizer
 
 

@@ -24,7 +24,7 @@ from headrace.errors import ConfigError, EngineError, QueueFullError, RequestErr
 from headrace.metrics.stats import EngineStats
 from headrace.outputs import OutputDelta, RequestOutput
 from headrace.sampling_params import SamplingParams
-from headrace.text.parse.recognise import AnswerFormats
+from headrace.text.answers import AnswerFormats
 from headrace.text.tokenizer import Tokenizer, load_tokenizer
 from headrace.text.tools import checked_tools
 from headrace.weights.update import Named

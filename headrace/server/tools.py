@@ -12,7 +12,7 @@ from headrace.server.settings import ServerSettings
 from headrace.text.tools import UNCONSTRAINED, checked_tools
 
 if TYPE_CHECKING:
-    from headrace.text.parse.recognise import AnswerFormats
+    from headrace.text.answers import AnswerFormats
 
 
 class Tools(NamedTuple):

@@ -130,21 +130,29 @@ def render(
     normalized = normalize(messages, strict=strict)
     if continue_final_message and not normalized[-1]["content"]:
         raise RequestError("continue_final_message needs text in the last message", "continue_final_message")
-    try:
+    # Templates take a key that is not there for what it is, and may print None.
+    normalized = [{name: value for name, value in message.items() if value is not None} for message in normalized]
+
+    def write(conversation: list[dict[str, Any]]) -> str:
         rendered: Any = render_jinja_template(  # (texts, places of what the model said)
-            # Templates take a key that is not there for what it is, and may print None.
-            conversations=[[{name: value for name, value in message.items() if value is not None} for message in normalized]],
+            conversations=[conversation],
             tools=[dict(tool) for tool in tools] if tools else None,
             chat_template=_template(tokenizer.chat_template, bool(tools)),
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             **{**tokenizer.special_tokens_map, **template_kwargs},
         )
-        text = rendered[0][0]
+        return str(rendered[0][0])
+
+    try:
+        try:
+            return write(normalized)
+        except TypeError:
+            # Some templates concatenate the arguments of calls as text.
+            return write(_with_text_arguments(normalized))
     except Exception as error:
         # A template is a program over the request's values: whatever it raises, this request made it raise.
         raise RequestError(f"the chat template cannot render these messages: {error}", "messages") from error
-    return str(text)
 
 
 def _template(templates: str | dict[str, str], tools: bool) -> str:
@@ -290,7 +298,28 @@ def _tool_call(where: str, call: Any) -> dict[str, Any]:
             raise RequestError(f"{path} is not JSON: {error}", path, code="invalid_value") from error
         if not isinstance(arguments, dict):
             raise RequestError(f"{path} is not a JSON object", path, code="invalid_value")
+        arguments = _Arguments(arguments, function["arguments"])
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+class _Arguments(dict[str, Any]):
+    """Arguments of a call, which most templates take as an object, with the JSON text that the client sent."""
+
+    def __init__(self, value: dict[str, Any], text: str) -> None:
+        super().__init__(value)
+        self.text = text
+
+
+def _with_text_arguments(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def as_text(call: Mapping[str, Any]) -> dict[str, Any]:
+        arguments = call["function"]["arguments"]
+        text = arguments.text if isinstance(arguments, _Arguments) else json.dumps(arguments, ensure_ascii=False)
+        return {**call, "function": {**call["function"], "arguments": text or "{}"}}
+
+    return [
+        {**message, "tool_calls": [as_text(call) for call in message["tool_calls"]]} if message.get("tool_calls") else message
+        for message in messages
+    ]
 
 
 def _no_others(where: str, given: Mapping[str, Any], known: Collection[str]) -> None:

@@ -16,7 +16,7 @@ from headrace.core.sequence import Sequence as EngineSequence
 from headrace.core.sequence import SequenceUpdate
 from headrace.engine.outputs import OutputProcessor
 from headrace.outputs import OutputDelta, TokenLogprobs
-from headrace.text.parse.recognise import AnswerFormats
+from headrace.text.answers import AnswerFormats
 from headrace.text.tokenizer import Tokenizer
 from server.fakes import LIMITS, FakeLLM, SeededInputs
 

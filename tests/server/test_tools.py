@@ -11,7 +11,7 @@ import pytest
 
 from headrace.errors import ConfigError
 from headrace.server.settings import ServerSettings
-from headrace.text.parse.recognise import AnswerFormats
+from headrace.text.answers import AnswerFormats
 from headrace.text.tokenizer import Tokenizer
 from server import scripted
 from server.harness import Api, error, events, running

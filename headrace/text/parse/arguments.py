@@ -153,8 +153,13 @@ def json_calls(host: Host) -> Scanner:
         return
     if piece != "[":
         raise Broken
+    yield from _json_list((yield from _next()), host)
+
+
+def _json_list(piece: str, host: Host) -> Scanner:
+    """An array of calls after its opening bracket; ``piece``: the character there."""
     while True:
-        if (yield from _next()) != "{":
+        if piece != "{":
             raise Broken
         yield from _json_call(host)
         piece = yield from _next()
@@ -162,6 +167,7 @@ def json_calls(host: Host) -> Scanner:
             return
         if piece not in ",;":
             raise Broken
+        piece = yield from _next()
 
 
 def _json_call(host: Host) -> Scanner:
@@ -230,6 +236,9 @@ def python_calls(host: Host) -> Scanner:
     listed = piece == "["
     if listed:
         piece = yield from _next()
+        if piece == "{":  # some models of these families write JSON
+            yield from _json_list(piece, host)
+            return
     while True:
         yield from _python_call(piece, host)
         piece = yield _ONE

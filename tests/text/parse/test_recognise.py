@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import vocabularies
-from formats import TEMPLATES, environment, message
+from formats import TEMPLATES, environment, machine, message
 from transformers.utils.chat_parsing import parse_response
 
 from headrace.errors import ConfigError
+from headrace.text.answers import AnswerFormats
 from headrace.text.parse.format import Machine, Vocabulary
 from headrace.text.parse.formats import REASONING_FORMATS, TOOL_FORMATS, reasoning_format, tool_format
-from headrace.text.parse.recognise import AnswerFormats, Parsing, recognise, vocabulary_of
+from headrace.text.parse.recognise import Parsing, recognise, vocabulary_of
 from headrace.text.tokenizer import Tokenizer
 
 NOTHING = Vocabulary({})
@@ -176,3 +177,27 @@ def test_a_response_template_that_no_format_says_is_left_with_the_reason(templat
     found = recognise("", NOTHING, response_template=template)
     assert found.choice.tools is None
     assert "response_template" in found.tools_by
+
+
+def test_a_turn_without_a_header_has_no_tail() -> None:
+    """Some templates write no header after a tool's result: the last header is then an older turn's."""
+    formats = AnswerFormats(tokenizer("hermes"))
+    turn = "<|im_start|>assistant\n"
+    for prompt, tail in ((f"x{turn}<think>", "<think>"), (f"x{turn}a<|end|>result: <think>", ""), ("no header", "")):
+        options = formats.options(prompt, [])
+        assert options is not None and options.tail == tail
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("lfm2", '<|tool_call_start|>[{"name": "f", "arguments": {"a": 1}, "id": "x"}]<|tool_call_end|>'),
+        ("phi4_mini_json", '<|tool_call|>{"name": "f", "arguments": {"a": 1}}<|/tool_call|>'),
+        ("nemotron_json", '<TOOLCALL>[{"name": "f", "arguments": {"a": 1}}]</TOOLCALL>'),
+    ],
+)
+def test_variants_of_a_family(name: str, text: str) -> None:
+    found = message(machine(name), list(text))
+    assert [(call.name, call.arguments) for call in found.calls] == [("f", '{"a": 1}')] and not found.content
+    recognised = recognise(text + " in a template", NOTHING).choice.tools
+    assert recognised is not None and recognised.name == name

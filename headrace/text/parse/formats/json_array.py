@@ -8,11 +8,14 @@ def _marked(name: str, openings: tuple[str, ...], closing: str = "", aliases: tu
     if closing:
         states["close"] = State("space", (Mark(closing, "after"),))
     opens = tuple(Mark(opening, "call") for opening in openings)
-    return Format(name, aliases, hints=tuple((opening,) for opening in openings), opens=opens, states=states)
+    # The closing marker tells formats with the same opening apart.
+    hints = ((closing,), (openings[0],)) if closing else ((openings[0],),)
+    return Format(name, aliases, hints=hints, opens=opens, states=states)
 
 
 FORMATS = (
-    _marked("phi4_mini_json", ("functools",)),
+    _marked("phi4_mini_json", ("functools", "<|tool_call|>"), "<|/tool_call|>"),
+    _marked("nemotron_json", ("<TOOLCALL>",), "</TOOLCALL>"),
     _marked("granite", ("<|tool_call|>",)),
     _marked("jamba", ("<tool_calls>",), "</tool_calls>"),
     _marked("internlm", ("<|action_start|><|plugin|>",), "<|action_end|>"),

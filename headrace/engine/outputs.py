@@ -10,11 +10,10 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 from headrace.core.sequence import Sequence, SequenceUpdate
-from headrace.engine.parsed_text import ParsedText
+from headrace.engine.parsed_text import ParsedText, Parsing
 from headrace.outputs import Event, FinishReason, OutputDelta, RequestTimes, TokenLogprobs
 from headrace.text.detokenizer import IncrementalDetokenizer
 from headrace.text.parse.engine import Parser
-from headrace.text.parse.recognise import Parsing
 from headrace.text.stops import StopStrings
 
 if TYPE_CHECKING:

@@ -2,10 +2,33 @@
 
 from __future__ import annotations
 
+import functools
+from typing import TYPE_CHECKING
+
 from headrace.core.request import ParseOptions
 from headrace.outputs import Event, EventKind
 from headrace.text.parse.engine import Parser
+from headrace.text.parse.format import Machine
+from headrace.text.parse.recognise import recognise, vocabulary_of
 from headrace.text.stops import StopStrings
+
+if TYPE_CHECKING:
+    from headrace.text.tokenizer import Tokenizer
+
+
+class Parsing:
+    """Makes the parsers' machines for one tokenizer, each once."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._vocabulary = vocabulary_of(tokenizer)
+        self._template = tokenizer.response_template
+        self.machine = functools.lru_cache(maxsize=None)(self._machine)
+
+    def _machine(self, tools: str, thought: str, calls: bool, reasoning: bool) -> Machine:
+        choice = recognise(None, self._vocabulary, tools=tools, reasoning=thought, response_template=self._template).choice
+        states = choice.states(calls=calls, reasoning=reasoning)
+        name, ids = (choice.tools.name, choice.tools.ids) if choice.tools is not None else (thought, "call")
+        return Machine(states, self._vocabulary, name, ids)
 
 
 class ParsedText:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from headrace.core.request import ParseOptions
 from headrace.errors import RequestError
-from headrace.text.parse.arguments import types_of
+from headrace.text.parse.arguments import type_of
 from headrace.text.parse.format import Format
 from headrace.text.parse.recognise import recognise, vocabulary_of
 
@@ -98,3 +98,34 @@ class AnswerFormats:
         tail = prompt.rpartition(self.header)[2] if self.header and self.header in prompt else ""
         ends = (self._tokenizer.token_text(token) for token in self._tokenizer.eos_token_ids)
         return "" if any(end in tail for end in ends if end) else tail
+
+
+def types_of(schema: Any, root: Any = None, depth: int = 0) -> frozenset[str]:
+    """The JSON types that a schema allows; empty: unknown."""
+    if not isinstance(schema, Mapping) or depth > 8:
+        return frozenset()
+    root = schema if root is None else root
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#/"):
+        target = root
+        for key in reference[2:].split("/"):
+            target = target.get(key) if isinstance(target, Mapping) else None
+        return types_of(target, root, depth + 1)
+    return frozenset(_types(schema, root, depth))
+
+
+def _types(schema: Mapping[str, Any], root: Any, depth: int) -> Iterator[str]:
+    declared = schema.get("type")
+    if isinstance(declared, str):
+        yield declared
+    elif isinstance(declared, list):
+        yield from (name for name in declared if isinstance(name, str))
+    elif isinstance(schema.get("enum"), list) or "const" in schema:
+        for value in schema.get("enum") or [schema.get("const")]:
+            yield type_of(value)
+    for union in ("anyOf", "oneOf", "allOf"):
+        choices = schema.get(union)
+        for choice in choices if isinstance(choices, list) else ():
+            yield from types_of(choice, root, depth + 1)
+    if schema.get("nullable") is True:
+        yield "null"

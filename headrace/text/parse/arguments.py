@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any, Protocol
 
 MAX_DEPTH = 128
@@ -402,38 +402,7 @@ QUOTE = "\0"
 # Raw values
 
 
-def types_of(schema: Any, root: Any = None, depth: int = 0) -> frozenset[str]:
-    """The JSON types that a schema allows; empty: unknown."""
-    if not isinstance(schema, Mapping) or depth > 8:
-        return frozenset()
-    root = schema if root is None else root
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#/"):
-        target = root
-        for key in reference[2:].split("/"):
-            target = target.get(key) if isinstance(target, Mapping) else None
-        return types_of(target, root, depth + 1)
-    return frozenset(_types(schema, root, depth))
-
-
-def _types(schema: Mapping[str, Any], root: Any, depth: int) -> Iterator[str]:
-    declared = schema.get("type")
-    if isinstance(declared, str):
-        yield declared
-    elif isinstance(declared, list):
-        yield from (name for name in declared if isinstance(name, str))
-    elif isinstance(schema.get("enum"), list) or "const" in schema:
-        for value in schema.get("enum") or [schema.get("const")]:
-            yield _type_of(value)
-    for union in ("anyOf", "oneOf", "allOf"):
-        choices = schema.get(union)
-        for choice in choices if isinstance(choices, list) else ():
-            yield from types_of(choice, root, depth + 1)
-    if schema.get("nullable") is True:
-        yield "null"
-
-
-def _type_of(value: Any) -> str:
+def type_of(value: Any) -> str:
     kinds = {str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}
     return "null" if value is None else kinds.get(type(value), "string")
 
@@ -453,7 +422,7 @@ def cast(text: str, types: frozenset[str]) -> str:
             stripped = literal(stripped)
         except Broken:
             return dumps(text)
-    kind = _type_of(json.loads(stripped))
+    kind = type_of(json.loads(stripped))
     accepted = types | ({"integer"} if "number" in types else set())
     if kind == "number" and "integer" in types and float(stripped).is_integer():
         return str(int(float(stripped)))

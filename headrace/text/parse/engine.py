@@ -7,6 +7,8 @@ import re
 import string
 from collections.abc import Mapping
 
+from msgspec.structs import replace
+
 from headrace.outputs import Event, EventKind
 from headrace.text.parse import arguments as args
 from headrace.text.parse.arguments import Broken
@@ -412,20 +414,13 @@ class Parser:
     def _begin_at(self, tail: str) -> None:
         self._buffer = self._machine.translate(tail)
         self._run()
-        started = [place for place, event in enumerate(self._events) if event.kind == "call_started"]
-        self._events = self._events[started[-1] :] if started and self._started else []
-        if self._events:
-            self._num_calls = 1
-            self._events = [self._without_index(event) for event in self._events]
-        else:
-            self._num_calls = 0
+        # A call that the prompt has opened is the answer's; the rest is not.
+        started = max((place for place, event in enumerate(self._events) if event.kind == "call_started"), default=0)
+        self._events = [replace(event, index=0) for event in self._events[started:]] if self._started else []
+        self._num_calls = int(self._started)
         self._raw.clear()
         self._buffer = ""
         self.num_fallbacks = 0
-
-    @staticmethod
-    def _without_index(event: Event) -> Event:
-        return Event(event.kind, event.text, name=event.name, id=event.id)
 
     def _shown(self, text: str) -> str:
         return self._machine.shown(text, self._special)
@@ -433,15 +428,15 @@ class Parser:
     def _emit(self, kind: EventKind, text: str, index: int = 0) -> None:
         if not text:
             return
-        if self._events and (last := self._events[-1]).kind == kind and last.index == index:
+        if self._events and (last := self._events[-1]).kind == kind:
             self._events[-1] = Event(kind, last.text + text, index)
         else:
             self._events.append(Event(kind, text, index))
 
     def _count(self, num_tokens: int) -> None:
         """Adds tokens to the reasoning of this push."""
-        for place, event in enumerate(self._events):
-            if event.kind == "reasoning":
-                self._events[place] = Event("reasoning", event.text, tokens=num_tokens)
-                return
-        self._events.insert(0, Event("reasoning", tokens=num_tokens))
+        place = next((place for place, event in enumerate(self._events) if event.kind == "reasoning"), None)
+        if place is None:
+            self._events.insert(0, Event("reasoning", tokens=num_tokens))
+        else:
+            self._events[place] = replace(self._events[place], tokens=num_tokens)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -109,18 +108,3 @@ def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
     added = tokenizer.hf.backend_tokenizer.get_added_tokens_decoder()
     tokens = {entry.content: token for token, entry in added.items() if re.match(r"[<\[｜|].+|.+[>\]｜|]$", entry.content)}
     return Vocabulary(tokens, tokenizer.token_bytes.special)
-
-
-class Parsing:
-    """Makes the parsers' machines for one tokenizer, each once."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._vocabulary = vocabulary_of(tokenizer)
-        self._template = tokenizer.response_template
-        self.machine = functools.lru_cache(maxsize=None)(self._machine)
-
-    def _machine(self, tools: str, thought: str, calls: bool, reasoning: bool) -> Machine:
-        choice = recognise(None, self._vocabulary, tools=tools, reasoning=thought, response_template=self._template).choice
-        states = choice.states(calls=calls, reasoning=reasoning)
-        name, ids = (choice.tools.name, choice.tools.ids) if choice.tools is not None else (thought, "call")
-        return Machine(states, self._vocabulary, name, ids)

@@ -12,7 +12,7 @@ import jinja2
 import msgspec
 
 from headrace.outputs import Event, Message
-from headrace.text.parse.arguments import types_of
+from headrace.text.answers import types_of
 from headrace.text.parse.engine import Parser, Types
 from headrace.text.parse.format import Choice, Machine, Vocabulary
 from headrace.text.parse.formats import reasoning_format, tool_format

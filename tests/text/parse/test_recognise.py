@@ -10,11 +10,12 @@ import vocabularies
 from formats import TEMPLATES, environment, machine, message
 from transformers.utils.chat_parsing import parse_response
 
+from headrace.engine.parsed_text import Parsing
 from headrace.errors import ConfigError
 from headrace.text.answers import AnswerFormats
 from headrace.text.parse.format import Machine, Vocabulary
 from headrace.text.parse.formats import REASONING_FORMATS, TOOL_FORMATS, reasoning_format, tool_format
-from headrace.text.parse.recognise import Parsing, recognise, vocabulary_of
+from headrace.text.parse.recognise import recognise, vocabulary_of
 from headrace.text.tokenizer import Tokenizer
 
 NOTHING = Vocabulary({})

@@ -5,7 +5,6 @@ from __future__ import annotations
 from headrace.text.parse.format import Format, Reasoning
 from headrace.text.parse.formats import (
     deepseek,
-    ernie45,
     gemma,
     glm,
     hermes,
@@ -20,7 +19,7 @@ from headrace.text.parse.formats import (
 )
 
 _FAMILIES = (
-    openai, gemma, minimax, kimi, deepseek, mistral, glm, qwen3_coder, ernie45, hermes, pythonic, llama, json_array,
+    openai, gemma, minimax, kimi, deepseek, mistral, glm, qwen3_coder, hermes, pythonic, llama, json_array,
 )  # fmt: skip
 TOOL_FORMATS: tuple[Format, ...] = tuple(format for family in _FAMILIES for format in family.FORMATS)
 # V3.2 is written with V3's markers in its history, and V3 fits V3.1's hints.

@@ -97,6 +97,9 @@ class AsyncLLM:
             frontend, info = await asyncio.gather(loading, self._supervisor.start())
             self._inputs = frontend.inputs(self.args, vocab_size=info.vocab_size, max_model_len=info.max_model_len)
             self._frontend = frontend
+            if self._inputs.answers is not None:
+                # Rendered here, not in the first request's time.
+                await asyncio.to_thread(getattr, self._inputs.answers, "header")
             # The client's tokenizer may have another chat template than the engine's.
             self._info = with_formats(info, self._inputs.answers)
         except BaseException:

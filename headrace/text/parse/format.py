@@ -86,6 +86,15 @@ class Format:
     ids: Ids = "call"
 
 
+def marked(name: str, scan: str, openings: tuple[str, ...], closing: str = "", hints: tuple[str, ...] = ()) -> Format:
+    """Calls that a scanner reads as a whole, between markers or after one. ``hints``: one of them is enough."""
+    states = {"call": State("scan", scan=scan, then="close" if closing else "after")}
+    if closing:
+        states["close"] = State("space", (Mark(closing, "after"),))
+    opens = tuple(Mark(opening, "call") for opening in openings)
+    return Format(name, hints=tuple((hint,) for hint in hints or openings), opens=opens, states=states)
+
+
 @dataclasses.dataclass(frozen=True)
 class Choice:
     """The formats of a model's answers. Either may be missing."""

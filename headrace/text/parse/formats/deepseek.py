@@ -5,7 +5,7 @@ from headrace.text.parse.format import Format, Mark, State
 _SECTION, _END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _CALL, _CALL_END, _SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
 _SECTION_STATE = State("space", (Mark(_CALL, "call"), Mark(_END, "after")))
-_DSML = "<｜DSML｜"
+_DSML, _CLOSE, _KINDS = "<｜DSML｜", "</｜DSML｜", ("function_calls>", "tool_calls>")
 
 FORMATS = (
     Format(
@@ -36,27 +36,18 @@ FORMATS = (
         "deepseek_v32",
         aliases=("deepseek_v4",),
         hints=(("｜DSML｜",),),
-        opens=(Mark(f"{_DSML}function_calls>", "section"), Mark(f"{_DSML}tool_calls>", "section")),
+        opens=tuple(Mark(f"{_DSML}{kind}", "section") for kind in _KINDS),
         states={
             "section": State(
-                "space",
-                (
-                    Mark(f'{_DSML}invoke name="', "name"),
-                    Mark(f"</{_DSML[1:]}function_calls>", "after"),
-                    Mark(f"</{_DSML[1:]}tool_calls>", "after"),
-                ),
+                "space", (Mark(f'{_DSML}invoke name="', "name"), *(Mark(f"{_CLOSE}{kind}", "after") for kind in _KINDS))
             ),
             "name": State("name", (Mark('">', "parameters"),)),
             "parameters": State(
-                "space",
-                (
-                    Mark(f'{_DSML}parameter name="', "key"),
-                    Mark(f"</{_DSML[1:]}invoke>", "section", ends=True),
-                ),
+                "space", (Mark(f'{_DSML}parameter name="', "key"), Mark(f"{_CLOSE}invoke>", "section", ends=True))
             ),
             "key": State("key", (Mark('" string="', "flag"), Mark('">', "value"))),
             "flag": State("flag", (Mark('">', "value"),)),
-            "value": State("value", (Mark(f"</{_DSML[1:]}parameter>", "parameters"),)),
+            "value": State("value", (Mark(f"{_CLOSE}parameter>", "parameters"),)),
         },
     ),
 )

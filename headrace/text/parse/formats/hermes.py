@@ -1,18 +1,11 @@
 """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, one for each call. Ernie's answers are in ``<response>``."""
 
-import dataclasses
+from dataclasses import replace
 
-from headrace.text.parse.format import Format, Mark, State
+from headrace.text.parse.format import marked
 
-_HERMES = Format(
-    "hermes",
-    aliases=("qwen25", "qwen", "qwen3_json", "longcat"),
-    hints=(("<tool_call>",),),
-    opens=(Mark("<tool_call>", "call"),),
-    states={
-        "call": State("scan", scan="calls", then="close"),
-        "close": State("space", (Mark("</tool_call>", "after"),)),
-    },
+_HERMES = marked("hermes", "calls", ("<tool_call>",), "</tool_call>")
+FORMATS = (
+    replace(_HERMES, name="ernie45", hints=(("<tool_call>", "<response>"),), wrap=("<response>", "</response>")),
+    replace(_HERMES, aliases=("qwen25", "qwen", "qwen3_json", "longcat")),
 )
-_ERNIE = {"name": "ernie45", "aliases": (), "hints": (("<tool_call>", "<response>"),), "wrap": ("<response>", "</response>")}
-FORMATS = (dataclasses.replace(_HERMES, **_ERNIE), _HERMES)

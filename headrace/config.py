@@ -24,6 +24,9 @@ Policy = Literal["fcfs", "priority"]
 Device = Literal["auto", "cpu", "cuda"]
 
 
+MAX_NUM_SEQS = 65_536
+
+
 def _from_environment(variable: str, default: int) -> Any:
     """A field whose default is the environment variable's value where it is set.
 
@@ -97,14 +100,21 @@ class EngineArgs:
     seed: Annotated[int, OptionSpec(min=0, max=INT64_MAX)] = 0
     """Seed for requests without a seed, and for dummy weights. Two engines with the same seed that get the same requests in
     the same order generate the same tokens."""
-    num_threads: Annotated[int | None, OptionSpec(min=1, default="the physical cores that this process may use")] = None
+    num_threads: Annotated[int | None, OptionSpec(min=1, max=1024, default="the physical cores that this process may use")] = (
+        None
+    )
     """CPU threads for the model's kernels. More threads than physical cores are slower; use fewer where other programs
     share the machine."""
     max_model_len: Annotated[
-        int | Literal["auto"] | None, OptionSpec(min=2, default="the model's context length", metavar="INTEGER|auto")
+        int | Literal["auto"] | None,
+        OptionSpec(
+            min=2,
+            default="the model's context length, or what a KV cache of a given size holds of it",
+            metavar="INTEGER|auto",
+        ),
     ] = None
     """Maximum length of prompt plus output, in tokens. Lower it to save memory. auto takes the longest length that the KV
-    cache holds."""
+    cache holds, as does leaving it out beside --num-kv-blocks or --kv-cache-memory."""
     kv_cache_dtype: KVCacheDType = "auto"
     """Number format of the KV cache. auto is that of --dtype. fp8_e4m3 stores a number in one byte, with a float32 scale
     for K and for V of each token and head: about twice as many tokens as bfloat16, with 3 mantissa bits. Needs a GPU of
@@ -127,11 +137,16 @@ class EngineArgs:
     enable_prefix_caching: bool = True
     """Keep the KV of finished requests and reuse it for prompts with the same prefix. Does not change results. Turn it off
     to measure prefill speed."""
-    max_num_seqs: Annotated[int | None, OptionSpec(min=1, default="64 on a CPU, 256 on a GPU")] = None
+    max_num_seqs: Annotated[int | None, OptionSpec(min=1, max=MAX_NUM_SEQS, default="64 on a CPU, 256 on a GPU")] = None
     """Maximum number of sequences that run at once. A higher value raises throughput and the time between tokens."""
     max_num_batched_tokens: Annotated[int | None, OptionSpec(min=1, default="2048 on a CPU, 16384 on a GPU")] = None
     """Maximum number of tokens computed in one step, over all sequences; longer prompts are split into chunks. A smaller
     value keeps the time between tokens even while prompts arrive; a larger one finishes prompts sooner."""
+    max_prefill_tokens_beside_decode: Annotated[
+        int | None, OptionSpec(min=1, default="32 for each thread on a CPU, no limit on a GPU")
+    ] = None
+    """Maximum number of prompt tokens computed in one step while other sequences generate. A smaller value shortens the pause
+    between their tokens when a long prompt arrives, which then takes more steps."""
     max_queue_len: Annotated[int, OptionSpec(min=1)] = 4096
     """Maximum number of waiting sequences. Further requests are refused at once with HTTP 429."""
     policy: Policy = "fcfs"
@@ -164,8 +179,22 @@ class EngineArgs:
     """Maximum length of a bad word, in tokens. Also set by HEADRACE_BAD_WORDS_MAX_LEN."""
     max_stop_seqs_num: Annotated[int, OptionSpec(min=0)] = _from_environment("HEADRACE_MAX_STOP_SEQS_NUM", 16)
     """Maximum number of `stop` strings in a request. Also set by HEADRACE_MAX_STOP_SEQS_NUM."""
-    stop_seqs_max_len: Annotated[int, OptionSpec(min=1)] = _from_environment("HEADRACE_STOP_SEQS_MAX_LEN", 8)
-    """Maximum length of a stop string, in tokens. Also set by HEADRACE_STOP_SEQS_MAX_LEN."""
+    stop_seqs_max_len: Annotated[int, OptionSpec(min=1)] = _from_environment("HEADRACE_STOP_SEQS_MAX_LEN", 1024)
+    """Maximum length of a stop string, in characters. Also set by HEADRACE_STOP_SEQS_MAX_LEN."""
+    max_stop_token_ids: Annotated[int, OptionSpec(min=0)] = 1024
+    """Maximum number of `stop_token_ids` in a request."""
+    max_allowed_token_ids: Annotated[int, OptionSpec(min=1)] = 65_536
+    """Maximum number of `allowed_token_ids` in a request."""
+    max_prompt_chars: Annotated[
+        int | None, OptionSpec(min=1, default="16 for each token of the context, at least 1,048,576")
+    ] = None
+    """Maximum length, in characters, of a text that is tokenised: a prompt, a rendered conversation, the input of /tokenize. A
+    longer one is refused before it is tokenised, which takes about a second and 150 MB for a million characters."""
+    max_template_seconds: Annotated[float, OptionSpec(above=0.0, metavar="SECONDS")] = 2.0
+    """Processor time that rendering one conversation with the chat template may take. A template that loops is ended then, and
+    the request is refused."""
+    max_template_memory: Annotated[int, OptionSpec(min=1, size=True, default="512MiB")] = 2**29
+    """Memory that rendering one conversation with the chat template may take. The prompt may have an eighth of it."""
     step_timeout: Annotated[float, OptionSpec(above=0.0, metavar="SECONDS")] = 120.0
     """Seconds without a finished step, while work is pending, after which the engine counts as stuck: its stack traces are
     logged and its process is restarted. Raise it for very long prompts on a slow device."""
@@ -214,19 +243,25 @@ class SchedulerConfig:
     max_queue_len: int
     policy: Policy
     pipeline_depth: int
+    max_prefill_tokens_beside_decode: int | None = None
+    """None: no limit."""
     max_num_encoder_tokens: int = 0
     """Encoder work of a step, in the unit of ``Item.encoder_tokens``; 0: the model has no encoder."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingLimits:
-    """What one request may ask of sampling; more is refused with the parameter's name. Lengths are in tokens."""
+    """What one request may ask of sampling; more is refused with the parameter's name."""
 
     max_logprobs: int
     max_bad_words_num: int
     bad_words_max_len: int
+    """In tokens."""
     max_stop_seqs_num: int
     stop_seqs_max_len: int
+    """In characters."""
+    max_stop_token_ids: int = 1024
+    max_allowed_token_ids: int = 65_536
 
     @classmethod
     def of(cls, args: EngineArgs) -> SamplingLimits:

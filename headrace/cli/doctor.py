@@ -95,6 +95,10 @@ def planned(args: EngineArgs) -> EngineInfo:
     Raises:
         ConfigError: it could not be built.
     """
+    from headrace.sources.files import find_model
+
+    start = time.perf_counter()
+    files = find_model(args)  # A model that cannot be read is told before torch is imported.
     from headrace.engine.environment import probe
     from headrace.engine.frontend import load_frontend, with_formats
     from headrace.engine.info import StartupPhase
@@ -102,10 +106,7 @@ def planned(args: EngineArgs) -> EngineInfo:
     from headrace.engine.report import engine_info
     from headrace.models.implementation import choose
     from headrace.resolve import resolve
-    from headrace.sources.files import find_model
 
-    start = time.perf_counter()
-    files = find_model(args)
     device = probe(args.device)
     chosen = choose(args, files)
     files = dataclasses.replace(files, decisions=(*files.decisions, *chosen.decisions))

@@ -70,8 +70,9 @@ class Scheduler:
         if request.request_id in self._requests:
             raise RequestError(f"request {request.request_id!r} is being served already", "request_id")
         check_request(request, self.config, self.kv, self.num_waiting)
-        sequences = [self._make_sequence(request, index) for index in range(request.sampling.n)]
-        first, *siblings = sequences
+        first = self._make_sequence(request, 0)
+        siblings = [self._make_sequence(request, index, first) for index in range(1, request.sampling.n)]
+        sequences = [first, *siblings]
         self._lead(first, siblings)
         self._requests[request.request_id] = sequences.copy()
         self._num_unfinished += len(sequences)
@@ -111,10 +112,12 @@ class Scheduler:
         """
         if len(self._in_flight) >= self.config.pipeline_depth:
             return None
+        num_decoding = sum(seq.decoding for seq in self._running)
         budget = StepBudget(
             self.config.max_num_batched_tokens,
             self.config.max_num_encoder_tokens,
-            reserved=sum(seq.decoding for seq in self._running),
+            reserved=num_decoding,
+            prefill=self.config.max_prefill_tokens_beside_decode if num_decoding else None,
         )
         step = StepBuilder(budget, self.kv.moves)
         if self._starved is not None:
@@ -200,11 +203,13 @@ class Scheduler:
         seq, self._starved = self._starved, None
         budget = step.budget
         reserved, budget.reserved = budget.reserved, 0
+        prefill, budget.prefill, before = budget.prefill, None, budget.tokens
         if seq is not None and seq.status is Status.RUNNING:
             self._continue(seq, step)
         elif self._waiting and self._waiting.first is seq and self._slots.num_free:
             self._admit(seq, step)
         budget.reserved = min(reserved, budget.tokens)
+        budget.prefill = None if prefill is None else max(0, prefill - (before - budget.tokens))
 
     def _continue(self, seq: Sequence, step: StepBuilder) -> None:
         """Adds a row for a running sequence, unless it must wait."""
@@ -380,11 +385,11 @@ class Scheduler:
 
     # ------------------------------------------------------------------ samples of one request
 
-    def _make_sequence(self, request: Request, index: int) -> Sequence:
+    def _make_sequence(self, request: Request, index: int, first: Sequence | None = None) -> Sequence:
         seq_id = self._next_seq_id
         self._next_seq_id += 1
         blocks = self.kv.open(seq_id, request.prompt_token_ids.copy(), request.cache_identity)
-        return Sequence(seq_id, request, index, blocks, self.config.max_model_len)
+        return Sequence(seq_id, request, index, blocks, self.config.max_model_len, first)
 
     def _lead(self, seq: Sequence, siblings: list[Sequence]) -> None:
         """Queues a sequence. Its siblings wait outside the queue until it has computed the prompt."""

@@ -37,6 +37,10 @@ class Sequence:
     """Index of the sample within the request."""
     blocks: SequenceBlocks
     max_model_len: dataclasses.InitVar[int]
+    first: dataclasses.InitVar[Sequence | None] = None
+    """Another sample of the request."""
+    stop_token_ids: frozenset[int] = dataclasses.field(init=False)
+    """Of the request: its samples share the set."""
     token_ids: list[int] = dataclasses.field(init=False)
     num_prompt: int = dataclasses.field(init=False)
     max_len: int = dataclasses.field(init=False)
@@ -69,7 +73,9 @@ class Sequence:
     first_token_at: float | None = None
     finished_at: float | None = None
 
-    def __post_init__(self, max_model_len: int) -> None:
+    def __post_init__(self, max_model_len: int, first: Sequence | None) -> None:
+        stops = self.request.sampling.stop_token_ids
+        self.stop_token_ids = frozenset(stops or ()) if first is None else first.stop_token_ids
         self.token_ids = self.blocks.token_ids
         self.num_prompt = len(self.request.prompt_token_ids)
         self.max_len = min(self.num_prompt + self.request.max_tokens, max_model_len)

@@ -81,7 +81,7 @@ class StepBuilder:
         self.in_flight.append(InFlightRow(seq, seq.preemption_epoch, start, end, num_logits))
         self.scheduled.add(seq.seq_id)
         self._moves_before[seq.seq_id] = len(self._moves)
-        self.budget.tokens -= num_tokens
+        self.budget.spend(num_tokens, decoding=seq.decoding)
         if seq.items and start < seq.num_prompt:
             self.budget.encoder_tokens -= encoder_cost(start, end, seq.items, seq.num_encoded)
             seq.num_encoded = end

@@ -24,7 +24,7 @@ def check_stop(seq: Sequence) -> Stop | None:
     if len(seq.token_ids) - seq.num_prompt >= sampling.min_tokens:
         if not sampling.ignore_eos and token in seq.request.eos_token_ids:
             return Stop("stop", None)
-        if sampling.stop_token_ids and token in sampling.stop_token_ids:
+        if token in seq.stop_token_ids:
             return Stop("stop", token)
     if len(seq.token_ids) >= seq.max_len:
         return Stop("length", None)

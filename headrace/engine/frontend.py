@@ -11,6 +11,7 @@ from headrace.engine.info import DecisionLine, EngineInfo
 from headrace.engine.inputs import InputProcessor
 from headrace.sources.files import ModelFiles, find_model
 from headrace.text.answers import AnswerFormats
+from headrace.text.templates import TemplateLimits, TemplateRenderer
 from headrace.text.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -30,6 +31,7 @@ class Frontend:
             generation_config=self.files.generation_config,
             seed=args.seed,
             answers=self.answers(args),
+            max_prompt_chars=args.max_prompt_chars,
         )
 
     def answers(self, args: EngineArgs) -> AnswerFormats | None:
@@ -56,7 +58,8 @@ def load_frontend(args: EngineArgs, chat_template: str | None = None, *, prepare
         ConfigError: there is no such model or tokenizer, or they cannot be read.
     """
     files = find_model(args)
-    tokenizer = None if args.skip_tokenizer_init else load_tokenizer(files, args.tokenizer, chat_template)
+    renderer = TemplateRenderer(TemplateLimits(args.max_template_seconds, args.max_template_memory))
+    tokenizer = None if args.skip_tokenizer_init else load_tokenizer(files, args.tokenizer, chat_template, renderer)
     if prepared and tokenizer is not None:
         tokenizer.prepare()
     if prepared and files.gguf_file is not None:

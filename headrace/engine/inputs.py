@@ -7,8 +7,9 @@ import functools
 import random
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, TypeVar
 
 import msgspec
 
@@ -38,9 +39,15 @@ class TextPrompt(TypedDict):
 
 Prompt = str | TokensPrompt | TextPrompt
 
+T = TypeVar("T")
+
 _BAD_WORDS_CACHED = 32
-_THREAD_CHARACTERS = 16_384
-"""Longer prompts are tokenised in a thread: it takes longer than a step may."""
+_INLINE_CHARACTERS = 4096
+"""Longer prompts are tokenised in a thread: a shorter one takes less time than a change of threads may."""
+_NUM_THREADS = 2
+"""Requests that are prepared in threads at once; others wait in line."""
+_CHARACTERS_PER_TOKEN = 16
+_LEAST_PROMPT_CHARS = 1 << 20
 _GENERATION_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
@@ -59,9 +66,11 @@ class InputProcessor:
         tokenizer: Tokenizer | None,
         generation_config: Mapping[str, Any],
         seed: int,
+        max_prompt_chars: int | None = None,
         answers: AnswerFormats | None = None,
     ) -> None:
-        """``generation_config``: as in ``ModelFiles``. ``answers``: None: answers are not parsed.
+        """``generation_config``: as in ``ModelFiles``. ``max_prompt_chars``: of ``EngineArgs``. ``answers``: None: answers are
+        not parsed.
 
         Raises:
             ConfigError: the model's generation config holds a value that no request may have.
@@ -76,10 +85,22 @@ class InputProcessor:
         self.eos_token_ids = sorted({*tokenizer_eos, *generation_config.get("eos_token_id", ())})
         """Every token that ends a sequence of this model."""
         self._limits = limits
+        self._list_limits = {
+            "stop": limits.max_stop_seqs_num,
+            "bad_words": limits.max_bad_words_num,
+            "stop_token_ids": limits.max_stop_token_ids,
+            "allowed_token_ids": limits.max_allowed_token_ids,
+        }
         self._seeds = random.Random(seed)
         self._bad_words: OrderedDict[tuple[tuple[str, ...], bool], BadWordsTable] = OrderedDict()
         pieces = tokenizer.token_bytes.pieces if tokenizer is not None else ()
         self._longest_piece = max((len(piece) for piece in pieces), default=1)
+        self.max_prompt_chars = max_prompt_chars or max(_LEAST_PROMPT_CHARS, _CHARACTERS_PER_TOKEN * max_model_len)
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, "headrace-inputs")
+
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        """Runs work for one request beside the event loop, in one of few threads; cancelled before its turn, it never runs."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def chat_prompt(
         self, messages: Any, tokenizer: Tokenizer | None = None, *, add_special_tokens: bool = False, **options: Any
@@ -98,11 +119,21 @@ class InputProcessor:
         return {"prompt": text, "prompt_token_ids": self.encode(text, add_special_tokens, "messages")}
 
     def encode(self, text: str, add_special_tokens: bool = True, param: str = "prompt") -> list[int]:
-        """Tokens of a text. Raises RequestError if it cannot fit in the context, whatever its tokens are."""
+        """Tokens of a prompt. Raises RequestError if it cannot fit in the context, if possible before it is tokenised."""
         tokenizer = self._need_tokenizer(param)
         if len(text) > self.max_model_len * self._longest_piece:
             raise _too_long(f"{param}: {len(text)} characters cannot fit in a context of {self.max_model_len} tokens", param)
-        return tokenizer.encode(text, add_special_tokens, param=param)
+        self.check_length(text, param)
+        return tokenizer.encode(text, add_special_tokens, param=param, max_tokens=self.max_model_len - 1)
+
+    def check_length(self, text: str, param: str) -> None:
+        """Raises RequestError if a text is too long to be tokenised at all."""
+        if len(text) > self.max_prompt_chars:
+            raise _too_long(
+                f"{param} has {len(text)} characters, and this engine tokenises at most {self.max_prompt_chars} "
+                "(max_prompt_chars)",
+                param,
+            )
 
     async def request_async(
         self, prompt: Prompt, params: SamplingParams, *, add_special_tokens: bool = True, **options: Any
@@ -110,8 +141,8 @@ class InputProcessor:
         """As ``request``; work that takes longer than a step may is done in a thread."""
         make = functools.partial(self.request, prompt, params, add_special_tokens=add_special_tokens, **options)
         text = prompt.get("prompt") if isinstance(prompt, dict) and "prompt_token_ids" not in prompt else prompt
-        slow = bool(params.bad_words) or (isinstance(text, str) and len(text) > _THREAD_CHARACTERS)
-        return await asyncio.to_thread(make) if slow else make()
+        slow = bool(params.bad_words) or (isinstance(text, str) and len(text) > _INLINE_CHARACTERS)
+        return await self.in_thread(make) if slow else make()
 
     def request(
         self,
@@ -205,14 +236,23 @@ class InputProcessor:
 
     # The sampling parameters
 
+    def check_sizes(self, fields: Mapping[str, Any]) -> None:
+        """Raises RequestError for parameters with too long a list: to be called before anything else reads the lists."""
+        for name, most in self._list_limits.items():
+            value = fields.get(name)
+            if isinstance(value, list) and len(value) > most:
+                raise RequestError(f"{name} has {len(value)} entries; at most {most} are allowed", name, code="invalid_value")
+
     def _check_sampling(self, params: SamplingParams) -> None:
         """Limits of this engine and this model; SamplingParams has checked types and ranges."""
+        self.check_sizes({name: getattr(params, name) for name in self._list_limits})
         for name in ("logprobs", "prompt_logprobs"):
             self._check_logprobs(name, getattr(params, name))
         for name in ("allowed_token_ids", "stop_token_ids", "logit_bias"):
             self._check_vocabulary(name, getattr(params, name) or ())
         if params.stop:
-            check_stops(params.stop, self._need_tokenizer("stop"), self._limits)
+            self._need_tokenizer("stop")
+            check_stops(params.stop, self._limits)
         if params.bad_words:
             check_bad_words(params.bad_words, self._need_tokenizer("bad_words"), self._limits)
 

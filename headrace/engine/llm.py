@@ -343,7 +343,7 @@ class LLM:
             from headrace.engine.external_model import with_template
 
             return with_template(tokenizer, chat_template)
-        return load_tokenizer(self._engine.files, self.args.tokenizer, chat_template)
+        return load_tokenizer(self._engine.files, self.args.tokenizer, chat_template, tokenizer.renderer)
 
     def _follow(self, external: ExternalModel, requests: list[Request]) -> None:
         """Checks that all processes got the same requests, and reacts to changed or moved weights."""

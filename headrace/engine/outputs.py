@@ -14,7 +14,7 @@ from headrace.engine.parsed_text import ParsedText, Parsing
 from headrace.outputs import Event, FinishReason, OutputDelta, RequestTimes, TokenLogprobs
 from headrace.text.detokenizer import IncrementalDetokenizer
 from headrace.text.parse.engine import Parser
-from headrace.text.stops import StopStrings
+from headrace.text.stops import StopAutomaton, StopStrings
 
 if TYPE_CHECKING:
     from headrace.text.tokenizer import Tokenizer
@@ -45,8 +45,12 @@ class OutputProcessor:
         """format -> how often an answer broke it"""
 
     def open(self, sequences: Iterable[Sequence]) -> None:
+        """``sequences``: the samples of one request."""
+        first: SequenceText | None = None
         for sequence in sequences:
-            self._texts[sequence.seq_id] = SequenceText(sequence, self._tokenizer, self._parser(sequence))
+            text = SequenceText(sequence, self._tokenizer, first, self._parser(sequence))
+            self._texts[sequence.seq_id] = text
+            first = first or text
 
     def _parser(self, sequence: Sequence) -> Parser | None:
         request = sequence.request
@@ -95,7 +99,14 @@ class OutputProcessor:
 class SequenceText:
     """Incremental text of one sequence."""
 
-    def __init__(self, sequence: Sequence, tokenizer: Tokenizer | None, parser: Parser | None = None) -> None:
+    def __init__(
+        self,
+        sequence: Sequence,
+        tokenizer: Tokenizer | None,
+        first: SequenceText | None = None,
+        parser: Parser | None = None,
+    ) -> None:
+        """``first``: of another sample of the request, which has computed what depends on the request alone."""
         request = sequence.request
         params = request.sampling
         self.request_id = request.request_id
@@ -105,13 +116,21 @@ class SequenceText:
         self._started = False
         self._detokenizer: IncrementalDetokenizer | None = None
         self._stops: StopStrings | None = None
+        self._automaton: StopAutomaton | None = None
         self.parsed: ParsedText | None = None
         if tokenizer is not None and params.detokenize:
-            self._detokenizer = IncrementalDetokenizer(
-                tokenizer, request.prompt_token_ids, params.skip_special_tokens, parser.markers if parser is not None else None
-            )
+            if first is not None and first._detokenizer is not None:
+                self._detokenizer = first._detokenizer.sibling()
+            else:
+                markers = parser.markers if parser is not None else None
+                self._detokenizer = IncrementalDetokenizer(
+                    tokenizer, request.prompt_token_ids, params.skip_special_tokens, markers
+                )
             if params.stop:
-                self._stops = StopStrings(params.stop, include=params.include_stop_str_in_output, min_tokens=params.min_tokens)
+                self._automaton = first._automaton if first is not None else None
+                self._automaton = self._automaton or StopAutomaton(params.stop)
+                include = params.include_stop_str_in_output
+                self._stops = StopStrings(self._automaton, include=include, min_tokens=params.min_tokens)
             if parser is not None and request.parse is not None:
                 self.parsed = ParsedText(parser, request.parse, self._stops)
 

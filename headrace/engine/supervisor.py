@@ -32,6 +32,8 @@ class Health(NamedTuple):
     ok: bool
     reason: str
     """Why not, in words; empty when all is well."""
+    final: bool = False
+    """The engine will not be started again."""
 
 
 class Client(Protocol):
@@ -114,7 +116,7 @@ class EngineSupervisor:
         if self._state == "running":
             return Health(True, "")
         phase = f" ({self._phase})" if self._phase and self._state in ("starting", "restarting") else ""
-        return Health(False, self._reason + phase)
+        return Health(False, self._reason + phase, self._state in ("failed", "closed"))
 
     @property
     def pid(self) -> int | None:

@@ -102,7 +102,7 @@ class Sampler:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the penalties' histograms, the only state that grows with slots times vocabulary."""
+        """Bytes of the penalties' histograms, the only large state that grows with slots times vocabulary."""
         return self._penalties.nbytes
 
     def add(self, slot: int, seq: NewSequence) -> None:

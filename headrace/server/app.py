@@ -14,7 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 import headrace
 from headrace.server.errors import install_handlers
 from headrace.server.generation import cancelled
-from headrace.server.middleware import ApiKeys, Observe
+from headrace.server.middleware import AllowedHosts, ApiKeys, Observe, SameOrigin
 from headrace.server.routes import admin, chat, completions, models, status, tokens
 from headrace.server.settings import ServerSettings
 from headrace.server.state import Serving
@@ -72,6 +72,10 @@ def _middleware(serving: Serving) -> list[Middleware]:
             )
         )
     stack.append(Middleware(Observe, serving=serving))
+    if settings.allowed_hosts:
+        stack.append(Middleware(AllowedHosts, names=settings.allowed_hosts))
     if settings.api_keys:
         stack.append(Middleware(ApiKeys, keys=settings.api_keys))
+    else:
+        stack.append(Middleware(SameOrigin, others=settings.cors_origins))
     return stack

@@ -2,62 +2,123 @@
 
 from __future__ import annotations
 
-from email.message import Message
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 from fastapi import Request
 
-from headrace.server.errors import ApiError
+from headrace.server.errors import ApiError, shown, unavailable
+from headrace.server.settings import ServerSettings
+
+_MAX_CONTENT_TYPE = 256
+_CHARSET = re.compile(r'charset\s*=\s*"?([^\s;"]+)')
+_SMALL_BODY = 64 * 2**10
+"""What each request may hold beside the budget: large bodies that fill it must not keep small ones out."""
 
 
-async def json_object(request: Request, max_bytes: int) -> dict[str, Any]:
+class BodyBudget:
+    """The bytes of request bodies that the server holds, over all connections."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self._settings = settings
+        self.used = 0
+
+    @contextmanager
+    def body(self) -> Iterator[Body]:
+        """A body whose bytes count until the block is left."""
+        body = Body(self._settings, self)
+        try:
+            yield body
+        finally:
+            self.used -= body.charged
+
+    def charge(self, body: Body, size: int) -> None:
+        """Raises: ApiError 503: other bodies have spent the budget."""
+        if size and self.used > body.charged and self.used + size > self._settings.max_bytes_in_flight:
+            raise unavailable("too many large request bodies arrive at once", self._settings.retry_after)
+        self.used += size
+        body.charged += size
+
+
+class Body:
+    """The bytes of one body as they arrive."""
+
+    def __init__(self, settings: ServerSettings, budget: BodyBudget) -> None:
+        self.data = bytearray()
+        self.charged = 0
+        self._num_values = 0
+        self._settings = settings
+        self._budget = budget
+
+    async def read(self, request: Request) -> None:
+        """Raises: ApiError: 413 too large, at once by its Content-Length, or too many values; 503 no room for it."""
+        length = request.headers.get("content-length", "")
+        self._check_size(int(length) if length.isdigit() else 0)
+        async for chunk in request.stream():
+            size = len(self.data) + len(chunk)
+            self._check_size(size)
+            # Decoding holds the interpreter's lock, so no thread could do it for the event loop: it must be short.
+            self._num_values += num_values(chunk)
+            if self._num_values > self._settings.max_json_values:
+                message = f"the body has more than {self._settings.max_json_values} JSON values"
+                raise ApiError(413, message, code="too_many_values")
+            self._budget.charge(self, max(0, size - _SMALL_BODY) - self.charged)
+            self.data += chunk
+
+    def _check_size(self, size: int) -> None:
+        if size > self._settings.max_body_bytes:
+            message = f"the body is larger than {self._settings.max_body_bytes} bytes"
+            raise ApiError(413, message, code="body_too_large")
+
+
+async def json_object(request: Request, settings: ServerSettings, budget: BodyBudget) -> dict[str, Any]:
     """The body as a dict. Fields that are null are left out: null means default everywhere in OpenAI's API.
 
     Raises:
-        ApiError: 415 not JSON by its headers; 413 too large; 400 not UTF-8, not JSON (NaN and numbers out of
-            range among it), nested too deeply, or not an object.
+        ApiError: 415 not JSON by its headers; 413 too large; 503 no room for it; 400 not UTF-8, not JSON (NaN and numbers
+            out of range among it), too many values, nested too deeply, or not an object.
     """
     _check_content_type(request)
-    body = _decode(await _read(request, max_bytes))
-    if not isinstance(body, dict):
+    with budget.body() as body:
+        await body.read(request)
+        value = _decode(body.data)
+    if not isinstance(value, dict):
         raise ApiError(400, "the body must be a JSON object", code="invalid_json")
-    return {name: value for name, value in body.items() if value is not None}
+    return {name: item for name, item in value.items() if item is not None}
 
 
 def _check_content_type(request: Request) -> None:
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.lower() != "identity":
-        raise ApiError(415, f"Content-Encoding {encoding!r} is not supported: send the body as it is", param="Content-Encoding")
-    header = Message()
-    header["content-type"] = request.headers.get("content-type", "application/json")
-    kind, charset = header.get_content_type(), header.get_content_charset("utf-8")
+        message = f"Content-Encoding {shown(encoding)!r} is not supported: send the body as it is"
+        raise ApiError(415, message, param="Content-Encoding")
+    given = request.headers.get("content-type", "")
+    if len(given) > _MAX_CONTENT_TYPE:
+        raise ApiError(415, f"Content-Type is longer than {_MAX_CONTENT_TYPE} characters", param="Content-Type")
+    kind, _, parameters = given.lower().partition(";")
+    kind = kind.strip()
+    # Without this header, or as text/plain, a web page of any origin could post without a preflight.
     if kind != "application/json" and not kind.endswith("+json"):
-        raise ApiError(415, f"Content-Type must be application/json, not {kind!r}", param="Content-Type")
-    if charset not in ("utf-8", "utf8", "us-ascii"):
-        raise ApiError(415, f"JSON is sent as UTF-8, not {charset!r}", param="Content-Type")
+        raise ApiError(415, f"Content-Type must be application/json, not {shown(kind)!r}", param="Content-Type")
+    charset = _CHARSET.search(parameters)
+    if charset is not None and charset[1] not in ("utf-8", "utf8", "us-ascii"):
+        raise ApiError(415, f"JSON is sent as UTF-8, not {shown(charset[1])!r}", param="Content-Type")
 
 
-async def _read(request: Request, max_bytes: int) -> bytes:
-    """Reads at most ``max_bytes``; refuses a larger Content-Length at once."""
-    length = request.headers.get("content-length", "")
-    if length.isdigit() and int(length) > max_bytes:
-        raise _too_large(max_bytes)
-    chunks, size = [], 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > max_bytes:
-            raise _too_large(max_bytes)
-        chunks.append(chunk)
-    return b"".join(chunks)
+def num_values(data: bytes) -> int:
+    """Estimate the number of values in JSON text from its punctuation.
+
+    A string, a list or an object counts as four numbers or more, because it takes that much longer to decode. Quotes that are
+    escaped within texts do not count.
+    """
+    costly = data.count(b'"') - data.count(b'\\"') + data.count(b"[") + data.count(b"{")
+    return data.count(b",") + 4 * costly
 
 
-def _too_large(max_bytes: int) -> ApiError:
-    # The rest of the body is not read, so the connection cannot be used again.
-    return ApiError(413, f"the body is larger than {max_bytes} bytes", code="body_too_large", headers={"Connection": "close"})
-
-
-def _decode(data: bytes) -> Any:
+def _decode(data: bytearray) -> Any:
     try:
         return msgspec.json.decode(data)
     except UnicodeDecodeError as error:

@@ -77,6 +77,10 @@ class Generation:
         self._note(piece)
         return piece
 
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        """Runs work on the answer beside the event loop."""
+        return await self._serving.llm.inputs.in_thread(work)
+
     async def aclose(self) -> None:
         """Abort what still runs; nothing if all is finished."""
         if self._stream is not None:

@@ -1,4 +1,4 @@
-"""Middleware: request ids, log lines, metrics, API keys, and answers to unexpected errors."""
+"""Middleware: request ids, log lines, metrics, API keys, hosts and origins, and answers to unexpected errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from headrace.server.errors import ApiError, api_error
+from headrace.server.errors import ApiError, api_error, shown
 from headrace.server.state import Serving
 
 logger = logging.getLogger("headrace.server")
@@ -24,6 +24,8 @@ CLIENT_GONE = 499
 OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/metrics"})
 _QUIET = OPEN_PATHS
 _GENERATES = frozenset({"/v1/chat/completions", "/v1/completions"})
+_SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+_PORT = re.compile(r":[0-9]*$")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
@@ -105,3 +107,46 @@ class ApiKeys:
         for known in self._digests:
             matches |= hmac.compare_digest(digest, known)
         return matches and scheme.lower() == "bearer"
+
+
+class AllowedHosts:
+    """Answers 403 to requests whose Host header is another name."""
+
+    def __init__(self, app: ASGIApp, names: Iterable[str]) -> None:
+        self._app = app
+        self._names = frozenset(name.lower() for name in names)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            host = Headers(scope=scope).get("host", "").lower()
+            if host not in self._names and _PORT.sub("", host) not in self._names:
+                error = ApiError(403, f"the Host header {shown(host)!r} names no host of this server", code="unknown_host")
+                await error.response()(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+class SameOrigin:
+    """Answers 403 to a POST that a browser sends for a page of another origin: without keys, such a page could act as the user.
+
+    Browsers say so in Sec-Fetch-Site; older ones send an Origin that differs from the Host. Other clients send neither.
+    """
+
+    def __init__(self, app: ASGIApp, others: Iterable[str]) -> None:
+        self._app = app
+        self._others = frozenset(others)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] not in _SAFE_METHODS and not self._admits(Headers(scope=scope)):
+            message = "this server takes no requests from pages of this origin: its operator may allow it (--cors-origin)"
+            await ApiError(403, message, param="Origin", code="forbidden_origin").response()(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _admits(self, headers: Headers) -> bool:
+        origin, site = headers.get("origin"), headers.get("sec-fetch-site")
+        if "*" in self._others or origin in self._others:
+            return True
+        if site is not None:
+            return site in ("same-origin", "none")
+        return origin is None or origin.partition("://")[2].lower() == headers.get("host", "").lower()

@@ -20,10 +20,10 @@ async def checked_body(request: Request, serving: Serving, kind: type[B], endpoi
     """Reads and checks the body, against the table of fields where the endpoint is one of OpenAI's.
 
     Raises:
-        ApiError: 503 while the engine does not serve; else 400, 413 or 415, naming what is wrong.
+        ApiError: 503 while the engine does not serve; else 400, 413 or 415, naming what is wrong, or 503 for want of memory.
     """
     serving.check_ready()
-    fields = await json_object(request, serving.settings.max_body_bytes)
+    fields = await json_object(request, serving.settings, serving.bodies)
     if endpoint is not None:
         fields = applied_fields(endpoint, fields)
     try:

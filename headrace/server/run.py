@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import errno
 import logging
+import resource
 import socket
+import ssl
 import time
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
+from fastapi import FastAPI
 
 from headrace.errors import ConfigError
 from headrace.server.app import build_app
+from headrace.server.protocol import LimitedProtocol
 from headrace.server.settings import ServerSettings
 from headrace.server.state import Serving
 
@@ -25,6 +31,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("headrace.server")
 
 _BACKLOG = 2048
+_OTHER_FILES = 128
+"""Files that the server opens beside its connections: listeners, the engine's sockets, logs, modules."""
 _CLEANUP_SECONDS = 5
 """What ended requests get to send their last words."""
 
@@ -66,21 +74,11 @@ def run(llm: AsyncLLM, settings: ServerSettings) -> None:
         ConfigError: the engine cannot be built from its arguments, or the address cannot be listened on.
         EngineError: the engine did not start.
     """
+    if settings.tls_cert is not None and settings.tls_key is not None:
+        _check_certificate(settings.tls_cert, settings.tls_key)
     sockets = listen(settings)
     app = build_app(llm, settings)
-    config = uvicorn.Config(
-        app,
-        loop="uvloop",
-        http="httptools",
-        ws="none",
-        lifespan="on",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        ssl_certfile=settings.tls_cert,
-        ssl_keyfile=settings.tls_key,
-        timeout_graceful_shutdown=_CLEANUP_SECONDS,
-    )
+    config = uvicorn_config(app, within_open_files(settings), timeout_graceful_shutdown=_CLEANUP_SECONDS)
     serving: Serving = app.state.serving
     serving.owns_process = True
     server = DrainingServer(config, serving)
@@ -90,6 +88,40 @@ def run(llm: AsyncLLM, settings: ServerSettings) -> None:
         Path(settings.uds).unlink(missing_ok=True)
     if serving.failure is not None:
         raise serving.failure
+
+
+def uvicorn_config(app: FastAPI, settings: ServerSettings, **options: Any) -> uvicorn.Config:
+    """How uvicorn serves the app. ``LimitedProtocol`` enforces the limits of the settings."""
+    return uvicorn.Config(
+        app,
+        loop="uvloop",
+        http=partial(LimitedProtocol, settings),  # type: ignore[arg-type]  # uvicorn calls it, whatever it is
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        ssl_certfile=settings.tls_cert,
+        ssl_keyfile=settings.tls_key,
+        **options,
+    )
+
+
+def within_open_files(settings: ServerSettings) -> ServerSettings:
+    """Raise the process's limit of open files as far as it may; lower the number of connections to what it leaves."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = settings.max_connections + _OTHER_FILES
+    limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    room = wanted if soft == resource.RLIM_INFINITY else max(soft, limit)
+    if room >= wanted:
+        return settings
+    most = max(1, room - _OTHER_FILES)
+    logger.warning(
+        "max_connections is %d, not %d: the system lets a process open %d files", most, settings.max_connections, room
+    )
+    return dataclasses.replace(settings, max_connections=most)
 
 
 def listen(settings: ServerSettings) -> list[socket.socket]:
@@ -148,3 +180,15 @@ def _unix_socket(path: str) -> socket.socket:
         raise ConfigError(f"cannot listen on {path}: {error.strerror or error}", "uds") from error
     logger.info("listening on unix:%s", path)
     return listener
+
+
+def _check_certificate(certificate: Path, key: Path) -> None:
+    """Raises ConfigError if a server cannot use them."""
+    try:
+        # A key with a password is refused, where OpenSSL would ask the terminal.
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
+    except OSError as error:
+        why = error.reason if isinstance(error, ssl.SSLError) else error.strerror
+        raise ConfigError(
+            f"{certificate} and {key} are no PEM certificate and its unencrypted key: {why or error}", "tls_cert"
+        ) from None

@@ -66,12 +66,14 @@ def _params(body: GenerationBody, fields: dict[str, Any], serving: Serving) -> S
         raise _invalid("stream_options needs stream: true", "stream_options")
     if not serving.model.has_tokenizer:
         fields["detokenize"] = False
+    serving.llm.inputs.check_sizes(fields)
+    if isinstance(bias := fields.get("logit_bias"), dict):
+        limit("logit_bias", len(bias), serving.settings.max_logit_bias)
     params = serving.model.defaults.replace(from_json(SamplingParams, fields))
     if body.stream and "prompt_logprobs" in fields:
         message = "prompt_logprobs is not supported with stream: true"
         raise ApiError(400, message, param="prompt_logprobs", code="unsupported_parameter")
     limit("n", params.n, serving.settings.max_n)
-    limit("logit_bias", len(params.logit_bias or ()), serving.settings.max_logit_bias)
     return params
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, FailFast, Field, WithJsonSchema
 
 from headrace.core.request import Request
 from headrace.options import INT32_MAX, options
@@ -120,5 +120,5 @@ class TokenizeBody(RequestBody):
 
 class DetokenizeBody(RequestBody):
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], FailFast()]
     skip_special_tokens: bool = False

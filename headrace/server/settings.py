@@ -58,14 +58,45 @@ class ServerSettings:
     """Web origin whose pages may call the API from a browser, such as https://chat.example.com. Repeatable; * for all."""
     cors_credentials: bool = False
     """Let pages of these origins send the user's cookies. Not allowed with origin *."""
+    allowed_hosts: Annotated[tuple[str, ...], OptionSpec(min=1, flags=("--allowed-host",), metavar="NAME")] = ()
+    """Host name, without the port, by which clients may address the server; requests with another Host header are refused.
+    Repeatable; without it every name is accepted. It keeps web pages from reaching a server without keys through a name of
+    their own that resolves to its address (DNS rebinding)."""
     tls_cert: Annotated[Path | None, OptionSpec(metavar="FILE")] = None
     """PEM certificate chain. With --tls-key, the server speaks HTTPS."""
     tls_key: Annotated[Path | None, OptionSpec(metavar="FILE")] = None
     """PEM private key of --tls-cert."""
     max_body_bytes: Annotated[int, OptionSpec(min=1, size=True, default="16MiB")] = 16 * 2**20
     """Maximum size of a request body: 16MiB, or bytes. A larger body is refused before it is read."""
+    max_bytes_in_flight: Annotated[int, OptionSpec(min=1, size=True, default="128MiB")] = 128 * 2**20
+    """Maximum size of all request bodies that are being received or decoded, counted as they arrive. While it is reached,
+    bodies above 64KiB are refused with HTTP 503; one alone is always taken."""
+    max_json_values: Annotated[int, OptionSpec(min=1)] = 1_000_000
+    """Maximum number of JSON values in a request body, estimated from its punctuation: a string, a list or an object counts
+    as four numbers or more. It bounds the time for which decoding a body holds up other requests."""
+    max_header_bytes: Annotated[int, OptionSpec(min=1, size=True, default="64KiB")] = 64 * 2**10
+    """Maximum size of a request's line and headers together."""
+    max_url_bytes: Annotated[int, OptionSpec(min=1, size=True, default="8KiB")] = 8 * 2**10
+    """Maximum size of a request's URL."""
+    max_connections: Annotated[int, OptionSpec(min=1)] = 4096
+    """Maximum number of open connections. Another one is answered with HTTP 503 and closed. The system's limit of open files
+    may lower it."""
+    header_timeout: Annotated[float, OptionSpec(above=0.0, metavar="SECONDS")] = 30.0
+    """Seconds in which a request's headers must arrive, from the first byte or from the opening of the connection."""
+    body_timeout: Annotated[float, OptionSpec(above=0.0, metavar="SECONDS")] = 60.0
+    """Seconds in which a request's body must arrive after its headers. Raise it for large bodies over slow networks."""
+    send_timeout: Annotated[float, OptionSpec(above=0.0, metavar="SECONDS")] = 60.0
+    """Seconds after which a client that takes nothing of its answer is disconnected."""
+    keep_alive_timeout: Annotated[float, OptionSpec(above=0.0, metavar="SECONDS")] = 75.0
+    """Seconds for which an idle connection stays open. Set it above the idle time after which a proxy in front of the server
+    closes its connections."""
     max_messages: Annotated[int, OptionSpec(min=1)] = 4096
     """Maximum number of messages in a chat request."""
+    max_chat_values: Annotated[int, OptionSpec(min=1)] = 65_536
+    """Maximum number of JSON values in `messages` of a request, nested ones included, and as many in `chat_template_kwargs`."""
+    max_prompt_logprobs: Annotated[int, OptionSpec(min=1)] = 524_288
+    """Maximum number of log-probabilities of prompt tokens in one answer: prompt tokens times (`prompt_logprobs` + 1), for
+    completions times `n`. An entry takes about 70 bytes."""
     max_prompts: Annotated[int, OptionSpec(min=1)] = 256
     """Maximum number of prompts in a completions request."""
     max_n: Annotated[int, OptionSpec(min=1)] = MAX_SAMPLES

@@ -18,6 +18,7 @@ from headrace.engine.garbage import freeze_gc
 from headrace.errors import EngineDeadError, EngineError
 from headrace.metrics.prometheus import ServerMetrics
 from headrace.sampling_params import SamplingParams
+from headrace.server.body import BodyBudget
 from headrace.server.errors import ApiError, first_line, shown, unavailable
 from headrace.server.logprobs import TokenTexts
 from headrace.server.settings import ServerSettings
@@ -35,6 +36,7 @@ class Serving:
         self.llm = llm
         self.settings = settings
         self.created = int(time.time())
+        self.bodies = BodyBudget(settings)
         self.metrics = ServerMetrics(lambda: llm.stats, headrace.__version__)
         self.failure: Exception | None = None
         """Why the engine could not start."""

@@ -100,21 +100,24 @@ class AnswerFormats:
         return "" if any(end in tail for end in ends if end) else tail
 
 
-def types_of(schema: Any, root: Any = None, depth: int = 0) -> frozenset[str]:
-    """The JSON types that a schema allows; empty: unknown."""
-    if not isinstance(schema, Mapping) or depth > 8:
+def types_of(schema: Any, root: Any = None, seen: set[str] | None = None) -> frozenset[str]:
+    """The JSON types that a schema allows; empty: unknown. ``seen``: references that are resolved already."""
+    if not isinstance(schema, Mapping):
         return frozenset()
-    root = schema if root is None else root
+    root, seen = schema if root is None else root, set() if seen is None else seen
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference.startswith("#/"):
+        if reference in seen:
+            return frozenset()
+        seen.add(reference)
         target = root
         for key in reference[2:].split("/"):
             target = target.get(key) if isinstance(target, Mapping) else None
-        return types_of(target, root, depth + 1)
-    return frozenset(_types(schema, root, depth))
+        return types_of(target, root, seen)
+    return frozenset(_types(schema, root, seen))
 
 
-def _types(schema: Mapping[str, Any], root: Any, depth: int) -> Iterator[str]:
+def _types(schema: Mapping[str, Any], root: Any, seen: set[str]) -> Iterator[str]:
     declared = schema.get("type")
     if isinstance(declared, str):
         yield declared
@@ -126,6 +129,6 @@ def _types(schema: Mapping[str, Any], root: Any, depth: int) -> Iterator[str]:
     for union in ("anyOf", "oneOf", "allOf"):
         choices = schema.get(union)
         for choice in choices if isinstance(choices, list) else ():
-            yield from types_of(choice, root, depth + 1)
+            yield from types_of(choice, root, seen)
     if schema.get("nullable") is True:
         yield "null"

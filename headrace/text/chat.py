@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import jinja2
-from jinja2.ext import Extension
-from jinja2.nodes import CallBlock, Node
-from jinja2.parser import Parser
+import msgspec
 
 from headrace.errors import ConfigError, RequestError
 from headrace.options import shown
 from headrace.text.fast_tokenizer import FastTokenizer
+from headrace.text.template_messages import TemplateJob
+from headrace.text.templates import TemplateRenderer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -71,30 +70,35 @@ def read_template(source: str) -> str:
 
 
 def check_template(template: str) -> None:
-    """Raises ConfigError if a template is not valid Jinja."""
+    """Raises ConfigError if a template is not valid Jinja. Parses it only: Jinja's compiler computes the constants in it."""
+    import jinja2
+    from jinja2.ext import Extension
+    from jinja2.nodes import Node, Scope
+    from jinja2.parser import Parser
+
+    class Generation(Extension):
+        """The block ``{% generation %}`` of transformers, as far as the syntax goes."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: Parser) -> Node:
+            line = next(parser.stream).lineno
+            return Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
+
+    if len(template) > _MAX_TEMPLATE_BYTES:
+        raise ConfigError(f"the chat template has more than {_MAX_TEMPLATE_BYTES} characters", "chat_template")
     try:
-        jinja2.Environment(extensions=["jinja2.ext.loopcontrols", _Generation]).from_string(template)
+        jinja2.Environment(extensions=["jinja2.ext.loopcontrols", Generation]).parse(template)
     except jinja2.TemplateSyntaxError as error:
         raise ConfigError(
             f"the chat template is not valid Jinja: line {error.lineno}: {error.message}", "chat_template"
         ) from error
-
-
-class _Generation(Extension):
-    """The block ``{% generation %}`` of transformers, as far as the syntax goes."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: Parser) -> Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
-
-    def _body(self, caller: Callable[[], str]) -> str:
-        return caller()
+    except RecursionError as error:
+        raise ConfigError("the chat template is not valid Jinja: it is nested too deeply", "chat_template") from error
 
 
 def render(
+    renderer: TemplateRenderer,
     tokenizer: FastTokenizer | PreTrainedTokenizerFast,
     messages: Sequence[Mapping[str, Any]],
     *,
@@ -104,7 +108,7 @@ def render(
     template_kwargs: Mapping[str, Any],
     strict: bool,
 ) -> str:
-    """Render messages with the tokenizer's chat template, in Jinja's sandbox.
+    """Render messages with the tokenizer's chat template, in Jinja's sandbox and within the renderer's limits.
 
     Args:
         add_generation_prompt: None: unless the final message is continued.
@@ -126,48 +130,46 @@ def render(
         raise RequestError("continue_final_message and add_generation_prompt exclude each other", "continue_final_message")
     if tools is not None and not all(isinstance(tool, Mapping) for tool in tools):
         raise RequestError("tools must be a list of objects", "tools")
-    from transformers.utils.chat_template_utils import render_jinja_template
-
     normalized = normalize(messages, strict=strict)
-    if continue_final_message and not normalized[-1]["content"]:
-        raise RequestError("continue_final_message needs text in the last message", "continue_final_message")
-    # Templates take a key that is not there for what it is, and may print None.
-    normalized = [{name: value for name, value in message.items() if value is not None} for message in normalized]
-
-    def write(conversation: list[dict[str, Any]]) -> str:
-        rendered: Any = render_jinja_template(  # (texts, places of what the model said)
-            conversations=[conversation],
-            tools=[dict(tool) for tool in tools] if tools else None,
-            chat_template=_template(templates, bool(tools)),
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            **{**tokenizer.special_tokens_map, **template_kwargs},
+    last = normalized[-1]
+    if continue_final_message and _ROLES.get(last["role"], "assistant") != "assistant":
+        message = (
+            f"continue_final_message continues a message of the assistant, and the last one has the role {shown(last['role'])}"
         )
-        return str(rendered[0][0])
-
+        raise RequestError(message, "continue_final_message", code="invalid_value")
+    if continue_final_message and not last["content"]:
+        raise RequestError("continue_final_message needs text in the last message", "continue_final_message")
+    job = TemplateJob(
+        template=_template(templates, bool(tools)),
+        # Templates take a key that is not there for what it is, and may print None.
+        messages=[{name: value for name, value in message.items() if value is not None} for message in normalized],
+        tools=[dict(tool) for tool in tools] if tools else None,
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+        variables={**tokenizer.special_tokens_map, **template_kwargs},
+    )
     try:
-        try:
-            return write(normalized)
-        except TypeError:
-            # Some templates concatenate the arguments of calls as text.
-            return write(_with_text_arguments(normalized))
-    except Exception as error:
-        # A template is a program over the request's values: whatever it raises, this request made it raise.
-        raise RequestError(f"the chat template cannot render these messages: {error}", "messages") from error
+        return renderer.render(job)
+    except RequestError as error:
+        # Some templates concatenate the arguments of calls as text.
+        if 'concatenate str (not "dict")' not in error.message:
+            raise
+    return renderer.render(msgspec.structs.replace(job, messages=_with_text_arguments(job.messages)))
 
 
 def _template(templates: str | dict[str, str], tools: bool) -> str:
     """The template of a model that may have several.
 
     Raises:
-        ValueError: there is none that is used by default.
+        RequestError: there is none that is used by default.
     """
     if isinstance(templates, str):
         return templates
     found = templates.get("tool_use") if tools else None
     found = found or templates.get("default")
     if found is None:
-        raise ValueError(f"the model has chat templates named {', '.join(sorted(templates))} and no default")
+        names = ", ".join(sorted(templates))
+        raise RequestError(f"the model has chat templates named {names} and no default", "messages")
     return found
 
 

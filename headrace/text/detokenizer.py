@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import copy
 from collections.abc import Mapping, Sequence
 
 from headrace.text.tokenizer import Tokenizer
@@ -30,11 +31,20 @@ class IncrementalDetokenizer:
         """``markers``: tokens that a parser watches, and the characters that stand for them in its input."""
         table = tokenizer.token_bytes
         self._pieces = table.visible if skip_special_tokens else table.pieces
-        self._decode = _Decoder(errors="replace").decode
         self._markers = markers or {}
-        tail = self._prompt_tail(prompt_ids)
-        self._strip = 0 if tail else tokenizer.rules.strip
-        self._decode(tail)
+        self._tail = self._prompt_tail(prompt_ids)
+        self._strip = 0 if self._tail else tokenizer.rules.strip
+        self._begin()
+
+    def _begin(self) -> None:
+        self._decode = _Decoder(errors="replace").decode
+        self._decode(self._tail)
+
+    def sibling(self) -> IncrementalDetokenizer:
+        """For another output after the same prompt; to be called before ``push``."""
+        other = copy.copy(self)
+        other._begin()
+        return other
 
     def _prompt_tail(self, prompt_ids: Sequence[int]) -> bytes:
         """The prompt's last bytes, from the start of a character on; empty if it shows no text."""

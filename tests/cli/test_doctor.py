@@ -105,6 +105,11 @@ def test_formats_of_answers(tmp_path: Path) -> None:
     ("words", "said"),
     [
         (["nowhere/at/all"], "nowhere/at/all"),
+        (["a" * 5000], "File name too long"),
+        (["a/" * 5000], "there is no"),
+        (["~nobody-of-this-name/model"], "~nobody-of-this-name/model"),
+        ([".", "--load-format", "dummy", "--max-num-seqs", "1000000000"], "max_num_seqs must be an integer in [1, 65536]"),
+        ([".", "--load-format", "dummy", "--num-kv-blocks", "5", "--max-model-len", "256"], "num_kv_blocks"),
         ([".", "--load-format", "dummy", "--max-model-len", "512"], "max_model_len"),
         ([".", "--load-format", "dummy", "--attention-backend", "nonesuch"], "nonesuch"),
         pytest.param(

@@ -5,12 +5,15 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.core.plan import NewSequence
+from headrace.sampling.allowed import AllowedTokens
+from headrace.sampling.bad_words import BadWords
 from headrace.sampling.logprobs import ALL
 from headrace.sampling.penalties import Penalties
 from headrace.sampling.sampler import NOT_FINITE, NOTHING_ALLOWED
@@ -217,6 +220,22 @@ def test_long_sequences_have_room_for_what_they_see() -> None:
         last = processed_logits(logits[0], params, [3], outputs[:-1])
         assert outputs[-1] == int(last.argmax())
     assert int(bench.step(logits[:1], [2]).tokens) == 1999
+
+
+def test_samples_share_what_their_request_lists() -> None:
+    params = SamplingParams(temperature=0.0, allowed_token_ids=[2, 3, 5], bad_words=["x"])
+    table = TokenBytes([b"x", b"a", b"xa", b"b", b"ax", b"c"], frozenset())
+    bench = Bench(6, table)
+    first = sequence(params, token_bytes=table)
+    for slot in range(4):
+        bench.add(msgspec.structs.replace(first, slot=slot))
+    assert bench.step(torch.arange(6).flip(0).float().expand(4, -1), [0, 1, 2, 3]).tokens.tolist() == [3] * 4
+    allowed, bad_words = (next(f for f in bench.sampler._features if type(f) is kind) for kind in (AllowedTokens, BadWords))
+    assert len({id(automaton) for automaton in bad_words._automatons.values()}) == 1
+    assert len(bad_words._current_tables().transitions) == 256 * first.bad_words.num_states
+    for slot in range(4):
+        bench.sampler.remove(slot)
+    assert allowed._masks._last is None and bad_words._masks._last is None
 
 
 def test_min_tokens_bans_until_then_and_not_longer() -> None:

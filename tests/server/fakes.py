@@ -43,8 +43,13 @@ class ByteTokenizer:
         self.rendered: list[dict[str, Any]] = []
         """Arguments of each call of render_chat."""
 
-    def encode(self, text: str, add_special_tokens: bool = True, *, param: str = "prompt") -> list[int]:
-        return ([BOS] if add_special_tokens else []) + list(text.encode())
+    def encode(
+        self, text: str, add_special_tokens: bool = True, *, param: str = "prompt", max_tokens: int | None = None
+    ) -> list[int]:
+        ids = ([BOS] if add_special_tokens else []) + list(text.encode())
+        if max_tokens is not None and len(ids) > max_tokens:
+            raise RequestError(f"{param} is too long", param, code="context_length_exceeded")
+        return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         kept = (i for i in ids if not (skip_special_tokens and i in self.token_bytes.special))

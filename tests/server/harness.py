@@ -18,6 +18,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from headrace.server.app import build_app
+from headrace.server.run import uvicorn_config
 from headrace.server.settings import ServerSettings
 from server.fakes import FakeLLM
 
@@ -83,9 +84,9 @@ class Running:
 @contextlib.contextmanager
 def running(llm: Any, settings: ServerSettings | None = None) -> Iterator[Running]:
     """Serves over a socket until the block is left."""
+    settings = settings or ServerSettings()
     app = build_app(llm, settings)
-    config = uvicorn.Config(app, http="httptools", loop="uvloop", ws="none", lifespan="on", log_level="warning")
-    config.timeout_graceful_shutdown = 2
+    config = uvicorn_config(app, settings, timeout_graceful_shutdown=2)
     server = uvicorn.Server(config)
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]

@@ -48,7 +48,7 @@ def tokenizer(folder: Path, template: str = TEMPLATE) -> Tokenizer:
 def with_template(made: Tokenizer, template: str) -> Tokenizer:
     hf = copy.copy(made.hf)
     hf.chat_template = template
-    return Tokenizer(hf)
+    return Tokenizer(hf, renderer=made.renderer)
 
 
 class ScriptedLLM(FakeLLM):

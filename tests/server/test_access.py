@@ -81,6 +81,52 @@ def test_cors() -> None:
     assert "access-control-allow-origin" not in Api(FakeLLM()).get("/health", headers={"origin": "https://a.example"}).headers
 
 
+PAGE = "https://page.example"
+CROSS_SITE = [
+    {"sec-fetch-site": "cross-site", "origin": PAGE},
+    {"sec-fetch-site": "same-site", "origin": PAGE},
+    {"sec-fetch-site": "cross-site"},
+    {"sec-fetch-site": "cross-site", "origin": "null"},
+    {"origin": PAGE},
+    {"origin": "null"},
+    {"origin": "http://server:81"},
+]
+OWN = [
+    {},
+    {"sec-fetch-site": "same-origin", "origin": "http://server"},
+    {"sec-fetch-site": "none"},
+    {"origin": "http://server"},
+    {"origin": "http://SERVER"},
+]
+
+
+def test_pages_of_other_origins_may_not_post_without_a_key() -> None:
+    open_, keyed = Api(FakeLLM()), Api(FakeLLM(), KEYS)
+    allowed = Api(FakeLLM(), ServerSettings(cors_origins=(PAGE,)))
+    for path, body in [("/reset_prefix_cache", None), ("/v1/completions", {"prompt": "Hi"}), ("/tokenize", {"prompt": "Hi"})]:
+        for headers in CROSS_SITE:
+            assert error(open_.post(path, body, headers=headers), 403)["code"] == "forbidden_origin"
+            assert keyed.post(path, body, headers=headers | bearer("first-key")).status_code == 200
+            assert allowed.post(path, body, headers=headers).status_code == (200 if headers.get("origin") == PAGE else 403)
+            assert open_.get("/v1/models", headers=headers).status_code == 200
+        for headers in OWN:
+            assert open_.post(path, body, headers=headers).status_code == 200
+    anyone = Api(FakeLLM(), ServerSettings(cors_origins=("*",)))
+    assert anyone.post("/reset_prefix_cache", headers=CROSS_SITE[0]).status_code == 200
+
+
+def test_allowed_hosts() -> None:
+    api = Api(FakeLLM(), ServerSettings(allowed_hosts=("localhost", "Chat.example.com", "[::1]")))
+    for host, status in [
+        ("localhost", 200), ("localhost:8000", 200), ("LOCALHOST", 200), ("chat.example.com", 200), ("[::1]", 200),
+        ("[::1]:80", 200), ("evil.example", 403), ("localhost.evil.example", 403), ("127.0.0.1", 403), ("", 403),
+        ("[::2]", 403),
+    ]:  # fmt: skip
+        for path in ("/health", "/v1/models"):
+            assert api.get(path, headers={"host": host}).status_code == status, host
+    assert Api(FakeLLM()).get("/health", headers={"host": "any.example"}).status_code == 200
+
+
 def test_request_ids(api: Api, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "headrace.server")
     response = api.post("/v1/completions", {"prompt": "Hi"}, headers={"x-request-id": "trace/7:a"})

@@ -12,6 +12,16 @@ from server.fakes import BOS, EOS, FakeLLM
 from server.harness import Api, error, events
 
 
+@pytest.mark.parametrize("name", ["messages", "chat_template_kwargs"])
+def test_values_of_a_conversation_are_bounded(name: str) -> None:
+    api = Api(FakeLLM(), ServerSettings(max_chat_values=8))
+    parts = [{"type": "text", "text": "x"}] * 2
+    fits = {"messages": [{"role": "user", "content": parts[:1]}], "chat_template_kwargs": {"x": [[], [[], {"y": {}}, 1]]}}
+    assert api.chat(**fits).status_code == 200
+    more = {"messages": [{"role": "user", "content": parts}], "chat_template_kwargs": {"x": [[], [[], {"y": {}}, 1, 2, 3]]}}
+    assert error(api.chat(**fits | {name: more[name]}))["param"] == name
+
+
 def test_answer(api: Api) -> None:
     answer = api.chat(seed=5).json()
     assert answer["object"] == "chat.completion" and answer["id"].startswith("chatcmpl-")

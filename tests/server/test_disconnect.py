@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Iterator
 
 import httpx
@@ -11,6 +10,7 @@ import pytest
 
 from server.fakes import FakeLLM
 from server.harness import Running, error, running, wait_for
+from server.raw import RawClient, post
 
 STEP = 0.02
 LONG = [97] * 400
@@ -57,9 +57,8 @@ def test_leaving_before_the_first_token() -> None:
 
 
 def test_leaving_before_the_body_is_whole(slow: Running) -> None:
-    host, port = slow.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port))) as raw:
-        raw.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+    with RawClient(slow.url) as client:
+        client.send(post(b"{", length=100))
         wait_for(lambda: slow.app.state.serving.num_in_flight == 1)
     wait_for(lambda: slow.app.state.serving.num_in_flight == 0)
     assert not slow.llm.seen

@@ -61,7 +61,7 @@ def test_content_types(api: Api) -> None:
     body = b'{"prompt": "Hi", "max_tokens": 1}'
     for kind in ("application/json", "application/json; charset=utf-8", "application/vnd.api+json"):
         assert api.post("/v1/completions", content=body, headers={"content-type": kind}).status_code == 200
-    assert api.post("/v1/completions", content=body).status_code == 200
+    assert error(api.post("/v1/completions", content=body), 415)["param"] == "Content-Type"
     for kind in ("text/plain", "application/x-www-form-urlencoded", "application/json; charset=latin-1", "multipart/form-data"):
         assert error(api.post("/v1/completions", content=body, headers={"content-type": kind}), 415)["param"] == "Content-Type"
     found = error(api.post("/v1/completions", content=body, headers=JSON | {"content-encoding": "gzip"}), 415)
@@ -73,7 +73,6 @@ def test_body_size_by_header_and_by_count() -> None:
     assert api.post("/v1/completions", content=b'{"prompt": "Hi"}', headers=JSON).status_code == 200
     response = api.post("/v1/completions", content=b" " * 101, headers=JSON)
     assert error(response, 413)["code"] == "body_too_large"
-    assert response.headers["connection"] == "close"
 
     async def chunks() -> Any:
         for _ in range(1000):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -22,7 +23,7 @@ import pytest
 
 import headrace
 from headrace.errors import ConfigError
-from headrace.server.run import listen
+from headrace.server.run import listen, run, within_open_files
 from headrace.server.settings import ServerSettings
 from server.harness import error, wait_for
 
@@ -180,6 +181,7 @@ def test_tls(tmp_path: Path) -> None:
         trust = ssl.create_default_context(cafile=str(cert))
         wait_for(lambda: _status(f"{url}/health", verify=trust) == 200)
         assert httpx.post(f"{url}/v1/completions", json=BODY, verify=trust).json()["choices"][0]["text"] == TEXT
+        assert _status(f"{url}/health", verify=trust, headers={"a": "x" * 70_000}) == 431
         assert _status(url.replace("https", "http") + "/health") is None
 
 
@@ -197,6 +199,28 @@ def test_addresses_that_cannot_be_listened_on(tmp_path: Path) -> None:
     one.close()
 
 
+@pytest.mark.parametrize(
+    ("soft", "hard", "raised", "connections"),
+    [
+        (1024, 2**20, 4096 + 128, 4096),
+        (1024, resource.RLIM_INFINITY, 4096 + 128, 4096),
+        (256, 1024, 1024, 1024 - 128),
+        (1024, 1024, None, 1024 - 128),
+        (100, 100, None, 1),
+        (2**20, 2**20, None, 4096),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, None, 4096),
+    ],
+)
+def test_connections_leave_room_for_other_files(
+    monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, raised: int | None, connections: int
+) -> None:
+    set_to: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: set_to.append(limits))
+    assert within_open_files(ServerSettings()).max_connections == connections
+    assert set_to == ([(raised, hard)] if raised else [])
+
+
 def test_a_name_with_addresses_that_this_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     def found(*addresses: str) -> None:
         answer = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in addresses]
@@ -211,3 +235,15 @@ def test_a_name_with_addresses_that_this_machine_lacks(monkeypatch: pytest.Monke
     found("203.0.113.7")
     with pytest.raises(ConfigError, match="cannot listen"):
         listen(ServerSettings(host="machine", port=0))
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"garbage", b"\xff\x00" * 100, b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"]
+)
+def test_a_certificate_that_is_none_is_refused_before_anything_starts(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "cert.pem"
+    file.write_bytes(content)
+    settings = ServerSettings(tls_cert=file, tls_key=file, port=0)
+    with pytest.raises(ConfigError, match=r"cert\.pem") as caught:
+        run(object(), settings)  # type: ignore[arg-type]
+    assert caught.value.param == "tls_cert" and "\n" not in caught.value.message

@@ -11,8 +11,8 @@ from starlette.responses import Response
 
 from headrace.outputs import Event, Message, OutputDelta
 from headrace.server.generation import Generation, Piece, named
-from headrace.server.logprobs import chat_logprobs, prompt_logprobs
-from headrace.server.prompts import render_messages
+from headrace.server.logprobs import JSONArray, chat_logprobs, prompt_logprobs
+from headrace.server.prompts import check_prompt_logprobs, render_messages
 from headrace.server.request import body_schema, checked_body
 from headrace.server.sampling import chat_names, chat_params
 from headrace.server.schema import ChatBody
@@ -36,7 +36,7 @@ async def chat_completions(request: Request) -> Response:
         params = chat_params(body, state)
         answers = state.llm.inputs.answers
         tools = offered(body, answers, state.settings)
-        prompt = render_messages(state, body, tools.schemas)
+        prompt = await render_messages(state, body, tools.schemas)
         parse = answers and answers.options(
             prompt,
             tools.schemas,
@@ -54,6 +54,7 @@ async def chat_completions(request: Request) -> Response:
             priority=body.priority,
             cache_salt=body.cache_salt,
         )
+    check_prompt_logprobs(state, [engine_request], copies=1)
     generation = Generation(state, [engine_request])
     return await respond(request, state, generation, ChatAnswer(body, state, generation, request_id), stream=body.stream)
 
@@ -79,14 +80,18 @@ class ChatAnswer(Answer):
             return None
         return chat_logprobs(self._model.texts, delta.logprobs, self._body.top_logprobs or 0)
 
+    async def prepare(self, piece: Piece) -> None:
+        entries = piece.delta.prompt_logprobs
+        if entries is not None and "prompt_logprobs" in self._body.sampling:
+            shaped = await self._generation.in_thread(lambda: prompt_logprobs(self._model.texts, entries).json)
+            self._prompt_logprobs = {"prompt_logprobs": shaped}
+
     def add(self, piece: Piece) -> Iterator[dict[str, Any]]:
         """Chunks: the role of each choice with its first delta, then text, then its finish."""
         delta, body = piece.delta, self._body
         choice = self._choices[delta.index]
         first, logprobs = not choice.started, self._logprobs(delta)
         choice.add(delta, logprobs)
-        if delta.prompt_logprobs is not None and "prompt_logprobs" in body.sampling:
-            self._prompt_logprobs = {"prompt_logprobs": prompt_logprobs(self._model.texts, delta.prompt_logprobs)}
         if not body.stream:
             return
         if first:
@@ -144,7 +149,7 @@ class _ChatChoice:
         self._index = index
         self._message = Message()
         self._token_ids: list[int] = []
-        self._logprobs: list[dict[str, Any]] = []
+        self._logprobs = JSONArray()
         self._finish: OutputDelta | None = None
 
     def add(self, delta: OutputDelta, logprobs: dict[str, Any] | None) -> None:
@@ -179,7 +184,7 @@ class _ChatChoice:
         choice: dict[str, Any] = {
             "index": self._index,
             "message": message,
-            "logprobs": {"content": self._logprobs, "refusal": None} if with_logprobs else None,
+            "logprobs": {"content": self._logprobs.json, "refusal": None} if with_logprobs else None,
             "finish_reason": self.finish_reason,
             "stop_reason": self._finish.stop_reason if self._finish else None,
         }

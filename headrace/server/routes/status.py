@@ -14,7 +14,9 @@ router = APIRouter()
 
 
 @router.get("/health")
+@router.head("/health", include_in_schema=False)
 @router.get("/ping")
+@router.head("/ping", include_in_schema=False)
 @router.post("/ping")
 async def health(request: Request) -> Response:
     """200 if requests are served; else 503 with the reason."""
@@ -23,11 +25,13 @@ async def health(request: Request) -> Response:
 
 
 @router.get("/version")
+@router.head("/version", include_in_schema=False)
 async def version() -> Response:
     return JSON({"version": headrace.__version__})
 
 
 @router.get("/metrics")
+@router.head("/metrics", include_in_schema=False)
 async def metrics(request: Request) -> Response:
     """Prometheus' text format."""
     return Response(serving(request).metrics.render(), media_type=CONTENT_TYPE)

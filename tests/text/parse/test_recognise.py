@@ -12,7 +12,7 @@ from transformers.utils.chat_parsing import parse_response
 
 from headrace.engine.parsed_text import Parsing
 from headrace.errors import ConfigError
-from headrace.text.answers import AnswerFormats
+from headrace.text.answers import AnswerFormats, types_of
 from headrace.text.parse.format import Machine, Vocabulary
 from headrace.text.parse.formats import REASONING_FORMATS, TOOL_FORMATS, reasoning_format, tool_format
 from headrace.text.parse.recognise import recognise, vocabulary_of
@@ -202,3 +202,10 @@ def test_variants_of_a_family(name: str, text: str) -> None:
     assert [(call.name, call.arguments) for call in found.calls] == [("f", '{"a": 1}')] and not found.content
     recognised = recognise(text + " in a template", NOTHING).choice.tools
     assert recognised is not None and recognised.name == name
+
+
+def test_types_of_a_schema_that_refers_to_itself() -> None:
+    loop = {"$ref": "#/$defs/a"}
+    schema = {"$defs": {"a": {"anyOf": [*[loop] * 20, {"type": "string"}]}}, "properties": {"x": {"anyOf": [loop] * 20}}}
+    assert types_of(schema["properties"]["x"], schema) == {"string"}
+    assert types_of(loop, {"$defs": 3}) == types_of({"$ref": "#/nowhere"}, schema) == types_of(True) == frozenset()

@@ -22,9 +22,8 @@ ModelImpl = Literal["auto", "native", "transformers", "megatron"]
 KVCacheDType = Literal["auto", "fp8_e4m3"]
 Policy = Literal["fcfs", "priority"]
 Device = Literal["auto", "cpu", "cuda"]
-
-
 MAX_NUM_SEQS = 65_536
+_MAX_SECONDS = 1e9
 
 
 def _from_environment(variable: str, default: int) -> Any:
@@ -190,16 +189,23 @@ class EngineArgs:
     ] = None
     """Maximum length, in characters, of a text that is tokenised: a prompt, a rendered conversation, the input of /tokenize. A
     longer one is refused before it is tokenised, which takes about a second and 150 MB for a million characters."""
-    max_template_seconds: Annotated[float, OptionSpec(above=0.0, metavar="SECONDS")] = 2.0
+    max_template_seconds: Annotated[float, OptionSpec(above=0.0, max=_MAX_SECONDS, metavar="SECONDS")] = 2.0
     """Processor time that rendering one conversation with the chat template may take. A template that loops is ended then, and
     the request is refused."""
     max_template_memory: Annotated[int, OptionSpec(min=1, size=True, default="512MiB")] = 2**29
     """Memory that rendering one conversation with the chat template may take. The prompt may have an eighth of it."""
-    step_timeout: Annotated[float, OptionSpec(above=0.0, metavar="SECONDS")] = 120.0
+    step_timeout: Annotated[float, OptionSpec(above=0.0, max=_MAX_SECONDS, metavar="SECONDS")] = 120.0
     """Seconds without a finished step, while work is pending, after which the engine counts as stuck: its stack traces are
     logged and its process is restarted. Raise it for very long prompts on a slow device."""
+    start_timeout: Annotated[float, OptionSpec(above=0.0, max=_MAX_SECONDS, metavar="SECONDS")] = 120.0
+    """Seconds in which an engine that starts neither reports progress nor uses the CPU, after which it counts as stuck and is
+    started again. The whole start may take longer."""
+    quarantine_seconds: Annotated[float, OptionSpec(min=0.0, max=_MAX_SECONDS, metavar="SECONDS")] = 600.0
+    """Seconds for which a request is refused that was in flight at two deaths of the engine, so that a client that repeats
+    it cannot end everyone's requests again. 0: no request is refused."""
     record_steps: Annotated[str | None, OptionSpec(metavar="FILE")] = None
-    """Write every step plan to this file. A recording replays a run without its clients."""
+    """Write every step plan to this file; where it exists, to FILE.1, FILE.2 and so on, so that a restarted engine keeps the
+    record of the crash. A recording replays a run without its clients. A full disk ends the recording, not the engine."""
 
     def __post_init__(self) -> None:
         check(self, ConfigError)

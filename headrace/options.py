@@ -21,6 +21,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
+
 from headrace.errors import ConfigError, RequestError
 
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127
@@ -307,12 +309,18 @@ def without_none(hint: Any) -> Any:
 
 
 def check(instance: Any, error: type[RequestError] | type[ConfigError]) -> None:
-    """Checks every declared field of ``instance`` that is not its default. Raises ``error``, naming the field."""
+    """Checks every declared field of ``instance`` that is not its default. Raises ``error``, naming the field.
+
+    An integer in a field of floats becomes a float: a message between processes holds integers of 64 bits.
+    """
     cls: Any = type(instance)
     for name, option in options(cls).items():
         value = getattr(instance, name)
         if value is not option.default:
             check_value(option, value, error)
+            if option.type is float and type(value) is int:
+                replace = msgspec.structs.force_setattr if isinstance(instance, msgspec.Struct) else object.__setattr__
+                replace(instance, name, float(value))
 
 
 def check_value(option: Option, value: Any, error: type[RequestError] | type[ConfigError]) -> None:

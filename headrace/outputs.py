@@ -23,6 +23,14 @@ PositionLogprobs = dict[int, Logprob]
 TokenText = Callable[[int], str]
 
 
+class Failure(msgspec.Struct, array_like=True, frozen=True):
+    """Why one sequence cannot go on."""
+
+    message: str
+    client: bool = False
+    """The request asks for what cannot be: the client's fault (HTTP 400), not the engine's (500)."""
+
+
 class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True):
     """Logprobs of one position as the runner returns them.
 
@@ -131,6 +139,8 @@ class OutputDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     stop_reason: int | str | None = None
     """The token id or string that stopped the sequence; None for end of sequence and for length."""
     error: str | None = None
+    client_error: bool = False
+    """As ``Failure.client``, of ``error``."""
     times: RequestTimes | None = None
     """With the delta that finishes the sequence."""
 

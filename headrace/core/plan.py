@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from headrace.core.request import BadWordsTable
-from headrace.outputs import TokenLogprobs
+from headrace.outputs import Failure, TokenLogprobs
 from headrace.sampling_params import SamplingParams
 
 
@@ -101,7 +101,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """seq_id -> an entry for each sampled token, for sequences that request logprobs."""
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
     """seq_id -> entries for the prompt tokens ``num_computed + 1 ...`` of the chunk, for sequences that request them."""
-    errors: dict[int, str] = {}
+    errors: dict[int, Failure] = {}
     """seq_id -> why this sequence failed; others are not affected."""
     forward_seconds: float = 0.0
     sample_seconds: float = 0.0

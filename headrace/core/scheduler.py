@@ -23,7 +23,7 @@ from headrace.core.step import InFlightRow, InFlightStep, StepBuilder
 from headrace.errors import EngineError, RequestError
 from headrace.kv import KVCacheManager
 from headrace.metrics.stats import EngineStats
-from headrace.outputs import FinishReason
+from headrace.outputs import Failure, FinishReason
 
 
 class Scheduler:
@@ -287,9 +287,9 @@ class Scheduler:
     def _fail(self, seq: Sequence) -> None:
         """Ends a sequence that cannot continue although the whole cache is available to it."""
         reason = self.kv.too_small_for(seq.num_tokens, least_chunk(seq.num_computed, seq.items))
-        message = f"the KV cache is too small to continue this sequence: {reason or 'it has the whole cache already'}"
-        self._end(seq, "error", error=message)
-        self._failed.append(SequenceUpdate(seq, finish_reason="error", error=message))
+        error = Failure(f"the KV cache is too small to continue this sequence: {reason or 'it has the whole cache already'}")
+        self._end(seq, "error", error=error)
+        self._failed.append(SequenceUpdate(seq, finish_reason="error", error=error))
 
     # ------------------------------------------------------------------ scheduling: waiting sequences
 
@@ -354,7 +354,7 @@ class Scheduler:
         seq = row.seq
         error = result.errors.get(seq.seq_id)
         if error is None and row.num_logits and token_ids is None:
-            error = "the step returned no token for this sequence"
+            error = Failure("the step returned no token for this sequence")
         if error is not None:
             self._end(seq, "error", error=error)
             return SequenceUpdate(seq, finish_reason="error", error=error)
@@ -408,7 +408,9 @@ class Scheduler:
 
     # ------------------------------------------------------------------ endings
 
-    def _end(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None, error: str | None = None) -> None:
+    def _end(
+        self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None, error: Failure | None = None
+    ) -> None:
         """Ends a sequence in any state; no-op if it has finished."""
         if seq.status is Status.FINISHED:
             return

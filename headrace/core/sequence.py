@@ -7,7 +7,7 @@ import enum
 
 from headrace.core.request import Request
 from headrace.kv import Item, SequenceBlocks
-from headrace.outputs import FinishReason, RequestTimes, TokenLogprobs
+from headrace.outputs import Failure, FinishReason, RequestTimes, TokenLogprobs
 
 
 class Status(enum.Enum):
@@ -68,7 +68,7 @@ class Sequence:
     """For prompt tokens 1, 2, ..., filled in as they are computed; None if not requested, or delivered already."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    error: str | None = None
+    error: Failure | None = None
     scheduled_at: float | None = None
     first_token_at: float | None = None
     finished_at: float | None = None
@@ -125,5 +125,5 @@ class SequenceUpdate:
     """For prompt tokens 1, 2, ... (token 0 has none): once, with the request's first sample, when all are known."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    error: str | None = None
-    """The error message where ``finish_reason`` is "error"."""
+    error: Failure | None = None
+    """Where ``finish_reason`` is "error"."""

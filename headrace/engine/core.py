@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -13,12 +14,14 @@ from headrace.core.plan import SamplePlan, StepPlan
 from headrace.core.request import Request
 from headrace.core.scheduler import Scheduler
 from headrace.engine.outputs import OutputProcessor
-from headrace.errors import EngineError
+from headrace.errors import EngineError, RequestError
 from headrace.metrics.stats import EngineStats
 from headrace.outputs import OutputDelta
 
 if TYPE_CHECKING:
     from headrace.engine.executor import Executor
+
+logger = logging.getLogger("headrace.engine")
 
 
 class EngineCore:
@@ -42,8 +45,20 @@ class EngineCore:
         """Counters at the end of the warm-up."""
 
     def add(self, request: Request) -> None:
-        """Raises: RequestError, QueueFullError: the request was not taken."""
-        self.outputs.open(self.scheduler.add(request))
+        """Takes a request in.
+
+        Raises:
+            RequestError, QueueFullError: the request was refused.
+            EngineError: taking it in failed. Nothing is left of it, and other requests are not affected.
+        """
+        try:
+            self.outputs.open(self.scheduler.add(request))
+        except RequestError:
+            raise
+        except Exception as error:
+            logger.exception("request %s cannot be taken in", request.request_id)
+            self.abort(request.request_id)
+            raise EngineError(f"the request cannot be taken in: {type(error).__name__}: {error}") from error
 
     def abort(self, request_id: str) -> list[OutputDelta]:
         """Ends a request; its blocks are free once the steps under way are done. Unknown or finished: nothing happens."""

@@ -17,7 +17,7 @@ from headrace.config import SamplingLimits
 from headrace.core.request import BadWordsTable, ParseOptions, Request
 from headrace.errors import ConfigError, RequestError
 from headrace.kv import Item
-from headrace.options import Option, OptionSpec, check_value, options
+from headrace.options import Option, OptionSpec, check_value, options, shown
 from headrace.sampling_params import MAX_SEED, SamplingParams
 from headrace.text.bad_words import check_bad_words, compile_bad_words
 from headrace.text.stops import check_stops
@@ -82,7 +82,8 @@ class InputProcessor:
         self.default_sampling = _sampling_defaults(generation_config)
         """What a caller who gives no sampling parameters gets."""
         tokenizer_eos = tokenizer.eos_token_ids if tokenizer is not None else []
-        self.eos_token_ids = sorted({*tokenizer_eos, *generation_config.get("eos_token_id", ())})
+        eos = {*tokenizer_eos, *generation_config.get("eos_token_id", ())}
+        self.eos_token_ids = sorted(token for token in eos if token < vocab_size)
         """Every token that ends a sequence of this model."""
         self._limits = limits
         self._list_limits = {
@@ -139,6 +140,7 @@ class InputProcessor:
         self, prompt: Prompt, params: SamplingParams, *, add_special_tokens: bool = True, **options: Any
     ) -> Request:
         """As ``request``; work that takes longer than a step may is done in a thread."""
+        check_params(params)
         make = functools.partial(self.request, prompt, params, add_special_tokens=add_special_tokens, **options)
         text = prompt.get("prompt") if isinstance(prompt, dict) and "prompt_token_ids" not in prompt else prompt
         slow = bool(params.bad_words) or (isinstance(text, str) and len(text) > _INLINE_CHARACTERS)
@@ -160,7 +162,9 @@ class InputProcessor:
 
         Raises:
             RequestError: the request cannot be served as asked; the error names the parameter.
+            TypeError: ``params`` is something else.
         """
+        check_params(params)
         text, tokens = self._tokens(prompt, add_special_tokens)
         self._check_sampling(params)
         declared = options(Request)
@@ -189,7 +193,7 @@ class InputProcessor:
         if isinstance(prompt, str):
             return prompt, self._checked_tokens(self.encode(prompt, add_special_tokens))
         if not isinstance(prompt, dict):
-            raise RequestError(f"a prompt is a string or a dict, not a {type(prompt).__name__}", "prompt")
+            raise RequestError(f"a prompt must be a string or a dict, not {shown(prompt)}", "prompt")
         unknown = sorted(map(str, set(prompt) - {"prompt", "prompt_token_ids"}))
         if unknown:
             raise RequestError(f"a prompt has no part named {unknown[0]!r}", "prompt")
@@ -289,6 +293,12 @@ class InputProcessor:
             while len(self._bad_words) > _BAD_WORDS_CACHED:
                 self._bad_words.popitem(last=False)
         return table
+
+
+def check_params(params: object, where: str = "sampling_params") -> None:
+    """Raises: TypeError."""
+    if not isinstance(params, SamplingParams):
+        raise TypeError(f"{where} must be SamplingParams, not {shown(params)}")
 
 
 def _too_long(message: str, param: str) -> RequestError:

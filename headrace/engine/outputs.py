@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from headrace.core.sequence import Sequence, SequenceUpdate
 from headrace.engine.parsed_text import ParsedText, Parsing
-from headrace.outputs import Event, FinishReason, OutputDelta, RequestTimes, TokenLogprobs
+from headrace.outputs import Event, Failure, FinishReason, OutputDelta, RequestTimes, TokenLogprobs
 from headrace.text.detokenizer import IncrementalDetokenizer
 from headrace.text.parse.engine import Parser
 from headrace.text.stops import StopAutomaton, StopStrings
@@ -78,7 +78,7 @@ class OutputProcessor:
                 delta = text.advance(update)
             except Exception as error:
                 logger.exception("request %s: its output cannot be converted to text", text.request_id)
-                delta = text.failed(f"{type(error).__name__}: {error}")
+                delta = text.failed(Failure(f"{type(error).__name__}: {error}"))
             if delta is None:
                 continue
             if delta.finish_reason is not None:
@@ -90,10 +90,10 @@ class OutputProcessor:
             deltas.append(delta)
         return deltas, ended
 
-    def close(self, sequences: Iterable[Sequence], reason: FinishReason, error: str | None = None) -> list[OutputDelta]:
+    def close(self, sequences: Iterable[Sequence], reason: FinishReason) -> list[OutputDelta]:
         """The last deltas of sequences that the scheduler has ended already."""
         texts = (self._texts.pop(sequence.seq_id, None) for sequence in sequences)
-        return [text.ended(reason, error) for text in texts if text is not None]
+        return [text.ended(reason) for text in texts if text is not None]
 
 
 class SequenceText:
@@ -156,12 +156,12 @@ class SequenceText:
             logprobs = (update.logprobs or [])[: len(tokens)]
         return self._delta(text, tokens, logprobs, finish, stop, update.error, events)
 
-    def failed(self, error: str) -> OutputDelta:
+    def failed(self, error: Failure) -> OutputDelta:
         return self._delta("", [], None, "error", None, error)
 
-    def ended(self, reason: FinishReason, error: str | None) -> OutputDelta:
+    def ended(self, reason: FinishReason) -> OutputDelta:
         """The last delta of a sequence that ends between steps; emits text that was held back for a stop string."""
-        return self._delta(self._rest() if self.parsed is None else "", [], None, reason, None, error)
+        return self._delta(self._rest() if self.parsed is None else "", [], None, reason, None, None)
 
     def _hides_last(self, update: SequenceUpdate) -> bool:
         """The token that stops a sequence has no text, unless include_stop_str_in_output is set."""
@@ -208,7 +208,7 @@ class SequenceText:
         logprobs: list[TokenLogprobs] | None,
         finish: FinishReason | None,
         stop: int | str | None,
-        error: str | None,
+        error: Failure | None,
         events: list[Event] | None = None,
     ) -> OutputDelta:
         first, self._started = not self._started, True
@@ -230,7 +230,8 @@ class SequenceText:
             num_cached_tokens=self._sequence.num_cached_tokens if first else 0,
             finish_reason=finish,
             stop_reason=stop,
-            error=error,
+            error=error.message if error is not None else None,
+            client_error=error is not None and error.client,
             times=self._times() if finish is not None else None,
         )
 

@@ -16,7 +16,7 @@ import torch
 from headrace.core.plan import NewSequence
 from headrace.kernels import gpu
 from headrace.kernels.transfer import upload
-from headrace.outputs import TokenLogprobs
+from headrace.outputs import Failure, TokenLogprobs
 from headrace.sampling.allowed import AllowedTokens
 from headrace.sampling.bad_words import BadWords
 from headrace.sampling.bias import LogitBias
@@ -29,8 +29,10 @@ from headrace.sampling.topk_topp import SampledTokens, TopKTopPSampler
 from headrace.sampling.vocabulary import block_maxima
 from headrace.text.vocab import TokenBytes
 
-NOT_FINITE = "the model computed logits that are not finite"
-NOTHING_ALLOWED = "the token mask, logit_bias, allowed_token_ids, bad_words and min_tokens leave no token to sample"
+NOT_FINITE = Failure("the model computed logits that are not finite")
+NOTHING_ALLOWED = Failure(
+    "allowed_token_ids, bad_words, min_tokens and the token mask together leave no token to sample", client=True
+)
 
 FAULTS = {1: NOT_FINITE, 2: NOTHING_ALLOWED}
 
@@ -48,7 +50,7 @@ class Sampled:
     counts: torch.Tensor | None = None
     """``[rows with logits]`` int64: number of each row's tokens that are kept, from the first; None: all."""
 
-    def errors(self) -> dict[int, str]:
+    def errors(self) -> dict[int, Failure]:
         """logits row -> why no token was sampled. Call on a host copy."""
         return {row: FAULTS[fault] for row, fault in enumerate(self.faults.tolist()) if fault}
 
@@ -106,12 +108,21 @@ class Sampler:
         return self._penalties.nbytes
 
     def add(self, slot: int, seq: NewSequence) -> None:
-        """Initialises a slot for its new sequence."""
-        self._topk_topp.add(slot, seq)
-        self._num_features[slot] = sum([feature.add(slot, seq) for feature in self._features])
+        """Initialises a slot for its new sequence.
+
+        After an exception no feature applies to the slot, and steps may still have rows of it.
+        """
+        try:
+            self._topk_topp.add(slot, seq)
+            self._num_features[slot] = sum([feature.add(slot, seq) for feature in self._features])
+        except Exception:
+            self.remove(slot)
+            raise
 
     def remove(self, slot: int) -> None:
+        """Clears a slot, whatever of ``add`` has been done."""
         self._num_features[slot] = 0
+        self._topk_topp.remove(slot)
         for feature in self._features:
             feature.remove(slot)
 

@@ -106,6 +106,8 @@ class Generation:
         self._observer.delta(piece.prompt, delta)
         if delta.finish_reason == "error":
             message = delta.error or "the engine failed on this request"
+            if delta.client_error:
+                raise RequestError(message)
             # If the engine is not healthy, it failed itself and will be restarted.
             raise EngineError(message) if self._serving.llm.health().ok else EngineDeadError(message)
         if delta.finish_reason == "abort":

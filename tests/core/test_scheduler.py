@@ -7,6 +7,7 @@ import pytest
 from headrace.core.plan import StepResult
 from headrace.core.sequence import Status
 from headrace.errors import EngineError
+from headrace.outputs import Failure
 
 from .oracle_runner import EOS, expected_outputs, expected_prompt_logprobs
 from .world import World, item, make_cache, make_config, make_request
@@ -321,7 +322,7 @@ def test_a_failing_row_takes_nobody_along() -> None:
     world.add(make_request("good", PROMPT, max_tokens=9))
     world.errors[bad.seq_id] = 12
     world.run()
-    assert world.outcomes[bad.seq_id].error == "injected"
+    assert world.outcomes[bad.seq_id].error == Failure("injected")
     world.assert_right()
 
 

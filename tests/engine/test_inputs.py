@@ -165,6 +165,28 @@ def test_text_without_a_tokenizer_is_refused_by_name(bare: InputProcessor) -> No
         assert caught.value.param == param
 
 
+@pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "min_p", "repetition_penalty"])
+def test_the_model_s_own_defaults_have_the_ranges_of_requests(name: str) -> None:
+    def defaults(value: float) -> SamplingParams:
+        return InputProcessor(
+            vocab_size=3,
+            max_model_len=3,
+            limits=SamplingLimits.of(EngineArgs()),
+            tokenizer=None,
+            generation_config={name: value, "eos_token_id": [1, 2**70]},
+            seed=0,
+        ).default_sampling
+
+    for value in (1e300, 3.5e38, 1e-40, 5e-324, -0.0, -1.0, 0, 1, 2**31, 2**63, 10**30, 10**400):
+        try:
+            wanted = SamplingParams(**{name: value})  # type: ignore[arg-type]
+        except RequestError:
+            with pytest.raises(ConfigError, match=r"generation_config\.json"):
+                defaults(value)
+        else:
+            assert defaults(value) == wanted
+
+
 def test_the_model_s_own_defaults(bare: InputProcessor) -> None:
     assert bare.default_sampling == SamplingParams(temperature=0.5, top_k=7)
     with pytest.raises(ConfigError, match="temperature"):

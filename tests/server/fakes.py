@@ -312,7 +312,10 @@ class _Sample:
             if isinstance(token, EngineError):
                 raise token
             self.finished = True
-            return OutputDelta(request_id=request_id, index=self.index, finish_reason="error", error=str(token))
+            client = isinstance(token, RequestError)
+            return OutputDelta(
+                request_id=request_id, index=self.index, finish_reason="error", error=str(token), client_error=client
+            )
         self._count += 1
         if self._count == 1:
             self._times = RequestTimes(self._times.arrived, self._times.scheduled, time.monotonic())

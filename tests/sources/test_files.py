@@ -127,7 +127,13 @@ def test_generation_config(model: Path) -> None:
     assert find_model(EngineArgs(model=str(model))).generation_config == {"eos_token_id": [3]}
 
 
-@pytest.mark.parametrize("text", ['{"eos_token_id": "x"}', '{"eos_token_id": [true]}', '{"temperature": "hot"}', "{", "[1]"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *('{"eos_token_id": "x"}', '{"eos_token_id": [true]}', '{"temperature": "hot"}', "{", "[1]"),
+        *('{"temperature": NaN}', '{"top_p": 1e999}', '{"top_p": -Infinity}'),
+    ],
+)
 def test_a_broken_generation_config_is_named(model: Path, text: str) -> None:
     (model / "generation_config.json").write_text(text)
     refused(model, r"generation_config\.json")

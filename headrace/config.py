@@ -112,6 +112,12 @@ class EngineArgs:
     headrace's, so that paged KV, chunked prefill and prefix caching work. megatron: a distributed checkpoint of
     Megatron-core. auto: native if there is one, megatron for its checkpoints, else transformers; the start-up report gives
     the reason."""
+    tool_call_parser: Annotated[str, OptionSpec(metavar="FORMAT")] = "auto"
+    """Format of the model's tool calls, such as hermes, llama3_json or qwen3_coder. auto recognises it from the chat template;
+    none looks for no calls. The start-up report and headrace doctor say what was recognised."""
+    reasoning_parser: Annotated[str, OptionSpec(metavar="FORMAT")] = "auto"
+    """Format of the model's reasoning, such as deepseek_r1 or qwen3. auto recognises it from the chat template and the
+    vocabulary; none leaves it in the content."""
     trust_remote_code: Annotated[bool, OptionSpec(flags=("--trust-remote-code",))] = False
     """Run Python code that comes with the checkpoint, if neither headrace nor transformers implements the model. The code
     has your permissions: read it first, and pin --revision."""

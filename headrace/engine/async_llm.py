@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from headrace.config import EngineArgs
 from headrace.core.request import Request
-from headrace.engine.frontend import Frontend, load_frontend
+from headrace.engine.frontend import Frontend, load_frontend, with_formats
 from headrace.engine.info import EngineInfo, Progress
 from headrace.engine.inputs import InputProcessor, Prompt
 from headrace.engine.messages import (
@@ -102,7 +102,11 @@ class AsyncLLM:
             frontend, info = await asyncio.gather(loading, self._supervisor.start())
             self._inputs = frontend.inputs(self.args, vocab_size=info.vocab_size, max_model_len=info.max_model_len)
             self._frontend = frontend
-            self._info = info
+            if self._inputs.answers is not None:
+                # Rendered here, not in the first request's time.
+                await asyncio.to_thread(getattr, self._inputs.answers, "header")
+            # The client's tokenizer may have another chat template than the engine's.
+            self._info = with_formats(info, self._inputs.answers)
         except BaseException:
             await self.close()
             raise

@@ -185,6 +185,7 @@ class EngineCore:
             grammar_fill_seconds=self._constraints.fill_seconds,
             grammar_wait_seconds=self._constraints.wait_seconds,
             grammar_requests=self._constraints.requests.copy(),
+            parse_fallbacks=dict(self.outputs.parse_fallbacks),
         )
 
     def close(self) -> None:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 
+import msgspec
+
 from headrace.config import EngineArgs, SamplingLimits
 from headrace.constrain.compiler import GrammarCompiler
 from headrace.constrain.constraints import Constraints
 from headrace.constrain.factory import GrammarFactory
 from headrace.constrain.vocabulary import GrammarVocabulary
+from headrace.engine.info import DecisionLine, EngineInfo
 from headrace.engine.inputs import InputProcessor
 from headrace.sources.files import ModelFiles, find_model
+from headrace.text.answers import AnswerFormats
 from headrace.text.templates import TemplateLimits, TemplateRenderer
 from headrace.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -48,8 +52,24 @@ class Frontend:
             generation_config=self.files.generation_config,
             seed=args.seed,
             grammars=GrammarFactory(args.structured_outputs_config, self._grammars(vocab_size)),
+            answers=self.answers(args),
             max_prompt_chars=args.max_prompt_chars,
         )
+
+    def answers(self, args: EngineArgs) -> AnswerFormats | None:
+        """Raises: ConfigError: the model has no format of the name that was given."""
+        if self.tokenizer is None:
+            return None
+        return AnswerFormats(self.tokenizer, args.tool_call_parser, args.reasoning_parser)
+
+
+def with_formats(info: EngineInfo, answers: AnswerFormats | None) -> EngineInfo:
+    """The report with the formats of the model's answers among its decisions."""
+    if answers is None:
+        return info
+    lines = [DecisionLine(*decision) for decision in answers.decisions()]
+    others = [line for line in info.decisions if line.name not in {line.name for line in lines}]
+    return msgspec.structs.replace(info, decisions=[*others, *lines])
 
 
 def load_frontend(args: EngineArgs, chat_template: str | None = None, *, prepared: bool = False) -> Frontend:

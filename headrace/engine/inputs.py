@@ -15,7 +15,7 @@ import msgspec
 
 from headrace.config import SamplingLimits, StructuredOutputsConfig
 from headrace.constrain.factory import GrammarFactory
-from headrace.core.request import BadWordsTable, Constraint, Request
+from headrace.core.request import BadWordsTable, Constraint, ParseOptions, Request
 from headrace.errors import ConfigError, RequestError
 from headrace.kv import Item
 from headrace.options import Option, OptionSpec, check_value, options, shown
@@ -24,6 +24,7 @@ from headrace.text.bad_words import check_bad_words, compile_bad_words
 from headrace.text.stops import check_stops
 
 if TYPE_CHECKING:
+    from headrace.text.answers import AnswerFormats
     from headrace.text.tokenizer import Tokenizer
 
 
@@ -68,8 +69,10 @@ class InputProcessor:
         seed: int,
         grammars: GrammarFactory | None = None,
         max_prompt_chars: int | None = None,
+        answers: AnswerFormats | None = None,
     ) -> None:
-        """``generation_config``: as in ``ModelFiles``. ``max_prompt_chars``: of ``EngineArgs``.
+        """``generation_config``: as in ``ModelFiles``. ``max_prompt_chars``: of ``EngineArgs``. ``answers``: None: answers are
+        not parsed.
 
         Raises:
             ConfigError: the model's generation config holds a value that no request may have.
@@ -77,6 +80,7 @@ class InputProcessor:
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.tokenizer = tokenizer
+        self.answers = answers
         self.default_sampling = _sampling_defaults(generation_config)
         """What a caller who gives no sampling parameters gets."""
         tokenizer_eos = tokenizer.eos_token_ids if tokenizer is not None else []
@@ -156,6 +160,7 @@ class InputProcessor:
         priority: int = 0,
         cache_salt: str | None = None,
         items: Sequence[Item] = (),
+        parse: ParseOptions | None = None,
         add_special_tokens: bool = True,
     ) -> Request:
         """Tokenise a prompt and check it with its parameters: behind this, types and ranges are trusted.
@@ -184,6 +189,7 @@ class InputProcessor:
             priority=priority,
             cache_salt=cache_salt,
             items=tuple(items),
+            parse=parse,
             arrival_time=time.monotonic(),
         )
 

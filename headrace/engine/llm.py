@@ -13,7 +13,7 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
 from headrace.config import EngineArgs
-from headrace.core.request import Request
+from headrace.core.request import ParseOptions, Request
 from headrace.engine.core import EngineCore
 from headrace.engine.info import EngineInfo, Progress
 from headrace.engine.inputs import InputProcessor, Prompt, check_params
@@ -27,7 +27,9 @@ from headrace.metrics.stats import EngineStats
 from headrace.options import shown
 from headrace.outputs import OutputDelta, RequestOutput
 from headrace.sampling_params import SamplingParams
+from headrace.text.answers import AnswerFormats
 from headrace.text.tokenizer import Tokenizer, load_tokenizer
+from headrace.text.tools import checked_tools
 from headrace.weights.update import Named
 
 if TYPE_CHECKING:
@@ -136,10 +138,19 @@ class LLM:
         """
         bar = _shown(progress, use_tqdm)
         several = _prompt_list(prompts)
-        each = self._params(sampling_params, len(several))
+        return self._generate(several, [None] * len(several), sampling_params, bar)
+
+    def _generate(
+        self,
+        prompts: Sequence[Prompt],
+        parses: Sequence[ParseOptions | None],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        bar: bool,
+    ) -> list[RequestOutput]:
+        each = self._params(sampling_params, len(prompts))
         requests = [
-            self.inputs.request(prompt, params, request_id=f"llm-{next(self._ids)}")
-            for prompt, params in zip(several, each, strict=True)
+            self.inputs.request(prompt, params, request_id=f"llm-{next(self._ids)}", parse=parse)
+            for prompt, parse, params in zip(prompts, parses, each, strict=True)
         ]
         return self._run(requests, bar)
 
@@ -161,6 +172,8 @@ class LLM:
         Args:
             messages: ``[{"role": ..., "content": ...}, ...]``, or a list of such conversations.
             chat_template: a template, or the path of one, in place of the model's.
+            tools: functions that the model may call, as in OpenAI's API. Answers are then parsed, where the model's format is
+                known: each sample's ``message`` has the reasoning, the content and the calls, and its ``text`` the content.
             chat_template_kwargs: further variables for the template.
             progress, use_tqdm: as for ``generate``.
 
@@ -169,9 +182,12 @@ class LLM:
         if not isinstance(messages, (list, tuple)):
             raise TypeError(f"messages must be a list of messages, or a list of such lists, not {shown(messages)}")
         tokenizer = self._chat_tokenizer(chat_template)
+        tools = None if tools is None else checked_tools(tools)
+        answers = self._answers(tokenizer) if tools else None
         single = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Any = [messages] if single else messages
         prompts: list[Prompt] = []
+        parses: list[ParseOptions | None] = []
         for conversation in conversations:
             prompt = self.inputs.chat_prompt(
                 conversation,
@@ -182,7 +198,14 @@ class LLM:
                 chat_template_kwargs=chat_template_kwargs,
             )
             prompts.append(prompt)
-        return self.generate(prompts, sampling_params, progress=progress, use_tqdm=use_tqdm)
+            parses.append(answers.options(prompt["prompt"], tools or []) if answers is not None else None)
+        return self._generate(prompts, parses, sampling_params, _shown(progress, use_tqdm))
+
+    def _answers(self, tokenizer: Tokenizer) -> AnswerFormats | None:
+        """The formats of answers to prompts that this tokenizer's template renders."""
+        if tokenizer is self._engine.tokenizer:
+            return self.inputs.answers
+        return AnswerFormats(tokenizer, self.args.tool_call_parser, self.args.reasoning_parser)
 
     def default_sampling_params(self) -> SamplingParams:
         """The model's own, of its ``generation_config.json``."""

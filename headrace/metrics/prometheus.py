@@ -51,6 +51,10 @@ class EngineCollector(Collector):
         for key, count in stats.grammar_requests.items():
             grammars.add_metric(key.split(), count)
         yield grammars
+        broken = CounterMetricFamily("headrace_parse_fallbacks", fields["parse_fallbacks"].help, labels=["format"])
+        for format, count in stats.parse_fallbacks.items():
+            broken.add_metric([format], count)
+        yield broken
 
 
 class ServerMetrics:

@@ -44,6 +44,8 @@ class EngineStats(msgspec.Struct, kw_only=True):
     """Seconds spent computing token masks of constraints."""
     grammar_wait_seconds: float = 0.0
     """Seconds between the result of a step and the launch of the sampling that waited for it to compute token masks."""
+    parse_fallbacks: dict[str, int] = {}
+    """Times an answer broke its format and the text became content, by format, counted when the sequence ends."""
     forward_seconds: float = 0.0
     """Seconds spent in the model's forward pass, added when a step is collected."""
     sample_seconds: float = 0.0

@@ -67,12 +67,10 @@ def _other(
     )
 
 
-_EMPTY = Annotated[list[Any], Field(max_length=0)]
 _METADATA = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
     Field(max_length=16),
 ]
-_NO_TOOLS = "tool calling is not served by this version"
 
 FIELDS: tuple[FieldRule, ...] = (
     *_declared("OpenAI", _BOTH, "temperature top_p frequency_penalty presence_penalty logit_bias seed stop n", SamplingParams),
@@ -133,6 +131,20 @@ FIELDS: tuple[FieldRule, ...] = (
         chat_template_kwargs="Further variables for the chat template.",
         add_generation_prompt="End the prompt with the start of the assistant's turn. Default: true.",
         continue_final_message="Continue the last message instead of starting a new turn.",
+        include_reasoning="false: leave reasoning out of the answer.",
+    ),
+    *_applied(
+        "OpenAI",
+        _CHAT,
+        tools="Functions that the model may call. Functions with strict: true are refused.",
+        tool_choice="none or auto (default). required, a function and allowed_tools are refused.",
+        parallel_tool_calls="false: the answer ends with its first call.",
+        functions="Older name of tools: a list of functions.",
+        function_call="Older name of tool_choice.",
+    ),
+    *_applied("SGLang", _CHAT, separate_reasoning="false: leave reasoning in the content, as the model writes it."),
+    *_applied(
+        "headrace", _CHAT, stop_in_reasoning="true: stop strings end the answer in reasoning too. Default: in content only."
     ),
     _other("accepted", "user", "a label for the caller's own records", str, "any string", _BOTH),
     _other("accepted", "safety_identifier", "a label for the caller's own records", str, "any string"),
@@ -144,13 +156,8 @@ FIELDS: tuple[FieldRule, ...] = (
         str,
         "any string",
     ),
-    _other("accepted", "parallel_tool_calls", "says how tools are called; there are none", bool, "true, false"),
     _other("refused", "store", "completions are not stored", Literal[False], "false"),
     _other("refused", "service_tier", "there is one tier", Literal["auto", "default"], '"auto", "default"'),
-    _other("refused", "tools", _NO_TOOLS, _EMPTY, "[]"),
-    _other("refused", "tool_choice", _NO_TOOLS, Literal["none", "auto"], '"none", "auto"'),
-    _other("refused", "functions", _NO_TOOLS, _EMPTY, "[]"),
-    _other("refused", "function_call", _NO_TOOLS, Literal["none", "auto"], '"none", "auto"'),
     FieldRule(
         name="guided_decoding_backend",
         endpoints=_BOTH,

@@ -49,6 +49,7 @@ class Generation:
         self.requests = requests
         self.num_choices = sum(request.sampling.n for request in requests)
         self.completion_tokens = 0
+        self.reasoning_tokens = 0
         self._serving = serving
         self._observer = GenerationObserver(serving.metrics)
         self._prompts = {request.request_id: index for index, request in enumerate(requests)}
@@ -94,11 +95,13 @@ class Generation:
             "completion_tokens": self.completion_tokens,
             "total_tokens": prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": sum(self._cached)},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
         }
 
     def _note(self, piece: Piece) -> None:
         delta = piece.delta
         self.completion_tokens += len(delta.token_ids)
+        self.reasoning_tokens += sum(event.tokens for event in delta.events)
         self._cached[piece.prompt] = max(self._cached[piece.prompt], delta.num_cached_tokens)
         self._observer.delta(piece.prompt, delta)
         if delta.finish_reason == "error":

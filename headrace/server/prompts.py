@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headrace.core.request import Request
@@ -52,19 +54,24 @@ def _wrong(where: str, expected: str) -> ApiError:
     return ApiError(400, f"{where} must be {expected}", param=where, code="invalid_type")
 
 
-async def render_messages(serving: Serving, body: ChatBody | TokenizeBody) -> str:
+async def render_messages(serving: Serving, body: ChatBody | TokenizeBody, tools: Sequence[Mapping[str, Any]] = ()) -> str:
     """The prompt text of a conversation. Raises: RequestError (400), naming the message and its field at fault."""
     if isinstance(body.messages, list):
         limit("messages", len(body.messages), serving.settings.max_messages)
     for name in ("messages", "chat_template_kwargs"):
         _check_values(name, getattr(body, name), serving.settings.max_chat_values)
+    _check_values("tools", list(tools), serving.settings.max_chat_values)
+    messages, answers = body.messages, serving.llm.inputs.answers
+    if answers is not None and answers.tools is not None and answers.tools.ids == "alphanumeric9":
+        messages = _with_short_ids(messages)
     render = functools.partial(
         need_tokenizer(serving, "messages").render_chat,
-        body.messages,
+        messages,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
         chat_template_kwargs=body.chat_template_kwargs,
         strict=True,
+        **({"tools": tools} if tools else {}),
     )
     return await serving.llm.inputs.in_thread(render)
 
@@ -103,6 +110,21 @@ def check_prompt_logprobs(serving: Serving, requests: Sequence[Request], copies:
             f"{tokens} prompt tokens with {count} + 1 logprobs each, {copies} times, are {total}; at most {most} are allowed"
         )
         raise ApiError(400, message, param="prompt_logprobs", code="invalid_value")
+
+
+def _with_short_ids(messages: Any) -> Any:
+    """Messages whose tool call ids have 9 letters and digits: Mistral's templates take no others. They are checked later."""
+    if isinstance(messages, Mapping):
+        ids = {name: _short_id(messages[name]) for name in ("id", "tool_call_id") if isinstance(messages.get(name), str)}
+        calls = {"tool_calls": _with_short_ids(messages["tool_calls"])} if messages.get("tool_calls") else {}
+        return {**messages, **ids, **calls}
+    return [_with_short_ids(message) for message in messages] if isinstance(messages, list) else messages
+
+
+def _short_id(identity: str) -> str:
+    if re.fullmatch("[A-Za-z0-9]{9}", identity):
+        return identity
+    return hashlib.sha256(identity.encode("utf-8", "surrogatepass")).hexdigest()[:9]
 
 
 def need_tokenizer(serving: Serving, param: str) -> Any:

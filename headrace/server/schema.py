@@ -36,6 +36,8 @@ Prompt = Annotated[
 ]
 # Checked by text/chat.py, where errors can name the part of a message.
 Messages = Annotated[Any, WithJsonSchema({"type": "array", "items": {"type": "object"}, "minItems": 1})]
+# Checked by tools.py.
+Tools = Annotated[Any, WithJsonSchema({"type": "array", "items": {"type": "object"}})]
 
 
 class RequestBody(BaseModel):
@@ -85,6 +87,14 @@ class ChatBody(GenerationBody):
     add_generation_prompt: bool | None = None
     """None: unless the final message is continued."""
     continue_final_message: bool = False
+    tools: Tools = None
+    tool_choice: Annotated[Any, WithJsonSchema({"type": "string", "enum": ["none", "auto"]})] = None
+    parallel_tool_calls: bool = True
+    functions: Tools = None
+    function_call: Annotated[Any, WithJsonSchema({"type": "string", "enum": ["none", "auto"]})] = None
+    include_reasoning: bool = True
+    separate_reasoning: bool = True
+    stop_in_reasoning: bool = False
 
 
 class CompletionBody(GenerationBody):

@@ -6,11 +6,13 @@ import dataclasses
 import os
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated
+from typing import Annotated, Literal
 
 from headrace.errors import ConfigError
 from headrace.options import LIMITS, MODEL, SECURITY, SERVER, OptionSpec, check
 from headrace.sampling_params import MAX_SAMPLES
+
+ReasoningField = Literal["both", "reasoning_content", "reasoning"]
 
 
 def _api_keys() -> tuple[str, ...]:
@@ -26,7 +28,7 @@ class ServerSettings:
         ConfigError: a value makes no sense; the error names the setting.
     """
 
-    panels = MappingProxyType({"host": SERVER, "api_keys": SECURITY, "max_messages": LIMITS, "chat_template": MODEL})
+    panels = MappingProxyType({"host": SERVER, "api_keys": SECURITY, "max_messages": LIMITS, "enable_auto_tool_choice": MODEL})
 
     host: str = "127.0.0.1"
     """Address to listen on. The default accepts connections from this machine only; 0.0.0.0 opens the server to the network
@@ -103,6 +105,11 @@ class ServerSettings:
     """Maximum number of prompts times `n` of a request."""
     max_logit_bias: Annotated[int, OptionSpec(min=1)] = 1024
     """Maximum number of tokens in `logit_bias`."""
+    enable_auto_tool_choice: bool = True
+    """Look for tool calls in the answers to requests that offer tools. Without it, such requests are refused unless they set
+    tool_choice to none."""
+    reasoning_field: ReasoningField = "both"
+    """Field of messages and deltas that has the reasoning: reasoning_content (SGLang, DeepSeek), reasoning (vLLM), or both."""
     chat_template: Annotated[str | None, OptionSpec(default="the model's own", metavar="FILE|TEMPLATE")] = None
     """Jinja file, or the template itself, that replaces the model's chat template."""
 

@@ -64,6 +64,12 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self.hf.chat_template is not None
 
+    @property
+    def response_template(self) -> dict[str, Any] | None:
+        """The checkpoint's own description of its answers."""
+        template: dict[str, Any] | None = getattr(self.hf, "response_template", None)
+        return template
+
     @functools.cached_property
     def token_bytes(self) -> TokenBytes:
         """What each token id adds to the text, ``[vocab_size]``. Made when it is first needed."""

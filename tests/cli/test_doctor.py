@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from engine.tiny import write_config
 from typer.testing import CliRunner
 
+from headrace.cli.doctor import planned
 from headrace.cli.main import app
-from headrace.errors import MissingPackageError
+from headrace.config import EngineArgs
+from headrace.errors import ConfigError, MissingPackageError
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -84,6 +88,17 @@ def test_as_json(folder: str) -> None:
     assert caches == [40 * 8 * 512 * 6, 8 * 512 * 5]
     assert report["architecture"] == "Qwen3ForCausalLM" and "torch" in report["environment"]
     assert all(decision["reason"] for decision in report["decisions"])
+
+
+def test_formats_of_answers(tmp_path: Path) -> None:
+    model = write_config(tmp_path)
+    args = EngineArgs(model=str(model), load_format="dummy", tool_call_parser="hermes")
+    found = {decision.name: decision for decision in planned(args).decisions}
+    assert (found["tool calls"].value, found["tool calls"].reason) == ("hermes", "--tool-call-parser hermes")
+    assert found["reasoning"].value == "none"
+    with pytest.raises(ConfigError, match="hermez") as caught:
+        planned(dataclasses.replace(args, tool_call_parser="hermez"))
+    assert caught.value.param == "tool_call_parser"
 
 
 @pytest.mark.parametrize(

@@ -175,6 +175,27 @@ def test_chat(llm: LLM) -> None:
         llm.chat([{"role": "user", "content": 3}], greedy())
 
 
+def test_chat_with_tools_parses_the_answer(llm: LLM) -> None:
+    """The call that the prompt begins is the answer's; what the random model adds breaks it, and is not lost."""
+    turns = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    template = "{{ tools }}" + turns + "{% if add_generation_prompt %}[assistant]{% endif %}{# <tool_call> #}"
+    begun = '<tool_call>{"name": "f", "arguments": {"a": '
+    conversation = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": begun}]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    options: dict[str, Any] = {"chat_template": template, "add_generation_prompt": False, "continue_final_message": True}
+    (answer,) = llm.chat(conversation, greedy(max_tokens=4), tools=tools, **options)
+    sample = answer.outputs[0]
+    assert sample.message is not None and sample.text == sample.message.content
+    (call,) = sample.message.calls
+    assert call.name == "f" and call.arguments.startswith('{"a":') and not call.ended
+    (raw,) = llm.chat(conversation, greedy(max_tokens=4), **options)
+    assert raw.outputs[0].message is None and raw.outputs[0].text
+    with pytest.raises(RequestError) as caught:
+        llm.chat(conversation, greedy(), tools=[{"type": "function"}], **options)
+    assert caught.value.param == "tools[0].function"
+    assert {"tool calls", "reasoning"} <= {decision.name for decision in llm.info.decisions}
+
+
 @pytest.fixture
 def interruptible() -> Iterator[None]:
     """A process that a shell has started in the background ignores SIGINT, and its children inherit that."""

@@ -32,13 +32,8 @@ HARMLESS = {
     "safety_identifier": ["abc"],
     "metadata": [{}, {"run": "7"}],
     "prompt_cache_key": ["key"],
-    "parallel_tool_calls": [True, False],
     "store": [False],
     "service_tier": ["auto", "default"],
-    "tools": [[]],
-    "tool_choice": ["none", "auto"],
-    "functions": [[]],
-    "function_call": ["none", "auto"],
     "modalities": [["text"]],
     "audio": [],
     "prediction": [],
@@ -52,19 +47,13 @@ HARMLESS = {
     "guided_decoding_backend": [],
 }
 """Values that pass and change nothing."""
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 REFUSED = {
     "user": [7, {"name": "x"}],
     "safety_identifier": [1.5],
     "metadata": ["x", {"a": 1}, {"a" * 65: "x"}, {"a": "x" * 513}, {str(i): "x" for i in range(17)}],
     "prompt_cache_key": [[]],
-    "parallel_tool_calls": ["yes", 1],
     "store": [True],
     "service_tier": ["flex", "scale", "priority", "fast", ""],
-    "tools": [[TOOL], {}],
-    "tool_choice": ["required", {"type": "function", "function": {"name": "f"}}],
-    "functions": [[{"name": "f"}]],
-    "function_call": [{"name": "f"}],
     "guided_decoding_backend": ["outlines", ""],
     "modalities": [["text", "audio"], ["audio"], []],
     "audio": [{"voice": "alloy", "format": "wav"}],

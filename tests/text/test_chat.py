@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import signal
 import time
@@ -102,6 +103,16 @@ def test_tool_calls_carry_objects_and_need_no_content(tokenizer: Tokenizer) -> N
     path = "messages[0].tool_calls[0]"
     assert "not JSON" in refused(tokenizer, f"{path}.function.arguments", [{"role": "assistant", "tool_calls": [broken]}])
     refused(tokenizer, path, [{"role": "assistant", "tool_calls": ["f"]}])
+
+
+def test_templates_may_take_arguments_as_text(tokenizer: Tokenizer) -> None:
+    """DeepSeek's and others concatenate them: they get the text that the client sent, to the byte."""
+    hf = copy.copy(tokenizer.hf)
+    hf.chat_template = "{% for m in messages %}{% for c in m.tool_calls or [] %}{% set a = c.function.arguments %}"
+    hf.chat_template += "{{ '<' + a + '>' }}{% endfor %}{% endfor %}"
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x":  1}'}}
+    rendered = Tokenizer(hf).render_chat([*HELLO, {"role": "assistant", "tool_calls": [call]}])
+    assert rendered == '<{"x":  1}>'
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncLLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "SamplingParams", "StructuredOutputsParams", "__version__"]
 
 if TYPE_CHECKING:
     from headrace.engine.async_llm import AsyncLLM
     from headrace.engine.llm import LLM
-    from headrace.sampling_params import SamplingParams
+    from headrace.sampling_params import SamplingParams, StructuredOutputsParams
 
-_HOMES = {"LLM": "headrace.engine.llm", "AsyncLLM": "headrace.engine.async_llm", "SamplingParams": "headrace.sampling_params"}
+_HOMES = {
+    "LLM": "headrace.engine.llm",
+    "AsyncLLM": "headrace.engine.async_llm",
+    "SamplingParams": "headrace.sampling_params",
+    "StructuredOutputsParams": "headrace.sampling_params",
+}
 
 
 def __getattr__(name: str) -> Any:

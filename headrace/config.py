@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from headrace.errors import ConfigError
 from headrace.model_spec import AnySpec, Arena, CacheGroup, block_sizes
-from headrace.options import CACHE, DEBUGGING, INT64_MAX, LIMITS, MODEL, SCHEDULING, OptionSpec, check
+from headrace.options import CACHE, DEBUGGING, INT64_MAX, LIMITS, MODEL, SCHEDULING, OptionSpec, check, nested
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["none", "auto", "int8", "int4"]
@@ -23,6 +23,10 @@ KVCacheDType = Literal["auto", "fp8_e4m3"]
 Policy = Literal["fcfs", "priority"]
 GenerationConfig = Literal["auto", "vllm"]
 Device = Literal["auto", "cpu", "cuda"]
+GrammarBackend = Literal["auto", "guidance", "llguidance"]
+"""Names of one backend: vLLM's, and the library's, which is SGLang's too."""
+MAX_NUM_SEQS = 65_536
+_MAX_SECONDS = 1e9
 
 
 def _from_environment(variable: str, default: int) -> Any:
@@ -39,6 +43,39 @@ def _from_environment(variable: str, default: int) -> Any:
             raise ConfigError(f"the environment's {variable} must be a whole number, not {given!r}", variable) from None
 
     return dataclasses.field(default_factory=read, metadata={"environment": variable})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StructuredOutputsConfig:
+    """How structured output is held, and what one request may ask of it; more is refused with the parameter's name.
+
+    Raises:
+        ConfigError: a value is of another type or out of range; the error names the field.
+    """
+
+    backend: GrammarBackend = "auto"
+    """Library that holds constraints. There is one, llguidance, and auto means it."""
+    disable_any_whitespace: bool = False
+    """Write JSON without whitespace between its tokens, unless the request says otherwise."""
+    disable_additional_properties: bool = True
+    """Allow no keys beside an object's `properties` where the schema does not say, unless the request says otherwise."""
+    max_bytes: Annotated[int, OptionSpec(min=1, size=True)] = 2**20
+    """Maximum length of a schema, regex, list of choices or grammar, in bytes."""
+    max_depth: Annotated[int, OptionSpec(min=1, max=256)] = 64
+    """Maximum nesting of a JSON Schema."""
+    max_values: Annotated[int, OptionSpec(min=1)] = 20_000
+    """Maximum number of properties, enum values and choices together."""
+    max_grammar_size: Annotated[int, OptionSpec(min=1, max=2**31 - 1)] = 500_000
+    """Maximum number of symbols of a compiled grammar."""
+    max_lexer_states: Annotated[int, OptionSpec(min=1, max=2**31 - 1)] = 50_000
+    """Maximum number of lexer states of one sequence; each takes 1 to 2 kB."""
+    compile_threads: Annotated[int | None, OptionSpec(min=1, default="half of the cores, at most 4")] = None
+    """Threads that compile grammars beside the engine's steps."""
+    cache_bytes: Annotated[int, OptionSpec(min=0, size=True)] = 2**28
+    """Memory for compiled grammars, which requests with equal constraints share. It is estimated from a grammar's length."""
+
+    def __post_init__(self) -> None:
+        check(self, ConfigError)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,6 +117,12 @@ class EngineArgs:
     headrace's, so that paged KV, chunked prefill and prefix caching work. megatron: a distributed checkpoint of
     Megatron-core. auto: native if there is one, megatron for its checkpoints, else transformers; the start-up report gives
     the reason."""
+    tool_call_parser: Annotated[str, OptionSpec(metavar="FORMAT")] = "auto"
+    """Format of the model's tool calls, such as hermes, llama3_json or qwen3_coder. auto recognises it from the chat template;
+    none looks for no calls. The start-up report and headrace doctor say what was recognised."""
+    reasoning_parser: Annotated[str, OptionSpec(metavar="FORMAT")] = "auto"
+    """Format of the model's reasoning, such as deepseek_r1 or qwen3. auto recognises it from the chat template and the
+    vocabulary; none leaves it in the content."""
     trust_remote_code: Annotated[bool, OptionSpec(flags=("--trust-remote-code",))] = False
     """Run Python code that comes with the checkpoint, if neither headrace nor transformers implements the model. The code
     has your permissions: read it first, and pin --revision."""
@@ -96,14 +139,21 @@ class EngineArgs:
     seed: Annotated[int, OptionSpec(min=0, max=INT64_MAX)] = 0
     """Seed for requests without a seed, and for dummy weights. Two engines with the same seed that get the same requests in
     the same order generate the same tokens."""
-    num_threads: Annotated[int | None, OptionSpec(min=1, default="the physical cores that this process may use")] = None
+    num_threads: Annotated[int | None, OptionSpec(min=1, max=1024, default="the physical cores that this process may use")] = (
+        None
+    )
     """CPU threads for the model's kernels. More threads than physical cores are slower; use fewer where other programs
     share the machine."""
     max_model_len: Annotated[
-        int | Literal["auto"] | None, OptionSpec(min=2, default="the model's context length", metavar="INTEGER|auto")
+        int | Literal["auto"] | None,
+        OptionSpec(
+            min=2,
+            default="the model's context length, or what a KV cache of a given size holds of it",
+            metavar="INTEGER|auto",
+        ),
     ] = None
     """Maximum length of prompt plus output, in tokens. Lower it to save memory. auto takes the longest length that the KV
-    cache holds."""
+    cache holds, as does leaving it out beside --num-kv-blocks or --kv-cache-memory."""
     kv_cache_dtype: KVCacheDType = "auto"
     """Number format of the KV cache. auto is that of --dtype. fp8_e4m3 stores a number in one byte, with a float32 scale
     for K and for V of each token and head: about twice as many tokens as bfloat16, with 3 mantissa bits. Needs a GPU of
@@ -126,11 +176,16 @@ class EngineArgs:
     enable_prefix_caching: bool = True
     """Keep the KV of finished requests and reuse it for prompts with the same prefix. Does not change results. Turn it off
     to measure prefill speed."""
-    max_num_seqs: Annotated[int | None, OptionSpec(min=1, default="64 on a CPU, 256 on a GPU")] = None
+    max_num_seqs: Annotated[int | None, OptionSpec(min=1, max=MAX_NUM_SEQS, default="64 on a CPU, 256 on a GPU")] = None
     """Maximum number of sequences that run at once. A higher value raises throughput and the time between tokens."""
     max_num_batched_tokens: Annotated[int | None, OptionSpec(min=1, default="2048 on a CPU, 16384 on a GPU")] = None
     """Maximum number of tokens computed in one step, over all sequences; longer prompts are split into chunks. A smaller
     value keeps the time between tokens even while prompts arrive; a larger one finishes prompts sooner."""
+    max_prefill_tokens_beside_decode: Annotated[
+        int | None, OptionSpec(min=1, default="32 for each thread on a CPU, no limit on a GPU")
+    ] = None
+    """Maximum number of prompt tokens computed in one step while other sequences generate. A smaller value shortens the pause
+    between their tokens when a long prompt arrives, which then takes more steps."""
     max_queue_len: Annotated[int, OptionSpec(min=1)] = 4096
     """Maximum number of waiting sequences. Further requests are refused at once with HTTP 429."""
     policy: Policy = "fcfs"
@@ -163,16 +218,52 @@ class EngineArgs:
     """Maximum length of a bad word, in tokens. Also set by HEADRACE_BAD_WORDS_MAX_LEN."""
     max_stop_seqs_num: Annotated[int, OptionSpec(min=0)] = _from_environment("HEADRACE_MAX_STOP_SEQS_NUM", 16)
     """Maximum number of `stop` strings in a request. Also set by HEADRACE_MAX_STOP_SEQS_NUM."""
-    stop_seqs_max_len: Annotated[int, OptionSpec(min=1)] = _from_environment("HEADRACE_STOP_SEQS_MAX_LEN", 8)
-    """Maximum length of a stop string, in tokens. Also set by HEADRACE_STOP_SEQS_MAX_LEN."""
-    step_timeout: Annotated[float, OptionSpec(above=0.0, metavar="SECONDS")] = 120.0
+    stop_seqs_max_len: Annotated[int, OptionSpec(min=1)] = _from_environment("HEADRACE_STOP_SEQS_MAX_LEN", 1024)
+    """Maximum length of a stop string, in characters. Also set by HEADRACE_STOP_SEQS_MAX_LEN."""
+    max_stop_token_ids: Annotated[int, OptionSpec(min=0)] = 1024
+    """Maximum number of `stop_token_ids` in a request."""
+    max_allowed_token_ids: Annotated[int, OptionSpec(min=1)] = 65_536
+    """Maximum number of `allowed_token_ids` in a request."""
+    max_prompt_chars: Annotated[
+        int | None, OptionSpec(min=1, default="16 for each token of the context, at least 1,048,576")
+    ] = None
+    """Maximum length, in characters, of a text that is tokenised: a prompt, a rendered conversation, the input of /tokenize. A
+    longer one is refused before it is tokenised, which takes about a second and 150 MB for a million characters."""
+    max_template_seconds: Annotated[float, OptionSpec(above=0.0, max=_MAX_SECONDS, metavar="SECONDS")] = 2.0
+    """Processor time that rendering one conversation with the chat template may take. A template that loops is ended then, and
+    the request is refused."""
+    max_template_memory: Annotated[int, OptionSpec(min=1, size=True, default="512MiB")] = 2**29
+    """Memory that rendering one conversation with the chat template may take. The prompt may have an eighth of it."""
+    structured_outputs_config: Annotated[StructuredOutputsConfig, OptionSpec(metavar="JSON", default="the fields' own")] = (
+        StructuredOutputsConfig()
+    )
+    """JSON object of settings and limits of structured output, such as {"disable_any_whitespace": true}."""
+    grammar_backend: GrammarBackend = "auto"
+    """SGLang's name for the field `backend` of --structured-outputs-config."""
+    step_timeout: Annotated[float, OptionSpec(above=0.0, max=_MAX_SECONDS, metavar="SECONDS")] = 120.0
     """Seconds without a finished step, while work is pending, after which the engine counts as stuck: its stack traces are
     logged and its process is restarted. Raise it for very long prompts on a slow device."""
+    start_timeout: Annotated[float, OptionSpec(above=0.0, max=_MAX_SECONDS, metavar="SECONDS")] = 120.0
+    """Seconds in which an engine that starts neither reports progress nor uses the CPU, after which it counts as stuck and is
+    started again. The whole start may take longer."""
+    quarantine_seconds: Annotated[float, OptionSpec(min=0.0, max=_MAX_SECONDS, metavar="SECONDS")] = 600.0
+    """Seconds for which a request is refused that was in flight at two deaths of the engine, so that a client that repeats
+    it cannot end everyone's requests again. 0: no request is refused."""
     record_steps: Annotated[str | None, OptionSpec(metavar="FILE")] = None
-    """Write every step plan to this file. A recording replays a run without its clients."""
+    """Write every step plan to this file; where it exists, to FILE.1, FILE.2 and so on, so that a restarted engine keeps the
+    record of the crash. A recording replays a run without its clients. A full disk ends the recording, not the engine."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.structured_outputs_config, dict):
+            config = nested(StructuredOutputsConfig, self.structured_outputs_config, "structured_outputs_config")
+            object.__setattr__(self, "structured_outputs_config", config)
         check(self, ConfigError)
+        named = {self.grammar_backend, self.structured_outputs_config.backend} - {"auto"}
+        if len(named) > 1:
+            raise ConfigError(
+                f"grammar_backend and the backend of structured_outputs_config differ: {' and '.join(sorted(named))}",
+                "grammar_backend",
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,19 +304,25 @@ class SchedulerConfig:
     max_queue_len: int
     policy: Policy
     pipeline_depth: int
+    max_prefill_tokens_beside_decode: int | None = None
+    """None: no limit."""
     max_num_encoder_tokens: int = 0
     """Encoder work of a step, in the unit of ``Item.encoder_tokens``; 0: the model has no encoder."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingLimits:
-    """What one request may ask of sampling; more is refused with the parameter's name. Lengths are in tokens."""
+    """What one request may ask of sampling; more is refused with the parameter's name."""
 
     max_logprobs: int
     max_bad_words_num: int
     bad_words_max_len: int
+    """In tokens."""
     max_stop_seqs_num: int
     stop_seqs_max_len: int
+    """In characters."""
+    max_stop_token_ids: int = 1024
+    max_allowed_token_ids: int = 65_536
 
     @classmethod
     def of(cls, args: EngineArgs) -> SamplingLimits:

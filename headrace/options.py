@@ -21,6 +21,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
+
 from headrace.errors import ConfigError, RequestError
 
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127
@@ -70,6 +72,8 @@ class OptionSpec:
     """The value is never shown."""
     size: bool = False
     """A number of bytes, which the command line takes as ``2GiB`` too."""
+    schema: Mapping[str, Any] | None = None
+    """JSON Schema of the values, where the type does not tell it."""
 
     @property
     def bounds(self) -> str:
@@ -148,6 +152,8 @@ class Option:
         arguments = typing.get_args(kind)
         if arguments and typing.get_origin(kind) is not Literal:
             kind = arguments[1 if typing.get_origin(kind) is dict else 0]
+        if is_declared(kind) or self.spec.schema is not None:
+            return "object of " + ", ".join(options(kind)) if is_declared(kind) else "JSON"
         words = _KINDS[kind] if kind in _KINDS else " or ".join(typing.get_args(kind))
         low = spec.min if spec.above is None else spec.above
         if kind in (int, float) and low is not None:
@@ -182,6 +188,8 @@ class Option:
             self._check_string(value, where)
         elif hint is Path and not isinstance(value, (str, Path)):
             raise _invalid(where, "a path", value, "invalid_type")
+        elif is_declared(hint) and not isinstance(value, hint):
+            raise _invalid(where, f"an object of {', '.join(options(hint))}", value, "invalid_type")
 
     def _check_number(self, hint: Any, value: Any, where: str) -> None:
         kind = "an integer" if hint is int else "a number"
@@ -231,6 +239,8 @@ class Option:
             return [value]
         if typing.get_origin(self.type) is dict and isinstance(value, dict):
             return {int(k) if isinstance(k, str) and _is_token_id(k) else k: v for k, v in value.items()}
+        if is_declared(self.type) and isinstance(value, dict):
+            return nested(self.type, value, self.name)
         return value
 
     def json_schema(self) -> dict[str, Any]:
@@ -242,6 +252,11 @@ class Option:
 
     def _schema(self, hint: Any) -> dict[str, Any]:
         origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+        if self.spec.schema is not None:
+            return dict(self.spec.schema)
+        if is_declared(hint):
+            properties = {name: option.json_schema() for name, option in options(hint).items()}
+            return {"type": "object", "properties": properties, "additionalProperties": False}
         if origin is Literal:
             return {"enum": list(arguments)}
         if origin is list:
@@ -254,6 +269,24 @@ class Option:
             bounds = {"minimum": self.spec.min, "maximum": self.spec.max, "exclusiveMinimum": self.spec.above}
         kinds = {bool: "boolean", int: "integer", float: "number", str: "string"}
         return {"type": kinds[hint], **{name: bound for name, bound in bounds.items() if bound is not None}}
+
+
+def is_declared(hint: Any) -> bool:
+    """Whether a type is a class of declared fields itself: a msgspec struct or a dataclass."""
+    return isinstance(hint, type) and (hasattr(hint, "__struct_fields__") or dataclasses.is_dataclass(hint))
+
+
+def nested(cls: Any, fields: Mapping[str, Any], where: str) -> Any:
+    """An instance of a class of declared fields from a JSON object, in which null counts as left out.
+
+    Raises:
+        RequestError, ConfigError: as ``cls`` raises, naming the field within ``where``; a name is not a field of ``cls``.
+    """
+    try:
+        return cls(**from_json(cls, {name: value for name, value in fields.items() if value is not None}))
+    except (RequestError, ConfigError) as error:
+        error.param = f"{where}.{error.param}" if error.param else where
+        raise
 
 
 def _is_token_id(key: str) -> bool:
@@ -320,12 +353,18 @@ def without_none(hint: Any) -> Any:
 
 
 def check(instance: Any, error: type[RequestError] | type[ConfigError]) -> None:
-    """Checks every declared field of ``instance`` that is not its default. Raises ``error``, naming the field."""
+    """Checks every declared field of ``instance`` that is not its default. Raises ``error``, naming the field.
+
+    An integer in a field of floats becomes a float: a message between processes holds integers of 64 bits.
+    """
     cls: Any = type(instance)
     for name, option in options(cls).items():
         value = getattr(instance, name)
         if value is not option.default:
             check_value(option, value, error)
+            if option.type is float and type(value) is int:
+                replace = msgspec.structs.force_setattr if isinstance(instance, msgspec.Struct) else object.__setattr__
+                replace(instance, name, float(value))
 
 
 def check_value(option: Option, value: Any, error: type[RequestError] | type[ConfigError]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -21,6 +21,16 @@ class Logprob(NamedTuple):
 PositionLogprobs = dict[int, Logprob]
 """token id -> Logprob: the token at this position and the most likely ones that were asked for."""
 TokenText = Callable[[int], str]
+
+
+class Failure(msgspec.Struct, array_like=True, frozen=True):
+    """Why one sequence cannot go on."""
+
+    message: str
+    client: bool = False
+    """The request asks for what cannot be: the client's fault (HTTP 400), not the engine's (500)."""
+    code: str | None = None
+    """With ``client``, the kind of mistake."""
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True):
@@ -53,6 +63,63 @@ class RequestTimes(msgspec.Struct, array_like=True, frozen=True):
     finished: float | None = None
 
 
+EventKind = Literal["reasoning", "content", "call_started", "arguments", "call_ended"]
+
+
+class Event(msgspec.Struct, array_like=True, frozen=True, omit_defaults=True):
+    """What a parsed answer gained. Events of one call are not interleaved with another's."""
+
+    kind: EventKind
+    text: str = ""
+    """Of reasoning, content and arguments. The arguments of a call add up to JSON text."""
+    index: int = 0
+    """Number of the call within the sample."""
+    tokens: int = 0
+    """Of reasoning: how many tokens it took, markers included."""
+    name: str = ""
+    """Of ``call_started``."""
+    id: str = ""
+    """Of ``call_started``."""
+
+
+class Call(msgspec.Struct):
+    """One tool call. ``arguments`` is JSON text, and valid JSON if the call ``ended``."""
+
+    id: str
+    name: str
+    arguments: str = ""
+    ended: bool = False
+
+
+class Message(msgspec.Struct):
+    """What the events of one sample add up to: a non-streaming answer is the stream, folded."""
+
+    reasoning: str = ""
+    content: str = ""
+    calls: list[Call] = []
+    reasoning_tokens: int = 0
+
+    def add(self, events: Iterable[Event]) -> None:
+        for event in events:
+            match event.kind:
+                case "content":
+                    self.content += event.text
+                case "reasoning":
+                    self.reasoning += event.text
+                    self.reasoning_tokens += event.tokens
+                case "call_started":
+                    self.calls.append(Call(event.id, event.name))
+                case "arguments":
+                    self.calls[event.index].arguments += event.text
+                case "call_ended":
+                    self.calls[event.index].ended = True
+
+    @property
+    def has_call(self) -> bool:
+        """Whether a call is complete."""
+        return any(call.ended for call in self.calls)
+
+
 class OutputDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What one sequence gained in one step. ``index`` tells the samples of one request apart.
 
@@ -62,6 +129,8 @@ class OutputDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     request_id: str
     index: int = 0
     text: str = ""
+    """Empty where the answer is parsed: ``events`` has its text."""
+    events: list[Event] = []
     token_ids: list[int] = []
     logprobs: list[TokenLogprobs] | None = None
     """An entry for each token of ``token_ids``."""
@@ -72,6 +141,10 @@ class OutputDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     stop_reason: int | str | None = None
     """The token id or string that stopped the sequence; None for end of sequence and for length."""
     error: str | None = None
+    client_error: bool = False
+    """As ``Failure.client``, of ``error``."""
+    error_code: str | None = None
+    """As ``Failure.code``, of ``error``."""
     times: RequestTimes | None = None
     """With the delta that finishes the sequence."""
 
@@ -81,6 +154,9 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
 
     index: int
     text: str = ""
+    """Of a parsed answer: its content."""
+    message: Message | None = None
+    """The answer parsed into reasoning, content and tool calls; None: it is not parsed."""
     token_ids: list[int] = []
     cumulative_logprob: float | None = None
     logprobs: list[PositionLogprobs] | None = None
@@ -105,6 +181,10 @@ class RequestOutput(msgspec.Struct, kw_only=True):
         """Fold one delta in; ``outputs[delta.index]`` must exist. ``text`` decodes the tokens of logprobs."""
         sample = self.outputs[delta.index]
         sample.text += delta.text
+        if delta.events:
+            sample.message = sample.message or Message()
+            sample.message.add(delta.events)
+            sample.text = sample.message.content
         sample.token_ids.extend(delta.token_ids)
         if delta.logprobs is not None:
             if sample.logprobs is None:

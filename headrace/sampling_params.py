@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json as jsonlib
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -14,6 +15,80 @@ MAX_SEED = INT64_MAX
 MAX_SAMPLES = 128
 MAX_STRING = 4096
 """Characters of a stop string or bad word."""
+
+
+CONSTRAINTS = ("json", "json_object", "regex", "choice", "grammar")
+"""Fields of StructuredOutputsParams that hold a constraint; a request has exactly one."""
+_SCHEMA = {"anyOf": [{"type": "object"}, {"type": "string"}, {"type": "boolean"}]}
+
+
+class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the output must be: exactly one constraint, and how JSON is written. Immutable; checked when it is made.
+
+    Raises:
+        RequestError: there is not exactly one constraint, or a value is of another type or out of range.
+    """
+
+    json: Annotated[Any, OptionSpec(schema=_SCHEMA)] = None
+    """JSON Schema of the output: an object, its text, or in Python a pydantic class. Kept as text."""
+    json_object: bool | None = None
+    """true: the output is a JSON object."""
+    regex: Annotated[str | None, OptionSpec(min=1)] = None
+    """Regular expression that the whole output matches, in Rust's syntax, which has no look-around."""
+    choice: Annotated[list[str] | None, OptionSpec(min=1, empty=False)] = None
+    """The output is one of these strings."""
+    grammar: Annotated[str | None, OptionSpec(min=1)] = None
+    """Context-free grammar of the output: GBNF with a rule `root ::=`, or Lark with a rule `start:`."""
+    disable_any_whitespace: bool | None = None
+    """Write JSON without whitespace between its tokens. Default: the server's --structured-outputs-config."""
+    disable_additional_properties: bool | None = None
+    """Allow no keys beside an object's `properties` where the schema does not say. Default: the server's
+    --structured-outputs-config."""
+    whitespace_pattern: Annotated[str | None, OptionSpec(min=1, max=256)] = None
+    """Regular expression of the whitespace between tokens of JSON; it may match whitespace only."""
+    strict: bool = True
+    """Refuse a `format` of strings that cannot be enforced. false: it is an annotation."""
+
+    def __post_init__(self) -> None:
+        check(self, RequestError)
+        given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
+        if len(given) != 1:
+            named = " and ".join(given) or "none"
+            raise _invalid_constraint(f"give exactly one of {', '.join(CONSTRAINTS)}, not {named}", given[1] if given else None)
+        if self.json_object is False:
+            raise _invalid_constraint("json_object may only be true; leave it out for free text", "json_object")
+        if self.regex is not None and "\0" in self.regex:
+            raise _invalid_constraint("regex must not contain NUL", "regex")
+        if self.whitespace_pattern is not None and self.disable_any_whitespace:
+            raise _invalid_constraint("whitespace_pattern and disable_any_whitespace exclude each other", "whitespace_pattern")
+        if self.json is not None:
+            msgspec.structs.force_setattr(self, "json", _schema_text(self.json))
+        elif self.json_object is None and (self.whitespace_pattern or self.disable_any_whitespace):
+            name = "whitespace_pattern" if self.whitespace_pattern else "disable_any_whitespace"
+            raise _invalid_constraint(f"{name} is for json and json_object", name)
+
+    @property
+    def kind(self) -> str:
+        """The constraint that is given, one of CONSTRAINTS."""
+        return next(name for name in CONSTRAINTS if getattr(self, name) is not None)
+
+
+def _schema_text(schema: Any) -> str:
+    """JSON Schema as text. A pydantic class has its own."""
+    if isinstance(schema, type) and hasattr(schema, "model_json_schema"):
+        schema = schema.model_json_schema()
+    if not isinstance(schema, str | dict | bool):
+        raise RequestError("json must be a JSON Schema: an object or its text", "json", code="invalid_type")
+    try:
+        text = schema if isinstance(schema, str) else jsonlib.dumps(schema, allow_nan=False, ensure_ascii=False)
+        text.encode()
+        return text
+    except (TypeError, ValueError, RecursionError) as error:
+        raise _invalid_constraint(f"json is not a JSON Schema: {str(error) or type(error).__name__}", "json") from None
+
+
+def _invalid_constraint(message: str, param: str | None) -> RequestError:
+    return RequestError(message, param, code="invalid_value")
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -74,6 +149,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """raw: log-probabilities of the model's logits. processed: of the distribution that tokens are sampled from."""
     prompt_logprobs: Annotated[int | None, OptionSpec(min=-1, max=INT32_MAX)] = None
     """Number of most likely tokens to report at each prompt position. -1: the whole vocabulary."""
+    structured_outputs: Annotated[StructuredOutputsParams | None, OptionSpec(metavar="JSON")] = None
+    """What the output must be: exactly one of json, json_object, regex, choice and grammar, with options."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     detokenize: bool = True

@@ -6,20 +6,18 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import ipaddress
-import json
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 
+from headrace.bench.client import CONNECT_SECONDS, authorization, base_url, chat_events, first_model
 from headrace.bench.report import Exchange, facts, load_average, totals
-from headrace.errors import ConfigError, EngineError
-
-CONNECT_SECONDS = 10.0
+from headrace.errors import ConfigError, EngineError, RequestError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,13 +47,11 @@ class Load:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"must be more than 0, not {value}", name)
-        if urlsplit(self.url).scheme not in ("http", "https") or not urlsplit(self.url).hostname:
-            raise ConfigError(f"{self.url!r} is not an http:// or https:// address", "--url")
+        base_url(self.url)
 
     @property
     def base(self) -> str:
-        """The address without a closing slash or /v1."""
-        return self.url.rstrip("/").removesuffix("/v1")
+        return base_url(self.url)
 
 
 def is_loopback(url: str) -> bool:
@@ -76,37 +72,16 @@ async def run(load: Load, *, tell: Callable[[str], None]) -> dict[str, Any]:
         EngineError: the server cannot be reached before the first request.
     """
     load_before = load_average()
-    headers = {"Authorization": f"Bearer {load.api_key}"} if load.api_key else {}
     limit = load.concurrency or load.max_in_flight
     limits = httpx.Limits(max_connections=limit, max_keepalive_connections=limit)
     timeout = httpx.Timeout(2 * load.duration, connect=CONNECT_SECONDS)
-    async with httpx.AsyncClient(headers=headers, limits=limits, timeout=timeout) as client:
-        model = load.model or await _first_model(client, load.base)
+    async with httpx.AsyncClient(headers=authorization(load.api_key), limits=limits, timeout=timeout) as client:
+        model = load.model or await first_model(client, load.base)
         sender = _Sender(client, load, model, tell)
         start = time.perf_counter()
         await (sender.closed_loop() if load.concurrency else sender.open_loop())
         seconds = time.perf_counter() - start
     return summary(load, model, sender.exchanges, sender.dropped, seconds) | facts(load_before)
-
-
-async def _first_model(client: httpx.AsyncClient, base: str) -> str:
-    try:
-        response = await client.get(base + "/v1/models")
-        response.raise_for_status()
-        return str(response.json()["data"][0]["id"])
-    except (httpx.HTTPError, ValueError, KeyError, IndexError) as error:
-        raise EngineError(f"no model to be had from {base}: {error or type(error).__name__}") from None
-
-
-async def events(lines: AsyncIterator[str]) -> AsyncIterator[dict[str, Any]]:
-    """The JSON of each server-sent event, to the closing ``[DONE]``."""
-    done = False
-    async for line in lines:
-        data = line.removeprefix("data:").strip() if line.startswith("data:") else ""
-        # The rest is read and ignored, so that the connection can be used again.
-        done = done or data == "[DONE]"
-        if data and not done:
-            yield json.loads(data)
 
 
 class _Sender:
@@ -164,8 +139,8 @@ class _Sender:
         try:
             await self._stream(self._body(number), exchange, start)
             exchange.error = None
-        except (httpx.HTTPError, EngineError) as error:
-            exchange.error = str(error) or type(error).__name__
+        except (RequestError, EngineError) as error:
+            exchange.error = str(error)
         exchange.whole = time.perf_counter() - start
         self._tell(f"{sum(e.whole is not None for e in self.exchanges)} answered")
 
@@ -184,22 +159,16 @@ class _Sender:
 
     async def _stream(self, body: dict[str, Any], exchange: Exchange, start: float) -> None:
         last = start
-        async with self._client.stream("POST", self._load.base + "/v1/chat/completions", json=body) as response:
-            if not response.is_success:
-                await response.aread()
-                raise EngineError(f"HTTP {response.status_code}: {response.text[:200]}")
-            async for event in events(response.aiter_lines()):
-                if "error" in event:
-                    raise EngineError(str(event["error"].get("message", event["error"])))
-                if any(choice.get("delta", {}).get("content") for choice in event.get("choices", [])):
-                    now = time.perf_counter()
-                    if exchange.first_token is None:
-                        exchange.first_token = now - start
-                    else:
-                        exchange.between_tokens.append(now - last)
-                    last = now
-                if usage := event.get("usage"):
-                    exchange.input_tokens, exchange.output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+        async for event in chat_events(self._client, self._load.base, body):
+            if any(choice.delta is not None and choice.delta.content for choice in event.choices):
+                now = time.perf_counter()
+                if exchange.first_token is None:
+                    exchange.first_token = now - start
+                else:
+                    exchange.between_tokens.append(now - last)
+                last = now
+            if event.usage is not None:
+                exchange.input_tokens, exchange.output_tokens = event.usage.prompt_tokens, event.usage.completion_tokens
 
 
 def summary(load: Load, model: str, exchanges: list[Exchange], dropped: int, seconds: float) -> dict[str, Any]:

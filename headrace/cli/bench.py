@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from rich.text import Text
 
 from headrace.cli.errors import EXIT_FAILURE, print_error
 from headrace.cli.options import ENGINE_OPTIONS, Group, command
-from headrace.cli.startup import PLAIN_WIDTH
+from headrace.cli.startup import plain_width
 from headrace.config import EngineArgs
 from headrace.errors import ConfigError
 
@@ -32,7 +33,9 @@ _LENGTH = 128
 """Default length of a prompt and of an output, in tokens."""
 _TIMEOUT = 1800.0
 _IN_FLIGHT = 1024
-WHAT, HOW, REPORT = "What is measured", "How it is measured", "Report"
+WHAT = functools.partial(typer.Option, rich_help_panel="What is measured")
+HOW = functools.partial(typer.Option, rich_help_panel="How it is measured")
+REPORT = functools.partial(typer.Option, rich_help_panel="Report")
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -40,32 +43,29 @@ app = typer.Typer(
     help="Measure this machine: latency, offline throughput (also against other engines), or a running server.",
 )
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print the report as JSON, not as tables.", rich_help_panel=REPORT)]
+AsJson = Annotated[bool, REPORT("--json", help="Print the report as JSON, not as tables.")]
 Output = Annotated[
     Path | None,
-    typer.Option("--output", "-o", help="Also write the report as JSON to this file.", metavar="FILE", rich_help_panel=REPORT),
+    REPORT("--output", "-o", help="Also write the report as JSON to this file.", metavar="FILE"),
 ]
 WorkloadName = Annotated[
     str | None,
-    typer.Option(
+    WHAT(
         "--workload",
         help="A workload by name: chat, chat_shared (text); single, batch8, batch64, mixed256, prefill8k, prefill32k, "
         "prefill64k, prefill128k, longctx_decode (random tokens).",
         metavar="NAME",
-        rich_help_panel=WHAT,
     ),
 ]
 
 
 InputLen = Annotated[
     int | None,
-    typer.Option(min=1, help="Tokens of each prompt, without --workload.", show_default=str(_LENGTH), rich_help_panel=WHAT),
+    WHAT(min=1, help="Tokens of each prompt, without --workload.", show_default=str(_LENGTH)),
 ]
 OutputLen = Annotated[
     int | None,
-    typer.Option(
-        min=1, help="Tokens to generate for each, without --workload.", show_default=str(_LENGTH), rich_help_panel=WHAT
-    ),
+    WHAT(min=1, help="Tokens to generate for each, without --workload.", show_default=str(_LENGTH)),
 ]
 
 
@@ -89,8 +89,8 @@ def latency(
     workload: WorkloadName = None,
     input_len: InputLen = None,
     output_len: OutputLen = None,
-    repetitions: Annotated[int, typer.Option(min=1, help="Measured repetitions of each prompt.", rich_help_panel=HOW)] = 5,
-    warm_up: Annotated[int, typer.Option(min=0, help="Requests before the measured ones.", rich_help_panel=HOW)] = 2,
+    repetitions: Annotated[int, HOW(min=1, help="Measured repetitions of each prompt.")] = 5,
+    warm_up: Annotated[int, HOW(min=0, help="Requests before the measured ones.")] = 2,
     as_json: AsJson = False,
     output: Output = None,
 ) -> None:
@@ -137,68 +137,39 @@ def throughput(
     args: EngineArgs,
     workload: Annotated[
         list[str] | None,
-        typer.Option(
+        WHAT(
             "--workload",
             help="Workloads by name, as for latency. Repeatable, or separated by commas; all: every one of random tokens.",
             metavar="NAME",
-            rich_help_panel=WHAT,
         ),
     ] = None,
     batch: Annotated[
         list[int] | None,
-        typer.Option(
-            "--batch",
-            min=1,
-            help="Prompts at once, without --workload. Repeatable.",
-            show_default="1, 8, 32",
-            rich_help_panel=WHAT,
-        ),
+        WHAT("--batch", min=1, help="Prompts at once, without --workload. Repeatable.", show_default="1, 8, 32"),
     ] = None,
     input_len: InputLen = None,
     output_len: OutputLen = None,
     compare: Annotated[
         list[str] | None,
-        typer.Option(
-            "--compare",
-            help="Also run the workloads through transformers or llama.cpp. Repeatable.",
-            metavar="ENGINE",
-            rich_help_panel=WHAT,
-        ),
+        WHAT("--compare", help="Also run the workloads through transformers or llama.cpp. Repeatable.", metavar="ENGINE"),
     ] = None,
     reference_dtype: Annotated[
         Dtype | None,
-        typer.Option(
-            help="Dtype of transformers, with --compare transformers; a quantised file is dequantised.",
-            show_default="bfloat16",
-            rich_help_panel=HOW,
+        HOW(
+            help="Dtype of transformers, with --compare transformers; a quantised file is dequantised.", show_default="bfloat16"
         ),
     ] = None,
     temperature: Annotated[
         float | None,
-        typer.Option(
-            min=0.0,
-            help="Sampling temperature, without --compare.",
-            show_default="0: greedy",
-            rich_help_panel=HOW,
-        ),
+        HOW(min=0.0, help="Sampling temperature, without --compare.", show_default="0: greedy"),
     ] = None,
     repetitions: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            help="Repetitions of each workload; the best one counts.",
-            show_default="3; of large workloads 2",
-            rich_help_panel=HOW,
-        ),
+        HOW(min=1, help="Repetitions of each workload; the best one counts.", show_default="3; of large workloads 2"),
     ] = None,
     timeout: Annotated[
         float | None,
-        typer.Option(
-            min=1,
-            help="Seconds that each process of a comparison may take.",
-            show_default=f"{_TIMEOUT:g}",
-            rich_help_panel=HOW,
-        ),
+        HOW(min=1, help="Seconds that each process of a comparison may take.", show_default=f"{_TIMEOUT:g}"),
     ] = None,
     as_json: AsJson = False,
     output: Output = None,
@@ -277,51 +248,36 @@ def _workload(name: str, encoder: Encoder | None, vocab_size: int) -> Workload:
 @app.command("serve")
 @command()
 def serve(
-    url: Annotated[str, typer.Option(help="The server.", rich_help_panel=WHAT)] = "http://127.0.0.1:8000",
-    model: Annotated[
-        str | None, typer.Option(help="The model to ask for.", show_default="the server's first", rich_help_panel=WHAT)
-    ] = None,
-    api_key: Annotated[
-        str | None, typer.Option(help="Key for the server.", envvar="HEADRACE_API_KEY", rich_help_panel=WHAT)
-    ] = None,
+    url: Annotated[str, WHAT(help="The server.")] = "http://127.0.0.1:8000",
+    model: Annotated[str | None, WHAT(help="The model to ask for.", show_default="the server's first")] = None,
+    api_key: Annotated[str | None, WHAT(help="Key for the server.", envvar="HEADRACE_API_KEY")] = None,
     concurrency: Annotated[
         int | None,
-        typer.Option(
+        WHAT(
             min=1,
             max=4096,
             help="Closed loop: number of clients, each of which sends its next request when the last is answered.",
             show_default="8, without --rate",
-            rich_help_panel=WHAT,
         ),
     ] = None,
     rate: Annotated[
         float | None,
-        typer.Option(
-            help="Open loop: requests arrive at this mean rate a second, at random, whether the server keeps up or not.",
-            rich_help_panel=WHAT,
-        ),
+        WHAT(help="Open loop: requests arrive at this mean rate a second, at random, whether the server keeps up or not."),
     ] = None,
-    num_requests: Annotated[int, typer.Option(min=1, max=1_000_000, help="Requests at most.", rich_help_panel=WHAT)] = 64,
-    duration: Annotated[
-        float, typer.Option(max=86_400, help="Seconds at most in which requests are sent.", rich_help_panel=WHAT)
-    ] = 120.0,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate for each request.", rich_help_panel=WHAT)] = 64,
+    num_requests: Annotated[int, WHAT(min=1, max=1_000_000, help="Requests at most.")] = 64,
+    duration: Annotated[float, WHAT(max=86_400, help="Seconds at most in which requests are sent.")] = 120.0,
+    max_tokens: Annotated[int, WHAT(min=1, help="Tokens to generate for each request.")] = 64,
     ignore_eos: Annotated[
         bool,
-        typer.Option(
+        WHAT(
             "--ignore-eos",
             help="Generate all of --max-tokens every time. headrace and vLLM know this field; other servers may refuse it.",
-            rich_help_panel=WHAT,
         ),
     ] = False,
-    seed: Annotated[
-        int | None, typer.Option(help="Open loop: seeds the arrivals.", show_default="0", rich_help_panel=HOW)
-    ] = None,
+    seed: Annotated[int | None, HOW(help="Open loop: seeds the arrivals.", show_default="0")] = None,
     max_in_flight: Annotated[
         int | None,
-        typer.Option(
-            min=1, max=16_384, help="Open loop: requests in flight at most.", show_default=str(_IN_FLIGHT), rich_help_panel=HOW
-        ),
+        HOW(min=1, max=16_384, help="Open loop: requests in flight at most.", show_default=str(_IN_FLIGHT)),
     ] = None,
     as_json: AsJson = False,
     output: Output = None,
@@ -406,9 +362,7 @@ def _emit(report: dict[str, Any], tables: Sequence[RenderableType], as_json: boo
     if as_json:
         sys.stdout.write(encoded(report) + "\n")
         return
-    console = Console()
-    if not console.is_terminal:
-        console.width = PLAIN_WIDTH
+    console = plain_width(Console())
     for item in tables:
         console.print(item)
         console.print()

@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import json
 import queue
-import sys
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import CancelledError, Future
@@ -16,9 +15,11 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
-from headrace.cli.errors import describe, print_error
+from headrace.cli.errors import EXIT_FAILURE, describe, print_error, printable
 from headrace.cli.options import ENGINE_OPTIONS, SAMPLING_OPTIONS, command
+from headrace.cli.prompts import read_stdin
 from headrace.config import EngineArgs
 from headrace.errors import ConfigError, EngineError, RequestError
 from headrace.options import SERVER
@@ -79,9 +80,12 @@ def chat(
         )
         try:
             loop.wait(talker.start())
-            Conversation(talker, loop, console, system).run()
+            conversation = Conversation(talker, loop, console, system)
+            conversation.run()
         finally:
             loop.wait(talker.close())
+    if conversation.failed and not conversation.interactive:
+        raise typer.Exit(EXIT_FAILURE)
 
 
 def _only_model(args: EngineArgs) -> None:
@@ -126,15 +130,17 @@ class Conversation:
         self._talker = talker
         self._loop = loop
         self._console = console
-        self._interactive = sys.stdin.isatty()
+        self.interactive = read_stdin().isatty()
         self._system = system
+        self.failed = False
+        """A message has had no whole reply, or a command has failed."""
         self.messages: Messages = []
         self._reset()
 
     def run(self) -> None:
         """Until /quit or the end of the input."""
-        if self._interactive:
-            self._console.print(f"[bold]{self._talker.name}[/bold]  /help lists what you can type")
+        if self.interactive:
+            self._console.print(Text(printable(self._talker.name), "bold"), " /help lists what you can type")
         while (text := self._read()) is not None:
             if text.startswith("/"):
                 if not self._obey(text):
@@ -150,7 +156,7 @@ class Conversation:
         lines: list[str] = []
         while True:
             try:
-                line = input(("... " if lines else "> ") if self._interactive else "")
+                line = input(("... " if lines else "> ") if self.interactive else "")
             except EOFError:
                 return "\n".join(lines) if lines else None
             except KeyboardInterrupt:
@@ -178,17 +184,21 @@ class Conversation:
         elif word == "/save":
             self._save(rest)
         else:
-            print_error(f"there is no {word}; /help lists what there is")
+            self._fail(f"there is no {word}; /help lists what there is")
         return True
+
+    def _fail(self, message: str) -> None:
+        print_error(message)
+        self.failed = True
 
     def _save(self, name: str) -> None:
         if not name:
-            print_error("/save needs the name of a file")
+            self._fail("/save needs the name of a file")
             return
         try:
             Path(name).expanduser().write_text(json.dumps(self.messages, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        except OSError as error:
-            print_error(f"cannot write {name}: {error.strerror}")
+        except (OSError, ValueError, RuntimeError) as error:
+            self._fail(f"cannot write {name}: {error}")
 
     def _turn(self, text: str) -> None:
         """One message and its reply. The start of a stopped reply is kept; a refused message is dropped."""
@@ -196,7 +206,7 @@ class Conversation:
         try:
             reply = self._stream()
         except (RequestError, EngineError) as error:
-            print_error(describe(error))
+            self._fail(describe(error))
             self.messages.pop()
             return
         self.messages.append({"role": "assistant", "content": reply})
@@ -218,7 +228,7 @@ class Conversation:
         try:
             while (piece := pieces.get()) is not None:
                 said.append(piece)
-                print(piece, end="", flush=True)
+                print(printable(piece), end="", flush=True)
             future.result()
         except KeyboardInterrupt:
             future.cancel()

@@ -95,19 +95,28 @@ def planned(args: EngineArgs) -> EngineInfo:
     Raises:
         ConfigError: it could not be built.
     """
+    from headrace.sources.files import find_model
+
+    start = time.perf_counter()
+    files = find_model(args)  # A model that cannot be read is told before torch is imported.
     from headrace.engine.environment import probe
+    from headrace.engine.frontend import load_frontend, with_formats
     from headrace.engine.info import StartupPhase
     from headrace.engine.ledger import planned_ledger
     from headrace.engine.report import engine_info
     from headrace.models.implementation import choose
     from headrace.resolve import resolve
-    from headrace.sources.files import find_model
 
-    start = time.perf_counter()
-    files = find_model(args)
     device = probe(args.device)
     chosen = choose(args, files)
     files = dataclasses.replace(files, decisions=(*files.decisions, *chosen.decisions))
     config = resolve(args, files, chosen.spec, device)
     phases = [StartupPhase("config", time.perf_counter() - start, "the weights were not loaded")]
-    return engine_info(files, config, device, phases, planned_ledger(config, device))
+    info = engine_info(files, config, device, phases, planned_ledger(config, device))
+    try:
+        return with_formats(info, load_frontend(args).answers(args))
+    except ConfigError as error:
+        # The report is of the model, and says what it can without a tokenizer.
+        if error.param != "tokenizer":
+            raise
+        return info

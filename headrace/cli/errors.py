@@ -36,8 +36,24 @@ def option_name(field: str | None) -> str:
 
 
 def print_error(message: str) -> None:
-    console = Console(stderr=True, soft_wrap=True)
-    console.print(Text.assemble(("error: ", "bold red"), (" ".join(message.split("\n")), "red")))
+    _print_line("error", message, "red")
+
+
+def print_note(message: str) -> None:
+    _print_line("note", message, "yellow")
+
+
+def _print_line(kind: str, message: str, colour: str) -> None:
+    text = printable(" ".join(message.split("\n")))
+    Console(stderr=True, soft_wrap=True).print(Text.assemble((f"{kind}: ", f"bold {colour}"), (text, colour)))
+
+
+_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+
+
+def printable(text: str) -> str:
+    """The text with control characters as escapes: what others wrote must not steer the terminal."""
+    return text.translate(_CONTROLS)
 
 
 @contextlib.contextmanager

@@ -25,8 +25,9 @@ from typer.models import ArgumentInfo, OptionInfo
 from headrace.cli.config_file import field_name, match, read_config
 from headrace.cli.errors import reported
 from headrace.cli.units import parse_size
-from headrace.config import EngineArgs
-from headrace.errors import RequestError
+from headrace.config import EngineArgs, StructuredOutputsConfig
+from headrace.constrain.fields import folded
+from headrace.errors import ConfigError, RequestError
 from headrace.options import (
     DEBUGGING,
     INT64_MAX,
@@ -35,10 +36,11 @@ from headrace.options import (
     OptionSpec,
     check_value,
     from_json,
+    nested,
     options,
     without_none,
 )
-from headrace.sampling_params import SamplingParams
+from headrace.sampling_params import SamplingParams, StructuredOutputsParams
 
 T = TypeVar("T")
 
@@ -301,10 +303,30 @@ def _token_numbers(text: str) -> dict[int, float]:
         raise ValueError(f'{text!r} is not a JSON object from token id to number, such as {{"42": -5}}') from None
 
 
+def _json_object(cls: Any, name: str) -> Callable[[str], Any]:
+    """A JSON object of a class of declared fields."""
+
+    def parse(text: str) -> Any:
+        try:
+            fields = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"{text!r} is not JSON: {error}") from None
+        if not isinstance(fields, dict):
+            raise ValueError(f"{text!r} is not a JSON object of {', '.join(options(cls))}")
+        try:
+            return nested(cls, fields, name)
+        except (RequestError, ConfigError) as error:
+            raise ValueError(error.message) from None
+
+    return parse
+
+
 _PARSERS: dict[Any, Callable[[str], Any]] = {
     int | Literal["auto"]: int_or_auto,
     list[int]: _token_ids,
     dict[int, float]: _token_numbers,
+    StructuredOutputsParams: _json_object(StructuredOutputsParams, "structured_outputs"),
+    StructuredOutputsConfig: _json_object(StructuredOutputsConfig, "structured_outputs_config"),
 }
 """From the written word to a field's type; what typer parses itself is not here. Ranges are checked by the field's class."""
 
@@ -325,7 +347,7 @@ def checked_fields(fields: dict[str, Any]) -> dict[str, Any]:
     Raises:
         RequestError: a name is not a sampling parameter, or a value is of the wrong type or out of range.
     """
-    converted = from_json(SamplingParams, fields)
+    converted = from_json(SamplingParams, folded(fields))
     for name, value in converted.items():
         check_value(options(SamplingParams)[name], value, RequestError)
     return converted

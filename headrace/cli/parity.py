@@ -10,13 +10,12 @@ from rich.console import Console
 from rich.text import Text
 
 from headrace.bench.report import table
-from headrace.cli.startup import PLAIN_WIDTH
+from headrace.cli.startup import plain_width
 from headrace.engine.parity import Line, Parity
 
 
 def print_parity(console: Console, parity: Parity) -> None:
-    if not console.is_terminal:
-        console.width = PLAIN_WIDTH
+    plain_width(console)
     rows: list[Sequence[str | Text]] = []
     for line in parity.lines:
         if line.passed is None and line.note:

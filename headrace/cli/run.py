@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import sys
-from collections import deque
+import functools
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, Iterable, Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from headrace.cli.errors import EXIT_FAILURE, EXIT_USAGE, describe, print_error
 from headrace.cli.options import ENGINE_OPTIONS, SAMPLING_OPTIONS, command
-from headrace.cli.prompts import PromptJob, parse_lines
+from headrace.cli.prompts import ERRORS, PromptJob, parse_lines, read_stdin
+from headrace.cli.results import ResultFile, line_key
 from headrace.config import EngineArgs
 from headrace.engine.spawn import spawn
 from headrace.engine.timeline import process_start
-from headrace.errors import ConfigError, EngineError, RequestError
+from headrace.errors import ConfigError, EngineDeadError, EngineError, RequestError
 from headrace.outputs import RequestOutput
 
 if TYPE_CHECKING:
@@ -29,7 +29,11 @@ if TYPE_CHECKING:
 AHEAD = 4
 """Prompts in flight, as a multiple of the sequences that run at once: enough that none of those places stays empty."""
 
-PROMPT_PANEL = "Prompts and results"
+ATTEMPTS = 3
+"""Times that a prompt is run when the engine dies under it."""
+RESTART_POLL_SECONDS = 0.2
+
+PROMPTS = functools.partial(typer.Option, rich_help_panel="Prompts and results")
 
 
 @command(args=ENGINE_OPTIONS.changed("model", positional=False), sampling=SAMPLING_OPTIONS)
@@ -39,41 +43,49 @@ def run(
     prompts: Annotated[list[str] | None, typer.Argument(help="Prompts, as text.", show_default=False)] = None,
     input: Annotated[
         str | None,
-        typer.Option(
+        PROMPTS(
             "--input",
             "-i",
             help='JSONL file, or - for standard input. A line holds "prompt", "messages" or "prompt_token_ids", and may hold '
             '"id" and sampling parameters of its own, which come before those of the command line.',
             metavar="FILE",
-            rich_help_panel=PROMPT_PANEL,
         ),
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option(
+        PROMPTS(
             "--output",
             "-o",
-            help="Write the results here and not to standard output. They come in the order of the input.",
+            help="Write the results here and not to standard output, in the order of the input. They are written to "
+            "FILE.partial, which replaces FILE when the run has ended.",
             metavar="FILE",
-            rich_help_panel=PROMPT_PANEL,
         ),
     ] = None,
+    resume: Annotated[
+        bool,
+        PROMPTS(
+            "--resume",
+            help="Continue a run that ended early: skip lines of --input that have results in --output (or its .partial file), "
+            "by their id, or by their number where they have none; run the others, those with errors again, and append.",
+        ),
+    ] = False,
     chat: Annotated[
         bool,
-        typer.Option("--chat", help="Take each argument as a user's message, not as raw text.", rich_help_panel=PROMPT_PANEL),
+        PROMPTS("--chat", help="Take each argument as a user's message, not as raw text."),
     ] = False,
     strict: Annotated[
         bool,
-        typer.Option("--strict", help="Stop at the first prompt that cannot be run.", rich_help_panel=PROMPT_PANEL),
+        PROMPTS("--strict", help="Stop at the first prompt that cannot be run."),
     ] = False,
     progress: Annotated[
         bool,
-        typer.Option("--progress/--no-progress", help="Show progress on standard error.", rich_help_panel=PROMPT_PANEL),
+        PROMPTS("--progress/--no-progress", help="Show progress on standard error."),
     ] = True,
 ) -> None:
     """Generate for prompts from arguments or a JSONL file; results are JSONL, a line a prompt.
 
-    A prompt that cannot be run is reported with its line number and does not stop the others; the exit code is then 1.
+    A prompt that cannot be run is reported with its line number and does not stop the others; the exit code is then 1. When
+    the engine dies, the prompts in flight are run again.
     """
     if bool(prompts) == bool(input):
         raise ConfigError("give prompts as arguments or a file with --input, one of the two", "--input")
@@ -81,44 +93,56 @@ def run(
         raise ConfigError(
             '--chat is for prompts in arguments: a line of the file says "messages" in place of "prompt"', "--chat"
         )
+    if resume and not (input and output):
+        raise ConfigError("it continues a file of results: it needs --input and --output", "--resume")
+    source = Path(input) if input and input != "-" else None
+    if source is not None and not source.is_file():
+        raise ConfigError(f"there is no file {source}", "--input")
     with contextlib.ExitStack() as stack:
-        jobs, total = _jobs(prompts, input, chat, stack)
-        sink: IO[str] = stack.enter_context(_created(output)) if output else sys.stdout
-        failed = asyncio.run(_run_all(args, sampling, jobs, sink, strict=strict, total=total, progress=progress))
+        results = stack.enter_context(ResultFile(output, source, resume=resume))
+        jobs, total = _jobs(prompts, source, chat, stack)
+        if resume:
+            total = None if total is None else total - results.done.total()
+            jobs = _without(jobs, results.done)
+        failed = asyncio.run(_run_all(args, sampling, jobs, results, strict=strict, total=total, progress=progress))
+        if failed and strict:
+            raise typer.Exit(EXIT_USAGE)
     if failed:
-        raise typer.Exit(EXIT_USAGE if strict else EXIT_FAILURE)
+        raise typer.Exit(EXIT_FAILURE)
 
 
 def _jobs(
-    prompts: list[str] | None, input: str | None, chat: bool, stack: contextlib.ExitStack
+    prompts: list[str] | None, source: Path | None, chat: bool, stack: contextlib.ExitStack
 ) -> tuple[Iterable[PromptJob], int | None]:
     """The prompts, and how many there are where that is known beforehand."""
     if prompts:
         kind = "messages" if chat else "prompt"
         contents: list[Any] = [[{"role": "user", "content": text}] if chat else text for text in prompts]
         return [PromptJob(number, content, kind) for number, content in enumerate(contents, start=1)], len(prompts)
-    if input == "-":
-        return parse_lines(sys.stdin), None
-    path = Path(input or "")
-    if not path.is_file():
-        raise ConfigError(f"there is no file {path}", "--input")
-    with path.open("rb") as file:
+    # A byte order mark is no part of the first line.
+    encoding = "utf-8-sig"
+    if source is None:
+        return parse_lines(read_stdin(encoding)), None
+    with source.open("rb") as file:
         total = sum(1 for line in file if line.strip())
-    return parse_lines(stack.enter_context(path.open(encoding="utf-8", errors="replace"))), total
+    return parse_lines(stack.enter_context(source.open(encoding=encoding, errors=ERRORS))), total
 
 
-def _created(path: Path) -> IO[str]:
-    try:
-        return path.open("w", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}", "--output") from None
+def _without(jobs: Iterable[PromptJob], done: Counter[str]) -> Iterator[PromptJob]:
+    """The jobs that have no result yet."""
+    for job in jobs:
+        key = line_key({"id": job.id, "line": job.number})
+        if done[key]:
+            done[key] -= 1
+        else:
+            yield job
 
 
 async def _run_all(
     args: EngineArgs,
     sampling: dict[str, Any],
     jobs: Iterable[PromptJob],
-    sink: IO[str],
+    results: ResultFile,
     *,
     strict: bool,
     total: int | None,
@@ -137,10 +161,9 @@ async def _run_all(
         await llm.start()
         with progress_bar.bar:
             window = min(AHEAD * llm.info.max_num_seqs, args.max_queue_len)
-            async with contextlib.aclosing(_in_order(llm, sampling, iter(jobs), window)) as results:
-                async for job, result in results:
-                    sink.write(json.dumps(_record(job, result), ensure_ascii=False) + "\n")
-                    sink.flush()
+            async with contextlib.aclosing(_in_order(llm, sampling, iter(jobs), window)) as outcomes:
+                async for job, result in outcomes:
+                    results.write(_record(job, result))
                     if isinstance(result, RequestOutput):
                         progress_bar.add(sum(len(sample.token_ids) for sample in result.outputs), finished=True)
                     else:
@@ -194,14 +217,34 @@ async def _generate(llm: AsyncLLM, sampling: dict[str, Any], job: PromptJob) -> 
     prompt: Any = {job.kind: job.content}
     if job.kind == "messages":
         prompt = llm.inputs.chat_prompt(job.content)
-    result: RequestOutput | None = None
-    async for so_far in llm.generate(prompt, params, request_id=f"run-{job.number}"):
-        result = so_far
-    if result is None:
-        raise EngineError("the engine gave no answer")
-    if result.error:
-        raise RequestError(result.error)
-    return result
+    for _ in range(ATTEMPTS):
+        try:
+            result: RequestOutput | None = None
+            async for so_far in llm.generate(prompt, params, request_id=f"run-{job.number}"):
+                result = so_far
+            if result is None:
+                raise EngineError("the engine gave no answer")
+            if not result.error:
+                return result
+            reason = result.error
+            if llm.health().ok:
+                break
+        except EngineDeadError as error:
+            reason = str(error)
+        await _until_running(llm)
+    raise RequestError(reason)
+
+
+async def _until_running(llm: AsyncLLM) -> None:
+    """Waits while the engine is being restarted.
+
+    Raises:
+        EngineDeadError: it will not be.
+    """
+    while not (health := llm.health()).ok:
+        if health.final:
+            raise EngineDeadError(health.reason)
+        await asyncio.sleep(RESTART_POLL_SECONDS)
 
 
 def _record(job: PromptJob, result: RequestOutput | RequestError) -> dict[str, Any]:

@@ -18,9 +18,15 @@ PLAIN_WIDTH = 160
 """Width of the report where no terminal gives one."""
 
 
-def print_report(console: Console, info: EngineInfo, *, environment: bool = False) -> None:
+def plain_width(console: Console) -> Console:
+    """The console, as wide as the reports are where no terminal gives a width."""
     if not console.is_terminal:
         console.width = PLAIN_WIDTH
+    return console
+
+
+def print_report(console: Console, info: EngineInfo, *, environment: bool = False) -> None:
+    plain_width(console)
     console.print(render(info, environment=environment))
 
 

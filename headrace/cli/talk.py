@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import uuid
 from collections.abc import AsyncIterator
 from typing import Any, Protocol
@@ -9,15 +10,13 @@ from typing import Any, Protocol
 import httpx
 from rich.console import Console
 
-from headrace.bench.serving import events
+from headrace.bench.client import CONNECT_SECONDS, authorization, base_url, chat_events, first_model
 from headrace.config import EngineArgs
 from headrace.engine.spawn import spawn
 from headrace.engine.timeline import process_start
-from headrace.errors import ConfigError, EngineError, RequestError
+from headrace.errors import EngineError
 
 Messages = list[dict[str, Any]]
-
-CONNECT_SECONDS = 10.0
 
 
 class Talker(Protocol):
@@ -68,59 +67,23 @@ class ServerTalker:
     """Asks an OpenAI-compatible server."""
 
     def __init__(self, url: str, model: str | None, api_key: str | None, sampling: dict[str, Any]) -> None:
-        base = url.rstrip("/")
-        self._base = base if base.endswith("/v1") else base + "/v1"
-        if not self._base.startswith(("http://", "https://")):
-            raise ConfigError(f"{url!r} is not an http:// or https:// address", "--url")
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._client = httpx.AsyncClient(headers=headers, timeout=httpx.Timeout(None, connect=CONNECT_SECONDS))
+        self._base = base_url(url)
+        self._client = httpx.AsyncClient(headers=authorization(api_key), timeout=httpx.Timeout(None, connect=CONNECT_SECONDS))
         self._sampling = sampling
         self.name = model or ""
 
     async def start(self) -> None:
         """Takes the server's first model where none was named, which also shows that the server is there."""
-        response = await self._get("/models")
-        served = [entry["id"] for entry in response.get("data", [])]
-        if not served:
-            raise EngineError(f"{self._base} serves no model")
-        self.name = self.name or served[0]
+        first = await first_model(self._client, self._base)
+        self.name = self.name or first
 
     async def reply(self, messages: Messages) -> AsyncIterator[str]:
         body = {"model": self.name, "messages": messages, "stream": True} | self._sampling
-        try:
-            async with self._client.stream("POST", self._base + "/chat/completions", json=body) as response:
-                await _check(response)
-                async for data in events(response.aiter_lines()):
-                    if "error" in data:
-                        raise EngineError(data["error"].get("message", "the server reported an error"))
-                    for choice in data.get("choices", []):
-                        if choice.get("index", 0) == 0 and (text := choice.get("delta", {}).get("content")):
-                            yield text
-        except httpx.TransportError as error:
-            raise EngineError(f"the connection to {self._base} failed: {error or type(error).__name__}") from None
+        async with contextlib.aclosing(chat_events(self._client, self._base, body)) as events:
+            async for event in events:
+                for choice in event.choices:
+                    if choice.index == 0 and choice.delta is not None and choice.delta.content:
+                        yield choice.delta.content
 
     async def close(self) -> None:
         await self._client.aclose()
-
-    async def _get(self, path: str) -> dict[str, Any]:
-        try:
-            response = await self._client.get(self._base + path)
-        except httpx.TransportError as error:
-            raise EngineError(f"cannot reach {self._base}: {error or type(error).__name__}") from None
-        await _check(response)
-        return dict(response.json())
-
-
-async def _check(response: httpx.Response) -> None:
-    """Raises an error response as RequestError or EngineError, with the server's message."""
-    if response.is_success:
-        return
-    await response.aread()
-    try:
-        error = response.json()["error"]
-        message, param = error["message"], error.get("param")
-    except (ValueError, KeyError, TypeError):
-        message, param = response.text[:200] or response.reason_phrase, None
-    if response.status_code < 500:
-        raise RequestError(f"the server refused ({response.status_code}): {message}", param)
-    raise EngineError(f"the server failed ({response.status_code}): {message}")

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from headrace.core.request import BadWordsTable
-from headrace.outputs import TokenLogprobs
+from headrace.outputs import Failure, TokenLogprobs
 from headrace.sampling_params import SamplingParams
 
 
@@ -30,6 +30,8 @@ class NewSequence(msgspec.Struct, frozen=True, array_like=True):
     """With ``seed`` and the position, the key of every random number of this sequence."""
     eos_token_ids: list[int]
     bad_words: BadWordsTable | None
+    constrained: bool = False
+    """Each of its logits rows needs a mask."""
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):
@@ -101,7 +103,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """seq_id -> an entry for each sampled token, for sequences that request logprobs."""
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
     """seq_id -> entries for the prompt tokens ``num_computed + 1 ...`` of the chunk, for sequences that request them."""
-    errors: dict[int, str] = {}
+    errors: dict[int, Failure] = {}
     """seq_id -> why this sequence failed; others are not affected."""
     forward_seconds: float = 0.0
     sample_seconds: float = 0.0

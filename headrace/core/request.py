@@ -29,6 +29,36 @@ class BadWordsTable(msgspec.Struct, frozen=True, array_like=True):
     """True: special tokens emit their text (``skip_special_tokens=False``). False: they emit nothing."""
 
 
+class Constraint(msgspec.Struct, frozen=True, array_like=True):
+    """What the outputs of a request must be, checked and ready to be compiled."""
+
+    kind: str
+    """The parameter that it was made of: json, json_object, regex, choice or grammar."""
+    grammar: str
+    """In the serialised form of llguidance."""
+
+
+class ParseOptions(msgspec.Struct, frozen=True, array_like=True):
+    """How a request's answer is parsed into reasoning, content and tool calls."""
+
+    tools: str
+    """Name of the format of tool calls, or none."""
+    reasoning: str
+    """Name of the format of reasoning, or none."""
+    calls: bool
+    """Whether tool calls are looked for."""
+    separate_reasoning: bool
+    """Whether reasoning is looked for."""
+    tail: str = ""
+    """The prompt's text from the start of the answer's turn on."""
+    types: dict[str, dict[str, list[str]]] = {}
+    """tool -> parameter -> the JSON types that its schema allows"""
+    parallel: bool = True
+    """False: the sequence ends with its first call."""
+    stop_in_reasoning: bool = False
+    """Stop strings end the sequence in reasoning too, not only in content."""
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One request, tokenised and checked."""
 
@@ -43,11 +73,14 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: list[int] = []
     """End the sequence unless ``sampling.ignore_eos``; banned until ``sampling.min_tokens``."""
     bad_words: BadWordsTable | None = None
+    constraint: Constraint | None = None
     prompt: str | None = None
     priority: Annotated[int, OptionSpec(min=-INT64_MAX - 1, max=INT64_MAX)] = 0
     """A lower value runs first under --policy priority."""
     cache_salt: Annotated[str | None, OptionSpec(min=1, max=256)] = None
     """Cached prefixes are shared only among requests with the same salt."""
+    parse: ParseOptions | None = None
+    """None: the answer is text."""
     items: tuple[Item, ...] = ()
     """Items of the prompt: ascending, disjoint."""
     arrival_time: float = 0.0

@@ -18,6 +18,7 @@ def collect_tokens(
         num_kept += 1
         stop = check_stop(seq)
         if stop is not None:
+            num_kept -= stop.error is not None  # A token that the constraint refuses is no output.
             break
     update = SequenceUpdate(seq, token_ids[:num_kept], logprobs[:num_kept] if logprobs is not None else None)
     if seq.prompt_logprobs is not None:

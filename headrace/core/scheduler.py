@@ -23,7 +23,7 @@ from headrace.core.step import InFlightRow, InFlightStep, StepBuilder
 from headrace.errors import EngineError, RequestError
 from headrace.kv import KVCacheManager
 from headrace.metrics.stats import EngineStats
-from headrace.outputs import FinishReason
+from headrace.outputs import Failure, FinishReason
 
 
 class Scheduler:
@@ -70,8 +70,9 @@ class Scheduler:
         if request.request_id in self._requests:
             raise RequestError(f"request {request.request_id!r} is being served already", "request_id")
         check_request(request, self.config, self.kv, self.num_waiting)
-        sequences = [self._make_sequence(request, index) for index in range(request.sampling.n)]
-        first, *siblings = sequences
+        first = self._make_sequence(request, 0)
+        siblings = [self._make_sequence(request, index, first) for index in range(1, request.sampling.n)]
+        sequences = [first, *siblings]
         self._lead(first, siblings)
         self._requests[request.request_id] = sequences.copy()
         self._num_unfinished += len(sequences)
@@ -88,6 +89,11 @@ class Scheduler:
     def finish(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """Ends a sequence for a reason that the scheduler does not check itself, such as a stop string."""
         self._end(seq, reason, stop_reason)
+
+    def fail(self, seq: Sequence, error: Failure) -> None:
+        """Ends an unfinished sequence with an error, which the next ``update`` reports."""
+        self._end(seq, "error", error=error)
+        self._failed.append(SequenceUpdate(seq, finish_reason="error", error=error))
 
     def has_work(self) -> bool:
         """True while a sequence is unfinished or a launched step is not collected."""
@@ -111,10 +117,12 @@ class Scheduler:
         """
         if len(self._in_flight) >= self.config.pipeline_depth:
             return None
+        num_decoding = sum(seq.decoding for seq in self._running)
         budget = StepBudget(
             self.config.max_num_batched_tokens,
             self.config.max_num_encoder_tokens,
-            reserved=sum(seq.decoding for seq in self._running),
+            reserved=num_decoding,
+            prefill=self.config.max_prefill_tokens_beside_decode if num_decoding else None,
         )
         step = StepBuilder(budget, self.kv.moves)
         if self._starved is not None:
@@ -126,16 +134,21 @@ class Scheduler:
                 decoding = seq.decoding
                 self._continue(seq, step)
                 budget.reserved = max(0, budget.reserved - decoding)
-        while self._waiting and self._slots.num_free and budget.spendable > 0 and not budget.blocks_short:
-            if not self._admit(self._waiting.first, step):
+        while self._slots.num_free and budget.spendable > 0 and not budget.blocks_short:
+            first = self._first_ready()
+            if first is None or not self._admit(first, step):
                 break
         if not step and (self._in_flight or not self._failed):
             return None
         self._last_step += 1
-        self._in_flight.append(InFlightStep(self._last_step, step.in_flight))
+        self._in_flight.append(InFlightStep(self._last_step, step.in_flight, step.constrained))
         moves = self.kv.take_moves()
         self._counters.kv_blocks_moved += len(moves)
         return step.build(self._last_step, self._slots.take_released(), moves)
+
+    def constrained(self) -> list[Sequence]:
+        """Sequences of the last launched step whose rows need a mask."""
+        return self._in_flight[-1].constrained if self._in_flight else []
 
     def update(self, plan: StepPlan, result: StepResult) -> list[SequenceUpdate]:
         """Applies the result of the oldest launched step; returns the updates of the sequences that changed.
@@ -200,11 +213,13 @@ class Scheduler:
         seq, self._starved = self._starved, None
         budget = step.budget
         reserved, budget.reserved = budget.reserved, 0
+        prefill, budget.prefill, before = budget.prefill, None, budget.tokens
         if seq is not None and seq.status is Status.RUNNING:
             self._continue(seq, step)
-        elif self._waiting and self._waiting.first is seq and self._slots.num_free:
+        elif seq is not None and self._first_ready() is seq and self._slots.num_free:
             self._admit(seq, step)
         budget.reserved = min(reserved, budget.tokens)
+        budget.prefill = None if prefill is None else max(0, prefill - (before - budget.tokens))
 
     def _continue(self, seq: Sequence, step: StepBuilder) -> None:
         """Adds a row for a running sequence, unless it must wait."""
@@ -282,11 +297,14 @@ class Scheduler:
     def _fail(self, seq: Sequence) -> None:
         """Ends a sequence that cannot continue although the whole cache is available to it."""
         reason = self.kv.too_small_for(seq.num_tokens, least_chunk(seq.num_computed, seq.items))
-        message = f"the KV cache is too small to continue this sequence: {reason or 'it has the whole cache already'}"
-        self._end(seq, "error", error=message)
-        self._failed.append(SequenceUpdate(seq, finish_reason="error", error=message))
+        error = Failure(f"the KV cache is too small to continue this sequence: {reason or 'it has the whole cache already'}")
+        self.fail(seq, error)
 
     # ------------------------------------------------------------------ scheduling: waiting sequences
+
+    def _first_ready(self) -> Sequence | None:
+        """The head of the queue. Sequences whose constraint is being compiled keep their place and are passed over."""
+        return next((seq for seq in self._waiting if seq.ready), None)
 
     def _admit(self, seq: Sequence, step: StepBuilder) -> bool:
         """Gives the sequence at the head of the queue a slot and its first row; False if it and those behind it must wait."""
@@ -349,7 +367,7 @@ class Scheduler:
         seq = row.seq
         error = result.errors.get(seq.seq_id)
         if error is None and row.num_logits and token_ids is None:
-            error = "the step returned no token for this sequence"
+            error = Failure("the step returned no token for this sequence")
         if error is not None:
             self._end(seq, "error", error=error)
             return SequenceUpdate(seq, finish_reason="error", error=error)
@@ -365,8 +383,8 @@ class Scheduler:
         if row.preemption_epoch == seq.preemption_epoch:
             self._advance(row, row.num_logits - len(token_ids or ()))
         if update is not None and stop is not None:
-            self._end(seq, stop.reason, stop.stop_reason)
-            update.finish_reason, update.stop_reason = stop
+            self._end(seq, stop.reason, stop.stop_reason, stop.error)
+            update.finish_reason, update.stop_reason, update.hides_last, update.error = stop
         return update
 
     def _advance(self, row: InFlightRow, num_rejected: int) -> None:
@@ -380,11 +398,11 @@ class Scheduler:
 
     # ------------------------------------------------------------------ samples of one request
 
-    def _make_sequence(self, request: Request, index: int) -> Sequence:
+    def _make_sequence(self, request: Request, index: int, first: Sequence | None = None) -> Sequence:
         seq_id = self._next_seq_id
         self._next_seq_id += 1
         blocks = self.kv.open(seq_id, request.prompt_token_ids.copy(), request.cache_identity)
-        return Sequence(seq_id, request, index, blocks, self.config.max_model_len)
+        return Sequence(seq_id, request, index, blocks, self.config.max_model_len, first)
 
     def _lead(self, seq: Sequence, siblings: list[Sequence]) -> None:
         """Queues a sequence. Its siblings wait outside the queue until it has computed the prompt."""
@@ -403,7 +421,9 @@ class Scheduler:
 
     # ------------------------------------------------------------------ endings
 
-    def _end(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None, error: str | None = None) -> None:
+    def _end(
+        self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None, error: Failure | None = None
+    ) -> None:
         """Ends a sequence in any state; no-op if it has finished."""
         if seq.status is Status.FINISHED:
             return
@@ -411,6 +431,7 @@ class Scheduler:
         seq.status = Status.FINISHED
         seq.finish_reason, seq.stop_reason, seq.error = reason, stop_reason, error
         seq.finished_at = self._clock()
+        seq.matcher = None
         self._num_unfinished -= 1
         self._counters.finished[reason] = self._counters.finished.get(reason, 0) + 1
         alive = self._requests[seq.request.request_id]

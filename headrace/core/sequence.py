@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 import enum
 
+from headrace.core.matcher import Matcher
 from headrace.core.request import Request
 from headrace.kv import Item, SequenceBlocks
-from headrace.outputs import FinishReason, RequestTimes, TokenLogprobs
+from headrace.outputs import Failure, FinishReason, RequestTimes, TokenLogprobs
 
 
 class Status(enum.Enum):
     WAITING = "waiting"
-    """Has no slot yet; or waits until the first sample of its request has computed their prompt."""
+    """Has no slot yet; or waits until the first sample of its request has computed their prompt, or for its matcher."""
     RUNNING = "running"
     """Has a slot."""
     PREEMPTED = "preempted"
@@ -37,6 +38,10 @@ class Sequence:
     """Index of the sample within the request."""
     blocks: SequenceBlocks
     max_model_len: dataclasses.InitVar[int]
+    first: dataclasses.InitVar[Sequence | None] = None
+    """Another sample of the request."""
+    stop_token_ids: frozenset[int] = dataclasses.field(init=False)
+    """Of the request: its samples share the set."""
     token_ids: list[int] = dataclasses.field(init=False)
     num_prompt: int = dataclasses.field(init=False)
     max_len: int = dataclasses.field(init=False)
@@ -60,16 +65,20 @@ class Sequence:
     """Prompt tokens found in the prefix cache when the request first ran."""
     siblings: list[Sequence] = dataclasses.field(default_factory=list)
     """Samples of the same request that wait until this one has computed their prompt."""
+    matcher: Matcher | None = None
+    """State of the request's constraint after the known outputs; None: there is no constraint, or it is being compiled."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """For prompt tokens 1, 2, ..., filled in as they are computed; None if not requested, or delivered already."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    error: str | None = None
+    error: Failure | None = None
     scheduled_at: float | None = None
     first_token_at: float | None = None
     finished_at: float | None = None
 
-    def __post_init__(self, max_model_len: int) -> None:
+    def __post_init__(self, max_model_len: int, first: Sequence | None) -> None:
+        stops = self.request.sampling.stop_token_ids
+        self.stop_token_ids = frozenset(stops or ()) if first is None else first.stop_token_ids
         self.token_ids = self.blocks.token_ids
         self.num_prompt = len(self.request.prompt_token_ids)
         self.max_len = min(self.num_prompt + self.request.max_tokens, max_model_len)
@@ -89,6 +98,11 @@ class Sequence:
     @property
     def finished(self) -> bool:
         return self.status is Status.FINISHED
+
+    @property
+    def ready(self) -> bool:
+        """False while its constraint is being compiled."""
+        return self.matcher is not None or self.request.constraint is None
 
     @property
     def decoding(self) -> bool:
@@ -119,5 +133,7 @@ class SequenceUpdate:
     """For prompt tokens 1, 2, ... (token 0 has none): once, with the request's first sample, when all are known."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    error: str | None = None
-    """The error message where ``finish_reason`` is "error"."""
+    hides_last: bool = False
+    """The last token stops the sequence and has no text."""
+    error: Failure | None = None
+    """Where ``finish_reason`` is "error"."""

@@ -32,6 +32,8 @@ class InFlightStep:
 
     step: int
     rows: list[InFlightRow]
+    constrained: list[Sequence]
+    """Sequences under a constraint whose row samples: each needs a mask."""
 
 
 class StepBuilder:
@@ -40,6 +42,7 @@ class StepBuilder:
     def __init__(self, budget: StepBudget, moves: Listing[Move] = ()) -> None:
         self.budget = budget
         self.in_flight: list[InFlightRow] = []
+        self.constrained: list[Sequence] = []
         self.scheduled: set[int] = set()
         """seq_ids that have a row; they are not preempted in this step."""
         self._moves = moves
@@ -69,6 +72,7 @@ class StepBuilder:
                 sample_index=seq.index,
                 eos_token_ids=request.eos_token_ids,
                 bad_words=request.bad_words,
+                constrained=request.constraint is not None,
             )
         )
 
@@ -79,9 +83,11 @@ class StepBuilder:
         row = Row(seq.seq_id, seq.slot, start, num_tokens, num_logits, new_blocks)
         (self._decode if seq.decoding else self._prefill).append(row)
         self.in_flight.append(InFlightRow(seq, seq.preemption_epoch, start, end, num_logits))
+        if num_logits and seq.request.constraint is not None:
+            self.constrained.append(seq)
         self.scheduled.add(seq.seq_id)
         self._moves_before[seq.seq_id] = len(self._moves)
-        self.budget.tokens -= num_tokens
+        self.budget.spend(num_tokens, decoding=seq.decoding)
         if seq.items and start < seq.num_prompt:
             self.budget.encoder_tokens -= encoder_cost(start, end, seq.items, seq.num_encoded)
             seq.num_encoded = end

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from headrace.config import EngineArgs
 from headrace.core.request import Request
-from headrace.engine.frontend import Frontend, load_frontend
+from headrace.engine.frontend import Frontend, load_frontend, with_formats
 from headrace.engine.info import EngineInfo, Progress
 from headrace.engine.inputs import InputProcessor, Prompt
 from headrace.engine.messages import (
@@ -27,11 +28,12 @@ from headrace.engine.messages import (
     Stats,
     StepDeltas,
 )
+from headrace.engine.quarantine import Quarantine
 from headrace.engine.spawn import COMMAND, Spawned
 from headrace.engine.streams import Inbox, OutputStream, new_output
 from headrace.engine.supervisor import EngineSupervisor, Health
 from headrace.engine.timeline import followed_by
-from headrace.errors import ConfigError, EngineDeadError, EngineError, QueueFullError, RequestError
+from headrace.errors import ConfigError, EngineDeadError, EngineError, HeadraceError, QueueFullError, RequestError
 from headrace.metrics.stats import EngineStats
 from headrace.outputs import OutputDelta, RequestOutput
 from headrace.sampling_params import SamplingParams
@@ -72,6 +74,7 @@ class AsyncLLM:
         self.stats = EngineStats()
         """As of at most ``STATS_SECONDS`` ago, and exact while the engine is idle. Counters restart at 0 with the engine."""
         self._supervisor = EngineSupervisor(self.args, self, on_progress=on_progress, command=self.command, spawned=spawned)
+        self._quarantine = Quarantine(self.args.quarantine_seconds)
         self._inboxes: dict[str, Inbox] = {}
         self._calls: dict[int, tuple[ControlName, asyncio.Future[bool]]] = {}
         self._num_calls = 0
@@ -80,6 +83,7 @@ class AsyncLLM:
         self._frontend: Frontend | None = None
         self._inputs: InputProcessor | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._pid = os.getpid()
 
     # Life
 
@@ -90,6 +94,7 @@ class AsyncLLM:
             ConfigError: the arguments cannot work with this model on this machine.
             EngineError: the engine did not start.
         """
+        self._check_owner()
         self._loop = asyncio.get_running_loop()
         try:
             # Both read the model's files, each for its own process.
@@ -97,7 +102,11 @@ class AsyncLLM:
             frontend, info = await asyncio.gather(loading, self._supervisor.start())
             self._inputs = frontend.inputs(self.args, vocab_size=info.vocab_size, max_model_len=info.max_model_len)
             self._frontend = frontend
-            self._info = info
+            if self._inputs.answers is not None:
+                # Rendered here, not in the first request's time.
+                await asyncio.to_thread(getattr, self._inputs.answers, "header")
+            # The client's tokenizer may have another chat template than the engine's.
+            self._info = with_formats(info, self._inputs.answers)
         except BaseException:
             await self.close()
             raise
@@ -108,6 +117,7 @@ class AsyncLLM:
 
     async def close(self) -> None:
         """Ends the engine; requests in flight end with an error."""
+        self._check_owner()
         await self._supervisor.close()
 
     async def drain(self) -> None:
@@ -115,6 +125,7 @@ class AsyncLLM:
 
         Raises: EngineDeadError: the engine died meanwhile; its requests have ended with errors.
         """
+        self._check_owner()
         self._draining = True
         await self._call("drain")
 
@@ -161,16 +172,20 @@ class AsyncLLM:
         """Hand requests to the engine, and return once they are in its queue. One stream carries the deltas of all.
 
         Raises:
-            RequestError: the engine refuses one, or a request with this id is running; then none runs.
+            RequestError: the engine refuses one, a request with this id is running, or one was in flight at several deaths of
+                the engine; then none runs.
             QueueFullError: too many requests are waiting.
             EngineDeadError: the engine is not running, or died before it took the requests.
+            EngineError: this is not the process or the event loop that started the engine, or taking a request in failed.
         """
+        self._check_owner()
         self._supervisor.check()
         if self._draining:
             raise EngineDeadError("the engine is draining and takes no more requests")
         for request in requests:
             if request.request_id in self._inboxes:
                 raise RequestError(f"a request with the id {request.request_id!r} is running", "request_id")
+            self._quarantine.check(request)
         inbox = Inbox(requests)
         self._inboxes |= dict.fromkeys(inbox.open, inbox)
         stream = OutputStream(inbox, self._abandon)
@@ -197,6 +212,7 @@ class AsyncLLM:
 
         Raises: as ``add``. An engine that dies later shows in ``output.error`` and in finish_reason "error".
         """
+        self._check_owner()
         request = await self.inputs.request_async(
             prompt,
             params if params is not None else self.inputs.default_sampling,
@@ -213,6 +229,7 @@ class AsyncLLM:
 
     async def abort(self, request_id: str) -> None:
         """End a request within a step; its stream gets deltas with finish_reason "abort". Unknown ids are ignored."""
+        self._check_owner()
         self._abandon_here([request_id])
 
     def _abandon(self, request_ids: list[str]) -> None:
@@ -252,7 +269,15 @@ class AsyncLLM:
         """Raises: EngineError: the block pool is inconsistent."""
         await self._call("check_integrity")
 
+    def _check_owner(self) -> None:
+        """Raises: EngineError: the engine's socket is read by another event loop, or by another process."""
+        if os.getpid() != self._pid:
+            raise EngineError(f"this AsyncLLM belongs to process {self._pid}: make another one after a fork")
+        if self._loop is not None and asyncio.get_running_loop() is not self._loop:
+            raise EngineError("this AsyncLLM belongs to the event loop that started it, and this is another one")
+
     async def _call(self, name: ControlName) -> bool:
+        self._check_owner()
         self._supervisor.check()
         self._num_calls += 1
         call = self._num_calls
@@ -278,7 +303,7 @@ class AsyncLLM:
                     inbox.accept()
             case Rejected(request_id, kind, text, param):
                 if (inbox := self._inboxes.pop(request_id, None)) is not None:
-                    inbox.reject(request_id, (QueueFullError if kind == "queue_full" else RequestError)(text, param))
+                    inbox.reject(request_id, _rejection(kind, text, param))
             case ControlReply(call, value, error):
                 _, reply = self._calls.get(call, (None, None))
                 if reply is None or reply.done():
@@ -288,10 +313,16 @@ class AsyncLLM:
                 else:
                     reply.set_exception(EngineError(error))
 
-    def on_lost(self, reason: str) -> None:
+    def on_lost(self, reason: str, *, died: bool) -> None:
         inboxes, self._inboxes = self._inboxes, {}
+        suspects = [inbox.requests[request_id] for request_id, inbox in inboxes.items() if died]
+        refusals = self._quarantine.died(suspects)
+        if refusals:
+            logger.error("refused for %g s: %s", self.args.quarantine_seconds, ", ".join(refusals))
         for request_id, inbox in inboxes.items():
-            inbox.lost(request_id, reason)
+            refusal = refusals.get(request_id)
+            lost = EngineDeadError(reason) if refusal is None else RequestError(f"{reason}; {refusal}", code=refusal.code)
+            inbox.lost(request_id, lost)
         for _, reply in self._calls.values():
             if not reply.done():
                 reply.set_exception(EngineDeadError(reason))
@@ -309,6 +340,13 @@ class AsyncLLM:
             del self._inboxes[delta.request_id]
             if delta.finish_reason in ("stop", "length"):
                 self._supervisor.served()
+                self._quarantine.served(inbox.requests[delta.request_id])
+
+
+def _rejection(kind: str, text: str, param: str | None) -> HeadraceError:
+    if kind == "engine":
+        return EngineError(text)
+    return (QueueFullError if kind == "queue_full" else RequestError)(text, param)
 
 
 def _started(value: T | None) -> T:

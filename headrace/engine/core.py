@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -9,16 +10,23 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from headrace.constrain.constraints import Constraints, Failed
 from headrace.core.plan import SamplePlan, StepPlan
 from headrace.core.request import Request
 from headrace.core.scheduler import Scheduler
 from headrace.engine.outputs import OutputProcessor
-from headrace.errors import EngineError
+from headrace.errors import EngineError, RequestError
 from headrace.metrics.stats import EngineStats
 from headrace.outputs import OutputDelta
 
 if TYPE_CHECKING:
     from headrace.engine.executor import Executor
+
+logger = logging.getLogger("headrace.engine")
+
+
+_COMPILE_SECONDS = 0.01
+"""How long a step without other work waits for a constraint to be compiled: requests must not wait longer to be taken in."""
 
 
 class EngineCore:
@@ -29,21 +37,47 @@ class EngineCore:
     """
 
     def __init__(
-        self, scheduler: Scheduler, executor: Executor[Any], outputs: OutputProcessor, *, pipeline_depth: int = 1
+        self,
+        scheduler: Scheduler,
+        executor: Executor[Any],
+        outputs: OutputProcessor,
+        constraints: Constraints | None = None,
+        *,
+        pipeline_depth: int = 1,
     ) -> None:
+        """``constraints``: None: constrained requests are refused."""
         self.scheduler = scheduler
         self.executor = executor
         self.outputs = outputs
         self._depth = pipeline_depth
+        self._constraints = constraints if constraints is not None else Constraints(None, 1)
         self._launched: deque[tuple[StepPlan, Any]] = deque()
         """Steps whose results have not been read, oldest first."""
+        self._unsampled: tuple[StepPlan, Any] | None = None
+        """The last launched step, while its masks wait for tokens in flight. The next is planned after it is sampled."""
         self._host_seconds = 0.0
         self._before = EngineStats()
         """Counters at the end of the warm-up."""
 
     def add(self, request: Request) -> None:
-        """Raises: RequestError, QueueFullError: the request was not taken."""
-        self.outputs.open(self.scheduler.add(request))
+        """Takes a request in.
+
+        Raises:
+            RequestError, QueueFullError: the request was refused.
+            EngineError: taking it in failed. Nothing is left of it, and other requests are not affected.
+        """
+        if request.constraint is not None:
+            self._constraints.check()
+        try:
+            sequences = self.scheduler.add(request)
+            self.outputs.open(sequences)
+            self._constraints.open(sequences)
+        except RequestError:
+            raise
+        except Exception as error:
+            logger.exception("request %s cannot be taken in", request.request_id)
+            self.abort(request.request_id)
+            raise EngineError(f"the request cannot be taken in: {type(error).__name__}: {error}") from error
 
     def abort(self, request_id: str) -> list[OutputDelta]:
         """Ends a request; its blocks are free once the steps under way are done. Unknown or finished: nothing happens."""
@@ -58,22 +92,47 @@ class EngineCore:
         Raises: EngineError, and whatever the executor raises: the engine is broken.
         """
         start = time.perf_counter()
-        while len(self._launched) < self._depth and (plan := self.scheduler.schedule()) is not None:
-            handle = self.executor.execute(plan)
-            self.executor.sample(handle, SamplePlan(plan.step))
-            self._launched.append((plan, handle))
+        if self._constraints.compiling:
+            self._fail(self._constraints.collect())
+        while self._unsampled is None and len(self._launched) < self._depth and (plan := self.scheduler.schedule()) is not None:
+            self._unsampled = plan, self.executor.execute(plan)
+            self._launched.append(self._unsampled)
+            self._sample(*self._unsampled)
         if not self._launched:
-            if self.scheduler.has_work():
+            if self._constraints.compiling:
+                self._constraints.wait(_COMPILE_SECONDS)
+            elif self.scheduler.has_work():
                 raise EngineError("work is pending, and no step of it can be launched")
             return []
         plan, handle = self._launched.popleft()
         result = self.executor.collect(handle)
         updates = self.scheduler.update(plan, result)
+        if self._unsampled is not None:  # The device waits for it: before anything else.
+            waited = time.perf_counter()
+            self._sample(*self._unsampled)
+            self._constraints.wait_seconds += time.perf_counter() - waited
         deltas, ended = self.outputs.process(updates)
         for sequence, reason, stop_reason in ended:
             self.scheduler.finish(sequence, reason, stop_reason)
         self._host_seconds += time.perf_counter() - start - result.forward_seconds - result.sample_seconds
         return deltas
+
+    def _sample(self, plan: StepPlan, handle: Any) -> None:
+        """Launches the sampling of the last launched step, unless a mask depends on a token in flight."""
+        constrained = self.scheduler.constrained()
+        if any(seq.num_placeholders > 1 for seq in constrained if not seq.finished):
+            return
+        sample_plan = SamplePlan(plan.step)
+        if constrained:
+            masks, failed = self._constraints.masks(constrained)
+            sample_plan = SamplePlan.of(plan.step, masks)
+            self._fail(failed)
+        self.executor.sample(handle, sample_plan)
+        self._unsampled = None
+
+    def _fail(self, failed: Failed) -> None:
+        for sequence, error in failed:
+            self.scheduler.fail(sequence, error)
 
     def idle(self) -> bool:
         """Captures one CUDA graph unless requests are waiting. False: nothing was captured."""
@@ -118,8 +177,17 @@ class EngineCore:
     def _counted(self) -> EngineStats:
         graphs = self.executor.graphs()
         return msgspec.structs.replace(
-            self.scheduler.stats(), host_seconds=self._host_seconds, graphs_captured=graphs.captured, graphs_total=graphs.total
+            self.scheduler.stats(),
+            host_seconds=self._host_seconds,
+            graphs_captured=graphs.captured,
+            graphs_total=graphs.total,
+            grammar_compile_seconds=self._constraints.compile_seconds,
+            grammar_fill_seconds=self._constraints.fill_seconds,
+            grammar_wait_seconds=self._constraints.wait_seconds,
+            grammar_requests=self._constraints.requests.copy(),
+            parse_fallbacks=dict(self.outputs.parse_fallbacks),
         )
 
     def close(self) -> None:
+        self._constraints.close()
         self.executor.close()

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-import shutil
 import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import psutil
 import zmq
 
 from headrace.engine.messages import FromEngine, Shutdown, ToEngine, decode_from_engine, encode
 from headrace.engine.process import SOCKET_FILE, STACK_SIGNAL, STACKS_FILE, STACKS_SIGNAL
 from headrace.engine.spawn import Spawned
+from headrace.errors import EngineError
 
 logger = logging.getLogger("headrace.engine")
 
@@ -28,21 +31,37 @@ class EngineProcess:
     ``exited`` is done with the exit status once the process is gone and its last messages were delivered.
     """
 
-    def __init__(self, spawned: Spawned, on_message: Callable[[FromEngine], None]) -> None:
+    def __init__(self, spawned: Spawned, context: zmq.Context[Any], on_message: Callable[[FromEngine], None]) -> None:
+        """Discards ``spawned`` where it raises.
+
+        Args:
+            context: for its socket. A context that has had a socket makes another without ending this process where no
+                descriptor is left; a new one does not.
+
+        Raises:
+            EngineError: no descriptor or thread is left.
+        """
         self._loop = asyncio.get_running_loop()
         self._on_message = on_message
         self.exited: asyncio.Future[int] = self._loop.create_future()
-        self._folder = spawned.folder
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.PAIR)
-        self._socket.set_hwm(0)
-        self._socket.linger = 0
-        # The side that connects may send before the other one is there.
-        self._socket.connect(f"ipc://{self._folder / SOCKET_FILE}")
-        self._descriptor = int(self._socket.getsockopt(zmq.FD))
-        self._loop.add_reader(self._descriptor, self._read)
+        self._folder = spawned.folder.path
         self._process = spawned.process
-        threading.Thread(target=self._wait, name="engine-exit", daemon=True).start()
+        try:
+            with contextlib.ExitStack() as resources:
+                resources.callback(spawned.discard)
+                self._socket = context.socket(zmq.PAIR)
+                resources.callback(self._socket.close, linger=0)
+                self._socket.set_hwm(0)
+                self._socket.linger = 0
+                # The side that connects may send before the other one is there.
+                self._socket.connect(f"ipc://{self._folder / SOCKET_FILE}")
+                descriptor = int(self._socket.getsockopt(zmq.FD))
+                self._loop.add_reader(descriptor, self._read)
+                resources.callback(self._loop.remove_reader, descriptor)
+                threading.Thread(target=self._wait, name="engine-exit", daemon=True).start()
+                self._resources = resources.pop_all()
+        except (zmq.ZMQError, OSError, RuntimeError) as error:
+            raise EngineError(f"the engine's process cannot be reached: {error}") from error
 
     @property
     def pid(self) -> int:
@@ -61,7 +80,10 @@ class EngineProcess:
         for wanted in (STACK_SIGNAL, STACKS_SIGNAL):
             self._signal(wanted)
             await self._written(seconds)
-        return self._stacks.read_text(errors="replace") if self._stacks.exists() else ""
+        try:
+            return self._stacks.read_text(errors="replace")
+        except OSError:
+            return ""
 
     async def _written(self, seconds: float) -> None:
         """Until more stacks were written than there were, and no more comes."""
@@ -84,6 +106,15 @@ class EngineProcess:
     def kill(self) -> None:
         self._signal(signal.SIGKILL)
 
+    def cpu_seconds(self) -> float:
+        """CPU time that the process and its children have used; 0 if that cannot be read."""
+        try:
+            process = psutil.Process(self.pid)
+            times = [one.cpu_times() for one in (process, *process.children(recursive=True))]
+        except (psutil.Error, OSError):
+            return 0.0
+        return float(sum(time.user + time.system for time in times))
+
     async def stop(self, seconds: float) -> None:
         """Asks the engine to end, and kills it where that takes longer than ``seconds``."""
         if not self.exited.done():
@@ -95,14 +126,7 @@ class EngineProcess:
 
     def close(self) -> None:
         """Frees the socket and the folder; kills a process that still runs."""
-        self.kill()
-        if not self._socket.closed:
-            self._loop.remove_reader(self._descriptor)
-            self._socket.close(linger=0)
-            self._context.term()
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._resources.close()
 
     def _read(self) -> None:
         while not self._socket.closed and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:

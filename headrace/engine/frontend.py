@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+
+import msgspec
 
 from headrace.config import EngineArgs, SamplingLimits
+from headrace.constrain.compiler import GrammarCompiler
+from headrace.constrain.constraints import Constraints
+from headrace.constrain.factory import GrammarFactory
+from headrace.constrain.vocabulary import GrammarVocabulary
+from headrace.engine.info import DecisionLine, EngineInfo
 from headrace.engine.inputs import InputProcessor
 from headrace.sources.files import ModelFiles, find_model
+from headrace.text.answers import AnswerFormats
+from headrace.text.templates import TemplateLimits, TemplateRenderer
 from headrace.text.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -15,6 +25,22 @@ class Frontend:
     files: ModelFiles
     tokenizer: Tokenizer | None
     """None with ``skip_tokenizer_init``."""
+
+    @functools.cached_property
+    def _vocabularies(self) -> dict[int, GrammarVocabulary]:
+        return {}
+
+    def _grammars(self, vocab_size: int) -> GrammarVocabulary | None:
+        """The vocabulary for constraints, one for all who need it. None without a tokenizer."""
+        if self.tokenizer is None:
+            return None
+        return self._vocabularies.setdefault(vocab_size, GrammarVocabulary(self.tokenizer, vocab_size))
+
+    def constraints(self, args: EngineArgs, vocab_size: int, *, lockstep: bool = False) -> Constraints:
+        """For an engine that has resolved its vocabulary. ``lockstep``: as in Constraints."""
+        vocabulary = self._grammars(vocab_size)
+        compiler = None if vocabulary is None else GrammarCompiler(vocabulary, args.structured_outputs_config)
+        return Constraints(compiler, vocab_size, lockstep=lockstep)
 
     def inputs(self, args: EngineArgs, *, vocab_size: int, max_model_len: int) -> InputProcessor:
         """For an engine that has resolved its vocabulary and context length."""
@@ -25,7 +51,25 @@ class Frontend:
             tokenizer=self.tokenizer,
             generation_config=self.files.generation_config,
             seed=args.seed,
+            grammars=GrammarFactory(args.structured_outputs_config, self._grammars(vocab_size)),
+            answers=self.answers(args),
+            max_prompt_chars=args.max_prompt_chars,
         )
+
+    def answers(self, args: EngineArgs) -> AnswerFormats | None:
+        """Raises: ConfigError: the model has no format of the name that was given."""
+        if self.tokenizer is None:
+            return None
+        return AnswerFormats(self.tokenizer, args.tool_call_parser, args.reasoning_parser)
+
+
+def with_formats(info: EngineInfo, answers: AnswerFormats | None) -> EngineInfo:
+    """The report with the formats of the model's answers among its decisions."""
+    if answers is None:
+        return info
+    lines = [DecisionLine(*decision) for decision in answers.decisions()]
+    others = [line for line in info.decisions if line.name not in {line.name for line in lines}]
+    return msgspec.structs.replace(info, decisions=[*others, *lines])
 
 
 def load_frontend(args: EngineArgs, chat_template: str | None = None, *, prepared: bool = False) -> Frontend:
@@ -36,7 +80,8 @@ def load_frontend(args: EngineArgs, chat_template: str | None = None, *, prepare
         ConfigError: there is no such model or tokenizer, or they cannot be read.
     """
     files = find_model(args)
-    tokenizer = None if args.skip_tokenizer_init else load_tokenizer(files, args.tokenizer, chat_template)
+    renderer = TemplateRenderer(TemplateLimits(args.max_template_seconds, args.max_template_memory))
+    tokenizer = None if args.skip_tokenizer_init else load_tokenizer(files, args.tokenizer, chat_template, renderer)
     if prepared and tokenizer is not None:
         tokenizer.prepare()
     if prepared and files.gguf_file is not None:

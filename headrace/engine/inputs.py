@@ -7,21 +7,24 @@ import functools
 import random
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, TypeVar
 
 import msgspec
 
-from headrace.config import SamplingLimits
-from headrace.core.request import BadWordsTable, Request
+from headrace.config import SamplingLimits, StructuredOutputsConfig
+from headrace.constrain.factory import GrammarFactory
+from headrace.core.request import BadWordsTable, Constraint, ParseOptions, Request
 from headrace.errors import ConfigError, RequestError
 from headrace.kv import Item
-from headrace.options import Option, OptionSpec, check_value, options
+from headrace.options import Option, OptionSpec, check_value, options, shown
 from headrace.sampling_params import MAX_SEED, SamplingParams
 from headrace.text.bad_words import check_bad_words, compile_bad_words
 from headrace.text.stops import check_stops
 
 if TYPE_CHECKING:
+    from headrace.text.answers import AnswerFormats
     from headrace.text.tokenizer import Tokenizer
 
 
@@ -37,9 +40,15 @@ class TextPrompt(TypedDict):
 
 Prompt = str | TokensPrompt | TextPrompt
 
+T = TypeVar("T")
+
 _BAD_WORDS_CACHED = 32
-_THREAD_CHARACTERS = 16_384
-"""Longer prompts are tokenised in a thread: it takes longer than a step may."""
+_INLINE_CHARACTERS = 4096
+"""Longer prompts are tokenised in a thread: a shorter one takes less time than a change of threads may."""
+_NUM_THREADS = 2
+"""Requests that are prepared in threads at once; others wait in line."""
+_CHARACTERS_PER_TOKEN = 16
+_LEAST_PROMPT_CHARS = 1 << 20
 _GENERATION_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
@@ -58,8 +67,12 @@ class InputProcessor:
         tokenizer: Tokenizer | None,
         generation_config: Mapping[str, Any],
         seed: int,
+        grammars: GrammarFactory | None = None,
+        max_prompt_chars: int | None = None,
+        answers: AnswerFormats | None = None,
     ) -> None:
-        """``generation_config``: as in ``ModelFiles``.
+        """``generation_config``: as in ``ModelFiles``. ``max_prompt_chars``: of ``EngineArgs``. ``answers``: None: answers are
+        not parsed.
 
         Raises:
             ConfigError: the model's generation config holds a value that no request may have.
@@ -67,16 +80,31 @@ class InputProcessor:
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.tokenizer = tokenizer
+        self.answers = answers
         self.default_sampling = _sampling_defaults(generation_config)
         """What a caller who gives no sampling parameters gets."""
         tokenizer_eos = tokenizer.eos_token_ids if tokenizer is not None else []
-        self.eos_token_ids = sorted({*tokenizer_eos, *generation_config.get("eos_token_id", ())})
+        eos = {*tokenizer_eos, *generation_config.get("eos_token_id", ())}
+        self.eos_token_ids = sorted(token for token in eos if token < vocab_size)
         """Every token that ends a sequence of this model."""
         self._limits = limits
+        self._grammars = grammars if grammars is not None else GrammarFactory(StructuredOutputsConfig(), None)
+        self._list_limits = {
+            "stop": limits.max_stop_seqs_num,
+            "bad_words": limits.max_bad_words_num,
+            "stop_token_ids": limits.max_stop_token_ids,
+            "allowed_token_ids": limits.max_allowed_token_ids,
+        }
         self._seeds = random.Random(seed)
         self._bad_words: OrderedDict[tuple[tuple[str, ...], bool], BadWordsTable] = OrderedDict()
         pieces = tokenizer.token_bytes.pieces if tokenizer is not None else ()
         self._longest_piece = max((len(piece) for piece in pieces), default=1)
+        self.max_prompt_chars = max_prompt_chars or max(_LEAST_PROMPT_CHARS, _CHARACTERS_PER_TOKEN * max_model_len)
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, "headrace-inputs")
+
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        """Runs work for one request beside the event loop, in one of few threads; cancelled before its turn, it never runs."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def chat_prompt(
         self, messages: Any, tokenizer: Tokenizer | None = None, *, add_special_tokens: bool = False, **options: Any
@@ -95,20 +123,33 @@ class InputProcessor:
         return {"prompt": text, "prompt_token_ids": self.encode(text, add_special_tokens, "messages")}
 
     def encode(self, text: str, add_special_tokens: bool = True, param: str = "prompt") -> list[int]:
-        """Tokens of a text. Raises RequestError if it cannot fit in the context, whatever its tokens are."""
+        """Tokens of a prompt. Raises RequestError if it cannot fit in the context, if possible before it is tokenised."""
         tokenizer = self._need_tokenizer(param)
         if len(text) > self.max_model_len * self._longest_piece:
             raise _too_long(f"{param}: {len(text)} characters cannot fit in a context of {self.max_model_len} tokens", param)
-        return tokenizer.encode(text, add_special_tokens, param=param)
+        self.check_length(text, param)
+        return tokenizer.encode(text, add_special_tokens, param=param, max_tokens=self.max_model_len - 1)
+
+    def check_length(self, text: str, param: str) -> None:
+        """Raises RequestError if a text is too long to be tokenised at all."""
+        if len(text) > self.max_prompt_chars:
+            raise _too_long(
+                f"{param} has {len(text)} characters, and this engine tokenises at most {self.max_prompt_chars} "
+                "(max_prompt_chars)",
+                param,
+            )
 
     async def request_async(
         self, prompt: Prompt, params: SamplingParams, *, add_special_tokens: bool = True, **options: Any
     ) -> Request:
         """As ``request``; work that takes longer than a step may is done in a thread."""
+        check_params(params)
         make = functools.partial(self.request, prompt, params, add_special_tokens=add_special_tokens, **options)
         text = prompt.get("prompt") if isinstance(prompt, dict) and "prompt_token_ids" not in prompt else prompt
-        slow = bool(params.bad_words) or (isinstance(text, str) and len(text) > _THREAD_CHARACTERS)
-        return await asyncio.to_thread(make) if slow else make()
+        if params.structured_outputs is not None:
+            await self._grammars.prepare(params.structured_outputs)
+        slow = bool(params.bad_words) or (isinstance(text, str) and len(text) > _INLINE_CHARACTERS)
+        return await self.in_thread(make) if slow else make()
 
     def request(
         self,
@@ -119,13 +160,16 @@ class InputProcessor:
         priority: int = 0,
         cache_salt: str | None = None,
         items: Sequence[Item] = (),
+        parse: ParseOptions | None = None,
         add_special_tokens: bool = True,
     ) -> Request:
         """Tokenise a prompt and check it with its parameters: behind this, types and ranges are trusted.
 
         Raises:
             RequestError: the request cannot be served as asked; the error names the parameter.
+            TypeError: ``params`` is something else.
         """
+        check_params(params)
         text, tokens = self._tokens(prompt, add_special_tokens)
         self._check_sampling(params)
         declared = options(Request)
@@ -134,15 +178,18 @@ class InputProcessor:
         return Request(
             request_id=request_id,
             prompt_token_ids=tokens,
-            sampling=params,
+            # The constraint says it all, and need not travel twice.
+            sampling=params if params.structured_outputs is None else params.replace({"structured_outputs": None}),
             max_tokens=self._max_tokens(len(tokens), params),
             seed=params.seed if params.seed is not None else self._seeds.randint(0, MAX_SEED),
             eos_token_ids=self.eos_token_ids,
             bad_words=self._compiled_bad_words(params),
+            constraint=self._constraint(params),
             prompt=text,
             priority=priority,
             cache_salt=cache_salt,
             items=tuple(items),
+            parse=parse,
             arrival_time=time.monotonic(),
         )
 
@@ -153,7 +200,7 @@ class InputProcessor:
         if isinstance(prompt, str):
             return prompt, self._checked_tokens(self.encode(prompt, add_special_tokens))
         if not isinstance(prompt, dict):
-            raise RequestError(f"a prompt is a string or a dict, not a {type(prompt).__name__}", "prompt")
+            raise RequestError(f"a prompt must be a string or a dict, not {shown(prompt)}", "prompt")
         unknown = sorted(map(str, set(prompt) - {"prompt", "prompt_token_ids"}))
         if unknown:
             raise RequestError(f"a prompt has no part named {unknown[0]!r}", "prompt")
@@ -200,14 +247,23 @@ class InputProcessor:
 
     # The sampling parameters
 
+    def check_sizes(self, fields: Mapping[str, Any]) -> None:
+        """Raises RequestError for parameters with too long a list: to be called before anything else reads the lists."""
+        for name, most in self._list_limits.items():
+            value = fields.get(name)
+            if isinstance(value, list) and len(value) > most:
+                raise RequestError(f"{name} has {len(value)} entries; at most {most} are allowed", name, code="invalid_value")
+
     def _check_sampling(self, params: SamplingParams) -> None:
         """Limits of this engine and this model; SamplingParams has checked types and ranges."""
+        self.check_sizes({name: getattr(params, name) for name in self._list_limits})
         for name in ("logprobs", "prompt_logprobs"):
             self._check_logprobs(name, getattr(params, name))
         for name in ("allowed_token_ids", "stop_token_ids", "logit_bias"):
             self._check_vocabulary(name, getattr(params, name) or ())
         if params.stop:
-            check_stops(params.stop, self._need_tokenizer("stop"), self._limits)
+            self._need_tokenizer("stop")
+            check_stops(params.stop, self._limits)
         if params.bad_words:
             check_bad_words(params.bad_words, self._need_tokenizer("bad_words"), self._limits)
 
@@ -231,6 +287,12 @@ class InputProcessor:
             raise RequestError(f"{param} needs a tokenizer, and this engine has none (skip_tokenizer_init)", param)
         return self.tokenizer
 
+    def _constraint(self, params: SamplingParams) -> Constraint | None:
+        if params.structured_outputs is None:
+            return None
+        self._need_tokenizer("structured_outputs")
+        return self._grammars.constraint(params.structured_outputs)
+
     def _compiled_bad_words(self, params: SamplingParams) -> BadWordsTable | None:
         """The request's automaton. Compiling reads the whole vocabulary, so that recent ones are kept."""
         if not params.bad_words or self.tokenizer is None:
@@ -244,6 +306,12 @@ class InputProcessor:
             while len(self._bad_words) > _BAD_WORDS_CACHED:
                 self._bad_words.popitem(last=False)
         return table
+
+
+def check_params(params: object, where: str = "sampling_params") -> None:
+    """Raises: TypeError."""
+    if not isinstance(params, SamplingParams):
+        raise TypeError(f"{where} must be SamplingParams, not {shown(params)}")
 
 
 def _too_long(message: str, param: str) -> RequestError:

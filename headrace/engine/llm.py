@@ -5,26 +5,31 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from headrace.config import EngineArgs
-from headrace.core.request import Request
+from headrace.core.request import ParseOptions, Request
+from headrace.engine.core import EngineCore
 from headrace.engine.info import EngineInfo, Progress
-from headrace.engine.inputs import InputProcessor, Prompt
+from headrace.engine.inputs import InputProcessor, Prompt, check_params
 from headrace.engine.loader import LoadedEngine, load_engine
 from headrace.engine.progress import ProgressBar
 from headrace.engine.source import FileSource
-from headrace.engine.streams import new_output
+from headrace.engine.streams import failed, new_output
 from headrace.engine.timeline import Timeline
 from headrace.errors import ConfigError, EngineError, QueueFullError, RequestError
 from headrace.metrics.stats import EngineStats
+from headrace.options import shown
 from headrace.outputs import OutputDelta, RequestOutput
 from headrace.sampling_params import SamplingParams
+from headrace.text.answers import AnswerFormats
 from headrace.text.tokenizer import Tokenizer, load_tokenizer
+from headrace.text.tools import checked_tools
 from headrace.weights.update import Named
 
 if TYPE_CHECKING:
@@ -43,7 +48,7 @@ class LLM:
         for output in llm.generate(["Once upon a time", "The mill"], SamplingParams(max_tokens=20)):
             print(output.outputs[0].text)
 
-    Not thread-safe.
+    Threads may share it: a call waits until those before it are done. Processes may not: after a fork, the child makes its own.
 
     Raises:
         TypeError: a keyword is no field of EngineArgs.
@@ -100,6 +105,9 @@ class LLM:
         self.args = args
         self._loaded: LoadedEngine | None = load_engine(external or FileSource(args), Timeline(on_progress))
         self._external = external
+        self._pid = os.getpid()
+        self._lock = threading.RLock()
+        """Held by whoever uses the core."""
         self._ids = itertools.count()
         self._templated: dict[str, Tokenizer] = {}
         self._unusable: str | None = None
@@ -125,16 +133,26 @@ class LLM:
 
         Raises:
             RequestError: a prompt or its parameters cannot be served; then none was run.
+            TypeError: ``prompts`` or ``sampling_params`` is something else.
             EngineError: the engine failed, and cannot be used any more.
         """
-        shown = _shown(progress, use_tqdm)
-        several = [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
-        each = self._params(sampling_params, len(several))
+        bar = _shown(progress, use_tqdm)
+        several = _prompt_list(prompts)
+        return self._generate(several, [None] * len(several), sampling_params, bar)
+
+    def _generate(
+        self,
+        prompts: Sequence[Prompt],
+        parses: Sequence[ParseOptions | None],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        bar: bool,
+    ) -> list[RequestOutput]:
+        each = self._params(sampling_params, len(prompts))
         requests = [
-            self.inputs.request(prompt, params, request_id=f"llm-{next(self._ids)}")
-            for prompt, params in zip(several, each, strict=True)
+            self.inputs.request(prompt, params, request_id=f"llm-{next(self._ids)}", parse=parse)
+            for prompt, parse, params in zip(prompts, parses, each, strict=True)
         ]
-        return self._run(requests, shown)
+        return self._run(requests, bar)
 
     def chat(
         self,
@@ -154,15 +172,22 @@ class LLM:
         Args:
             messages: ``[{"role": ..., "content": ...}, ...]``, or a list of such conversations.
             chat_template: a template, or the path of one, in place of the model's.
+            tools: functions that the model may call, as in OpenAI's API. Answers are then parsed, where the model's format is
+                known: each sample's ``message`` has the reasoning, the content and the calls, and its ``text`` the content.
             chat_template_kwargs: further variables for the template.
             progress, use_tqdm: as for ``generate``.
 
         Raises: as ``generate``.
         """
+        if not isinstance(messages, (list, tuple)):
+            raise TypeError(f"messages must be a list of messages, or a list of such lists, not {shown(messages)}")
         tokenizer = self._chat_tokenizer(chat_template)
-        single = bool(messages) and isinstance(messages[0], dict)
+        tools = None if tools is None else checked_tools(tools)
+        answers = self._answers(tokenizer) if tools else None
+        single = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Any = [messages] if single else messages
         prompts: list[Prompt] = []
+        parses: list[ParseOptions | None] = []
         for conversation in conversations:
             prompt = self.inputs.chat_prompt(
                 conversation,
@@ -173,7 +198,14 @@ class LLM:
                 chat_template_kwargs=chat_template_kwargs,
             )
             prompts.append(prompt)
-        return self.generate(prompts, sampling_params, progress=progress, use_tqdm=use_tqdm)
+            parses.append(answers.options(prompt["prompt"], tools or []) if answers is not None else None)
+        return self._generate(prompts, parses, sampling_params, _shown(progress, use_tqdm))
+
+    def _answers(self, tokenizer: Tokenizer) -> AnswerFormats | None:
+        """The formats of answers to prompts that this tokenizer's template renders."""
+        if tokenizer is self._engine.tokenizer:
+            return self.inputs.answers
+        return AnswerFormats(tokenizer, self.args.tool_call_parser, self.args.reasoning_parser)
 
     def default_sampling_params(self) -> SamplingParams:
         """The model's own, of its ``generation_config.json``."""
@@ -201,7 +233,8 @@ class LLM:
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes. False if there is no prefix cache."""
-        return self._engine.core.scheduler.kv.reset_prefix_cache()
+        with self._exclusive() as engine:
+            return engine.core.scheduler.kv.reset_prefix_cache()
 
     def update_weights(self, tensors: Named) -> int:
         """New weights, after a trainer's step: written where the weights are, and no KV from before is found again.
@@ -227,16 +260,15 @@ class LLM:
                 weight was packed to few bits when it was loaded. Names the weight; nothing was written.
             EngineError: requests are running; or writing failed, and the engine cannot be used any more.
         """
-        if self._unusable is not None:
-            raise EngineError(self._unusable)
-        self._engine.core.drain()
-        try:
-            count = self._engine.executor.update_weights(tensors)
-        except EngineError as error:
-            self._unusable = str(error)
-            raise
-        self.weights_changed()
-        return count
+        with self._exclusive() as engine:
+            engine.core.drain()
+            try:
+                count = engine.executor.update_weights(tensors)
+            except EngineError as error:
+                self._unusable = str(error)
+                raise
+            engine.core.weights_changed()
+            return count
 
     def weights_changed(self) -> None:
         """Drops the prefix cache after weights were changed in place.
@@ -247,7 +279,8 @@ class LLM:
         Raises:
             EngineError: requests are running.
         """
-        self._engine.core.weights_changed()
+        with self._exclusive() as engine:
+            engine.core.weights_changed()
 
     def parity(self, tell: Callable[[str], None] = lambda what: None) -> Parity:
         """Whether the engine computes what the model's own library computes: the report of ``headrace doctor --parity``, of a
@@ -274,18 +307,23 @@ class LLM:
                 "parity is of models that were handed over: one from files is compared by `headrace doctor MODEL --parity`",
                 "model",
             )
-        return measure_external(self._external, self._engine.config.scheduler.max_model_len, tell)
+        with self._exclusive() as engine:
+            return measure_external(self._external, engine.config.scheduler.max_model_len, tell)
 
     def check_integrity(self) -> None:
         """Raises: EngineError: the block pool is inconsistent."""
-        self._engine.core.scheduler.check_integrity()
+        with self._exclusive() as engine:
+            engine.core.scheduler.check_integrity()
 
     def close(self) -> None:
-        """Frees the model and the cache. The LLM cannot be used any more."""
-        if self._loaded is not None:
-            self._loaded.core.close()
-            self._loaded, self._unusable = None, "the engine was closed"
-            self._external = None
+        """Frees the model and the cache, once running calls are done. The LLM cannot be used any more."""
+        if os.getpid() != self._pid:
+            return  # The engine is the parent's.
+        with self._lock:
+            if self._loaded is not None:
+                self._loaded.core.close()
+                self._loaded, self._unusable = None, "the engine was closed"
+                self._external = None
 
     def __enter__(self) -> LLM:
         return self
@@ -297,13 +335,36 @@ class LLM:
 
     @property
     def _engine(self) -> LoadedEngine:
+        if os.getpid() != self._pid:
+            # The threads of torch's kernels exist in the parent alone: a step would wait for them for ever.
+            raise EngineError(
+                f"this LLM belongs to process {self._pid}, and this is a fork of it: make the LLM in the process that uses it, "
+                "or start processes with multiprocessing's 'spawn' method"
+            )
         if self._loaded is None:
             raise EngineError("the engine was closed")
         return self._loaded
 
+    @contextlib.contextmanager
+    def _exclusive(self) -> Iterator[LoadedEngine]:
+        """The engine, while no other thread uses it.
+
+        Raises:
+            EngineError: it cannot be used any more, or by this process.
+        """
+        _ = self._engine  # A fork may have copied the lock while it was held.
+        with self._lock:
+            if self._unusable is not None:
+                raise EngineError(self._unusable)
+            yield self._engine
+
     def _params(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
             return [params if params is not None else self.inputs.default_sampling] * count
+        if not isinstance(params, (list, tuple)):
+            raise TypeError(f"sampling_params must be SamplingParams or a list of them, not {shown(params)}")
+        for index, one in enumerate(params):
+            check_params(one, f"sampling_params[{index}]")
         if len(params) != count:
             raise RequestError(f"there are {len(params)} sampling_params for {count} prompts", "sampling_params")
         return params
@@ -312,6 +373,8 @@ class LLM:
         tokenizer = self.get_tokenizer()
         if chat_template is None:
             return tokenizer
+        if not isinstance(chat_template, str):
+            raise TypeError(f"chat_template must be a string, not {shown(chat_template)}")
         if chat_template not in self._templated:
             self._templated[chat_template] = self._with_template(tokenizer, chat_template)
         return self._templated[chat_template]
@@ -321,7 +384,7 @@ class LLM:
             from headrace.engine.external_model import with_template
 
             return with_template(tokenizer, chat_template)
-        return load_tokenizer(self._engine.files, self.args.tokenizer, chat_template)
+        return load_tokenizer(self._engine.files, self.args.tokenizer, chat_template, tokenizer.renderer)
 
     def _follow(self, external: ExternalModel, requests: list[Request]) -> None:
         """Checks that all processes got the same requests, and reacts to changed or moved weights."""
@@ -335,31 +398,31 @@ class LLM:
             )
 
     def _run(self, requests: list[Request], progress: bool) -> list[RequestOutput]:
-        if self._unusable is not None:
-            raise EngineError(self._unusable)
-        if self._external is not None:
-            self._follow(self._external, requests)
         outputs = {request.request_id: new_output(request) for request in requests}
-        text = self._engine.tokenizer.token_text if self._engine.tokenizer is not None else None
-        try:
-            progress_bar = ProgressBar(len(requests), shown=progress)
-            with progress_bar.bar, _deferred_interrupt() as interrupted:
-                for delta in self._deltas(requests, interrupted):
-                    output = outputs[delta.request_id]
-                    output.add(delta, text)
-                    progress_bar.add(len(delta.token_ids), output.finished and delta.finish_reason is not None)
-        except (KeyboardInterrupt, RequestError):
-            for request in requests:
-                self._engine.core.abort(request.request_id)
-            raise
-        except Exception as error:
-            self._unusable = f"the engine failed: {type(error).__name__}: {error}"
-            raise EngineError(self._unusable) from error
+        with self._exclusive() as engine:
+            if self._external is not None:
+                self._follow(self._external, requests)
+            text = engine.tokenizer.token_text if engine.tokenizer is not None else None
+            try:
+                progress_bar = ProgressBar(len(requests), shown=progress)
+                with progress_bar.bar, _deferred_interrupt() as interrupted:
+                    for delta in self._deltas(engine.core, requests, interrupted):
+                        output = outputs[delta.request_id]
+                        output.add(delta, text)
+                        progress_bar.add(len(delta.token_ids), output.finished and delta.finish_reason is not None)
+            except (KeyboardInterrupt, RequestError):
+                for request in requests:
+                    engine.core.abort(request.request_id)
+                raise
+            except Exception as error:
+                self._unusable = f"the engine failed: {type(error).__name__}: {error}"
+                raise EngineError(self._unusable) from error
         return list(outputs.values())
 
-    def _deltas(self, requests: list[Request], interrupted: threading.Event) -> Iterator[OutputDelta]:
+    @staticmethod
+    def _deltas(core: EngineCore, requests: list[Request], interrupted: threading.Event) -> Iterator[OutputDelta]:
         """Runs the engine until every request has ended; adds requests as its queue has room."""
-        core, waiting = self._engine.core, iter(requests)
+        waiting = iter(requests)
         request = next(waiting, None)
         while request is not None or core.has_work():
             if interrupted.is_set():
@@ -369,8 +432,25 @@ class LLM:
                     core.add(request)
                 except QueueFullError:
                     break
+                except EngineError as error:
+                    yield from failed(request, error)
                 request = next(waiting, None)
             yield from core.step()
+
+
+def _prompt_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
+    """Raises: TypeError: names the prompt that is none."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, dict):
+        return [cast(Prompt, prompts)]
+    if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
+        raise TypeError(f"prompts must be a string, a dict or a list of them, not {shown(prompts)}")
+    several = list(prompts)
+    for index, prompt in enumerate(several):
+        if not isinstance(prompt, (str, dict)):
+            raise TypeError(f"prompts[{index}] must be a string or a dict, not {shown(prompt)}")
+    return several
 
 
 def _check_names(engine_args: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ from headrace.core.scheduler import Scheduler
 from headrace.engine import environment
 from headrace.engine.core import EngineCore
 from headrace.engine.executor import Executor, Loaded, LocalExecutor
-from headrace.engine.frontend import Frontend
+from headrace.engine.frontend import Frontend, with_formats
 from headrace.engine.info import EngineInfo, MemoryLine
 from headrace.engine.inputs import InputProcessor
 from headrace.engine.ledger import ledger
@@ -92,12 +92,13 @@ def load_engine(
             config = dataclasses.replace(config, decisions=(*others, failed))
     scheduler = Scheduler(config.scheduler, config.cache)
     outputs = OutputProcessor(tokenizer)
-    core = EngineCore(scheduler, executor, outputs, pipeline_depth=config.scheduler.pipeline_depth)
+    constraints = frontend.constraints(args, config.model.vocab_size, lockstep=source.ranks.size > 1)
+    core = EngineCore(scheduler, executor, outputs, constraints, pipeline_depth=config.scheduler.pipeline_depth)
     with timeline.phase("warm-up"):
         core.warm_up(_warm_up_requests(config))
     inputs = frontend.inputs(args, vocab_size=config.model.vocab_size, max_model_len=config.scheduler.max_model_len)
     memory = ledger(loaded.weights, config, executor.memory(), loaded.profile)
-    info = engine_info(frontend.files, config, loaded.device, timeline.phases, memory)
+    info = with_formats(engine_info(frontend.files, config, loaded.device, timeline.phases, memory), inputs.answers)
     return LoadedEngine(core, inputs, info, config, frontend.files, tokenizer, executor)
 
 

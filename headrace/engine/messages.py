@@ -72,10 +72,10 @@ class Accepted(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Rejected(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The request was refused; the other fields rebuild the RequestError."""
+    """The request was refused; the other fields rebuild the error."""
 
     request_id: str
-    error: Literal["request", "queue_full"]
+    error: Literal["request", "queue_full", "engine"]
     message: str
     param: str | None
 
@@ -101,8 +101,9 @@ class ControlReply(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class Fatal(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The last message of an engine that cannot go on."""
 
-    kind: Literal["config", "engine"]
-    """config: the arguments cannot work, and starting again would not help."""
+    kind: Literal["config", "resources", "engine"]
+    """config: the arguments cannot work with this model on this machine. resources: a file, descriptors or memory were
+    missing."""
     message: str
     param: str | None
     traceback: str

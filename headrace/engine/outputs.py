@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
+import random
 import time
+from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 from headrace.core.sequence import Sequence, SequenceUpdate
-from headrace.outputs import FinishReason, OutputDelta, RequestTimes, TokenLogprobs
+from headrace.engine.parsed_text import ParsedText, Parsing
+from headrace.outputs import Event, Failure, FinishReason, OutputDelta, RequestTimes, TokenLogprobs
 from headrace.text.detokenizer import IncrementalDetokenizer
-from headrace.text.stops import StopStrings
+from headrace.text.parse.engine import Parser
+from headrace.text.stops import StopAutomaton, StopStrings
 
 if TYPE_CHECKING:
     from headrace.text.tokenizer import Tokenizer
@@ -36,10 +40,32 @@ class OutputProcessor:
         self._tokenizer = tokenizer
         self._texts: dict[int, SequenceText] = {}
         """seq_id -> text state, from admission to the last delta."""
+        self._parsing: Parsing | None = None
+        self.parse_fallbacks: Counter[str] = Counter()
+        """format -> how often an answer broke it"""
 
     def open(self, sequences: Iterable[Sequence]) -> None:
+        """``sequences``: the samples of one request."""
+        first: SequenceText | None = None
         for sequence in sequences:
-            self._texts[sequence.seq_id] = SequenceText(sequence, self._tokenizer)
+            text = SequenceText(sequence, self._tokenizer, first, self._parser(sequence))
+            self._texts[sequence.seq_id] = text
+            first = first or text
+
+    def _parser(self, sequence: Sequence) -> Parser | None:
+        request = sequence.request
+        options = request.parse
+        if options is None or self._tokenizer is None or not request.sampling.detokenize:
+            return None
+        self._parsing = self._parsing or Parsing(self._tokenizer)
+        return Parser(
+            self._parsing.machine(options.tools, options.reasoning, options.calls, options.separate_reasoning),
+            {tool: {key: frozenset(types) for key, types in schema.items()} for tool, schema in options.types.items()},
+            options.tail,
+            show_special=not request.sampling.skip_special_tokens,
+            # Ids are the same when a sequence is run again.
+            ids=random.Random(f"{request.request_id} {sequence.index}"),
+        )
 
     def process(self, updates: list[SequenceUpdate]) -> tuple[list[OutputDelta], list[Ended]]:
         """The deltas of one step in the order of ``updates``, and the sequences that a stop string or an error ended."""
@@ -52,26 +78,35 @@ class OutputProcessor:
                 delta = text.advance(update)
             except Exception as error:
                 logger.exception("request %s: its output cannot be converted to text", text.request_id)
-                delta = text.failed(f"{type(error).__name__}: {error}")
+                delta = text.failed(Failure(f"{type(error).__name__}: {error}"))
             if delta is None:
                 continue
             if delta.finish_reason is not None:
                 del self._texts[update.seq.seq_id]
+                if text.parsed is not None and text.parsed.num_fallbacks:
+                    self.parse_fallbacks[text.parsed.format] += text.parsed.num_fallbacks
                 if update.finish_reason is None:
                     ended.append(Ended(update.seq, delta.finish_reason, delta.stop_reason))
             deltas.append(delta)
         return deltas, ended
 
-    def close(self, sequences: Iterable[Sequence], reason: FinishReason, error: str | None = None) -> list[OutputDelta]:
+    def close(self, sequences: Iterable[Sequence], reason: FinishReason) -> list[OutputDelta]:
         """The last deltas of sequences that the scheduler has ended already."""
         texts = (self._texts.pop(sequence.seq_id, None) for sequence in sequences)
-        return [text.ended(reason, error) for text in texts if text is not None]
+        return [text.ended(reason) for text in texts if text is not None]
 
 
 class SequenceText:
     """Incremental text of one sequence."""
 
-    def __init__(self, sequence: Sequence, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self,
+        sequence: Sequence,
+        tokenizer: Tokenizer | None,
+        first: SequenceText | None = None,
+        parser: Parser | None = None,
+    ) -> None:
+        """``first``: of another sample of the request, which has computed what depends on the request alone."""
         request = sequence.request
         params = request.sampling
         self.request_id = request.request_id
@@ -81,10 +116,23 @@ class SequenceText:
         self._started = False
         self._detokenizer: IncrementalDetokenizer | None = None
         self._stops: StopStrings | None = None
+        self._automaton: StopAutomaton | None = None
+        self.parsed: ParsedText | None = None
         if tokenizer is not None and params.detokenize:
-            self._detokenizer = IncrementalDetokenizer(tokenizer, request.prompt_token_ids, params.skip_special_tokens)
+            if first is not None and first._detokenizer is not None:
+                self._detokenizer = first._detokenizer.sibling()
+            else:
+                markers = parser.markers if parser is not None else None
+                self._detokenizer = IncrementalDetokenizer(
+                    tokenizer, request.prompt_token_ids, params.skip_special_tokens, markers
+                )
             if params.stop:
-                self._stops = StopStrings(params.stop, include=params.include_stop_str_in_output, min_tokens=params.min_tokens)
+                self._automaton = first._automaton if first is not None else None
+                self._automaton = self._automaton or StopAutomaton(params.stop)
+                include = params.include_stop_str_in_output
+                self._stops = StopStrings(self._automaton, include=include, min_tokens=params.min_tokens)
+            if parser is not None and request.parse is not None:
+                self.parsed = ParsedText(parser, request.parse, self._stops)
 
     def advance(self, update: SequenceUpdate) -> OutputDelta | None:
         """The delta of one step. None: there is nothing to emit yet, as after a chunk that is not the prompt's last."""
@@ -94,38 +142,54 @@ class SequenceText:
             return None
         tokens, finish, stop = list(update.token_ids), update.finish_reason, update.stop_reason
         text = ""
+        events: list[Event] = []
         if self._detokenizer is not None:
-            text, kept, match = self._read(self._detokenizer, tokens, hidden=self._hides_last(update))
-            if match is not None:
+            shown = tokens[:-1] if self._hides_last(update) else tokens
+            if self.parsed is not None:
+                events, kept, match = self._parse(self.parsed, self._detokenizer, shown)
+            else:
+                text, kept, match = self._read(self._detokenizer, shown)
+            if kept is not None:
                 tokens, finish, stop = tokens[:kept], "stop", match
         logprobs = None
         if self._params.logprobs is not None:
             logprobs = (update.logprobs or [])[: len(tokens)]
-        return self._delta(text, tokens, logprobs, finish, stop, update.error)
+        return self._delta(text, tokens, logprobs, finish, stop, update.error, events)
 
-    def failed(self, error: str) -> OutputDelta:
+    def failed(self, error: Failure) -> OutputDelta:
         return self._delta("", [], None, "error", None, error)
 
-    def ended(self, reason: FinishReason, error: str | None) -> OutputDelta:
+    def ended(self, reason: FinishReason) -> OutputDelta:
         """The last delta of a sequence that ends between steps; emits text that was held back for a stop string."""
-        return self._delta(self._rest(), [], None, reason, None, error)
+        return self._delta(self._rest() if self.parsed is None else "", [], None, reason, None, None)
 
     def _hides_last(self, update: SequenceUpdate) -> bool:
         """The token that stops a sequence has no text, unless include_stop_str_in_output is set."""
-        return update.finish_reason == "stop" and bool(update.token_ids) and not self._params.include_stop_str_in_output
+        return update.hides_last and not self._params.include_stop_str_in_output
 
-    def _read(self, detokenizer: IncrementalDetokenizer, tokens: list[int], *, hidden: bool) -> tuple[str, int, str | None]:
-        """Text to emit, how many tokens it took, and the stop string that it met."""
-        shown = tokens[:-1] if hidden else tokens
+    def _read(self, detokenizer: IncrementalDetokenizer, tokens: list[int]) -> tuple[str, int | None, str | None]:
+        """Text to emit; where it met a stop string, how many tokens it took, and the string."""
         if self._stops is None:
-            return detokenizer.push(shown), len(tokens), None
+            return detokenizer.push(tokens), None, None
         pieces = []
-        for place, token in enumerate(shown, start=1):
+        for place, token in enumerate(tokens, start=1):
             emitted, match = self._stops.push(detokenizer.push([token]))
             pieces.append(emitted)
             if match is not None:
                 return "".join(pieces), place, match
-        return "".join(pieces), len(tokens), None
+        return "".join(pieces), None, None
+
+    def _parse(
+        self, parsed: ParsedText, detokenizer: IncrementalDetokenizer, tokens: list[int]
+    ) -> tuple[list[Event], int | None, str | None]:
+        """Events; where the answer ended with one, how many tokens it took, and the stop string if that is why."""
+        events: list[Event] = []
+        for place, token in enumerate(tokens, start=1):
+            found, match = parsed.push(detokenizer.push([token]))
+            events += found
+            if parsed.ended:
+                return events, place, match
+        return events, None, None
 
     def _rest(self) -> str:
         """Text that the detokeniser and the stop strings still hold back, at the end of a sequence."""
@@ -144,23 +208,32 @@ class SequenceText:
         logprobs: list[TokenLogprobs] | None,
         finish: FinishReason | None,
         stop: int | str | None,
-        error: str | None,
+        error: Failure | None,
+        events: list[Event] | None = None,
     ) -> OutputDelta:
         first, self._started = not self._started, True
-        if finish is not None and not isinstance(stop, str) and error is None:
-            text += self._rest()
+        events = events or []
+        stopped_in_text = finish == "stop" and isinstance(stop, str)
+        if finish is not None and not stopped_in_text and error is None:
+            if self.parsed is not None and self._detokenizer is not None:
+                events += self.parsed.finish(self._detokenizer.flush())
+            else:
+                text += self._rest()
         prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
         return OutputDelta(
             request_id=self.request_id,
             index=self._sequence.index,
             text=text,
+            events=events,
             token_ids=tokens,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=self._sequence.num_cached_tokens if first else 0,
             finish_reason=finish,
             stop_reason=stop,
-            error=error,
+            error=error.message if error is not None else None,
+            client_error=error is not None and error.client,
+            error_code=error.code if error is not None else None,
             times=self._times() if finish is not None else None,
         )
 

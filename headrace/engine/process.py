@@ -6,6 +6,7 @@ its standard input stays open: when the client dies, however it dies, the engine
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import logging
@@ -46,8 +47,9 @@ from headrace.engine.messages import (
     decode_to_engine,
     encode,
 )
+from headrace.engine.spawn import remove_abandoned_folders
 from headrace.engine.timeline import Timeline, process_start
-from headrace.errors import ConfigError, QueueFullError, RequestError
+from headrace.errors import ConfigError, EngineError, QueueFullError, RequestError
 from headrace.outputs import OutputDelta
 
 logger = logging.getLogger("headrace.engine")
@@ -150,6 +152,9 @@ class EngineLoop:
             kind: Literal["queue_full", "request"] = "queue_full" if isinstance(error, QueueFullError) else "request"
             self._channel.send(Rejected(request.request_id, kind, error.message, error.param))
             return
+        except EngineError as error:
+            self._channel.send(Rejected(request.request_id, "engine", str(error), None))
+            return
         logger.debug("request %s: %d prompt tokens", request.request_id, len(request.prompt_token_ids))
         self._channel.send(Accepted(request.request_id))
 
@@ -181,10 +186,16 @@ def serve(folder: Path, load: Load) -> int:
     """Builds the engine that the first message specifies, and runs it. Returns the exit status."""
     _outlive_terminal_signals()
     _die_with_parent(folder)
-    stacks = (folder / STACKS_FILE).open("w")
+    remove_abandoned_folders()
+    try:
+        stacks = (folder / STACKS_FILE).open("w")
+        channel = Channel(folder)
+    except (OSError, zmq.ZMQError) as error:
+        with contextlib.suppress(OSError):  # Standard error may be a file on the same full disk.
+            print(f"the engine's process has no room to start: {error}", file=sys.stderr, flush=True)
+        return os.EX_TEMPFAIL
     faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=False)
     faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
-    channel = Channel(folder)
     try:
         start = channel.receive()
         if not isinstance(start, Start):
@@ -204,10 +215,18 @@ def serve(folder: Path, load: Load) -> int:
         channel.send(Fatal("config", error.message, error.param, traceback.format_exc()))
         return 2
     except Exception as error:
-        channel.send(Fatal("engine", f"{type(error).__name__}: {error}", None, traceback.format_exc()))
+        kind: Literal["resources", "engine"] = "resources" if _lacks_resources(error) else "engine"
+        channel.send(Fatal(kind, f"{type(error).__name__}: {error}", None, traceback.format_exc()))
         return 1
     finally:
         channel.close()
+
+
+def _lacks_resources(error: Exception) -> bool:
+    """True if the same start may succeed once files, descriptors or memory are there again."""
+    # Imported by then, unless importing it is what failed.
+    torch = sys.modules.get("torch")
+    return isinstance(error, (OSError, MemoryError)) or (torch is not None and isinstance(error, torch.OutOfMemoryError))
 
 
 def _outlive_terminal_signals() -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 
 from headrace.core.request import Request
-from headrace.errors import EngineDeadError, RequestError
+from headrace.errors import HeadraceError, RequestError
 from headrace.outputs import CompletionOutput, OutputDelta, RequestOutput
 
 
@@ -19,6 +19,7 @@ class Inbox:
     """
 
     def __init__(self, requests: Sequence[Request]) -> None:
+        self.requests = {request.request_id: request for request in requests}
         self.deltas: deque[OutputDelta] = deque()
         self.open = {request.request_id: set(range(request.sampling.n)) for request in requests}
         """request id -> samples that have not finished; a request without any is not there."""
@@ -32,7 +33,7 @@ class Inbox:
         if not self._num_unanswered and not self.accepted.done():
             self.accepted.set_result(None)
 
-    def reject(self, request_id: str, error: RequestError | EngineDeadError) -> None:
+    def reject(self, request_id: str, error: HeadraceError) -> None:
         self.open.pop(request_id, None)
         if not self.accepted.done():
             self.accepted.set_exception(error)
@@ -48,11 +49,12 @@ class Inbox:
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 
-    def lost(self, request_id: str, reason: str) -> None:
+    def lost(self, request_id: str, error: HeadraceError) -> None:
         """The engine is gone: every sample of the request that is not finished ends with an error."""
-        for index in sorted(self.open.get(request_id, ())):
-            self.put(OutputDelta(request_id=request_id, index=index, finish_reason="error", error=reason))
-        self.reject(request_id, EngineDeadError(reason))
+        for delta in failed(self.requests[request_id], error):
+            if delta.index in self.open.get(request_id, ()):
+                self.put(delta)
+        self.reject(request_id, error)
 
     async def get(self) -> OutputDelta | None:
         """The next delta; None after the last one. One reader at a time."""
@@ -112,6 +114,15 @@ class OutputStream:
 
     def __del__(self) -> None:
         self._leave()
+
+
+def failed(request: Request, error: HeadraceError) -> Iterator[OutputDelta]:
+    """The last delta of each sample of a request that ends with an error."""
+    client = isinstance(error, RequestError)
+    for index in range(request.sampling.n):
+        yield OutputDelta(
+            request_id=request.request_id, index=index, finish_reason="error", error=str(error), client_error=client
+        )
 
 
 def new_output(request: Request) -> RequestOutput:

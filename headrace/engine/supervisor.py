@@ -1,13 +1,16 @@
-"""EngineSupervisor: keeps one engine process running, and gives up in a crash loop."""
+"""EngineSupervisor: keeps one engine process running, and gives up in a crash loop of its own making."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import time
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
+
+import zmq
 
 from headrace.config import EngineArgs
 from headrace.engine.engine_process import EngineProcess
@@ -19,19 +22,32 @@ from headrace.errors import ConfigError, EngineDeadError, EngineError
 logger = logging.getLogger("headrace.engine")
 
 MAX_DEATHS = 3
-"""Deaths in a row, with no request served between them, after which the engine is not started again."""
+"""Deaths of the engine's own in a row, with no request served between them, after which it is not started again."""
 STABLE_SECONDS = 60.0
 """An engine that has run so long since it was ready does not count towards a crash loop when it dies."""
+MAX_BACKOFF = 30.0
+"""Most seconds between two starts."""
 _STOP_SECONDS = 5.0
 _FIRST_BACKOFF = 0.2
 
 State = Literal["new", "starting", "running", "stuck", "restarting", "failed", "closed"]
 
 
+class Death(NamedTuple):
+    """The end of an engine process, or of the attempt to start one."""
+
+    reason: str
+    kind: Literal["crash", "still", "resources"]
+    """crash: whatever is not one of the others. still: it stood still while it started. resources: it could not start for
+    want of descriptors, files or memory, or because it fits the machine no longer; a later start may succeed."""
+
+
 class Health(NamedTuple):
     ok: bool
     reason: str
     """Why not, in words; empty when all is well."""
+    final: bool = False
+    """The engine will not be started again."""
 
 
 class Client(Protocol):
@@ -40,8 +56,8 @@ class Client(Protocol):
     def on_message(self, message: FromEngine) -> None:
         """A message other than those of the start-up and the end."""
 
-    def on_lost(self, reason: str) -> None:
-        """The engine is gone; nothing that was sent to it will be answered."""
+    def on_lost(self, reason: str, *, died: bool) -> None:
+        """The engine is gone; nothing that was sent to it will be answered. ``died``: it was not closed."""
 
     def pending(self) -> list[str]:
         """Ids of requests and names of calls that await the engine."""
@@ -50,8 +66,13 @@ class Client(Protocol):
 class EngineSupervisor:
     """Starts the process, restarts it when it dies or is stuck, and stops for good in a crash loop.
 
-    Stuck means: work was pending for ``args.step_timeout`` seconds and no step finished. An engine is healthy from its
-    Ready on, which it sends after its warm-up request has gone through scheduler, runner and sampler like any other.
+    Stuck means: work was pending for ``args.step_timeout`` seconds and no step finished; or the engine was starting, and for
+    ``args.start_timeout`` seconds it neither reported anything nor used the CPU. An engine is healthy from its Ready on,
+    which it sends after its warm-up request has gone through scheduler, runner and sampler like any other.
+
+    So an engine that dies while a client's work is pending was fine before: that is not a crash loop, however often it
+    happens, and the client sees to requests that are there each time. A restart that lacks resources or stands still is tried
+    again for ever.
     """
 
     def __init__(
@@ -77,7 +98,11 @@ class EngineSupervisor:
         self._ready: asyncio.Future[EngineInfo] | None = None
         self._fatal: Fatal | None = None
         self._deaths = 0
+        """In a row, with nothing pending."""
+        self._failed_starts = 0
+        """In a row, for want of resources or because they stood still."""
         self._num_steps = 0
+        self._num_messages = 0
         self._ready_at: float | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -86,7 +111,7 @@ class EngineSupervisor:
 
         Raises:
             ConfigError: the arguments cannot work.
-            EngineError: the engine did not start. A first start is not tried again.
+            EngineError: the engine did not start. A first start is tried again only where it stood still.
         """
         if self._state != "new":
             raise EngineError(f"the engine was started before; now it is {self._state}")
@@ -108,13 +133,13 @@ class EngineSupervisor:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
-        self._client.on_lost(self._reason)
+        self._client.on_lost(self._reason, died=False)
 
     def health(self) -> Health:
         if self._state == "running":
             return Health(True, "")
         phase = f" ({self._phase})" if self._phase and self._state in ("starting", "restarting") else ""
-        return Health(False, self._reason + phase)
+        return Health(False, self._reason + phase, self._state in ("failed", "closed"))
 
     @property
     def failed(self) -> bool:
@@ -144,32 +169,55 @@ class EngineSupervisor:
     # Engine processes, one after the other
 
     async def _supervise(self) -> None:
-        while True:
-            reason = await self._live()
-            if self._state == "closed":
-                return
-            started = self._ready is not None and self._ready.done()
-            self._count_death()
-            if not started:
-                self._fail(f"the engine did not start: {reason}")
-            elif self._deaths >= MAX_DEATHS:
-                self._fail(f"the engine died {self._deaths} times without serving a request; the last time: {reason}")
-            else:
-                self._set("restarting", f"the engine died ({reason}) and is being restarted")
-                logger.error("%s; in flight: %s", self._reason, _listed(self._client.pending()))
-            self._client.on_lost(self._reason)
-            if self._state == "failed":
-                return
-            if self._deaths > 1:
-                await asyncio.sleep(_FIRST_BACKOFF * 2**self._deaths)
+        with zmq.Context() as context:
+            while True:
+                try:
+                    death = await self._live(context)
+                except EngineError as error:
+                    death = Death(str(error), "resources")
+                except Exception as error:
+                    # Nobody awaits this task: what ended it would never be known.
+                    logger.exception("the engine's process cannot be supervised")
+                    death = Death(f"{type(error).__name__}: {error}", "resources")
+                if self._state == "closed":
+                    return
+                wait = self._after(death, self._client.pending())
+                self._client.on_lost(self._reason, died=True)
+                if self._state == "failed":
+                    return
+                await asyncio.sleep(wait)
 
-    async def _live(self) -> str:
-        """One process from its start to its end; returns what ended it."""
+    def _after(self, death: Death, pending: list[str]) -> float:
+        """Decides what follows a death. Returns the seconds until the next start."""
+        first = self._ready is not None and not self._ready.done()
+        if death.kind != "crash" and not first:
+            wait = _backoff(self._failed_starts)
+            self._failed_starts += 1
+            self._set("restarting", f"the engine cannot be started ({death.reason}), and is tried again until it can")
+            logger.error("%s; the next time in %.1f s", self._reason, wait)
+            return wait
+        if not pending:
+            self._count_death()
+        if first and death.kind != "still":
+            self._fail(f"the engine did not start: {death.reason}")
+        elif self._deaths >= MAX_DEATHS:
+            self._fail(f"the engine died {self._deaths} times without serving a request; the last time: {death.reason}")
+        else:
+            self._set("restarting", f"the engine died ({death.reason}) and is being restarted")
+            logger.error("%s; in flight: %s", self._reason, _listed(pending))
+        return _backoff(self._deaths) if self._deaths > 1 else 0.0
+
+    async def _live(self, context: zmq.Context[Any]) -> Death:
+        """One process from its start to its end.
+
+        Raises:
+            EngineError: none could be started.
+        """
         self._fatal, self._ready_at, self._phase = None, None, ""
         spawned, self._spawned = self._spawned or spawn(self._command), None
         self.origin = spawned.origin
-        engine_process = self._engine_process = EngineProcess(spawned, self._on_message)
-        watchdog: asyncio.Task[str] | None = None
+        engine_process = self._engine_process = EngineProcess(spawned, context, self._on_message)
+        watchdog: asyncio.Task[Death] | None = None
         try:
             engine_process.send(Start(self._args, logging.getLogger("headrace").getEffectiveLevel(), spawned.origin))
             watchdog = asyncio.create_task(self._watch(engine_process), name="engine-watchdog")
@@ -182,28 +230,46 @@ class EngineSupervisor:
             self._engine_process = None
             engine_process.close()
 
-    async def _watch(self, engine_process: EngineProcess) -> str:
-        """Kills the engine when it is stuck; returns the reason."""
-        timeout = self._args.step_timeout
-        interval = min(1.0, timeout / 4)
-        waited, num_steps = 0.0, self._num_steps
-        while waited <= timeout:
+    async def _watch(self, engine_process: EngineProcess) -> Death:
+        """Kills the engine when it is stuck."""
+        waited, last = 0.0, None
+        while True:
+            starting = self._ready_at is None
+            timeout = self._args.start_timeout if starting else self._args.step_timeout
+            interval = min(1.0, timeout / 4)
             await asyncio.sleep(interval)
-            pending = self._client.pending()
-            if self._state != "running" or not pending or self._num_steps != num_steps:
-                waited, num_steps = 0.0, self._num_steps
-            else:
-                # Counted in turns of this loop: time in which we ourselves stood still says nothing of the engine.
-                waited += interval
-        reason = f"no step finished for {timeout:g} s while work was pending"
+            progress = self._progress(engine_process)
+            if progress is None or progress != last:
+                waited, last = 0.0, progress
+                continue
+            # Counted in turns of this loop: time in which we ourselves stood still says nothing of the engine.
+            waited += interval
+            if waited > timeout:
+                break
+        if starting:
+            reason = f"it stood still for {timeout:g} s while it started"
+            reason += f", in the phase {self._phase}" if self._phase else ""
+        else:
+            reason = f"no step finished for {timeout:g} s while work was pending"
         self._set("stuck", f"{reason}; the engine is being restarted")
-        logger.error("%s; in flight: %s", reason, _listed(pending))
+        logger.error("%s; in flight: %s", reason, _listed(self._client.pending()))
         stacks = await engine_process.stacks()
         logger.error("stacks of the engine:\n%s", stacks or "(none: it does not react to signals)")
         engine_process.kill()
-        return reason
+        return Death(reason, "still" if starting else "crash")
+
+    def _progress(self, engine_process: EngineProcess) -> tuple[float, ...] | None:
+        """Changes as long as the engine gets on; None: it has nothing to do."""
+        if self._state in ("starting", "restarting"):
+            return self._num_messages, engine_process.cpu_seconds()
+        if self._state == "running" and self._client.pending():
+            return (self._num_steps,)
+        return None
 
     def _on_message(self, message: FromEngine) -> None:
+        self._num_messages += 1
+        if self._state == "stuck":
+            return  # It goes on while its stacks are read, and is killed all the same.
         match message:
             case Starting(progress):
                 self._phase = progress.phase
@@ -211,7 +277,8 @@ class EngineSupervisor:
                     self._on_progress(progress)
             case Ready(info):
                 self._ready_at = time.monotonic()
-                if self._state in ("starting", "restarting"):
+                self._failed_starts = 0
+                if self._state != "closed":
                     self._set("running", "")
                 if self._ready is not None and not self._ready.done():
                     self._ready.set_result(info)
@@ -230,14 +297,20 @@ class EngineSupervisor:
         lived = time.monotonic() - self._ready_at if self._ready_at is not None else 0.0
         self._deaths = 1 if lived > STABLE_SECONDS else self._deaths + 1
 
-    def _cause(self, status: int) -> str:
+    def _cause(self, status: int) -> Death:
+        starting = self._ready_at is None
         if self._fatal is not None:
-            if self._fatal.kind == "engine":
+            if self._fatal.kind != "config":
                 logger.error("the engine failed:\n%s", self._fatal.traceback)
-            return self._fatal.message
+            # The arguments worked once: what they lack now is memory, or files.
+            return Death(self._fatal.message, "resources" if starting and self._fatal.kind != "engine" else "crash")
+        if status == os.EX_TEMPFAIL and starting:
+            return Death("its process has no room to start", "resources")
         if status < 0:
-            return f"killed by {signal.Signals(-status).name}"
-        return f"exit status {status}"
+            # Nobody kills an engine that starts, but a system that is short of memory.
+            kind: Literal["crash", "resources"] = "resources" if status == -signal.SIGKILL and starting else "crash"
+            return Death(f"killed by {signal.Signals(-status).name}", kind)
+        return Death(f"exit status {status}", "crash")
 
     def _fail(self, reason: str) -> None:
         self._set("failed", reason)
@@ -252,6 +325,11 @@ class EngineSupervisor:
 
     def _set(self, state: State, reason: str) -> None:
         self._state, self._reason = state, reason
+
+
+def _backoff(attempt: int) -> float:
+    """Seconds before the next start."""
+    return min(MAX_BACKOFF, _FIRST_BACKOFF * 2.0 ** min(attempt, 32))
 
 
 def _listed(names: list[str], most: int = 50) -> str:

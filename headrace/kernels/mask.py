@@ -16,6 +16,7 @@ def apply_masks(logits: torch.Tensor, masks: torch.Tensor, which: torch.Tensor) 
         masks: ``[M, ceil(vocab / 32)]`` int32: bit b of word w set: token 32 w + b is allowed.
         which: ``[N]`` int32: row -> its mask; -1: none.
     """
-    bits = (masks.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32, device=masks.device)) & 1
+    octets = masks.view(torch.uint8)  # little-endian words
+    bits = (octets.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=masks.device)) & 1
     banned = bits.flatten(1)[:, : logits.shape[1]] == 0
     logits.masked_fill_(banned[which.clamp(min=0)] & (which >= 0).unsqueeze(1), -torch.inf)

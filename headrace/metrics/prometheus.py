@@ -50,6 +50,14 @@ class EngineCollector(Collector):
         for reason, count in stats.finished.items():
             finished.add_metric([reason], count)
         yield finished
+        grammars = CounterMetricFamily("headrace_grammar_requests", fields["grammar_requests"].help, labels=["kind", "outcome"])
+        for key, count in stats.grammar_requests.items():
+            grammars.add_metric(key.split(), count)
+        yield grammars
+        broken = CounterMetricFamily("headrace_parse_fallbacks", fields["parse_fallbacks"].help, labels=["format"])
+        for format, count in stats.parse_fallbacks.items():
+            broken.add_metric([format], count)
+        yield broken
 
 
 class ServerMetrics:

@@ -39,6 +39,16 @@ class EngineStats(msgspec.Struct, kw_only=True):
     """Output tokens generated, over all samples, counted when their step is collected."""
     finished: dict[str, int] = {}
     """Finished sequences, by finish reason."""
+    grammar_requests: dict[str, int] = {}
+    """Requests with a constraint, by its kind and by what became of it: compiled, cached (compiled before), failed."""
+    grammar_compile_seconds: float = 0.0
+    """Seconds spent compiling constraints, beside the engine's steps."""
+    grammar_fill_seconds: float = 0.0
+    """Seconds spent computing token masks of constraints."""
+    grammar_wait_seconds: float = 0.0
+    """Seconds between the result of a step and the launch of the sampling that waited for it to compute token masks."""
+    parse_fallbacks: dict[str, int] = {}
+    """Times an answer broke its format and the text became content, by format, counted when the sequence ends."""
     forward_seconds: float = 0.0
     """Seconds spent in the model's forward pass, added when a step is collected."""
     sample_seconds: float = 0.0
@@ -65,6 +75,8 @@ class EngineStats(msgspec.Struct, kw_only=True):
         counters: dict[str, Any] = {name: getattr(self, name) - getattr(before, name) for name in COUNTERS}
         finished = {reason: count - before.finished.get(reason, 0) for reason, count in self.finished.items()}
         counters["finished"] = {reason: count for reason, count in finished.items() if count}
+        grammars = {key: count - before.grammar_requests.get(key, 0) for key, count in self.grammar_requests.items()}
+        counters["grammar_requests"] = {key: count for key, count in grammars.items() if count}
         return msgspec.structs.replace(self, **counters)
 
 
@@ -92,4 +104,7 @@ COUNTERS = {
     "eager_steps": "headrace_engine_eager_steps",
     "padding_tokens": "headrace_padding_tokens",
     "host_seconds": "headrace_engine_host_seconds",
+    "grammar_compile_seconds": "headrace_grammar_compile_seconds",
+    "grammar_fill_seconds": "headrace_grammar_fill_seconds",
+    "grammar_wait_seconds": "headrace_grammar_wait_seconds",
 }

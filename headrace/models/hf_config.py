@@ -10,7 +10,8 @@ from headrace.errors import ConfigError, ContradictionError
 from headrace.layers.mlp import ACTIVATIONS
 from headrace.layers.rotary import frequencies
 from headrace.model_spec import AttentionSpec, DenseSpec, MlpSpec, ModelSpec, RopeSpec
-from headrace.model_spec.integers import is_integer
+from headrace.model_spec.integers import is_integer, is_number
+from headrace.options import shown
 from headrace.sources.plain_config import PlainConfig
 
 HFConfig = Any
@@ -218,8 +219,8 @@ def _rope_spec(config: HFConfig, fields: Mapping[str, Any], where: str) -> RopeS
     parameters.setdefault("max_position_embeddings", required(config, "max_position_embeddings"))
     if kind in ("llama3", "yarn"):
         parameters.setdefault("original_max_position_embeddings", parameters["max_position_embeddings"])
-    if not isinstance(theta, int | float) or not theta > 1:
-        raise ConfigError(f"{where}.rope_theta must be a number above 1, not {theta!r}", "rope_parameters")
+    if not is_number(theta) or not theta > 1:
+        raise ConfigError(f"{where}.rope_theta must be a number above 1, not {shown(theta)}", "rope_parameters")
     rope = RopeSpec(float(theta), kind, parameters)
     factors = parameters.get("short_factor")
     frequencies(rope, 2 * len(factors) if isinstance(factors, list) and factors else 2)

@@ -9,8 +9,8 @@ from headrace.config import Decision, EngineArgs, EngineConfig
 from headrace.errors import ConfigError, ContradictionError
 from headrace.model_spec import AnySpec, ModelSpec
 from headrace.models import registry
+from headrace.models.capture import one_line
 from headrace.models.fused import fuse
-from headrace.models.hf_config import HFConfig
 from headrace.models.interface import Model
 from headrace.sources.files import ModelFiles
 from headrace.sources.plain_config import in_transformers
@@ -52,17 +52,17 @@ def choose(args: EngineArgs, files: ModelFiles) -> Implementation:
             "model_impl",
         )
     if impl == "native":
-        return _Native(registry.model_spec(config), (Decision("model_impl", "native", "asked for"),))
+        return _Native(_read_spec(files), (Decision("model_impl", "native", "asked for"),))
     if impl == "transformers":
-        meant = _native_spec(config)
+        meant = _native_spec(files)
         model = _transformers(args, files, "asked for")
         if isinstance(meant, ModelSpec):
             _refuse_other_geometry(meant, model.spec)
         return model
     if files.gguf_file is not None:
-        return _Native(registry.model_spec(config), (Decision("model_impl", "native", "it alone reads GGUF files"),))
+        return _Native(_read_spec(files), (Decision("model_impl", "native", "it alone reads GGUF files"),))
     name = " / ".join(getattr(config, "architectures", None) or [config.model_type])
-    spec = _native_spec(config)
+    spec = _native_spec(files)
     if isinstance(spec, ModelSpec):
         return _Native(spec, (Decision("model_impl", "native", f"{name} is registered"),))
     why = f"{name} has no native implementation"
@@ -71,21 +71,32 @@ def choose(args: EngineArgs, files: ModelFiles) -> Implementation:
     try:
         return _transformers(args, files, why)
     except ConfigError as error:
-        raise ConfigError(f"{why}; {error.message}", error.param) from error
+        raise ConfigError(f"{files.config_file}: {why}; {error.message}", error.param) from error
 
 
-def _native_spec(config: HFConfig) -> ModelSpec | ConfigError:
+def _native_spec(files: ModelFiles) -> ModelSpec | ConfigError:
     """Returns the spec of the native implementation, or why there is none.
 
     Raises:
         ContradictionError: the configuration is wrong for any implementation, which transformers need not notice.
     """
     try:
-        return registry.model_spec(config)
+        return _read_spec(files)
     except ContradictionError:
         raise
     except ConfigError as error:
         return error
+
+
+def _read_spec(files: ModelFiles) -> ModelSpec:
+    """The spec of the native implementation. Raises ConfigError that names the configuration's file."""
+    try:
+        return registry.model_spec(files.config)
+    except ConfigError as error:
+        raise type(error)(f"{files.config_file}: {error.message.removeprefix('config: ')}", error.param) from error
+    except (TypeError, ValueError, AttributeError, ArithmeticError, LookupError) as error:
+        # A field that nothing declares may have any type.
+        raise ConfigError(f"{files.config_file} cannot be used: {one_line(error)}", "model") from error
 
 
 _GEOMETRY = ("num_heads", "num_kv_heads", "head_dim", "v_head_dim", "window", "soft_cap", "sinks")

@@ -7,6 +7,7 @@ from typing import Any
 
 from headrace.errors import ConfigError
 from headrace.model_spec import DenseSpec, MlpSpec, MoeSpec
+from headrace.model_spec.integers import is_number
 from headrace.models.hf_config import HFConfig, dense_specs, required, uniform, whole
 
 
@@ -47,7 +48,7 @@ def must_be(config: HFConfig, name: str, *values: Any) -> None:
 def number(config: HFConfig, name: str, default: float) -> float:
     """Reads an optional number."""
     value = uniform(config, name, default)
-    if not isinstance(value, int | float) or isinstance(value, bool):
+    if not is_number(value):
         raise ConfigError(f"config: {name} must be a number, not {value!r}", name)
     return float(value)
 

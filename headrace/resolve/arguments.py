@@ -1,8 +1,9 @@
-"""Notes on arguments without effect on this device."""
+"""Notes on arguments without effect on this device, and on the backend of structured output."""
 
 from __future__ import annotations
 
 import dataclasses
+from importlib import metadata
 
 from headrace.config import EngineArgs
 from headrace.resolve.facts import DecisionLog
@@ -20,3 +21,11 @@ def note_gpu_arguments(args: EngineArgs, log: DecisionLog) -> None:
     for field in dataclasses.fields(args):
         if (why := _FOR_GPUS.get(field.name)) and (value := getattr(args, field.name)) != field.default:
             log.note(field.name, "no effect", f"{value} was asked for, but {why}")
+
+
+def note_grammar_backend(args: EngineArgs, log: DecisionLog) -> None:
+    """Names the library that holds structured output; it is loaded when a request first needs it."""
+    if args.skip_tokenizer_init:
+        log.note("structured output", "none", "there is no tokenizer (skip_tokenizer_init)")
+    else:
+        log.note("structured output", f"llguidance {metadata.version('llguidance')}", "the one backend there is")

@@ -6,9 +6,9 @@ from headrace.config import EngineArgs, EngineConfig, SchedulerConfig
 from headrace.errors import ConfigError
 from headrace.model_spec import AnySpec
 from headrace.resolve import schedule
-from headrace.resolve.arguments import note_gpu_arguments
+from headrace.resolve.arguments import note_gpu_arguments, note_grammar_backend
 from headrace.resolve.facts import DecisionLog, DeviceFacts
-from headrace.resolve.memory import KVPlan, estimated_room
+from headrace.resolve.memory import KVPlan, check_slots, estimated_room
 from headrace.resolve.model import compute_dtype, gguf_types, kv_dtype, quantization, with_rope_factors
 from headrace.sources.files import ModelFiles
 
@@ -39,10 +39,12 @@ def resolve(
     backends = schedule.attention(args, model, device, dtype, cache_dtype, log)
     room = estimated_room(args, model, dtype, packed, device) if kv_room is None else kv_room
     cache, max_model_len = KVPlan(args, model, cache_dtype, num_seqs, num_batched, room, device.cuda).choose(log)
+    check_slots(args, num_seqs, max_model_len, len(cache.groups), room)
     depth = schedule.pipeline_depth(args, device, log)
     num_threads = args.num_threads or device.num_cores
     if args.num_threads is None:
         log.note("num_threads", num_threads, "the physical cores that this process may use")
+    note_grammar_backend(args, log)
     return EngineConfig(
         args=args,
         model=model,
@@ -54,6 +56,7 @@ def resolve(
             max_queue_len=args.max_queue_len,
             policy=args.policy,
             pipeline_depth=depth,
+            max_prefill_tokens_beside_decode=schedule.prefill_beside_decode(args, device, num_threads, log),
         ),
         device=device.device,
         dtype=dtype,

@@ -12,6 +12,8 @@ from headrace.resolve.facts import DecisionLog, DeviceFacts
 
 CUDA_SLACK = 2 << 30
 """Bytes of a GPU reserved for what profiling does not measure: CUDA graphs, workspaces of libraries, fragments."""
+_ENTRY_BYTES = 4
+"""Of a token id or a block number."""
 KV_SHARE = 0.25
 """Default share of the memory beside the weights that the KV cache takes at most."""
 KV_MODEST = 2 * 2**30
@@ -22,7 +24,13 @@ KV_SHARE_MOST = 0.8
 
 def estimated_room(args: EngineArgs, model: AnySpec, dtype: str, quantization: str, device: DeviceFacts) -> int:
     """Bytes left for KV beside the weights, before these are there."""
-    room = device.available_memory - weight_bytes(model, dtype, quantization)
+    weights = weight_bytes(model, dtype, quantization)
+    if weights > device.available_memory:
+        raise ConfigError(
+            f"the model's configuration means {weights:,} bytes of weights, and {device.available_memory:,} are free",
+            "model",
+        )
+    room = device.available_memory - weights
     if device.cuda:
         room -= CUDA_SLACK + int((1 - args.gpu_memory_utilization) * device.total_memory)
     return room
@@ -63,9 +71,10 @@ class KVPlan:
         return cache, length
 
     def _asked_length(self) -> int | None:
-        """None: as long as fits."""
+        """None: as long as fits, as where the cache was given a size and the length was left open."""
         length, most = self._args.max_model_len, self._model.max_position
-        if length == "auto":
+        sized = self._args.num_kv_blocks is not None or self._args.kv_cache_memory is not None
+        if length == "auto" or (length is None and sized):
             return None
         if length is None:
             return most
@@ -149,9 +158,13 @@ class KVPlan:
 
     def _auto_length(self, longest: int, where: str, log: DecisionLog) -> int:
         if longest < 2:
-            raise ConfigError(f"not even 2 tokens fit in {where}: give the cache more room", "max_model_len")
-        whole = longest == self._model.max_position
-        log.note("max_model_len", longest, "the model's context, all of it" if whole else f"the longest that fits in {where}")
+            sized = "kv_cache_memory" if self._args.num_kv_blocks is None else "num_kv_blocks"
+            param = sized if self._args.max_model_len is None else "max_model_len"
+            raise ConfigError(f"not even 2 tokens fit in {where}: give the cache more room", param)
+        if longest < self._model.max_position:
+            log.note("max_model_len", longest, f"the longest that fits in {where}")
+        elif self._args.max_model_len == "auto":
+            log.note("max_model_len", longest, "the model's context, all of it")
         return longest
 
     def _longest(self, fits: typing.Callable[[int], bool]) -> int:
@@ -180,3 +193,15 @@ class KVPlan:
 
     def _least_bytes(self, length: int) -> int:
         return Arena.holding(self._sizes, [self._fewest(group, length) for group in self._groups]).nbytes
+
+
+def check_slots(args: EngineArgs, num_seqs: int, max_model_len: int, num_groups: int, room: int) -> None:
+    """Raises ConfigError if the tokens and block tables of all running sequences do not fit beside the weights."""
+    row = max_model_len + 1 + num_groups * -(-max_model_len // args.block_size)
+    nbytes = num_seqs * row * _ENTRY_BYTES
+    if nbytes > room:
+        raise ConfigError(
+            f"max_num_seqs {num_seqs:,} takes {nbytes:,} bytes for tables of sequences of up to {max_model_len:,} tokens, "
+            f"and {room:,} are free beside the weights: lower max_num_seqs or max_model_len",
+            "max_num_seqs",
+        )

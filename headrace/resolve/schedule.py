@@ -12,6 +12,7 @@ from headrace.resolve.facts import DecisionLog, DeviceFacts, matrices
 
 CPU_NUM_SEQS = 64
 CPU_BATCHED_TOKENS = 2048
+CPU_PREFILL_PER_THREAD = 32
 CUDA_NUM_SEQS = 256
 CUDA_BATCHED_TOKENS = 16384
 CUDA_PIPELINE_DEPTH = 2
@@ -38,6 +39,15 @@ def batch(args: EngineArgs, device: DeviceFacts, log: DecisionLog) -> tuple[int,
         tokens = max(chunk, seqs)
         log.note("max_num_batched_tokens", tokens, "long chunks fill the matrix units; running requests wait for one at most")
     return seqs, tokens
+
+
+def prefill_beside_decode(args: EngineArgs, device: DeviceFacts, num_threads: int, log: DecisionLog) -> int | None:
+    """Prompt tokens of a step while sequences generate; None: no limit."""
+    if args.max_prefill_tokens_beside_decode is not None or device.cuda:
+        return args.max_prefill_tokens_beside_decode
+    tokens = CPU_PREFILL_PER_THREAD * num_threads
+    log.note("max_prefill_tokens_beside_decode", tokens, "on a CPU a prompt takes no longer in such chunks, and streams go on")
+    return tokens
 
 
 def attention(

@@ -6,9 +6,12 @@ many bytes of msgpack.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -18,6 +21,8 @@ import msgspec
 from headrace.config import EngineConfig
 from headrace.core.plan import SamplePlan, StepPlan, StepResult, decode_plan, encode_plan
 from headrace.errors import ConfigError
+
+logger = logging.getLogger("headrace.engine")
 
 FORMAT = "headrace plans 2"
 _LENGTH_BYTES = 4
@@ -47,26 +52,61 @@ def _digest(value: Any) -> str:
 
 
 class Recorder:
-    """Writes plans to a file, each before it is executed, so that the file tells what a crash was about."""
+    """Writes plans to a file, each before it is executed, so that the file tells what a crash was about.
+
+    A failing write ends the recording, not the engine. What was written before stays readable.
+    """
 
     def __init__(self, path: str | Path, config: EngineConfig) -> None:
-        """Raises: ConfigError: the file cannot be written."""
+        """``path``: of the file; where it exists, a number is added, so that no record is ever overwritten.
+
+        Raises:
+            ConfigError: the file cannot be written.
+        """
         try:
-            self._file: BinaryIO = open(path, "wb")  # noqa: SIM115
+            self._file: BinaryIO | None = _create(Path(path))
+            self._put(self._file, msgspec.msgpack.encode(Header(FORMAT, fingerprint(config))))
         except OSError as error:
             raise ConfigError(f"the steps cannot be recorded in {path}: {error.strerror}", "record_steps") from error
-        self._put(msgspec.msgpack.encode(Header(FORMAT, fingerprint(config))))
+        logger.info("steps are recorded in %s", self._file.name)
 
     def write(self, plan: StepPlan | SamplePlan) -> None:
-        self._put(encode_plan(plan))
+        if self._file is None:
+            return
+        try:
+            self._put(self._file, encode_plan(plan))
+        except OSError as error:
+            logger.error("the recording in %s ends before step %d: %s", self._file.name, plan.step, error.strerror)
+            self.close()
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            # Closing writes what is buffered, which fails again on a full disk; the descriptor is freed all the same.
+            with contextlib.suppress(OSError):
+                self._file.close()
+            self._file = None
 
-    def _put(self, data: bytes) -> None:
-        self._file.write(len(data).to_bytes(_LENGTH_BYTES, "little"))
-        self._file.write(data)
-        self._file.flush()
+    @staticmethod
+    def _put(file: BinaryIO, data: bytes) -> None:
+        file.write(len(data).to_bytes(_LENGTH_BYTES, "little"))
+        file.write(data)
+        file.flush()
+
+
+def _create(path: Path) -> BinaryIO:
+    """Opens the first of ``path``, ``path.1``, ``path.2``, ... that does not exist. A pipe or a device is opened as it is."""
+    if path.exists() and not path.is_file():
+        return path.open("wb")
+    names = itertools.chain([path], (path.with_name(f"{path.name}.{number}") for number in itertools.count(1)))
+    return next(file for name in names if (file := _create_new(name)) is not None)
+
+
+def _create_new(path: Path) -> BinaryIO | None:
+    """None if ``path`` exists."""
+    try:
+        return path.open("xb")
+    except FileExistsError:
+        return None
 
 
 def read_plans(path: str | Path) -> tuple[Header, Iterator[StepPlan | SamplePlan]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Sequence
 
 import msgspec
@@ -17,7 +18,7 @@ from headrace.core.plan import NewSequence, SamplePlan, StepPlan, StepResult
 from headrace.errors import EngineError, RequestError
 from headrace.kernels.transfer import upload
 from headrace.models.interface import Model
-from headrace.outputs import TokenLogprobs
+from headrace.outputs import Failure, TokenLogprobs
 from headrace.runner.build import make_backends, make_caches, make_recorder
 from headrace.runner.clock import Stopwatch
 from headrace.runner.graphs import GraphCount, StepGraphs
@@ -31,9 +32,11 @@ from headrace.sampling.masks import TokenMasks
 from headrace.sampling.sampler import FAULTS, NOT_FINITE, Sampler
 from headrace.text.vocab import TokenBytes
 
+logger = logging.getLogger("headrace.engine")
+
 _LOGITS_BYTES = 64 * 2**20
 """The most that the logits of prompt tokens take at a time."""
-BROKEN = "the model gave hidden states that are not finite"
+BROKEN = Failure("the model gave hidden states that are not finite")
 
 
 @dataclasses.dataclass
@@ -47,7 +50,7 @@ class StepHandle:
     places: Indices = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))
     """``[R]``: row -> its place in column 1 of ``outcome``."""
     num_places: int = 0
-    refused: dict[int, str] = dataclasses.field(default_factory=dict)
+    refused: dict[int, Failure] = dataclasses.field(default_factory=dict)
     """seq_id -> why it was not taken in at all."""
     prompt_logprobs: dict[int, list[Measured]] = dataclasses.field(default_factory=dict)
     replayed: bool | None = None
@@ -103,7 +106,7 @@ class ModelRunner:
         """Executed, and not sampled yet."""
         self._prompt_logprobs: dict[int, NewSequence] = {}
         """Sequences by slot that want logprobs of their prompt."""
-        self._refused: dict[int, str] = {}
+        self._refused: dict[int, Failure] = {}
         """slot -> why its sequence cannot be served."""
         self._tainted = False
         """There may be KV that is not finite in blocks that are free, or will be."""
@@ -253,10 +256,10 @@ class ModelRunner:
             step.padding_tokens,
         )
 
-    def _errors(self, step: StepHandle, rows: RowArrays, outcome: npt.NDArray[np.int32]) -> dict[int, str]:
+    def _errors(self, step: StepHandle, rows: RowArrays, outcome: npt.NDArray[np.int32]) -> dict[int, Failure]:
         """seq_id -> why it cannot go on."""
         tokens, broken = outcome[: rows.num_logits_rows, 0], outcome[step.places, 1]
-        errors: dict[int, str] = {}
+        errors: dict[int, Failure] = {}
         if len(tokens) and tokens.min() < 0:
             errors = {
                 int(rows.seq_ids[rows.row_of[place]]): FAULTS[-int(tokens[place])] for place in np.flatnonzero(tokens < 0)
@@ -307,7 +310,10 @@ class ModelRunner:
             try:
                 self.sampler.add(seq.slot, seq)
             except RequestError as error:
-                self._refused[seq.slot] = error.message
+                self._refused[seq.slot] = Failure(error.message, client=True)
+            except Exception as error:
+                logger.exception("sequence %d cannot be sampled", seq.seq_id)
+                self._refused[seq.slot] = Failure(f"the request cannot be sampled: {type(error).__name__}: {error}")
             if seq.sampling.prompt_logprobs is not None:
                 self._prompt_logprobs[seq.slot] = seq
 
@@ -316,10 +322,10 @@ class ModelRunner:
         size = self._model.spec.vocab_size
         if not seq.token_ids or 0 <= min(seq.token_ids) <= max(seq.token_ids) < size:
             return seq
-        self._refused[seq.slot] = f"the prompt has a token id outside the vocabulary of {size}"
+        self._refused[seq.slot] = Failure(f"the prompt has a token id outside the vocabulary of {size}", client=True)
         return msgspec.structs.replace(seq, token_ids=[0] * len(seq.token_ids))
 
-    def _refusals(self, plan: StepPlan) -> dict[int, str]:
+    def _refusals(self, plan: StepPlan) -> dict[int, Failure]:
         """seq_id -> why, for rows of sequences that cannot be served."""
         if not self._refused:
             return {}

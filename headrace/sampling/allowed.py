@@ -5,26 +5,30 @@ from __future__ import annotations
 import torch
 
 from headrace.core.plan import NewSequence
-from headrace.kernels.transfer import upload
-from headrace.sampling.feature import LogitsRows
-from headrace.sampling.token_lists import TokenLists
+from headrace.sampling.feature import Feature, LogitsRows
+from headrace.sampling.slot_masks import SlotMasks
 
 
-class AllowedTokens(TokenLists):
-    param = "allowed_token_ids"
+class AllowedTokens(Feature):
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
+        super().__init__(num_slots)
+        self._masks = SlotMasks(num_slots, vocab_size, device, "allowed_token_ids")
 
     def add(self, slot: int, seq: NewSequence) -> bool:
-        if seq.sampling.allowed_token_ids is None:
+        allowed = seq.sampling.allowed_token_ids
+        if allowed is None:
             return False
-        self.put(slot, seq.sampling.allowed_token_ids)
+        self._masks.put(slot, allowed, allowed=True)
+        self.use(slot)
         return True
+
+    def remove(self, slot: int) -> None:
+        super().remove(slot)
+        if not self._num_users:
+            self._masks.forget()
 
     def apply(self, logits: torch.Tensor, rows: LogitsRows) -> bool:
         if not len(picked := self.users(rows)):
             return False
-        places, _ = self.places(picked, rows.slots[picked])
-        flat = logits.view(-1)
-        kept = flat[places]
-        logits.index_fill_(0, upload(picked, logits.device), -torch.inf)
-        flat[places] = kept
+        self._masks.apply(logits, picked, rows.slots[picked])
         return True

@@ -16,18 +16,20 @@ import torch
 from headrace.core.plan import NewSequence
 from headrace.core.request import BadWordsTable
 from headrace.kernels.transfer import upload
-from headrace.sampling.feature import LogitsRows, take_rows
-from headrace.sampling.token_lists import TokenLists
+from headrace.sampling.feature import Feature, LogitsRows, take_rows
+from headrace.sampling.slot_masks import SlotMasks
 from headrace.text.vocab import TokenBytes
 
 
-class BadWords(TokenLists):
-    """The inherited token lists hold the tokens that are banned in every state."""
-
-    param = "bad_words"
+class BadWords(Feature):
+    """The samples of a request share their automaton."""
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device, token_bytes: TokenBytes | None) -> None:
-        super().__init__(num_slots, vocab_size, device)
+        super().__init__(num_slots)
+        self._vocab_size = vocab_size
+        self._device = device
+        self._masks = SlotMasks(num_slots, vocab_size, device, "bad_words")
+        """Tokens that are banned in every state."""
         self._token_bytes = token_bytes
         self._texts: _Texts | None = None
         self._automatons: dict[int, _SlotAutomaton] = {}
@@ -41,8 +43,11 @@ class BadWords(TokenLists):
             return False
         if self._texts is None:
             self._texts = _Texts(self._token_bytes, self._vocab_size, self._device)
-        automaton = self._automatons[slot] = _SlotAutomaton.of(seq.bad_words)
-        self.put(slot, seq.bad_words.always)
+        shared = (automaton for automaton in self._automatons.values() if automaton.table is seq.bad_words)
+        automaton = next(shared, None) or _SlotAutomaton.of(seq.bad_words)
+        self._masks.put(slot, seq.bad_words.always, allowed=False)
+        self._automatons[slot] = automaton
+        self.use(slot)
         self._tables = None
         pieces = self._token_bytes.pieces if automaton.special_text else self._token_bytes.visible
         outputs = seq.token_ids[seq.prompt_len :]
@@ -53,14 +58,15 @@ class BadWords(TokenLists):
         super().remove(slot)
         if self._automatons.pop(slot, None) is not None:
             self._tables = None
+        if not self._automatons:
+            self._masks.forget()
 
     def apply(self, logits: torch.Tensor, rows: LogitsRows) -> bool:
         if not len(picked := self.users(rows)):
             return False
         slots = rows.slots[picked]
         flat = logits.view(-1)
-        places, _ = self.places(picked, slots)
-        flat.index_fill_(0, places, -torch.inf)
+        self._masks.apply(logits, picked, slots)
         tables = self._current_tables()
         lengths = tables.most_banned[slots]
         total = int(lengths.sum())
@@ -102,10 +108,11 @@ class BadWords(TokenLists):
         return self._tables
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class _SlotAutomaton:
     """The automaton of one request, on the host. Its states start at 0."""
 
+    table: BadWordsTable
     transitions: npt.NDArray[np.int16]
     """``[states, 256]``"""
     bans: npt.NDArray[np.int64]
@@ -120,7 +127,7 @@ class _SlotAutomaton:
         bans = np.fromiter(itertools.chain.from_iterable(table.by_state), dtype=np.int64)
         starts = np.cumsum([0, *map(len, table.by_state)])
         transitions = np.frombuffer(table.transitions, dtype="<i2").reshape(table.num_states, 256).astype(np.int16)
-        return cls(transitions, bans, starts, _depth(transitions), table.special_text)
+        return cls(table, transitions, bans, starts, _depth(transitions), table.special_text)
 
     def state_after(self, text: bytes) -> int:
         """State that ``text`` leads to from the start."""
@@ -143,7 +150,7 @@ def _depth(transitions: npt.NDArray[np.int16]) -> int:
 
 
 class _Tables:
-    """The automatons of all slots, concatenated. Rebuilt when a slot gains or loses one."""
+    """The automatons of all slots, each once, concatenated. Rebuilt when a slot gains or loses one."""
 
     def __init__(self, automatons: dict[int, _SlotAutomaton], num_slots: int, device: torch.device) -> None:
         # Index space: slot.
@@ -153,20 +160,24 @@ class _Tables:
         self.special_text = np.zeros(num_slots, dtype=np.int64)
         states = num_bans = 0
         starts = []
+        places: dict[_SlotAutomaton, int] = {}
         for slot, automaton in automatons.items():
-            self.first_state[slot] = states
+            known = automaton in places
+            self.first_state[slot] = places.setdefault(automaton, states)
             self.most_banned[slot] = np.diff(automaton.ban_starts).max()
             self.depth[slot] = automaton.depth
             self.special_text[slot] = automaton.special_text
+            if known:
+                continue
             starts.append(automaton.ban_starts[:-1] + num_bans)
             states += len(automaton.transitions)
             num_bans += len(automaton.bans)
         # Index space: state of the concatenated table.
-        self.transitions = upload(np.concatenate([a.transitions for a in automatons.values()]).ravel(), device)
+        self.transitions = upload(np.concatenate([a.transitions for a in places]).ravel(), device)
         """``[states * 256]`` int16: next states, numbered within their automaton."""
         self.ban_starts = upload(np.concatenate([*starts, [num_bans]]), device)
         """``[states + 1]`` int64"""
-        self.bans = upload(np.concatenate([a.bans for a in automatons.values()]), device)
+        self.bans = upload(np.concatenate([a.bans for a in places]), device)
         """Token ids, ``[bans]`` int64"""
 
 

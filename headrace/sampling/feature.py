@@ -58,7 +58,7 @@ class Feature:
         return np.flatnonzero(self._uses[rows.slots]) if self._num_users else _NO_ROWS
 
     def remove(self, slot: int) -> None:
-        """Clears the slot; no-op if its sequence does not use the feature."""
+        """Clears the slot, also after ``add`` was cut short; no-op if its sequence does not use the feature."""
         self._num_users -= int(self._uses[slot])
         self._uses[slot] = False
 

@@ -1,17 +1,18 @@
-"""TokenMasks: bans the tokens that the masks of a step's SamplePlan do not allow."""
+"""TokenMasks: bans the tokens that the masks of a step's SamplePlan do not allow. Constrained: which sequences need masks."""
 
 from __future__ import annotations
 
 import dataclasses
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from headrace.core.plan import SamplePlan
+from headrace.core.plan import NewSequence, SamplePlan
 from headrace.errors import EngineError
 from headrace.kernels.mask import apply_masks
 from headrace.kernels.transfer import upload
-from headrace.sampling.feature import Indices
+from headrace.sampling.feature import Feature, Indices, LogitsRows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +23,8 @@ class TokenMasks:
     """``[M, ceil(vocab / 32)]`` int32: a set bit allows the token."""
     which: torch.Tensor
     """``[N]`` int32: logits row -> index of its mask, or -1."""
+    host_which: npt.NDArray[np.int32]
+    """``which`` on the host."""
 
     @classmethod
     def of(cls, plan: SamplePlan, seq_ids: Indices, vocab_size: int, device: torch.device) -> TokenMasks | None:
@@ -48,8 +51,23 @@ class TokenMasks:
         # A single transfer for masks and indices.
         sent = upload(np.concatenate((np.frombuffer(b"".join(plan.masks), dtype="<i4"), which)), device)
         count = words * len(plan.masks)
-        return cls(sent[:count].view(-1, words), sent[count:])
+        return cls(sent[:count].view(-1, words), sent[count:], which)
 
     def apply(self, logits: torch.Tensor) -> None:
         """Bans tokens of ``logits [N, vocab]`` in place."""
         apply_masks(logits, self.masks, self.which)
+
+
+class Constrained(Feature):
+    """Sequences under a constraint. Their rows are never sampled without a mask: a missing one would allow every token."""
+
+    def add(self, slot: int, seq: NewSequence) -> bool:
+        if seq.constrained:
+            self.use(slot)
+        return seq.constrained
+
+    def check(self, rows: LogitsRows, masks: TokenMasks | None) -> None:
+        """Raises: EngineError: a row of a constrained sequence has no mask."""
+        users = self.users(rows)
+        if len(users) and (masks is None or (masks.host_which[users] < 0).any()):
+            raise EngineError(f"no token mask for the constrained sequences in slots {rows.slots[users].tolist()}")

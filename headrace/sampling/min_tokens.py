@@ -19,9 +19,11 @@ class MinTokens(TokenLists):
         """Index space: slot."""
 
     def add(self, slot: int, seq: NewSequence) -> bool:
+        if len(seq.token_ids) - seq.prompt_len >= seq.sampling.min_tokens:
+            return False
         # An end-of-sequence token may lie outside the vocabulary; the model cannot emit it then.
         stops = {token for token in (*seq.eos_token_ids, *(seq.sampling.stop_token_ids or ())) if token < self._vocab_size}
-        if not stops or len(seq.token_ids) - seq.prompt_len >= seq.sampling.min_tokens:
+        if not stops:
             return False
         self.put(slot, sorted(stops))
         self._minimum[slot] = seq.sampling.min_tokens

@@ -11,6 +11,7 @@ import torch
 
 from headrace.core.plan import NewSequence
 from headrace.kernels.transfer import upload
+from headrace.options import FLOAT32_MAX
 from headrace.sampling.feature import Feature, LogitsRows, take_rows
 
 _FIRST_CAPACITY = 4
@@ -79,9 +80,11 @@ class Penalties(Feature):
         flat = seen + upload(picked * self._vocab_size, self._device).unsqueeze(1)
         counts = self._counts.view(-1)[seen + (places * self._vocab_size).unsqueeze(1)].float()
         repetition, presence, frequency = self._strengths[places].unsqueeze(1).unbind(-1)
-        values = logits.view(-1)[flat]
-        values = torch.where(values > 0, values / repetition, values * repetition)
+        logit = logits.view(-1)[flat]
+        values = torch.where(logit > 0, logit / repetition, logit * repetition)
         values = values - counts * frequency - counts.clamp(max=1.0) * presence
+        # A penalty bans no token and makes none certain, however strong it is: only a banned one stays at -inf.
+        values.clamp_(-FLOAT32_MAX, FLOAT32_MAX).masked_fill_(logit == -torch.inf, -torch.inf)
         logits.view(-1)[flat] = values
         return True
 
@@ -100,9 +103,9 @@ class Penalties(Feature):
     def _add_places(self) -> None:
         old = len(self._counts)
         new = min(max(2 * old, _FIRST_CAPACITY), self._num_slots)
-        self._counts = _extended(self._counts, new)
-        self._strengths = _extended(self._strengths, new)
-        self._seen = _extended(self._seen, new)
+        # All or none: memory may run out at any of them.
+        extended = [_extended(tensor, new) for tensor in (self._counts, self._strengths, self._seen)]
+        self._counts, self._strengths, self._seen = extended
         self._free.extend(range(new - 1, old - 1, -1))
 
     def _widen(self, width: int) -> None:

@@ -16,21 +16,23 @@ import torch
 from headrace.core.plan import NewSequence
 from headrace.kernels import gpu
 from headrace.kernels.transfer import upload
-from headrace.outputs import TokenLogprobs
+from headrace.outputs import Failure, TokenLogprobs
 from headrace.sampling.allowed import AllowedTokens
 from headrace.sampling.bad_words import BadWords
 from headrace.sampling.bias import LogitBias
 from headrace.sampling.feature import Feature, Indices, LogitsRows
 from headrace.sampling.logprobs import Logprobs, Measured
-from headrace.sampling.masks import TokenMasks
+from headrace.sampling.masks import Constrained, TokenMasks
 from headrace.sampling.min_tokens import MinTokens
 from headrace.sampling.penalties import Penalties
 from headrace.sampling.topk_topp import SampledTokens, TopKTopPSampler
 from headrace.sampling.vocabulary import block_maxima
 from headrace.text.vocab import TokenBytes
 
-NOT_FINITE = "the model computed logits that are not finite"
-NOTHING_ALLOWED = "the token mask, logit_bias, allowed_token_ids, bad_words and min_tokens leave no token to sample"
+NOT_FINITE = Failure("the model computed logits that are not finite")
+NOTHING_ALLOWED = Failure(
+    "structured_outputs, allowed_token_ids, bad_words and min_tokens together leave no token to sample", client=True
+)
 
 FAULTS = {1: NOT_FINITE, 2: NOTHING_ALLOWED}
 
@@ -48,7 +50,7 @@ class Sampled:
     counts: torch.Tensor | None = None
     """``[rows with logits]`` int64: number of each row's tokens that are kept, from the first; None: all."""
 
-    def errors(self) -> dict[int, str]:
+    def errors(self) -> dict[int, Failure]:
         """logits row -> why no token was sampled. Call on a host copy."""
         return {row: FAULTS[fault] for row, fault in enumerate(self.faults.tolist()) if fault}
 
@@ -76,7 +78,9 @@ class Sampler:
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device, token_bytes: TokenBytes | None) -> None:
         self._penalties = Penalties(num_slots, vocab_size, device)
         self._logprobs = Logprobs(num_slots)
+        self._constrained = Constrained(num_slots)
         self._features: tuple[Feature, ...] = (
+            self._constrained,
             self._logprobs,
             AllowedTokens(num_slots, vocab_size, device),
             LogitBias(num_slots, vocab_size, device),
@@ -102,21 +106,31 @@ class Sampler:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the penalties' histograms, the only state that grows with slots times vocabulary."""
+        """Bytes of the penalties' histograms, the only large state that grows with slots times vocabulary."""
         return self._penalties.nbytes
 
     def add(self, slot: int, seq: NewSequence) -> None:
-        """Initialises a slot for its new sequence."""
-        self._topk_topp.add(slot, seq)
-        self._num_features[slot] = sum([feature.add(slot, seq) for feature in self._features])
+        """Initialises a slot for its new sequence.
+
+        After an exception no feature applies to the slot, and steps may still have rows of it.
+        """
+        try:
+            self._topk_topp.add(slot, seq)
+            self._num_features[slot] = sum([feature.add(slot, seq) for feature in self._features])
+        except Exception:
+            self.remove(slot)
+            raise
 
     def remove(self, slot: int) -> None:
+        """Clears a slot, whatever of ``add`` has been done."""
         self._num_features[slot] = 0
+        self._topk_topp.remove(slot)
         for feature in self._features:
             feature.remove(slot)
 
     def sample(self, logits: torch.Tensor, rows: LogitsRows, masks: TokenMasks | None = None) -> Sampled:
         """Samples a token for each logits row and updates the features. Overwrites ``logits [N, vocab]`` float32."""
+        self._constrained.check(rows, masks)
         # The sampling kernels do not need block maxima.
         maxima = None if gpu.takes(logits) else block_maxima(logits)
         model_best = logits.amax(-1) if maxima is None else maxima.amax(-1)

@@ -88,6 +88,10 @@ class TopKTopPSampler:
         key = np.array([*seed_words(seq.seed), seq.sample_index])
         self.keys[slot].copy_(upload(key, self._device), non_blocking=True)
 
+    def remove(self, slot: int) -> None:
+        """Makes the slot one that takes the best token."""
+        self._kind[slot] = GREEDY
+
     def filters(self, slots: Indices) -> bool:
         """True if filters restrict any of the slots; taking the best token does not count as a filter."""
         return bool((self._kind[slots] == FILTERED).any())

@@ -10,13 +10,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
+from headrace.constrain.fields import ConstraintFields
 from headrace.core.request import Request
 from headrace.options import options
 from headrace.sampling_params import SamplingParams
 from headrace.server.errors import ApiError, shown
 
 Endpoint = Literal["chat", "completions"]
-Origin = Literal["OpenAI", "vLLM", "headrace"]
+Origin = Literal["OpenAI", "vLLM", "SGLang", "llama.cpp", "headrace"]
 Treatment = Literal["applied", "accepted", "refused"]
 
 _BOTH: tuple[Endpoint, ...] = ("chat", "completions")
@@ -66,12 +67,10 @@ def _other(
     )
 
 
-_EMPTY = Annotated[list[Any], Field(max_length=0)]
 _METADATA = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
     Field(max_length=16),
 ]
-_NO_TOOLS = "tool calling is not served by this version"
 
 FIELDS: tuple[FieldRule, ...] = (
     *_declared("OpenAI", _BOTH, "temperature top_p frequency_penalty presence_penalty logit_bias seed stop n", SamplingParams),
@@ -80,9 +79,19 @@ FIELDS: tuple[FieldRule, ...] = (
         "vLLM",
         _BOTH,
         "top_k min_p repetition_penalty min_tokens stop_token_ids include_stop_str_in_output bad_words allowed_token_ids "
-        "ignore_eos skip_special_tokens prompt_logprobs",
+        "ignore_eos skip_special_tokens prompt_logprobs structured_outputs",
         SamplingParams,
     ),
+    *_declared("OpenAI", _CHAT, "response_format", ConstraintFields),
+    *_declared("vLLM", _TEXT, "response_format", ConstraintFields),
+    *_declared(
+        "vLLM",
+        _BOTH,
+        "guided_json guided_regex guided_choice guided_grammar guided_whitespace_pattern",
+        ConstraintFields,
+    ),
+    *_declared("SGLang", _BOTH, "regex ebnf json_schema", ConstraintFields),
+    *_declared("llama.cpp", _BOTH, "grammar", ConstraintFields),
     *_declared("headrace", _BOTH, "logprobs_mode", SamplingParams),
     *_declared("vLLM", _BOTH, "cache_salt priority", Request),
     *_applied(
@@ -124,6 +133,20 @@ FIELDS: tuple[FieldRule, ...] = (
         chat_template_kwargs="Further variables for the chat template.",
         add_generation_prompt="End the prompt with the start of the assistant's turn. Default: true.",
         continue_final_message="Continue the last message instead of starting a new turn.",
+        include_reasoning="false: leave reasoning out of the answer.",
+    ),
+    *_applied(
+        "OpenAI",
+        _CHAT,
+        tools="Functions that the model may call. Functions with strict: true are refused.",
+        tool_choice="none or auto (default). required, a function and allowed_tools are refused.",
+        parallel_tool_calls="false: the answer ends with its first call.",
+        functions="Older name of tools: a list of functions.",
+        function_call="Older name of tool_choice.",
+    ),
+    *_applied("SGLang", _CHAT, separate_reasoning="false: leave reasoning in the content, as the model writes it."),
+    *_applied(
+        "headrace", _CHAT, stop_in_reasoning="true: stop strings end the answer in reasoning too. Default: in content only."
     ),
     _other("accepted", "user", "a label for the caller's own records", str, "any string", _BOTH),
     _other("accepted", "safety_identifier", "a label for the caller's own records", str, "any string"),
@@ -135,19 +158,14 @@ FIELDS: tuple[FieldRule, ...] = (
         str,
         "any string",
     ),
-    _other("accepted", "parallel_tool_calls", "says how tools are called; there are none", bool, "true, false"),
     _other("refused", "store", "completions are not stored", Literal[False], "false"),
     _other("refused", "service_tier", "there is one tier", Literal["auto", "default"], '"auto", "default"'),
-    _other("refused", "tools", _NO_TOOLS, _EMPTY, "[]"),
-    _other("refused", "tool_choice", _NO_TOOLS, Literal["none", "auto"], '"none", "auto"'),
-    _other("refused", "functions", _NO_TOOLS, _EMPTY, "[]"),
-    _other("refused", "function_call", _NO_TOOLS, Literal["none", "auto"], '"none", "auto"'),
-    _other(
-        "refused",
-        "response_format",
-        "structured output is not served by this version",
-        dict[Literal["type"], Literal["text"]],
-        '{"type": "text"}',
+    FieldRule(
+        name="guided_decoding_backend",
+        endpoints=_BOTH,
+        origin="vLLM",
+        treatment="refused",
+        why="the backend is the server's: --structured-outputs-config",
     ),
     _other(
         "refused",

@@ -49,6 +49,7 @@ class Generation:
         self.requests = requests
         self.num_choices = sum(request.sampling.n for request in requests)
         self.completion_tokens = 0
+        self.reasoning_tokens = 0
         self._serving = serving
         self._observer = GenerationObserver(serving.metrics, [len(request.prompt_token_ids) for request in requests])
         self._prompts = {request.request_id: index for index, request in enumerate(requests)}
@@ -77,6 +78,10 @@ class Generation:
         self._note(piece)
         return piece
 
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        """Runs work on the answer beside the event loop."""
+        return await self._serving.llm.inputs.in_thread(work)
+
     async def aclose(self) -> None:
         """Abort what still runs; nothing if all is finished."""
         if self._stream is not None:
@@ -91,6 +96,7 @@ class Generation:
             "completion_tokens": self.completion_tokens,
             "total_tokens": prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": sum(self._cached)},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
         }
 
     @property
@@ -113,10 +119,14 @@ class Generation:
         delta = piece.delta
         self._times = delta.times or self._times
         self.completion_tokens += len(delta.token_ids)
+        self.reasoning_tokens += sum(event.tokens for event in delta.events)
         self._cached[piece.prompt] = max(self._cached[piece.prompt], delta.num_cached_tokens)
         self._observer.delta(piece.prompt, delta)
         if delta.finish_reason == "error":
             message = delta.error or "the engine failed on this request"
+            if delta.client_error:
+                param = None if delta.error_code is None else "structured_outputs"
+                raise RequestError(message, param, code=delta.error_code)
             # If the engine is not healthy, it failed itself and will be restarted.
             raise EngineError(message) if self._serving.llm.health().ok else EngineDeadError(message)
         if delta.finish_reason == "abort":

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from headrace.core.request import Request
 from headrace.engine.inputs import Prompt
 from headrace.options import INT32_MAX
 from headrace.server.errors import ApiError
@@ -67,9 +72,9 @@ def _token_ids(where: str, value: Any) -> list[int]:
         raise _wrong(where, "a list of token ids")
     if not value:
         raise ApiError(400, f"{where} is empty", param=where, code="invalid_value")
-    for index, token in enumerate(value):
-        if type(token) is not int or not 0 <= token <= INT32_MAX:
-            raise _wrong(f"{where}[{index}]", "a token id")
+    if not set(map(type, value)) <= {int} or not 0 <= min(value) <= max(value) <= INT32_MAX:
+        wrong = (index for index, token in enumerate(value) if type(token) is not int or not 0 <= token <= INT32_MAX)
+        raise _wrong(f"{where}[{next(wrong)}]", "a token id")
     return value
 
 
@@ -77,18 +82,77 @@ def _wrong(where: str, expected: str) -> ApiError:
     return ApiError(400, f"{where} must be {expected}", param=where, code="invalid_type")
 
 
-def render_messages(serving: Serving, body: ChatBody | TokenizeBody) -> str:
+async def render_messages(serving: Serving, body: ChatBody | TokenizeBody, tools: Sequence[Mapping[str, Any]] = ()) -> str:
     """The prompt text of a conversation. Raises: RequestError (400), naming the message and its field at fault."""
     if isinstance(body.messages, list):
         limit("messages", len(body.messages), serving.settings.max_messages)
-    text: str = need_tokenizer(serving, "messages").render_chat(
-        body.messages,
+    for name in ("messages", "chat_template_kwargs"):
+        _check_values(name, getattr(body, name), serving.settings.max_chat_values)
+    _check_values("tools", list(tools), serving.settings.max_chat_values)
+    messages, answers = body.messages, serving.llm.inputs.answers
+    if answers is not None and answers.tools is not None and answers.tools.ids == "alphanumeric9":
+        messages = _with_short_ids(messages)
+    render = functools.partial(
+        need_tokenizer(serving, "messages").render_chat,
+        messages,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
         chat_template_kwargs=body.chat_template_kwargs,
         strict=True,
+        **({"tools": tools} if tools else {}),
     )
-    return text
+    return await serving.llm.inputs.in_thread(render)
+
+
+def _check_values(name: str, value: Any, most: int) -> None:
+    """Raises ApiError where a JSON value holds more than ``most`` others; it looks at no more than those."""
+    left, found = [value], 0
+    while left:
+        value = left.pop()
+        if isinstance(value, (dict, list)):
+            found += len(value)
+            if found > most:
+                raise ApiError(
+                    400, f"{name} has more than {most} values, nested ones included", param=name, code="invalid_value"
+                )
+            left.extend(value.values() if isinstance(value, dict) else value)
+
+
+def check_prompt_logprobs(serving: Serving, requests: Sequence[Request], copies: int) -> None:
+    """Bounds the part of an answer that repeats for each prompt token.
+
+    Args:
+        copies: how often the answer has the logprobs of a prompt.
+
+    Raises:
+        ApiError: 400.
+    """
+    sampling = requests[0].sampling
+    if sampling.prompt_logprobs is None:
+        return
+    count = serving.model.vocab_size if sampling.prompt_logprobs == -1 else sampling.prompt_logprobs
+    tokens = sum(len(request.prompt_token_ids) for request in requests)
+    total, most = tokens * (count + 1) * copies, serving.settings.max_prompt_logprobs
+    if total > most:
+        message = (
+            f"{tokens} prompt tokens with {count} + 1 logprobs each, {copies} times, are {total}; at most {most} are allowed"
+        )
+        raise ApiError(400, message, param="prompt_logprobs", code="invalid_value")
+
+
+def _with_short_ids(messages: Any) -> Any:
+    """Messages whose tool call ids have 9 letters and digits: Mistral's templates take no others. They are checked later."""
+    if isinstance(messages, Mapping):
+        ids = {name: _short_id(messages[name]) for name in ("id", "tool_call_id") if isinstance(messages.get(name), str)}
+        calls = {"tool_calls": _with_short_ids(messages["tool_calls"])} if messages.get("tool_calls") else {}
+        return {**messages, **ids, **calls}
+    return [_with_short_ids(message) for message in messages] if isinstance(messages, list) else messages
+
+
+def _short_id(identity: str) -> str:
+    if re.fullmatch("[A-Za-z0-9]{9}", identity):
+        return identity
+    return hashlib.sha256(identity.encode("utf-8", "surrogatepass")).hexdigest()[:9]
 
 
 def need_tokenizer(serving: Serving, param: str) -> Any:

@@ -8,6 +8,7 @@ import errno
 import logging
 import resource
 import socket
+import ssl
 import time
 from collections.abc import Iterable
 from functools import partial
@@ -73,6 +74,8 @@ def run(llm: AsyncLLM, settings: ServerSettings) -> None:
         ConfigError: the engine cannot be built from its arguments, or the address cannot be listened on.
         EngineError: the engine did not start.
     """
+    if settings.tls_cert is not None and settings.tls_key is not None:
+        _check_certificate(settings.tls_cert, settings.tls_key)
     sockets = listen(settings)
     app = build_app(llm, settings)
     config = uvicorn_config(app, within_open_files(settings), timeout_graceful_shutdown=_CLEANUP_SECONDS)
@@ -177,3 +180,15 @@ def _unix_socket(path: str) -> socket.socket:
         raise ConfigError(f"cannot listen on {path}: {error.strerror or error}", "uds") from error
     logger.info("listening on unix:%s", path)
     return listener
+
+
+def _check_certificate(certificate: Path, key: Path) -> None:
+    """Raises ConfigError if a server cannot use them."""
+    try:
+        # A key with a password is refused, where OpenSSL would ask the terminal.
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
+    except OSError as error:
+        why = error.reason if isinstance(error, ssl.SSLError) else error.strerror
+        raise ConfigError(
+            f"{certificate} and {key} are no PEM certificate and its unencrypted key: {why or error}", "tls_cert"
+        ) from None

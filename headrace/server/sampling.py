@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from headrace.constrain.fields import folded, sources
 from headrace.errors import RequestError
 from headrace.options import from_json
 from headrace.sampling_params import SamplingParams
@@ -29,10 +30,15 @@ def chat_params(body: ChatBody, serving: Serving) -> SamplingParams:
 
 def chat_names(body: ChatBody) -> dict[str, str]:
     """Parameter of the engine -> the field of a chat request that sets it."""
-    names = {"prompt": "messages", "prompt_token_ids": "messages", "logprobs": "top_logprobs"}
+    names = {"prompt": "messages", "prompt_token_ids": "messages", "logprobs": "top_logprobs", **sources(body.sampling)}
     if body.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
     return names
+
+
+def completion_names(body: CompletionBody) -> dict[str, str]:
+    """As ``chat_names``, of a text completion."""
+    return {"prompt_token_ids": "prompt", **sources(body.sampling)}
 
 
 def completion_params(body: CompletionBody, serving: Serving) -> SamplingParams:
@@ -66,12 +72,14 @@ def _params(body: GenerationBody, fields: dict[str, Any], serving: Serving) -> S
         raise _invalid("stream_options needs stream: true", "stream_options")
     if not serving.model.has_tokenizer:
         fields["detokenize"] = False
-    params = serving.model.defaults.replace(from_json(SamplingParams, fields))
+    serving.llm.inputs.check_sizes(fields)
+    if isinstance(bias := fields.get("logit_bias"), dict):
+        limit("logit_bias", len(bias), serving.settings.max_logit_bias)
+    params = serving.model.defaults.replace(from_json(SamplingParams, folded(fields)))
     if body.stream and "prompt_logprobs" in fields:
         message = "prompt_logprobs is not supported with stream: true"
         raise ApiError(400, message, param="prompt_logprobs", code="unsupported_parameter")
     limit("n", params.n, serving.settings.max_n)
-    limit("logit_bias", len(params.logit_bias or ()), serving.settings.max_logit_bias)
     return params
 
 

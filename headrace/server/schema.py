@@ -9,12 +9,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, WithJsonSchema
 
+from headrace.constrain.fields import ConstraintFields
 from headrace.core.request import Request
 from headrace.options import INT32_MAX, options
 from headrace.sampling_params import SamplingParams
 
 _SAMPLING = options(SamplingParams)
 _REQUEST = options(Request)
+_CONSTRAINTS = options(ConstraintFields)
 
 Count = Annotated[int, Field(ge=0, le=INT32_MAX)]
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
@@ -34,6 +36,8 @@ Prompt = Annotated[
 ]
 # Checked by text/chat.py, where errors can name the part of a message.
 Messages = Annotated[Any, WithJsonSchema({"type": "array", "items": {"type": "object"}, "minItems": 1})]
+# Checked by tools.py.
+Tools = Annotated[Any, WithJsonSchema({"type": "array", "items": {"type": "object"}})]
 
 
 class RequestBody(BaseModel):
@@ -70,6 +74,7 @@ class GenerationBody(RequestBody):
     def sampling_schema(cls) -> dict[str, Any]:
         """JSON Schema of the sampling parameters."""
         known = {name: option for name, option in _SAMPLING.items() if name not in cls.model_fields and name != "detokenize"}
+        known |= _CONSTRAINTS
         return {name: option.json_schema() for name, option in known.items()}
 
 
@@ -83,6 +88,14 @@ class ChatBody(GenerationBody):
     add_generation_prompt: bool | None = None
     """None: unless the final message is continued."""
     continue_final_message: bool = False
+    tools: Tools = None
+    tool_choice: Annotated[Any, WithJsonSchema({"type": "string", "enum": ["none", "auto"]})] = None
+    parallel_tool_calls: bool = True
+    functions: Tools = None
+    function_call: Annotated[Any, WithJsonSchema({"type": "string", "enum": ["none", "auto"]})] = None
+    include_reasoning: bool = True
+    separate_reasoning: bool = True
+    stop_in_reasoning: bool = False
 
 
 class CompletionBody(GenerationBody):

@@ -6,12 +6,14 @@ import dataclasses
 import os
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated
+from typing import Annotated, Literal
 
 from headrace.errors import ConfigError
 from headrace.metrics.stats import MetricsCompat
 from headrace.options import LIMITS, MODEL, SECURITY, SERVER, OptionSpec, check
 from headrace.sampling_params import MAX_SAMPLES
+
+ReasoningField = Literal["both", "reasoning_content", "reasoning"]
 
 
 def _api_keys() -> tuple[str, ...]:
@@ -27,7 +29,7 @@ class ServerSettings:
         ConfigError: a value makes no sense; the error names the setting.
     """
 
-    panels = MappingProxyType({"host": SERVER, "api_keys": SECURITY, "max_messages": LIMITS, "chat_template": MODEL})
+    panels = MappingProxyType({"host": SERVER, "api_keys": SECURITY, "max_messages": LIMITS, "enable_auto_tool_choice": MODEL})
 
     host: str = "127.0.0.1"
     """Address to listen on. The default accepts connections from this machine only; 0.0.0.0 opens the server to the network
@@ -96,6 +98,11 @@ class ServerSettings:
     closes its connections."""
     max_messages: Annotated[int, OptionSpec(min=1)] = 4096
     """Maximum number of messages in a chat request."""
+    max_chat_values: Annotated[int, OptionSpec(min=1)] = 65_536
+    """Maximum number of JSON values in `messages` of a request, nested ones included, and as many in `chat_template_kwargs`."""
+    max_prompt_logprobs: Annotated[int, OptionSpec(min=1)] = 524_288
+    """Maximum number of log-probabilities of prompt tokens in one answer: prompt tokens times (`prompt_logprobs` + 1), for
+    completions times `n`. An entry takes about 70 bytes."""
     max_prompts: Annotated[int, OptionSpec(min=1)] = 256
     """Maximum number of prompts in a completions request."""
     max_n: Annotated[int, OptionSpec(min=1)] = MAX_SAMPLES
@@ -104,6 +111,11 @@ class ServerSettings:
     """Maximum number of prompts times `n` of a request."""
     max_logit_bias: Annotated[int, OptionSpec(min=1)] = 1024
     """Maximum number of tokens in `logit_bias`."""
+    enable_auto_tool_choice: bool = True
+    """Look for tool calls in the answers to requests that offer tools. Without it, such requests are refused unless they set
+    tool_choice to none."""
+    reasoning_field: ReasoningField = "both"
+    """Field of messages and deltas that has the reasoning: reasoning_content (SGLang, DeepSeek), reasoning (vLLM), or both."""
     chat_template: Annotated[str | None, OptionSpec(default="the model's own", metavar="FILE|TEMPLATE")] = None
     """Jinja file, or the template itself, that replaces the model's chat template."""
 

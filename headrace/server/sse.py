@@ -25,7 +25,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Answer(abc.ABC):
-    """Shapes the deltas of one generation for a protocol. It awaits nothing."""
+    """Shapes the deltas of one generation for a protocol."""
 
     def __init__(self, body: GenerationBody, model: ServedModel, generation: Generation, request_id: str, kind: str) -> None:
         """``kind``: the ``object`` of events and answers."""
@@ -45,6 +45,10 @@ class Answer(abc.ABC):
             "model": model.name,
             "system_fingerprint": model.fingerprint,
         }
+
+    @abc.abstractmethod
+    async def prepare(self, piece: Piece) -> None:
+        """Shapes the logprobs of a whole prompt beside the event loop, before ``add``."""
 
     @abc.abstractmethod
     def add(self, piece: Piece) -> Iterable[dict[str, Any]]:
@@ -92,6 +96,8 @@ async def respond(request: Request, serving: Serving, generation: Generation, an
 async def _collected(generation: Generation, answer: Answer) -> dict[str, Any]:
     async with contextlib.aclosing(generation):
         while (piece := await generation.next()) is not None:
+            if piece.delta.prompt_logprobs is not None:
+                await answer.prepare(piece)
             for _ in answer.add(piece):
                 pass
     return answer.whole() | answer.metrics()
@@ -132,6 +138,8 @@ class EventStream(Response):
 
     async def _send_all(self, send: Send) -> None:
         while (piece := await self._generation.next()) is not None:
+            if piece.delta.prompt_logprobs is not None:
+                await self._answer.prepare(piece)
             if body := b"".join(map(_data, self._answer.add(piece))):
                 await send({"type": "http.response.body", "body": body, "more_body": True})
         for event in self._answer.last():

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import math
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from safetensors import SafetensorError, safe_open
 
 from headrace.errors import ConfigError
+from headrace.options import shown
+from headrace.sources.fields import FIELDS, check_config, read_json, sampling_default, typed
 from headrace.sources.locate import PICKLES, refuse_pickles
 from headrace.sources.plain_config import plain_config
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 _INDEX = "model.safetensors.index.json"
+_WEIGHTS = re.compile(r"[ -.0-~]{1,200}\.safetensors")
 _DESCRIPTION = ["*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt"]
 _SECOND_COPIES = ["*/*", "consolidated*"]
 """Not ours to download: subfolders hold other formats of the same weights, ``consolidated`` is their second copy."""
@@ -76,6 +78,7 @@ def read_config(path: Path, *, trust_remote_code: bool = False) -> PreTrainedCon
     """
     file = path / "config.json"
     raw = read_json(file)
+    check_config(raw, file)
     if (plain := plain_config(raw)) is not None:
         return cast("PreTrainedConfig", plain)
     from transformers import AutoConfig, PreTrainedConfig
@@ -83,13 +86,14 @@ def read_config(path: Path, *, trust_remote_code: bool = False) -> PreTrainedCon
 
     foreign = raw.get("model_type") not in CONFIG_MAPPING
     trusted = foreign and trust_remote_code and "auto_map" in raw
-    if foreign and not trusted:
-        return PreTrainedConfig.from_dict(raw)
     try:
+        if foreign and not trusted:
+            return PreTrainedConfig.from_dict(raw)
         config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=trusted, local_files_only=True)
     except Exception as error:
         # Whatever a config class raises over the values it is given, it is this file's fault.
-        raise ConfigError(f"{file} cannot be used: {error}", "model") from error
+        unknown = f" (model_type {raw.get('model_type')!r} is unknown to transformers)" if foreign else ""
+        raise ConfigError(f"{file} cannot be used{unknown}: {' '.join(str(error).split())[:300]}", "model") from error
     return config
 
 
@@ -118,13 +122,15 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def _indexed_files(path: Path) -> list[Path]:
-    weight_map = read_json(path / _INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise ConfigError(f"{path / _INDEX} has no weight_map of tensor names to files", "model")
+    weight_map = typed(read_json(path / _INDEX).get("weight_map"), dict[str, str], path / _INDEX, "weight_map")
     names = sorted(set(weight_map.values()))
-    foreign = [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]
+    if not names:
+        raise ConfigError(f"{path / _INDEX}: weight_map names no file", "model")
+    foreign = [name for name in names if not _WEIGHTS.fullmatch(name)]
     if foreign:
-        raise ConfigError(f"{path / _INDEX} names {foreign[0]!r}, which is not a safetensors file of its directory", "model")
+        raise ConfigError(
+            f"{path / _INDEX}: weight_map has {shown(foreign[0])}, which is not a safetensors file of its directory", "model"
+        )
     missing = [name for name in names if not (path / name).exists()]
     if missing:
         raise ConfigError(f"{path} lacks {', '.join(missing)}, which {_INDEX} names", "model")
@@ -144,29 +150,12 @@ def generation_config(path: Path, config: PreTrainedConfig) -> dict[str, Any]:
     eos = raw.get("eos_token_id", getattr(config.get_text_config(), "eos_token_id", None))
     out: dict[str, Any] = {"eos_token_id": token_ids(eos, file)}
     for name in _SAMPLING_DEFAULTS:
-        value = raw.get(name)
-        if value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise ConfigError(f"{file}: {name} is {value!r}, which is not a number", "model")
-        out[name] = value
+        if (value := raw.get(name)) is not None:
+            out[name] = sampling_default(name, value, file, name)
     return out
 
 
 def token_ids(value: object, file: Path) -> list[int]:
     """One id, a list of them, or None, as a list without repeats."""
-    ids = [] if value is None else value if isinstance(value, list) else [value]
-    if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
-        raise ConfigError(f"{file}: eos_token_id is {value!r}, which is neither a token id nor a list of them", "model")
-    return list(dict.fromkeys(ids))
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object. Raises ConfigError that names the file."""
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} cannot be read: {error}", "model") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{file} does not hold a JSON object", "model")
-    return value
+    ids = [] if value is None else typed(value, FIELDS["eos_token_id"], file, "eos_token_id")
+    return list(dict.fromkeys(ids if isinstance(ids, list) else [ids]))

@@ -10,6 +10,7 @@ from headrace.config import Decision, EngineArgs
 from headrace.errors import ConfigError
 from headrace.options import shown
 from headrace.sources import directory, embedded
+from headrace.sources.fields import Vocabulary, typed
 from headrace.sources.locate import locate
 from headrace.sources.megatron import find_megatron, is_megatron
 
@@ -40,6 +41,11 @@ class ModelFiles:
     trust_remote_code: bool = False
     """Code that comes with the model may run."""
     decisions: tuple[Decision, ...] = ()
+
+    @property
+    def config_file(self) -> Path:
+        """The file that ``config`` was read from."""
+        return self.gguf_file or self.directory / "config.json"
 
 
 def find_model(args: EngineArgs) -> ModelFiles:
@@ -139,7 +145,8 @@ def _from_megatron(name: str, path: Path) -> ModelFiles:
         raise ConfigError(f"{found.directory} has no embedding.word_embeddings.weight: it is no language model", "model")
     from transformers import PreTrainedConfig
 
-    config = PreTrainedConfig.from_dict({"vocab_size": embedding[0]})
+    vocab_size = typed(embedding[0], Vocabulary, found.directory, "embedding.word_embeddings.weight")
+    config = PreTrainedConfig.from_dict({"vocab_size": vocab_size})
     return ModelFiles(
         name=name,
         kind="megatron",

@@ -15,6 +15,22 @@ from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, TokenType
 
 from headrace.config import Decision
 from headrace.errors import ConfigError
+from headrace.options import shown
+from headrace.sources.fields import (
+    Epsilon,
+    Experts,
+    Factor,
+    Layers,
+    Length,
+    Positions,
+    Size,
+    Theta,
+    TokenId,
+    Vocabulary,
+    Width,
+    sampling_default,
+    typed,
+)
 from headrace.sources.plain_config import plain_config
 
 if TYPE_CHECKING:
@@ -41,6 +57,8 @@ _SAMPLING_DEFAULTS = {
     "general.sampling.min_p": "min_p",
     "general.sampling.penalty_repeat": "repetition_penalty",
 }
+_NAME_LENGTH = 256
+"""Bytes of a name that an error quotes at most."""
 _END_OF_TURN = frozenset({"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|eom_id|>"})
 """Control tokens that end a turn in every model that has them. Files often name only the end-of-text token."""
 
@@ -56,6 +74,21 @@ class GGUFFacts:
 
 class Reader(GGUFReader):
     """The gguf package's reader, but reads each array at once: the package takes seconds for a large vocabulary."""
+
+    def __init__(self, path: Path) -> None:
+        self._name = b""
+        """The string that was read last: the name of the field or tensor at hand, or a field's value."""
+        try:
+            super().__init__(path)
+        except (ValueError, KeyError, IndexError, OverflowError, struct.error, TypeError, RecursionError) as error:
+            raise ValueError(f"at {shown(self._name.decode('utf-8', 'replace'))}: {error}") from error
+
+    def _get_str(self, offset: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        length, data = super()._get_str(offset)
+        if len(data) != int(length[0]):
+            raise ValueError("the file ends inside a string")
+        self._name = bytes(data[:_NAME_LENGTH])
+        return length, data
 
     @functools.cached_property
     def decoded(self) -> dict[str, Any]:
@@ -74,7 +107,7 @@ class Reader(GGUFReader):
             return end - orig_offs, parts, list(range(length)), types
         numbers = self.gguf_scalar_to_np.get(item_type)
         if numbers is None:
-            return super()._get_field_parts(orig_offs, raw_type)
+            raise ValueError("arrays of arrays are not read")
         values = self._get(start, numbers, length)
         if len(values) != length:
             raise ValueError("the file ends inside an array")
@@ -115,8 +148,8 @@ def forget() -> None:
 def _open(path: Path, changed: int, size: int) -> Reader:
     try:
         reader = Reader(path)
-        parts = Metadata(path, reader).integer("split.count", 1)
-    except (OSError, ValueError, KeyError, IndexError, OverflowError, struct.error, TypeError) as error:
+        parts = Metadata(path, reader).integer("split.count", Width, 1)
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{path} is truncated or corrupt, it cannot be read as GGUF: {error}", "model") from error
     if parts > 1:
         raise ConfigError(
@@ -134,42 +167,41 @@ class Metadata:
         self.path = path
         self._reader = reader
 
-    def __getitem__(self, key: str) -> Any:
+    def __contains__(self, key: object) -> bool:
+        return key in self._reader.fields
+
+    def required(self, key: str, kind: Any) -> Any:
+        """Returns a field's value, of the type ``kind``."""
         field = self._reader.get_field(key)
         if field is None:
             raise ConfigError(f"{self.path} has no field {key}", "model")
         try:
             if key not in self._reader.decoded:
                 self._reader.decoded[key] = field.contents()
-            return self._reader.decoded[key]
         except (ValueError, IndexError, TypeError) as error:
             raise ConfigError(f"{self.path}: the field {key} is corrupt: {error}", "model") from error
+        return typed(self._reader.decoded[key], kind, self.path, key)
 
-    def __contains__(self, key: object) -> bool:
-        return key in self._reader.fields
+    def get(self, key: str, kind: Any, default: Any = None) -> Any:
+        """As ``required``; the default where the file lacks the field."""
+        return self.required(key, kind) if key in self else default
 
-    def get(self, key: str, default: Any = None) -> Any:
-        if key not in self:
+    def integer(self, key: str, kind: Any, default: int | None = None) -> int:
+        """Returns an integer of the type ``kind``; a list counts if all its entries are equal."""
+        if default is not None and key not in self:
             return default
-        return self[key]
-
-    def integer(self, key: str, default: int | None = None) -> int:
-        """Returns a non-negative integer; a list counts if all its entries are equal."""
-        value = self.get(key, default)
-        if isinstance(value, list) and value and len(set(value)) == 1:
-            value = value[0]
+        value = self.required(key, kind | list[kind])
         if isinstance(value, list):
-            raise ConfigError(f"{self.path}: {key} differs from layer to layer, which is not supported: {value}", "model")
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise ConfigError(f"{self.path}: {key} is {value!r}, which is not a count", "model")
-        return value
+            if len(set(value)) != 1:
+                raise ConfigError(f"{self.path}: {key} differs from layer to layer, which is not supported: {value}", "model")
+            value = value[0]
+        return int(value)
 
-    def number(self, key: str, default: float | None = None) -> float:
+    def number(self, key: str, kind: Any, default: float | None = None) -> float:
         """Returns a number as the shortest decimal of the same float32 value (1e-05, not 9.99e-06)."""
-        value = self.get(key, default)
-        if not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise ConfigError(f"{self.path}: {key} is {value!r}, which is not a number", "model")
-        return float(str(np.float32(value)))
+        if default is not None and key not in self:
+            return default
+        return float(str(np.float32(self.required(key, kind))))
 
 
 def read_metadata(path: Path) -> Metadata:
@@ -186,7 +218,7 @@ def read_facts(path: Path) -> GGUFFacts:
     reader = open_gguf(path)
     metadata = Metadata(path, reader)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
-    architecture = metadata["general.architecture"]
+    architecture = metadata.required("general.architecture", str)
     if architecture not in _KNOWN:
         known = ", ".join(_KNOWN)
         raise ConfigError(f"{path} holds the architecture {architecture!r}; known are: {known}", "model")
@@ -195,54 +227,54 @@ def read_facts(path: Path) -> GGUFFacts:
     generation: dict[str, Any] = {"eos_token_id": eos_token_ids(metadata)}
     for key, name in _SAMPLING_DEFAULTS.items():
         if key in metadata:
-            generation[name] = metadata.integer(key) if name == "top_k" else metadata.number(key)
+            value = metadata.integer(key, int) if name == "top_k" else metadata.number(key, float)
+            generation[name] = sampling_default(name, value, path, key)
     return GGUFFacts(config, generation, tuple(decisions))
 
 
 def eos_token_ids(metadata: Metadata) -> list[int]:
     """Tokens that end an answer: those the file names, then control tokens whose name ends a turn."""
     keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
-    ids = [metadata.integer(key) for key in keys if key in metadata]
-    types = metadata.get("tokenizer.ggml.token_type", [])
-    names = metadata.get("tokenizer.ggml.tokens", [])
+    ids = [metadata.integer(key, TokenId) for key in keys if key in metadata]
+    types = metadata.get("tokenizer.ggml.token_type", list[int], [])
+    names = metadata.get("tokenizer.ggml.tokens", list[str], [])
     ids += [i for i, kind in enumerate(types) if kind == TokenType.CONTROL and i < len(names) and names[i] in _END_OF_TURN]
     return list(dict.fromkeys(ids))
 
 
 def _config(metadata: Metadata, tensors: Mapping[str, Any], arch: str, decisions: list[Decision]) -> PreTrainedConfig:
     kind = arch
-    if metadata.get(f"{arch}.expert_count", 0):
+    if metadata.get(f"{arch}.expert_count", Experts, 0):
         raise ConfigError(f"{metadata.path} is a mixture of experts, which is not supported", "model")
     if "token_embd.weight" not in tensors:
         raise ConfigError(f"{metadata.path} has no tensor token_embd.weight", "model")
-    hidden, vocab = (int(size) for size in tensors["token_embd.weight"].shape)
-    heads = metadata.integer(f"{arch}.attention.head_count")
-    if not heads:
-        raise ConfigError(f"{metadata.path}: {arch}.attention.head_count is 0", "model")
-    head_dim = metadata.integer(f"{arch}.attention.key_length", hidden // heads)
+    shape = tensors["token_embd.weight"].shape.tolist()
+    hidden, vocab = typed(shape, tuple[Size, Vocabulary], metadata.path, "the shape of token_embd.weight")
+    heads = metadata.integer(f"{arch}.attention.head_count", Size)
+    head_dim = metadata.integer(f"{arch}.attention.key_length", Size, hidden // heads)
     facts: dict[str, Any] = {
         "vocab_size": vocab,
         "hidden_size": hidden,
-        "intermediate_size": metadata.integer(f"{arch}.feed_forward_length"),
-        "num_hidden_layers": metadata.integer(f"{arch}.block_count"),
+        "intermediate_size": metadata.integer(f"{arch}.feed_forward_length", Size),
+        "num_hidden_layers": metadata.integer(f"{arch}.block_count", Layers),
         "num_attention_heads": heads,
-        "num_key_value_heads": metadata.integer(f"{arch}.attention.head_count_kv", heads),
+        "num_key_value_heads": metadata.integer(f"{arch}.attention.head_count_kv", Size, heads),
         "head_dim": head_dim,
-        "max_position_embeddings": metadata.integer(f"{arch}.context_length"),
-        "rms_norm_eps": metadata.number(f"{arch}.attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": metadata.integer(f"{arch}.context_length", Positions),
+        "rms_norm_eps": metadata.number(f"{arch}.attention.layer_norm_rms_epsilon", Epsilon),
         "rope_parameters": _rope(metadata, tensors, arch, head_dim),
         "tie_word_embeddings": "output.weight" not in tensors,
-        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id"),
-        "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id"),
+        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id", TokenId),
+        "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id", TokenId),
+        "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id", TokenId),
         "dtype": _dtype(tensors),
     }
     for key in (f"{arch}.attention.value_length", f"{arch}.rope.dimension_count"):
-        if metadata.integer(key, head_dim) != head_dim:
-            raise ConfigError(f"{metadata.path}: {key} is {metadata[key]}, but a head is {head_dim} wide", "model")
-    if metadata.integer(f"{arch}.embedding_length", hidden) != hidden:
+        if (width := metadata.integer(key, Size, head_dim)) != head_dim:
+            raise ConfigError(f"{metadata.path}: {key} is {width}, but a head is {head_dim} wide", "model")
+    if metadata.integer(f"{arch}.embedding_length", Size, hidden) != hidden:
         raise ConfigError(f"{metadata.path}: {arch}.embedding_length is not token_embd.weight's width {hidden}", "model")
-    window = metadata.integer(f"{arch}.attention.sliding_window", 0)
+    window = metadata.integer(f"{arch}.attention.sliding_window", Length, 0)
     if arch == "llama" and window:
         kind = "mistral"
         facts["sliding_window"] = window
@@ -264,31 +296,32 @@ def _config(metadata: Metadata, tensors: Mapping[str, Any], arch: str, decisions
         return found
     except Exception as error:
         # The config classes raise errors of several libraries.
-        raise ConfigError(f"{metadata.path} does not describe a {_ARCHITECTURES[kind]}: {error}", "model") from error
+        why = " ".join(str(error).split())[:300]
+        raise ConfigError(f"{metadata.path} does not describe a {_ARCHITECTURES[kind]}: {why}", "model") from error
 
 
 def _rope(metadata: Metadata, tensors: Mapping[str, Any], arch: str, head_dim: int) -> dict[str, Any]:
     """Rotary embedding under transformers' names."""
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": metadata.number(f"{arch}.rope.freq_base", 10000.0)}
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": metadata.number(f"{arch}.rope.freq_base", Theta, 10000.0)}
     if "rope_freqs.weight" in tensors:
         factors = np.asarray(tensors["rope_freqs.weight"].data, dtype=np.float64).ravel()
         return rope | _llama3_scaling(metadata.path, factors, rope["rope_theta"], head_dim)
     scaling = f"{arch}.rope.scaling."
-    kind = metadata.get(scaling + "type", "none")
+    kind = metadata.get(scaling + "type", str, "none")
     if kind == "none":
         return rope
     if kind not in ("linear", "yarn"):
-        raise ConfigError(f"{metadata.path}: the rope scaling {kind!r} is not supported; linear and yarn are", "model")
-    rope |= {"rope_type": kind, "factor": metadata.number(scaling + "factor")}
+        raise ConfigError(f"{metadata.path}: {scaling}type {kind!r} is not supported; linear and yarn are", "model")
+    rope |= {"rope_type": kind, "factor": metadata.number(scaling + "factor", Factor)}
     if kind == "yarn":
-        rope["original_max_position_embeddings"] = metadata.integer(scaling + "original_context_length")
+        rope["original_max_position_embeddings"] = metadata.integer(scaling + "original_context_length", Positions)
         for key, name in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow")):
             if scaling + key in metadata:
-                rope[name] = metadata.number(scaling + key)
+                rope[name] = metadata.number(scaling + key, Factor)
         if scaling + "attn_factor" in metadata:
             # llama.cpp multiplies YaRN's default factor by this one; transformers takes the product.
             default = 0.1 * math.log(rope["factor"]) + 1.0
-            rope["attention_factor"] = default * metadata.number(scaling + "attn_factor")
+            rope["attention_factor"] = default * metadata.number(scaling + "attn_factor", Factor)
     return rope
 
 
@@ -298,7 +331,7 @@ def _llama3_scaling(path: Path, factors: np.ndarray[Any, Any], theta: float, hea
     Its constants are the same in every Llama 3.x; only ``factor`` differs (8 or 32).
     """
     low, high, original = 1.0, 4.0, 8192
-    factor = float(str(np.float32(factors.max())))
+    factor = float(str(np.float32(typed(float(factors.max(initial=0.0)), Factor, path, "rope_freqs.weight"))))
     wavelengths = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
     smooth = np.clip((original / wavelengths - low) / (high - low), 0.0, 1.0)
     expected = 1.0 / ((1 - smooth) / factor + smooth)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from headrace.errors import ConfigError
+from headrace.options import shown
 from headrace.sources import embedded
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -21,13 +22,18 @@ def locate(model: str | None) -> Path | None:
     """
     if model is None:
         return embedded.find()
-    path = Path(model).expanduser()
-    if path.is_file():
-        if not is_gguf(path):
-            raise ConfigError(_not_a_model(path), "model")
-        return path
-    if path.is_dir():
-        return path
+    try:
+        path = Path(model).expanduser()
+        if path.is_file():
+            if not is_gguf(path):
+                raise ConfigError(_not_a_model(path), "model")
+            return path
+        if path.is_dir():
+            return path
+    except (OSError, ValueError, RuntimeError) as error:
+        # The name is too long for a path, or the file is not ours to read, or its user does not exist.
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"there is no model {shown(model)}: {why}", "model") from None
     if path.suffix == ".gguf" or not _HUB_ID.fullmatch(model):
         raise ConfigError(f"there is no file or directory {model}", "model")
     return None

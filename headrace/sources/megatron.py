@@ -9,17 +9,23 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import json
 import pickle
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from headrace.errors import ConfigError
+from headrace.options import INT64_MAX
+from headrace.sources.fields import Experts, Layers, Positions, Size, Width, read_json, typed
 
 COMMON = "common.pt"
 _INDEX = ".metadata"
 _FORMAT = "metadata.json"
 _LATEST = "latest_checkpointed_iteration.txt"
+_NAME_BYTES = 20
+"""More than the number of an iteration has."""
 _DCP = "torch.distributed.checkpoint"
 _CLASSES = frozenset(
     {
@@ -39,6 +45,28 @@ _DTYPES = frozenset(
         *("uint8", "int8", "int16", "int32", "int64", "bool"),
     }
 )
+
+
+_SHAPE = tuple[Annotated[int, msgspec.Meta(ge=0, le=INT64_MAX)], ...]
+_ARGUMENTS: dict[str, Any] = {
+    "num_layers": Layers,
+    **dict.fromkeys(("hidden_size", "num_attention_heads"), Size),
+    "max_position_embeddings": Positions,
+    **dict.fromkeys(("ffn_hidden_size", "kv_channels", "num_query_groups", "moe_ffn_hidden_size"), Size | None),
+    **dict.fromkeys(("moe_shared_expert_intermediate_size", "q_lora_rank", "kv_lora_rank"), Width | None),
+    **dict.fromkeys(("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"), Width | None),
+    "num_experts": Experts | None,
+}
+
+
+def check_arguments(arguments: Mapping[str, Any], file: Path) -> None:
+    """Checks the arguments of a training run that decide how large its model is.
+
+    Raises:
+        ConfigError: one is missing, of another type or out of range; names file and argument.
+    """
+    for name, kind in _ARGUMENTS.items():
+        typed(arguments.get(name), kind, file, f"args.{name}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,11 +92,12 @@ def find_megatron(path: Path) -> MegatronFiles:
         ConfigError: it is none, or of a format that is not read, or its index asks for something other than tensors.
     """
     directory = _latest(path)
+    names = (("sharded_backend", None), ("common_backend", "torch"))
     try:
-        described = json.loads((directory / _FORMAT).read_text(encoding="utf-8"))
-        backend = (described["sharded_backend"], described.get("common_backend", "torch"))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{directory} is no distributed checkpoint of Megatron: {_FORMAT}: {error}", "model") from error
+        described = read_json(directory / _FORMAT)
+        backend = tuple(typed(described.get(name, default), str, directory / _FORMAT, name) for name, default in names)
+    except ConfigError as error:
+        raise ConfigError(f"{directory} is no distributed checkpoint of Megatron: {error.message}", "model") from error
     if backend != ("torch_dist", "torch"):
         raise ConfigError(f"{directory} is stored as {' and '.join(backend)}: only torch_dist and torch are read", "model")
     for name in (_INDEX, COMMON):
@@ -82,8 +111,8 @@ def _latest(path: Path) -> Path:
     file = path / _LATEST
     if (path / _FORMAT).exists() or not file.exists():
         return path
-    text = file.read_text(encoding="utf-8").strip()
-    if text != "release" and not text.isdecimal():
+    text = file.read_bytes()[:_NAME_BYTES].decode("utf-8", "replace").strip()
+    if text != "release" and not (text.isdecimal() and len(text) < _NAME_BYTES):
         raise ConfigError(f"{file} names no iteration: {text[:40]!r}", "model")
     return path / ("release" if text == "release" else f"iter_{int(text):07d}")
 
@@ -137,9 +166,9 @@ def _tensors(index: _Object, file: Path) -> dict[str, tuple[int, ...]]:
     if not isinstance(described, dict):
         raise ConfigError(f"{file} lists no tensors", "model")
     return {
-        name: entry.fields["size"]
+        typed(name, str, file, "a tensor's name"): typed(entry.fields.get("size"), _SHAPE, file, f"the size of {name}")
         for name, entry in described.items()
-        if isinstance(entry, _Object) and entry.kind == "TensorStorageMetadata" and isinstance(entry.fields.get("size"), tuple)
+        if isinstance(entry, _Object) and entry.kind == "TensorStorageMetadata"
     }
 
 

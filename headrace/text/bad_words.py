@@ -11,7 +11,6 @@ import numpy.typing as npt
 from headrace.config import SamplingLimits
 from headrace.core.request import BadWordsTable
 from headrace.errors import RequestError
-from headrace.text.stops import check_length
 from headrace.text.tokenizer import Tokenizer
 from headrace.text.vocab import TokenBytes, VocabularyIndex
 
@@ -20,11 +19,13 @@ _MAX_STATES = 2**15 - 1
 
 
 def check_bad_words(words: Sequence[str], tokenizer: Tokenizer, limits: SamplingLimits) -> None:
-    """Raises RequestError where there are more or longer bad words than the server allows."""
-    if len(words) > limits.max_bad_words_num:
-        raise RequestError(f"bad_words has {len(words)} words; at most {limits.max_bad_words_num} are allowed", "bad_words")
+    """Raises RequestError where there are longer bad words than the server allows."""
     for word in words:
-        check_length("bad_words", word, tokenizer, limits.bad_words_max_len)
+        length, most = len(tokenizer.encode(word, add_special_tokens=False, param="bad_words")), limits.bad_words_max_len
+        if length > most:
+            raise RequestError(
+                f"bad_words has a string of {length} tokens; at most {most} are allowed: {word[:40]!r}", "bad_words"
+            )
 
 
 def compile_bad_words(words: Sequence[str], token_bytes: TokenBytes, *, special_text: bool) -> BadWordsTable:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import jinja2
-from jinja2.ext import Extension
-from jinja2.nodes import CallBlock, Node
-from jinja2.parser import Parser
+import msgspec
 
 from headrace.errors import ConfigError, RequestError
 from headrace.options import shown
 from headrace.text.fast_tokenizer import FastTokenizer
+from headrace.text.template_messages import TemplateJob
+from headrace.text.templates import TemplateRenderer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -30,12 +29,19 @@ _RESERVED = frozenset(
 """What ``chat_template_kwargs`` may not set: it is the renderer's, or has a parameter of its own."""
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Type of a text part -> its field."""
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+_ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+    "function": "tool",  # the older name
+}
 """Role of OpenAI's API -> role that chat templates know."""
-_FIELDS = frozenset({"role", "content", "name", "tool_call_id"})
+_REASONING = ("reasoning_content", "reasoning")
+_OF_ASSISTANT = ("tool_calls", "function_call", *_REASONING)
+_FIELDS = frozenset({"role", "content", "name", "tool_call_id", *_OF_ASSISTANT})
 _UNSERVED = {
-    "tool_calls": "tool calling is not served by this version",
-    "function_call": "tool calling is not served by this version",
     "audio": "the model reads text",
     "refusal": "the model does not mark refusals",
 }
@@ -64,30 +70,35 @@ def read_template(source: str) -> str:
 
 
 def check_template(template: str) -> None:
-    """Raises ConfigError if a template is not valid Jinja."""
+    """Raises ConfigError if a template is not valid Jinja. Parses it only: Jinja's compiler computes the constants in it."""
+    import jinja2
+    from jinja2.ext import Extension
+    from jinja2.nodes import Node, Scope
+    from jinja2.parser import Parser
+
+    class Generation(Extension):
+        """The block ``{% generation %}`` of transformers, as far as the syntax goes."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: Parser) -> Node:
+            line = next(parser.stream).lineno
+            return Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
+
+    if len(template) > _MAX_TEMPLATE_BYTES:
+        raise ConfigError(f"the chat template has more than {_MAX_TEMPLATE_BYTES} characters", "chat_template")
     try:
-        jinja2.Environment(extensions=["jinja2.ext.loopcontrols", _Generation]).from_string(template)
+        jinja2.Environment(extensions=["jinja2.ext.loopcontrols", Generation]).parse(template)
     except jinja2.TemplateSyntaxError as error:
         raise ConfigError(
             f"the chat template is not valid Jinja: line {error.lineno}: {error.message}", "chat_template"
         ) from error
-
-
-class _Generation(Extension):
-    """The block ``{% generation %}`` of transformers, as far as the syntax goes."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: Parser) -> Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
-
-    def _body(self, caller: Callable[[], str]) -> str:
-        return caller()
+    except RecursionError as error:
+        raise ConfigError("the chat template is not valid Jinja: it is nested too deeply", "chat_template") from error
 
 
 def render(
+    renderer: TemplateRenderer,
     tokenizer: FastTokenizer | PreTrainedTokenizerFast,
     messages: Sequence[Mapping[str, Any]],
     *,
@@ -97,7 +108,7 @@ def render(
     template_kwargs: Mapping[str, Any],
     strict: bool,
 ) -> str:
-    """Render messages with the tokenizer's chat template, in Jinja's sandbox.
+    """Render messages with the tokenizer's chat template, in Jinja's sandbox and within the renderer's limits.
 
     Args:
         add_generation_prompt: None: unless the final message is continued.
@@ -107,7 +118,8 @@ def render(
         RequestError: there is no template, it refuses these messages, or they are malformed; the parameter is
             ``tools``, ``continue_final_message``, ``chat_template_kwargs.NAME`` or the field of the message at fault.
     """
-    if tokenizer.chat_template is None:
+    templates = tokenizer.chat_template
+    if templates is None:
         raise RequestError("this model has no chat template: give the server one, or send a plain prompt", "messages")
     for name in template_kwargs:
         if name in _RESERVED:
@@ -118,40 +130,46 @@ def render(
         raise RequestError("continue_final_message and add_generation_prompt exclude each other", "continue_final_message")
     if tools is not None and not all(isinstance(tool, Mapping) for tool in tools):
         raise RequestError("tools must be a list of objects", "tools")
-    from transformers.utils.chat_template_utils import render_jinja_template
-
     normalized = normalize(messages, strict=strict)
-    if continue_final_message and not normalized[-1]["content"]:
-        raise RequestError("continue_final_message needs text in the last message", "continue_final_message")
-    try:
-        rendered: Any = render_jinja_template(  # (texts, places of what the model said)
-            # Templates take a key that is not there for what it is, and may print None.
-            conversations=[[{name: value for name, value in message.items() if value is not None} for message in normalized]],
-            tools=[dict(tool) for tool in tools] if tools else None,
-            chat_template=_template(tokenizer.chat_template, bool(tools)),
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            **{**tokenizer.special_tokens_map, **template_kwargs},
+    last = normalized[-1]
+    if continue_final_message and _ROLES.get(last["role"], "assistant") != "assistant":
+        message = (
+            f"continue_final_message continues a message of the assistant, and the last one has the role {shown(last['role'])}"
         )
-        text = rendered[0][0]
-    except Exception as error:
-        # A template is a program over the request's values: whatever it raises, this request made it raise.
-        raise RequestError(f"the chat template cannot render these messages: {error}", "messages") from error
-    return str(text)
+        raise RequestError(message, "continue_final_message", code="invalid_value")
+    if continue_final_message and not last["content"]:
+        raise RequestError("continue_final_message needs text in the last message", "continue_final_message")
+    job = TemplateJob(
+        template=_template(templates, bool(tools)),
+        # Templates take a key that is not there for what it is, and may print None.
+        messages=[{name: value for name, value in message.items() if value is not None} for message in normalized],
+        tools=[dict(tool) for tool in tools] if tools else None,
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+        variables={**tokenizer.special_tokens_map, **template_kwargs},
+    )
+    try:
+        return renderer.render(job)
+    except RequestError as error:
+        # Some templates concatenate the arguments of calls as text.
+        if 'concatenate str (not "dict")' not in error.message:
+            raise
+    return renderer.render(msgspec.structs.replace(job, messages=_with_text_arguments(job.messages)))
 
 
 def _template(templates: str | dict[str, str], tools: bool) -> str:
     """The template of a model that may have several.
 
     Raises:
-        ValueError: there is none that is used by default.
+        RequestError: there is none that is used by default.
     """
     if isinstance(templates, str):
         return templates
     found = templates.get("tool_use") if tools else None
     found = found or templates.get("default")
     if found is None:
-        raise ValueError(f"the model has chat templates named {', '.join(sorted(templates))} and no default")
+        names = ", ".join(sorted(templates))
+        raise RequestError(f"the model has chat templates named {names} and no default", "messages")
     return found
 
 
@@ -187,15 +205,47 @@ def _message(where: str, message: Any, strict: bool) -> dict[str, Any]:
         out["role"] = _ROLES[out["role"]]
         if "tool_call_id" in out and out["role"] != "tool":
             raise RequestError(f"{where}.tool_call_id belongs to the role tool", f"{where}.tool_call_id", code="invalid_value")
+        _check_answer(where, out)
     content = out.get("content")
     if content is None:
-        if strict or out["role"] != "assistant":
+        if out["role"] != "assistant" or (strict and not out.get("tool_calls")):
             raise _missing(f"{where}.content")
         content = ""
     out["content"] = content if isinstance(content, str) else _joined(f"{where}.content", content, strict)
     if out.get("tool_calls"):
         out["tool_calls"] = [_tool_call(f"{where}.tool_calls[{i}]", call) for i, call in enumerate(out["tool_calls"])]
     return out
+
+
+def _check_answer(where: str, out: dict[str, Any]) -> None:
+    """Checks the fields that answers have, and gives each its one form: reasoning by both names, old calls as tool calls."""
+    for name in _OF_ASSISTANT:
+        if name in out and out["role"] != "assistant":
+            raise RequestError(f"{where}.{name} belongs to the role assistant", f"{where}.{name}", code="invalid_value")
+    reasoning = next((out[name] for name in _REASONING if name in out), None)
+    if reasoning is not None:
+        if not isinstance(reasoning, str):
+            raise _wrong_type(f"{where}.{next(name for name in _REASONING if name in out)}", "a string")
+        out |= dict.fromkeys(_REASONING, reasoning)
+    if (old := out.pop("function_call", None)) is not None:
+        _check_function(f"{where}.function_call", old)
+        out["tool_calls"] = [{"id": "call_0", "type": "function", "function": old}]
+    calls = out.get("tool_calls", [])
+    if not isinstance(calls, list):
+        raise _wrong_type(f"{where}.tool_calls", "a list of tool calls")
+    for index, call in enumerate(calls):
+        place = f"{where}.tool_calls[{index}]"
+        _check_function(f"{place}.function", call.get("function") if isinstance(call, Mapping) else None)
+        if not isinstance(call.get("id", ""), str):
+            raise _wrong_type(f"{place}.id", "a string")
+
+
+def _check_function(where: str, function: Any) -> None:
+    if not isinstance(function, Mapping):
+        raise _wrong_type(where, "an object with a name and arguments")
+    for name in ("name", "arguments"):
+        if not isinstance(function.get(name), str):
+            raise _wrong_type(f"{where}.{name}", "a string")
 
 
 def _documented(where: str, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -244,12 +294,35 @@ def _tool_call(where: str, call: Any) -> dict[str, Any]:
         raise _wrong_type(where, "a tool call with a function")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
+        path = f"{where}.function.arguments"
         try:
             arguments = json.loads(arguments) if arguments else {}
         except (ValueError, RecursionError) as error:
-            path = f"{where}.function.arguments"
             raise RequestError(f"{path} is not JSON: {error}", path, code="invalid_value") from error
+        if not isinstance(arguments, dict):
+            raise RequestError(f"{path} is not a JSON object", path, code="invalid_value")
+        arguments = _Arguments(arguments, function["arguments"])
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+class _Arguments(dict[str, Any]):
+    """Arguments of a call, which most templates take as an object, with the JSON text that the client sent."""
+
+    def __init__(self, value: dict[str, Any], text: str) -> None:
+        super().__init__(value)
+        self.text = text
+
+
+def _with_text_arguments(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def as_text(call: Mapping[str, Any]) -> dict[str, Any]:
+        arguments = call["function"]["arguments"]
+        text = arguments.text if isinstance(arguments, _Arguments) else json.dumps(arguments, ensure_ascii=False)
+        return {**call, "function": {**call["function"], "arguments": text or "{}"}}
+
+    return [
+        {**message, "tool_calls": [as_text(call) for call in message["tool_calls"]]} if message.get("tool_calls") else message
+        for message in messages
+    ]
 
 
 def _no_others(where: str, given: Mapping[str, Any], known: Collection[str]) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+import copy
+from collections.abc import Mapping, Sequence
 
 from headrace.text.tokenizer import Tokenizer
 
@@ -20,13 +21,30 @@ class IncrementalDetokenizer:
     out as U+FFFD as soon as it is known to be invalid, exactly as decoding the whole at once would give it.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int],
+        skip_special_tokens: bool = True,
+        markers: Mapping[int, str] | None = None,
+    ) -> None:
+        """``markers``: tokens that a parser watches, and the characters that stand for them in its input."""
         table = tokenizer.token_bytes
         self._pieces = table.visible if skip_special_tokens else table.pieces
+        self._markers = markers or {}
+        self._tail = self._prompt_tail(prompt_ids)
+        self._strip = 0 if self._tail else tokenizer.rules.strip
+        self._begin()
+
+    def _begin(self) -> None:
         self._decode = _Decoder(errors="replace").decode
-        tail = self._prompt_tail(prompt_ids)
-        self._strip = 0 if tail else tokenizer.rules.strip
-        self._decode(tail)
+        self._decode(self._tail)
+
+    def sibling(self) -> IncrementalDetokenizer:
+        """For another output after the same prompt; to be called before ``push``."""
+        other = copy.copy(self)
+        other._begin()
+        return other
 
     def _prompt_tail(self, prompt_ids: Sequence[int]) -> bytes:
         """The prompt's last bytes, from the start of a character on; empty if it shows no text."""
@@ -43,10 +61,16 @@ class IncrementalDetokenizer:
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that these tokens complete; often all of theirs, never half a character."""
         pieces = self._pieces
+        if self._markers and not self._markers.keys().isdisjoint(token_ids):
+            return "".join([self._push_marked(token) for token in token_ids])
         data = pieces[token_ids[0]] if len(token_ids) == 1 else b"".join([pieces[token] for token in token_ids])
         if self._strip and data:
             data = self._strip_start(data)
         return self._decode(data)
+
+    def _push_marked(self, token: int) -> str:
+        marker = self._markers.get(token)
+        return self.push([token]) if marker is None else self._decode(b"", True) + marker
 
     def flush(self) -> str:
         """What was held back: U+FFFD for an unfinished character. Call once, after the last token."""

@@ -28,6 +28,8 @@ class FastTokenizer:
     special_tokens_map: dict[str, str]
     """``bos_token``, ``eos_token``, ... -> the token's text; templates may use them by name."""
     chat_template: str | dict[str, str] | None = None
+    response_template: dict[str, Any] | None = None
+    """How the checkpoint says that its answers are to be read."""
 
     def __len__(self) -> int:
         return int(self.backend_tokenizer.get_vocab_size(with_added_tokens=True))
@@ -57,13 +59,16 @@ def from_directory(folder: Path) -> FastTokenizer:
     file = cache_directory() / f"tokenizer-{_fingerprint(folder)}.json"
     try:
         cached = json.loads(file.read_text(encoding="utf-8"))
-        return FastTokenizer(Backend.from_str(cached["backend"]), cached["special_tokens"], cached["chat_template"])
+        return FastTokenizer(
+            Backend.from_str(cached["backend"]), cached["special_tokens"], cached["chat_template"], cached["response_template"]
+        )
     except (OSError, ValueError, KeyError):
         tokenizer = from_transformers(str(folder), local=True, trusted=False)
     facts = {
         "backend": tokenizer.backend_tokenizer.to_str(),
         "special_tokens": tokenizer.special_tokens_map,
         "chat_template": tokenizer.chat_template,
+        "response_template": tokenizer.response_template,
     }
     keep(file, json.dumps(facts))
     return tokenizer
@@ -96,4 +101,7 @@ def from_transformers(name: str, *, local: bool, trusted: bool) -> FastTokenizer
         raise ConfigError(f"the tokenizer of {name} cannot be loaded: {error}", "tokenizer") from error
     if not isinstance(hf, PreTrainedTokenizerFast):
         raise ConfigError(f"the tokenizer of {name} is a {type(hf).__name__}: one with a tokenizer.json is needed", "tokenizer")
-    return FastTokenizer(hf.backend_tokenizer, dict(hf.special_tokens_map), hf.chat_template)
+    template = getattr(hf, "response_template", None)
+    return FastTokenizer(
+        hf.backend_tokenizer, dict(hf.special_tokens_map), hf.chat_template, template if isinstance(template, dict) else None
+    )

@@ -26,14 +26,14 @@ FORMATS = (
     FIMTokens("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen, CodeGemma, Granite from 3.3
     FIMTokens("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite
     FIMTokens("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
-    FIMTokens("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek  # noqa: RUF001
+    FIMTokens("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek
     FIMTokens("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),  # GLM
     FIMTokens("▁<PRE>", "▁<SUF>", "▁<MID>"),  # CodeLlama
     FIMTokens("[PREFIX]", "[SUFFIX]", None),  # Codestral
 )
 _ENDS = (
     *("<|fim_pad|>", "<fim_pad>", "<fim-pad>", "<|repo_name|>", "<reponame>", "<|file_sep|>", "<file_sep>"),
-    *("<|file_separator|>", "<|endoftext|>", "<｜end▁of▁sentence｜>", "▁<EOT>"),  # noqa: RUF001
+    *("<|file_separator|>", "<|endoftext|>", "<｜end▁of▁sentence｜>", "▁<EOT>"),
 )
 """Tokens at which an inserted text ends, beside the model's end of sequence and the tokens of the format."""
 _NAMED = ("fim_pre_token", "fim_suf_token", "fim_mid_token")

@@ -16,6 +16,7 @@ from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 
 from headrace.errors import ConfigError
+from headrace.sources.fields import TokenId
 from headrace.sources.gguf import Metadata
 from headrace.text.fast_tokenizer import FastTokenizer
 
@@ -94,9 +95,9 @@ def build_tokenizer(metadata: Metadata) -> FastTokenizer:
     Raises:
         ConfigError: the file has no tokenizer, or it is corrupt or of an unknown kind.
     """
-    model = metadata.get("tokenizer.ggml.model")
-    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
-    types: list[int] = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    model = metadata.get("tokenizer.ggml.model", str)
+    tokens: list[str] = metadata.required("tokenizer.ggml.tokens", list[str])
+    types: list[int] = metadata.get("tokenizer.ggml.token_type", list[int]) or [1] * len(tokens)
     if len(types) != len(tokens):
         raise ConfigError(f"{metadata.path}: {len(tokens)} tokens, but {len(types)} token types", "model")
     vocab = {token: i for i, (token, kind) in enumerate(zip(tokens, types, strict=True)) if kind != TokenType.UNUSED}
@@ -114,9 +115,9 @@ def build_tokenizer(metadata: Metadata) -> FastTokenizer:
     special = {name: token for name, token in named.items() if token is not None}
     known = {entry.content for entry in tokenizer.get_added_tokens_decoder().values()}
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special.values() if token not in known])
-    bos = bool(metadata.get("tokenizer.ggml.add_bos_token", add_bos))
     special |= {f"{name}_token": token for name in _FIM if (token := _fim_token(metadata, tokens, name)) is not None}
-    add_bos_and_eos(tokenizer, special, bos=bos, eos=bool(metadata.get("tokenizer.ggml.add_eos_token", False)))
+    bos = metadata.get("tokenizer.ggml.add_bos_token", bool, add_bos)
+    add_bos_and_eos(tokenizer, special, bos=bos, eos=metadata.get("tokenizer.ggml.add_eos_token", bool, False))
     return FastTokenizer(tokenizer, special, templates or None)
 
 
@@ -148,18 +149,18 @@ def add_bos_and_eos(backend: Tokenizer, special: Mapping[str, str], *, bos: bool
 
 def chat_templates(metadata: Metadata) -> str | dict[str, str] | None:
     """The chat template of a file, or several by name."""
-    default: str | None = metadata.get("tokenizer.chat_template")
-    names = metadata.get("tokenizer.chat_templates", [])
+    default: str | None = metadata.get("tokenizer.chat_template", str)
+    names = metadata.get("tokenizer.chat_templates", list[str], [])
     if not names:
         return default
-    named = {name: metadata[f"tokenizer.chat_template.{name}"] for name in names}
+    named = {name: metadata.required(f"tokenizer.chat_template.{name}", str) for name in names}
     return named if default is None else {"default": default, **named}
 
 
 def _special(metadata: Metadata, tokens: Sequence[str], key: str) -> str | None:
     if key not in metadata:
         return None
-    token = metadata.integer(key)
+    token = metadata.integer(key, TokenId)
     if token >= len(tokens):
         raise ConfigError(f"{metadata.path}: {key} is {token}, but there are {len(tokens)} tokens", "model")
     return tokens[token]
@@ -167,13 +168,13 @@ def _special(metadata: Metadata, tokens: Sequence[str], key: str) -> str | None:
 
 def _byte_level(metadata: Metadata, vocab: dict[str, int]) -> tuple[Tokenizer, bool]:
     """Builds a byte-level BPE tokenizer; also returns the default of ``add_bos_token``."""
-    name = metadata.get("tokenizer.ggml.pre", "default")
+    name = metadata.get("tokenizer.ggml.pre", str, "default")
     if name not in _RULES:
         known = ", ".join(sorted(_RULES))
         raise ConfigError(f"{metadata.path}: the pre-tokenizer {name!r} is not known; known are: {known}", "model")
     rule = _RULES[name]
     # The separator is never the first character: a token may begin with a space.
-    places = [(merge, merge.find(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
+    places = [(merge, merge.find(" ", 1)) for merge in metadata.required("tokenizer.ggml.merges", list[str])]
     merges = [(merge[:place], merge[place + 1 :]) for merge, place in places]
     tokenizer = Tokenizer(_bpe(metadata, vocab=vocab, merges=merges, ignore_merges=rule.ignore_merges))
     if rule.nfc:
@@ -191,7 +192,7 @@ def _sentencepiece(metadata: Metadata, tokens: Sequence[str], vocab: dict[str, i
     SentencePiece repeatedly merges the neighbours whose joint token has the best score. So every split of a token into two
     tokens is a merge, ranked by the token's score.
     """
-    scores: list[float] = metadata["tokenizer.ggml.scores"]
+    scores: list[float] = metadata.required("tokenizer.ggml.scores", list[float])
     if len(scores) != len(tokens):
         raise ConfigError(f"{metadata.path}: {len(tokens)} tokens, but {len(scores)} scores", "model")
     ranked = []
@@ -207,7 +208,7 @@ def _sentencepiece(metadata: Metadata, tokens: Sequence[str], vocab: dict[str, i
     tokenizer = Tokenizer(model)
     spaced: list[normalizers.Normalizer] = [normalizers.Replace(" ", "▁")]
     undo: list[decoders.Decoder] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    if metadata.get("tokenizer.ggml.add_space_prefix", True):
+    if metadata.get("tokenizer.ggml.add_space_prefix", bool, True):
         spaced.insert(0, normalizers.Prepend("▁"))
         undo.append(decoders.Strip(" ", 1, 0))
     tokenizer.normalizer = normalizers.Sequence(spaced)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from headrace.config import SamplingLimits
 from headrace.errors import RequestError
-from headrace.text.tokenizer import Tokenizer
 
 
 class StopStrings:
@@ -22,13 +21,12 @@ class StopStrings:
     The text of the first ``min_tokens`` tokens takes no part: a match lies wholly in what comes after it.
     """
 
-    def __init__(self, stops: Sequence[str], *, include: bool = False, min_tokens: int = 0) -> None:
+    def __init__(self, stops: StopAutomaton, *, include: bool = False, min_tokens: int = 0) -> None:
         """``include``: the stop string itself is part of the output; what follows it never is."""
         self._include = include
         self._min_tokens = min_tokens
         self._num_tokens = 0
-        self._goto, self._fail, self._match, self._depth = _automaton(stops)
-        self._first = frozenset(stop[0] for stop in stops)
+        self._goto, self._fail, self._match, self._depth = stops.goto, stops.fail, stops.match, stops.depth
         self._state = 0
         self._held = ""
         self.matched: str | None = None
@@ -42,7 +40,7 @@ class StopStrings:
         if self.matched is not None:
             return "", self.matched
         self._num_tokens += num_tokens
-        if self._num_tokens <= self._min_tokens or (not self._state and self._first.isdisjoint(text)):
+        if self._num_tokens <= self._min_tokens or (not self._state and self._goto[0].keys().isdisjoint(text)):
             return text, None
         state, goto, fail = self._state, self._goto, self._fail
         for place, character in enumerate(text):
@@ -74,49 +72,55 @@ class StopStrings:
         return held
 
 
-def _automaton(stops: Sequence[str]) -> tuple[list[dict[str, int]], list[int], list[str | None], list[int]]:
-    """Trie of the stop strings with failure links. A list entry a state; state 0 is the empty beginning.
+class StopAutomaton:
+    """Trie of stop strings with failure links, shared by the samples of a request.
 
-    Returns each state's children, the state of its longest proper suffix, the longest stop string that it ends with,
-    and its length, which is how much of the text may yet begin a stop string.
+    Index space of the lists: state; state 0 is the empty beginning.
     """
-    goto: list[dict[str, int]] = [{}]
-    match: list[str | None] = [None]
-    depth = [0]
-    for stop in stops:
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.goto: list[dict[str, int]] = [{}]
+        """Children."""
+        self.match: list[str | None] = [None]
+        """The longest stop string that the state ends with."""
+        self.depth = [0]
+        """Characters of the state, which may yet begin a stop string."""
+        for stop in stops:
+            self._add(stop)
+        self.fail = [0] * len(self.goto)
+        """The state of the longest proper suffix."""
+        self._link()
+
+    def _add(self, stop: str) -> None:
         state = 0
         for character in stop:
-            if character not in goto[state]:
-                goto[state][character] = len(goto)
-                goto.append({})
-                match.append(None)
-                depth.append(depth[state] + 1)
-            state = goto[state][character]
-        match[state] = stop
-    fail = [0] * len(goto)
-    queue = deque(goto[0].values())
-    while queue:
-        state = queue.popleft()
-        for character, child in goto[state].items():
-            suffix = fail[state]
-            while suffix and character not in goto[suffix]:
-                suffix = fail[suffix]
-            fail[child] = goto[suffix].get(character, 0)
-            match[child] = match[child] or match[fail[child]]
-            queue.append(child)
-    return goto, fail, match, depth
+            if character not in self.goto[state]:
+                self.goto[state][character] = len(self.goto)
+                self.goto.append({})
+                self.match.append(None)
+                self.depth.append(self.depth[state] + 1)
+            state = self.goto[state][character]
+        self.match[state] = stop
+
+    def _link(self) -> None:
+        goto, fail, match = self.goto, self.fail, self.match
+        queue = deque(goto[0].values())
+        while queue:
+            state = queue.popleft()
+            for character, child in goto[state].items():
+                suffix = fail[state]
+                while suffix and character not in goto[suffix]:
+                    suffix = fail[suffix]
+                fail[child] = goto[suffix].get(character, 0)
+                match[child] = match[child] or match[fail[child]]
+                queue.append(child)
 
 
-def check_stops(stops: Sequence[str], tokenizer: Tokenizer, limits: SamplingLimits) -> None:
-    """Raises RequestError where there are more or longer stop strings than the server allows."""
-    if len(stops) > limits.max_stop_seqs_num:
-        raise RequestError(f"stop has {len(stops)} strings; at most {limits.max_stop_seqs_num} are allowed", "stop")
+def check_stops(stops: Sequence[str], limits: SamplingLimits) -> None:
+    """Raises RequestError where there are longer stop strings than the server allows."""
     for stop in stops:
-        check_length("stop", stop, tokenizer, limits.stop_seqs_max_len)
-
-
-def check_length(param: str, text: str, tokenizer: Tokenizer, limit: int) -> None:
-    """Raises RequestError where ``text`` has more than ``limit`` tokens."""
-    length = len(tokenizer.encode(text, add_special_tokens=False, param=param))
-    if length > limit:
-        raise RequestError(f"{param} has a string of {length} tokens; at most {limit} are allowed: {text[:40]!r}", param)
+        if len(stop) > limits.stop_seqs_max_len:
+            most = limits.stop_seqs_max_len
+            raise RequestError(
+                f"stop has a string of {len(stop)} characters; at most {most} are allowed: {stop[:40]!r}", "stop"
+            )

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headrace.errors import ConfigError, RequestError
+from headrace.errors import ConfigError, EngineError, RequestError
 from headrace.sources.files import ModelFiles
 from headrace.sources.locate import is_gguf
 from headrace.text import chat
 from headrace.text.fast_tokenizer import FastTokenizer, from_directory, from_transformers
 from headrace.text.pieces import decoder_rules, token_bytes
+from headrace.text.templates import TemplateRenderer
 from headrace.text.vocab import TokenBytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+logger = logging.getLogger("headrace.text")
 
 
 class Tokenizer:
@@ -28,15 +31,25 @@ class Tokenizer:
     """
 
     def __init__(
-        self, hf: FastTokenizer | PreTrainedTokenizerFast, *, vocab_size: int | None = None, eos_token_ids: Sequence[int] = ()
+        self,
+        hf: FastTokenizer | PreTrainedTokenizerFast,
+        *,
+        vocab_size: int | None = None,
+        eos_token_ids: Sequence[int] = (),
+        renderer: TemplateRenderer | None = None,
     ) -> None:
         """``vocab_size``: the model's, where it is not the tokenizer's. ``eos_token_ids``: beside the tokenizer's own.
+        ``renderer``: of chat templates; tokenizers may share one.
 
         Raises:
             ConfigError: the tokenizer decodes in a way that has no meaning token by token.
         """
         self.hf = hf
         self._backend = hf.backend_tokenizer
+        # Saved by programs that train on batches, these would cut prompts and fill them up.
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self.renderer = renderer or TemplateRenderer()
         self.rules = decoder_rules(self._backend)
         self.vocab_size = vocab_size if vocab_size is not None else len(hf)
         own = [] if hf.eos_token_id is None else [int(hf.eos_token_id)]
@@ -51,6 +64,12 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self.hf.chat_template is not None
 
+    @property
+    def response_template(self) -> dict[str, Any] | None:
+        """The checkpoint's own description of its answers."""
+        template: dict[str, Any] | None = getattr(self.hf, "response_template", None)
+        return template
+
     @functools.cached_property
     def token_bytes(self) -> TokenBytes:
         """What each token id adds to the text, ``[vocab_size]``. Made when it is first needed."""
@@ -60,19 +79,30 @@ class Tokenizer:
         """Does what else the first request would wait for: tables of the vocabulary, a first rendered chat."""
         self.token_bytes.prepare()
         if self.has_chat_template:
-            with contextlib.suppress(RequestError):
-                self.render_chat([{"role": "user", "content": ""}])
+            try:
+                self.render_chat([{"role": "user", "content": "Hello"}])
+            except (RequestError, EngineError) as error:
+                logger.warning("chats may fail: %s", error)
 
-    def encode(self, text: str, add_special_tokens: bool = True, *, param: str = "prompt") -> list[int]:
+    def encode(
+        self, text: str, add_special_tokens: bool = True, *, param: str = "prompt", max_tokens: int | None = None
+    ) -> list[int]:
         """Token ids of ``text``; ``add_special_tokens`` puts bos or eos around it where the tokenizer does so.
 
+        Other threads run meanwhile: ``encode_batch_fast`` releases the interpreter's lock, ``encode`` holds it.
+
         Raises:
-            RequestError: the text holds lone surrogates, which no UTF-8 has; the error names ``param``.
+            RequestError: the text holds lone surrogates, which no UTF-8 has, or has more than ``max_tokens`` tokens; the error
+                names ``param``.
         """
         try:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except (UnicodeEncodeError, TypeError) as error:
             raise RequestError(f"{param} must be text that UTF-8 can hold, without lone surrogates", param) from error
+        if max_tokens is not None and len(encoding) > max_tokens:
+            message = f"{param} has {len(encoding)} tokens, and may have at most {max_tokens}"
+            raise RequestError(message, param, code="context_length_exceeded")
+        ids: list[int] = encoding.ids
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -130,6 +160,7 @@ class Tokenizer:
             RequestError: see ``chat.render``, which has the other arguments.
         """
         return chat.render(
+            self.renderer,
             self.hf,
             messages,
             tools=tools,
@@ -144,12 +175,18 @@ class Tokenizer:
         return self.encode(self.render_chat(messages, **options), add_special_tokens=False, param="messages")
 
 
-def load_tokenizer(files: ModelFiles, path: str | None = None, chat_template: str | None = None) -> Tokenizer:
+def load_tokenizer(
+    files: ModelFiles,
+    path: str | None = None,
+    chat_template: str | None = None,
+    renderer: TemplateRenderer | None = None,
+) -> Tokenizer:
     """The tokenizer of a model.
 
     Args:
         path: A directory, hub id or GGUF file whose tokenizer is taken in place of the model's.
         chat_template: A template, or the path of one, in place of the tokenizer's.
+        renderer: of chat templates, with its limits.
 
     Raises:
         ConfigError: there is no tokenizer, or one that cannot be used; or the chat template cannot be read.
@@ -174,4 +211,5 @@ def load_tokenizer(files: ModelFiles, path: str | None = None, chat_template: st
     for template in templates.values() if isinstance(templates, dict) else [templates] if templates else []:
         chat.check_template(template)
     vocab_size = getattr(files.config.get_text_config(), "vocab_size", None)
-    return Tokenizer(hf, vocab_size=vocab_size, eos_token_ids=files.generation_config["eos_token_id"])
+    eos_token_ids = files.generation_config["eos_token_id"]
+    return Tokenizer(hf, vocab_size=vocab_size, eos_token_ids=eos_token_ids, renderer=renderer)

@@ -51,7 +51,7 @@ class GGUFCheckpoint:
 
     def __init__(self, file: Path, spec: ModelSpec, names: Iterable[str]) -> None:
         reader = open_gguf(file)
-        architecture = Metadata(file, reader)["general.architecture"]
+        architecture = Metadata(file, reader).required("general.architecture", str)
         self._spec = spec
         self._permuted = architecture in _PERMUTED
         to_hf = _hf_names(architecture, spec.num_layers, names)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -44,7 +45,7 @@ class SafetensorsCheckpoint:
                     raise ConfigError(f"{name} is in {self.tensors[name].origin} and in {file.name} too", "model")
                 part = handle.get_slice(name)
                 shape, kind = tuple(part.get_shape()), part.get_dtype()
-                nbytes = torch.Size(shape).numel() * _BYTES.get(kind, 0)
+                nbytes = math.prod(shape) * _BYTES.get(kind, 0)
                 self.tensors[name] = StoredTensor(shape, kind, nbytes, file.name)
                 self._handles[name] = handle
         except (SafetensorError, OSError) as error:

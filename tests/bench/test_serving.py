@@ -132,7 +132,7 @@ def test_failures_are_counted_by_their_words() -> None:
 
 
 def test_a_server_that_is_not_there() -> None:
-    with pytest.raises(EngineError, match="no model to be had"):
+    with pytest.raises(EngineError, match="cannot reach http"):
         asyncio.run(run(load("http://127.0.0.1:9", concurrency=1), tell=lambda text: None))
 
 

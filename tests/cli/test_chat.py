@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import socket
+import socketserver
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from headrace.cli import talk
 from headrace.cli.chat import Conversation, LoopThread
@@ -160,6 +164,125 @@ def test_a_server_that_refuses(response: httpx.Response, error: type[Exception],
 
     with pytest.raises(error, match=said):
         ask(server(handler))
+
+
+MODELS = b'{"data": [{"id": "tiny"}]}'
+NONSENSE = [
+    *(b"", b"[]", b"5", b"null", b"{}", b"<html>", b"\xff\xfe", b"[" * 100_000),
+    *(b'{"data": 5}', b'{"data": []}', b'{"data": [{}]}'),
+]
+WHOLE = b'data: {"choices": [{"delta": {"content": "hi"}, "finish_reason": "stop"}]}\n\n'
+PIECE = b'data: {"choices": [{"delta": {"content": "hi"}}]}\n\n'
+EVENTS = [
+    *(b"data: " + text + b"\n\n" for text in NONSENSE),
+    *(b'data: {"choices": ' + text + b"}\n\n" for text in (b"5", b"[5]", b'[{"delta": 5}]')),
+    *(b'data: {"choices": [{"delta": {"content": ' + text + b"}}]}\n\n" for text in (b"5", b'"\\ud800"')),
+    *(b'data: {"error": ' + text + b"}\n\n" for text in (b"5", b'"died"', b"{}", b'{"message": 5}', b'"a\\u001b[2J"')),
+    b"event: odd\nid: 1\nretry: x\n\n",
+    PIECE[:-20],
+]
+
+
+class Answers:
+    """A server that answers GET with one body and POST with another, whatever was asked."""
+
+    def __init__(self, models: bytes, events: bytes, *, status: int = 200, length: int | None = None) -> None:
+        answers = {b"G": (models, None), b"P": (events, length)}
+
+        class Handler(socketserver.BaseRequestHandler):
+            def handle(self) -> None:
+                data = b""
+                while b"\r\n\r\n" not in data:
+                    data += self.request.recv(65536)
+                body, length = answers[data[:1]]
+                head = f"HTTP/1.1 {status} x\r\nconnection: close\r\n"
+                head += "" if length is None else f"content-length: {length}\r\n"
+                self.request.sendall(head.encode() + b"\r\n" + body)
+                self.request.shutdown(socket.SHUT_WR)
+                self.request.settimeout(5)
+                with contextlib.suppress(OSError):
+                    self.request.recv(65536)
+
+        self._server = socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    def __enter__(self) -> Answers:
+        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def piped(url: str) -> Result:
+    return CliRunner().invoke(app, ["chat", "--url", url], input="hi\n")
+
+
+def fails_in_a_line(url: str, code: int = 1) -> Result:
+    result = piped(url)
+    assert result.exit_code == code and isinstance(result.exception, SystemExit), result.exception
+    assert len(result.stderr.strip().splitlines()) == 1 and result.stderr.startswith("error: ")
+    assert not any(ord(letter) < 32 and letter != "\n" for letter in result.output)
+    return result
+
+
+def test_a_server_that_answers_nonsense() -> None:
+    for models in NONSENSE:
+        with Answers(models, WHOLE) as server:
+            fails_in_a_line(server.url)
+    for status in (301, 418, 500, 999):
+        with Answers(b"\x1b[2J", WHOLE, status=status) as server:
+            assert piped(server.url).exit_code in (1, 2)
+
+
+def test_events_that_are_none() -> None:
+    for events in EVENTS:
+        with Answers(MODELS, events) as server:
+            fails_in_a_line(server.url)
+
+
+def test_a_whole_stream_and_one_that_is_cut_off() -> None:
+    for events in (WHOLE, PIECE + b"data: [DONE]\n\n"):
+        with Answers(MODELS, events) as server:
+            result = piped(server.url)
+            assert (result.exit_code, result.stdout) == (0, "hi\n")
+    with Answers(MODELS, PIECE) as server:
+        result = fails_in_a_line(server.url)
+        assert result.stdout == "hi\n" and "cut off" in result.stderr
+    with Answers(MODELS, PIECE, length=1000) as server:
+        fails_in_a_line(server.url)
+
+
+def test_a_reply_does_not_steer_the_terminal() -> None:
+    with Answers(MODELS, WHOLE.replace(b"hi", b"a\\u001b[2J\\u0007\\r\\u009bb\\n\\tc")) as server:
+        assert piped(server.url).stdout == "a\\x1b[2J\\x07\\x0d\\x9bb\n\tc\n"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("http://127.0.0.1:99999", "http://127.0.0.1:port", "http://127.0.0.1:-1", "http://[::1", "http://[zz]/", "http://"),
+        *("http://127.0.0.1:0", "ftp://x", "", "http:/x", "http://\x1b[2J", "x" * 5000, "http://\x00"),
+    ],
+)
+def test_an_address_that_is_none(url: str) -> None:
+    assert "is not an http:// or https:// address" in fails_in_a_line(url, 2).stderr
+
+
+@pytest.mark.parametrize("url", ["http://" + "a" * 70 + ".invalid", "http://a..b", "http://a b", "http://xn--a.invalid"])
+def test_an_address_of_nobody(url: str) -> None:
+    result = piped(url)
+    assert result.exit_code in (1, 2) and len(result.stderr.strip().splitlines()) == 1
+    assert isinstance(result.exception, SystemExit)
+
+
+def test_input_that_is_no_text_and_a_key_that_is_none() -> None:
+    with Answers(MODELS, WHOLE) as server:
+        result = CliRunner().invoke(app, ["chat", "--url", server.url], input=b"\xff\n")
+        assert result.exit_code == 1 and "surrogates" in result.stderr
+        result = CliRunner().invoke(app, ["chat", "--url", server.url, "--api-key", "k\u00e9y"], input="hi\n")
+        assert result.exit_code == 2 and "--api-key" in result.stderr
 
 
 def test_a_server_that_is_not_there() -> None:

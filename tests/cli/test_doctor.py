@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from engine.tiny import write_config
 from typer.testing import CliRunner
 
+from headrace.cli.doctor import planned
 from headrace.cli.main import app
-from headrace.errors import MissingPackageError
+from headrace.config import EngineArgs
+from headrace.errors import ConfigError, MissingPackageError
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -86,10 +90,26 @@ def test_as_json(folder: str) -> None:
     assert all(decision["reason"] for decision in report["decisions"])
 
 
+def test_formats_of_answers(tmp_path: Path) -> None:
+    model = write_config(tmp_path)
+    args = EngineArgs(model=str(model), load_format="dummy", tool_call_parser="hermes")
+    found = {decision.name: decision for decision in planned(args).decisions}
+    assert (found["tool calls"].value, found["tool calls"].reason) == ("hermes", "--tool-call-parser hermes")
+    assert found["reasoning"].value == "none"
+    with pytest.raises(ConfigError, match="hermez") as caught:
+        planned(dataclasses.replace(args, tool_call_parser="hermez"))
+    assert caught.value.param == "tool_call_parser"
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["nowhere/at/all"], "nowhere/at/all"),
+        (["a" * 5000], "File name too long"),
+        (["a/" * 5000], "there is no"),
+        (["~nobody-of-this-name/model"], "~nobody-of-this-name/model"),
+        ([".", "--load-format", "dummy", "--max-num-seqs", "1000000000"], "max_num_seqs must be an integer in [1, 65536]"),
+        ([".", "--load-format", "dummy", "--num-kv-blocks", "5", "--max-model-len", "256"], "num_kv_blocks"),
         ([".", "--load-format", "dummy", "--max-model-len", "512"], "max_model_len"),
         ([".", "--load-format", "dummy", "--attention-backend", "nonesuch"], "nonesuch"),
         pytest.param(

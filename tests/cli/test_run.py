@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -15,7 +16,9 @@ from typer.testing import CliRunner, Result
 from headrace.cli.main import app
 from headrace.cli.options import checked_fields
 from headrace.cli.prompts import parse_lines
-from headrace.errors import ConfigError, RequestError
+from headrace.cli.results import ResultFile
+from headrace.engine.supervisor import Health
+from headrace.errors import ConfigError, EngineDeadError, RequestError
 from headrace.outputs import CompletionOutput, Logprob, RequestOutput
 from headrace.sampling_params import SamplingParams
 
@@ -32,6 +35,12 @@ class FakeLLM:
             default_sampling=SamplingParams(temperature=0.5, top_k=7),
             chat_prompt=lambda messages: {"prompt_token_ids": [len(message["content"]) for message in messages]},
         )
+        self.dies: set[int] = set()
+        """Calls of ``generate``, counted from 1, in which the engine dies; it is back after a moment."""
+        self.gone = False
+        """It is not back."""
+        self._down = 0
+        self._calls = 0
         FakeLLM.made.append(self)
 
     async def start(self) -> None:
@@ -41,7 +50,21 @@ class FakeLLM:
     async def close(self) -> None:
         self.closed = True
 
+    def health(self) -> Health:
+        self._down = max(0, self._down - 1)
+        ok = not (self._down or self.gone)
+        return Health(ok, "" if ok else "the engine died", final=self.gone)
+
     async def generate(self, prompt: Any, params: SamplingParams, request_id: str) -> AsyncIterator[RequestOutput]:
+        self._calls += 1
+        if self._down or self.gone:
+            raise EngineDeadError("the engine died")
+        if self._calls in self.dies:
+            self._down = 3
+            output = RequestOutput(request_id=request_id, prompt=None, prompt_token_ids=[1], outputs=[])
+            output.error = "the engine died"
+            yield output
+            return
         self.params.append(params)
         tokens = [ord(c) for c in prompt["prompt"]] if "prompt" in prompt else prompt["prompt_token_ids"]
         self.now += 1
@@ -65,6 +88,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeLLM, "made", [])
     monkeypatch.setattr(headrace.cli.announce, "AnnouncedLLM", FakeLLM)
     monkeypatch.setattr(headrace.cli.run, "spawn", lambda origin: None)
+    monkeypatch.setattr(headrace.cli.run, "RESTART_POLL_SECONDS", 0.001)
 
 
 def invoke(*words: str, input: str | None = None) -> Result:
@@ -163,3 +187,211 @@ def test_lines_are_numbered_as_in_the_file() -> None:
     found = list(parse_lines(["", '{"prompt": "a"}', "  ", "[" * 100_000]))
     assert found[0].error is None and found[0].number == 2
     assert found[1].error is not None and found[1].number == 4
+
+
+# No result is lost
+
+
+def jsonl(*lines: Any) -> bytes:
+    return b"".join(line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n" for line in lines)
+
+
+def prompts(*names: str) -> bytes:
+    return jsonl(*({"id": name, "prompt": name} for name in names))
+
+
+def ids(file: Path) -> list[Any]:
+    return [record.get("id", record["line"]) for record in records(file.read_text(encoding="utf-8"))]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    file = tmp_path / "in.jsonl"
+    file.write_bytes(prompts("a", "b", "c", "d"))
+    return file
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    return tmp_path / "out.jsonl"
+
+
+def run(source: Path, target: Path, *words: str) -> Result:
+    return invoke("--input", str(source), "--output", str(target), *words)
+
+
+def partial(target: Path) -> Path:
+    return target.with_name(target.name + ".partial")
+
+
+def test_the_input_cannot_be_the_output(source: Path, target: Path) -> None:
+    before = source.read_bytes()
+    (source.parent / "symbolic").symlink_to(source)
+    (source.parent / "hard").hardlink_to(source)
+    partial(target).hardlink_to(source)
+    for other in (source, source.parent / "symbolic", source.parent / "hard", source.parent / "." / source.name, target):
+        result = run(source, other)
+        assert result.exit_code == 2 and "--output" in result.stderr and len(result.stderr.splitlines()) == 1
+    assert source.read_bytes() == before and not FakeLLM.made
+
+
+def test_an_earlier_file_stays_until_the_run_has_ended(source: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target.write_text("yesterday")
+    target.chmod(0o600)
+    assert run(source, target, "--model", "missing").exit_code == 2
+    assert target.read_text() == "yesterday" and not partial(target).exists()
+    seen: list[str] = []
+    real = FakeLLM.generate
+
+    def generate(self: FakeLLM, *words: Any, **more: Any) -> AsyncIterator[RequestOutput]:
+        seen.append(target.read_text())
+        return real(self, *words, **more)
+
+    monkeypatch.setattr(FakeLLM, "generate", generate)
+    assert run(source, target).exit_code == 0
+    assert set(seen) == {"yesterday"} and ids(target) == ["a", "b", "c", "d"]
+    assert target.stat().st_mode & 0o777 == 0o600 and not partial(target).exists()
+
+
+def test_an_output_that_is_a_link_or_no_file(source: Path, target: Path, tmp_path: Path) -> None:
+    real = tmp_path / "elsewhere"
+    target.symlink_to(real)
+    assert run(source, target).exit_code == 0
+    assert target.is_symlink() and ids(real) == ["a", "b", "c", "d"]
+    assert run(source, Path("/dev/null")).exit_code == 0
+    assert not Path("/dev/null").is_file()
+
+
+def died_after(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine ends for good in the call after ``count`` ones."""
+    real = FakeLLM.generate
+
+    def generate(self: FakeLLM, *words: Any, **more: Any) -> AsyncIterator[RequestOutput]:
+        self.gone = self._calls >= count
+        return real(self, *words, **more)
+
+    monkeypatch.setattr(FakeLLM, "generate", generate)
+
+
+@pytest.mark.parametrize("cut", [0, 5])
+def test_resume_runs_what_has_no_result(source: Path, target: Path, cut: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        died_after(2, patch)
+        result = run(source, target)
+    assert result.exit_code == 1 and not target.exists()
+    (line,) = result.stderr.splitlines()
+    assert "the engine died" in line and f"{partial(target)}: continue with --resume" in line
+    assert ids(partial(target)) == ["a", "b"]
+    if cut:
+        partial(target).write_bytes(partial(target).read_bytes()[:-cut])  # half of the second result was written
+    again = run(source, target)
+    assert again.exit_code == 2 and "--resume" in again.stderr
+    source.write_bytes(prompts("d", "x", "b", "a", "c"))
+    FakeLLM.made.clear()
+    assert run(source, target, "--resume").exit_code == 0
+    kept = ["a"] if cut else ["a", "b"]
+    assert ids(target) == kept + [name for name in "dxbac" if name not in kept]
+    assert len(FakeLLM.made[0].params) == 5 - len(kept)
+
+
+def test_resume_runs_errors_again_and_counts_lines_of_one_name(source: Path, target: Path) -> None:
+    first, second = {"id": "same", "prompt": "a"}, {"id": "same", "prompt": "bb"}
+    source.write_bytes(jsonl(first, {"prompt": "abc", "top_k": "many"}, {"prompt": "no id"}))
+    assert run(source, target).exit_code == 1
+    source.write_bytes(jsonl(first, {"prompt": "abc", "top_k": 5}, {"prompt": "no id"}, second))
+    assert run(source, target, "--resume").exit_code == 0
+    assert ids(target) == ["same", 3, 2, "same"]
+
+
+def test_resume_refuses_a_file_of_other_lines(source: Path, target: Path) -> None:
+    for text in ('{"my": "data"}\n', "text\n", "[1]\n"):
+        target.write_text(text)
+        result = run(source, target, "--resume")
+        assert result.exit_code == 2 and "line 1 of" in result.stderr
+        assert target.read_text() == text
+    assert invoke("a", "--resume", "--output", str(target)).exit_code == 2
+
+
+def test_a_bad_line_costs_one_line(source: Path, target: Path) -> None:
+    bad = [
+        b'{"id": "\\ud800", "prompt": "a"}\n',
+        b'{"prompt": "\xff"}\n',
+        b'{"\\ud800": 1, "prompt": "a"}\n',
+        b'{"id": NaN, "prompt": "a"}\n',
+        b'{"id": [1], "prompt": "a"}\n',
+        b"\x00\n",
+        b"1" * 5000 + b"\n",
+        b'{"prompt": "a"\n',
+    ]
+    source.write_bytes(b"\xef\xbb\xbf" + prompts("a") + b"".join(bad) + prompts("b"))
+    result = run(source, target)
+    assert result.exit_code == 1
+    found = records(target.read_text(encoding="utf-8"))
+    assert [("error" in record) for record in found] == [False] + [True] * len(bad) + [False]
+    assert found[1]["error"]["param"] == "id" and len(result.stderr.splitlines()) == len(bad)
+
+
+def test_standard_input_with_a_byte_order_mark_and_bytes_that_are_no_text() -> None:
+    text = b"\xef\xbb\xbf" + prompts("a") + b'{"prompt": "\xff"}\n' + prompts("b")
+    result = CliRunner().invoke(app, ["run", "--input", "-"], input=text)
+    assert [("error" in record) for record in records(result.stdout)] == [False, True, False]
+
+
+def test_an_engine_that_dies_costs_a_retry(source: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = FakeLLM.__init__
+
+    def dying(self: FakeLLM, *words: Any, **more: Any) -> None:
+        real(self, *words, **more)
+        self.dies = {2, 5}
+
+    monkeypatch.setattr(FakeLLM, "__init__", dying)
+    result = run(source, target)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert ids(target) == ["a", "b", "c", "d"]
+
+
+def test_a_prompt_under_which_the_engine_always_dies_is_an_error(source: Path, target: Path, monkeypatch: Any) -> None:
+    real = FakeLLM.generate
+
+    def generate(self: FakeLLM, prompt: Any, *words: Any, **more: Any) -> AsyncIterator[RequestOutput]:
+        self.dies = {self._calls + 1} if prompt["prompt"] == "b" else set()
+        return real(self, prompt, *words, **more)
+
+    monkeypatch.setattr(FakeLLM, "generate", generate)
+    assert run(source, target).exit_code == 1
+    assert [("error" in record) for record in records(target.read_text())] == [False, True, False, False]
+
+
+def test_a_full_disk_is_one_line_and_what_was_written_stays(target: Path, source: Path, monkeypatch: Any) -> None:
+    real = ResultFile.__init__
+
+    def nearly_full(self: ResultFile, *words: Any, **more: Any) -> None:
+        real(self, *words, **more)
+        self._file = Full(self._file, 400)
+
+    monkeypatch.setattr(ResultFile, "__init__", nearly_full)
+    result = run(source, target)
+    monkeypatch.undo()
+    assert result.exit_code == 1 and not target.exists()
+    (line,) = result.stderr.splitlines()
+    assert "No space left on device" in line and "--resume" in line
+    assert partial(target).stat().st_size == 400
+
+
+class Full:
+    """A file on a disk with so many bytes left, which takes what fits."""
+
+    def __init__(self, file: Any, room: int) -> None:
+        self._file, self._room, self.name = file, room, file.name
+
+    def write(self, data: bytes) -> int:
+        if not self._room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        count = self._file.write(data[: self._room])
+        self._room -= count
+        return int(count)
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None:
+        self._file.close()

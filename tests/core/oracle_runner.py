@@ -15,7 +15,7 @@ from collections import deque
 from headrace.config import CacheConfig, SchedulerConfig
 from headrace.core.plan import NewSequence, Row, SamplePlan, StepPlan, StepResult
 from headrace.core.request import Request
-from headrace.outputs import TokenLogprobs
+from headrace.outputs import Failure, TokenLogprobs
 from headrace.runner.graphs import GraphCount
 
 VOCAB = 11
@@ -257,7 +257,7 @@ class OracleRunner:
             slot = self.slots[row.slot]
             end = row.num_computed + row.num_tokens
             if end >= self.errors.get(row.seq_id, end + 1):
-                result.errors[row.seq_id] = "injected"
+                result.errors[row.seq_id] = Failure("injected")
             if slot.new.sampling.prompt_logprobs is not None:
                 wanted = range(row.num_computed, min(end, slot.new.prompt_len - 1))
                 result.prompt_logprobs[row.seq_id] = [prompt_logprob(slot.history.up_to(p), slot.tokens[p + 1]) for p in wanted]

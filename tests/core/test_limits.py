@@ -35,7 +35,7 @@ def sequence(outputs: list[int], *, max_model_len: int = 100, seq_id: int = 0, *
 
 
 def test_end_of_sequence_stops_unless_ignored() -> None:
-    assert check_stop(sequence([5, 2], eos_token_ids=[2, 3])) == Stop("stop", None)
+    assert check_stop(sequence([5, 2], eos_token_ids=[2, 3])) == Stop("stop", None, by_token=True)
     assert check_stop(sequence([5, 4], eos_token_ids=[2, 3])) is None
     # Not as many as a power of two: what would fill a list up ends nothing.
     assert check_stop(sequence([5, 0], eos_token_ids=[2, 3, 4], stop_token_ids=[7, 8, 9])) is None
@@ -43,8 +43,10 @@ def test_end_of_sequence_stops_unless_ignored() -> None:
 
 
 def test_stop_token_names_itself() -> None:
-    assert check_stop(sequence([5, 9], stop_token_ids=[8, 9])) == Stop("stop", 9)
-    assert check_stop(sequence([5, 9], stop_token_ids=[8, 9], ignore_eos=True, eos_token_ids=[9])) == Stop("stop", 9)
+    assert check_stop(sequence([5, 9], stop_token_ids=[8, 9])) == Stop("stop", 9, by_token=True)
+    assert check_stop(sequence([5, 9], stop_token_ids=[8, 9], ignore_eos=True, eos_token_ids=[9])) == Stop(
+        "stop", 9, by_token=True
+    )
     assert check_stop(sequence([9, 5], stop_token_ids=[9])) is None
 
 
@@ -60,7 +62,7 @@ def test_length_is_max_tokens_or_the_context() -> None:
     assert check_stop(sequence([1] * 5, max_tokens=5)) == Stop("length", None)
     assert check_stop(sequence([1] * 6, max_model_len=10)) is None
     assert check_stop(sequence([1] * 7, max_model_len=10)) == Stop("length", None)
-    assert check_stop(sequence([1] * 4 + [2], max_tokens=5, eos_token_ids=[2])) == Stop("stop", None)
+    assert check_stop(sequence([1] * 4 + [2], max_tokens=5, eos_token_ids=[2])) == Stop("stop", None, by_token=True)
 
 
 # ---------------------------------------------------------------------- chunks

@@ -7,6 +7,7 @@ import pytest
 from headrace.core.plan import StepResult
 from headrace.core.sequence import Status
 from headrace.errors import EngineError
+from headrace.outputs import Failure
 
 from .oracle_runner import EOS, expected_outputs, expected_prompt_logprobs
 from .world import World, item, make_cache, make_config, make_request
@@ -54,6 +55,27 @@ def test_a_long_prompt_leaves_a_token_to_every_decoding_sequence_behind_it() -> 
     world.collect()
     world.run()
     world.assert_right()
+
+
+def test_prompts_take_few_tokens_of_a_step_while_others_generate() -> None:
+    world = World(make_config(max_num_batched_tokens=12, max_prefill_tokens_beside_decode=3), make_cache())
+    world.add(make_request("a", [1] * 10, max_tokens=6))
+    world.step()  # alone, a prompt is computed at once
+    for name in "bc":
+        world.add(make_request(name, [2] * 5, max_tokens=1))
+    rows = []
+    while (plan := world.launch()) is not None:
+        rows.append([row.num_tokens for row in plan.rows])
+        world.collect()
+    assert rows == [[1, 3], [1, 2, 1], [1, 3], [1, 1], [1]]
+    world.assert_right()
+
+
+def test_samples_share_the_set_of_stop_tokens() -> None:
+    world = World(make_config(), make_cache())
+    first, *others = world.scheduler.add(make_request("a", [1, 2], n=3, stop_token_ids=[7, 8, 7]))
+    assert first.stop_token_ids == {7, 8}
+    assert all(other.stop_token_ids is first.stop_token_ids for other in others)
 
 
 def test_waiting_sequences_start_in_policy_order() -> None:
@@ -300,7 +322,7 @@ def test_a_failing_row_takes_nobody_along() -> None:
     world.add(make_request("good", PROMPT, max_tokens=9))
     world.errors[bad.seq_id] = 12
     world.run()
-    assert world.outcomes[bad.seq_id].error == "injected"
+    assert world.outcomes[bad.seq_id].error == Failure("injected")
     world.assert_right()
 
 

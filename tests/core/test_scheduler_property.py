@@ -90,6 +90,7 @@ def worlds(draw: st.DrawFn) -> tuple[World, list[Arrival]]:
         policy=draw(st.sampled_from(["fcfs", "priority"])),
         pipeline_depth=draw(st.integers(1, 3)),
         max_num_encoder_tokens=draw(st.integers(0, 4)),
+        max_prefill_tokens_beside_decode=draw(st.sampled_from([None, None, 1, 5])),
     )
     windows = draw(st.sampled_from([(None,), (None,), (None, 5), (None, 5), (6,), (1,), (None, 9, 3), (None, 12, 7, 2)]))
     block_size = draw(st.sampled_from([1, 2, 4]))

@@ -14,7 +14,7 @@ from headrace.core.scheduler import Scheduler
 from headrace.core.sequence import Sequence, SequenceUpdate
 from headrace.kv import Item
 from headrace.model_spec import CacheGroup
-from headrace.outputs import TokenLogprobs
+from headrace.outputs import Failure, TokenLogprobs
 from headrace.sampling_params import SamplingParams
 
 from .oracle_runner import EOS, OracleRunner, expected_outputs, expected_prompt_logprobs
@@ -72,7 +72,7 @@ class Outcome:
     logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] | None = None
     reason: str | None = None
-    error: str | None = None
+    error: Failure | None = None
 
 
 class World:
@@ -193,7 +193,7 @@ class World:
         assert outcome.reason is not None, f"sequence {seq_id} never finished"
         if outcome.reason in ("abort", "error"):
             assert outcome.tokens == tokens[: len(outcome.tokens)]
-            if outcome.reason == "error" and outcome.error != "injected":
+            if outcome.reason == "error" and outcome.error != Failure("injected"):
                 length = len(request.prompt_token_ids) + len(outcome.tokens)
                 assert self.scheduler.kv.too_small_for(length, 1), f"{outcome.error}, but {length} tokens do fit"
             return

@@ -84,6 +84,7 @@ CONTEXTS: dict[str, Context] = {
     "architecture.md": one_step,
     "foreign-models.md": foreign_layer,
     "megatron.md": trainer,
+    "structured-output.md": trained_model,
 }
 
 

@@ -1,11 +1,14 @@
 """The engine's process around the runner without a model: ``fake_process.py MODE SECONDS FOLDER``.
 
-MODE is what goes wrong: nothing, the first start ("config", "load"), or every start after the first ("once").
+MODE is what goes wrong: nothing, the first start ("config", "load"), or every start after the first ("once:FILE"). With
+"scarce:FILE" a start fails for want of space while the file exists, with "still:FILE" it then stands still.
 """
 
 from __future__ import annotations
 
+import errno
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -34,6 +37,10 @@ def load(args: EngineArgs, timeline: Timeline) -> tuple[EngineCore, EngineInfo]:
         if mark.exists():
             raise RuntimeError("only the first start works")
         mark.touch()
+    if mode.startswith("scarce:") and Path(mode.removeprefix("scarce:")).exists():
+        raise OSError(errno.ENOSPC, "No space left on device")
+    if mode.startswith("still:") and Path(mode.removeprefix("still:")).exists():
+        os.kill(os.getpid(), signal.SIGSTOP)
     tokenizer = None if args.skip_tokenizer_init else load_frontend(args).tokenizer
     core = make_core(tokenizer, seconds=seconds, max_queue_len=args.max_queue_len)
     return core, make_info(core)

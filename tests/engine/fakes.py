@@ -14,7 +14,7 @@ from headrace.engine.core import EngineCore
 from headrace.engine.info import EngineInfo
 from headrace.engine.outputs import OutputProcessor
 from headrace.model_spec import CacheGroup
-from headrace.outputs import TokenLogprobs
+from headrace.outputs import Failure, TokenLogprobs
 from headrace.runner.graphs import GraphCount
 from headrace.text.tokenizer import Tokenizer
 
@@ -57,7 +57,7 @@ class FakeRunner:
                 ]
                 result.prompt_logprobs[row.seq_id] = entries
             if row.seq_id in self.broken:
-                result.errors[row.seq_id] = self.broken[row.seq_id]
+                result.errors[row.seq_id] = Failure(self.broken[row.seq_id])
             elif row.num_logits:
                 token = SCRIPT[(new.sample_index + self._lengths[row.slot] - new.prompt_len) % len(SCRIPT)]
                 self._lengths[row.slot] += 1

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
@@ -106,7 +107,7 @@ def test_generate_and_stream(make: Callable[..., AsyncLLM]) -> None:
         with pytest.raises(EngineDeadError):
             await llm.reset_prefix_cache()
         async with llm:
-            assert llm.health() == (True, "") and llm.info.model == "fake"
+            assert llm.health().ok and llm.info.model == "fake"
             assert seen == [Progress("weights", 0.5, "some")]
             assert "visible_index" in vars(llm.tokenizer.token_bytes), "a first request would wait for it"
             output = await collect(llm.generate("hello", params(12, n=2, logprobs=1)))
@@ -119,7 +120,7 @@ def test_generate_and_stream(make: Callable[..., AsyncLLM]) -> None:
             assert await llm.reset_prefix_cache() is True
             await idle(llm)
             assert llm.stats.generation_tokens == 29
-        assert llm.health() == (False, "the engine was closed")
+        assert llm.health()[:2] == (False, "the engine was closed")
 
     run(work())
 
@@ -236,11 +237,12 @@ def test_sixty_four_streams_a_third_of_which_leave(shared: Shared) -> None:
 def test_kill_under_load_answers_everyone_and_restarts(
     shared: Shared, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And whoever was there twice is refused. These deaths are no crash loop, though nothing was served between them."""
     monkeypatch.setattr(supervisor, "MAX_DEATHS", 2)
 
     async def work() -> None:
         llm = shared.llm
-        for _ in range(2):  # a crash loop's worth, were it not that each engine serves before it dies
+        for death in (1, 2):
             tasks = [asyncio.create_task(collect(llm.generate("a", params(200), str(i)))) for i in range(20)]
             await until(lambda: llm.stats.num_running == 8)
             call = asyncio.create_task(llm.drain())
@@ -252,6 +254,7 @@ def test_kill_under_load_answers_everyone_and_restarts(
             assert all(output.finished for output in outputs)
             assert {output.outputs[0].finish_reason for output in outputs} == {"error"}
             assert all("SIGKILL" in (output.error or "") for output in outputs)
+            assert all(("refused" in (output.error or "")) == (death == 2) for output in outputs)
             with pytest.raises(EngineDeadError):
                 await call
             assert not llm.health().ok and "SIGKILL" in llm.health().reason
@@ -260,8 +263,11 @@ def test_kill_under_load_answers_everyone_and_restarts(
                 await collect(llm.generate("a", params(5)))
             await until(lambda: llm.health().ok)
             assert llm.engine_pid != old
-            assert (await collect(llm.generate("a", params(5)))).outputs[0].text == "The m"
-            await idle(llm)
+        with pytest.raises(RequestError, match="2 times") as caught:
+            await collect(llm.generate("a", params(200)))
+        assert caught.value.code == "quarantined"
+        assert (await collect(llm.generate("a", params(5)))).outputs[0].text == "The m"
+        await idle(llm)
 
     with caplog.at_level(logging.ERROR, "headrace"):
         shared.run(work())
@@ -296,6 +302,75 @@ def test_a_stopped_engine_is_found_out_and_replaced(make: Callable[..., AsyncLLM
     logged = "\n".join(record.getMessage() for record in caplog.records)
     assert "stuck-one" in logged and "stacks of the engine" in logged
     assert "fake_process.py" in logged, "the stacks say where it was"
+
+
+@pytest.mark.parametrize("trouble", ["scarce", "still"])
+def test_a_restart_that_lacks_something_is_tried_until_it_is_there(
+    trouble: str,
+    make: Callable[..., AsyncLLM],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """More often than a crash loop's worth. First the process cannot be made, then it cannot start."""
+    monkeypatch.setattr(supervisor, "MAX_DEATHS", 1)
+    mark, nowhere = tmp_path / "mark", tmp_path / "gone"
+
+    async def work() -> None:
+        async with make(f"{trouble}:{mark}", start_timeout=1.0) as llm:
+            mark.touch()
+            monkeypatch.setattr(tempfile, "tempdir", str(nowhere))
+            task = asyncio.create_task(collect(llm.generate("a", params(200))))
+            await until(lambda: llm.stats.num_running == 1)
+            os.kill(llm.engine_pid, signal.SIGKILL)
+            assert "SIGKILL" in ((await task).error or "")
+            await until(lambda: llm._supervisor._failed_starts > 1)
+            assert "cannot be started" in llm.health().reason and str(nowhere) in llm.health().reason
+            monkeypatch.setattr(tempfile, "tempdir", None)
+            reason = {"scarce": "No space left", "still": "it stood still for 1 s while it started"}[trouble]
+            await until(lambda: reason in llm.health().reason)
+            mark.unlink()
+            await until(lambda: llm.health().ok)
+            assert (await collect(llm.generate("a", params(5)))).outputs[0].text == "The m"
+
+    with caplog.at_level(logging.ERROR, "headrace"):
+        run(work())
+    assert "cannot be started" in caplog.text
+
+
+def test_a_first_start_that_stands_still_is_tried_again(make: Callable[..., AsyncLLM], tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    mark.touch()
+
+    async def work() -> None:
+        llm = make(f"still:{mark}", start_timeout=1.0)
+        start = asyncio.create_task(llm.start())
+        await until(lambda: "stood still" in llm.health().reason)
+        mark.unlink()
+        await start
+        assert (await collect(llm.generate("a", params(5)))).outputs[0].text == "The m"
+        await llm.close()
+
+    run(work())
+
+
+def test_an_engine_belongs_to_one_event_loop_and_one_process(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = shared.llm
+    calls: list[Callable[[], Coroutine[Any, Any, Any]]] = [
+        lambda: collect(llm.generate("a", params(5))),
+        llm.reset_prefix_cache,
+        lambda: llm.abort("x"),
+        llm.close,
+    ]
+    for call in calls:
+        with pytest.raises(EngineError, match="event loop that started it"):
+            asyncio.run(asyncio.wait_for(call(), 10))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: -1)
+        for call in calls:
+            with pytest.raises(EngineError, match="after a fork"):
+                shared.run(call())
+    shared.run(idle(llm))
 
 
 @pytest.mark.slow

@@ -47,6 +47,19 @@ def test_a_string_and_its_tokens(inputs: InputProcessor) -> None:
     assert (both.prompt, both.prompt_token_ids) == ("x", [1, 2])
 
 
+def test_long_stop_strings_of_many_tokens_are_taken(inputs: InputProcessor) -> None:
+    assert make(inputs, stop=["🙂" * 1024]).sampling.stop == ["🙂" * 1024]
+
+
+def test_texts_too_long_to_tokenise_are_refused_before(frontend: Frontend, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = frontend.inputs(EngineArgs(max_prompt_chars=10), vocab_size=VOCAB, max_model_len=CONTEXT)
+    assert make(inputs, "x" * 10).prompt_token_ids
+    monkeypatch.setattr(inputs.tokenizer, "encode", None)
+    with pytest.raises(RequestError, match="max_prompt_chars") as caught:
+        make(inputs, "x" * 11)
+    assert (caught.value.param, caught.value.code) == ("prompt", "context_length_exceeded")
+
+
 def test_the_prompt_and_its_output_fill_the_context_exactly(inputs: InputProcessor) -> None:
     assert make(inputs, "x" * (CONTEXT - 1)).max_tokens == 1
     assert make(inputs, "x" * 250, max_tokens=6).max_tokens == 6
@@ -79,8 +92,10 @@ REFUSED: list[tuple[Any, dict, str]] = [
     ("x", {"stop_token_ids": [1, VOCAB]}, "stop_token_ids"),
     ("x", {"logit_bias": {VOCAB: 1.0}}, "logit_bias"),
     ("x", {"stop": ["a"] * 17}, "stop"),
-    ("x", {"stop": ["a" * 9]}, "stop"),
+    ("x", {"stop": ["a" * 1025]}, "stop"),
     ("x", {"stop": ["a" * 10_000_000]}, "stop"),
+    ("x", {"stop_token_ids": [1] * 1025}, "stop_token_ids"),
+    ("x", {"allowed_token_ids": [1] * 65_537}, "allowed_token_ids"),
     ("x", {"stop": ["\udc00"]}, "stop"),
     ("x", {"bad_words": ["a"] * 17}, "bad_words"),
     ("x", {"bad_words": ["a" * 9]}, "bad_words"),
@@ -148,6 +163,28 @@ def test_text_without_a_tokenizer_is_refused_by_name(bare: InputProcessor) -> No
         with pytest.raises(RequestError, match="tokenizer") as caught:
             make(bare, prompt, **params)
         assert caught.value.param == param
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "min_p", "repetition_penalty"])
+def test_the_model_s_own_defaults_have_the_ranges_of_requests(name: str) -> None:
+    def defaults(value: float) -> SamplingParams:
+        return InputProcessor(
+            vocab_size=3,
+            max_model_len=3,
+            limits=SamplingLimits.of(EngineArgs()),
+            tokenizer=None,
+            generation_config={name: value, "eos_token_id": [1, 2**70]},
+            seed=0,
+        ).default_sampling
+
+    for value in (1e300, 3.5e38, 1e-40, 5e-324, -0.0, -1.0, 0, 1, 2**31, 2**63, 10**30, 10**400):
+        try:
+            wanted = SamplingParams(**{name: value})  # type: ignore[arg-type]
+        except RequestError:
+            with pytest.raises(ConfigError, match=r"generation_config\.json"):
+                defaults(value)
+        else:
+            assert defaults(value) == wanted
 
 
 def test_the_model_s_own_defaults(bare: InputProcessor) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from headrace import LLM, SamplingParams
 from headrace.engine.info import Progress
 from headrace.errors import ConfigError, EngineError, RequestError
 from headrace.kernels import native
+from headrace.options import FLOAT32_MAX, FLOAT32_TINY, INT64_MAX, options
 
 
 def build(folder: Path, **args: Any) -> LLM:
@@ -171,6 +175,27 @@ def test_chat(llm: LLM) -> None:
         llm.chat([{"role": "user", "content": 3}], greedy())
 
 
+def test_chat_with_tools_parses_the_answer(llm: LLM) -> None:
+    """The call that the prompt begins is the answer's; what the random model adds breaks it, and is not lost."""
+    turns = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    template = "{{ tools }}" + turns + "{% if add_generation_prompt %}[assistant]{% endif %}{# <tool_call> #}"
+    begun = '<tool_call>{"name": "f", "arguments": {"a": '
+    conversation = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": begun}]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    options: dict[str, Any] = {"chat_template": template, "add_generation_prompt": False, "continue_final_message": True}
+    (answer,) = llm.chat(conversation, greedy(max_tokens=4), tools=tools, **options)
+    sample = answer.outputs[0]
+    assert sample.message is not None and sample.text == sample.message.content
+    (call,) = sample.message.calls
+    assert call.name == "f" and call.arguments.startswith('{"a":') and not call.ended
+    (raw,) = llm.chat(conversation, greedy(max_tokens=4), **options)
+    assert raw.outputs[0].message is None and raw.outputs[0].text
+    with pytest.raises(RequestError) as caught:
+        llm.chat(conversation, greedy(), tools=[{"type": "function"}], **options)
+    assert caught.value.param == "tools[0].function"
+    assert {"tool calls", "reasoning"} <= {decision.name for decision in llm.info.decisions}
+
+
 @pytest.fixture
 def interruptible() -> Iterator[None]:
     """A process that a shell has started in the background ignores SIGINT, and its children inherit that."""
@@ -205,6 +230,123 @@ def test_from_another_thread(llm: LLM) -> None:
     thread.start()
     thread.join()
     assert results[0].finished
+
+
+def test_threads_that_share_an_engine_are_all_served(llm: LLM) -> None:
+    prompts = [f"thread {number}" for number in range(6)]
+    alone = [llm.generate(prompt, greedy(20)) for prompt in prompts]
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        together = list(threads.map(lambda prompt: llm.generate([prompt, "more"], greedy(20)), prompts))
+    assert [tokens(results[:1]) for results in together] == [tokens(results) for results in alone]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_fork_is_told_that_the_engine_is_its_parents(llm: LLM) -> None:
+    """Also where another thread held the engine, and its lock with it, at the fork."""
+    with llm._lock:
+        child = os.fork()
+        if child == 0:
+            status = 1
+            with contextlib.suppress(BaseException):
+                try:
+                    llm.generate("hello", greedy())
+                except EngineError as error:
+                    status = 0 if "is a fork of it" in str(error) else 2
+                llm.close()
+            os._exit(status)
+    end = time.monotonic() + 60
+    while (ended := os.waitpid(child, os.WNOHANG))[0] == 0:
+        if time.monotonic() > end:
+            os.kill(child, signal.SIGKILL)
+        time.sleep(0.01)
+    assert os.waitstatus_to_exitcode(ended[1]) == 0
+    assert llm.generate("hello", greedy())[0].finished
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "named"),
+    [
+        *((wrong, greedy(), "prompts") for wrong in (None, 3, b"bytes", object())),
+        *((["fine", wrong], greedy(), "prompts[1]") for wrong in (None, 3, ["nested"], 2.5)),
+        *(("fine", wrong, "sampling_params") for wrong in (3, "greedy", {"temperature": 0}, (one for one in [greedy()]))),
+        (["fine", "too"], [greedy(), None], "sampling_params[1]"),
+        (["fine", "too"], [greedy()], "sampling_params"),
+    ],
+)
+def test_what_is_no_prompt_or_parameter_is_named(prompts: Any, params: Any, named: str, llm: LLM) -> None:
+    steps = llm.stats.step
+    with pytest.raises((TypeError, RequestError)) as caught:
+        llm.generate(prompts, params)
+    assert named in str(caught.value) and "\n" not in str(caught.value)
+    with pytest.raises((TypeError, RequestError), match="messages"):
+        llm.chat(prompts if prompts != ["fine", "too"] else None, params)
+    with pytest.raises(TypeError, match="sampling_params must be"):
+        llm.inputs.request("fine", None, request_id="x")  # type: ignore[arg-type]
+    assert llm.stats.step == steps
+    assert len(llm.generate((prompt for prompt in ["a", "b"]), greedy(2))) == 2
+
+
+def test_every_number_at_its_extremes_is_served_or_refused_and_bothers_nobody(llm: LLM) -> None:
+    extremes = [
+        *(FLOAT32_MAX, 1e30, 10**30, FLOAT32_TINY, 1e-40, 5e-324, 0.0, -0.0, -2.0, 2.0, 1.0),
+        *(INT64_MAX, 2**63, -(2**63)),
+    ]
+    neighbour = llm.generate("neighbour", greedy(4))
+    admitted = []
+    for name, value in itertools.product(options(SamplingParams), extremes):
+        with contextlib.suppress(RequestError):
+            params = SamplingParams(**{"max_tokens": 2, name: value})
+            if params.max_tokens == 2 and params.n == 1 and max(params.logprobs or 0, params.prompt_logprobs or 0) <= 20:
+                admitted.append(params)
+    kinds = [
+        SamplingParams(max_tokens=2, temperature=1e-40, **{name: FLOAT32_TINY}) for name in ("top_p", "repetition_penalty")
+    ]
+    kinds += [SamplingParams(max_tokens=2, repetition_penalty=FLOAT32_MAX, logit_bias={1: 100.0}, temperature=FLOAT32_MAX)]
+    results = llm.generate(["neighbour"] * (len(admitted) + 4), [*admitted, *kinds, greedy(4)])
+    assert len(admitted) > 30 and not [result.error for result in results if result.error]
+    assert tokens(results[-1:]) == tokens(neighbour)
+
+
+@pytest.mark.parametrize("place", ["sampler", "scheduler", "text"])
+def test_a_request_that_cannot_be_taken_in_fails_alone(place: str, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the exception is, and wherever the request is taken in."""
+    alone = llm.generate(["a", "b"], greedy())
+    core: Any = llm._engine.core
+    owner, name = {
+        "sampler": (core.executor.runner.sampler._penalties, "add"),
+        "scheduler": (core.scheduler, "_make_sequence"),
+        "text": (core.outputs, "open"),
+    }[place]
+    real = getattr(owner, name)
+
+    def taken_in(*args: Any) -> Any:
+        if any(getattr(one, "presence_penalty", 0) for one in samplings(args)):
+            raise ZeroDivisionError("no such luck")
+        return real(*args)
+
+    monkeypatch.setattr(owner, name, taken_in)
+    before = llm.stats.generation_tokens
+    results = llm.generate(["a", "bad", "b"], [greedy(), greedy(n=2, presence_penalty=1.0), greedy()])
+    assert tokens([results[0], results[2]]) == tokens(alone)
+    assert results[1].finished and "ZeroDivisionError: no such luck" in (results[1].error or "")
+    assert [sample.finish_reason for sample in results[1].outputs] == ["error"] * 2
+    assert llm.stats.generation_tokens - before == 16, "nothing was generated for it"
+
+
+def samplings(args: tuple[Any, ...]) -> Iterator[SamplingParams]:
+    """Of a Request, a NewSequence, or sequences."""
+    for arg in args:
+        for one in arg if isinstance(arg, list) else [arg]:
+            yield getattr(getattr(one, "request", one), "sampling", None)  # type: ignore[misc]
+
+
+def test_constraints_that_leave_no_token_are_the_clients_error(llm: LLM) -> None:
+    core = llm._engine.core
+    params = greedy(allowed_token_ids=[65], stop_token_ids=[65], min_tokens=2)
+    core.add(llm.inputs.request("a", params, request_id="x"))
+    (last,) = [delta for _ in range(2) if core.has_work() for delta in core.step()]
+    assert last.finish_reason == "error" and last.client_error and "allowed_token_ids" in (last.error or "")
 
 
 def test_without_a_tokenizer(tiny_folder: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,12 @@ from headrace.errors import ConfigError
 from headrace.outputs import RequestOutput
 
 
+async def rest(stream: AsyncIterator[RequestOutput]) -> RequestOutput:
+    return [output async for output in stream][-1]
+
+
 async def collect(llm: AsyncLLM, prompt: Any, params: SamplingParams) -> RequestOutput:
-    outputs = [output async for output in llm.generate(prompt, params)]
-    return outputs[-1]
+    return await rest(llm.generate(prompt, params))
 
 
 def test_serves_dies_and_serves_the_same_again(tiny_folder: Path) -> None:
@@ -36,11 +40,11 @@ def test_serves_dies_and_serves_the_same_again(tiny_folder: Path) -> None:
             assert llm.info.num_blocks == [101] and "GOMP_SPINCOUNT" in llm.info.environment["waiting threads"]
             first = await collect(llm, "hello", params)
             assert [len(sample.token_ids) for sample in first.outputs] == [20, 20]
-            running = [asyncio.create_task(collect(llm, f"prompt {i}", endless)) for i in range(6)]
-            while llm.stats.num_running < 6:
-                await asyncio.sleep(0.01)
+            streams = [llm.generate(f"prompt {i}", endless) for i in range(6)]
+            await asyncio.gather(*map(anext, streams))
             os.kill(llm.engine_pid or 0, signal.SIGKILL)
-            assert {output.outputs[0].finish_reason for output in await asyncio.gather(*running)} == {"error"}
+            ends = await asyncio.gather(*map(rest, streams))
+            assert {output.outputs[0].finish_reason for output in ends} == {"error"}
             while not llm.health().ok:
                 await asyncio.sleep(0.02)
             again = await collect(llm, "hello", params)

@@ -168,16 +168,24 @@ def test_longrope_has_one_set_of_factors_for_all_sequences() -> None:
         ({"pipeline_depth": 0}, "pipeline_depth"),
         ({"seed": -1}, "seed"),
         ({"num_threads": 0}, "num_threads"),
+        ({"num_threads": 10**9}, "num_threads"),
         ({"step_timeout": 0}, "step_timeout"),
+        ({"start_timeout": 0}, "start_timeout"),
+        ({"start_timeout": 10**400}, "start_timeout"),
+        ({"quarantine_seconds": -1}, "quarantine_seconds"),
         ({"max_queue_len": 0}, "max_queue_len"),
         ({"max_num_seqs": 0}, "max_num_seqs"),
+        ({"max_num_seqs": 10**9}, "max_num_seqs"),
         ({"max_num_seqs": 8, "max_num_batched_tokens": 4}, "max_num_batched_tokens"),
         ({"max_model_len": 1}, "max_model_len"),
         ({"max_model_len": "all"}, "max_model_len"),
         ({"max_model_len": 513}, "max_model_len"),
         ({"num_kv_blocks": 5, "kv_cache_memory": 5}, "num_kv_blocks"),
-        ({"num_kv_blocks": 31}, "num_kv_blocks"),
+        ({"num_kv_blocks": 31, "max_model_len": 512}, "num_kv_blocks"),
+        ({"kv_cache_memory": 10_000, "max_model_len": 512}, "kv_cache_memory"),
+        ({"num_kv_blocks": 1, "block_size": 1}, "num_kv_blocks"),
         ({"kv_cache_memory": 1000}, "kv_cache_memory"),
+        ({"max_num_seqs": 65_537}, "max_num_seqs"),
         ({"max_model_len": "auto", "kv_cache_memory": 1000}, "max_model_len"),
         ({"attention_backend": "abacus"}, "attention_backend"),
         ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype"),
@@ -240,7 +248,22 @@ def test_num_kv_blocks_are_those_that_hold_data() -> None:
     assert config.cache.num_blocks == (33,) and config.scheduler.max_model_len == 512
     assert decide(num_kv_blocks=10, max_model_len="auto").scheduler.max_model_len == 160
     with pytest.raises(ConfigError, match=r"num_kv_blocks to 32 or more, or max_model_len to 496"):
-        decide(num_kv_blocks=31)
+        decide(num_kv_blocks=31, max_model_len=512)
+
+
+@pytest.mark.parametrize(("args", "length"), [({"num_kv_blocks": 10}, 160), ({"kv_cache_memory": 50_000}, 176)])
+def test_the_length_follows_from_the_size_of_the_cache_unless_it_is_given(args: dict, length: int) -> None:
+    config = decide(**args)
+    assert config.scheduler.max_model_len == length
+    assert "the longest that fits in" in reason(config, "max_model_len")
+    with pytest.raises(ConfigError, match=f"max_model_len to {length} or less"):
+        decide(**args, max_model_len=512)
+
+
+def test_slots_that_memory_cannot_hold_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"max_num_seqs 65,536 takes 142,868,480 bytes") as caught:
+        decide(max_num_seqs=65_536, device=dataclasses.replace(ZEN, available_memory=100 * MIB))
+    assert caught.value.param == "max_num_seqs"
 
 
 def test_default_memory_is_what_could_be_used_but_modest() -> None:
@@ -274,7 +297,7 @@ def test_the_cache_stays_in_its_memory_and_holds_a_whole_sequence(
         config = decide(spec, kv_cache_memory=memory, **args)
     except ConfigError as error:
         # What the message advises works.
-        if length not in (None, 512):
+        if length != 512:
             return
         needed = int(str(error).split(" bytes")[0].rsplit(" ", 1)[-1].replace(",", ""))
         assert needed > memory
@@ -284,7 +307,7 @@ def test_the_cache_stays_in_its_memory_and_holds_a_whole_sequence(
     assert memory - smallest < config.cache.nbytes <= memory
     kv = KVCacheManager(config.cache)
     assert kv.too_small_for(config.scheduler.max_model_len, 1) is None
-    if length == "auto" and config.scheduler.max_model_len < 512:
+    if length in (None, "auto") and config.scheduler.max_model_len < 512:
         longer = {**args, "max_model_len": config.scheduler.max_model_len + 1}
         with pytest.raises(ConfigError):
             decide(spec, kv_cache_memory=memory, **longer)

@@ -18,6 +18,7 @@ PACKAGES: list[set[str]] = [
     {"kv"},
     {"core"},
     {"text", "sources"},
+    {"constrain"},
     # Below this line torch is allowed.
     {"parallel"},
     {"kernels"},
@@ -36,7 +37,7 @@ PACKAGES: list[set[str]] = [
 ]
 """Lowest layer first; packages of one set may import each other."""
 
-TORCH_LINE = PACKAGES.index({"text", "sources"})
+TORCH_LINE = PACKAGES.index({"constrain"})
 LAYER = {package: layer for layer, packages in enumerate(PACKAGES) for package in packages}
 
 

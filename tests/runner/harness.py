@@ -24,7 +24,7 @@ from headrace.model_spec.kv import FP8_KV
 from headrace.models.decoder import Decoder
 from headrace.models.gemma4 import Gemma4Spec
 from headrace.models.registry import build
-from headrace.outputs import TokenLogprobs
+from headrace.outputs import Failure, TokenLogprobs
 from headrace.runner.runner import ModelRunner
 from headrace.sampling_params import SamplingParams
 from headrace.text.bad_words import compile_bad_words
@@ -228,7 +228,7 @@ class Outcome:
     logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] | None = None
     finish_reason: str | None = None
-    error: str | None = None
+    error: Failure | None = None
 
     def take(self, update: SequenceUpdate) -> None:
         self.token_ids += update.token_ids

@@ -142,7 +142,7 @@ def test_a_token_the_model_lacks_fails_its_sequence_alone(runner: ModelRunner) -
     bad = NewSequence(12, 2, [5, VOCAB], 2, new(0, 0, [0]).sampling, 0, 0, [], None)
     result = done(runner, plan(row(10, 0, 6, 1), row(12, 2, 0, 2, [9]), new=[bad], decode=1))
     assert result.seq_ids == [10, 12] and result.token_ids[1] == [] and len(result.token_ids[0]) == 1
-    assert "outside the vocabulary of 160" in result.errors[12]
+    assert "outside the vocabulary of 160" in result.errors[12].message
     again = done(runner, plan(row(13, 2, 0, 2, [9]), released=[2], new=[new(13, 2, [5, 6])]))
     assert again.errors == {} and len(again.token_ids[0]) == 1
 
@@ -154,7 +154,7 @@ def test_what_cannot_be_sampled_fails_its_sequence_alone(runner: ModelRunner, sa
     result = done(
         runner, plan(row(10, 0, 6, 1), row(12, 2, 0, 1, [9]), new=[new(12, 2, [5], **sampling, prompt_logprobs=1)], decode=1)
     )
-    assert next(iter(sampling)) in result.errors[12] and len(result.token_ids[0]) == 1
+    assert next(iter(sampling)) in result.errors[12].message and result.errors[12].client and len(result.token_ids[0]) == 1
 
 
 def test_a_chunk_that_breaks_down_is_told_at_once(runner: ModelRunner) -> None:

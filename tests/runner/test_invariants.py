@@ -266,7 +266,7 @@ def test_a_sequence_that_breaks_down_takes_nobody_along(family: str, depth: int,
         weight.data[poison] = whole
     for each in sick:
         (outcome,) = outcomes.pop(each.request_id)
-        assert outcome.finish_reason == "error" and "not finite" in (outcome.error or "") and not outcome.token_ids
+        assert outcome.finish_reason == "error" and "not finite" in str(outcome.error) and not outcome.token_ids
     same(outcomes, {each.request_id: expected(family)[each.request_id] for each in healthy})
 
 

@@ -41,6 +41,35 @@ def test_plans_are_in_the_file_before_the_recorder_is_closed(tmp_path: Path) -> 
     recorder.close()
 
 
+def test_a_record_is_never_overwritten(tmp_path: Path) -> None:
+    """The engine that a crash is followed by records beside the record of the crash."""
+    path = recorded(tmp_path / "plans.bin")
+    first = path.read_bytes()
+    for _ in range(2):
+        recorded(path)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["plans.bin", "plans.bin.1", "plans.bin.2"]
+    assert path.read_bytes() == first
+    assert list(read_plans(tmp_path / "plans.bin.2")[1]) == PLANS
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_a_full_disk_ends_the_recording_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ConfigError, match=r"/dev/full: No space left") as caught:
+        Recorder("/dev/full", World().config())
+    assert caught.value.param == "record_steps"
+    recorder = Recorder(tmp_path / "plans", World().config())
+    recorder.write(PLANS[0])
+    before, recorder._file = recorder._file, open("/dev/full", "wb")  # noqa: SIM115
+    for each in PLANS[1:]:
+        recorder.write(each)
+    recorder.close()
+    recorder.close()
+    assert before is not None
+    before.close()
+    assert ["before step 2" in record.message for record in caplog.records if record.levelname == "ERROR"] == [True]
+    assert list(read_plans(tmp_path / "plans")[1]) == PLANS[:1]
+
+
 @pytest.mark.parametrize("cut", [1, 3, 10])
 def test_a_record_cut_off_is_read_to_its_last_whole_plan(tmp_path: Path, cut: int) -> None:
     path = recorded(tmp_path / "plans")

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.core.plan import NewSequence
+from headrace.kernels.transfer import upload
+from headrace.options import FLOAT32_MAX, FLOAT32_TINY
+from headrace.sampling.allowed import AllowedTokens
+from headrace.sampling.bad_words import BadWords
 from headrace.sampling.logprobs import ALL
 from headrace.sampling.penalties import Penalties
 from headrace.sampling.sampler import NOT_FINITE, NOTHING_ALLOWED
@@ -219,6 +226,22 @@ def test_long_sequences_have_room_for_what_they_see() -> None:
     assert int(bench.step(logits[:1], [2]).tokens) == 1999
 
 
+def test_samples_share_what_their_request_lists() -> None:
+    params = SamplingParams(temperature=0.0, allowed_token_ids=[2, 3, 5], bad_words=["x"])
+    table = TokenBytes([b"x", b"a", b"xa", b"b", b"ax", b"c"], frozenset())
+    bench = Bench(6, table)
+    first = sequence(params, token_bytes=table)
+    for slot in range(4):
+        bench.add(msgspec.structs.replace(first, slot=slot))
+    assert bench.step(torch.arange(6).flip(0).float().expand(4, -1), [0, 1, 2, 3]).tokens.tolist() == [3] * 4
+    allowed, bad_words = (next(f for f in bench.sampler._features if type(f) is kind) for kind in (AllowedTokens, BadWords))
+    assert len({id(automaton) for automaton in bad_words._automatons.values()}) == 1
+    assert len(bad_words._current_tables().transitions) == 256 * first.bad_words.num_states
+    for slot in range(4):
+        bench.sampler.remove(slot)
+    assert allowed._masks._last is None and bad_words._masks._last is None
+
+
 def test_min_tokens_bans_until_then_and_not_longer() -> None:
     params = SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=[7], ignore_eos=True)
     bench = Bench(10)
@@ -254,6 +277,62 @@ def test_a_row_that_has_no_sense_fails_alone(params: dict[str, Any]) -> None:
     alone = Bench(VOCAB)
     alone.add(sequence(SamplingParams(**params), seed=4))
     assert int(alone.step(logits[4:5], [0]).tokens) == int(sampled.tokens[4])
+
+
+class Failing:
+    """Fails at the ``nth`` upload: at every place in turn where memory may run out while a sequence is taken in."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, nth: int) -> None:
+        self.left = nth
+        for module in ("token_lists", "penalties", "topk_topp", "bad_words"):
+            monkeypatch.setattr(f"headrace.sampling.{module}.upload", self.upload)
+
+    def upload(self, *args: Any) -> Any:
+        self.left -= 1
+        if self.left < 0:
+            raise MemoryError("no memory for this sequence")
+        return upload(*args)
+
+
+@pytest.mark.parametrize("name", [name for name in FEATURES if name != "none"])
+def test_a_sequence_that_cannot_be_taken_in_leaves_nothing_behind(name: str) -> None:
+    alone = Bench(VOCAB, TOKEN_BYTES)
+    alone.add(make("everything", slot=0))
+    wanted = run(alone, 0, [0], 6)
+    again = Bench(VOCAB, TOKEN_BYTES)
+    again.add(make(name, slot=0))
+    wanted_again = run(again, 0, [0], 6)
+    for nth in itertools.count():
+        bench = Bench(VOCAB, TOKEN_BYTES)
+        bench.add(make("everything", slot=0))
+        with pytest.MonkeyPatch.context() as patch:
+            failing = Failing(patch, nth)
+            try:
+                bench.add(make(name, slot=1))
+            except MemoryError:
+                pass
+            else:
+                assert failing.left >= 0 and nth > 1
+                break
+        assert bench.sampler.plain(np.array([1])) and not bench.sampler.filters(np.array([1]))
+        # Its rows are sampled until the scheduler hears of the failure.
+        assert run(bench, 0, [0, 1], 6) == wanted
+        bench.remove(1)
+        bench.remove(0)
+        bench.add(make(name, slot=0))
+        assert run(bench, 0, [0], 6) == wanted_again, "the next sequence in its place finds nothing of it"
+
+
+@pytest.mark.parametrize("penalty", [FLOAT32_TINY, 1e-30, 1e30, FLOAT32_MAX], ids=repr)
+@pytest.mark.parametrize("logit", [-8.0, -1e-30, 1e-30, 8.0])
+def test_no_penalty_bans_a_token_or_unbans_one(penalty: float, logit: float) -> None:
+    """Whatever it does to a logit, the row stays one that can be sampled, and its bans stay bans."""
+    for extra in ({}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.1}, {"temperature": 0.0}):
+        bench = Bench(8)
+        params = SamplingParams(repetition_penalty=penalty, allowed_token_ids=[3, 4], logprobs=1, **extra)
+        bench.add(sequence(params, [1, 3, 4]))
+        sampled = bench.step(torch.full((1, 8), logit), [0])
+        assert not sampled.errors() and int(sampled.tokens) in (3, 4)
 
 
 def test_the_penalties_see_biased_logits() -> None:

@@ -52,8 +52,13 @@ class ByteTokenizer:
     def token_to_id(self, name: str) -> int | None:
         return self.fim_tokens.get(name)
 
-    def encode(self, text: str, add_special_tokens: bool = True, *, param: str = "prompt") -> list[int]:
-        return ([BOS] if add_special_tokens else []) + list(text.encode())
+    def encode(
+        self, text: str, add_special_tokens: bool = True, *, param: str = "prompt", max_tokens: int | None = None
+    ) -> list[int]:
+        ids = ([BOS] if add_special_tokens else []) + list(text.encode())
+        if max_tokens is not None and len(ids) > max_tokens:
+            raise RequestError(f"{param} is too long", param, code="context_length_exceeded")
+        return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         kept = (i for i in ids if not (skip_special_tokens and i in self.token_bytes.special))
@@ -319,7 +324,15 @@ class _Sample:
             if isinstance(token, EngineError):
                 raise token
             self.finished = True
-            return OutputDelta(request_id=request_id, index=self.index, finish_reason="error", error=str(token))
+            client = isinstance(token, RequestError)
+            return OutputDelta(
+                request_id=request_id,
+                index=self.index,
+                finish_reason="error",
+                error=str(token),
+                client_error=client,
+                error_code=getattr(token, "code", None),
+            )
         self._count += 1
         if self._count == 1:
             self._times = RequestTimes(self._times.arrived, self._times.scheduled, time.monotonic())

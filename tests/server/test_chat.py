@@ -12,6 +12,16 @@ from server.fakes import BOS, EOS, FakeLLM
 from server.harness import Api, error, events
 
 
+@pytest.mark.parametrize("name", ["messages", "chat_template_kwargs"])
+def test_values_of_a_conversation_are_bounded(name: str) -> None:
+    api = Api(FakeLLM(), ServerSettings(max_chat_values=8))
+    parts = [{"type": "text", "text": "x"}] * 2
+    fits = {"messages": [{"role": "user", "content": parts[:1]}], "chat_template_kwargs": {"x": [[], [[], {"y": {}}, 1]]}}
+    assert api.chat(**fits).status_code == 200
+    more = {"messages": [{"role": "user", "content": parts}], "chat_template_kwargs": {"x": [[], [[], {"y": {}}, 1, 2, 3]]}}
+    assert error(api.chat(**fits | {name: more[name]}))["param"] == name
+
+
 def test_answer(api: Api) -> None:
     answer = api.chat(seed=5).json()
     assert answer["object"] == "chat.completion" and answer["id"].startswith("chatcmpl-")
@@ -27,6 +37,7 @@ def test_answer(api: Api) -> None:
         "completion_tokens": generated,
         "total_tokens": len(text) + generated,
         "prompt_tokens_details": {"cached_tokens": 16},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
 
 
@@ -200,6 +211,25 @@ def test_text_parts_are_joined_by_newlines(api: Api) -> None:
     assert rendered(api, [{"role": "user", "content": parts}]) == [{"role": "user", "content": "one\ntwo"}]
 
 
+def _called(arguments: Any) -> dict[str, Any]:
+    return {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+
+
+CALL = _called("{}")
+
+
+def test_answers_with_calls_and_reasoning_go_back_to_the_template(api: Api) -> None:
+    """Arguments travel as JSON text and reach the template as objects; reasoning reaches it by both names."""
+    answer = {"role": "assistant", "content": None, "reasoning": "why", "tool_calls": [_called('{"a": [1]}')]}
+    old = {"role": "assistant", "function_call": {"name": "f", "arguments": ""}}
+    result = {"role": "tool", "content": [{"type": "text", "text": "2"}], "tool_call_id": "c"}
+    found = rendered(api, [{"role": "user", "content": "x"}, answer, result, old, result | {"content": "3"}])
+    assert found[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": {"a": [1]}}
+    assert (found[1]["content"], found[1]["reasoning"], found[1]["reasoning_content"]) == ("", "why", "why")
+    assert found[2] == {"role": "tool", "content": "2", "tool_call_id": "c"}
+    assert found[3]["tool_calls"][0]["function"] == {"name": "f", "arguments": {}}
+
+
 @pytest.mark.parametrize(
     ("message", "param"),
     [
@@ -207,13 +237,22 @@ def test_text_parts_are_joined_by_newlines(api: Api) -> None:
         ({"role": "user", "content": None}, "messages[1].content"),
         ({"role": "user", "content": 7}, "messages[1].content"),
         ({"content": "x"}, "messages[1].role"),
-        ({"role": "function", "content": "x", "name": "f"}, "messages[1].role"),
+        ({"role": "critic", "content": "x", "name": "f"}, "messages[1].role"),
         ({"role": 5, "content": "x"}, "messages[1].role"),
         ({"role": "user", "content": "x", "colour": 1}, "messages[1].colour"),
         ({"role": "user", "content": "x", "name": 1}, "messages[1].name"),
         ({"role": "user", "content": "x", "tool_call_id": "c"}, "messages[1].tool_call_id"),
-        ({"role": "assistant", "content": "x", "tool_calls": [{}]}, "messages[1].tool_calls"),
-        ({"role": "assistant", "function_call": {"name": "f"}}, "messages[1].function_call"),
+        ({"role": "assistant", "content": "x", "tool_calls": [{}]}, "messages[1].tool_calls[0].function"),
+        ({"role": "assistant", "content": "x", "tool_calls": {"f": 1}}, "messages[1].tool_calls"),
+        ({"role": "assistant", "function_call": {"name": "f"}}, "messages[1].function_call.arguments"),
+        ({"role": "assistant", "tool_calls": [CALL | {"id": 7}]}, "messages[1].tool_calls[0].id"),
+        ({"role": "assistant", "tool_calls": [_called("{")]}, "messages[1].tool_calls[0].function.arguments"),
+        ({"role": "assistant", "tool_calls": [_called("[1]")]}, "messages[1].tool_calls[0].function.arguments"),
+        ({"role": "assistant", "tool_calls": [_called({})]}, "messages[1].tool_calls[0].function.arguments"),
+        ({"role": "user", "content": "x", "tool_calls": [CALL]}, "messages[1].tool_calls"),
+        ({"role": "user", "content": "x", "reasoning": "y"}, "messages[1].reasoning"),
+        ({"role": "assistant", "content": "x", "reasoning_content": 1}, "messages[1].reasoning_content"),
+        ({"role": "assistant", "tool_calls": []}, "messages[1].content"),
         ({"role": "assistant", "audio": {"id": "a"}}, "messages[1].audio"),
         ({"role": "assistant", "refusal": "no"}, "messages[1].refusal"),
         ({"role": "user", "content": ["x"]}, "messages[1].content[0]"),

@@ -196,6 +196,26 @@ def test_limits_are_settings() -> None:
         assert error(api.complete(**fields))["param"] == param
 
 
+def test_logprobs_of_prompts_are_bounded() -> None:
+    settings = ServerSettings(max_prompt_logprobs=4 * 3 * 2)
+    body = {"prompt": [97] * 4, "max_tokens": 1, "n": 2}
+    api = Api(FakeLLM(), settings)
+    for fields in ({"prompt_logprobs": 2}, {"echo": True, "logprobs": 2}):
+        answer = api.complete(**body | fields)
+        assert answer.status_code == 200, answer.text
+        for more in ({"n": 3}, {"prompt": [97] * 5}, {"prompt": [[97] * 4] * 2}):
+            assert error(api.complete(**body | fields | more))["param"] == "prompt_logprobs"
+    messages = [{"role": "user", "content": "x"}]  # "[user]x\n[assistant]" and logprobs of it once, whatever n is
+    assert api.chat(messages=messages, n=2, prompt_logprobs=0).status_code == 200
+    assert error(api.chat(messages=messages, prompt_logprobs=1))["param"] == "prompt_logprobs"
+
+
+@pytest.mark.parametrize("name", ["stop", "bad_words", "stop_token_ids", "allowed_token_ids"])
+def test_lists_that_are_too_long_are_refused_before_their_entries_are_read(api: Api, name: str) -> None:
+    refused = error(api.complete(**{name: [{}] * 70_000}))
+    assert refused["param"] == name and "70000 entries" in refused["message"]
+
+
 def test_lists_are_as_long_as_the_engine_allows(api: Api) -> None:
     """Its limits may be raised: the server has none of its own."""
     words = [f"word {number}" for number in range(500)]

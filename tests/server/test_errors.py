@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headrace.errors import EngineDeadError, EngineError
+from headrace.errors import EngineDeadError, EngineError, RequestError
 from headrace.server.app import build_app
 from headrace.server.settings import ServerSettings
 from server.fakes import FakeLLM
@@ -116,6 +116,8 @@ def test_a_sequence_that_fails() -> None:
     found = error(Api(broken(ValueError("its tensor was bad"), 2)).chat(), 500)
     assert (found["type"], found["message"]) == ("server_error", "its tensor was bad")
     error(Api(broken(ValueError("bad"))).chat(stream=True), 500)
+    found = error(Api(broken(RequestError("its constraints leave no token"), 2)).chat(), 400)
+    assert (found["type"], found["message"]) == ("invalid_request_error", "its constraints leave no token")
 
 
 def test_errors_after_the_stream_began_are_its_last_event() -> None:

@@ -23,7 +23,8 @@ BASE = {
 VLLM = {
     *("top_k", "min_p", "repetition_penalty", "min_tokens", "stop_token_ids", "bad_words", "allowed_token_ids"),
     *("ignore_eos", "prompt_logprobs", "cache_salt", "priority", "return_token_ids", "include_stop_str_in_output"),
-    *("skip_special_tokens", "add_special_tokens"),
+    *("skip_special_tokens", "add_special_tokens", "structured_outputs", "guided_json", "guided_regex", "guided_choice"),
+    *("guided_grammar", "guided_whitespace_pattern", "response_format"),
 }
 
 HARMLESS = {
@@ -31,14 +32,8 @@ HARMLESS = {
     "safety_identifier": ["abc"],
     "metadata": [{}, {"run": "7"}],
     "prompt_cache_key": ["key"],
-    "parallel_tool_calls": [True, False],
     "store": [False],
     "service_tier": ["auto", "default"],
-    "tools": [[]],
-    "tool_choice": ["none", "auto"],
-    "functions": [[]],
-    "function_call": ["none", "auto"],
-    "response_format": [{"type": "text"}],
     "modalities": [["text"]],
     "audio": [],
     "prediction": [],
@@ -48,22 +43,17 @@ HARMLESS = {
     "moderation": [],
     "prompt_cache_options": [{}, {"mode": "implicit"}],
     "prompt_cache_retention": ["in_memory"],
+    "guided_decoding_backend": [],
 }
 """Values that pass and change nothing."""
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 REFUSED = {
     "user": [7, {"name": "x"}],
     "safety_identifier": [1.5],
     "metadata": ["x", {"a": 1}, {"a" * 65: "x"}, {"a": "x" * 513}, {str(i): "x" for i in range(17)}],
     "prompt_cache_key": [[]],
-    "parallel_tool_calls": ["yes", 1],
     "store": [True],
     "service_tier": ["flex", "scale", "priority", "fast", ""],
-    "tools": [[TOOL], {}],
-    "tool_choice": ["required", {"type": "function", "function": {"name": "f"}}],
-    "functions": [[{"name": "f"}]],
-    "function_call": [{"name": "f"}],
-    "response_format": [{"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}],
+    "guided_decoding_backend": ["outlines", ""],
     "modalities": [["text", "audio"], ["audio"], []],
     "audio": [{"voice": "alloy", "format": "wav"}],
     "prediction": [{"type": "content", "content": "x"}],

@@ -41,7 +41,8 @@ def admitted(option: Option, value: Any) -> bool:
 def test_the_gate_is_the_declared_range(name: str, value: Any) -> None:
     option = NUMBERS[name]
     if admitted(option, value):
-        assert getattr(SamplingParams(**{name: value}), name) == value
+        found = getattr(SamplingParams(**{name: value}), name)
+        assert found == option.type(value) and type(found) is option.type, "in the type that every message holds"
     else:
         with pytest.raises(RequestError) as caught:
             SamplingParams(**{name: value})

@@ -23,7 +23,7 @@ import pytest
 
 import headrace
 from headrace.errors import ConfigError
-from headrace.server.run import listen, within_open_files
+from headrace.server.run import listen, run, within_open_files
 from headrace.server.settings import ServerSettings
 from server.harness import error, wait_for
 
@@ -235,3 +235,15 @@ def test_a_name_with_addresses_that_this_machine_lacks(monkeypatch: pytest.Monke
     found("203.0.113.7")
     with pytest.raises(ConfigError, match="cannot listen"):
         listen(ServerSettings(host="machine", port=0))
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"garbage", b"\xff\x00" * 100, b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"]
+)
+def test_a_certificate_that_is_none_is_refused_before_anything_starts(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "cert.pem"
+    file.write_bytes(content)
+    settings = ServerSettings(tls_cert=file, tls_key=file, port=0)
+    with pytest.raises(ConfigError, match=r"cert\.pem") as caught:
+        run(object(), settings)  # type: ignore[arg-type]
+    assert caught.value.param == "tls_cert" and "\n" not in caught.value.message

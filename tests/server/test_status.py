@@ -153,6 +153,23 @@ def test_tokenize_wants_one_of_prompt_and_messages(api: Api, body: dict) -> None
     assert error(api.post("/tokenize", body))["param"] == "prompt"
 
 
+@pytest.mark.parametrize("name", ["add_generation_prompt", "continue_final_message", "chat_template_kwargs"])
+def test_tokenize_of_a_prompt_takes_no_fields_of_messages(api: Api, name: str) -> None:
+    value: object = {} if name == "chat_template_kwargs" else False
+    assert error(api.post("/tokenize", {"prompt": "a", name: value}))["param"] == name
+
+
+def test_tokenize_is_bounded() -> None:
+    api = Api(FakeLLM())
+    api.llm.inputs.max_prompt_chars = 100
+    assert api.post("/tokenize", {"prompt": "x" * 100}).status_code == 200
+    assert error(api.post("/tokenize", {"prompt": "x" * 101}))["param"] == "prompt"
+    long = [{"role": "user", "content": "x" * 100}]
+    assert error(api.post("/tokenize", {"messages": long}))["param"] == "messages"
+    assert api.post("/detokenize", {"tokens": [97] * 100}).status_code == 200
+    assert error(api.post("/detokenize", {"tokens": [97] * 101}))["param"] == "tokens"
+
+
 def test_detokenize(api: Api) -> None:
     tokens = [97, 0xC3, 0xA9, EOS]
     assert api.post("/detokenize", {"tokens": tokens}).json() == {"prompt": "aé<eos>"}

@@ -112,6 +112,14 @@ def test_echo_scores_long_prompts_that_take_several_chunks(shared: Running, extr
     assert offsets[size:] == list(range(len(prompt), len(prompt) + count))
 
 
+def test_only_the_assistants_message_is_continued(shared: Running) -> None:
+    body = ASK | {"continue_final_message": True}
+    refused = error(httpx.post(shared.url + CHAT, json=body, timeout=60))
+    assert refused["param"] == "continue_final_message" and "'user'" in refused["message"]
+    body["messages"] = [*ASK["messages"], {"role": "assistant", "content": "Well"}]
+    assert httpx.post(shared.url + CHAT, json=body, timeout=60).status_code == 200
+
+
 def test_clients_that_leave_free_their_blocks(shared: Running) -> None:
     llm: Any = shared.llm
 

@@ -150,7 +150,13 @@ def test_the_embedded_model_samples_as_its_card_says() -> None:
     assert own.decisions[-1].value == "temperature 0.2, top_p 0.9" and "model card" in own.decisions[-1].reason
 
 
-@pytest.mark.parametrize("text", ['{"eos_token_id": "x"}', '{"eos_token_id": [true]}', '{"temperature": "hot"}', "{", "[1]"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *('{"eos_token_id": "x"}', '{"eos_token_id": [true]}', '{"temperature": "hot"}', "{", "[1]"),
+        *('{"temperature": NaN}', '{"top_p": 1e999}', '{"top_p": -Infinity}'),
+    ],
+)
 def test_a_broken_generation_config_is_named(model: Path, text: str) -> None:
     (model / "generation_config.json").write_text(text)
     refused(model, r"generation_config\.json")

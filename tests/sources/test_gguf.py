@@ -237,10 +237,10 @@ def test_arrays_in_one_piece_read_as_the_packages_reader_reads_them(tmp_path: Pa
 def test_metadata_errors_name_file_and_field(tmp_path: Path) -> None:
     metadata = read_metadata(write(tmp_path / "m.gguf"))
     with pytest.raises(ConfigError, match=r"m\.gguf.*no\.such\.field"):
-        metadata["no.such.field"]
-    assert metadata.get("no.such.field", 3) == 3
-    with pytest.raises(ConfigError, match="not a number"):
-        metadata.number("general.architecture")
+        metadata.required("no.such.field", int)
+    assert metadata.get("no.such.field", int, 3) == 3
+    with pytest.raises(ConfigError, match=r"m\.gguf: general\.architecture is 'llama': expected `float`, got `str`"):
+        metadata.number("general.architecture", float)
 
 
 def test_embedded_model() -> None:

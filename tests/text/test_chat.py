@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import vocabularies
 
 from headrace.errors import ConfigError, RequestError
 from headrace.text.chat import check_template, normalize, read_template
+from headrace.text.templates import TemplateLimits, TemplateRenderer
 from headrace.text.tokenizer import Tokenizer
 
 TEMPLATE = (
@@ -25,9 +31,15 @@ TEMPLATE = (
 HELLO = [{"role": "user", "content": "hello"}]
 
 
+@pytest.fixture(scope="module")
+def renderer() -> TemplateRenderer:
+    """Its process takes a second to start."""
+    return TemplateRenderer(TemplateLimits(seconds=0.5, memory=2**27))
+
+
 @pytest.fixture
-def tokenizer() -> Iterator[Tokenizer]:
-    tokenizer = Tokenizer(vocabularies.byte_level())
+def tokenizer(renderer: TemplateRenderer) -> Iterator[Tokenizer]:
+    tokenizer = Tokenizer(vocabularies.byte_level(), renderer=renderer)
     tokenizer.hf.chat_template = TEMPLATE
     yield tokenizer
 
@@ -63,6 +75,13 @@ def test_the_final_message_can_be_continued(tokenizer: Tokenizer) -> None:
     refused(tokenizer, "continue_final_message", empty, continue_final_message=True, add_generation_prompt=False)
 
 
+@pytest.mark.parametrize("role", ["user", "system", "tool"])
+def test_only_a_message_of_the_assistant_is_continued(tokenizer: Tokenizer, role: str) -> None:
+    messages = [{"role": "assistant", "content": "Well"}, {"role": role, "content": "Hello"}]
+    why = refused(tokenizer, "continue_final_message", messages, continue_final_message=True, add_generation_prompt=None)
+    assert repr(role) in why
+
+
 def test_text_parts_become_one_string(tokenizer: Tokenizer) -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     assert "user: one\ntwo\n" in tokenizer.render_chat([{"role": "user", "content": parts}])
@@ -84,6 +103,16 @@ def test_tool_calls_carry_objects_and_need_no_content(tokenizer: Tokenizer) -> N
     path = "messages[0].tool_calls[0]"
     assert "not JSON" in refused(tokenizer, f"{path}.function.arguments", [{"role": "assistant", "tool_calls": [broken]}])
     refused(tokenizer, path, [{"role": "assistant", "tool_calls": ["f"]}])
+
+
+def test_templates_may_take_arguments_as_text(tokenizer: Tokenizer) -> None:
+    """DeepSeek's and others concatenate them: they get the text that the client sent, to the byte."""
+    hf = copy.copy(tokenizer.hf)
+    hf.chat_template = "{% for m in messages %}{% for c in m.tool_calls or [] %}{% set a = c.function.arguments %}"
+    hf.chat_template += "{{ '<' + a + '>' }}{% endfor %}{% endfor %}"
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x":  1}'}}
+    rendered = Tokenizer(hf).render_chat([*HELLO, {"role": "assistant", "tool_calls": [call]}])
+    assert rendered == '<{"x":  1}>'
 
 
 @pytest.mark.parametrize(
@@ -128,6 +157,57 @@ def test_templates_run_in_a_sandbox(tokenizer: Tokenizer) -> None:
         refused(tokenizer, "messages", HELLO)
 
 
+LOOP = "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}"
+DOUBLED = "{% set ns = namespace(x='x') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        (LOOP, "max_template_seconds"),
+        ("{% autoescape 10 ** (10 ** 9) %}{% endautoescape %}", "max_template_seconds"),
+        (DOUBLED, "max_template_memory"),
+        ("{{ 'x' * 10 ** 10 }}", "max_template_memory"),
+        ("{{ '%10000000000d' % 1 }}", "max_template_memory"),
+        ("{{ 'x' * 20000000 }}", "max_template_memory"),
+        ("{% macro f(n) %}{{ f(n) }}{% endmacro %}{{ f(1) }}", "recursion"),
+        ("{{ messages | no_such_filter }}", "no_such_filter"),
+    ],
+)
+def test_no_template_takes_all_the_time_or_memory(tokenizer: Tokenizer, template: str, why: str) -> None:
+    """At a request, or while it is compiled; the next request is served."""
+    check_template(template)
+    tokenizer.hf.chat_template = template
+    start = time.monotonic()
+    assert why in refused(tokenizer, "messages", HELLO)
+    assert time.monotonic() - start < 20
+    tokenizer.hf.chat_template = TEMPLATE
+    assert tokenizer.render_chat(HELLO) == "<|user|>user: hello\nassistant: "
+
+
+def test_a_renderer_that_is_dropped_leaves_no_process() -> None:
+    renderer = TemplateRenderer()
+    tokenizer = Tokenizer(vocabularies.byte_level(), renderer=renderer)
+    tokenizer.hf.chat_template = TEMPLATE
+    tokenizer.render_chat(HELLO)
+    (process,) = [child for child in psutil.Process().children() if "headrace.text.template_worker" in child.cmdline()][-1:]
+    process.send_signal(signal.SIGKILL)
+    while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)
+    assert tokenizer.render_chat(HELLO)
+    before = {child.pid for child in psutil.Process().children()}
+    del renderer, tokenizer
+    gc.collect()
+    assert len(before - {child.pid for child in psutil.Process().children()}) == 1
+
+
+def test_values_that_are_no_json(tokenizer: Tokenizer) -> None:
+    tokenizer.hf.chat_template = "{{ x }}"
+    assert tokenizer.render_chat(HELLO, chat_template_kwargs={"x": object()}) == "<object>"
+    refused(tokenizer, "messages", HELLO, chat_template_kwargs={"x": "\ud800"})
+    refused(tokenizer, "messages", HELLO, chat_template_kwargs={"x": 2**70})
+
+
 def test_operators_templates(tmp_path: Path) -> None:
     assert read_template("{{ messages }}") == "{{ messages }}"
     file = tmp_path / "template.jinja"
@@ -147,8 +227,8 @@ def test_templates_that_are_not_jinja_are_the_operators_fault() -> None:
     check_template(TEMPLATE)
     check_template("{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% break %}{% endfor %}")
     check_template("{{ raise_exception('never pleased') }}")
-    for broken in ("{% for %}", "{{ x | no_such_filter }}", "{% if %}"):
-        with pytest.raises(ConfigError, match="not valid Jinja"):
+    for broken in ("{% for %}", "{{ x | }}", "{% if %}", "{{" + "(" * 100_000, "x" * 2**21):
+        with pytest.raises(ConfigError, match=r"not valid Jinja|more than"):
             check_template(broken)
 
 

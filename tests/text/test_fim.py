@@ -50,8 +50,8 @@ QWEN = {"<|endoftext|>": 151643, "<|im_end|>": 151645, "<|fim_prefix|>": 151659,
 QWEN |= {"<|fim_suffix|>": 151661, "<|fim_pad|>": 151662, "<|repo_name|>": 151663, "<|file_sep|>": 151664}
 STARCODER = {"<|endoftext|>": 0, "<fim_prefix>": 1, "<fim_middle>": 2, "<fim_suffix>": 3, "<fim_pad>": 4}
 GEMMA = {"<bos>": 2, "<|fim_prefix|>": 67, "<|fim_middle|>": 68, "<|fim_suffix|>": 69, "<|file_separator|>": 70}
-DEEPSEEK = {"<｜begin▁of▁sentence｜>": 32013, "<｜end▁of▁sentence｜>": 32014, "<｜fim▁hole｜>": 32015}  # noqa: RUF001
-DEEPSEEK |= {"<｜fim▁begin｜>": 32016, "<｜fim▁end｜>": 32017}  # noqa: RUF001
+DEEPSEEK = {"<｜begin▁of▁sentence｜>": 32013, "<｜end▁of▁sentence｜>": 32014, "<｜fim▁hole｜>": 32015}
+DEEPSEEK |= {"<｜fim▁begin｜>": 32016, "<｜fim▁end｜>": 32017}
 LLAMA = {"<s>": 1, "</s>": 2, "▁<PRE>": 32007, "▁<SUF>": 32008, "▁<MID>": 32009, "▁<EOT>": 32010}
 CODESTRAL = {"<s>": 1, "</s>": 2, "[PREFIX]": 11, "[MIDDLE]": 12, "[SUFFIX]": 13}
 
@@ -62,7 +62,7 @@ CODESTRAL = {"<s>": 1, "</s>": 2, "[PREFIX]": 11, "[MIDDLE]": 12, "[SUFFIX]": 13
         (QWEN, None, False, [151659, A, 151661, B, C, 151660], {151643, *range(151659, 151665)}),
         (STARCODER, None, False, [1, A, 3, B, C, 2], {0, 1, 2, 3, 4}),
         (GEMMA, "<bos>", False, [2, 67, A, 69, B, C, 68], {67, 68, 69, 70}),
-        (DEEPSEEK, "<｜begin▁of▁sentence｜>", False, [32013, 32016, A, 32015, B, C, 32017], {*range(32014, 32018)}),  # noqa: RUF001
+        (DEEPSEEK, "<｜begin▁of▁sentence｜>", False, [32013, 32016, A, 32015, B, C, 32017], {*range(32014, 32018)}),
         (LLAMA, "<s>", True, [1, 32007, UNDERSCORE, A, 32008, B, C, 32009], {*range(32007, 32011)}),
         (CODESTRAL, "<s>", True, [1, 13, B, C, 11, UNDERSCORE, A], {11, 13}),
     ],

@@ -10,10 +10,7 @@ from hypothesis import strategies as st
 
 from headrace.config import SamplingLimits
 from headrace.errors import RequestError
-from headrace.text.stops import StopStrings, check_stops
-from headrace.text.tokenizer import Tokenizer
-
-LIMITS = SamplingLimits(max_logprobs=20, max_bad_words_num=2, bad_words_max_len=3, max_stop_seqs_num=2, stop_seqs_max_len=3)
+from headrace.text.stops import StopAutomaton, StopStrings, check_stops
 
 
 def plain(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
@@ -33,7 +30,7 @@ def plain(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
     include=st.booleans(),
 )
 def test_any_cutting_gives_what_the_definition_says(pieces: list[str], stops: list[str], include: bool) -> None:
-    finder = StopStrings(stops, include=include)
+    finder = StopStrings(StopAutomaton(stops), include=include)
     out, match, taken = "", None, ""
     for piece in pieces:
         taken += piece
@@ -56,7 +53,7 @@ def test_any_cutting_gives_what_the_definition_says(pieces: list[str], stops: li
 
 @pytest.mark.parametrize("include", [False, True])
 def test_nothing_comes_after_a_match(include: bool) -> None:
-    finder = StopStrings(["END"], include=include)
+    finder = StopStrings(StopAutomaton(["END"]), include=include)
     assert finder.push("say E") == ("say E" if include else "say ", None)
     assert finder.push("ND and more") == ("ND" if include else "", "END")
     assert finder.push("more") == ("", "END")
@@ -64,24 +61,24 @@ def test_nothing_comes_after_a_match(include: bool) -> None:
 
 
 def test_first_complete_wins_and_then_the_longest() -> None:
-    assert StopStrings(["abcd", "bc"]).push("xabcd") == ("xa", "bc")
-    assert StopStrings(["bc", "abc"]).push("xabcd") == ("x", "abc")
-    assert StopStrings(["abc", "bc"]).push("xabcd") == ("x", "abc")
+    assert StopStrings(StopAutomaton(["abcd", "bc"])).push("xabcd") == ("xa", "bc")
+    assert StopStrings(StopAutomaton(["bc", "abc"])).push("xabcd") == ("x", "abc")
+    assert StopStrings(StopAutomaton(["abc", "bc"])).push("xabcd") == ("x", "abc")
 
 
 def test_flush_gives_back_what_was_held() -> None:
-    finder = StopStrings(["\n\nUser:"])
+    finder = StopStrings(StopAutomaton(["\n\nUser:"]))
     assert finder.push("done\n\nUse") == ("done", None)
     assert finder.flush() == "\n\nUse"
 
 
 def test_text_of_the_first_min_tokens_takes_no_part() -> None:
-    finder = StopStrings(["ab"], min_tokens=2)
+    finder = StopStrings(StopAutomaton(["ab"]), min_tokens=2)
     assert finder.push("ab") == ("ab", None)  # token 1
     assert finder.push("a") == ("a", None)  # token 2: cannot begin a match either
     assert finder.push("b") == ("b", None)  # token 3
     assert finder.push("ab!") == ("", "ab")
-    exact = StopStrings(["x"], min_tokens=1)
+    exact = StopStrings(StopAutomaton(["x"]), min_tokens=1)
     assert exact.push("x") == ("x", None)
     assert exact.push("x") == ("", "x")
 
@@ -90,7 +87,7 @@ def test_work_is_linear_in_the_text() -> None:
     """A text that keeps nearly matching is where rescanning would show."""
 
     def seconds(length: int) -> float:
-        finder = StopStrings(["a" * 40 + "b"])
+        finder = StopStrings(StopAutomaton(["a" * 40 + "b"]))
         start = time.process_time()
         for _ in range(length):
             finder.push("a")
@@ -100,14 +97,17 @@ def test_work_is_linear_in_the_text() -> None:
     assert min(seconds(80_000), seconds(80_000)) < 40 * max(seconds(8_000), 1e-3)
 
 
-def test_limits_count_and_length(byte_level: Tokenizer) -> None:
-    check_stops(["ab", "cd"], byte_level, LIMITS)
-    with pytest.raises(RequestError, match="at most 2") as error:
-        check_stops(["a", "b", "c"], byte_level, LIMITS)
-    assert error.value.param == "stop"
-    with pytest.raises(RequestError, match="tokens; at most 3") as error:
-        check_stops(["zqzqzqzq"], byte_level, LIMITS)
-    assert error.value.param == "stop"
-    with pytest.raises(RequestError) as error:
-        check_stops(["\ud800"], byte_level, LIMITS)
+def test_samples_share_an_automaton() -> None:
+    automaton = StopAutomaton(["END"])
+    first, second = StopStrings(automaton), StopStrings(automaton)
+    assert first.push("EN") == ("", None)
+    assert second.push("D") == ("D", None)
+    assert first.push("D") == ("", "END")
+
+
+def test_lengths_count_characters() -> None:
+    limits = SamplingLimits(max_logprobs=20, max_bad_words_num=2, bad_words_max_len=3, max_stop_seqs_num=2, stop_seqs_max_len=9)
+    check_stops(["x" * 9, "🙂" * 9], limits)
+    with pytest.raises(RequestError, match="10 characters; at most 9") as error:
+        check_stops(["a", "🙂" * 10], limits)
     assert error.value.param == "stop"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
+import threading
 import time
 import unicodedata
 from pathlib import Path
@@ -28,6 +29,47 @@ def as_tokenized(tokenizer: Tokenizer, text: str) -> str:
     """What the tokenizer makes of a text before it cuts it: some compose characters."""
     name = type(tokenizer.hf.backend_tokenizer.normalizer).__name__
     return unicodedata.normalize("NFC", text) if name == "NFC" else text
+
+
+def test_saved_truncation_and_padding_are_switched_off() -> None:
+    hf = vocabularies.byte_level()
+    text = "the cat sat on the mat " * 20
+    whole = hf.backend_tokenizer.encode(text).ids
+    hf.backend_tokenizer.enable_truncation(8)
+    hf.backend_tokenizer.enable_padding(length=2048)
+    assert Tokenizer(hf).encode(text) == whole
+
+
+def test_other_threads_run_while_a_text_is_tokenised() -> None:
+    """Time that the interpreter's lock is held, as another thread sees it, against the time that is taken in all."""
+    tokenizer = Tokenizer(vocabularies.byte_level())
+    text = "the mill wheel turns " * 20_000
+    longest, done = 0.0, threading.Event()
+
+    def watch() -> None:
+        nonlocal longest
+        last = time.perf_counter()
+        while not done.is_set():
+            time.sleep(0.001)
+            now = time.perf_counter()
+            longest, last = max(longest, now - last), now
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    start = time.perf_counter()
+    tokenizer.encode(text)
+    seconds = time.perf_counter() - start
+    done.set()
+    watcher.join()
+    assert longest < seconds / 2
+
+
+def test_more_tokens_than_allowed_are_refused() -> None:
+    tokenizer = Tokenizer(vocabularies.byte_level())
+    assert len(tokenizer.encode("x" * 9, max_tokens=9)) == 9
+    with pytest.raises(RequestError) as error:
+        tokenizer.encode("x" * 10, param="messages", max_tokens=9)
+    assert (error.value.param, error.value.code) == ("messages", "context_length_exceeded")
 
 
 @quick

@@ -31,7 +31,7 @@ from headrace.models.fallback.megatron_describe import (
 )
 from headrace.models.fallback.refusal import listed, refusals_as_errors
 from headrace.sources.files import ModelFiles
-from headrace.sources.megatron import COMMON, MegatronFiles, find_megatron
+from headrace.sources.megatron import COMMON, MegatronFiles, check_arguments, find_megatron
 from headrace.weights.load import Progress
 from headrace.weights.report import LoadReport, unquantized_report
 
@@ -131,6 +131,7 @@ def _read_arguments(checkpoint: MegatronFiles) -> argparse.Namespace:
             "with megatron-core, and hand it to LLM.from_megatron",
             "model",
         )
+    check_arguments(vars(arguments), file)
     return arguments
 
 

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from headrace.outputs import OutputDelta
+from headrace.outputs import Event, Message, OutputDelta
 from headrace.server.generation import Generation, Piece, named
-from headrace.server.logprobs import chat_logprobs, prompt_logprobs
-from headrace.server.prompts import render_messages
+from headrace.server.logprobs import JSONArray, chat_logprobs, prompt_logprobs
+from headrace.server.prompts import check_prompt_logprobs, render_messages
 from headrace.server.request import body_schema, checked_body
 from headrace.server.sampling import chat_names, chat_params
 from headrace.server.schema import ChatBody
 from headrace.server.sse import Answer, respond
-from headrace.server.state import ServedModel, serving
+from headrace.server.state import Serving, serving
+from headrace.server.tools import offered
 
 router = APIRouter()
 
@@ -33,24 +34,41 @@ async def chat_completions(request: Request) -> Response:
     request.scope["headrace.engine_id"] = request_id
     with named(chat_names(body)):
         params = chat_params(body, state)
+        answers = state.llm.inputs.answers
+        tools = offered(body, answers, state.settings)
+        prompt = await render_messages(state, body, tools.schemas)
+        parse = answers and answers.options(
+            prompt,
+            tools.schemas,
+            calls=tools.calls,
+            separate_reasoning=body.separate_reasoning,
+            parallel=body.parallel_tool_calls,
+            stop_in_reasoning=body.stop_in_reasoning,
+        )
         engine_request = await state.llm.inputs.request_async(
-            render_messages(state, body),
+            prompt,
             params,
+            parse=parse,
             add_special_tokens=body.add_special_tokens,
             request_id=request_id,
             priority=body.priority,
             cache_salt=body.cache_salt,
         )
+    check_prompt_logprobs(state, [engine_request], copies=1)
     generation = Generation(state, [engine_request])
-    return await respond(request, state, generation, ChatAnswer(body, model, generation, request_id), stream=body.stream)
+    return await respond(request, state, generation, ChatAnswer(body, state, generation, request_id), stream=body.stream)
 
 
 class ChatAnswer(Answer):
     """Shapes deltas as OpenAI's ``chat.completion`` or its chunks."""
 
-    def __init__(self, body: ChatBody, model: ServedModel, generation: Generation, request_id: str) -> None:
-        super().__init__(body, model, generation, request_id, "chat.completion.chunk" if body.stream else "chat.completion")
+    def __init__(self, body: ChatBody, state: Serving, generation: Generation, request_id: str) -> None:
+        kind = "chat.completion.chunk" if body.stream else "chat.completion"
+        super().__init__(body, state.model, generation, request_id, kind)
         self._body = body
+        field = state.settings.reasoning_field
+        self._reasoning = ("reasoning_content", "reasoning") if field == "both" else (field,)
+        """Fields that have the reasoning."""
         self._choices = [_ChatChoice(index) for index in range(generation.num_choices)]
         self._prompt_logprobs: dict[str, Any] = {}
         self._prompt_token_ids: dict[str, Any] = {}
@@ -62,35 +80,65 @@ class ChatAnswer(Answer):
             return None
         return chat_logprobs(self._model.texts, delta.logprobs, self._body.top_logprobs or 0)
 
+    async def prepare(self, piece: Piece) -> None:
+        entries = piece.delta.prompt_logprobs
+        if entries is not None and "prompt_logprobs" in self._body.sampling:
+            shaped = await self._generation.in_thread(lambda: prompt_logprobs(self._model.texts, entries).json)
+            self._prompt_logprobs = {"prompt_logprobs": shaped}
+
     def add(self, piece: Piece) -> Iterator[dict[str, Any]]:
         """Chunks: the role of each choice with its first delta, then text, then its finish."""
         delta, body = piece.delta, self._body
         choice = self._choices[delta.index]
         first, logprobs = not choice.started, self._logprobs(delta)
         choice.add(delta, logprobs)
-        if delta.prompt_logprobs is not None and "prompt_logprobs" in body.sampling:
-            self._prompt_logprobs = {"prompt_logprobs": prompt_logprobs(self._model.texts, delta.prompt_logprobs)}
         if not body.stream:
             return
         if first:
             yield self._chunk(delta.index, {"delta": {"role": "assistant", "content": ""}} | self._prompt_token_ids)
-        if delta.text or (logprobs and delta.token_ids) or (body.return_token_ids and delta.token_ids):
-            shape: dict[str, Any] = {"delta": {"content": delta.text}, "logprobs": logprobs}
+        shapes = [shape for event in _events(delta) if (shape := self._shape(event)) is not None]
+        if not shapes and delta.token_ids and (logprobs or body.return_token_ids):
+            shapes = [{"content": ""}]
+        for place, shape in enumerate(shapes):
+            # All of the delta's tokens go with its first part.
+            chunk: dict[str, Any] = {"delta": shape, "logprobs": None if place else logprobs}
             if body.return_token_ids:
-                shape["token_ids"] = delta.token_ids
-            yield self._chunk(delta.index, shape)
+                chunk["token_ids"] = [] if place else delta.token_ids
+            yield self._chunk(delta.index, chunk)
         if delta.finish_reason is not None:
-            finish: dict[str, Any] = {"delta": {}, "finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
+            finish: dict[str, Any] = {"delta": {}, "finish_reason": choice.finish_reason, "stop_reason": delta.stop_reason}
             yield self._chunk(delta.index, finish)
+
+    def _shape(self, event: Event) -> dict[str, Any] | None:
+        """One event as OpenAI's delta."""
+        match event.kind:
+            case "content":
+                return {"content": event.text}
+            case "reasoning":
+                shown = event.text and self._body.include_reasoning
+                return dict.fromkeys(self._reasoning, event.text) if shown else None
+            case "call_started":
+                function = {"name": event.name, "arguments": ""}
+                return {"tool_calls": [{"index": event.index, "id": event.id, "type": "function", "function": function}]}
+            case "arguments":
+                return {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}
+            case "call_ended":
+                return None
 
     def whole(self) -> dict[str, Any]:
         """The answer at once."""
         body = self._body
-        choices = [choice.shape(body.logprobs, body.return_token_ids) for choice in self._choices]
+        reasoning = self._reasoning if body.include_reasoning else ()
+        choices = [choice.shape(body.logprobs, body.return_token_ids, reasoning) for choice in self._choices]
         return {**self._head, **self._prompt_logprobs, "choices": choices, "usage": self.usage(), **self._prompt_token_ids}
 
     def _chunk(self, index: int, choice: dict[str, Any]) -> dict[str, Any]:
         return self.chunk({"index": index, "logprobs": None, "finish_reason": None, **choice})
+
+
+def _events(delta: OutputDelta) -> Sequence[Event]:
+    """Of an answer that is not parsed, all text is content."""
+    return [Event("content", delta.text)] if delta.text else delta.events
 
 
 class _ChatChoice:
@@ -99,26 +147,45 @@ class _ChatChoice:
     def __init__(self, index: int) -> None:
         self.started = False
         self._index = index
-        self._texts: list[str] = []
+        self._message = Message()
         self._token_ids: list[int] = []
-        self._logprobs: list[dict[str, Any]] = []
+        self._logprobs = JSONArray()
         self._finish: OutputDelta | None = None
 
     def add(self, delta: OutputDelta, logprobs: dict[str, Any] | None) -> None:
         self.started = True
-        self._texts.append(delta.text)
+        self._message.add(_events(delta))
         self._token_ids.extend(delta.token_ids)
         if logprobs is not None:
             self._logprobs.extend(logprobs["content"])
         if delta.finish_reason is not None:
             self._finish = delta
 
-    def shape(self, with_logprobs: bool, with_token_ids: bool) -> dict[str, Any]:
+    @property
+    def finish_reason(self) -> str | None:
+        if self._finish is None:
+            return None
+        # A call that max_tokens cut off must not be executed: length stays length.
+        called = self._finish.finish_reason == "stop" and self._message.has_call
+        return "tool_calls" if called else self._finish.finish_reason
+
+    def shape(self, with_logprobs: bool, with_token_ids: bool, reasoning: Sequence[str]) -> dict[str, Any]:
+        """``reasoning``: the fields that have the reasoning."""
+        found = self._message
+        message: dict[str, Any] = {"role": "assistant", "content": found.content, "refusal": None}
+        if found.reasoning:
+            message |= dict.fromkeys(reasoning, found.reasoning)
+        if found.calls:
+            message["content"] = found.content or None
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in found.calls
+            ]
         choice: dict[str, Any] = {
             "index": self._index,
-            "message": {"role": "assistant", "content": "".join(self._texts), "refusal": None},
-            "logprobs": {"content": self._logprobs, "refusal": None} if with_logprobs else None,
-            "finish_reason": self._finish.finish_reason if self._finish else None,
+            "message": message,
+            "logprobs": {"content": self._logprobs.json, "refusal": None} if with_logprobs else None,
+            "finish_reason": self.finish_reason,
             "stop_reason": self._finish.stop_reason if self._finish else None,
         }
         if with_token_ids:

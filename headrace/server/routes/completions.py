@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -15,10 +16,10 @@ from headrace.core.request import Request as EngineRequest
 from headrace.outputs import OutputDelta, TokenLogprobs
 from headrace.server.errors import ApiError
 from headrace.server.generation import Generation, Piece, named
-from headrace.server.logprobs import CompletionLogprobs, prompt_logprobs
-from headrace.server.prompts import engine_prompt, parse_prompts
+from headrace.server.logprobs import CompletionLogprobs, JSONColumns, prompt_logprobs
+from headrace.server.prompts import check_prompt_logprobs, engine_prompt, parse_prompts
 from headrace.server.request import body_schema, checked_body
-from headrace.server.sampling import completion_params
+from headrace.server.sampling import completion_names, completion_params
 from headrace.server.schema import CompletionBody
 from headrace.server.sse import Answer, respond
 from headrace.server.state import ServedModel, Serving, serving
@@ -48,13 +49,13 @@ async def _engine_requests(
 ) -> list[EngineRequest]:
     """Checks every prompt before the first one starts."""
     requests = []
-    with named({"prompt_token_ids": "prompt"}):
+    with named(completion_names(body)):
         params = completion_params(body, state)
         if len(prompts) * params.n > (most := state.settings.max_choices):
             raise ApiError(400, f"{len(prompts)} prompts with n = {params.n} make more than {most} choices", param="n")
         for index, prompt in enumerate(prompts):
             request = await state.llm.inputs.request_async(
-                await asyncio.to_thread(engine_prompt, state, prompt, body)
+                await state.llm.inputs.in_thread(partial(engine_prompt, state, prompt, body))
                 if body.suffix
                 else engine_prompt(state, prompt, body),
                 params,
@@ -67,6 +68,8 @@ async def _engine_requests(
                 ends = {*request.eos_token_ids, *state.model.fim.end_token_ids}
                 request = msgspec.structs.replace(request, eos_token_ids=sorted(ends))
             requests.append(request)
+            await asyncio.sleep(0)  # others take their turns between many short prompts
+    check_prompt_logprobs(state, requests, copies=params.n)
     return requests
 
 
@@ -93,31 +96,40 @@ class CompletionAnswer(Answer):
             for index in range(generation.num_choices)
         ]
         self._shapes = [choice.empty() for choice in self._choices]
+        self._logprobs = [JSONColumns() for _ in self._choices]
+
+    async def prepare(self, piece: Piece) -> None:
+        """All samples of a prompt share its logprobs, which arrive with the first sample's first delta."""
+        if (entries := piece.delta.prompt_logprobs) is not None:
+            first, *others = self._of_prompt(piece.prompt)
+            known = await self._generation.in_thread(lambda: first.shape_prompt(entries))
+            for choice in (first, *others):
+                choice.know_prompt(known)
 
     def add(self, piece: Piece) -> Iterator[dict[str, Any]]:
         """Chunks of the same shape as the answer."""
         for index, gained in self._gained(piece):
             if self._body.stream:
-                yield self.chunk(gained)
+                yield self.chunk(gained | {"logprobs": gained["logprobs"].json})
             else:
+                self._logprobs[index].join(gained.pop("logprobs"))
                 _append(self._shapes[index], gained)
 
     def whole(self) -> dict[str, Any]:
         """The answer at once."""
-        return {**self._head, "choices": self._shapes, "usage": self.usage()}
+        choices = [shape | {"logprobs": logprobs.json} for shape, logprobs in zip(self._shapes, self._logprobs, strict=True)]
+        return {**self._head, "choices": choices, "usage": self.usage()}
+
+    def _of_prompt(self, prompt: int) -> list[_CompletionChoice]:
+        return self._choices[prompt * self._n : (prompt + 1) * self._n]
 
     def _gained(self, piece: Piece) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yields (index of choice, piece) for a delta."""
         prompt, delta = piece
-        choices = self._choices[prompt * self._n : (prompt + 1) * self._n]
-        gained = [choices[delta.index]]
-        gained[0].held.append(delta)
-        if delta.prompt_logprobs is not None:
-            # They arrive once, and all samples of the prompt share them.
-            gained = choices
-            for choice in choices:
-                choice.prompt_logprobs = delta.prompt_logprobs
-        for choice in gained:
+        choices = self._of_prompt(prompt)
+        choices[delta.index].held.append(delta)
+        # Deltas of other samples may have waited for the prompt's logprobs.
+        for choice in choices if delta.prompt_logprobs is not None else [choices[delta.index]]:
             for shape in choice.ready():
                 yield choice.index, shape
 
@@ -128,13 +140,21 @@ class CompletionAnswer(Answer):
         return usage
 
 
+class _PromptLogprobs(NamedTuple):
+    """The logprobs of a prompt as its choices show them."""
+
+    shown: msgspec.Raw | None
+    """For ``prompt_logprobs``."""
+    echoed: JSONColumns | None
+    """For ``echo`` with ``logprobs``."""
+
+
 class _CompletionChoice:
     """One sample of one prompt. Deltas wait in ``held`` until the prompt's logprobs are known, if they are needed."""
 
     def __init__(self, index: int, body: CompletionBody, model: ServedModel, request: EngineRequest, echo: str) -> None:
         self.index = index
         self.held: list[OutputDelta] = []
-        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         self._body = body
         self._model = model
         self._prompt_token_ids = request.prompt_token_ids
@@ -145,24 +165,37 @@ class _CompletionChoice:
             special_text = not request.sampling.skip_special_tokens
             self._logprobs = CompletionLogprobs(model.texts, body.logprobs, model.special, special_text)
         self._waits_for_prompt = request.sampling.prompt_logprobs is not None
-        self._shows_prompt = "prompt_logprobs" in body.sampling
+        self._prompt: _PromptLogprobs | None = None
+
+    def shape_prompt(self, entries: Sequence[TokenLogprobs | None]) -> _PromptLogprobs:
+        """For all samples of the prompt."""
+        shown = prompt_logprobs(self._model.texts, entries).json if "prompt_logprobs" in self._body.sampling else None
+        echoed = None
+        if self._body.echo and self._logprobs is not None:
+            echoed = self._logprobs.echo(self._prompt_token_ids, entries, self._echo)
+        return _PromptLogprobs(shown, echoed)
+
+    def know_prompt(self, known: _PromptLogprobs) -> None:
+        self._prompt = known
+        if known.echoed is not None and self._logprobs is not None:
+            self._logprobs.after_echo(self._echo)
 
     def empty(self) -> dict[str, Any]:
-        choice: dict[str, Any] = {"index": self.index, "text": "", "logprobs": None, "finish_reason": None, "stop_reason": None}
+        choice: dict[str, Any] = {"index": self.index, "text": "", "finish_reason": None, "stop_reason": None}
         if self._body.return_token_ids:
             choice |= {"token_ids": [], "prompt_token_ids": self._prompt_token_ids}
         return choice
 
     def ready(self) -> list[dict[str, Any]]:
         """The pieces that can be sent now, in order."""
-        if not self.held or (self._waits_for_prompt and self.prompt_logprobs is None):
+        if not self.held or (self._waits_for_prompt and self._prompt is None):
             return []
         pieces = [piece for delta in self.held if (piece := self._piece(delta)) is not None]
         self.held.clear()
         return pieces
 
     def _piece(self, delta: OutputDelta) -> dict[str, Any] | None:
-        piece: dict[str, Any] = {"index": self.index, "text": "", "logprobs": None}
+        piece: dict[str, Any] = {"index": self.index, "text": "", "logprobs": JSONColumns()}
         piece |= {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
         text, tokens, positions = delta.text, delta.token_ids, delta.logprobs
         if self._body.max_tokens == 0:
@@ -174,7 +207,7 @@ class _CompletionChoice:
             self._begin(piece)
         piece["text"] += text
         if self._logprobs is not None and positions:
-            _append(piece, {"logprobs": self._logprobs.add(tokens, positions)})
+            piece["logprobs"].extend(self._logprobs.add(tokens, positions))
         if self._body.return_token_ids:
             piece["token_ids"] = tokens
         worth = piece["text"] or piece["logprobs"] or piece.get("token_ids") or piece["finish_reason"]
@@ -182,14 +215,13 @@ class _CompletionChoice:
 
     def _begin(self, piece: dict[str, Any]) -> None:
         """Adds the echoed prompt with its token ids and logprobs to the first piece."""
-        body, known = self._body, self.prompt_logprobs
         piece["text"] = self._echo
-        if body.echo and self._logprobs is not None and known is not None:
-            piece["logprobs"] = self._logprobs.echo(self._prompt_token_ids, known, self._echo)
-        if body.return_token_ids:
+        if self._body.return_token_ids:
             piece["prompt_token_ids"] = self._prompt_token_ids
-        if self._shows_prompt and known is not None:
-            piece["prompt_logprobs"] = prompt_logprobs(self._model.texts, known)
+        if self._prompt is not None and self._prompt.echoed is not None:
+            piece["logprobs"].join(self._prompt.echoed)
+        if self._prompt is not None and self._prompt.shown is not None:
+            piece["prompt_logprobs"] = self._prompt.shown
 
 
 def _append(choice: dict[str, Any], piece: dict[str, Any]) -> None:
@@ -201,9 +233,5 @@ def _append(choice: dict[str, Any], piece: dict[str, Any]) -> None:
             choice["text"] += value
         elif name == "token_ids":
             choice[name].extend(value)
-        elif name == "logprobs" and choice["logprobs"] is not None:
-            for key, entries in value.items():
-                if entries is not None:
-                    choice["logprobs"][key].extend(entries)
         else:
             choice[name] = value

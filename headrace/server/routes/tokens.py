@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -11,10 +10,12 @@ from starlette.responses import Response
 from headrace.server.errors import JSON, ApiError
 from headrace.server.prompts import need_tokenizer, render_messages
 from headrace.server.request import body_schema, checked_body
+from headrace.server.sampling import limit
 from headrace.server.schema import DetokenizeBody, TokenizeBody
 from headrace.server.state import serving
 
 router = APIRouter()
+_OF_MESSAGES = {"add_generation_prompt", "continue_final_message", "chat_template_kwargs"}
 
 
 @router.post("/tokenize", openapi_extra=body_schema(TokenizeBody))
@@ -25,14 +26,22 @@ async def tokenize(request: Request) -> Response:
     state.model.check_name(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give either prompt or messages", param="prompt", code="invalid_value")
-    chat = body.messages is not None
-    text = render_messages(state, body) if chat else body.prompt or ""
-    special = body.add_special_tokens if body.add_special_tokens is not None else not chat
-    tokens = await asyncio.to_thread(need_tokenizer(state, "prompt").encode, text, add_special_tokens=special)
-    answer: dict[str, Any] = {"count": len(tokens), "max_model_len": state.model.max_model_len, "tokens": tokens}
-    if body.return_token_strs:
-        answer["token_strs"] = [state.model.texts.text(token) for token in tokens]
-    return JSON(answer)
+    tokenizer, inputs, texts = need_tokenizer(state, "prompt"), state.llm.inputs, state.model.texts
+    if body.messages is not None:
+        param, text = "messages", await render_messages(state, body)
+    else:
+        param, text = "prompt", body.prompt or ""
+        for name in sorted(body.model_fields_set & _OF_MESSAGES):
+            raise ApiError(400, f"{name} needs messages", param=name, code="invalid_value")
+    inputs.check_length(text, param)
+    special = body.add_special_tokens if body.add_special_tokens is not None else param == "prompt"
+
+    def tokens() -> dict[str, Any]:
+        ids = tokenizer.encode(text, add_special_tokens=special, param=param)
+        answer = {"count": len(ids), "max_model_len": state.model.max_model_len, "tokens": ids}
+        return answer | {"token_strs": [texts.text(token) for token in ids]} if body.return_token_strs else answer
+
+    return JSON(await inputs.in_thread(tokens))
 
 
 @router.post("/detokenize", openapi_extra=body_schema(DetokenizeBody))
@@ -41,9 +50,11 @@ async def detokenize(request: Request) -> Response:
     state = serving(request)
     body = await checked_body(request, state, DetokenizeBody)
     state.model.check_name(body.model)
-    tokenizer = need_tokenizer(state, "tokens")
-    for index, token in enumerate(body.tokens):
-        if token >= state.model.vocab_size:
-            message = f"tokens[{index}] is {token}, and the vocabulary has {state.model.vocab_size} tokens"
-            raise ApiError(400, message, param=f"tokens[{index}]", code="invalid_value")
-    return JSON({"prompt": tokenizer.decode(body.tokens, skip_special_tokens=body.skip_special_tokens)})
+    tokenizer, inputs = need_tokenizer(state, "tokens"), state.llm.inputs
+    limit("tokens", len(body.tokens), inputs.max_prompt_chars)
+    if body.tokens and max(body.tokens) >= state.model.vocab_size:
+        index, token = next((i, token) for i, token in enumerate(body.tokens) if token >= state.model.vocab_size)
+        message = f"tokens[{index}] is {token}, and the vocabulary has {state.model.vocab_size} tokens"
+        raise ApiError(400, message, param=f"tokens[{index}]", code="invalid_value")
+    text = await inputs.in_thread(lambda: tokenizer.decode(body.tokens, skip_special_tokens=body.skip_special_tokens))
+    return JSON({"prompt": text})

@@ -1,0 +1,92 @@
+"""GrammarCompiler: compiles constraints in a pool of threads, and keeps recent ones."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+
+from headrace.config import StructuredOutputsConfig
+from headrace.constrain.limits import make_pool, parser_limits
+from headrace.constrain.matcher import GrammarMatcher
+from headrace.constrain.vocabulary import GrammarVocabulary
+from headrace.core.request import Constraint
+from headrace.errors import RequestError
+
+_BYTES = 64 * 2**10
+_BYTES_PER_CHARACTER = 32
+"""Estimates of a compiled grammar's memory."""
+
+
+class GrammarCompiler:
+    """Compiles each constraint once. Called from one thread; the work is done in others, which hold no lock of Python's.
+
+    Failures are kept as results are. The cache is bounded in bytes and drops what was not used for longest.
+    """
+
+    def __init__(self, vocabulary: GrammarVocabulary, config: StructuredOutputsConfig) -> None:
+        self.vocabulary = vocabulary
+        self.seconds = 0.0
+        """Spent compiling, in all threads."""
+        self._config = config
+        self._pool: ThreadPoolExecutor | None = None
+        self._cache: OrderedDict[str, Future[GrammarMatcher]] = OrderedDict()
+        self._nbytes = 0
+
+    def compile(self, constraint: Constraint) -> tuple[Future[GrammarMatcher], bool]:
+        """The constraint's matcher at its start, for copies, or RequestError; and whether it was there already."""
+        key = constraint.grammar
+        found = self._cache.get(key)
+        if found is not None:
+            self._cache.move_to_end(key)
+            return found, True
+        if self._pool is None:
+            self._pool = make_pool(self._config)
+        future = self._pool.submit(self._compile, constraint)
+        self._cache[key] = future
+        self._nbytes += _size(key)
+        while self._nbytes > self._config.cache_bytes:
+            self._nbytes -= _size(self._cache.popitem(last=False)[0])
+        return future, False
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _compile(self, constraint: Constraint) -> GrammarMatcher:
+        start = time.perf_counter()
+        try:
+            return compiled(constraint.grammar, self.vocabulary, self._config)
+        finally:
+            self.seconds += time.perf_counter() - start
+
+
+def compiled(grammar: str, vocabulary: GrammarVocabulary, config: StructuredOutputsConfig) -> GrammarMatcher:
+    """The matcher of a grammar at its start, with its first mask, which builds much of the lexer.
+
+    Raises:
+        RequestError: the grammar cannot be compiled, passes a limit, or allows nothing but the empty text.
+    """
+    from llguidance import LLMatcher
+
+    tokenizer = vocabulary.get()
+    try:
+        inner = LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits(config))
+    except (Exception, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # A panic of the library is no Exception.
+        raise RequestError(f"it cannot be compiled: {error}") from None
+    matcher = GrammarMatcher(inner, vocabulary.vocab_size)
+    first = np.zeros(-(-vocabulary.vocab_size // 32), dtype=np.int32)
+    problem = matcher.error or matcher.fill(first)
+    if problem is not None:
+        raise RequestError(problem)
+    if not first.any():
+        raise RequestError("it allows nothing but the empty text" if matcher.accepting else "it allows nothing")
+    return matcher
+
+
+def _size(grammar: str) -> int:
+    return _BYTES + _BYTES_PER_CHARACTER * len(grammar)

@@ -1,0 +1,167 @@
+"""Constraints: gives sequences their matchers, and makes the masks of a step."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from headrace.constrain.compiler import GrammarCompiler
+from headrace.constrain.matcher import GrammarMatcher, finish_masks, words
+from headrace.core.matcher import Mask, Matcher
+from headrace.core.sequence import Sequence as EngineSequence
+from headrace.errors import EngineError, RequestError
+from headrace.outputs import Failure
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor
+
+Failed = list[tuple[EngineSequence, Failure]]
+"""Sequences that cannot go on, and why."""
+
+GRAMMAR_ERROR = "grammar_too_complex"
+"""Code of errors of a constraint that passed the check: only a limit can end it."""
+_FILL_THREADS = 8
+"""Threads that fill the masks of a step, at most."""
+
+
+class Constraints:
+    """The constraints of one engine. A sequence's matcher holds its state, so that this has none of any sequence.
+
+    Args:
+        compiler: None: constrained requests are refused for lack of a tokenizer.
+        vocab_size: the model's.
+        lockstep: several processes schedule the same requests, each by itself: a request is taken in when it is compiled, so
+            that all of them take the same steps.
+    """
+
+    def __init__(self, compiler: GrammarCompiler | None, vocab_size: int, *, lockstep: bool = False) -> None:
+        self.fill_seconds = 0.0
+        self.wait_seconds = 0.0
+        """Spent between the result of a step and the launch of the sampling that waited for it."""
+        self.requests: dict[str, int] = {}
+        """"kind outcome" -> number of requests."""
+        self._compiler = compiler
+        self._lockstep = lockstep
+        self._words = -(-vocab_size // 32)
+        self._anything = np.full(self._words, -1, dtype=np.int32).tobytes()
+        self._compiling: dict[Future[GrammarMatcher], list[EngineSequence]] = {}
+        self._executor: LLExecutor | None = None
+
+    @property
+    def compile_seconds(self) -> float:
+        return 0.0 if self._compiler is None else self._compiler.seconds
+
+    @property
+    def compiling(self) -> bool:
+        """Whether sequences wait for their matchers."""
+        return bool(self._compiling)
+
+    def check(self) -> None:
+        """Raises: RequestError: this engine cannot hold constraints."""
+        if self._compiler is None:
+            raise RequestError(
+                "structured_outputs needs a tokenizer, and this engine has none (skip_tokenizer_init)", "structured_outputs"
+            )
+
+    def open(self, sequences: Sequence[EngineSequence]) -> None:
+        """Begins to compile the constraint of a request's samples, if there is one. ``collect`` gives them their matchers."""
+        constraint = sequences[0].request.constraint
+        if constraint is None or self._compiler is None:
+            return
+        future, known = self._compiler.compile(constraint)
+        self._count(constraint.kind, "cached" if known else "compiled")
+        self._compiling.setdefault(future, []).extend(sequences)
+        if self._lockstep:
+            wait([future])
+
+    def collect(self) -> Failed:
+        """Gives sequences whose constraint is compiled their matchers; returns those whose constraint cannot be compiled."""
+        failed: Failed = []
+        for future in [future for future in self._compiling if future.done()]:
+            waiting = [seq for seq in self._compiling.pop(future) if not seq.finished]
+            error = future.exception()
+            if error is None:
+                for seq in waiting:
+                    constraint = seq.request.constraint
+                    guarded = constraint is not None and constraint.kind in ("json", "json_object")
+                    digits = self._compiler.vocabulary.digits if guarded and self._compiler is not None else None
+                    seq.matcher = future.result().with_ends(_end_tokens(seq), digits)
+                continue
+            message = error.message if isinstance(error, RequestError) else f"{type(error).__name__}: {error}"
+            failed += [(seq, _failure(message)) for seq in waiting]
+            for seq in waiting:
+                if seq.index == 0 and seq.request.constraint is not None:
+                    self._count(seq.request.constraint.kind, "failed")
+        return failed
+
+    def wait(self, seconds: float) -> None:
+        """Until a constraint is compiled, at most so long."""
+        wait(self._compiling, seconds, FIRST_COMPLETED)
+
+    def masks(self, sequences: Iterable[EngineSequence]) -> tuple[dict[int, list[bytes]], Failed]:
+        """The mask of each sequence's next token, by seq_id, and the sequences whose matcher cannot go on.
+
+        The tokens of sequences that have ended since their step was launched are dropped: any token is allowed to them.
+        """
+        start = time.perf_counter()
+        masks: dict[int, list[bytes]] = {}
+        failed: Failed = []
+        active: list[tuple[EngineSequence, Matcher]] = []
+        for seq in sequences:
+            masks[seq.seq_id] = [self._anything]
+            if seq.finished:
+                continue
+            if seq.matcher is None:
+                raise EngineError(f"{seq!r} was scheduled without its matcher")
+            active.append((seq, seq.matcher))
+        filled = np.empty((len(active), self._words), dtype=np.int32)
+        for (seq, _), row, error in zip(active, filled, self._fill([matcher for _, matcher in active], filled), strict=True):
+            if error is None:
+                masks[seq.seq_id] = [row.tobytes()]
+            else:
+                failed.append((seq, _failure(error)))
+        self.fill_seconds += time.perf_counter() - start
+        return masks, failed
+
+    def _count(self, kind: str, outcome: str) -> None:
+        key = f"{kind} {outcome}"
+        self.requests[key] = self.requests.get(key, 0) + 1
+
+    def close(self) -> None:
+        if self._compiler is not None:
+            self._compiler.close()
+
+    def _fill(self, matchers: list[Matcher], masks: Mask) -> list[str | None]:
+        """Fills a row of ``masks`` for each matcher; returns their errors."""
+        grammars = [matcher for matcher in matchers if isinstance(matcher, GrammarMatcher)]
+        if len(grammars) < 2 or len(grammars) < len(matchers):
+            return [matcher.fill(mask) for matcher, mask in zip(matchers, masks, strict=True)]
+        from llguidance import LLExecutor
+        from llguidance.numpy import fill_next_token_bitmask_par
+
+        if self._executor is None:
+            self._executor = LLExecutor(min(_FILL_THREADS, os.cpu_count() or 1))
+        own = np.empty((len(grammars), words(grammars[0].vocab_size)), dtype=np.int32)
+        try:
+            fill_next_token_bitmask_par(self._executor, [(each.inner, row) for row, each in enumerate(grammars)], own)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:  # A panic of the library is no Exception, and concerns one row: which one?
+            return [matcher.fill(mask) for matcher, mask in zip(matchers, masks, strict=True)]
+        finish_masks(grammars, own, masks)
+        return [matcher.error for matcher in grammars]
+
+
+def _failure(message: str) -> Failure:
+    return Failure(f"structured_outputs: {message}", client=True, code=GRAMMAR_ERROR)
+
+
+def _end_tokens(seq: EngineSequence) -> set[int]:
+    """Tokens that end the sequence where its constraint is met."""
+    sampling = seq.request.sampling
+    return {*(() if sampling.ignore_eos else seq.request.eos_token_ids), *(sampling.stop_token_ids or ())}

@@ -1,0 +1,249 @@
+"""GrammarFactory: checks what a request says about its output and makes a Constraint of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+import re
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from headrace.config import StructuredOutputsConfig
+from headrace.constrain.compiler import compiled
+from headrace.constrain.limits import make_pool
+from headrace.constrain.schema import Schema, SchemaError, SchemaOptions, narrow, refusal, subschemas
+from headrace.constrain.vocabulary import GrammarVocabulary
+from headrace.core.request import Constraint
+from headrace.errors import RequestError
+from headrace.sampling_params import StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
+_CACHED = 256
+_CACHED_BYTES = 2**24
+_WHITESPACE = r"(\x20|\n[\x20\t]{0,32})"
+"""Between tokens of JSON, once a place: what json.dumps writes, with and without indent. A model may go on without end
+where whitespace may."""
+_WHITESPACE_ONLY = re.compile(r"(?:\\x(?:20|09|0[aA]|0[dD])|\\[stnr]|[ \t\n\r]|[\[\]()|*+?]|\{\d{1,4}(?:,\d{0,4})?\})+")
+_ESCAPES = 'bfnrt\\"u'
+"""Letters of JSON's escapes, without the slash: "\\/" would be another spelling of a key that the schema names."""
+_SEARCH_SECONDS = 0.5
+"""How long schemas are compiled on their own to find the one that cannot be held."""
+_GBNF_RULES = 1000
+"""Its converter takes time with the square of their number."""
+_EMBEDDED = re.compile(r"%json\s*(?=[{\[])")
+
+
+class GrammarFactory:
+    """Makes constraints of one engine. Safe to use from several threads; equal constraints are checked once."""
+
+    def __init__(self, config: StructuredOutputsConfig, vocabulary: GrammarVocabulary | None) -> None:
+        self._config = config
+        self._vocabulary = vocabulary
+        self._bytes = GrammarVocabulary.of_bytes()
+        self._pool: ThreadPoolExecutor | None = None
+        self._lock = threading.Lock()
+        self._cache: OrderedDict[bytes, Constraint | RequestError] = OrderedDict()
+        self._nbytes = 0
+
+    def constraint(self, params: StructuredOutputsParams) -> Constraint:
+        """Takes some milliseconds, a bomb up to a second, unless ``prepare`` has done the work.
+
+        Raises:
+            RequestError: the constraint cannot be held; ``param`` begins with ``structured_outputs``.
+        """
+        key = msgspec.msgpack.encode(params)
+        with self._lock:
+            found = self._cache.get(key)
+            if found is not None:
+                self._cache.move_to_end(key)
+        if found is None:
+            try:
+                found = self._make(params)
+            except RequestError as error:
+                error.param = f"structured_outputs.{error.param or params.kind}"
+                found = error.with_traceback(None)
+            self._keep(key, found)
+        if isinstance(found, RequestError):
+            raise type(found)(found.message, found.param, code=found.code)
+        return found
+
+    async def prepare(self, params: StructuredOutputsParams) -> None:
+        """Checks a constraint in one of a few threads, so that ``constraint`` answers at once."""
+        with self._lock:
+            if msgspec.msgpack.encode(params) in self._cache:
+                return
+            if self._pool is None:
+                self._pool = make_pool(self._config)
+        await asyncio.get_running_loop().run_in_executor(self._pool, self._settle, params)
+
+    def _settle(self, params: StructuredOutputsParams) -> None:
+        with contextlib.suppress(RequestError):
+            self.constraint(params)
+
+    def _keep(self, key: bytes, found: Constraint | RequestError) -> None:
+        with self._lock:
+            if key not in self._cache:
+                self._cache[key] = found
+                self._nbytes += len(key)
+            while len(self._cache) > _CACHED or self._nbytes > _CACHED_BYTES:
+                self._nbytes -= len(self._cache.popitem(last=False)[0])
+
+    def _make(self, params: StructuredOutputsParams) -> Constraint:
+        kind = params.kind
+        value = getattr(params, kind)
+        length = sum(map(len, value)) if isinstance(value, list) else len(value) if isinstance(value, str) else 0
+        if length > self._config.max_bytes:
+            raise _refused(f"{kind} has {length} characters, more than the limit of {self._config.max_bytes}", kind)
+        makers: dict[str, Callable[[StructuredOutputsParams], str]] = {
+            "json": self._json,
+            "json_object": self._json_object,
+            "regex": self._regex,
+            "choice": self._choice,
+            "grammar": self._grammar,
+        }
+        grammar = makers[kind](params)
+        problem = self._problem(grammar, named=kind == "grammar")
+        if problem and kind == "json":
+            raise refusal(self._culprit(params, problem), "json")
+        if problem:
+            raise _refused(f"{kind} cannot be held: {problem}", kind)
+        return Constraint(kind, grammar)
+
+    def _problem(self, grammar: str, *, named: bool = False) -> str:
+        """What is wrong with a grammar; empty: nothing. ``named``: it may name special tokens of the vocabulary."""
+        vocabulary = self._vocabulary if named and self._vocabulary is not None else self._bytes
+        try:
+            compiled(grammar, vocabulary, self._config)
+        except RequestError as error:
+            return error.message
+        return ""
+
+    # ------------------------------------------------------------------ kinds
+
+    def _json(self, params: StructuredOutputsParams) -> str:
+        try:
+            return self._json_grammar(self._narrowed(params), params)
+        except SchemaError as error:
+            raise refusal(error, "json") from None
+
+    def _narrowed(self, params: StructuredOutputsParams) -> Schema:
+        try:
+            schema = json.loads(params.json, parse_constant=_no_constant)
+            return narrow(schema, self._schema_options(params))
+        except (ValueError, RecursionError) as error:
+            raise _refused(f"json is not JSON: {str(error)[:200]}", "json") from None
+
+    def _json_object(self, params: StructuredOutputsParams) -> str:
+        return self._json_grammar({"type": "object"}, params)
+
+    def _json_grammar(self, schema: Schema, params: StructuredOutputsParams) -> str:
+        from llguidance import LLMatcher
+
+        compact = params.disable_any_whitespace
+        if compact is None:
+            compact = self._config.disable_any_whitespace and params.whitespace_pattern is None
+        overrides: JsonCompileOptions = {"whitespace_flexible": not compact, "json_allowed_escapes": _ESCAPES, "lenient": False}
+        if not compact:
+            overrides["whitespace_pattern"] = _whitespace(params.whitespace_pattern)
+        held = schema if isinstance(schema, dict) else {} if schema else {"anyOf": []}
+        return LLMatcher.grammar_from_json_schema(json.dumps(held, ensure_ascii=False), overrides=overrides)
+
+    def _regex(self, params: StructuredOutputsParams) -> str:
+        from llguidance import LLMatcher
+
+        return LLMatcher.grammar_from_regex(params.regex or "")
+
+    def _choice(self, params: StructuredOutputsParams) -> str:
+        from llguidance import LLMatcher
+
+        choices = list(dict.fromkeys(params.choice or ()))
+        if len(choices) > self._config.max_values:
+            raise _refused(f"choice has {len(choices)} strings, more than the limit of {self._config.max_values}", "choice")
+        literals = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+        return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {literals}")
+
+    def _grammar(self, params: StructuredOutputsParams) -> str:
+        from llguidance import LLMatcher
+
+        text = params.grammar or ""
+        if "::=" in text:
+            return _from_gbnf(text)
+        for found in _EMBEDDED.finditer(text):
+            try:
+                schema, _ = json.JSONDecoder().raw_decode(text, found.end())
+            except (ValueError, RecursionError):
+                continue  # Not JSON after all, or llguidance says what is wrong with it.
+            try:
+                narrow(schema, self._schema_options(params))
+            except SchemaError as error:
+                raise refusal(error, "grammar") from None
+        return LLMatcher.grammar_from_lark(text)
+
+    def _schema_options(self, params: StructuredOutputsParams) -> SchemaOptions:
+        closed = params.disable_additional_properties
+        return SchemaOptions(
+            strict=params.strict,
+            closed=self._config.disable_additional_properties if closed is None else closed,
+            max_depth=self._config.max_depth,
+            max_values=self._config.max_values,
+        )
+
+    def _culprit(self, params: StructuredOutputsParams, problem: str) -> SchemaError:
+        """The innermost schema that cannot be held on its own either."""
+        schema = self._narrowed(params)
+        named = schema if isinstance(schema, dict) else {}
+        shared: dict[str, Any] = {name: named[name] for name in ("$defs", "definitions") if name in named}
+        check = functools.partial(self._problem_of, params=params, shared=shared)
+        pointer, deadline = "", time.monotonic() + _SEARCH_SECONDS
+        while True:
+            for step, own in subschemas(schema):
+                if time.monotonic() > deadline:
+                    return SchemaError(problem, pointer)
+                if isinstance(own, dict) and (found := check(own)):
+                    problem, pointer, schema = found, pointer + step, own
+                    break
+            else:
+                return SchemaError(problem, pointer)
+
+    def _problem_of(self, schema: dict[str, Any], params: StructuredOutputsParams, shared: dict[str, Any]) -> str:
+        return self._problem(self._json_grammar({**shared, **schema}, params))
+
+
+def _whitespace(pattern: str | None) -> str:
+    """A pattern of a request, in which \\s is JSON's whitespace and not Unicode's."""
+    if pattern is None:
+        return _WHITESPACE
+    if not _WHITESPACE_ONLY.fullmatch(pattern):
+        raise _refused(f"whitespace_pattern may match whitespace only, not {pattern!r}", "whitespace_pattern")
+    inside = re.sub(r"\[[^]]*\]", lambda found: found[0].replace(r"\s", r" \t\n\r"), pattern)
+    return inside.replace(r"\s", r"[ \t\n\r]")
+
+
+def _from_gbnf(text: str) -> str:
+    from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    if text.count("::=") > _GBNF_RULES:
+        raise _refused(f"grammar has more than {_GBNF_RULES} rules in GBNF; Lark has no such limit", "grammar")
+    try:
+        return LLMatcher.grammar_from_lark(any_to_lark(text))
+    except Exception as error:  # A parser without an error type for all that can go wrong.
+        raise _refused(f"grammar is not GBNF: {str(error)[:200] or type(error).__name__}", "grammar") from None
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a number of JSON")
+
+
+def _refused(message: str, param: str) -> RequestError:
+    return RequestError(message, param, code="invalid_value")

@@ -1,0 +1,154 @@
+"""Other names under which a request may say what its output must be, and what they mean in StructuredOutputsParams."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
+
+import msgspec
+
+from headrace.errors import RequestError
+from headrace.options import OptionSpec, options, shown
+
+_SCHEMA = {"anyOf": [{"type": "object"}, {"type": "string"}]}
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+class ConstraintFields(msgspec.Struct, frozen=True, kw_only=True):
+    """The declaration of these names."""
+
+    response_format: Annotated[Any, OptionSpec(schema={"type": "object"})] = None
+    """Form of the output: an object with type text, json_object or json_schema."""
+    guided_json: Annotated[Any, OptionSpec(schema=_SCHEMA)] = None
+    """Older name of structured_outputs.json."""
+    guided_regex: str | None = None
+    """Older name of structured_outputs.regex."""
+    guided_choice: list[str] | None = None
+    """Older name of structured_outputs.choice."""
+    guided_grammar: str | None = None
+    """Older name of structured_outputs.grammar."""
+    guided_whitespace_pattern: str | None = None
+    """Older name of structured_outputs.whitespace_pattern."""
+    json_schema: Annotated[Any, OptionSpec(schema=_SCHEMA)] = None
+    """SGLang's and llama.cpp's name of structured_outputs.json."""
+    regex: str | None = None
+    """SGLang's name of structured_outputs.regex."""
+    ebnf: str | None = None
+    """SGLang's name of structured_outputs.grammar."""
+    grammar: str | None = None
+    """llama.cpp's name of structured_outputs.grammar."""
+
+
+NAMES = tuple(options(ConstraintFields))
+_MEANING = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "json_schema": "json",
+    "regex": "regex",
+    "ebnf": "grammar",
+    "grammar": "grammar",
+}
+
+
+def folded(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Request fields with what these names say in ``structured_outputs``.
+
+    Raises:
+        RequestError: two fields hold a constraint, or response_format cannot be read.
+    """
+    kept = {name: value for name, value in fields.items() if name not in NAMES}
+    if len(kept) == len(fields):
+        return kept
+    found: dict[str, Any] = {}
+    holders = ["structured_outputs"] if kept.get("structured_outputs") is not None else []
+    for name in NAMES:
+        value = fields.get(name)
+        if value is None or name == "guided_whitespace_pattern":
+            continue
+        meaning = _response_format(value) if name == "response_format" else {_MEANING[name]: value}
+        if meaning:
+            holders.append(name)
+            found |= meaning
+    if len(holders) > 1:
+        raise _invalid(f"{holders[0]} and {holders[1]} both say what the output must be: give one of them", holders[1])
+    whitespace = fields.get("guided_whitespace_pattern")
+    if whitespace is not None:
+        if not found.keys() & {"json", "json_object"}:
+            message = "guided_whitespace_pattern is for guided_json and the other names of JSON schemas"
+            raise _invalid(message, "guided_whitespace_pattern")
+        found["whitespace_pattern"] = whitespace
+    return kept | {"structured_outputs": found} if found else kept
+
+
+def sources(fields: Mapping[str, Any]) -> dict[str, str]:
+    """Parameter of the engine -> the field of this request that sets it."""
+    names = {}
+    if "guided_whitespace_pattern" in fields:
+        names["structured_outputs.whitespace_pattern"] = "guided_whitespace_pattern"
+    for name, value in fields.items():
+        if name in _MEANING and value is not None:
+            names |= {f"structured_outputs.{_MEANING[name]}": name, "structured_outputs": name}
+        elif name == "response_format" and isinstance(value, dict):
+            inner = "response_format.json_schema.schema" if value.get("type") == "json_schema" else "response_format.schema"
+            names |= {"structured_outputs.json": inner, "structured_outputs": name, "structured_outputs.json_object": name}
+    return names
+
+
+def _response_format(value: Any) -> dict[str, Any]:
+    """``response_format`` in fields of StructuredOutputsParams; empty for free text."""
+    if not isinstance(value, dict):
+        raise _invalid(f"response_format must be an object, not {shown(value)}", "response_format", "invalid_type")
+    readers: dict[Any, Callable[[dict[str, Any]], dict[str, Any]]] = {
+        "text": lambda rest: {},
+        "json_object": _json_object,
+        "json_schema": _json_schema,
+    }
+    kind = value.get("type")
+    if kind == "structural_tag":
+        raise RequestError(
+            "response_format of the type structural_tag is not supported: use json_schema, or a grammar in structured_outputs",
+            "response_format.type",
+            code="unsupported_parameter",
+        )
+    if not isinstance(kind, str) or kind not in readers:
+        raise _invalid(f"response_format.type must be one of {', '.join(readers)}, not {shown(kind)}", "response_format.type")
+    allowed = {"text": (), "json_object": ("schema",), "json_schema": ("json_schema",)}[kind]
+    _only(value, ("type", *allowed), "response_format")
+    return readers[kind](value)
+
+
+def _json_object(value: dict[str, Any]) -> dict[str, Any]:
+    schema = value.get("schema")
+    return {"json_object": True} if schema is None else {"json": schema}
+
+
+def _json_schema(value: dict[str, Any]) -> dict[str, Any]:
+    where, inner = "response_format.json_schema", value.get("json_schema")
+    if not isinstance(inner, dict):
+        raise _invalid(f"{where} must be an object with name and schema, not {shown(inner)}", where, "invalid_type")
+    _only(inner, ("name", "description", "schema", "strict"), where)
+    name = inner.get("name")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise _invalid(f"{where}.name must be 1 to 64 letters, digits, - and _, not {shown(name)}", f"{where}.name")
+    schema, strict, described = inner.get("schema"), inner.get("strict"), inner.get("description")
+    if not isinstance(schema, dict):
+        raise _invalid(f"{where}.schema must be a JSON Schema, not {shown(schema)}", f"{where}.schema", "invalid_type")
+    if strict is not None and not isinstance(strict, bool):
+        raise _invalid(f"{where}.strict must be true or false, not {shown(strict)}", f"{where}.strict", "invalid_type")
+    if described is not None and not isinstance(described, str):
+        raise _invalid(f"{where}.description must be a string", f"{where}.description", "invalid_type")
+    return {"json": schema} | ({"strict": False} if strict is False else {})
+
+
+def _only(value: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
+    unknown = next((name for name in value if name not in known), None)
+    if unknown is not None:
+        message = f"{where} has no field {shown(unknown)}; it has {', '.join(known)}"
+        raise _invalid(message, f"{where}.{shown(unknown)[1:-1]}", "unknown_parameter")
+
+
+def _invalid(message: str, param: str, code: str = "invalid_value") -> RequestError:
+    return RequestError(message, param, code=code)

@@ -1,0 +1,137 @@
+"""GrammarMatcher: a compiled grammar and its state after the outputs of one sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from headrace.core.matcher import Mask
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+TOO_COMPLEX = "grammar_too_complex"
+_REPEATED = 64
+"""Equal tokens, or tokens of digits, in a row that end a JSON output: a model does not come back from there."""
+
+
+class GrammarMatcher:
+    """Implements ``core.matcher.Matcher`` over llguidance's, which never raises: it falls into an error state for good.
+
+    Tokens of ``end_token_ids`` are allowed exactly where the outputs are complete, whatever their text is.
+    """
+
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        vocab_size: int,
+        end_token_ids: Iterable[int] = (),
+        digits: frozenset[int] | None = None,
+    ) -> None:
+        """``digits``: tokens of digits alone; None: outputs may repeat themselves as they like."""
+        self.vocab_size = vocab_size
+        self._matcher = matcher
+        self._digits = digits
+        self._last = -1
+        self._equal = 0
+        """How often the last token has come in a row, and ``_numeric`` how many tokens of digits."""
+        self._numeric = 0
+        self.ends = tuple(sorted({token for token in end_token_ids if 0 <= token < vocab_size}))
+
+    def fill(self, mask: Mask) -> str | None:
+        own = np.zeros((1, words(self.vocab_size)), dtype=np.int32)
+        refusal = self._guarded("unsafe_compute_mask_ptr", own.ctypes.data, own.nbytes)
+        if refusal is None:
+            finish_masks([self], own, mask[None])
+        return refusal
+
+    def advance(self, token_ids: Sequence[int]) -> str | None:
+        for token in token_ids:
+            self._equal = self._equal + 1 if token == self._last else 1
+            self._numeric = self._numeric + 1 if self._digits is not None and token in self._digits else 0
+            self._last = token
+        return self._guarded("consume_tokens", list(token_ids))
+
+    def rollback(self, count: int) -> None:
+        self._matcher.rollback(count)
+        self._equal, self._numeric = max(0, self._equal - count), max(0, self._numeric - count)
+
+    def copy(self) -> GrammarMatcher:
+        made = GrammarMatcher(self._matcher.deep_copy(), self.vocab_size, self.ends, self._digits)
+        made._last, made._equal, made._numeric = self._last, self._equal, self._numeric
+        return made
+
+    def with_ends(self, end_token_ids: Iterable[int], digits: frozenset[int] | None = None) -> GrammarMatcher:
+        """A copy for a request with these tokens that end its sequences. ``digits``: as for ``GrammarMatcher``."""
+        return GrammarMatcher(self._matcher.deep_copy(), self.vocab_size, end_token_ids, digits)
+
+    @property
+    def ended(self) -> bool:
+        return self._matcher.is_stopped() and not self._matcher.is_error()
+
+    @property
+    def stuck(self) -> bool:
+        return self._digits is not None and max(self._equal, self._numeric) >= _REPEATED
+
+    @property
+    def accepting(self) -> bool:
+        return self._matcher.is_accepting()
+
+    def forced(self) -> list[int]:
+        tokens = self._matcher.compute_ff_tokens()
+        return tokens[: tokens.index(self.vocab_size)] if self.vocab_size in tokens else tokens
+
+    @property
+    def inner(self) -> LLMatcher:
+        return self._matcher
+
+    @property
+    def error(self) -> str | None:
+        """Why the matcher cannot go on."""
+        return reason(self._matcher.get_error()) if self._matcher.is_error() else None
+
+    def _guarded(self, name: str, *arguments: Any) -> str | None:
+        try:
+            getattr(self._matcher, name)(*arguments)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # A panic of the library is no Exception.
+            return f"{TOO_COMPLEX}: {error}"
+        return self.error
+
+
+def words(vocab_size: int) -> int:
+    """Of a mask of llguidance's, in which the end of the outputs is a token behind the vocabulary."""
+    return vocab_size // 32 + 1
+
+
+def finish_masks(matchers: Sequence[GrammarMatcher], own: Mask, masks: Mask) -> None:
+    """From llguidance's masks ``own`` to those of sequences: with the tokens that end them, without the one behind.
+
+    Args:
+        own: ``[N, words(vocab_size)]``.
+        masks: ``[N, ceil(vocab_size / 32)]``.
+    """
+    vocab_size = matchers[0].vocab_size
+    masks[:] = own[:, : masks.shape[1]]
+    if vocab_size % 32:
+        masks[:, -1] &= (1 << vocab_size % 32) - 1
+    rows: dict[tuple[int, ...], list[int]] = {}
+    for row, matcher in enumerate(matchers):
+        rows.setdefault(matcher.ends, []).append(row)
+    accepting = np.array([matcher.accepting for matcher in matchers])
+    bits = masks.view(np.uint32)
+    for ends, picked in rows.items():
+        for token in ends:
+            bit = np.uint32(1 << token % 32)
+            column = bits[picked, token // 32]
+            bits[picked, token // 32] = np.where(accepting[picked], column | bit, column & ~bit)
+
+
+def reason(error: str) -> str:
+    """llguidance's error as a client gets it: in one line, and whether a limit was hit."""
+    first = " ".join(error.replace("<non-verbose/>", "").split())[:300] or "unknown error"
+    limited = any(word in error for word in ("limit", "too complex", "TooComplex", "fuel", "too large", "too many"))
+    return f"{TOO_COMPLEX}: {first}" if limited else first

@@ -1,0 +1,437 @@
+"""JSON Schema: a walk over the positions where schemas stand, which refuses what cannot be held and narrows what can.
+
+llguidance compiles keywords that it does not know without a word, and so would hold less than the schema says. Here every
+keyword is held, an annotation, or refused with its JSON Pointer. What is compiled allows only instances of the schema, not
+always all of them (``narrow``).
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import decimal
+import difflib
+import itertools
+import math
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn, TypeVar
+from urllib.parse import unquote
+
+from headrace.constrain.dates import DATES
+from headrace.errors import RequestError
+
+Schema = dict[str, Any] | bool
+
+ANNOTATIONS = frozenset(
+    {
+        *("title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly", "discriminator"),
+        *("$comment", "$schema", "$id", "id", "contentEncoding", "contentMediaType", "contentSchema"),
+    }
+)
+"""Say nothing about which values are valid. So do names that begin with x-."""
+FORMATS = frozenset(["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"])
+TYPES = ("null", "boolean", "object", "array", "number", "string", "integer")
+_INTEGER = 10**18
+"""Bound of integers that have none; llguidance's bounds are float64, and those of int64 itself are beyond it."""
+_LARGEST = 10**300
+_DIVISOR = 10_000
+_COMPARED = 256
+"""Branches of a oneOf that are compared with each other, at most."""
+
+
+class SchemaError(Exception):
+    """A schema cannot be held. ``pointer`` is the JSON Pointer of the keyword."""
+
+    def __init__(self, message: str, pointer: str) -> None:
+        super().__init__(message)
+        self.message = message
+        self.pointer = pointer
+
+
+@dataclasses.dataclass(frozen=True)
+class SchemaOptions:
+    strict: bool = True
+    """Refuse unknown formats of strings."""
+    closed: bool = True
+    """Objects have no keys beside their ``properties``, where the schema leaves it open."""
+    max_depth: int = 64
+    max_values: int = 20_000
+
+
+@dataclasses.dataclass
+class _Node:
+    """A schema at its position."""
+
+    pointer: str
+    keywords: dict[str, Any]
+    """Of the narrowed copy; child schemas are put in as they are walked."""
+    merged: bool
+    """What it allows is combined with another schema's: an intersection, or a oneOf that must stay disjoint. To narrow it
+    could then leave nothing, or allow an instance that the other branch excludes."""
+
+
+def narrow(schema: Any, options: SchemaOptions) -> Schema:
+    """A copy with the keywords that are held, and narrower where a model would lose itself:
+
+    * an object that lists ``properties`` and leaves open what else there is has no other keys;
+    * an ``integer`` is in [-10^18, 10^18], unless its bounds lie beyond.
+
+    Both are left alone where schemas are combined: below allOf, beside $ref, anyOf and oneOf, and in a oneOf whose branches
+    are not told apart by their type or by a required constant.
+
+    Raises:
+        SchemaError: a keyword is unknown, cannot be held, or has a wrong value; a limit is passed.
+    """
+    walk = _Walk(schema, options)
+    narrowed = walk.schema(schema, "", 0, merged=False)
+    walk.resolve()
+    for node in walk.nodes.values():
+        if not node.merged:
+            _bound_integer(node.keywords)
+            if options.closed:
+                _close_object(node.keywords)
+    for node in walk.nodes.values():
+        _check_counted_keys(node)
+    return narrowed
+
+
+class _Walk:
+    """Walks every schema position once and copies it."""
+
+    def __init__(self, root: Any, options: SchemaOptions) -> None:
+        self.nodes: dict[str, _Node] = {}
+        self._root = root
+        self._options = options
+        self._booleans: set[str] = set()
+        """Pointers of schemas that are true or false."""
+        self._references: list[tuple[str, str, bool]] = []
+        """(pointer of a $ref, pointer of its target, merged)"""
+        self._num_values = 0
+        self._base = root.get("$id", root.get("id")) if isinstance(root, dict) else None
+        self._handlers: Mapping[str, Callable[[Any, str, int, bool], Any]] = {
+            **dict.fromkeys(("properties", "patternProperties", "$defs", "definitions"), self._by_name),
+            **dict.fromkeys(("additionalProperties", "additionalItems"), self.schema),
+            **dict.fromkeys(("anyOf", "oneOf", "allOf", "prefixItems"), self._list),
+            **dict.fromkeys(("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"), self._count),
+            **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"), self._number),
+            "items": self._items,
+            "type": self._type,
+            "enum": self._enum,
+            "const": self._const,
+            "required": self._required,
+            "pattern": self._text,
+            "format": self._text,
+            "$ref": self._reference,
+        }
+
+    def schema(self, schema: Any, pointer: str, depth: int, merged: bool) -> Schema:
+        if isinstance(schema, bool):
+            self._booleans.add(pointer)
+            return schema
+        if not isinstance(schema, dict):
+            self._fail(f"a schema is an object or a boolean, not {_shown(schema)}", pointer)
+        if depth >= self._options.max_depth:
+            self._fail(f"the schema is nested deeper than {self._options.max_depth}", pointer)
+        node = self.nodes[pointer] = _Node(pointer, {}, merged or _combines(schema))
+        kept = {name: value for name, value in _modern(schema).items() if self._held(name, value, schema, pointer, depth)}
+        for name, value in kept.items():
+            below = node.merged
+            if name == "oneOf" and isinstance(value, list):
+                below = below or not _told_apart(value, self._root)
+            elif name == "allOf":
+                below = below or len(value) > 1 if isinstance(value, list) else below
+            elif name in ("$defs", "definitions"):
+                below = False
+            node.keywords[name] = self._handlers[name](value, f"{pointer}/{_escaped(name)}", depth + 1, below)
+        _spell_out_dates(node.keywords)
+        return node.keywords
+
+    def resolve(self) -> None:
+        """Checks that each $ref points to a schema, and marks what merged ones point to as merged."""
+        pending = []
+        for pointer, target, merged in self._references:
+            if target not in self.nodes and target not in self._booleans:
+                self._fail("$ref must point to a schema of this document", pointer)
+            if merged:
+                pending.append(target)
+        pointers, references = sorted(self.nodes), sorted(self._references)
+        done: set[str] = set()
+        while pending:
+            start = pending.pop()
+            if start in done:
+                continue
+            done.add(start)
+            below = [start, *_within(pointers, start, str)] if start in self.nodes else []
+            for pointer in below:
+                self.nodes[pointer].merged = True
+            pending += [target for _, target, _ in _within(references, start, operator.itemgetter(0))]
+
+    # ------------------------------------------------------------------ keywords
+
+    def _held(self, name: str, value: Any, schema: dict[str, Any], pointer: str, depth: int) -> bool:
+        """Whether a keyword is kept; False for those that say nothing."""
+        where = f"{pointer}/{_escaped(name)}"
+        if name in ("$id", "id") and depth and isinstance(value, str):
+            self._fail(f"{name} inside a schema changes what $ref means, which is not supported", where)
+        if name in ANNOTATIONS or name.startswith("x-"):
+            return False
+        if name == "uniqueItems" and value is False:
+            return False
+        if name == "format" and isinstance(value, str) and value not in FORMATS:
+            if self._options.strict and "string" in _types(schema):
+                known = ", ".join(sorted(FORMATS))
+                self._fail(
+                    f"the format {_shown(value)} cannot be enforced (known are {known}); strict: false ignores it", where
+                )
+            return False
+        if name not in self._handlers:
+            close = difflib.get_close_matches(name, [*self._handlers, *ANNOTATIONS], n=1, cutoff=0.75)
+            hint = f"; did you mean {close[0]}?" if close and close[0] != name else ""
+            self._fail(f"the keyword {_shown(name)} is not supported{hint}", where)
+        return True
+
+    def _by_name(self, value: Any, pointer: str, depth: int, merged: bool) -> dict[str, Schema]:
+        if not isinstance(value, dict):
+            self._fail(f"must be an object of schemas, not {_shown(value)}", pointer)
+        self._spend(len(value), pointer)
+        return {name: self.schema(own, f"{pointer}/{_escaped(name)}", depth, merged) for name, own in value.items()}
+
+    def _list(self, value: Any, pointer: str, depth: int, merged: bool) -> list[Schema]:
+        if not isinstance(value, list) or not value:
+            self._fail(f"must be a list of schemas that is not empty, not {_shown(value)}", pointer)
+        self._spend(len(value), pointer)
+        return [self.schema(own, f"{pointer}/{index}", depth, merged) for index, own in enumerate(value)]
+
+    def _items(self, value: Any, pointer: str, depth: int, merged: bool) -> Any:
+        """A schema, or before 2020-12 a list of them."""
+        return (self._list if isinstance(value, list) else self.schema)(value, pointer, depth, merged)
+
+    def _count(self, value: Any, pointer: str, depth: int, merged: bool) -> int:
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if type(value) is not int or not 0 <= value < 2**31:
+            self._fail(f"must be an integer in [0, 2^31 - 1], not {_shown(value)}", pointer)
+        return value
+
+    def _number(self, value: Any, pointer: str, depth: int, merged: bool) -> int | float:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            self._fail(f"must be a number, not {_shown(value)}", pointer)
+        if pointer.endswith("/multipleOf"):
+            self._check_divisor(value, pointer)
+            return value
+        return _representable(value, up="inimum" in pointer.rpartition("/")[2])
+
+    def _check_divisor(self, value: float, pointer: str) -> None:
+        """The states of the automaton that divides are as many as the divisor, without its powers of ten."""
+        digits = decimal.Decimal(repr(value)).normalize().as_tuple().digits
+        if not 0 < value < _LARGEST or int("".join(map(str, digits))) > _DIVISOR:
+            self._fail(f"must be a number above 0 whose digits make at most {_DIVISOR}, not {_shown(value)}", pointer)
+
+    def _type(self, value: Any, pointer: str, depth: int, merged: bool) -> Any:
+        named = value if isinstance(value, list) else [value]
+        if not named or not all(isinstance(name, str) and name in TYPES for name in named):
+            self._fail(f"must be one or several of {', '.join(TYPES)}, not {_shown(value)}", pointer)
+        return value
+
+    def _enum(self, value: Any, pointer: str, depth: int, merged: bool) -> Any:
+        if not isinstance(value, list) or not value:
+            self._fail(f"must be a list that is not empty, not {_shown(value)}", pointer)
+        self._spend(len(value), pointer)
+        return value
+
+    def _const(self, value: Any, pointer: str, depth: int, merged: bool) -> Any:
+        return value
+
+    def _required(self, value: Any, pointer: str, depth: int, merged: bool) -> Any:
+        if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+            self._fail(f"must be a list of names, not {_shown(value)}", pointer)
+        self._spend(len(value), pointer)
+        return list(dict.fromkeys(value))
+
+    def _text(self, value: Any, pointer: str, depth: int, merged: bool) -> Any:
+        if not isinstance(value, str):
+            self._fail(f"must be a string, not {_shown(value)}", pointer)
+        return value
+
+    def _reference(self, value: Any, pointer: str, depth: int, merged: bool) -> Any:
+        if not isinstance(value, str):
+            self._fail(f"must be a string, not {_shown(value)}", pointer)
+        if isinstance(self._base, str) and self._base and value.startswith(self._base.rstrip("#") + "#"):
+            value = value[len(self._base.rstrip("#")) :]
+        if value != "#" and not value.startswith("#/"):
+            self._fail(f"must point into this document (#/...), not {_shown(value)}", pointer)
+        try:
+            target = unquote(value[1:], errors="strict")
+        except UnicodeDecodeError:
+            self._fail(f"is not a JSON Pointer: {_shown(value)}", pointer)
+        self._references.append((pointer, target, merged))
+        return value
+
+    def _spend(self, count: int, pointer: str) -> None:
+        self._num_values += count
+        if self._num_values > self._options.max_values:
+            self._fail(f"the schema has more than {self._options.max_values} properties and values", pointer)
+
+    def _fail(self, message: str, pointer: str) -> NoReturn:
+        raise SchemaError(message, pointer)
+
+
+T = TypeVar("T")
+
+
+def _within(found: list[T], start: str, pointer: Callable[[T], str]) -> list[T]:
+    """Of a list sorted by pointer, what lies below ``start``."""
+    low = bisect.bisect_left(found, start + "/", key=pointer)
+    return found[low : bisect.bisect_left(found, start + "0", low, key=pointer)]  # "0" follows "/"
+
+
+def _combines(schema: Mapping[str, Any]) -> bool:
+    """Whether a schema's own keywords are combined with those of others beside them."""
+    combining = [name for name in ("$ref", "anyOf", "oneOf", "allOf") if name in schema]
+    silent = {"$defs", "definitions", *combining[:1]}
+    says = [name for name in schema if name not in silent and name not in ANNOTATIONS and not name.startswith("x-")]
+    return bool(combining) and bool(says)
+
+
+def _modern(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Boolean exclusive bounds of draft 4 in today's form."""
+    found = dict(schema)
+    for bound, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
+        if isinstance(found.get(exclusive), bool) and found.pop(exclusive) and bound in found:
+            found[exclusive] = found.pop(bound)
+    return found
+
+
+def _told_apart(branches: list[Any], root: Any) -> bool:
+    """Whether no value is valid for two branches of a oneOf, by their types or by a required property's constants."""
+    followed = [_followed(branch, root) for branch in branches[: _COMPARED + 1]]
+    if not 0 < len(followed) <= _COMPARED or not all(isinstance(branch, dict) for branch in followed):
+        return False
+    types = [_types(branch) for branch in followed]
+    properties = [own if isinstance(own := branch.get("properties"), dict) else {} for branch in followed]
+    names = set.intersection(*({*own} & {*_names(branch)} for own, branch in zip(properties, followed, strict=True)))
+    constants = [[_constants(own[name]) for own in properties] for name in names]
+    return all(
+        not (types[i] & types[j]) or any(of[i] and of[j] and not (of[i] & of[j]) for of in constants)
+        for i, j in itertools.combinations(range(len(followed)), 2)
+    )
+
+
+def _followed(branch: Any, root: Any) -> Any:
+    """The schema that a bare $ref stands for."""
+    for _ in range(8):
+        if not isinstance(branch, dict) or not isinstance(branch.get("$ref"), str) or _combines(branch):
+            return branch
+        target = root
+        for part in branch["$ref"].lstrip("#").split("/")[1:]:
+            part = unquote(part).replace("~1", "/").replace("~0", "~")
+            target = target.get(part) if isinstance(target, dict) else None
+        branch = target
+    return None
+
+
+def _types(schema: Mapping[str, Any]) -> set[str]:
+    """The types that a schema names; all of them where it names none that there is."""
+    named = schema.get("type")
+    found = {name for name in (named if isinstance(named, list) else [named]) if isinstance(name, str)} or {*TYPES}
+    return found | {"integer"} if "number" in found else found
+
+
+def _names(schema: Mapping[str, Any]) -> list[str]:
+    required = schema.get("required")
+    return [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
+
+
+def _constants(schema: Any) -> set[str]:
+    """The strings that a schema allows; empty where it allows others."""
+    if not isinstance(schema, dict):
+        return set()
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        return set()
+    return set(values)
+
+
+def _spell_out_dates(keywords: dict[str, Any]) -> None:
+    """Puts a pattern in the place of a format that llguidance holds too loosely."""
+    pattern = DATES.get(keywords.get("format", ""))
+    if pattern is None:
+        return
+    del keywords["format"]
+    if "pattern" in keywords:
+        keywords["allOf"] = [*keywords.get("allOf", ()), {"pattern": pattern}]
+    else:
+        keywords["pattern"] = pattern
+
+
+def _bound_integer(keywords: dict[str, Any]) -> None:
+    if keywords.get("type") != "integer" or "enum" in keywords or "const" in keywords:
+        return
+    lows = [keywords[name] for name in ("minimum", "exclusiveMinimum") if name in keywords]
+    highs = [keywords[name] for name in ("maximum", "exclusiveMaximum") if name in keywords]
+    low, high = max(lows, default=-math.inf), min(highs, default=math.inf)
+    if low < -_INTEGER < high:
+        keywords.pop("exclusiveMinimum", None)
+        keywords["minimum"] = -_INTEGER
+    if high > _INTEGER > low:
+        keywords.pop("exclusiveMaximum", None)
+        keywords["maximum"] = _INTEGER
+
+
+def _representable(bound: float, *, up: bool) -> float:
+    """The nearest float64 that is not beyond a bound: llguidance rounds, also outward."""
+    if abs(bound) > _LARGEST:
+        return bound
+    rounded = float(bound)
+    if rounded == bound:
+        return bound
+    if (rounded < bound) == up:
+        rounded = math.nextafter(rounded, math.inf if up else -math.inf)
+    return int(rounded)
+
+
+def _close_object(keywords: dict[str, Any]) -> None:
+    properties = keywords.get("properties")
+    if not properties or "additionalProperties" in keywords or "patternProperties" in keywords:
+        return
+    if set(keywords.get("required", ())) <= set(properties) and keywords.get("minProperties", 0) <= len(properties):
+        keywords["additionalProperties"] = False
+
+
+def _check_counted_keys(node: _Node) -> None:
+    """A key may come twice where an object is open, which counts as one: fewer than were asked for."""
+    keywords = node.keywords
+    least = keywords.get("minProperties", 0)
+    if least > max(len(keywords.get("required", ())), 1) and keywords.get("additionalProperties") is not False:
+        message = "minProperties can only be held where additionalProperties is false, or when the properties are required"
+        raise SchemaError(message, f"{node.pointer}/minProperties")
+
+
+def subschemas(schema: Schema) -> Iterator[tuple[str, Schema]]:
+    """(pointer, schema) of the schemas directly within one."""
+    if isinstance(schema, bool):
+        return
+    for name in ("properties", "patternProperties", "$defs", "definitions"):
+        for key, own in schema.get(name, {}).items():
+            yield f"/{_escaped(name)}/{_escaped(key)}", own
+    for name in ("anyOf", "oneOf", "allOf", "prefixItems", "items"):
+        if isinstance(own := schema.get(name), list):
+            yield from ((f"/{name}/{index}", each) for index, each in enumerate(own))
+    for name in ("additionalProperties", "additionalItems", "items"):
+        if isinstance(own := schema.get(name), dict):
+            yield f"/{name}", own
+
+
+def _escaped(name: str) -> str:
+    return name.replace("~", "~0").replace("/", "~1")
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+def refusal(error: SchemaError, param: str) -> RequestError:
+    """The error as a client gets it."""
+    return RequestError(f"the schema at #{error.pointer}: {error.message}", param, code="unsupported_schema")

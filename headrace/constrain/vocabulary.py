@@ -1,0 +1,138 @@
+"""GrammarVocabulary: a tokenizer's vocabulary as llguidance has it, built when a request first needs it."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from headrace.errors import RequestError
+from headrace.text.vocab import TokenBytes
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+
+_BEFORE = "\x02"
+"""A character that no token joins with what follows it."""
+
+
+class _Encoder(Protocol):
+    """A Tokenizer, as far as it is needed here."""
+
+    @property
+    def token_bytes(self) -> TokenBytes: ...
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+
+
+class GrammarVocabulary:
+    """The tokens of a model. Safe to use from several threads.
+
+    The end of a sequence is a token of our own behind the vocabulary: which of the model's tokens end a sequence depends on
+    the request (``Matcher``). Special tokens are never text: a grammar reaches them by name alone.
+    """
+
+    def __init__(self, tokenizer: _Encoder, vocab_size: int) -> None:
+        """``vocab_size``: the model's. Ids that the tokenizer lacks are no text."""
+        self.vocab_size = vocab_size
+        self._tokenizer = tokenizer
+        self._lock = threading.Lock()
+        self._built: LLTokenizer | str | None = None
+
+    @classmethod
+    def of_bytes(cls) -> GrammarVocabulary:
+        """Of the 256 bytes: grammars are checked with it where there is no need for the model's."""
+        return cls(_Bytes(), _Bytes.vocab_size)
+
+    @functools.cached_property
+    def digits(self) -> frozenset[int]:
+        """Tokens of digits alone."""
+        pieces = self._tokenizer.token_bytes.pieces
+        return frozenset(token for token, piece in enumerate(pieces) if piece.isdigit())
+
+    def get(self) -> LLTokenizer:
+        """The vocabulary; the first call builds it, which takes some 10 µs a token.
+
+        Raises:
+            RequestError: it cannot be built; every later call says so at once.
+        """
+        with self._lock:
+            if self._built is None:
+                self._built = self._build()
+        if isinstance(self._built, str):
+            raise RequestError(f"structured output does not work with this model's tokenizer: {self._built}")
+        return self._built
+
+    def _build(self) -> LLTokenizer | str:
+        from llguidance import LLMatcher, LLTokenizer
+
+        try:
+            tokens: Any = _Tokens(self._tokenizer, self.vocab_size)
+            tokenizer = LLTokenizer(tokens, n_vocab=self.vocab_size + 1)
+            # A vocabulary that breaks the library does so at its first mask.
+            matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_regex("[a-z ]+"), log_level=0)
+            allowed = matcher.compute_bitmask()
+            if matcher.is_error():
+                return str(matcher.get_error())
+            return tokenizer if any(allowed) else "no token is text"
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # A panic of the library is no Exception.
+            return f"{type(error).__name__}: {error}"
+
+
+class _Bytes:
+    vocab_size = 256
+    token_bytes = TokenBytes([bytes([value]) for value in range(256)], frozenset())
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return list(text.encode())
+
+
+class _Tokens:
+    """What LLTokenizer reads: the attributes of llguidance's TokenizerWrapper."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id: int | None = None
+
+    def __init__(self, tokenizer: _Encoder, vocab_size: int) -> None:
+        known = tokenizer.token_bytes
+        pieces = list(known.pieces[:vocab_size])
+        pieces += [b""] * (vocab_size - len(pieces))
+        self.tokens: Sequence[bytes] = [*pieces, b"<end of the output>"]
+        self.special_token_ids = [*sorted(token for token in known.special if token < vocab_size), vocab_size]
+        self.eos_token_id = vocab_size
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        """Token ids of a text in the middle of another, without special tokens. Their bytes are the text's.
+
+        llguidance allows nothing but these tokens where a grammar forces the text. A tokenizer may put a blank before a whole
+        text, and may normalise it.
+        """
+        data = text.encode() if isinstance(text, str) else bytes(text)
+        found = self._tokenizer.encode(_BEFORE + data.decode("utf-8", "replace"), add_special_tokens=False)
+        before = self._tokenizer.encode(_BEFORE, add_special_tokens=False)
+        after = found[len(before) :]
+        if found[: len(before)] == before and b"".join(self.tokens[token] for token in after) == data:
+            return after
+        return self._greedy(data)
+
+    @functools.cached_property
+    def _by_bytes(self) -> dict[bytes, int]:
+        special = set(self.special_token_ids)
+        return {piece: token for token, piece in enumerate(self.tokens) if piece and token not in special}
+
+    def _greedy(self, data: bytes) -> list[int]:
+        """The longest token at each place."""
+        tokens, place, longest = [], 0, max(map(len, self._by_bytes), default=0)
+        while place < len(data):
+            ends = range(min(len(data), place + longest), place, -1)
+            end = next((end for end in ends if data[place:end] in self._by_bytes), None)
+            if end is None:
+                break  # No token has this byte.
+            tokens.append(self._by_bytes[data[place:end]])
+            place = end
+        return tokens

@@ -1,0 +1,51 @@
+"""Matcher: what the scheduler knows of a constraint on the output of one sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Mask = npt.NDArray[np.int32]
+"""``[ceil(vocab_size / 32)]``: a set bit allows the token."""
+
+
+class Matcher(Protocol):
+    """The state of one sequence's constraint after its known outputs. Tokens that end a sequence are no part of it."""
+
+    def fill(self, mask: Mask) -> str | None:
+        """Writes the tokens that may come next. Returns why the matcher cannot go on, or None."""
+        ...
+
+    def advance(self, token_ids: Sequence[int]) -> str | None:
+        """Takes in outputs. Returns why one of them is refused, or None."""
+        ...
+
+    def rollback(self, count: int) -> None:
+        """Takes back the last outputs."""
+        ...
+
+    def copy(self) -> Matcher:
+        """An independent matcher in the same state."""
+        ...
+
+    @property
+    def ended(self) -> bool:
+        """The outputs are complete, and no token can follow."""
+        ...
+
+    @property
+    def stuck(self) -> bool:
+        """The last outputs repeat themselves where a constraint lets them do so without end."""
+        ...
+
+    @property
+    def accepting(self) -> bool:
+        """The outputs are complete as they are."""
+        ...
+
+    def forced(self) -> list[int]:
+        """Outputs that are certain to come next; may be empty although there are some."""
+        ...

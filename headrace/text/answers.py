@@ -1,0 +1,134 @@
+"""AnswerFormats: the formats of one model's answers, and how a request's answer is parsed."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from headrace.core.request import ParseOptions
+from headrace.errors import RequestError
+from headrace.text.parse.arguments import type_of
+from headrace.text.parse.format import Format
+from headrace.text.parse.recognise import recognise, vocabulary_of
+
+if TYPE_CHECKING:
+    from headrace.text.tokenizer import Tokenizer
+
+
+class AnswerFormats:
+    """The formats of one model's answers, for the client of the engine: makes the requests' parse options."""
+
+    def __init__(self, tokenizer: Tokenizer, tools: str = "auto", reasoning: str = "auto") -> None:
+        """Raises: ConfigError: see ``recognise``."""
+        self._tokenizer = tokenizer
+        template = tokenizer.hf.chat_template
+        self.recognised = recognise(
+            template, vocabulary_of(tokenizer), tools=tools, reasoning=reasoning, response_template=tokenizer.response_template
+        )
+        texts = template.values() if isinstance(template, dict) else [template or ""]
+        self.renders_tools = any(re.search(r"\btools\b", text) for text in texts)
+        """Whether the chat template shows tools to the model."""
+
+    @property
+    def tools(self) -> Format | None:
+        return self.recognised.choice.tools
+
+    def decisions(self) -> list[tuple[str, str, str]]:
+        """Name, value and reason of each format."""
+        found, choice = self.recognised, self.recognised.choice
+        whole = choice.tools.name if choice.tools is not None and choice.tools.whole else "none"
+        thought = choice.reasoning.name if choice.reasoning is not None else whole
+        return [
+            ("tool calls", choice.tools.name if choice.tools is not None else "none", found.tools_by),
+            ("reasoning", thought, found.reasoning_by),
+        ]
+
+    @functools.cached_property
+    def header(self) -> str:
+        """What the chat template writes before an answer, up to markers; empty: unknown."""
+        probe = [{"role": "user", "content": "headrace"}]
+        try:
+            rendered = self._tokenizer.render_chat(probe)
+            header = rendered.removeprefix(self._tokenizer.render_chat(probe, add_generation_prompt=False))
+        except RequestError:
+            return ""
+        if header == rendered or not header:
+            header = rendered.rpartition("headrace")[2]
+        states = self.recognised.choice.states(calls=True, reasoning=True).values()
+        places = [place for state in states for mark in state.on if (place := header.find(mark.text)) > 0]
+        return header[: min(places, default=len(header))]
+
+    def options(
+        self,
+        prompt: str,
+        tools: Sequence[Mapping[str, Any]],
+        *,
+        calls: bool = True,
+        separate_reasoning: bool = True,
+        **more: Any,
+    ) -> ParseOptions | None:
+        """How an answer to ``prompt`` is parsed; None: it is text. ``more``: fields of ``ParseOptions``."""
+        choice = self.recognised.choice
+        calls = calls and choice.tools is not None
+        separate_reasoning = separate_reasoning and (
+            choice.reasoning is not None or (choice.tools is not None and choice.tools.whole)
+        )
+        if not calls and not separate_reasoning:
+            return None
+        types = {}
+        for tool in tools if calls else ():
+            schema = tool["function"].get("parameters") or {}
+            properties = schema.get("properties")
+            named = properties.items() if isinstance(properties, Mapping) else ()
+            types[tool["function"]["name"]] = {name: sorted(types_of(value, schema)) for name, value in named}
+        return ParseOptions(
+            choice.tools.name if choice.tools is not None else "none",
+            choice.reasoning.name if choice.reasoning is not None else "none",
+            calls,
+            separate_reasoning,
+            self._tail(prompt),
+            types,
+            **more,
+        )
+
+    def _tail(self, prompt: str) -> str:
+        """The prompt's text in the answer's turn. Empty where the turn has no header: the last one is an older turn's."""
+        tail = prompt.rpartition(self.header)[2] if self.header and self.header in prompt else ""
+        ends = (self._tokenizer.token_text(token) for token in self._tokenizer.eos_token_ids)
+        return "" if any(end in tail for end in ends if end) else tail
+
+
+def types_of(schema: Any, root: Any = None, seen: set[str] | None = None) -> frozenset[str]:
+    """The JSON types that a schema allows; empty: unknown. ``seen``: references that are resolved already."""
+    if not isinstance(schema, Mapping):
+        return frozenset()
+    root, seen = schema if root is None else root, set() if seen is None else seen
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#/"):
+        if reference in seen:
+            return frozenset()
+        seen.add(reference)
+        target = root
+        for key in reference[2:].split("/"):
+            target = target.get(key) if isinstance(target, Mapping) else None
+        return types_of(target, root, seen)
+    return frozenset(_types(schema, root, seen))
+
+
+def _types(schema: Mapping[str, Any], root: Any, seen: set[str]) -> Iterator[str]:
+    declared = schema.get("type")
+    if isinstance(declared, str):
+        yield declared
+    elif isinstance(declared, list):
+        yield from (name for name in declared if isinstance(name, str))
+    elif isinstance(schema.get("enum"), list) or "const" in schema:
+        for value in schema.get("enum") or [schema.get("const")]:
+            yield type_of(value)
+    for union in ("anyOf", "oneOf", "allOf"):
+        choices = schema.get(union)
+        for choice in choices if isinstance(choices, list) else ():
+            yield from types_of(choice, root, seen)
+    if schema.get("nullable") is True:
+        yield "null"

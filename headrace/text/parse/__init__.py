@@ -1,0 +1,1 @@
+"""Parses generated text into reasoning, content and tool calls, incrementally."""

@@ -1,0 +1,53 @@
+"""DeepSeek V3: JSON in a fence; V3.1: JSON; V3.2 and V4: parameters in tags."""
+
+from headrace.text.parse.format import Format, Mark, State
+
+_SECTION, _END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+_CALL, _CALL_END, _SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
+_SECTION_STATE = State("space", (Mark(_CALL, "call"), Mark(_END, "after")))
+_DSML, _CLOSE, _KINDS = "<｜DSML｜", "</｜DSML｜", ("function_calls>", "tool_calls>")
+
+FORMATS = (
+    Format(
+        "deepseek_v3",
+        hints=((_CALL, "```json"),),
+        opens=(Mark(_SECTION, "section"),),
+        states={
+            "section": _SECTION_STATE,
+            "call": State("skip", (Mark(_SEPARATOR, "name"),)),
+            "name": State("name", (Mark("```json", "arguments"),)),
+            "arguments": State("scan", scan="json", then="fence"),
+            "fence": State("space", (Mark("```", "close"), Mark(_CALL_END, "section"))),
+            "close": State("space", (Mark(_CALL_END, "section"),)),
+        },
+    ),
+    Format(
+        "deepseek_v31",
+        hints=((_CALL,),),
+        opens=(Mark(_SECTION, "section"),),
+        states={
+            "section": _SECTION_STATE,
+            "call": State("name", (Mark(_SEPARATOR, "arguments"),)),
+            "arguments": State("scan", scan="json", then="close"),
+            "close": State("space", (Mark(_CALL_END, "section"),)),
+        },
+    ),
+    Format(
+        "deepseek_v32",
+        aliases=("deepseek_v4",),
+        hints=(("｜DSML｜",),),
+        opens=tuple(Mark(f"{_DSML}{kind}", "section") for kind in _KINDS),
+        states={
+            "section": State(
+                "space", (Mark(f'{_DSML}invoke name="', "name"), *(Mark(f"{_CLOSE}{kind}", "after") for kind in _KINDS))
+            ),
+            "name": State("name", (Mark('">', "parameters"),)),
+            "parameters": State(
+                "space", (Mark(f'{_DSML}parameter name="', "key"), Mark(f"{_CLOSE}invoke>", "section", ends=True))
+            ),
+            "key": State("key", (Mark('" string="', "flag"), Mark('">', "value"))),
+            "flag": State("flag", (Mark('">', "value"),)),
+            "value": State("value", (Mark(f"{_CLOSE}parameter>", "parameters"),)),
+        },
+    ),
+)

@@ -1,0 +1,20 @@
+"""``<tool_call><function=F><parameter=P>raw</parameter></function></tool_call>``."""
+
+from headrace.text.parse.format import Format, Mark, State
+
+FORMATS = (
+    Format(
+        "qwen3_coder",
+        aliases=("qwen3_xml", "mimo", "nemotron"),
+        hints=(("<function=", "<parameter="),),
+        # Models of this family leave out <tool_call> at times.
+        opens=(Mark("<tool_call>", "call"), Mark("<function=", "name")),
+        states={
+            "call": State("space", (Mark("<function=", "name"), Mark("</tool_call>", "after"))),
+            "name": State("name", (Mark(">", "parameters"),)),
+            "parameters": State("space", (Mark("<parameter=", "key"), Mark("</function>", "call", ends=True))),
+            "key": State("key", (Mark(">", "value"),)),
+            "value": State("value", (Mark("</parameter>", "parameters", trim=1),)),
+        },
+    ),
+)

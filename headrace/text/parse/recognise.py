@@ -1,0 +1,110 @@
+"""Recognises the formats of a model's answers by its chat template and vocabulary."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from headrace.errors import ConfigError
+from headrace.text.parse.format import Choice, Format, Machine, Reasoning, Vocabulary
+from headrace.text.parse.formats import (
+    REASONING_FORMATS,
+    TOOL_FORMATS,
+    hf,
+    reasoning_format,
+    reasoning_names,
+    tool_format,
+    tool_names,
+)
+
+if TYPE_CHECKING:
+    from headrace.text.tokenizer import Tokenizer
+
+
+_WHOLE = frozenset(name for format in TOOL_FORMATS if format.whole for name in (format.name, *format.aliases))
+
+
+@dataclasses.dataclass(frozen=True)
+class Recognised:
+    """The formats of a model's answers, with the reason for each."""
+
+    choice: Choice
+    tools_by: str
+    reasoning_by: str
+
+
+def recognise(
+    template: str | Mapping[str, str] | None,
+    vocabulary: Vocabulary,
+    *,
+    tools: str = "auto",
+    reasoning: str = "auto",
+    response_template: Mapping[str, Any] | None = None,
+) -> Recognised:
+    """``tools`` and ``reasoning``: a format's name, ``none``, or ``auto``.
+
+    Raises:
+        ConfigError: there is no format of this name; or it is ``hf``, and the checkpoint has none that can be read.
+    """
+    text = template if isinstance(template, str) else "\n".join((template or {}).values())
+    own, why = _own(response_template, vocabulary)
+    calls, tools_by = _tools(text, tools, own, why)
+    thought, reasoning_by = _reasoning(text, vocabulary, reasoning, own)
+    whole = calls if calls is not None and calls.whole else tool_format(reasoning) if reasoning in _WHOLE else None
+    if whole is not None:
+        calls, reasoning_by = whole, f"part of {whole.name}"
+    return Recognised(Choice(calls, thought), tools_by, reasoning_by)
+
+
+def _own(template: Mapping[str, Any] | None, vocabulary: Vocabulary) -> tuple[Choice, str]:
+    """What the checkpoint declares, and why there is nothing."""
+    if template is None:
+        return Choice(), "the checkpoint has no response_template"
+    try:
+        choice = hf.load(template)
+        Machine(choice.states(calls=True, reasoning=True), vocabulary, "hf")
+        return choice, "the checkpoint's response_template"
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        return Choice(), f"the checkpoint's response_template cannot be used: {error}"
+
+
+def _tools(text: str, name: str, own: Choice, why: str) -> tuple[Format | None, str]:
+    if name == "auto":
+        for format in TOOL_FORMATS:
+            if fitting := next((hint for hint in format.hints if all(part in text for part in hint)), None):
+                return format, f"{' and '.join(fitting)} in the chat template"
+        return own.tools, why if own.tools is not None else f"no known markers in the chat template, and {why}"
+    found = own.tools if name == "hf" else tool_format(name)
+    if found is None and name != "none":
+        raise _unknown("tool_call_parser", name, tool_names(), why)
+    return found, f"--tool-call-parser {name}"
+
+
+def _reasoning(text: str, vocabulary: Vocabulary, name: str, own: Choice) -> tuple[Reasoning | None, str]:
+    if name == "auto":
+        for format in REASONING_FORMATS:
+            if hint := next((hint for hint in format.hints or (format.open, format.close) if hint in text), None):
+                return format, f"{hint} in the chat template"
+            if {format.open, format.close} <= vocabulary.tokens.keys():
+                return format, f"{format.open} in the vocabulary"
+        return own.reasoning, "the checkpoint's response_template" if own.reasoning else "no markers are known"
+    found = own.reasoning if name == "hf" else reasoning_format(name)
+    if found is None and name != "none" and name not in _WHOLE:
+        raise _unknown("reasoning_parser", name, reasoning_names(), "")
+    return found, f"--reasoning-parser {name}"
+
+
+def _unknown(param: str, name: str, names: list[str], why: str) -> ConfigError:
+    because = f" ({why})" if name == "hf" and why else ""
+    return ConfigError(
+        f"{param}: this model has no format {name}{because}; there is {', '.join([*names, 'hf'])}, auto, none", param
+    )
+
+
+def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
+    """Added tokens that look like markers: words and whitespace are text."""
+    added = tokenizer.hf.backend_tokenizer.get_added_tokens_decoder()
+    tokens = {entry.content: token for token, entry in added.items() if re.match(r"[<\[｜|].+|.+[>\]｜|]$", entry.content)}
+    return Vocabulary(tokens, tokenizer.token_bytes.special)

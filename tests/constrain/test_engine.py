@@ -1,0 +1,462 @@
+"""Constraints in a running engine: outputs hold whatever the schedule is, faults stay with their sequence, streams replay."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from runner.harness import EOS, VOCAB, World, prompt, request
+
+from headrace.config import StructuredOutputsConfig
+from headrace.constrain.compiler import GrammarCompiler
+from headrace.constrain.constraints import Constraints
+from headrace.constrain.factory import GrammarFactory
+from headrace.constrain.vocabulary import GrammarVocabulary
+from headrace.core.request import Constraint, Request
+from headrace.core.scheduler import Scheduler
+from headrace.engine.core import EngineCore
+from headrace.engine.executor import LocalExecutor
+from headrace.engine.outputs import OutputProcessor
+from headrace.errors import EngineError, RequestError
+from headrace.outputs import OutputDelta
+from headrace.parallel.agreement import Alone
+from headrace.runner.record import replay
+from headrace.runner.runner import ModelRunner
+from headrace.sampling_params import StructuredOutputsParams
+from headrace.text.vocab import TokenBytes
+
+PIECES = [b"<pad>", b"<eos>", b"<sep>", *(bytes([byte]) for byte in range(32, 127)), b"\n"]
+PIECES += [b'{"', b'":', b'": ', b'",', b", ", b'"}', b"}}", b"name", b"true", b"10", b"ab", b"  "]
+PIECES += [b""] * (VOCAB - 10 - len(PIECES))
+"""What JSON is written with. Ids beyond are of the model alone."""
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 6}, "age": {"type": "integer"}, "tag": {"enum": ["a", "b", None]}},
+    "required": ["name", "tag"],
+}
+CONSTRAINTS: dict[str, dict[str, Any]] = {
+    "schema": {"json": SCHEMA},
+    "regex": {"regex": "[a-c]{2,8}-[0-9]{1,3}"},
+    "choice": {"choice": ["yes", "no", "maybe so"]},
+    "grammar": {"grammar": 'root ::= "(" item ("," item){0,3} ")"\nitem ::= [a-z]{1,3} | root\n'},
+}
+
+
+class Letters:
+    vocab_size = VOCAB
+    token_bytes = TokenBytes(tuple(PIECES), frozenset({0, EOS, 2}))
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [PIECES.index(bytes([byte])) for byte in text.encode() if bytes([byte]) in PIECES]
+
+
+@functools.lru_cache(maxsize=1)
+def grammars(name: str = "letters") -> tuple[GrammarFactory, GrammarVocabulary]:
+    vocabulary = GrammarVocabulary(Letters(), VOCAB)  # type: ignore[arg-type]
+    return GrammarFactory(StructuredOutputsConfig(), vocabulary), vocabulary
+
+
+def valid(name: str, text: bytes) -> bool:
+    if name == "schema":
+        found = json.loads(text)
+        jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is not installed: pip install 'headrace[dev]'")
+        jsonschema.validate(found, SCHEMA)
+        return True
+    if name == "grammar":
+        inner = text.decode()
+        while (shorter := re.sub(r"\((?:[a-z]{1,3})(?:,[a-z]{1,3}){0,3}\)", "a", inner)) != inner:
+            inner = shorter
+        return inner == "a"
+    pattern = CONSTRAINTS["regex"]["regex"] if name == "regex" else "yes|no|maybe so"
+    return re.fullmatch(pattern, text.decode()) is not None
+
+
+def constrained(name: str, index: int = 0, **sampling: Any) -> Request:
+    """A request named ``KIND index``."""
+    options = {"temperature": 1.0, "max_tokens": 48} | sampling
+    made = request(f"{name} {index}", prompt(index + 1, 5 + 3 * index), seed=index, **options)
+    return msgspec.structs.replace(made, constraint=grammars("letters")[0].constraint(params(name)))
+
+
+def params(name: str) -> StructuredOutputsParams:
+    return StructuredOutputsParams(**CONSTRAINTS[name])
+
+
+class Engine:
+    """A core over the tiny model, and what every sample came to."""
+
+    def __init__(self, world: World, compiler: GrammarCompiler | None = None) -> None:
+        config = world.config()
+        self.runner: ModelRunner = world.runner()
+        scheduler = Scheduler(config.scheduler, config.cache)
+        compiler = compiler or GrammarCompiler(grammars("letters")[1], StructuredOutputsConfig())
+        self.constraints = Constraints(compiler, VOCAB)
+        executor = LocalExecutor(self.runner._model, self.runner, Alone())
+        self.core = EngineCore(scheduler, executor, OutputProcessor(None), self.constraints, pipeline_depth=world.depth)
+        self.tokens: dict[tuple[str, int], list[int]] = {}
+        self.finish: dict[tuple[str, int], str] = {}
+        self.errors: dict[tuple[str, int], str | None] = {}
+        self.codes: dict[tuple[str, int], str | None] = {}
+        self.stops: dict[tuple[str, int], int | str | None] = {}
+
+    def add(self, *requests: Request) -> None:
+        for each in requests:
+            self.core.add(each)
+
+    def take(self, deltas: list[OutputDelta]) -> None:
+        for delta in deltas:
+            key = delta.request_id, delta.index
+            self.tokens.setdefault(key, []).extend(delta.token_ids)
+            if delta.finish_reason is not None:
+                self.finish[key], self.errors[key] = delta.finish_reason, delta.error
+                self.codes[key], self.stops[key] = delta.error_code, delta.stop_reason
+
+    def run(self, before_step: Callable[[int], None] = lambda step: None) -> Engine:
+        for step in range(4000):
+            before_step(step)
+            if not self.core.has_work():
+                break
+            self.take(self.core.step())
+        assert not self.core.has_work()
+        self.core.scheduler.check_integrity()
+        return self
+
+    def text(self, key: tuple[str, int]) -> bytes:
+        return b"".join(PIECES[token] for token in self.tokens[key] if token != EOS)
+
+    def assert_valid(self) -> None:
+        """What ended is valid; what was cut off is the beginning of something valid."""
+        for key, reason in self.finish.items():
+            name = key[0].split()[0]
+            if name not in CONSTRAINTS or reason == "abort":
+                continue
+            assert reason in ("stop", "length"), (key, self.errors[key])
+            if reason == "stop":
+                assert valid(name, self.text(key)), (key, self.text(key))
+            else:
+                made = grammars("letters")[0].constraint(params(name))
+                state = self.constraints._compiler.compile(made)[0].result().with_ends([])  # type: ignore[union-attr]
+                assert state.advance(self.tokens[key]) is None
+
+
+WORLDS = {
+    "one step at a time": World(),
+    "two in flight": World(depth=2),
+    "three in flight": World(depth=3),
+    "chunked": World(depth=2, max_num_batched_tokens=6),
+    "preempted": World(depth=2, num_blocks=40, max_num_seqs=8),
+    "preempted, three in flight": World(depth=3, num_blocks=40, max_num_seqs=8),
+    "cached prefixes": World(depth=2, caching=True),
+    "few slots": World(depth=3, max_num_seqs=3),
+}
+
+
+def mix() -> list[Request]:
+    """Constrained requests of every kind, n = 1 to 4, between free ones."""
+    requests = []
+    for index, name in enumerate(CONSTRAINTS):
+        requests.append(constrained(name, index, n=index + 1))
+        requests.append(request(f"free {index}", prompt(50 + index, 7), temperature=1.0, seed=index, max_tokens=20))
+    requests.append(constrained("schema", 9, temperature=0.0, logprobs=2, repetition_penalty=1.3, max_tokens=30))
+    return requests
+
+
+@functools.cache
+def alone() -> dict[tuple[str, int], list[int]]:
+    """Every request on its own, with nothing in flight."""
+    tokens = {}
+    for each in mix():
+        engine = Engine(World())
+        engine.add(each)
+        tokens |= engine.run().tokens
+    return tokens
+
+
+@pytest.mark.parametrize("world", WORLDS.values(), ids=WORLDS)
+def test_the_schedule_changes_no_token(world: World) -> None:
+    """Of constrained and free sequences alike, and what a constrained one says is valid."""
+    engine = Engine(world)
+    engine.add(*mix())
+    engine.run().assert_valid()
+    assert engine.tokens == alone()
+    assert {reason for key, reason in engine.finish.items() if key[0].startswith("free")} <= {"stop", "length"}
+    if world.num_blocks < 100:
+        assert engine.core.stats().num_preemptions > 0
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_random_outputs_hold(depth: int) -> None:
+    engine = Engine(World(depth=depth, max_num_seqs=16))
+    engine.add(*(constrained(name, index, n=4, temperature=5.0) for index, name in enumerate(CONSTRAINTS)))
+    engine.run().assert_valid()
+    assert len(engine.finish) == 16 and "stop" in engine.finish.values()
+
+
+def test_samples_differ_and_each_holds() -> None:
+    engine = Engine(World(depth=2))
+    engine.add(constrained("regex", n=4))
+    engine.run().assert_valid()
+    assert len({engine.text(key) for key in engine.finish}) > 1
+
+
+def test_a_recorded_run_replays(tmp_path: Path) -> None:
+    path = tmp_path / "plans"
+    world = World(depth=3, record=str(path))
+    engine = Engine(world)
+    engine.add(*mix())
+    engine.run()
+    engine.core.close()
+    tokens: dict[int, list[int]] = {}
+    for result in replay(path, World(depth=3).runner()):
+        for seq_id, own in zip(result.seq_ids, result.token_ids, strict=True):
+            tokens.setdefault(seq_id, []).extend(own)
+    # Steps that ran ahead of an end have tokens that nobody got.
+    replayed = sorted(tuple(own) for own in tokens.values())
+    delivered = sorted(tuple(own) for own in engine.tokens.values())
+    assert len(replayed) == len(delivered)
+    assert all(any(own[: len(given)] == given for own in replayed) for given in delivered)
+
+
+def mutated(world: World, change: Callable[[dict[int, list[bytes]], dict[int, list[bytes]]], dict[int, list[bytes]]]) -> Engine:
+    """An engine whose masks are changed: ``change(masks, masks of the step before)``."""
+    engine = Engine(world)
+    right, before = engine.constraints.masks, {}
+
+    def wrong(sequences: Any) -> Any:
+        nonlocal before
+        masks, failed = right(sequences)
+        changed = change(dict(masks), before)
+        before = masks
+        return changed, failed
+
+    engine.constraints.masks = wrong  # type: ignore[method-assign]
+    engine.add(*(constrained(name, index, temperature=5.0) for index, name in enumerate(CONSTRAINTS)))
+    return engine
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_mask_that_is_withheld_breaks_the_engine(depth: int) -> None:
+    """A missing mask never counts as one that allows everything."""
+    for change in (lambda masks, _: {}, lambda masks, _: dict(list(masks.items())[1:])):
+        engine = mutated(World(depth=depth), change)
+        with pytest.raises(EngineError, match="no token mask"):
+            engine.run()
+
+
+def shifted(masks: dict[int, list[bytes]], before: dict[int, list[bytes]]) -> dict[int, list[bytes]]:
+    values = list(masks.values())
+    return dict(zip(masks, values[1:] + values[:1], strict=True))
+
+
+def stale(masks: dict[int, list[bytes]], before: dict[int, list[bytes]]) -> dict[int, list[bytes]]:
+    return {seq_id: before.get(seq_id, own) for seq_id, own in masks.items()}
+
+
+@pytest.mark.parametrize("change", [shifted, stale])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_wrong_mask_is_noticed(depth: int, change: Any) -> None:
+    """The matcher refuses the token, and the sequence ends with an error; nothing invalid passes for complete."""
+    engine = mutated(World(depth=depth), change).run()
+    assert "error" in engine.finish.values()
+    for key, reason in engine.finish.items():
+        assert reason == "error" or valid(key[0].split()[0], engine.text(key)) or reason == "length"
+        assert reason != "error" or engine.codes[key] is None
+        assert reason != "error" or "constraint" in str(engine.errors[key]) or "grammar" in str(engine.errors[key])
+
+
+def test_the_end_beats_min_tokens_and_ignore_eos() -> None:
+    engine = Engine(World(depth=2))
+    engine.add(constrained("choice", 0, min_tokens=30), constrained("choice", 1, ignore_eos=True))
+    engine.run().assert_valid()
+    assert set(engine.finish.values()) == {"stop"}
+    assert all(EOS not in tokens for tokens in engine.tokens.values())
+
+
+def test_an_endless_number_is_cut_off() -> None:
+    """A model that falls into digits does not come back: the output ends long before max_tokens, and says why."""
+    made = grammars("letters")[0].constraint(StructuredOutputsParams(json={"type": "number"}))
+    biased = {PIECES.index(b"7"): 100.0, PIECES.index(b"3"): 99.0}
+    each = request("a", prompt(1, 5), temperature=1.0, logit_bias=biased, max_tokens=90)
+    engine = Engine(World(depth=2))
+    engine.add(msgspec.structs.replace(each, constraint=made))
+    engine.run()
+    assert engine.finish["a", 0] == "length" and engine.stops["a", 0] == "repetition"
+    assert 60 < len(engine.tokens["a", 0]) < 80
+
+
+def test_min_tokens_holds_where_more_may_come() -> None:
+    made = grammars("letters")[0].constraint(StructuredOutputsParams(regex="[a-c]*"))
+    each = request("a", prompt(1, 5), temperature=1.0, min_tokens=10, max_tokens=40)
+    engine = Engine(World())
+    engine.add(msgspec.structs.replace(each, constraint=made))
+    engine.run()
+    assert len(engine.tokens["a", 0]) > 10 and re.fullmatch(rb"[a-c]*", engine.text(("a", 0)))
+
+
+def test_stop_tokens_end_where_the_constraint_is_met() -> None:
+    """Digits end the sequence: banned inside the number that must come, and the end once it may be over."""
+    made = grammars("letters")[0].constraint(StructuredOutputsParams(regex="[a-c]{3}[a-z0-9]*"))
+    digits = [PIECES.index(bytes([digit])) for digit in b"0123456789"]
+    engine = Engine(World(depth=2))
+    each = request("a", prompt(1, 5), temperature=1.0, stop_token_ids=digits, ignore_eos=True, n=4, max_tokens=60)
+    engine.add(msgspec.structs.replace(each, constraint=made))
+    engine.run()
+    for key, reason in engine.finish.items():
+        tokens = engine.tokens[key]
+        assert reason == "stop" and tokens[-1] in digits and not set(tokens[:-1]) & set(digits) and len(tokens) > 2
+
+
+def test_parameters_that_leave_no_token_are_named() -> None:
+    engine = Engine(World())
+    engine.add(constrained("choice", 0, allowed_token_ids=[PIECES.index(b"z")]), constrained("regex", 1))
+    engine.run()
+    assert engine.finish == {("choice 0", 0): "error", ("regex 1", 0): "stop"}
+    assert "structured_outputs" in str(engine.errors["choice 0", 0])
+
+
+class Held:
+    """A compiler whose work is done when the test says so."""
+
+    seconds = 0.0
+
+    def __init__(self) -> None:
+        self.vocabulary = grammars("letters")[1]
+        self.real = GrammarCompiler(self.vocabulary, StructuredOutputsConfig())
+        self.futures: dict[str, Future[Any]] = {}
+        self.released = threading.Event()
+
+    def compile(self, constraint: Constraint) -> tuple[Future[Any], bool]:
+        known = constraint.grammar in self.futures
+        return self.futures.setdefault(constraint.grammar, Future()), known
+
+    def release(self, constraint: Constraint) -> None:
+        self.futures[constraint.grammar].set_result(self.real.compile(constraint)[0].result())
+
+    def close(self) -> None:
+        self.real.close()
+
+
+def test_sequences_pass_one_that_is_compiled_and_it_keeps_its_place() -> None:
+    held = Held()
+    engine = Engine(World(max_num_seqs=1), held)  # type: ignore[arg-type]
+    first, others = constrained("schema", n=2), [request(f"free {i}", prompt(i, 5), max_tokens=6, eos=()) for i in range(3)]
+    engine.add(first, *others)
+    order: list[str] = []
+
+    def before(step: int) -> None:
+        order.extend(key[0] for key in engine.finish if key[0] not in order)
+        if step == 3 and first.constraint is not None:
+            held.release(first.constraint)
+
+    engine.run(before).assert_valid()
+    assert order == ["free 0", "schema 0", "free 1", "free 2"]
+
+
+def test_an_engine_with_nothing_but_a_compiling_request_waits_for_it() -> None:
+    held = Held()
+    engine = Engine(World(depth=2), held)  # type: ignore[arg-type]
+    each = constrained("regex")
+    engine.add(each)
+    for _ in range(3):
+        assert engine.core.has_work() and engine.core.step() == []
+    assert each.constraint is not None
+    held.release(each.constraint)
+    engine.run().assert_valid()
+    assert engine.core.stats().grammar_requests == {"regex compiled": 1}
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_constraint_that_cannot_be_compiled_ends_its_request_alone(depth: int) -> None:
+    engine = Engine(World(depth=depth))
+    bad = msgspec.structs.replace(constrained("regex", 1, n=3), constraint=Constraint("regex", "no grammar"))
+    engine.add(bad, constrained("choice", 2))
+    engine.run()
+    assert [engine.finish[bad.request_id, index] for index in range(3)] == ["error"] * 3
+    assert engine.finish["choice 2", 0] == "stop"
+    engine.add(msgspec.structs.replace(bad, request_id="again"))
+    engine.run()
+    assert "structured_outputs" in str(engine.errors["again", 0])
+    assert engine.core.stats().grammar_requests == {
+        "regex compiled": 1,
+        "regex cached": 1,
+        "regex failed": 2,
+        "choice compiled": 1,
+    }
+
+
+def test_a_request_may_be_aborted_while_it_is_compiled() -> None:
+    held = Held()
+    engine = Engine(World(), held)  # type: ignore[arg-type]
+    each = constrained("regex", n=2)
+    engine.add(each)
+    engine.take(engine.core.abort(each.request_id))
+    assert not engine.core.has_work() and set(engine.finish.values()) == {"abort"}
+    assert each.constraint is not None
+    held.release(each.constraint)
+    engine.add(constrained("regex", 5))
+    engine.run().assert_valid()
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_matcher_that_cannot_go_on_ends_its_sequence_alone(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(World(depth=depth))
+    engine.add(constrained("schema", 0), constrained("regex", 1), request("free", prompt(3, 5), max_tokens=12, eos=()))
+    right, calls = Constraints._fill, []
+
+    def fill(self: Constraints, matchers: list[Any], masks: Any) -> list[str | None]:
+        errors = right(self, matchers, masks)
+        calls.append(len(matchers))
+        return ["grammar_too_complex: fuel", *errors[1:]] if len(calls) == 4 else errors
+
+    monkeypatch.setattr(Constraints, "_fill", fill)
+    engine.run()
+    assert engine.finish == {("schema 0", 0): "error", ("regex 1", 0): "stop", ("free", 0): "length"}
+    assert engine.errors["schema 0", 0] == "structured_outputs: grammar_too_complex: fuel"
+    assert engine.codes["schema 0", 0] == "grammar_too_complex"
+
+
+def test_one_filled_row_is_as_many_are() -> None:
+    engine = Engine(World())
+    states = []
+    for name in CONSTRAINTS:
+        made = grammars("letters")[0].constraint(params(name))
+        states.append(engine.constraints._compiler.compile(made)[0].result().with_ends([EOS]))  # type: ignore[union-attr]
+    together, apart = np.zeros((2, len(states), -(-VOCAB // 32)), dtype=np.int32)
+    assert engine.constraints._fill(list(states), together) == [None] * len(states)
+    for state, row in zip(states, apart, strict=True):
+        assert state.fill(row) is None
+    assert (together == apart).all() and together.any(axis=1).all()
+
+
+def test_processes_in_lockstep_take_a_request_in_when_it_is_compiled() -> None:
+    """Each has a scheduler of its own, and must not depend on how soon its threads are done."""
+    held = Held()
+    constraints = Constraints(held, VOCAB, lockstep=True)  # type: ignore[arg-type]
+    each = constrained("choice")
+    assert each.constraint is not None
+    threading.Timer(0.2, held.release, [each.constraint]).start()
+    engine = Engine(World(), held)  # type: ignore[arg-type]
+    engine.core._constraints = constraints
+    engine.add(each)
+    assert held.futures[each.constraint.grammar].done()
+    assert engine.core.step() and engine.core.scheduler.num_running == 1
+
+
+def test_an_engine_without_a_tokenizer_refuses() -> None:
+    config = World().config()
+    runner = World().runner()
+    core = EngineCore(
+        Scheduler(config.scheduler, config.cache), LocalExecutor(runner._model, runner, Alone()), OutputProcessor(None)
+    )
+    with pytest.raises(RequestError, match="needs a tokenizer"):
+        core.add(constrained("regex"))
+    assert not core.has_work()

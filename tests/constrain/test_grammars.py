@@ -1,0 +1,272 @@
+"""From a request's constraint to a matcher: kinds, options, refusals, limits, caches, and the masks themselves."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+
+from constrain.words import EOS, OTHER_SPECIAL, PIECES, VOCAB, ByteTokenizer, accepts, allowed, matcher, walk
+from headrace.config import StructuredOutputsConfig
+from headrace.constrain.compiler import GrammarCompiler
+from headrace.constrain.factory import GrammarFactory
+from headrace.constrain.vocabulary import GrammarVocabulary
+from headrace.core.request import Constraint
+from headrace.errors import RequestError
+from headrace.sampling_params import StructuredOutputsParams
+
+GBNF = 'root ::= greeting " " name\ngreeting ::= "hello" | "hi"\nname ::= [A-Z] [a-z]+\n'
+LARK = 'start: "SELECT " NAME (", " NAME)*\nNAME: /[a-z]+/\n'
+KINDS: list[dict[str, Any]] = [
+    {"json": {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "array"}}, "required": ["a"]}},
+    {"json_object": True},
+    {"regex": r"\d{3}-[a-f]+|x{2,5}"},
+    {"choice": ["yes", "no", "nö", 'qu"ote', "yesterday"]},
+    {"grammar": GBNF},
+    {"grammar": LARK},
+]
+
+
+def make(config: StructuredOutputsConfig | None = None) -> tuple[GrammarFactory, GrammarCompiler]:
+    config = config or StructuredOutputsConfig()
+    vocabulary = GrammarVocabulary(ByteTokenizer(), VOCAB)  # type: ignore[arg-type]
+    return GrammarFactory(config, vocabulary), GrammarCompiler(vocabulary, config)
+
+
+@pytest.mark.parametrize(
+    ("constraint", "right", "wrong"),
+    [
+        ({"json_object": True}, ["{}", '{"a": [1, "b"]}', '{\n  "a": 1\n}'], ["[]", "1", "{", '{"a"  : 1}']),
+        ({"regex": r"\d{3}-[a-f]+"}, ["123-abc"], ["12-abc", "123-", "x123-a"]),
+        ({"choice": ["yes", "no", 'qu"ote', "yesterday"]}, ["yes", "no", 'qu"ote', "yesterday"], ["ye", "noo", ""]),
+        ({"grammar": GBNF}, ["hello Ada", "hi Bob"], ["hey Ada", "hi ada"]),
+        ({"grammar": LARK}, ["SELECT a", "SELECT a, bc"], ["SELECT ", "SELECT a,b"]),
+        ({"json_object": True, "disable_any_whitespace": True}, ['{"a":1}'], ['{"a": 1}']),
+        ({"json_object": True, "whitespace_pattern": r"[\s]?"}, ['{"a":\t1}'], ['{"a":  1}', '{"a":\u00a01}']),
+        ({"json": '{"type": "integer"}'}, ["1"], ["a"]),
+        ({"json": {"properties": {"a": {}}, "type": "object"}, "disable_additional_properties": False}, ['{"b": 1}'], ["[]"]),
+    ],
+    ids=str,
+)
+def test_kinds_and_options(constraint: dict[str, Any], right: list[str], wrong: list[str]) -> None:
+    made = matcher(**constraint)
+    assert [text for text in right if not accepts(made, text)] == []
+    assert [text for text in wrong if accepts(made, text)] == []
+
+
+def test_a_pydantic_class_stands_for_its_schema() -> None:
+    from pydantic import BaseModel
+
+    class Person(BaseModel):
+        name: str
+        age: int | None
+
+    made = matcher(json=Person)
+    assert accepts(made, '{"name": "Ada", "age": null}') and not accepts(made, '{"name": "Ada"}')
+
+
+@pytest.mark.parametrize(
+    ("constraint", "param"),
+    [
+        ({}, None),
+        ({"regex": "a", "choice": ["b"]}, "choice"),
+        ({"json_object": False}, "json_object"),
+        ({"choice": []}, "choice"),
+        ({"choice": ["a", ""]}, "choice"),
+        ({"regex": "a\0b"}, "regex"),
+        ({"regex": ""}, "regex"),
+        ({"regex": 7}, "regex"),
+        ({"json": 7}, "json"),
+        ({"json": {"a": float("nan")}}, "json"),
+        ({"json": {"const": "\ud800"}}, "json"),
+        ({"regex": "\ud800"}, "regex"),
+        ({"regex": "a", "disable_any_whitespace": True}, "disable_any_whitespace"),
+        ({"json_object": True, "disable_any_whitespace": True, "whitespace_pattern": " "}, "whitespace_pattern"),
+    ],
+    ids=str,
+)
+def test_params_are_checked_when_they_are_made(constraint: dict[str, Any], param: str | None) -> None:
+    with pytest.raises(RequestError) as caught:
+        StructuredOutputsParams(**constraint)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("constraint", "param", "message"),
+    [
+        ({"regex": "(?=a)b"}, "structured_outputs.regex", "look-around"),
+        ({"regex": "("}, "structured_outputs.regex", "unclosed"),
+        ({"regex": "()"}, "structured_outputs.regex", "empty text"),
+        ({"json": False}, "structured_outputs.json", "Unsatisfiable"),
+        ({"grammar": "start: foo"}, "structured_outputs.grammar", "foo"),
+        ({"grammar": "root ::= foo"}, "structured_outputs.grammar", "foo"),
+        ({"grammar": "root ::= " + "(" * 5000 + '"a"' + ")" * 5000}, "structured_outputs.grammar", "GBNF"),
+        ({"grammar": 'start: "a" %json {"unknwn": 1}'}, "structured_outputs.grammar", "unknwn"),
+        ({"json": "{"}, "structured_outputs.json", "not JSON"),
+        ({"json": "[" * 100_000}, "structured_outputs.json", "not JSON"),
+        ({"json": '{"minimum": NaN}'}, "structured_outputs.json", "NaN"),
+        ({"json_object": True, "whitespace_pattern": "a?"}, "structured_outputs.whitespace_pattern", "whitespace only"),
+        ({"choice": [f"c{i}" for i in range(20_001)]}, "structured_outputs.choice", "20001"),
+        ({"regex": "a" * (2**20 + 1)}, "structured_outputs.regex", "limit"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_cannot_be_held_is_refused_by_name(constraint: dict[str, Any], param: str, message: str) -> None:
+    factory, _ = make()
+    for _ in range(2):  # The second time from the cache.
+        with pytest.raises(RequestError, match=message) as caught:
+            factory.constraint(StructuredOutputsParams(**constraint))
+        assert caught.value.param == param
+
+
+@pytest.mark.parametrize("constraint", KINDS, ids=str)
+def test_a_mask_is_what_the_matcher_takes(constraint: dict[str, Any]) -> None:
+    """Along random outputs: every allowed token is taken, no other is, and the end is allowed exactly where it may be."""
+    chance = random.Random(5)
+    state = matcher(**constraint)
+    for _ in range(25):
+        tokens = allowed(state)
+        assert (EOS in tokens) == state.accepting
+        assert OTHER_SPECIAL not in tokens and not tokens & {token for token in range(VOCAB) if not PIECES[token]}
+        for token in range(VOCAB):
+            if token != EOS:
+                assert state.inner.validate_tokens([token]) == (token in tokens), PIECES[token]
+        following = sorted(tokens - {EOS})
+        if not following:
+            assert state.ended
+            break
+        before = allowed(state)
+        token = chance.choice(following)
+        assert state.advance([token]) is None
+        state.rollback(1)
+        assert allowed(state) == before
+        state.advance([token])
+
+
+@pytest.mark.parametrize("constraint", KINDS, ids=str)
+def test_the_end_is_seen_when_it_is_reached(constraint: dict[str, Any]) -> None:
+    """``walk`` asserts that a matcher which has not ended allows a token."""
+    assert any(walk(matcher(**constraint), seed)[1] for seed in range(8))
+
+
+def test_tokens_that_end_a_sequence_are_text_nowhere() -> None:
+    """A stop token whose text the grammar would take is the end where the grammar accepts, and banned elsewhere."""
+    state = matcher(ends=(EOS, ord("b"), VOCAB + 5, -1), regex="a[bc]*d?")
+    assert allowed(state) == {ord("a"), PIECES.index(b"abc")}
+    state.advance([ord("a")])
+    assert {EOS, ord("b")} <= allowed(state)
+    string = matcher(ends=(), json={"type": "string"})
+    string.advance([ord('"')])
+    inside = allowed(string)
+    assert EOS not in inside and OTHER_SPECIAL not in inside
+    assert PIECES.index(b"</think>") in inside and PIECES.index(b"</s>") in inside
+
+
+def test_a_refused_token_is_an_error_for_good() -> None:
+    state = matcher(choice=["yes", "no"])
+    assert state.advance([ord("x")]) is not None
+    assert not state.ended and not state.accepting and state.error is not None
+
+
+def test_forced_tokens_are_told() -> None:
+    state = matcher(choice=["yes", "yesterday"])
+    assert bytes(state.forced()) == b"yes"
+
+
+def test_copies_are_independent() -> None:
+    state = matcher(regex="[ab]{3}")
+    other = state.copy()
+    state.advance(list(b"aab"))
+    assert state.ended and not other.ended and allowed(other) == {ord("a"), ord("b")}
+
+
+def test_equal_constraints_are_compiled_once_and_failures_are_kept() -> None:
+    factory, compiler = make()
+    first = factory.constraint(StructuredOutputsParams(json={"type": "object", "title": "one"}))
+    second = factory.constraint(StructuredOutputsParams(json={"title": "two", "type": "object"}))
+    assert first == second
+    future, known = compiler.compile(first)
+    assert not known and compiler.compile(second) == (future, True)
+    bad = Constraint("regex", "no grammar")
+    for known in (False, True):
+        future, found = compiler.compile(bad)
+        assert found is known
+        with pytest.raises(RequestError):
+            future.result()
+
+
+def test_the_cache_is_bounded_in_bytes() -> None:
+    factory, compiler = make(StructuredOutputsConfig(cache_bytes=300_000))
+    constraints = [factory.constraint(StructuredOutputsParams(regex=f"[a-z]{{{count}}}")) for count in range(1, 9)]
+    for constraint in constraints:
+        compiler.compile(constraint)[0].result()
+    assert compiler.compile(constraints[-1])[1] and not compiler.compile(constraints[0])[1]
+    factory, compiler = make(StructuredOutputsConfig(cache_bytes=0))
+    assert not compiler.compile(constraints[0])[1] and not compiler.compile(constraints[0])[1]
+
+
+def test_a_vocabulary_that_cannot_be_built_refuses_with_the_reason() -> None:
+    class Broken(ByteTokenizer):
+        @property
+        def token_bytes(self) -> Any:  # type: ignore[override]
+            raise ValueError("no bytes here")
+
+    vocabulary = GrammarVocabulary(Broken(), VOCAB)  # type: ignore[arg-type]
+    compiler = GrammarCompiler(vocabulary, StructuredOutputsConfig())
+    constraint = make()[0].constraint(StructuredOutputsParams(regex="a"))
+    for _ in range(2):
+        with pytest.raises(RequestError, match="no bytes here"):
+            compiler.compile(constraint)[0].result()
+        with pytest.raises(RequestError, match="no bytes here"):
+            vocabulary.get()
+
+
+BOMBS: dict[str, dict[str, Any]] = {
+    "repetition": {"regex": "(a{1,1000}){1,1000}"},
+    "repetition of repetition": {"regex": "((a{1,1000}){1,1000}){1,1000}"},
+    "intersections": {"grammar": "start: X\nX: /(.*a.{15})/ & /(.*b.{15})/ & ~/(.*c.{15})/"},
+    "exponential": {"grammar": "start: a0\n" + "\n".join(f"a{i}: a{i + 1} a{i + 1}" for i in range(60)) + '\na60: "x"'},
+    "ambiguous": {"grammar": 'start: s\ns: s s | s s s | "a" | ""'},
+    "merges": {"json": {"allOf": [{"anyOf": [{"properties": {f"k{i}{j}": {}}} for j in range(4)]} for i in range(8)]}},
+    "references": {
+        "json": {
+            "$defs": {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(30)} | {"d30": {}},
+            "$ref": "#/$defs/d0",
+        }
+    },
+    "cycle": {"json": {"$ref": "#"}},
+    "many values": {"json": {"enum": [f"value {i}" for i in range(15_000)]}},
+    "many choices": {"choice": [f"value {i}" for i in range(15_000)]},
+    "long": {"json": {"type": "string", "maxLength": 10**6}},
+    "dots": {"regex": "(.*a.*b.*c.*d.*e.*){20}"},
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_bombs_are_bounded(name: str) -> None:
+    """Refused, or compiled and advanced in bounded time; an error on the way is one of this matcher alone."""
+    factory, compiler = make()
+    start = time.process_time()
+    try:
+        state = compiler.compile(factory.constraint(StructuredOutputsParams(**BOMBS[name])))[0].result().copy()
+        chance = random.Random(1)
+        for _ in range(20):
+            tokens = sorted(allowed(state) - {EOS})
+            if not tokens or state.advance([chance.choice(tokens)]) is not None:
+                break
+    except (RequestError, AssertionError) as error:
+        assert "structured_outputs" in str(getattr(error, "param", "")) or "grammar_too_complex" in str(error)
+    assert time.process_time() - start < 20
+
+
+def test_nothing_is_imported_before_it_is_needed() -> None:
+    """A server that holds no constraint pays neither for llguidance nor for the vocabulary."""
+    code = (
+        "import sys\nfrom headrace.constrain import compiler, constraints, factory, fields, vocabulary\n"
+        "import headrace.engine.frontend, headrace.server.fields\nassert 'llguidance' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

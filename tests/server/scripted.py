@@ -1,0 +1,91 @@
+"""A fake engine whose answers go through the engine's own output processing: detokeniser, parser, stop strings."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from engine.tiny import write_tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from headrace.core.request import Request
+from headrace.core.sequence import Sequence as EngineSequence
+from headrace.core.sequence import SequenceUpdate
+from headrace.engine.outputs import OutputProcessor
+from headrace.outputs import OutputDelta, TokenLogprobs
+from headrace.text.answers import AnswerFormats
+from headrace.text.tokenizer import Tokenizer
+from server.fakes import LIMITS, FakeLLM, SeededInputs
+
+MARKERS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<|im_start|>"]
+TEMPLATE = """\
+{%- if tools %}<|im_start|>system
+{{ tools | tojson }}
+{% endif %}
+{%- for m in messages %}<|im_start|>{{ m.role }}
+{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}
+{%- for call in m.tool_calls or [] %}<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>{% endfor %}
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% if enable_thinking %}<think>
+{% endif %}{% endif %}"""
+
+
+def tokenizer(folder: Path, template: str = TEMPLATE) -> Tokenizer:
+    """A byte tokenizer with marker tokens, which are not special, as Qwen3's."""
+    write_tokenizer(folder)
+    hf = PreTrainedTokenizerFast.from_pretrained(folder)
+    hf.add_tokens(MARKERS)
+    hf.chat_template = template
+    return Tokenizer(hf)
+
+
+def with_template(made: Tokenizer, template: str) -> Tokenizer:
+    hf = copy.copy(made.hf)
+    hf.chat_template = template
+    return Tokenizer(hf, renderer=made.renderer)
+
+
+class ScriptedLLM(FakeLLM):
+    """Answers request by request with ``texts``, the last again and again; one token a delta."""
+
+    def __init__(self, made: Tokenizer, texts: Sequence[str], *, tools: str = "auto", reasoning: str = "auto") -> None:
+        self._formats = AnswerFormats(made, tools, reasoning)
+        self.texts = texts
+        super().__init__()
+        self.tokenizer = made
+
+    def _make_inputs(self) -> SeededInputs:
+        made: Any = self.tokenizer
+        return SeededInputs(
+            vocab_size=made.vocab_size,
+            max_model_len=4096,
+            limits=LIMITS,
+            tokenizer=made,
+            generation_config={"eos_token_id": made.eos_token_ids},
+            seed=0,
+            answers=self._formats if isinstance(made, Tokenizer) else None,
+        )
+
+    async def _stream(self, request: Request) -> AsyncGenerator[OutputDelta]:
+        text = self.texts[min(len(self.seen), len(self.texts)) - 1]
+        tokens = self.tokenizer.encode(text, add_special_tokens=False) + self.tokenizer.eos_token_ids[:1]
+        outputs = OutputProcessor(self.tokenizer)
+        blocks: Any = SimpleNamespace(token_ids=list(request.prompt_token_ids), identity=request.cache_identity)
+        for index in range(request.sampling.n):
+            sequence = EngineSequence(index, request, index, blocks, max_model_len=4096)
+            outputs.open([sequence])
+            for count, token in enumerate(tokens, start=1):
+                ended = "stop" if count == len(tokens) else "length" if count == request.max_tokens else None
+                logprobs = None if request.sampling.logprobs is None else [TokenLogprobs([token], [-1.0], 1)]
+                deltas, stopped = outputs.process([SequenceUpdate(sequence, [token], logprobs, finish_reason=ended)])
+                for delta in deltas:
+                    yield delta
+                if ended or stopped:
+                    break
+        self.running.pop(request.request_id, None)

@@ -1,0 +1,293 @@
+"""Tool calls and reasoning over HTTP, streaming and not."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from headrace.errors import ConfigError
+from headrace.server.settings import ServerSettings
+from headrace.text.answers import AnswerFormats
+from headrace.text.tokenizer import Tokenizer
+from server import scripted
+from server.harness import Api, error, events, running
+from server.scripted import ScriptedLLM
+
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
+    },
+}
+OTHER = {"type": "function", "function": {"name": "now"}}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+BOTH = f'<think>\nsums, ü\n</think>\n\nLet me see.\n{CALL}\n<tool_call>\n{{"name": "now", "arguments": {{}}}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return scripted.tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+Make = Callable[..., Api]
+
+
+@pytest.fixture
+def api(made: Tokenizer) -> Make:
+    def make(*texts: str, settings: ServerSettings | None = None, **formats: str) -> Api:
+        return Api(ScriptedLLM(made, texts, **formats), settings)
+
+    return make
+
+
+def folded(chunks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The message of a stream, and its finish reason, as a client adds them up."""
+    message: dict[str, Any] = {}
+    finish = None
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            finish = choice["finish_reason"] or finish
+            for name, value in choice["delta"].items():
+                if name != "tool_calls":
+                    message[name] = value if name == "role" else message.get(name, "") + value
+                    continue
+                (call,) = value
+                calls = message.setdefault("tool_calls", [])
+                if "id" in call:
+                    assert call["index"] == len(calls) and call["function"]["arguments"] == ""
+                    calls.append({key: call[key] for key in ("id", "type")} | {"function": dict(call["function"])})
+                else:
+                    assert call["index"] == len(calls) - 1, "deltas of calls are interleaved"
+                    calls[-1]["function"]["arguments"] += call["function"]["arguments"]
+    return {"message": message, "finish_reason": finish}
+
+
+def answers(make: Make, *texts: str, settings: ServerSettings | None = None, **fields: Any) -> dict[str, Any]:
+    """The answer, which is the same streamed and not; ids apart, which are another request's."""
+    whole = make(*texts, settings=settings).chat(**fields)
+    assert whole.status_code == 200, whole.text
+    choice = whole.json()["choices"][0]
+    stream = events(make(*texts, settings=settings).chat(stream=True, stream_options={"include_usage": True}, **fields))
+    assert stream[-1]["usage"] == whole.json()["usage"]
+    found = folded(stream[:-1])
+    message = {name: value for name, value in choice["message"].items() if name != "refusal"}
+    streamed = found["message"] | ({"content": found["message"]["content"] or None} if "tool_calls" in message else {})
+    for call, other in zip(message.get("tool_calls", []), streamed.get("tool_calls", []), strict=True):
+        assert call["id"].startswith("call_") and len(call["id"]) == 29
+        other["id"] = call["id"]
+    assert (streamed, found["finish_reason"]) == (message, choice["finish_reason"])
+    return choice | {"usage": whole.json()["usage"]}
+
+
+def test_calls_and_reasoning(api: Make) -> None:
+    choice = answers(api, BOTH, tools=[TOOL, OTHER])
+    message = choice["message"]
+    assert message["content"] == "Let me see."
+    assert message["reasoning_content"] == message["reasoning"] == "sums, ü"
+    assert [(call["function"]["name"], call["function"]["arguments"]) for call in message["tool_calls"]] == [
+        ("add", '{"a": 1, "b": 2}'),
+        ("now", "{}"),
+    ]
+    assert choice["finish_reason"] == "tool_calls"
+    # Both markers, two line breaks, and a token a byte.
+    assert choice["usage"]["completion_tokens_details"] == {"reasoning_tokens": len("sums, ü".encode()) + 4}
+
+
+@pytest.mark.parametrize("field", ["both", "reasoning_content", "reasoning"])
+def test_the_field_of_reasoning(api: Make, field: Any) -> None:
+    message = answers(api, BOTH, settings=ServerSettings(reasoning_field=field))["message"]
+    wanted = {"reasoning_content", "reasoning"} if field == "both" else {field}
+    assert message.keys() & {"reasoning_content", "reasoning"} == wanted
+    assert "<tool_call>" in message["content"], "no tools were offered"
+
+
+def test_reasoning_is_left_out_or_left_in_the_content(api: Make) -> None:
+    out = answers(api, BOTH, include_reasoning=False, tools=[TOOL])
+    assert not out["message"].keys() & {"reasoning_content", "reasoning"} and out["message"]["content"] == "Let me see."
+    assert out["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
+    left = answers(api, "<think>a</think>b", separate_reasoning=False)
+    assert left["message"]["content"] == "<think>a</think>b"
+    assert left["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
+
+
+def test_reasoning_that_the_prompt_opens(api: Make) -> None:
+    choice = answers(api, "why\n</think>\n\nso", chat_template_kwargs={"enable_thinking": True})
+    assert (choice["message"]["reasoning"], choice["message"]["content"]) == ("why", "so")
+
+
+def test_length_stays_length_at_every_token(api: Make) -> None:
+    """A call that max_tokens cuts off, or that was complete before the cut, is not to be executed as if all were told."""
+    tokens = len(api(CALL).llm.tokenizer.encode(CALL, add_special_tokens=False))
+    for limit in range(1, tokens + 1):
+        choice = api(CALL).chat(tools=[TOOL], max_tokens=limit).json()["choices"][0]
+        assert choice["finish_reason"] == "length"
+    assert api(CALL).chat(tools=[TOOL], max_tokens=tokens + 1).json()["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_choice_none_leaves_calls_in_the_content(api: Make) -> None:
+    choice = answers(api, CALL, tools=[TOOL], tool_choice="none")
+    assert choice["message"]["content"] == CALL and choice["finish_reason"] == "stop"
+
+
+def test_an_unfinished_call_is_no_tool_call(api: Make) -> None:
+    choice = answers(api, '<tool_call>{"name": "add", "arguments": {"a": ', tools=[TOOL])
+    assert choice["finish_reason"] == "stop"
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"a": '
+
+
+def test_one_call_only(api: Make) -> None:
+    choice = answers(api, BOTH, tools=[TOOL, OTHER], parallel_tool_calls=False)
+    assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["add"]
+    assert choice["finish_reason"] == "tool_calls"
+    whole = answers(api, BOTH, tools=[TOOL, OTHER])
+    assert choice["usage"]["completion_tokens"] < whole["usage"]["completion_tokens"]
+
+
+def test_stop_strings_look_at_content_only(api: Make) -> None:
+    text = f"<think>one two</think>\n\none {CALL.replace('add', 'one')}three two four"
+    choice = answers(api, text, tools=[TOOL], stop=["two"])
+    message = choice["message"]
+    assert (message["reasoning"], message["content"], choice["finish_reason"]) == ("one two", "one three ", "tool_calls")
+    assert choice["stop_reason"] == "two"
+    early = answers(api, text, tools=[TOOL], stop=["two"], stop_in_reasoning=True)
+    assert (early["message"]["reasoning"], early["message"]["content"]) == ("one ", "")
+    within = answers(api, f"tw{CALL}o", tools=[TOOL], stop=["two"])
+    assert within["message"]["content"] == "two" and within["finish_reason"] == "tool_calls"
+
+
+def test_logprobs_and_token_ids_are_of_all_tokens(api: Make) -> None:
+    fields: dict[str, Any] = {"tools": [TOOL], "logprobs": True, "return_token_ids": True}
+    choice = api(BOTH).chat(**fields).json()["choices"][0]
+    stream = [chunk["choices"][0] for chunk in events(api(BOTH).chat(stream=True, **fields))]
+    tokens = [token for part in stream for token in part.get("token_ids", [])]
+    entries = [entry for part in stream if part["logprobs"] for entry in part["logprobs"]["content"]]
+    assert tokens == choice["token_ids"] and entries == choice["logprobs"]["content"]
+    assert len(tokens) == len(entries) == len(api("").llm.tokenizer.encode(BOTH, add_special_tokens=False)) + 1
+
+
+def test_samples_have_calls_of_their_own(api: Make) -> None:
+    choices = api(CALL).chat(tools=[TOOL], n=2).json()["choices"]
+    assert [len(choice["message"]["tool_calls"]) for choice in choices] == [1, 1]
+    assert len({choice["message"]["tool_calls"][0]["id"] for choice in choices}) == 2
+
+
+def test_old_functions_are_tools(api: Make) -> None:
+    choice = answers(api, CALL, functions=[TOOL["function"]], function_call="auto")
+    assert choice["message"]["tool_calls"][0]["function"]["name"] == "add"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": {}}, "tools"),
+        ({"tools": "add"}, "tools"),
+        ({"tools": [7]}, "tools[0]"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [TOOL, {"type": "function", "function": {"name": "a b"}}]}, "tools[1].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "x" * 65}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
+        ({"tools": [TOOL, TOOL]}, "tools[1].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]}, "tools[0].function.parameters"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools[0].function.strict"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "description": 7}}]}, "tools[0].function.description"),
+        ({"tools": [TOOL], "functions": []}, "functions"),
+        ({"functions": [{"name": "?"}]}, "functions[0].name"),
+        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "add"}}}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": "some"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": 7}, "tool_choice"),
+        ({"functions": [], "function_call": {"name": "add"}}, "function_call"),
+        ({"tool_choice": "none", "function_call": "none"}, "function_call"),
+        ({"parallel_tool_calls": "yes"}, "parallel_tool_calls"),
+    ],
+)
+def test_what_cannot_be_offered_is_named(api: Make, fields: dict[str, Any], param: str) -> None:
+    refused = error(api(CALL).chat(**fields))
+    assert refused["param"] == param and param.rpartition(".")[2].partition("[")[0] in refused["message"]
+
+
+def test_named_choices_say_what_they_need(api: Make) -> None:
+    assert "constrained decoding" in error(api(CALL).chat(tools=[TOOL], tool_choice="required"))["message"]
+
+
+def test_tools_need_a_format_and_a_template(made: Tokenizer, api: Make) -> None:
+    unknown = api(CALL, tools="none")
+    assert "--tool-call-parser" in error(unknown.chat(tools=[TOOL]))["message"]
+    assert unknown.chat(tools=[TOOL], tool_choice="none").status_code == 200
+    silent = ScriptedLLM(scripted.with_template(made, "{{ messages[0].content }}<tool_call>"), [CALL])
+    assert "--chat-template" in error(Api(silent).chat(tools=[TOOL]))["message"]
+    off = api(CALL, settings=ServerSettings(enable_auto_tool_choice=False))
+    assert "--no-enable-auto-tool-choice" in error(off.chat(tools=[TOOL]))["message"]
+    with pytest.raises(ConfigError):
+        AnswerFormats(made, "hermez")
+
+
+def test_the_prompt_has_the_tools_and_the_history(api: Make) -> None:
+    server = api(CALL)
+    history = [
+        {"role": "user", "content": "1 + 2?"},
+        {"role": "assistant", "content": None, "reasoning": "sum", "tool_calls": [_answer_call("call_7")]},
+        {"role": "tool", "tool_call_id": "call_7", "content": "3"},
+    ]
+    assert server.chat(messages=history, tools=[TOOL]).status_code == 200
+    prompt = server.llm.seen[-1].prompt
+    assert '"description": "Adds."' in prompt
+    assert '<think>sum</think><tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>' in prompt
+
+
+def _answer_call(identity: str) -> dict[str, Any]:
+    return {"id": identity, "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
+
+
+def test_mistrals_templates_get_ids_of_their_length(made: Tokenizer) -> None:
+    template = "[TOOL_CALLS]{% for m in messages %}{% for c in m.tool_calls or [] %}={{ c.id }}{% endfor %}{% endfor %}"
+    template += "{% for m in messages if m.tool_call_id %}={{ m.tool_call_id }}{% endfor %}{{ tools }}"
+    llm = ScriptedLLM(scripted.with_template(made, template), ['[TOOL_CALLS]add[ARGS]{"a": 1}'])
+    history: list[Any] = [{"role": "user", "content": "x"}]
+    for identity in ("call_of_another_server", "abcdefgh9"):
+        history.append({"role": "assistant", "content": None, "tool_calls": [_answer_call(identity)]})
+        history.append({"role": "tool", "tool_call_id": identity, "content": "3"})
+    (call,) = Api(llm).chat(messages=history, tools=[TOOL]).json()["choices"][0]["message"]["tool_calls"]
+    assert len(call["id"]) == 9 and call["id"].isalnum()
+    first, second, *results = re.findall("=(.{9})(?==|None|\\[)", llm.seen[-1].prompt or "")
+    assert second == "abcdefgh9" and first.isalnum() and results == [first, second]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_loop_of_two_tools_with_the_openai_client(made: Tokenizer, stream: bool) -> None:
+    tools: dict[str, Callable[..., Any]] = {"add": lambda a, b: a + b, "now": lambda: "noon"}
+    script = [CALL, 'It is 3. <tool_call>{"name": "now", "arguments": {}}</tool_call>', "3 at noon"]
+    llm = ScriptedLLM(made, script)
+    with running(llm) as server:
+        completions = server.openai().chat.completions
+        messages: list[Any] = [{"role": "user", "content": "1 + 2, and when?"}]
+        called: list[str] = []
+        for _ in range(4):
+            arguments: dict[str, Any] = {"model": "fake-model", "messages": messages, "tools": [TOOL, OTHER]}
+            if stream:
+                with completions.stream(**arguments) as parts:
+                    for _part in parts:
+                        pass
+                    choice = parts.get_final_completion().choices[0]
+            else:
+                choice = completions.create(**arguments).choices[0]
+            messages.append(choice.message.model_dump(exclude={"parsed"}, exclude_none=True))
+            for call in messages[-1].get("tool_calls", []):
+                call["function"].pop("parsed_arguments", None)
+            if choice.finish_reason != "tool_calls":
+                break
+            for call in choice.message.tool_calls or []:
+                called.append(call.function.name)
+                result = tools[call.function.name](**json.loads(call.function.arguments))
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": str(result)})
+    assert called == ["add", "now"]
+    assert choice.message.content == "3 at noon" and choice.finish_reason == "stop"
+    assert "<|im_start|>tool\n3" in (llm.seen[-1].prompt or "")

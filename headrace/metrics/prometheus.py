@@ -19,7 +19,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from headrace.metrics.compat import VLLMNames
-from headrace.metrics.stats import COUNTERS, GAUGES, EngineStats, MetricsCompat
+from headrace.metrics.stats import COUNTERS, GAUGES, LABELLED_COUNTERS, EngineStats, MetricsCompat
 from headrace.options import options
 from headrace.outputs import OutputDelta, RequestTimes
 
@@ -46,18 +46,11 @@ class EngineCollector(Collector):
             yield CounterMetricFamily(name, fields[field].help, value=getattr(stats, field))
         usage = "Fraction of the KV blocks owned by sequences, 0 to 1, at the engine's last report."
         yield GaugeMetricFamily("headrace_kv_cache_usage_ratio", usage, value=stats.kv_usage)
-        finished = CounterMetricFamily("headrace_sequences_finished", fields["finished"].help, labels=["reason"])
-        for reason, count in stats.finished.items():
-            finished.add_metric([reason], count)
-        yield finished
-        grammars = CounterMetricFamily("headrace_grammar_requests", fields["grammar_requests"].help, labels=["kind", "outcome"])
-        for key, count in stats.grammar_requests.items():
-            grammars.add_metric(key.split(), count)
-        yield grammars
-        broken = CounterMetricFamily("headrace_parse_fallbacks", fields["parse_fallbacks"].help, labels=["format"])
-        for format, count in stats.parse_fallbacks.items():
-            broken.add_metric([format], count)
-        yield broken
+        for field, (name, labels) in LABELLED_COUNTERS.items():
+            family = CounterMetricFamily(name, fields[field].help, labels=labels)
+            for key, count in getattr(stats, field).items():
+                family.add_metric(key.split(), count)
+            yield family
 
 
 class ServerMetrics:

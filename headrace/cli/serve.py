@@ -37,7 +37,7 @@ def serve(
 
     Without MODEL it serves a small embedded one, so that `headrace serve` works on a machine with no GPU and no network.
     """
-    locate(args.model)  # A mistyped name is told before anything heavy is imported, and before the port is taken.
+    locate(args.model)  # Reports a mistyped name before anything heavy is imported and the port is taken.
     # Before anything else is imported: the engine's process imports its own part beside this one.
     spawned = spawn(origin=process_start())
     from headrace.cli import logs

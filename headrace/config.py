@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from headrace.errors import ConfigError
 from headrace.model_spec import AnySpec, Arena, CacheGroup, block_sizes
-from headrace.options import CACHE, DEBUGGING, INT64_MAX, LIMITS, MODEL, SCHEDULING, OptionSpec, check, nested
+from headrace.options import CACHE, DEBUGGING, INT32_MAX, INT64_MAX, LIMITS, MODEL, SCHEDULING, OptionSpec, check, nested
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["none", "auto", "int8", "int4"]
@@ -182,7 +182,7 @@ class EngineArgs:
     """Maximum number of tokens computed in one step, over all sequences; longer prompts are split into chunks. A smaller
     value keeps the time between tokens even while prompts arrive; a larger one finishes prompts sooner."""
     max_prefill_tokens_beside_decode: Annotated[
-        int | None, OptionSpec(min=1, default="32 for each thread on a CPU, no limit on a GPU")
+        int | None, OptionSpec(min=1, default="32 for each thread of a server on a CPU, else no limit")
     ] = None
     """Maximum number of prompt tokens computed in one step while other sequences generate. A smaller value shortens the pause
     between their tokens when a long prompt arrives, which then takes more steps."""
@@ -252,6 +252,11 @@ class EngineArgs:
     record_steps: Annotated[str | None, OptionSpec(metavar="FILE")] = None
     """Write every step plan to this file; where it exists, to FILE.1, FILE.2 and so on, so that a restarted engine keeps the
     record of the crash. A recording replays a run without its clients. A full disk ends the recording, not the engine."""
+
+    def for_whole_outputs(self) -> EngineArgs:
+        """The same for callers that wait for whole outputs: what keeps streams even must not cost them throughput."""
+        limit = self.max_prefill_tokens_beside_decode or INT32_MAX
+        return dataclasses.replace(self, max_prefill_tokens_beside_decode=limit)
 
     def __post_init__(self) -> None:
         if isinstance(self.structured_outputs_config, dict):

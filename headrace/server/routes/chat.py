@@ -45,10 +45,12 @@ async def chat_completions(request: Request) -> Response:
             parallel=body.parallel_tool_calls,
             stop_in_reasoning=body.stop_in_reasoning,
         )
+        plan = state.llm.inputs.answer_plan(prompt, params)
         engine_request = await state.llm.inputs.request_async(
             prompt,
             params,
             parse=parse,
+            plan=plan,
             add_special_tokens=body.add_special_tokens,
             request_id=request_id,
             priority=body.priority,

@@ -1,0 +1,137 @@
+"""Grammars of whole answers: whatever a model draws under one parses back into what was asked for."""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headrace.config import StructuredOutputsConfig
+from headrace.constrain.compiler import compiled
+from headrace.constrain.compose import AnswerPlan, CallRules, HeldTool, Opening, thought_of
+from headrace.constrain.factory import GrammarFactory
+from headrace.constrain.matcher import GrammarMatcher
+from headrace.constrain.vocabulary import GrammarVocabulary
+from headrace.outputs import Message
+from headrace.sampling_params import StructuredOutputsParams
+from headrace.text.answers import types_of
+from headrace.text.parse.engine import Parser
+from headrace.text.parse.format import Choice, Machine, Vocabulary
+from headrace.text.parse.formats import TOOL_FORMATS, reasoning_format, tool_format
+from headrace.text.vocab import TokenBytes
+
+jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is not installed: pip install 'headrace[dev]'")
+
+EOS = 256
+WORDS = [b'{"', b'": ', b'",', b", ", b'"}', b"}}", b"name", b"add", b"the ", b"\n\n", b"12", b"</", "é".encode()]
+FORMATS = [format.name for format in TOOL_FORMATS if format.written]
+THINKS = {"mistral": "mistral", "openai": ""}
+CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 8}}, "required": ["city"]}
+
+
+class World:
+    """One format over a vocabulary of bytes in which its markers are tokens, or are not."""
+
+    def __init__(self, name: str, tokens: bool) -> None:
+        tools = tool_format(name)
+        assert tools is not None
+        self.choice = Choice(tools, reasoning_format(THINKS.get(name, "think")))
+        states = self.choice.states(calls=True, reasoning=True)
+        markers = sorted({mark.text for state in states.values() for mark in state.on if len(mark.text) > 2}) if tokens else []
+        markers = [marker for marker in markers if "\n" not in marker and not marker.startswith("```") and marker != "call:"]
+        self.pieces = [*(bytes([value]) for value in range(256)), b"<eos>", *WORDS, *(marker.encode() for marker in markers)]
+        first = 257 + len(WORDS)
+        self.vocabulary = Vocabulary({marker: first + place for place, marker in enumerate(markers)}, frozenset())
+        self.machine = Machine(states, self.vocabulary, name, tools.ids)
+        self.quiet = Machine(self.choice.states(calls=False, reasoning=True), self.vocabulary, name)
+        """Without calls."""
+        self.token_bytes = TokenBytes(self.pieces, frozenset({EOS}))
+        self.vocab_size = len(self.pieces)
+        self.config = StructuredOutputsConfig(disable_any_whitespace=True)
+        self.grammars = GrammarVocabulary(self, self.vocab_size, self.machine.markers)  # type: ignore[arg-type]
+        self.factory = GrammarFactory(self.config, self.grammars)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return list(text.encode())
+
+    def matcher(self, answer: dict[str, Any] | None, rules: CallRules | None, opening: Opening = "content") -> GrammarMatcher:
+        params = None if answer is None else StructuredOutputsParams(**answer)
+        made = self.factory.constraint(params, AnswerPlan(self.choice, self.vocabulary, opening, rules))
+        return compiled(made.grammar, self.grammars, self.config).with_ends((EOS,))
+
+    def draw(self, matcher: GrammarMatcher, seed: int, most: int = 4000) -> list[int]:
+        """Random logits, which favour what is rare: marker tokens, ends of strings, and markers spelled out."""
+        rng = random.Random(seed)
+        marks = sorted({mark.text for state in self.machine.states.values() for mark in state.marks.values()})
+        spelling: list[int] = []
+        mask = np.zeros(-(-self.vocab_size // 32), dtype=np.int32)
+        drawn: list[int] = []
+        while not matcher.ended:
+            assert (error := matcher.fill(mask)) is None, error
+            allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+            assert allowed, self.text(drawn)
+            favoured = [token for token in allowed if token >= EOS or chr(token) in '"}],\n<']
+            if not spelling and rng.random() < 0.1:
+                spelling = list(rng.choice(marks).encode())
+            token = rng.choice(favoured if favoured and rng.random() < 0.5 else allowed)
+            if spelling and (wanted := spelling.pop(0)) in allowed:
+                token = wanted
+            else:
+                spelling = []
+            if token == EOS:
+                break
+            assert matcher.advance([token]) is None
+            drawn.append(token)
+            assert len(drawn) < most, self.text(drawn)
+        return drawn
+
+    def text(self, tokens: Sequence[int]) -> bytes:
+        return b"".join(self.pieces[token] for token in tokens)
+
+    def parsed(self, tokens: Sequence[int], tools: Sequence[HeldTool] = (), tail: str = "") -> Message:
+        types = {tool.name: _types(json.loads(tool.parameters or "{}")) for tool in tools}
+        machine = self.machine if tools else self.quiet
+        parser = Parser(machine, types, tail)  # type: ignore[arg-type]
+        text = b"".join(
+            machine.markers[token].encode("utf-8", "surrogatepass") if token in machine.markers else self.pieces[token]
+            for token in tokens
+        ).decode("utf-8", "surrogatepass")
+        message = Message()
+        for character in text:
+            message.add(parser.push(character))
+        message.add(parser.finish())
+        assert parser.num_fallbacks == 0, text
+        return message
+
+
+def _types(schema: dict[str, Any]) -> dict[str, frozenset[str]]:
+    return {name: types_of(value, schema) for name, value in schema.get("properties", {}).items()}
+
+
+@functools.lru_cache(maxsize=64)
+def world(name: str, tokens: bool = True) -> World:
+    return World(name, tokens)
+
+
+def tail_of(opening: str, made: World) -> str:
+    thought = thought_of(made.choice)
+    return thought.open if opening == "reasoning" and thought is not None else ""
+
+
+WORLDS = [(name, tokens) for name in FORMATS for tokens in (True, False) if tokens or name != "openai"]
+"""Harmony's vocabulary has its markers."""
+
+
+@pytest.mark.parametrize(("name", "tokens"), WORLDS)
+def test_an_answer_behind_reasoning_is_valid_and_is_content(name: str, tokens: bool) -> None:
+    made = world(name, tokens)
+    for opening in ("start", "reasoning"):
+        for seed in range(4):
+            drawn = made.draw(made.matcher({"json": CITY}, None, opening), seed)
+            message = made.parsed(drawn, tail=tail_of(opening, made))
+            jsonschema.validate(json.loads(message.content or ""), CITY)

@@ -136,8 +136,8 @@ FIELDS: tuple[FieldRule, ...] = (
     *_applied(
         "OpenAI",
         _CHAT,
-        tools="Functions that the model may call. Functions with strict: true are refused.",
-        tool_choice="none or auto (default). required, a function and allowed_tools are refused.",
+        tools="Functions that the model may call. With strict: true, arguments hold the function's parameters.",
+        tool_choice="none, auto (default), required, a function, or allowed_tools.",
         parallel_tool_calls="false: the answer ends with its first call.",
         functions="Older name of tools: a list of functions.",
         function_call="Older name of tool_choice.",

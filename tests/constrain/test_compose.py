@@ -17,6 +17,7 @@ from headrace.constrain.compose import AnswerPlan, CallRules, HeldTool, Opening,
 from headrace.constrain.factory import GrammarFactory
 from headrace.constrain.matcher import GrammarMatcher
 from headrace.constrain.vocabulary import GrammarVocabulary
+from headrace.errors import RequestError
 from headrace.outputs import Message
 from headrace.sampling_params import StructuredOutputsParams
 from headrace.text.answers import types_of
@@ -40,6 +41,8 @@ class World:
     def __init__(self, name: str, tokens: bool) -> None:
         tools = tool_format(name)
         assert tools is not None
+        self.opening: Opening = "start" if tools.whole else "content"
+        """Without reasoning, where that is possible."""
         self.choice = Choice(tools, reasoning_format(THINKS.get(name, "think")))
         states = self.choice.states(calls=True, reasoning=True)
         markers = sorted({mark.text for state in states.values() for mark in state.on if len(mark.text) > 2}) if tokens else []
@@ -68,14 +71,14 @@ class World:
         """Random logits, which favour what is rare: marker tokens, ends of strings, and markers spelled out."""
         rng = random.Random(seed)
         marks = sorted({mark.text for state in self.machine.states.values() for mark in state.marks.values()})
-        spelling: list[int] = []
+        spelling = [ord(lead) for lead in (self.choice.tools.lead if self.choice.tools and seed % 2 else ())]
         mask = np.zeros(-(-self.vocab_size // 32), dtype=np.int32)
         drawn: list[int] = []
         while not matcher.ended:
             assert (error := matcher.fill(mask)) is None, error
             allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
             assert allowed, self.text(drawn)
-            favoured = [token for token in allowed if token >= EOS or chr(token) in '"}],\n<']
+            favoured = [token for token in allowed if token >= EOS or chr(token) in '{"}],\n<']
             if not spelling and rng.random() < 0.1:
                 spelling = list(rng.choice(marks).encode())
             token = rng.choice(favoured if favoured and rng.random() < 0.5 else allowed)
@@ -93,7 +96,8 @@ class World:
     def text(self, tokens: Sequence[int]) -> bytes:
         return b"".join(self.pieces[token] for token in tokens)
 
-    def parsed(self, tokens: Sequence[int], tools: Sequence[HeldTool] = (), tail: str = "") -> Message:
+    def parsed(self, tokens: Sequence[int], tools: Sequence[HeldTool] = (), tail: str = "", *, broken: bool = False) -> Message:
+        """``broken``: content may look like a call at first."""
         types = {tool.name: _types(json.loads(tool.parameters or "{}")) for tool in tools}
         machine = self.machine if tools else self.quiet
         parser = Parser(machine, types, tail)  # type: ignore[arg-type]
@@ -105,7 +109,7 @@ class World:
         for character in text:
             message.add(parser.push(character))
         message.add(parser.finish())
-        assert parser.num_fallbacks == 0, text
+        assert broken or parser.num_fallbacks == 0, text
         return message
 
 
@@ -135,3 +139,82 @@ def test_an_answer_behind_reasoning_is_valid_and_is_content(name: str, tokens: b
             drawn = made.draw(made.matcher({"json": CITY}, None, opening), seed)
             message = made.parsed(drawn, tail=tail_of(opening, made))
             jsonschema.validate(json.loads(message.content or ""), CITY)
+
+
+TOOLS = (
+    HeldTool(
+        "add",
+        json.dumps(
+            {
+                "type": "object",
+                "properties": {
+                    "a": {"type": "integer", "minimum": 0},
+                    "why": {"type": "string", "maxLength": 12},
+                    "unit": {"enum": ["m", "km"]},
+                    "parts": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3},
+                },
+                "required": ["a", "why"],
+            }
+        ),
+        "tools[0].function.parameters",
+    ),
+    HeldTool("add.more", json.dumps(CITY), "tools[1].function.parameters", strict=True),
+    HeldTool("now", '{"type": "object", "additionalProperties": false}', "tools[2].function.parameters"),
+)
+
+
+def check_calls(message: Message, tools: Sequence[HeldTool]) -> None:
+    schemas = {tool.name: json.loads(tool.parameters or "{}") for tool in tools}
+    for call in message.calls:
+        jsonschema.validate(json.loads(call.arguments), {**schemas[call.name], "additionalProperties": False})
+
+
+@pytest.mark.parametrize(("name", "tokens"), WORLDS)
+def test_required_calls_are_of_the_tools_with_valid_arguments(name: str, tokens: bool) -> None:
+    made, called = world(name, tokens), set()
+    for seed in range(6):
+        opening: Opening = "start" if seed == 0 and name != "llama3_json" else "content"
+        drawn = made.draw(made.matcher(None, CallRules(TOOLS, required=True), opening), seed)
+        message = made.parsed(drawn, TOOLS)
+        check_calls(message, TOOLS)
+        called |= {call.name for call in message.calls}
+        assert message.calls and not (message.content or "").strip()
+    assert len(called) > 1
+
+
+@pytest.mark.parametrize(("name", "tokens"), WORLDS)
+def test_one_call_and_the_end(name: str, tokens: bool) -> None:
+    made = world(name, tokens)
+    for seed in range(3):
+        matcher = made.matcher(None, CallRules(TOOLS[:1], required=True, parallel=False))
+        message = made.parsed(made.draw(matcher, seed), TOOLS)
+        check_calls(message, TOOLS)
+        assert [call.name for call in message.calls] == ["add"] and matcher.ended
+
+
+@pytest.mark.parametrize(("name", "tokens"), WORLDS)
+def test_text_goes_on_with_valid_calls_or_ends(name: str, tokens: bool) -> None:
+    made, kinds = world(name, tokens), set()
+    for seed in range(12):
+        message = made.parsed(made.draw(made.matcher(None, CallRules(TOOLS), made.opening), seed, most=20_000), TOOLS)
+        check_calls(message, TOOLS)
+        kinds.add(bool(message.calls))
+    assert True in kinds
+
+
+@pytest.mark.parametrize(("name", "tokens"), WORLDS)
+def test_an_answer_or_calls(name: str, tokens: bool) -> None:
+    made = world(name, tokens)
+    for seed in range(6):
+        drawn = made.draw(made.matcher({"json": CITY}, CallRules(TOOLS), made.opening), seed)
+        message = made.parsed(drawn, TOOLS, broken=name == "llama3_json")
+        check_calls(message, TOOLS)
+        if not message.calls:
+            jsonschema.validate(json.loads(message.content or ""), CITY)
+
+
+def test_a_schema_that_cannot_be_held_is_named_with_its_place() -> None:
+    tool = HeldTool("f", json.dumps({"properties": {"a": {"not": {}}}}), "tools[3].function.parameters")
+    with pytest.raises(RequestError, match="#/properties/a/not") as found:
+        world("hermes").matcher(None, CallRules((tool,), required=True))
+    assert found.value.param == "tools[3].function.parameters"

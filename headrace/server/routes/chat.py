@@ -45,7 +45,7 @@ async def chat_completions(request: Request) -> Response:
             parallel=body.parallel_tool_calls,
             stop_in_reasoning=body.stop_in_reasoning,
         )
-        plan = state.llm.inputs.answer_plan(prompt, params)
+        plan = state.llm.inputs.answer_plan(prompt, params, tools.rules)
         engine_request = await state.llm.inputs.request_async(
             prompt,
             params,
@@ -58,20 +58,23 @@ async def chat_completions(request: Request) -> Response:
         )
     check_prompt_logprobs(state, [engine_request], copies=1)
     generation = Generation(state, [engine_request])
-    return await respond(request, state, generation, ChatAnswer(body, state, generation, request_id), stream=body.stream)
+    return await respond(
+        request, state, generation, ChatAnswer(body, state, generation, request_id, named=tools.named), stream=body.stream
+    )
 
 
 class ChatAnswer(Answer):
     """Shapes deltas as OpenAI's ``chat.completion`` or its chunks."""
 
-    def __init__(self, body: ChatBody, state: Serving, generation: Generation, request_id: str) -> None:
+    def __init__(self, body: ChatBody, state: Serving, generation: Generation, request_id: str, *, named: bool) -> None:
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         super().__init__(body, state.model, generation, request_id, kind)
+        """``named``: the request names the function that the model calls."""
         self._body = body
         field = state.settings.reasoning_field
         self._reasoning = ("reasoning_content", "reasoning") if field == "both" else (field,)
         """Fields that have the reasoning."""
-        self._choices = [_ChatChoice(index) for index in range(generation.num_choices)]
+        self._choices = [_ChatChoice(index, named) for index in range(generation.num_choices)]
         self._prompt_logprobs: dict[str, Any] = {}
         self._prompt_token_ids: dict[str, Any] = {}
         if body.return_token_ids:
@@ -146,8 +149,9 @@ def _events(delta: OutputDelta) -> Sequence[Event]:
 class _ChatChoice:
     """One sample so far."""
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, named: bool) -> None:
         self.started = False
+        self._named = named
         self._index = index
         self._message = Message()
         self._token_ids: list[int] = []
@@ -168,7 +172,8 @@ class _ChatChoice:
         if self._finish is None:
             return None
         # A call that max_tokens cut off must not be executed: length stays length.
-        called = self._finish.finish_reason == "stop" and self._message.has_call
+        # Whoever names the function gets its call as the answer, which stop ends.
+        called = self._finish.finish_reason == "stop" and self._message.has_call and not self._named
         return "tool_calls" if called else self._finish.finish_reason
 
     def shape(self, with_logprobs: bool, with_token_ids: bool, reasoning: Sequence[str]) -> dict[str, Any]:

@@ -170,9 +170,12 @@ class _Composer:
             return f"{self._terminal('/(?s:.+)/')}? {self._pieces([first, *rest])}"
         return f"{self._lazy(first)} {self._pieces(rest)}"
 
-    def _lazy(self, ending: str) -> str:
+    def _lazy(self, ending: str, without: Sequence[str] = ()) -> str:
+        """Text up to the first ``ending``, and this; ``without`` other markers."""
+        terms = [f"/(?s:.*){_regex(ending)}/", *(f"~/(?s:.*){_regex(other)}(?s:.*)/" for other in without if other != ending)]
+        terminal = self._terminal(" & ".join(terms))
         name = f"until{len(self._rules)}"
-        self._rules.append(f"{name}[lazy]: /(?s:.*){_regex(ending)}/")
+        self._rules.append(f"{name}[lazy]: {terminal}")
         return name
 
     def _content(self, expression: str) -> str:
@@ -205,7 +208,7 @@ class _Composer:
             return f"{text} | {calls}"
         (opening,) = {mark for mark in marks if tools.written[0].first.startswith(mark)}
         if opening in spelled_out:
-            return f"{text} | {self._lazy(opening)} {self._calls(tools, rules, without=opening)}"
+            return f"{text} | {self._lazy(opening, spelled_out)} {self._calls(tools, rules, without=opening)}"
         return f"{text} ({calls})?"
 
     # Calls

@@ -13,7 +13,7 @@ import pytest
 
 from headrace.config import StructuredOutputsConfig
 from headrace.constrain.compiler import compiled
-from headrace.constrain.compose import AnswerPlan, CallRules, HeldTool, Opening, thought_of
+from headrace.constrain.compose import AnswerPlan, CallRules, HeldTool, Opening, spelled, thought_of
 from headrace.constrain.factory import GrammarFactory
 from headrace.constrain.matcher import GrammarMatcher
 from headrace.constrain.vocabulary import GrammarVocabulary
@@ -80,7 +80,9 @@ class World:
             assert allowed, self.text(drawn)
             favoured = [token for token in allowed if token >= EOS or chr(token) in '{"}],\n<']
             if not spelling and rng.random() < 0.1:
-                spelling = list(rng.choice(marks).encode())
+                mark = rng.choice(["", "\n"]) + rng.choice(marks)
+                pieces = rng.choice([spelled(mark, self.vocabulary), [mark]])
+                spelling = [token for piece in pieces for token in (piece.encode() if isinstance(piece, str) else [piece])]
             token = rng.choice(favoured if favoured and rng.random() < 0.5 else allowed)
             if spelling and (wanted := spelling.pop(0)) in allowed:
                 token = wanted
@@ -211,6 +213,38 @@ def test_an_answer_or_calls(name: str, tokens: bool) -> None:
         check_calls(message, TOOLS)
         if not message.calls:
             jsonschema.validate(json.loads(message.content or ""), CITY)
+
+
+RAW = [format.name for format in TOOL_FORMATS if format.written and format.written[0].parameter]
+
+
+@pytest.mark.parametrize("tokens", [True, False])
+@pytest.mark.parametrize("name", RAW)
+def test_raw_values_keep_to_their_schema(name: str, tokens: bool) -> None:
+    properties = {
+        "code": {"type": "string", "pattern": "^[a-z]{2}-[0-9]+/?$"},
+        "unit": {"$ref": "#/$defs/unit"},
+        "text": {"type": "string", "minLength": 2, "maxLength": 5},
+        "note": {"type": ["string", "null"]} if name != "deepseek_v32" else {"type": "null"},
+        "point": {"type": "object", "properties": {"x": {"$ref": "#/$defs/unit"}}, "required": ["x"]},
+        "on": {"type": "boolean"},
+        "size": {"type": "number", "minimum": 1, "maximum": 2},
+    }
+    schema = {"type": "object", "properties": properties, "required": [*properties], "$defs": {"unit": {"enum": ["a", "b\n<"]}}}
+    tool = HeldTool("f", json.dumps(schema), "tools[0].function.parameters")
+    made = world(name, tokens)
+    for seed in range(4):
+        drawn = made.draw(made.matcher(None, CallRules((tool,), required=True, parallel=False)), seed)
+        (call,) = made.parsed(drawn, [tool]).calls
+        jsonschema.validate(json.loads(call.arguments), schema | {"additionalProperties": False})
+
+
+@pytest.mark.parametrize("keywords", [{"format": "date"}, {"type": ["string", "integer"], "minimum": 3}])
+def test_raw_values_that_cannot_be_held_are_refused(keywords: dict[str, Any]) -> None:
+    schema = {"properties": {"a": {"type": "string"} | keywords}}
+    tool = HeldTool("f", json.dumps(schema), "tools[0].function.parameters")
+    with pytest.raises(RequestError, match=r"#/properties/a.*qwen3_coder"):
+        world("qwen3_coder").matcher(None, CallRules((tool,), required=True))
 
 
 def test_a_schema_that_cannot_be_held_is_named_with_its_place() -> None:

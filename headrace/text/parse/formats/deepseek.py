@@ -55,5 +55,13 @@ FORMATS = (
             "flag": State("flag", (Mark('">', "value"),)),
             "value": State("value", (Mark(f"{_CLOSE}parameter>", "parameters"),)),
         },
+        written=(
+            Written(
+                f'{_DSML}invoke name="NAME">\nPARAMETERS{_CLOSE}invoke>\n',
+                begin=f"{_DSML}function_calls>\n",
+                end=f"{_CLOSE}function_calls>",
+                parameter=f'{_DSML}parameter name="KEY" string="STRING">VALUE{_CLOSE}parameter>\n',
+            ),
+        ),
     ),
 )

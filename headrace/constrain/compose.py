@@ -9,11 +9,12 @@ import dataclasses
 import functools
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import msgspec
 
+from headrace.constrain.lark import Lark, regex, spelled
 from headrace.errors import RequestError
 from headrace.text.answers import AnswerFormats, types_of
 from headrace.text.parse.format import Choice, Format, Reasoning, Vocabulary, Written
@@ -22,8 +23,6 @@ Opening = Literal["start", "reasoning", "content"]
 """Where an answer begins: anywhere, in reasoning that the prompt has opened, or behind it."""
 Hold = Callable[[Any, "HeldTool"], str]
 """The grammar of a schema that a tool's call holds, in llguidance's serialised form. Raises RequestError."""
-Piece = str | int
-"""Text, or the id of a token."""
 
 
 class HeldTool(msgspec.Struct, frozen=True):
@@ -104,21 +103,6 @@ def compose(plan: AnswerPlan, answer: str | None, hold: Hold) -> str:
     return _Composer(plan, hold).grammar(answer)
 
 
-def spelled(text: str, vocabulary: Vocabulary) -> list[Piece]:
-    """Text with markers as a model writes it: as tokens where the vocabulary has them as one."""
-    pattern = _tokens_pattern(tuple(sorted(vocabulary.tokens, key=len, reverse=True)))
-    pieces: list[Piece] = []
-    for part in pattern.split(text) if pattern is not None else [text]:
-        if part:
-            pieces.append(vocabulary.tokens.get(part, part))
-    return pieces
-
-
-@functools.lru_cache(maxsize=8)
-def _tokens_pattern(tokens: tuple[str, ...]) -> re.Pattern[str] | None:
-    return re.compile(f"({'|'.join(map(re.escape, tokens))})") if tokens else None
-
-
 _PARTS = re.compile("(NAME|INDEX|ARGUMENTS|PARAMETERS|KEY|VALUE|STRING)")
 _INDEX = "/[0-9]{1,3}/"
 _ANY_KEY = "/[A-Za-z_][A-Za-z0-9_.\\-]{0,63}/"
@@ -126,27 +110,20 @@ _ANNOTATIONS = frozenset({"title", "description", "default", "examples", "deprec
 _STRING_KEYWORDS = frozenset({"enum", "const", "pattern", "minLength", "maxLength"})
 
 
-class _Composer:
+class _Composer(Lark):
     def __init__(self, plan: AnswerPlan, hold: Hold) -> None:
+        super().__init__(plan.vocabulary.tokens)
         self._plan = plan
         self._hold = hold
-        self._rules: list[str] = []
-        self._grammars: dict[str, str] = {}
-        """serialised grammar -> name"""
 
     def grammar(self, answer: str | None) -> str:
-        held = None if answer is None else self._sub(answer)
+        held = None if answer is None else self.sub(answer)
         rules, tools = self._plan.rules, self._plan.choice.tools
         if rules is not None and tools is not None:
             body = self._body(held, tools, rules)
         else:
-            body = self._content(held or self._text(()))
-        self._rules.append(f"start: {self._reasoning()} ({body})")
-        grammars: list[dict[str, Any]] = [{"lark_grammar": "\n".join(self._rules)}]
-        for grammar, name in self._grammars.items():
-            (inner,) = json.loads(grammar)["grammars"]
-            grammars.append({**inner, "name": name})
-        return json.dumps({"grammars": grammars}, ensure_ascii=False)
+            body = self._content(held or self.text(()))
+        return self.serialised(f"{self._reasoning()} ({body})")
 
     # Parts of an answer
 
@@ -154,44 +131,20 @@ class _Composer:
         plan, thought = self._plan, thought_of(self._plan.choice)
         if thought is None or plan.opening == "content":
             return ""
-        rest = self._until(thought.close)
+        rest = self.until(thought.close)
         if plan.choice.tools is None or not plan.choice.tools.whole:
-            self._rules.append("GAP: /\\n{1,2}/")
+            self.rules.append("GAP: /\\n{1,2}/")
             rest += " GAP?"
-        opened = f"{self._literal(thought.open)} {rest}"
+        opened = f"{self.literal(thought.open)} {rest}"
         if plan.choice.tools is not None and plan.choice.tools.whole:
             return f"{rest} ({opened})*" if plan.opening == "reasoning" else f"({opened})*"
         return rest if plan.opening == "reasoning" else f"({opened})?"
-
-    def _until(self, marker: str) -> str:
-        """Text up to a marker, and the marker."""
-        first, *rest = spelled(marker, self._plan.vocabulary)
-        if isinstance(first, int):
-            return f"{self._terminal('/(?s:.+)/')}? {self._pieces([first, *rest])}"
-        return f"{self._lazy(first)} {self._pieces(rest)}"
-
-    def _lazy(self, ending: str, without: Sequence[str] = ()) -> str:
-        """Text up to the first ``ending``, and this; ``without`` other markers."""
-        terms = [f"/(?s:.*){_regex(ending)}/", *(f"~/(?s:.*){_regex(other)}(?s:.*)/" for other in without if other != ending)]
-        terminal = self._terminal(" & ".join(terms))
-        name = f"until{len(self._rules)}"
-        self._rules.append(f"{name}[lazy]: {terminal}")
-        return name
 
     def _content(self, expression: str) -> str:
         """Content, with what the format writes before it."""
         tools = self._plan.choice.tools
         before = tools.answer if tools is not None and self._plan.opening != "content" else ""
-        return f"{self._literal(before)} {expression}" if before else expression
-
-    def _text(self, without: Sequence[str], lead: Sequence[str] = ()) -> str:
-        """Text without these markers, which may be empty. ``lead``: characters that it does not begin with."""
-        terms = ["/(?s:.+)/"]
-        if without:
-            terms.append(f"~/(?s:.*)({'|'.join(map(_regex, without))})(?s:.*)/")
-        if lead:
-            terms.append(f"~/\\s*[{''.join(map(re.escape, lead))}](?s:.*)/")
-        return f"{self._terminal(' & '.join(terms))}?"
+        return f"{self.literal(before)} {expression}" if before else expression
 
     def _body(self, held: str | None, tools: Format, rules: CallRules) -> str:
         calls = self._calls(tools, rules)
@@ -200,15 +153,15 @@ class _Composer:
         if held is not None:
             return f"{self._content(held)} | {calls}"
         marks = [mark.text for mark in tools.opens]
-        spelled_out = [mark for mark in marks if not self._is_token(mark)]
+        spelled_out = [mark for mark in marks if not self.is_token(mark)]
         if tools.whole:
-            return f"{self._content(self._text(()))} | {calls}"
-        text = self._text(spelled_out, list(tools.lead))
+            return f"{self._content(self.text(()))} | {calls}"
+        text = self.text(spelled_out, list(tools.lead))
         if tools.lead:
             return f"{text} | {calls}"
         (opening,) = {mark for mark in marks if tools.written[0].first.startswith(mark)}
         if opening in spelled_out:
-            return f"{text} | {self._lazy(opening, spelled_out)} {self._calls(tools, rules, without=opening)}"
+            return f"{text} | {self.lazy(opening, spelled_out)} {self._calls(tools, rules, without=opening)}"
         return f"{text} ({calls})?"
 
     # Calls
@@ -223,16 +176,16 @@ class _Composer:
         calls = self._alternatives(written, first, rules)
         if rules.parallel and written.several:
             more = calls if first == written.call else self._alternatives(written, written.call, rules)
-            calls = f"{calls} ({self._literal(written.between)} {more})*"
-        optional = f"{self._literal(written.optional)}?" if written.optional else ""
-        return f"{optional} {self._literal(begin)} {calls} {self._literal(written.end)}"
+            calls = f"{calls} ({self.literal(written.between)} {more})*"
+        optional = f"{self.literal(written.optional)}?" if written.optional else ""
+        return f"{optional} {self.literal(begin)} {calls} {self.literal(written.end)}"
 
     def _alternatives(self, written: Written, call: str, rules: CallRules) -> str:
-        name = f"call{len(self._rules)}"
+        name = f"call{len(self.rules)}"
         each = []
         for tool in rules.tools:
             each.append(self._filled(call, {"NAME": tool.name}, functools.partial(self._part, written, tool)))
-        self._rules.append(f"{name}: " + "\n | ".join(each))
+        self.rules.append(f"{name}: " + "\n | ".join(each))
         return name
 
     def _filled(self, template: str, texts: Mapping[str, str], expression: Callable[[str], str]) -> str:
@@ -242,15 +195,15 @@ class _Composer:
             if part in texts or not _PARTS.fullmatch(part):
                 run += texts.get(part, part)
                 continue
-            found += [self._literal(run), expression(part)]
+            found += [self.literal(run), expression(part)]
             run = ""
-        return " ".join([*found, self._literal(run)])
+        return " ".join([*found, self.literal(run)])
 
     def _part(self, written: Written, tool: HeldTool, part: str) -> str:
         if part == "INDEX":
             return _INDEX
         if part == "ARGUMENTS":
-            return self._sub(self._hold(self._arguments(tool), tool))
+            return self.sub(self._hold(self._arguments(tool), tool))
         return self._parameters(written, tool)
 
     def _arguments(self, tool: HeldTool) -> Any:
@@ -283,9 +236,9 @@ class _Composer:
         types = types_of(schema, root)
         flags = {"STRING": "true" if key is None or types == {"string"} or not types else "false"}
         if key is None:
-            opening = self._filled(before, flags, lambda part: self._terminal(_ANY_KEY))
+            opening = self._filled(before, flags, lambda part: self.terminal(_ANY_KEY))
         else:
-            opening = self._literal(self._texts(before, {"KEY": key, **flags}))
+            opening = self.literal(self._texts(before, {"KEY": key, **flags}))
         return f"{opening} {self._value(schema, types, root, after, tool, key, written)}"
 
     def _texts(self, template: str, texts: Mapping[str, str]) -> str:
@@ -296,7 +249,7 @@ class _Composer:
     ) -> str:
         if types and "string" not in types:
             shared = {name: root[name] for name in ("$defs", "definitions") if name in root}
-            return f"{self._sub(self._hold({**shared, **schema}, tool))} {self._literal(after)}"
+            return f"{self.sub(self._hold({**shared, **schema}, tool))} {self.literal(after)}"
         place = f"#/properties/{key}"
         if types == {"string"}:
             terms, empty = self._string_terms(_followed(schema, root), place, tool)
@@ -306,14 +259,14 @@ class _Composer:
             raise self._refused(place, "a parameter of several types with further keywords", tool)
         else:
             terms, empty = ["/(?s:.*)/"], True
-        first, *rest = spelled(after, self._plan.vocabulary)
+        first, *rest = spelled(after, self.tokens)
         if isinstance(first, int):
-            terminal = self._terminal(" & ".join(terms))
-            return f"{terminal}{'?' if empty else ''} {self._pieces([first, *rest])}"
+            terminal = self.terminal(" & ".join(terms))
+            return f"{terminal}{'?' if empty else ''} {self.pieces([first, *rest])}"
         closing = next(mark for state in self._states() if state.sink == "value" for mark in state.on)
-        terms.append(f"~/(?s:.*){_regex(closing.text)}(?s:.*)/")
+        terms.append(f"~/(?s:.*){regex(closing.text)}(?s:.*)/")
         value = " & ".join(terms)
-        return f"{self._terminal(f'({value}) {json.dumps(first)}')} {self._pieces(rest)}"
+        return f"{self.terminal(f'({value}) {json.dumps(first)}')} {self.pieces(rest)}"
 
     def _string_terms(self, schema: Any, place: str, tool: HeldTool) -> tuple[list[str], bool]:
         """Terms of a terminal that all hold for the raw text, and whether it may be empty."""
@@ -325,7 +278,7 @@ class _Composer:
         values = [schema["const"]] if "const" in schema else schema.get("enum")
         if values is not None:
             values = [value for value in values if isinstance(value, str)]
-            terms.append("(" + " | ".join(f"/{_regex(value)}/" for value in values) + ")")
+            terms.append("(" + " | ".join(f"/{regex(value)}/" for value in values) + ")")
             empty = empty and "" in values
         if "pattern" in schema:
             pattern = schema["pattern"]
@@ -347,30 +300,6 @@ class _Composer:
     def _states(self) -> list[Any]:
         tools = self._plan.choice.tools
         return [] if tools is None else list(tools.states.values())
-
-    # Lark
-
-    def _is_token(self, text: str) -> bool:
-        return isinstance(spelled(text, self._plan.vocabulary)[0], int)
-
-    def _literal(self, text: str) -> str:
-        return self._pieces(spelled(text, self._plan.vocabulary))
-
-    def _pieces(self, pieces: Sequence[Piece]) -> str:
-        return " ".join(f"<[{piece}]>" if isinstance(piece, int) else json.dumps(piece, ensure_ascii=False) for piece in pieces)
-
-    def _terminal(self, expression: str) -> str:
-        name = f"T{len(self._rules)}"
-        self._rules.append(f"{name}: {expression}")
-        return name
-
-    def _sub(self, grammar: str) -> str:
-        return "@" + self._grammars.setdefault(grammar, f"part{len(self._grammars)}")
-
-
-def _regex(text: str) -> str:
-    """A text as part of a regular expression between slashes."""
-    return "".join(char if char.isalnum() else "\\n" if char == "\n" else f"\\x{{{ord(char):x}}}" for char in text)
 
 
 def _followed(schema: Any, root: Any) -> Any:

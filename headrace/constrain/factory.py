@@ -21,6 +21,7 @@ from headrace.constrain.compiler import compiled
 from headrace.constrain.compose import AnswerPlan, HeldTool, compose
 from headrace.constrain.limits import make_pool
 from headrace.constrain.schema import Schema, SchemaError, SchemaOptions, narrow, refusal, subschemas
+from headrace.constrain.structural import structural_grammar
 from headrace.constrain.vocabulary import GrammarVocabulary
 from headrace.core.request import Constraint
 from headrace.errors import RequestError
@@ -41,6 +42,8 @@ _SEARCH_SECONDS = 0.5
 """How long schemas are compiled on their own to find the one that cannot be held."""
 _GBNF_RULES = 1000
 """Its converter takes time with the square of their number."""
+_WRITING = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern", "strict")
+"""Fields of StructuredOutputsParams that say how JSON is written."""
 _EMBEDDED = re.compile(r"%json\s*(?=[{\[])")
 
 
@@ -141,9 +144,10 @@ class GrammarFactory:
             "regex": self._regex,
             "choice": self._choice,
             "grammar": self._grammar,
+            "structural_tag": self._structural_tag,
         }
         grammar = makers[kind](params)
-        problem = self._problem(grammar, named=kind == "grammar")
+        problem = self._problem(grammar, named=kind in ("grammar", "structural_tag"))
         if problem and kind == "json":
             raise refusal(self._culprit(params, problem), "json")
         if problem:
@@ -219,6 +223,15 @@ class GrammarFactory:
             except SchemaError as error:
                 raise refusal(error, "grammar") from None
         return LLMatcher.grammar_from_lark(text)
+
+    def _structural_tag(self, params: StructuredOutputsParams) -> str:
+        names = self._vocabulary.names if self._vocabulary is not None else {}
+        writing = {name: getattr(params, name) for name in _WRITING}
+
+        def hold(**content: Any) -> str:
+            return self.constraint(StructuredOutputsParams(**content, **(writing if "json" in content else {}))).grammar
+
+        return structural_grammar(params.structural_tag, names, hold)
 
     def _schema_options(self, params: StructuredOutputsParams) -> SchemaOptions:
         closed = params.disable_additional_properties

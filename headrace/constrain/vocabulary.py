@@ -57,6 +57,13 @@ class GrammarVocabulary:
         pieces = self._tokenizer.token_bytes.pieces
         return frozenset(token for token, piece in enumerate(pieces) if piece.isdigit())
 
+    @functools.cached_property
+    def names(self) -> dict[str, int]:
+        """The tokens that are never text, by their text."""
+        known = self._tokenizer.token_bytes
+        tokens = [token for token in known.special | self._markers if token < len(known.pieces) and known.pieces[token]]
+        return {known.pieces[token].decode("utf-8", "replace"): token for token in sorted(tokens)}
+
     def get(self) -> LLTokenizer:
         """The vocabulary; the first call builds it, which takes some 10 µs a token.
 

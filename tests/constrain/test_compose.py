@@ -13,8 +13,9 @@ import pytest
 
 from headrace.config import StructuredOutputsConfig
 from headrace.constrain.compiler import compiled
-from headrace.constrain.compose import AnswerPlan, CallRules, HeldTool, Opening, spelled, thought_of
+from headrace.constrain.compose import AnswerPlan, CallRules, HeldTool, Opening, thought_of
 from headrace.constrain.factory import GrammarFactory
+from headrace.constrain.lark import spelled
 from headrace.constrain.matcher import GrammarMatcher
 from headrace.constrain.vocabulary import GrammarVocabulary
 from headrace.errors import RequestError
@@ -81,7 +82,7 @@ class World:
             favoured = [token for token in allowed if token >= EOS or chr(token) in '{"}],\n<']
             if not spelling and rng.random() < 0.1:
                 mark = rng.choice(["", "\n"]) + rng.choice(marks)
-                pieces = rng.choice([spelled(mark, self.vocabulary), [mark]])
+                pieces = rng.choice([spelled(mark, self.vocabulary.tokens), [mark]])
                 spelling = [token for piece in pieces for token in (piece.encode() if isinstance(piece, str) else [piece])]
             token = rng.choice(favoured if favoured and rng.random() < 0.5 else allowed)
             if spelling and (wanted := spelling.pop(0)) in allowed:

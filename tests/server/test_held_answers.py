@@ -64,6 +64,21 @@ def test_content_is_held_behind_reasoning(held: Held) -> None:
     assert closed('{"a": 1}') and not closed('<think>why</think>{"a": 1}')
 
 
+@pytest.mark.parametrize(
+    "held_as",
+    [
+        {"choice": ["yes", "no"]},
+        {"regex": "yes|no"},
+        {"grammar": 'start: "yes" | "no"'},
+        {"grammar": 'root ::= "yes" | "no"'},
+        {"structural_tag": {"format": {"type": "regex", "pattern": "yes|no"}}},
+    ],
+)
+def test_every_kind_is_held_behind_reasoning(held: Held, held_as: dict[str, Any]) -> None:
+    accepts = held(structured_outputs=held_as, chat_template_kwargs=THINKING)
+    assert accepts("why\n</think>\n\nyes") and not accepts("why\n</think>\n\nmaybe") and not accepts("yes")
+
+
 def test_content_is_held_from_the_first_token_where_the_server_says_so(held: Held) -> None:
     accepts = held(StructuredOutputsConfig(enable_in_reasoning=True), response_format=FORMAT, chat_template_kwargs=THINKING)
     assert accepts('{"a": 1}') and not accepts('why</think>{"a": 1}')

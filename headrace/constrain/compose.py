@@ -56,12 +56,14 @@ class AnswerPlan:
     vocabulary: Vocabulary
     opening: Opening
     rules: CallRules | None = None
+    budget: int | None = None
+    """Tokens of reasoning at most, beside its markers."""
 
     @property
     def key(self) -> tuple[Any, ...]:
         """Equal for equal plans of one engine."""
         tools, reasoning = self.choice.tools, self.choice.reasoning
-        return tools and tools.name, reasoning and reasoning.name, self.opening, self.rules
+        return tools and tools.name, reasoning and reasoning.name, self.opening, self.rules, self.budget
 
     @property
     def plain(self) -> bool:
@@ -69,13 +71,22 @@ class AnswerPlan:
         return self.rules is None and (self.opening == "content" or thought_of(self.choice) is None)
 
 
-def plan_of(answers: AnswerFormats, prompt: str, rules: CallRules | None = None, *, in_reasoning: bool = False) -> AnswerPlan:
+def plan_of(
+    answers: AnswerFormats,
+    prompt: str,
+    rules: CallRules | None = None,
+    *,
+    budget: int | None = None,
+    in_reasoning: bool = False,
+) -> AnswerPlan:
     """The plan of an answer to ``prompt``. ``in_reasoning``: what is held is held from the first token on.
 
     Raises:
-        RequestError: the format of the model's tool calls is none that can be held.
+        RequestError: the format of the model's tool calls or reasoning is none that can be held.
     """
     choice = answers.recognised.choice
+    if budget is not None:
+        _check_budget(choice, answers.vocabulary)
     if rules is not None and (choice.tools is None or not choice.tools.written):
         name = choice.tools.name if choice.tools is not None else "none"
         raise RequestError(
@@ -83,7 +94,20 @@ def plan_of(answers: AnswerFormats, prompt: str, rules: CallRules | None = None,
             rules.param,
             code="unsupported_parameter",
         )
-    return AnswerPlan(choice, answers.vocabulary, "content" if in_reasoning else answers.opening(prompt), rules)
+    return AnswerPlan(choice, answers.vocabulary, "content" if in_reasoning else answers.opening(prompt), rules, budget)
+
+
+def _check_budget(choice: Choice, vocabulary: Vocabulary) -> None:
+    thought, name = thought_of(choice), "thinking_token_budget"
+    if thought is None:
+        why = "this model's format of reasoning is not known: name it with --reasoning-parser"
+    elif choice.tools is not None and choice.tools.whole:
+        why = f"it cannot be held in this model's format, {choice.tools.name}"
+    elif any(isinstance(spelled(mark, vocabulary.tokens)[0], str) for mark in (thought.open, thought.close)):
+        why = "the markers of this model's reasoning are no tokens of its vocabulary"
+    else:
+        return
+    raise RequestError(f"{name} is not supported: {why}", name, code="unsupported_parameter")
 
 
 def thought_of(choice: Choice) -> Reasoning | None:
@@ -122,7 +146,7 @@ class _Composer(Lark):
         if rules is not None and tools is not None:
             body = self._body(held, tools, rules)
         else:
-            body = self._content(held or self.text(()))
+            body = self._content(held or self._rest())
         return self.serialised(f"{self._reasoning()} ({body})")
 
     # Parts of an answer
@@ -131,7 +155,7 @@ class _Composer(Lark):
         plan, thought = self._plan, thought_of(self._plan.choice)
         if thought is None or plan.opening == "content":
             return ""
-        rest = self.until(thought.close)
+        rest = self.until(thought.close) if plan.budget is None else self._within(plan.budget, thought.close)
         if plan.choice.tools is None or not plan.choice.tools.whole:
             self.rules.append("GAP: /\\n{1,2}/")
             rest += " GAP?"
@@ -139,6 +163,22 @@ class _Composer(Lark):
         if plan.choice.tools is not None and plan.choice.tools.whole:
             return f"{rest} ({opened})*" if plan.opening == "reasoning" else f"({opened})*"
         return rest if plan.opening == "reasoning" else f"({opened})?"
+
+    def _within(self, budget: int, marker: str) -> str:
+        """Text of at most so many tokens, and a marker."""
+        if not budget:
+            return self.literal(marker)
+        name = f"thought{len(self.rules)}"
+        self.rules.append(f"{name}[max_tokens={budget}]: /(?s:.*)/")
+        return f"{name} {self.literal(marker)}"
+
+    def _rest(self) -> str:
+        """An answer of which nothing is held but that reasoning does not begin again."""
+        thought = thought_of(self._plan.choice)
+        if self._plan.budget is None or thought is None:
+            return self.text(())
+        (opening, *_) = spelled(thought.open, self.tokens)
+        return f"<[^{opening}]>*"
 
     def _content(self, expression: str) -> str:
         """Content, with what the format writes before it."""

@@ -108,11 +108,17 @@ class GrammarFactory:
 
     def _composed(self, params: StructuredOutputsParams | None, plan: AnswerPlan) -> Constraint:
         answer = None if params is None else self.constraint(params)
-        kind = "tools" if plan.rules is not None else answer.kind if answer is not None else "reasoning"
+        kind = "tools" if plan.rules is not None else answer.kind if answer is not None else "thinking_token_budget"
         grammar = compose(plan, None if answer is None else answer.grammar, self._held)
         problem = self._problem(grammar, named=True)
         if problem:
-            param = plan.rules.param if plan.rules is not None else "structured_outputs"
+            param = (
+                plan.rules.param
+                if plan.rules is not None
+                else "structured_outputs"
+                if answer is not None
+                else "thinking_token_budget"
+            )
             raise _refused(f"{param}: the grammar of the answer cannot be held: {problem}", param)
         return Constraint(kind, grammar)
 

@@ -33,7 +33,7 @@ class Constraint(msgspec.Struct, frozen=True, array_like=True):
     """What the outputs of a request must be, checked and ready to be compiled."""
 
     kind: str
-    """What it was made of: json, json_object, regex, choice, grammar or tools."""
+    """What it was made of: json, json_object, regex, choice, grammar, structural_tag, tools or thinking_token_budget."""
     grammar: str
     """In the serialised form of llguidance."""
     guarded: bool = False

@@ -295,20 +295,30 @@ class InputProcessor:
         return self.tokenizer
 
     def answer_plan(
-        self, prompt: str, params: SamplingParams, rules: CallRules | None = None, answers: AnswerFormats | None = None
+        self,
+        prompt: str,
+        params: SamplingParams,
+        rules: CallRules | None = None,
+        *,
+        budget: int | None = None,
+        answers: AnswerFormats | None = None,
     ) -> AnswerPlan | None:
-        """What the grammar of an answer to a conversation holds; None: there is none. ``answers``: of another template.
+        """What the grammar of an answer to a conversation holds; None: there is none.
+
+        Args:
+            budget: tokens of reasoning, at most.
+            answers: of another template.
 
         Raises:
             RequestError: the model's format cannot be held.
         """
         answers = answers if answers is not None else self.answers
-        if answers is None or (rules is None and params.structured_outputs is None):
+        if answers is None or (rules is None and budget is None and params.structured_outputs is None):
             return None
-        return plan_of(answers, prompt, rules, in_reasoning=self._in_reasoning)
+        return plan_of(answers, prompt, rules, budget=budget, in_reasoning=self._in_reasoning)
 
     def _constraint(self, params: SamplingParams, plan: AnswerPlan | None) -> Constraint | None:
-        if params.structured_outputs is None and plan is None:
+        if params.structured_outputs is None and (plan is None or plan.plain):
             return None
         self._need_tokenizer("structured_outputs")
         return self._grammars.constraint(params.structured_outputs, plan)

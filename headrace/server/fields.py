@@ -131,6 +131,7 @@ FIELDS: tuple[FieldRule, ...] = (
         chat_template_kwargs="Further variables for the chat template.",
         add_generation_prompt="End the prompt with the start of the assistant's turn. Default: true.",
         continue_final_message="Continue the last message instead of starting a new turn.",
+        thinking_token_budget="Number of tokens of reasoning at most; then its end is forced. -1 (default): no limit.",
         include_reasoning="false: leave reasoning out of the answer.",
     ),
     *_applied(

@@ -253,3 +253,28 @@ def test_a_schema_that_cannot_be_held_is_named_with_its_place() -> None:
     with pytest.raises(RequestError, match="#/properties/a/not") as found:
         world("hermes").matcher(None, CallRules((tool,), required=True))
     assert found.value.param == "tools[3].function.parameters"
+
+
+@pytest.mark.parametrize("budget", [0, 1, 7])
+@pytest.mark.parametrize("answer", [None, {"json": CITY}])
+def test_a_thinking_budget_is_exact_to_the_token(budget: int, answer: dict[str, Any] | None) -> None:
+    made = world("hermes")
+    opening, closing = (made.vocabulary.tokens[text] for text in ("<think>", "</think>"))
+    params = None if answer is None else StructuredOutputsParams(**answer)
+    constraint = made.factory.constraint(params, AnswerPlan(made.choice, made.vocabulary, "reasoning", budget=budget))
+    matcher = compiled(constraint.grammar, made.grammars, made.config).with_ends((EOS,))
+    mask = np.zeros(-(-made.vocab_size // 32), dtype=np.int32)
+
+    def allowed() -> set[int]:
+        assert matcher.fill(mask) is None
+        return {*np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()}
+
+    for _ in range(budget):
+        assert {closing, ord("a")} < allowed()
+        assert matcher.advance([ord("a")]) is None
+    assert allowed() == {closing}
+    assert matcher.advance([closing]) is None
+    if answer is None:
+        assert allowed() == {*range(made.vocab_size)} - {opening}
+    else:
+        assert made.parsed([closing, *made.draw(matcher, 1)], tail="<think>").content

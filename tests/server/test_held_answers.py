@@ -162,3 +162,15 @@ def test_a_format_that_cannot_be_held_is_named(made: Tokenizer, fields: dict[str
     error = response.json()["error"]
     assert error["param"] == param and "gemma4" in error["message"] and param in error["message"]
     assert Api(ScriptedLLM(made, [""], tools="gemma4")).chat(tools=TOOLS).status_code == 200
+
+
+def test_a_thinking_budget(held: Held, made: Tokenizer) -> None:
+    accepts = held(thinking_token_budget=3, chat_template_kwargs=THINKING)
+    assert accepts("why</think>so it is") and not accepts("whyy</think>so") and not accepts("why</think><think>")
+    api = Api(ScriptedLLM(made, ["a"]))
+    assert api.chat(thinking_token_budget=-1).status_code == 200 and api.llm.seen[-1].constraint is None
+    for value in (-2, 2**31, "3"):
+        response = api.chat(thinking_token_budget=value)
+        assert response.status_code == 400 and response.json()["error"]["param"] == "thinking_token_budget"
+    without = Api(ScriptedLLM(made, ["a"], reasoning="mistral")).chat(thinking_token_budget=3)
+    assert without.status_code == 400 and "no tokens" in without.json()["error"]["message"]

@@ -14,7 +14,7 @@ from headrace.server.generation import Generation, Piece, named
 from headrace.server.logprobs import JSONArray, chat_logprobs, prompt_logprobs
 from headrace.server.prompts import check_prompt_logprobs, render_messages
 from headrace.server.request import body_schema, checked_body
-from headrace.server.sampling import chat_names, chat_params
+from headrace.server.sampling import chat_names, chat_params, thinking_budget
 from headrace.server.schema import ChatBody
 from headrace.server.sse import Answer, respond
 from headrace.server.state import Serving, serving
@@ -45,7 +45,7 @@ async def chat_completions(request: Request) -> Response:
             parallel=body.parallel_tool_calls,
             stop_in_reasoning=body.stop_in_reasoning,
         )
-        plan = state.llm.inputs.answer_plan(prompt, params, tools.rules)
+        plan = state.llm.inputs.answer_plan(prompt, params, tools.rules, budget=thinking_budget(body))
         engine_request = await state.llm.inputs.request_async(
             prompt,
             params,

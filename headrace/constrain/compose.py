@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -46,6 +46,24 @@ class CallRules(msgspec.Struct, frozen=True):
     """False: one call at most."""
     param: str = "tools"
     """What asks for the grammar."""
+
+
+def held_tools(tools: Sequence[Mapping[str, Any]], where: str = "tools", *, always: bool = False) -> tuple[HeldTool, ...]:
+    """Checked tools as grammars hold them. ``always``: their arguments are held also without ``strict``."""
+    held = []
+    for index, tool in enumerate(tools):
+        function, inner = tool["function"], f"{where}[{index}]" if where == "functions" else f"{where}[{index}].function"
+        strict, parameters = bool(function.get("strict")), None
+        if strict or always:
+            # A function without parameters has none.
+            parameters = json.dumps(function.get("parameters") or {"type": "object", "additionalProperties": False})
+        held.append(HeldTool(function["name"], parameters, f"{inner}.parameters", strict))
+    return tuple(held)
+
+
+def strict_at(tools: Sequence[HeldTool]) -> str | None:
+    """Where a request first says that a tool is strict."""
+    return next((tool.param.removesuffix("parameters") + "strict" for tool in tools if tool.strict), None)
 
 
 @dataclasses.dataclass(frozen=True)

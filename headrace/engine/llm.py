@@ -13,7 +13,7 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
 from headrace.config import EngineArgs
-from headrace.constrain.compose import AnswerPlan
+from headrace.constrain.compose import AnswerPlan, CallRules, held_tools, strict_at
 from headrace.core.request import ParseOptions, Request
 from headrace.engine.core import EngineCore
 from headrace.engine.info import EngineInfo, Progress
@@ -179,7 +179,7 @@ class LLM:
             chat_template: a template, or the path of one, in place of the model's.
             tools: functions that the model may call, as in OpenAI's API. Answers are then parsed, where the model's format is
                 known: each sample's ``message`` has the reasoning, the content and the calls, and its ``text`` the content. So
-                are answers with structured output behind reasoning.
+                are answers with structured output behind reasoning. Functions with ``strict`` get valid arguments.
             chat_template_kwargs: further variables for the template.
             progress, use_tqdm: as for ``generate``.
 
@@ -207,7 +207,11 @@ class LLM:
         def shaped(prompt: Any, params: SamplingParams) -> _Shape:
             if answers is None:
                 return None, None
-            plan = self.inputs.answer_plan(prompt["prompt"], params, answers=answers)
+            held = held_tools(tools or ())
+            strict = strict_at(held)
+            param = strict or "structured_outputs"
+            rules = CallRules(held, param=param) if held and (strict or params.structured_outputs) else None
+            plan = self.inputs.answer_plan(prompt["prompt"], params, rules, answers=answers)
             parsed = tools or (plan is not None and not plan.plain)
             return answers.options(prompt["prompt"], tools or [], calls=bool(tools)) if parsed else None, plan
 

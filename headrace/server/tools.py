@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from headrace.constrain.compose import CallRules, HeldTool
+from headrace.constrain.compose import CallRules, held_tools, strict_at
 from headrace.constrain.fields import NAMES
 from headrace.errors import RequestError
 from headrace.options import shown
@@ -123,23 +122,13 @@ def _rules(schemas: list[dict[str, Any]], choice: _Choice, body: ChatBody, where
     content = any(body.sampling.get(name) is not None for name in NAMES if name != "guided_whitespace_pattern")
     content = content and (body.sampling.get("response_format") or {}) != {"type": "text"}
     content = content or body.sampling.get("structured_outputs") is not None
-    held = []
-    for index, tool in enumerate(schemas):
-        function = tool["function"]
-        if choice.names is not None and function["name"] not in choice.names:
-            continue
-        inner = f"{where}[{index}]" if where == "functions" else f"{where}[{index}].function"
-        strict = bool(function.get("strict"))
-        parameters = None
-        if strict or required:
-            # A function without parameters has none.
-            parameters = json.dumps(function.get("parameters") or {"type": "object", "additionalProperties": False})
-        held.append(HeldTool(function["name"], parameters, f"{inner}.parameters", strict))
-    strict_at = next((tool.param.replace(".parameters", ".strict") for tool in held if tool.strict), None)
-    if not (required or choice.names is not None or strict_at or content):
+    names = choice.names
+    held = tuple(tool for tool in held_tools(schemas, where, always=required) if names is None or tool.name in names)
+    strict = strict_at(held)
+    if not (required or names is not None or strict or content):
         return None
-    param = choice_where if required or choice.names is not None else strict_at or "response_format"
-    return CallRules(tuple(held), required, body.parallel_tool_calls and not choice.named, param)
+    param = choice_where if required or names is not None else strict or "response_format"
+    return CallRules(held, required, body.parallel_tool_calls and not choice.named, param)
 
 
 def _invalid(message: str, param: str) -> RequestError:

@@ -59,6 +59,9 @@ class StructuredOutputsConfig:
     """Write JSON without whitespace between its tokens, unless the request says otherwise."""
     disable_additional_properties: bool = True
     """Allow no keys beside an object's `properties` where the schema does not say, unless the request says otherwise."""
+    enable_in_reasoning: bool = False
+    """Hold the output from its first token on, also where the model begins with reasoning. false: what a chat request asks for
+    is held behind the reasoning."""
     max_bytes: Annotated[int, OptionSpec(min=1, size=True)] = 2**20
     """Maximum length of a schema, regex, list of choices or grammar, in bytes."""
     max_depth: Annotated[int, OptionSpec(min=1, max=256)] = 64

@@ -17,7 +17,7 @@ MAX_STRING = 4096
 """Characters of a stop string or bad word."""
 
 
-CONSTRAINTS = ("json", "json_object", "regex", "choice", "grammar")
+CONSTRAINTS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 """Fields of StructuredOutputsParams that hold a constraint; a request has exactly one."""
 _SCHEMA = {"anyOf": [{"type": "object"}, {"type": "string"}, {"type": "boolean"}]}
 
@@ -39,6 +39,8 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_de
     """The output is one of these strings."""
     grammar: Annotated[str | None, OptionSpec(min=1)] = None
     """Context-free grammar of the output: GBNF with a rule `root ::=`, or Lark with a rule `start:`."""
+    structural_tag: Annotated[Any, OptionSpec(schema={"anyOf": [{"type": "object"}, {"type": "string"}]})] = None
+    """Text with structured parts: an object with `format`, or with `structures` and `triggers`, or its text. Kept as text."""
     disable_any_whitespace: bool | None = None
     """Write JSON without whitespace between its tokens. Default: the server's --structured-outputs-config."""
     disable_additional_properties: bool | None = None
@@ -63,14 +65,27 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_de
             raise _invalid_constraint("whitespace_pattern and disable_any_whitespace exclude each other", "whitespace_pattern")
         if self.json is not None:
             msgspec.structs.force_setattr(self, "json", _schema_text(self.json))
-        elif self.json_object is None and (self.whitespace_pattern or self.disable_any_whitespace):
+        if self.structural_tag is not None:
+            msgspec.structs.force_setattr(self, "structural_tag", _object_text(self.structural_tag))
+        elif self.json is None and self.json_object is None and (self.whitespace_pattern or self.disable_any_whitespace):
             name = "whitespace_pattern" if self.whitespace_pattern else "disable_any_whitespace"
-            raise _invalid_constraint(f"{name} is for json and json_object", name)
+            raise _invalid_constraint(f"{name} is for json, json_object and structural_tag", name)
 
     @property
     def kind(self) -> str:
         """The constraint that is given, one of CONSTRAINTS."""
         return next(name for name in CONSTRAINTS if getattr(self, name) is not None)
+
+
+def _object_text(value: Any) -> str:
+    if not isinstance(value, str | dict):
+        raise RequestError("structural_tag must be an object or its text", "structural_tag", code="invalid_type")
+    try:
+        text = value if isinstance(value, str) else jsonlib.dumps(value, allow_nan=False, ensure_ascii=False)
+        text.encode()
+        return text
+    except (TypeError, ValueError, RecursionError) as error:
+        raise _invalid_constraint(f"structural_tag is not JSON: {error}", "structural_tag") from None
 
 
 def _schema_text(schema: Any) -> str:

@@ -88,7 +88,7 @@ class Constraints:
             if error is None:
                 for seq in waiting:
                     constraint = seq.request.constraint
-                    guarded = constraint is not None and constraint.kind in ("json", "json_object")
+                    guarded = constraint is not None and constraint.guarded
                     digits = self._compiler.vocabulary.digits if guarded and self._compiler is not None else None
                     seq.matcher = future.result().with_ends(_end_tokens(seq), digits)
                 continue

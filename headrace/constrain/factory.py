@@ -18,8 +18,10 @@ import msgspec
 
 from headrace.config import StructuredOutputsConfig
 from headrace.constrain.compiler import compiled
+from headrace.constrain.compose import AnswerPlan, HeldTool, compose
 from headrace.constrain.limits import make_pool
 from headrace.constrain.schema import Schema, SchemaError, SchemaOptions, narrow, refusal, subschemas
+from headrace.constrain.structural import structural_grammar
 from headrace.constrain.vocabulary import GrammarVocabulary
 from headrace.core.request import Constraint
 from headrace.errors import RequestError
@@ -40,6 +42,8 @@ _SEARCH_SECONDS = 0.5
 """How long schemas are compiled on their own to find the one that cannot be held."""
 _GBNF_RULES = 1000
 """Its converter takes time with the square of their number."""
+_WRITING = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern", "strict")
+"""Fields of StructuredOutputsParams that say how JSON is written."""
 _EMBEDDED = re.compile(r"%json\s*(?=[{\[])")
 
 
@@ -47,7 +51,7 @@ class GrammarFactory:
     """Makes constraints of one engine. Safe to use from several threads; equal constraints are checked once."""
 
     def __init__(self, config: StructuredOutputsConfig, vocabulary: GrammarVocabulary | None) -> None:
-        self._config = config
+        self.config = config
         self._vocabulary = vocabulary
         self._bytes = GrammarVocabulary.of_bytes()
         self._pool: ThreadPoolExecutor | None = None
@@ -55,40 +59,44 @@ class GrammarFactory:
         self._cache: OrderedDict[bytes, Constraint | RequestError] = OrderedDict()
         self._nbytes = 0
 
-    def constraint(self, params: StructuredOutputsParams) -> Constraint:
+    def constraint(self, params: StructuredOutputsParams | None, plan: AnswerPlan | None = None) -> Constraint:
         """Takes some milliseconds, a bomb up to a second, unless ``prepare`` has done the work.
 
+        Args:
+            params: of the content.
+            plan: what else an answer has; None: the content alone. One of the two is given.
+
         Raises:
-            RequestError: the constraint cannot be held; ``param`` begins with ``structured_outputs``.
+            RequestError: the constraint cannot be held; ``param`` begins with ``structured_outputs``, or is the plan's.
         """
-        key = msgspec.msgpack.encode(params)
+        plan = None if plan is None or plan.plain else plan
+        key = _key(params, plan)
         with self._lock:
             found = self._cache.get(key)
             if found is not None:
                 self._cache.move_to_end(key)
         if found is None:
             try:
-                found = self._make(params)
+                found = self._checked(params) if plan is None else self._composed(params, plan)
             except RequestError as error:
-                error.param = f"structured_outputs.{error.param or params.kind}"
                 found = error.with_traceback(None)
             self._keep(key, found)
         if isinstance(found, RequestError):
             raise type(found)(found.message, found.param, code=found.code)
         return found
 
-    async def prepare(self, params: StructuredOutputsParams) -> None:
+    async def prepare(self, params: StructuredOutputsParams | None, plan: AnswerPlan | None = None) -> None:
         """Checks a constraint in one of a few threads, so that ``constraint`` answers at once."""
         with self._lock:
-            if msgspec.msgpack.encode(params) in self._cache:
+            if _key(params, None if plan is None or plan.plain else plan) in self._cache:
                 return
             if self._pool is None:
-                self._pool = make_pool(self._config)
-        await asyncio.get_running_loop().run_in_executor(self._pool, self._settle, params)
+                self._pool = make_pool(self.config)
+        await asyncio.get_running_loop().run_in_executor(self._pool, self._settle, params, plan)
 
-    def _settle(self, params: StructuredOutputsParams) -> None:
+    def _settle(self, params: StructuredOutputsParams | None, plan: AnswerPlan | None) -> None:
         with contextlib.suppress(RequestError):
-            self.constraint(params)
+            self.constraint(params, plan)
 
     def _keep(self, key: bytes, found: Constraint | RequestError) -> None:
         with self._lock:
@@ -98,32 +106,65 @@ class GrammarFactory:
             while len(self._cache) > _CACHED or self._nbytes > _CACHED_BYTES:
                 self._nbytes -= len(self._cache.popitem(last=False)[0])
 
+    def _composed(self, params: StructuredOutputsParams | None, plan: AnswerPlan) -> Constraint:
+        answer = None if params is None else self.constraint(params)
+        kind = "tools" if plan.rules is not None else answer.kind if answer is not None else "thinking_token_budget"
+        grammar = compose(plan, None if answer is None else answer.grammar, self._held)
+        problem = self._problem(grammar, named=True)
+        if problem:
+            param = (
+                plan.rules.param
+                if plan.rules is not None
+                else "structured_outputs"
+                if answer is not None
+                else "thinking_token_budget"
+            )
+            raise _refused(f"{param}: the grammar of the answer cannot be held: {problem}", param)
+        return Constraint(kind, grammar)
+
+    def _held(self, schema: Any, tool: HeldTool) -> str:
+        """The grammar of a schema of a tool's arguments."""
+        try:
+            return self.constraint(StructuredOutputsParams(json=schema, strict=tool.strict)).grammar
+        except RequestError as error:
+            raise RequestError(f"{tool.param}: {error.message}", tool.param, code=error.code) from None
+
+    def _checked(self, params: StructuredOutputsParams | None) -> Constraint:
+        if params is None:
+            raise ValueError("neither content nor a plan is given")
+        try:
+            return self._make(params)
+        except RequestError as error:
+            error.param = f"structured_outputs.{error.param or params.kind}"
+            raise
+
     def _make(self, params: StructuredOutputsParams) -> Constraint:
         kind = params.kind
         value = getattr(params, kind)
         length = sum(map(len, value)) if isinstance(value, list) else len(value) if isinstance(value, str) else 0
-        if length > self._config.max_bytes:
-            raise _refused(f"{kind} has {length} characters, more than the limit of {self._config.max_bytes}", kind)
+        if length > self.config.max_bytes:
+            raise _refused(f"{kind} has {length} characters, more than the limit of {self.config.max_bytes}", kind)
         makers: dict[str, Callable[[StructuredOutputsParams], str]] = {
             "json": self._json,
             "json_object": self._json_object,
             "regex": self._regex,
             "choice": self._choice,
             "grammar": self._grammar,
+            "structural_tag": self._structural_tag,
         }
         grammar = makers[kind](params)
-        problem = self._problem(grammar, named=kind == "grammar")
+        problem = self._problem(grammar, named=kind in ("grammar", "structural_tag"))
         if problem and kind == "json":
             raise refusal(self._culprit(params, problem), "json")
         if problem:
             raise _refused(f"{kind} cannot be held: {problem}", kind)
-        return Constraint(kind, grammar)
+        return Constraint(kind, grammar, guarded=kind in ("json", "json_object"))
 
     def _problem(self, grammar: str, *, named: bool = False) -> str:
         """What is wrong with a grammar; empty: nothing. ``named``: it may name special tokens of the vocabulary."""
         vocabulary = self._vocabulary if named and self._vocabulary is not None else self._bytes
         try:
-            compiled(grammar, vocabulary, self._config)
+            compiled(grammar, vocabulary, self.config)
         except RequestError as error:
             return error.message
         return ""
@@ -151,7 +192,7 @@ class GrammarFactory:
 
         compact = params.disable_any_whitespace
         if compact is None:
-            compact = self._config.disable_any_whitespace and params.whitespace_pattern is None
+            compact = self.config.disable_any_whitespace and params.whitespace_pattern is None
         overrides: JsonCompileOptions = {"whitespace_flexible": not compact, "json_allowed_escapes": _ESCAPES, "lenient": False}
         if not compact:
             overrides["whitespace_pattern"] = _whitespace(params.whitespace_pattern)
@@ -167,8 +208,8 @@ class GrammarFactory:
         from llguidance import LLMatcher
 
         choices = list(dict.fromkeys(params.choice or ()))
-        if len(choices) > self._config.max_values:
-            raise _refused(f"choice has {len(choices)} strings, more than the limit of {self._config.max_values}", "choice")
+        if len(choices) > self.config.max_values:
+            raise _refused(f"choice has {len(choices)} strings, more than the limit of {self.config.max_values}", "choice")
         literals = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
         return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {literals}")
 
@@ -189,13 +230,22 @@ class GrammarFactory:
                 raise refusal(error, "grammar") from None
         return LLMatcher.grammar_from_lark(text)
 
+    def _structural_tag(self, params: StructuredOutputsParams) -> str:
+        names = self._vocabulary.names if self._vocabulary is not None else {}
+        writing = {name: getattr(params, name) for name in _WRITING}
+
+        def hold(**content: Any) -> str:
+            return self.constraint(StructuredOutputsParams(**content, **(writing if "json" in content else {}))).grammar
+
+        return structural_grammar(params.structural_tag, names, hold)
+
     def _schema_options(self, params: StructuredOutputsParams) -> SchemaOptions:
         closed = params.disable_additional_properties
         return SchemaOptions(
             strict=params.strict,
-            closed=self._config.disable_additional_properties if closed is None else closed,
-            max_depth=self._config.max_depth,
-            max_values=self._config.max_values,
+            closed=self.config.disable_additional_properties if closed is None else closed,
+            max_depth=self.config.max_depth,
+            max_values=self.config.max_values,
         )
 
     def _culprit(self, params: StructuredOutputsParams, problem: str) -> SchemaError:
@@ -217,6 +267,10 @@ class GrammarFactory:
 
     def _problem_of(self, schema: dict[str, Any], params: StructuredOutputsParams, shared: dict[str, Any]) -> str:
         return self._problem(self._json_grammar({**shared, **schema}, params))
+
+
+def _key(params: StructuredOutputsParams | None, plan: AnswerPlan | None) -> bytes:
+    return msgspec.msgpack.encode((params, None if plan is None else plan.key))
 
 
 def _whitespace(pattern: str | None) -> str:

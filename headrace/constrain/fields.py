@@ -19,7 +19,7 @@ class ConstraintFields(msgspec.Struct, frozen=True, kw_only=True):
     """The declaration of these names."""
 
     response_format: Annotated[Any, OptionSpec(schema={"type": "object"})] = None
-    """Form of the output: an object with type text, json_object or json_schema."""
+    """Form of the output: an object with type text, json_object, json_schema or structural_tag."""
     guided_json: Annotated[Any, OptionSpec(schema=_SCHEMA)] = None
     """Older name of structured_outputs.json."""
     guided_regex: str | None = None
@@ -94,6 +94,7 @@ def sources(fields: Mapping[str, Any]) -> dict[str, str]:
         elif name == "response_format" and isinstance(value, dict):
             inner = "response_format.json_schema.schema" if value.get("type") == "json_schema" else "response_format.schema"
             names |= {"structured_outputs.json": inner, "structured_outputs": name, "structured_outputs.json_object": name}
+            names["structured_outputs.structural_tag"] = name
     return names
 
 
@@ -105,17 +106,17 @@ def _response_format(value: Any) -> dict[str, Any]:
         "text": lambda rest: {},
         "json_object": _json_object,
         "json_schema": _json_schema,
+        "structural_tag": lambda rest: {"structural_tag": rest},
     }
     kind = value.get("type")
-    if kind == "structural_tag":
-        raise RequestError(
-            "response_format of the type structural_tag is not supported: use json_schema, or a grammar in structured_outputs",
-            "response_format.type",
-            code="unsupported_parameter",
-        )
     if not isinstance(kind, str) or kind not in readers:
         raise _invalid(f"response_format.type must be one of {', '.join(readers)}, not {shown(kind)}", "response_format.type")
-    allowed = {"text": (), "json_object": ("schema",), "json_schema": ("json_schema",)}[kind]
+    allowed = {
+        "text": (),
+        "json_object": ("schema",),
+        "json_schema": ("json_schema",),
+        "structural_tag": ("format", "structures", "triggers"),
+    }[kind]
     _only(value, ("type", *allowed), "response_format")
     return readers[kind](value)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from headrace.errors import RequestError
@@ -31,11 +31,16 @@ class GrammarVocabulary:
     """The tokens of a model. Safe to use from several threads.
 
     The end of a sequence is a token of our own behind the vocabulary: which of the model's tokens end a sequence depends on
-    the request (``Matcher``). Special tokens are never text: a grammar reaches them by name alone.
+    the request (``Matcher``). Special tokens and markers are never text: a grammar reaches them by name or id alone.
     """
 
-    def __init__(self, tokenizer: _Encoder, vocab_size: int) -> None:
-        """``vocab_size``: the model's. Ids that the tokenizer lacks are no text."""
+    def __init__(self, tokenizer: _Encoder, vocab_size: int, markers: Iterable[int] = ()) -> None:
+        """
+        Args:
+            vocab_size: the model's. Ids that the tokenizer lacks are no text.
+            markers: tokens that part an answer. They need not be special.
+        """
+        self._markers = frozenset(markers)
         self.vocab_size = vocab_size
         self._tokenizer = tokenizer
         self._lock = threading.Lock()
@@ -51,6 +56,13 @@ class GrammarVocabulary:
         """Tokens of digits alone."""
         pieces = self._tokenizer.token_bytes.pieces
         return frozenset(token for token, piece in enumerate(pieces) if piece.isdigit())
+
+    @functools.cached_property
+    def names(self) -> dict[str, int]:
+        """The tokens that are never text, by their text."""
+        known = self._tokenizer.token_bytes
+        tokens = [token for token in known.special | self._markers if token < len(known.pieces) and known.pieces[token]]
+        return {known.pieces[token].decode("utf-8", "replace"): token for token in sorted(tokens)}
 
     def get(self) -> LLTokenizer:
         """The vocabulary; the first call builds it, which takes some 10 µs a token.
@@ -69,7 +81,7 @@ class GrammarVocabulary:
         from llguidance import LLMatcher, LLTokenizer
 
         try:
-            tokens: Any = _Tokens(self._tokenizer, self.vocab_size)
+            tokens: Any = _Tokens(self._tokenizer, self.vocab_size, self._markers)
             tokenizer = LLTokenizer(tokens, n_vocab=self.vocab_size + 1)
             # A vocabulary that breaks the library does so at its first mask.
             matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_regex("[a-z ]+"), log_level=0)
@@ -97,12 +109,13 @@ class _Tokens:
     is_tokenizer_wrapper = True
     bos_token_id: int | None = None
 
-    def __init__(self, tokenizer: _Encoder, vocab_size: int) -> None:
+    def __init__(self, tokenizer: _Encoder, vocab_size: int, markers: frozenset[int]) -> None:
         known = tokenizer.token_bytes
         pieces = list(known.pieces[:vocab_size])
         pieces += [b""] * (vocab_size - len(pieces))
         self.tokens: Sequence[bytes] = [*pieces, b"<end of the output>"]
-        self.special_token_ids = [*sorted(token for token in known.special if token < vocab_size), vocab_size]
+        self._special = frozenset(token for token in known.special | markers if token < vocab_size)
+        self.special_token_ids = [*sorted(self._special), vocab_size]
         self.eos_token_id = vocab_size
         self._tokenizer = tokenizer
 
@@ -116,7 +129,8 @@ class _Tokens:
         found = self._tokenizer.encode(_BEFORE + data.decode("utf-8", "replace"), add_special_tokens=False)
         before = self._tokenizer.encode(_BEFORE, add_special_tokens=False)
         after = found[len(before) :]
-        if found[: len(before)] == before and b"".join(self.tokens[token] for token in after) == data:
+        spelled = found[: len(before)] == before and self._special.isdisjoint(after)
+        if spelled and b"".join(self.tokens[token] for token in after) == data:
             return after
         return self._greedy(data)
 

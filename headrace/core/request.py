@@ -33,9 +33,11 @@ class Constraint(msgspec.Struct, frozen=True, array_like=True):
     """What the outputs of a request must be, checked and ready to be compiled."""
 
     kind: str
-    """The parameter that it was made of: json, json_object, regex, choice or grammar."""
+    """What it was made of: json, json_object, regex, choice, grammar, structural_tag, tools or thinking_token_budget."""
     grammar: str
     """In the serialised form of llguidance."""
+    guarded: bool = False
+    """Whether outputs that repeat themselves end: JSON may let them do so without end."""
 
 
 class ParseOptions(msgspec.Struct, frozen=True, array_like=True):

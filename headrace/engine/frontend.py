@@ -30,15 +30,17 @@ class Frontend:
     def _vocabularies(self) -> dict[int, GrammarVocabulary]:
         return {}
 
-    def _grammars(self, vocab_size: int) -> GrammarVocabulary | None:
+    def _grammars(self, args: EngineArgs, vocab_size: int) -> GrammarVocabulary | None:
         """The vocabulary for constraints, one for all who need it. None without a tokenizer."""
-        if self.tokenizer is None:
+        answers = self.answers(args)
+        if self.tokenizer is None or answers is None:
             return None
-        return self._vocabularies.setdefault(vocab_size, GrammarVocabulary(self.tokenizer, vocab_size))
+        made = GrammarVocabulary(self.tokenizer, vocab_size, answers.machine.markers)
+        return self._vocabularies.setdefault(vocab_size, made)
 
     def constraints(self, args: EngineArgs, vocab_size: int, *, lockstep: bool = False) -> Constraints:
         """For an engine that has resolved its vocabulary. ``lockstep``: as in Constraints."""
-        vocabulary = self._grammars(vocab_size)
+        vocabulary = self._grammars(args, vocab_size)
         compiler = None if vocabulary is None else GrammarCompiler(vocabulary, args.structured_outputs_config)
         return Constraints(compiler, vocab_size, lockstep=lockstep)
 
@@ -51,7 +53,7 @@ class Frontend:
             tokenizer=self.tokenizer,
             generation_config=self.files.generation_config,
             seed=args.seed,
-            grammars=GrammarFactory(args.structured_outputs_config, self._grammars(vocab_size)),
+            grammars=GrammarFactory(args.structured_outputs_config, self._grammars(args, vocab_size)),
             answers=self.answers(args),
             max_prompt_chars=args.max_prompt_chars,
         )

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, TypeVar
 import msgspec
 
 from headrace.config import SamplingLimits, StructuredOutputsConfig
+from headrace.constrain.compose import AnswerPlan, CallRules, plan_of
 from headrace.constrain.factory import GrammarFactory
 from headrace.core.request import BadWordsTable, Constraint, ParseOptions, Request
 from headrace.errors import ConfigError, RequestError
@@ -89,6 +90,7 @@ class InputProcessor:
         """Every token that ends a sequence of this model."""
         self._limits = limits
         self._grammars = grammars if grammars is not None else GrammarFactory(StructuredOutputsConfig(), None)
+        self._in_reasoning = self._grammars.config.enable_in_reasoning
         self._list_limits = {
             "stop": limits.max_stop_seqs_num,
             "bad_words": limits.max_bad_words_num,
@@ -146,8 +148,9 @@ class InputProcessor:
         check_params(params)
         make = functools.partial(self.request, prompt, params, add_special_tokens=add_special_tokens, **options)
         text = prompt.get("prompt") if isinstance(prompt, dict) and "prompt_token_ids" not in prompt else prompt
-        if params.structured_outputs is not None:
-            await self._grammars.prepare(params.structured_outputs)
+        plan = options.get("plan")
+        if params.structured_outputs is not None or plan is not None:
+            await self._grammars.prepare(params.structured_outputs, plan)
         slow = bool(params.bad_words) or (isinstance(text, str) and len(text) > _INLINE_CHARACTERS)
         return await self.in_thread(make) if slow else make()
 
@@ -161,9 +164,13 @@ class InputProcessor:
         cache_salt: str | None = None,
         items: Sequence[Item] = (),
         parse: ParseOptions | None = None,
+        plan: AnswerPlan | None = None,
         add_special_tokens: bool = True,
     ) -> Request:
         """Tokenise a prompt and check it with its parameters: behind this, types and ranges are trusted.
+
+        Args:
+            plan: what the answer's grammar holds beside ``params.structured_outputs``.
 
         Raises:
             RequestError: the request cannot be served as asked; the error names the parameter.
@@ -184,7 +191,7 @@ class InputProcessor:
             seed=params.seed if params.seed is not None else self._seeds.randint(0, MAX_SEED),
             eos_token_ids=self.eos_token_ids,
             bad_words=self._compiled_bad_words(params),
-            constraint=self._constraint(params),
+            constraint=self._constraint(params, plan),
             prompt=text,
             priority=priority,
             cache_salt=cache_salt,
@@ -287,11 +294,34 @@ class InputProcessor:
             raise RequestError(f"{param} needs a tokenizer, and this engine has none (skip_tokenizer_init)", param)
         return self.tokenizer
 
-    def _constraint(self, params: SamplingParams) -> Constraint | None:
-        if params.structured_outputs is None:
+    def answer_plan(
+        self,
+        prompt: str,
+        params: SamplingParams,
+        rules: CallRules | None = None,
+        *,
+        budget: int | None = None,
+        answers: AnswerFormats | None = None,
+    ) -> AnswerPlan | None:
+        """What the grammar of an answer to a conversation holds; None: there is none.
+
+        Args:
+            budget: tokens of reasoning, at most.
+            answers: of another template.
+
+        Raises:
+            RequestError: the model's format cannot be held.
+        """
+        answers = answers if answers is not None else self.answers
+        if answers is None or (rules is None and budget is None and params.structured_outputs is None):
+            return None
+        return plan_of(answers, prompt, rules, budget=budget, in_reasoning=self._in_reasoning)
+
+    def _constraint(self, params: SamplingParams, plan: AnswerPlan | None) -> Constraint | None:
+        if params.structured_outputs is None and (plan is None or plan.plain):
             return None
         self._need_tokenizer("structured_outputs")
-        return self._grammars.constraint(params.structured_outputs)
+        return self._grammars.constraint(params.structured_outputs, plan)
 
     def _compiled_bad_words(self, params: SamplingParams) -> BadWordsTable | None:
         """The request's automaton. Compiling reads the whole vocabulary, so that recent ones are kept."""

@@ -13,6 +13,7 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
 from headrace.config import EngineArgs
+from headrace.constrain.compose import AnswerPlan, CallRules, held_tools, strict_at
 from headrace.core.request import ParseOptions, Request
 from headrace.engine.core import EngineCore
 from headrace.engine.info import EngineInfo, Progress
@@ -37,6 +38,11 @@ if TYPE_CHECKING:
     from headrace.engine.parity import Parity
 
 Messages = list[dict[str, Any]]
+
+_Shape = tuple[ParseOptions | None, AnswerPlan | None]
+"""How an answer is parsed, and what its grammar holds beside its content."""
+_Shaped = Callable[[Any, SamplingParams], _Shape]
+"""Prompt and parameters -> shape"""
 
 
 class LLM:
@@ -138,20 +144,19 @@ class LLM:
         """
         bar = _shown(progress, use_tqdm)
         several = _prompt_list(prompts)
-        return self._generate(several, [None] * len(several), sampling_params, bar)
+        return self._generate(several, sampling_params, bar)
 
     def _generate(
         self,
         prompts: Sequence[Prompt],
-        parses: Sequence[ParseOptions | None],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         bar: bool,
+        shaped: _Shaped = lambda prompt, params: (None, None),
     ) -> list[RequestOutput]:
-        each = self._params(sampling_params, len(prompts))
-        requests = [
-            self.inputs.request(prompt, params, request_id=f"llm-{next(self._ids)}", parse=parse)
-            for prompt, parse, params in zip(prompts, parses, each, strict=True)
-        ]
+        requests = []
+        for prompt, params in zip(prompts, self._params(sampling_params, len(prompts)), strict=True):
+            parse, plan = shaped(prompt, params)
+            requests.append(self.inputs.request(prompt, params, request_id=f"llm-{next(self._ids)}", parse=parse, plan=plan))
         return self._run(requests, bar)
 
     def chat(
@@ -173,7 +178,8 @@ class LLM:
             messages: ``[{"role": ..., "content": ...}, ...]``, or a list of such conversations.
             chat_template: a template, or the path of one, in place of the model's.
             tools: functions that the model may call, as in OpenAI's API. Answers are then parsed, where the model's format is
-                known: each sample's ``message`` has the reasoning, the content and the calls, and its ``text`` the content.
+                known: each sample's ``message`` has the reasoning, the content and the calls, and its ``text`` the content. So
+                are answers with structured output behind reasoning. Functions with ``strict`` get valid arguments.
             chat_template_kwargs: further variables for the template.
             progress, use_tqdm: as for ``generate``.
 
@@ -183,11 +189,10 @@ class LLM:
             raise TypeError(f"messages must be a list of messages, or a list of such lists, not {shown(messages)}")
         tokenizer = self._chat_tokenizer(chat_template)
         tools = None if tools is None else checked_tools(tools)
-        answers = self._answers(tokenizer) if tools else None
+        answers = self._answers(tokenizer)
         single = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Any = [messages] if single else messages
         prompts: list[Prompt] = []
-        parses: list[ParseOptions | None] = []
         for conversation in conversations:
             prompt = self.inputs.chat_prompt(
                 conversation,
@@ -198,8 +203,19 @@ class LLM:
                 chat_template_kwargs=chat_template_kwargs,
             )
             prompts.append(prompt)
-            parses.append(answers.options(prompt["prompt"], tools or []) if answers is not None else None)
-        return self._generate(prompts, parses, sampling_params, _shown(progress, use_tqdm))
+
+        def shaped(prompt: Any, params: SamplingParams) -> _Shape:
+            if answers is None:
+                return None, None
+            held = held_tools(tools or ())
+            strict = strict_at(held)
+            param = strict or "structured_outputs"
+            rules = CallRules(held, param=param) if held and (strict or params.structured_outputs) else None
+            plan = self.inputs.answer_plan(prompt["prompt"], params, rules, answers=answers)
+            parsed = tools or (plan is not None and not plan.plain)
+            return answers.options(prompt["prompt"], tools or [], calls=bool(tools)) if parsed else None, plan
+
+        return self._generate(prompts, sampling_params, _shown(progress, use_tqdm), shaped)
 
     def _answers(self, tokenizer: Tokenizer) -> AnswerFormats | None:
         """The formats of answers to prompts that this tokenizer's template renders."""

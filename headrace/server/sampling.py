@@ -6,7 +6,7 @@ from typing import Any
 
 from headrace.constrain.fields import folded, sources
 from headrace.errors import RequestError
-from headrace.options import from_json
+from headrace.options import INT32_MAX, from_json
 from headrace.sampling_params import SamplingParams
 from headrace.server.errors import ApiError
 from headrace.server.schema import ChatBody, CompletionBody, GenerationBody
@@ -26,6 +26,16 @@ def chat_params(body: ChatBody, serving: Serving) -> SamplingParams:
     if body.logprobs:
         fields["logprobs"] = body.top_logprobs or 0
     return _params(body, fields, serving)
+
+
+def thinking_budget(body: ChatBody) -> int | None:
+    """Tokens of reasoning, at most. Raises RequestError."""
+    name, given = "thinking_token_budget", body.thinking_token_budget
+    if given is None or given == -1:
+        return None
+    if not 0 <= given <= INT32_MAX:
+        raise _invalid(f"{name} must be -1 (no limit) or a number of tokens, not {given}", name)
+    return given
 
 
 def chat_names(body: ChatBody) -> dict[str, str]:

@@ -78,6 +78,10 @@ class GenerationBody(RequestBody):
         return {name: option.json_schema() for name, option in known.items()}
 
 
+def _choice_schema(*names: str) -> dict[str, Any]:
+    return {"anyOf": [{"type": "string", "enum": list(names)}, {"type": "object"}]}
+
+
 class ChatBody(GenerationBody):
     messages: Messages
     logprobs: bool = False
@@ -89,10 +93,11 @@ class ChatBody(GenerationBody):
     """None: unless the final message is continued."""
     continue_final_message: bool = False
     tools: Tools = None
-    tool_choice: Annotated[Any, WithJsonSchema({"type": "string", "enum": ["none", "auto"]})] = None
+    tool_choice: Annotated[Any, WithJsonSchema(_choice_schema("none", "auto", "required"))] = None
     parallel_tool_calls: bool = True
     functions: Tools = None
-    function_call: Annotated[Any, WithJsonSchema({"type": "string", "enum": ["none", "auto"]})] = None
+    function_call: Annotated[Any, WithJsonSchema(_choice_schema("none", "auto"))] = None
+    thinking_token_budget: int | None = None
     include_reasoning: bool = True
     separate_reasoning: bool = True
     stop_in_reasoning: bool = False

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from headrace.core.request import ParseOptions
 from headrace.errors import RequestError
 from headrace.text.parse.arguments import type_of
-from headrace.text.parse.format import Format
+from headrace.text.parse.engine import Parser
+from headrace.text.parse.format import Format, Machine
 from headrace.text.parse.recognise import recognise, vocabulary_of
 
 if TYPE_CHECKING:
@@ -24,8 +25,9 @@ class AnswerFormats:
         """Raises: ConfigError: see ``recognise``."""
         self._tokenizer = tokenizer
         template = tokenizer.hf.chat_template
+        self.vocabulary = vocabulary_of(tokenizer)
         self.recognised = recognise(
-            template, vocabulary_of(tokenizer), tools=tools, reasoning=reasoning, response_template=tokenizer.response_template
+            template, self.vocabulary, tools=tools, reasoning=reasoning, response_template=tokenizer.response_template
         )
         texts = template.values() if isinstance(template, dict) else [template or ""]
         self.renders_tools = any(re.search(r"\btools\b", text) for text in texts)
@@ -59,6 +61,26 @@ class AnswerFormats:
         states = self.recognised.choice.states(calls=True, reasoning=True).values()
         places = [place for state in states for mark in state.on if (place := header.find(mark.text)) > 0]
         return header[: min(places, default=len(header))]
+
+    @functools.cached_property
+    def machine(self) -> Machine:
+        """Of all that an answer may have."""
+        return Machine(self.recognised.choice.states(calls=True, reasoning=True), self.vocabulary, "")
+
+    def opening(self, prompt: str) -> Literal["start", "reasoning", "content"]:
+        """Where an answer to ``prompt`` begins: anywhere, in reasoning, or behind it.
+
+        Raises:
+            RequestError: in a call of a tool.
+        """
+        parser = Parser(self.machine, tail=self._tail(prompt))
+        if parser.in_reasoning:
+            return "reasoning"
+        if parser.at_start:
+            return "start"
+        if parser.in_text:
+            return "content"
+        raise RequestError("messages: the last message ends within a tool call, whose rest cannot be held", "messages")
 
     def options(
         self,

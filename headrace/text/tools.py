@@ -10,7 +10,6 @@ from headrace.errors import RequestError
 from headrace.options import shown
 
 _NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
-UNCONSTRAINED = "it needs constrained decoding, which this version does not have"
 
 
 def checked_tools(given: Any, where: str = "tools", *, legacy: bool = False) -> list[dict[str, Any]]:
@@ -48,8 +47,8 @@ def _checked_function(function: Any, where: str) -> str:
         raise _wrong_type(f"{where}.parameters", "a JSON Schema object")
     if not isinstance(function.get("description") or "", str):
         raise _wrong_type(f"{where}.description", "a string")
-    if function.get("strict"):
-        raise _unsupported(f"{where}.strict is not supported: {UNCONSTRAINED}", f"{where}.strict")
+    if not isinstance(function.get("strict"), bool | None):
+        raise _wrong_type(f"{where}.strict", "true or false")
     return name
 
 

@@ -193,6 +193,10 @@ def test_chat_with_tools_parses_the_answer(llm: LLM) -> None:
     with pytest.raises(RequestError) as caught:
         llm.chat(conversation, greedy(), tools=[{"type": "function"}], **options)
     assert caught.value.param == "tools[0].function"
+    strict = [{"type": "function", "function": {"name": "f", "strict": True, "parameters": {"not": {}}}}]
+    with pytest.raises(RequestError) as caught:
+        llm.chat(conversation[:1], greedy(), tools=strict, chat_template=template)
+    assert caught.value.param == "tools[0].function.parameters"
     assert {"tool calls", "reasoning"} <= {decision.name for decision in llm.info.decisions}
 
 

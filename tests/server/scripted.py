@@ -11,6 +11,9 @@ from typing import Any
 from engine.tiny import write_tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from headrace.config import StructuredOutputsConfig
+from headrace.constrain.factory import GrammarFactory
+from headrace.constrain.vocabulary import GrammarVocabulary
 from headrace.core.request import Request
 from headrace.core.sequence import Sequence as EngineSequence
 from headrace.core.sequence import SequenceUpdate
@@ -57,6 +60,8 @@ class ScriptedLLM(FakeLLM):
     def __init__(self, made: Tokenizer, texts: Sequence[str], *, tools: str = "auto", reasoning: str = "auto") -> None:
         self._formats = AnswerFormats(made, tools, reasoning)
         self.texts = texts
+        self.vocabulary = GrammarVocabulary(made, made.vocab_size, self._formats.machine.markers)
+        self.grammars = GrammarFactory(StructuredOutputsConfig(), self.vocabulary)
         super().__init__()
         self.tokenizer = made
 
@@ -70,6 +75,7 @@ class ScriptedLLM(FakeLLM):
             generation_config={"eos_token_id": made.eos_token_ids},
             seed=0,
             answers=self._formats if isinstance(made, Tokenizer) else None,
+            grammars=self.grammars,
         )
 
     async def _stream(self, request: Request) -> AsyncGenerator[OutputDelta]:

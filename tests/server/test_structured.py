@@ -18,6 +18,7 @@ from server.harness import Api
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 NAMED = {"name": "answer", "schema": SCHEMA}
+TAG = {"type": "structural_tag", "format": {"type": "const_string", "value": "yes"}}
 GRAMMAR = 'root ::= "yes" | "no"'
 SPELLINGS: list[tuple[dict[str, Any], dict[str, Any] | None]] = [
     ({"response_format": {"type": "text"}}, None),
@@ -32,6 +33,8 @@ SPELLINGS: list[tuple[dict[str, Any], dict[str, Any] | None]] = [
         {"json_object": True, "disable_any_whitespace": True},
     ),
     ({"structured_outputs": {"choice": ["a", "b"]}}, {"choice": ["a", "b"]}),
+    ({"response_format": TAG}, {"structural_tag": TAG}),
+    ({"structured_outputs": {"structural_tag": json.dumps(TAG)}}, {"structural_tag": TAG}),
     ({"guided_json": SCHEMA}, {"json": SCHEMA}),
     ({"guided_json": SCHEMA, "guided_whitespace_pattern": "[ ]?"}, {"json": SCHEMA, "whitespace_pattern": "[ ]?"}),
     ({"guided_regex": "[ab]+"}, {"regex": "[ab]+"}),
@@ -82,7 +85,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs.choice", "exactly one"),
     ({"structured_outputs": {}}, "structured_outputs", "exactly one"),
     ({"structured_outputs": {"rejex": "a"}}, "structured_outputs.rejex", "not a parameter"),
-    ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag", "not a parameter"),
+    ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag", "must have format"),
     ({"structured_outputs": "x"}, "structured_outputs", "object"),
     ({"structured_outputs": {"json_object": False}}, "structured_outputs.json_object", "only be true"),
     ({"guided_choice": []}, "guided_choice", "at least one"),
@@ -94,7 +97,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_json": SCHEMA, "guided_whitespace_pattern": "a"}, "guided_whitespace_pattern", "whitespace only"),
     ({"guided_json": {"nt": 1}}, "guided_json", "#/nt"),
     ({"response_format": {"type": "json"}}, "response_format.type", "json_schema"),
-    ({"response_format": {"type": "structural_tag", "format": {}}}, "response_format.type", "structural_tag"),
+    ({"response_format": {"type": "structural_tag", "format": {}}}, "response_format", "must have a type"),
     ({"response_format": []}, "response_format", "object"),
     ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema", "no field"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "name"),

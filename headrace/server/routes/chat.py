@@ -14,7 +14,7 @@ from headrace.server.generation import Generation, Piece, named
 from headrace.server.logprobs import JSONArray, chat_logprobs, prompt_logprobs
 from headrace.server.prompts import check_prompt_logprobs, render_messages
 from headrace.server.request import body_schema, checked_body
-from headrace.server.sampling import chat_names, chat_params
+from headrace.server.sampling import chat_names, chat_params, thinking_budget
 from headrace.server.schema import ChatBody
 from headrace.server.sse import Answer, respond
 from headrace.server.state import Serving, serving
@@ -45,10 +45,12 @@ async def chat_completions(request: Request) -> Response:
             parallel=body.parallel_tool_calls,
             stop_in_reasoning=body.stop_in_reasoning,
         )
+        plan = state.llm.inputs.answer_plan(prompt, params, tools.rules, budget=thinking_budget(body))
         engine_request = await state.llm.inputs.request_async(
             prompt,
             params,
             parse=parse,
+            plan=plan,
             add_special_tokens=body.add_special_tokens,
             request_id=request_id,
             priority=body.priority,
@@ -56,20 +58,23 @@ async def chat_completions(request: Request) -> Response:
         )
     check_prompt_logprobs(state, [engine_request], copies=1)
     generation = Generation(state, [engine_request])
-    return await respond(request, state, generation, ChatAnswer(body, state, generation, request_id), stream=body.stream)
+    return await respond(
+        request, state, generation, ChatAnswer(body, state, generation, request_id, named=tools.named), stream=body.stream
+    )
 
 
 class ChatAnswer(Answer):
     """Shapes deltas as OpenAI's ``chat.completion`` or its chunks."""
 
-    def __init__(self, body: ChatBody, state: Serving, generation: Generation, request_id: str) -> None:
+    def __init__(self, body: ChatBody, state: Serving, generation: Generation, request_id: str, *, named: bool) -> None:
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         super().__init__(body, state.model, generation, request_id, kind)
+        """``named``: the request names the function that the model calls."""
         self._body = body
         field = state.settings.reasoning_field
         self._reasoning = ("reasoning_content", "reasoning") if field == "both" else (field,)
         """Fields that have the reasoning."""
-        self._choices = [_ChatChoice(index) for index in range(generation.num_choices)]
+        self._choices = [_ChatChoice(index, named) for index in range(generation.num_choices)]
         self._prompt_logprobs: dict[str, Any] = {}
         self._prompt_token_ids: dict[str, Any] = {}
         if body.return_token_ids:
@@ -144,8 +149,9 @@ def _events(delta: OutputDelta) -> Sequence[Event]:
 class _ChatChoice:
     """One sample so far."""
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, named: bool) -> None:
         self.started = False
+        self._named = named
         self._index = index
         self._message = Message()
         self._token_ids: list[int] = []
@@ -166,7 +172,8 @@ class _ChatChoice:
         if self._finish is None:
             return None
         # A call that max_tokens cut off must not be executed: length stays length.
-        called = self._finish.finish_reason == "stop" and self._message.has_call
+        # Whoever names the function gets its call as the answer, which stop ends.
+        called = self._finish.finish_reason == "stop" and self._message.has_call and not self._named
         return "tool_calls" if called else self._finish.finish_reason
 
     def shape(self, with_logprobs: bool, with_token_ids: bool, reasoning: Sequence[str]) -> dict[str, Any]:

@@ -88,6 +88,15 @@ class Parser:
     def in_reasoning(self) -> bool:
         return self._state.sink == "reasoning"
 
+    @property
+    def at_start(self) -> bool:
+        """Whether nothing but whitespace was read."""
+        return self._state is self._machine.states["start"]
+
+    @property
+    def in_text(self) -> bool:
+        return self._state.sink in TEXT_SINKS
+
     def push(self, text: str, num_tokens: int = 1) -> list[Event]:
         """The events of ``num_tokens`` further tokens."""
         reasoning = self.in_reasoning

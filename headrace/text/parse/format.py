@@ -67,6 +67,32 @@ class Reasoning:
 
 
 @dataclasses.dataclass(frozen=True)
+class Written:
+    """How a model was trained to write calls, for the grammars that hold it to them.
+
+    Words in capitals stand for parts: NAME, INDEX (a number), ARGUMENTS (a JSON object), PARAMETERS (each as ``parameter``
+    has it, with KEY, VALUE and STRING, which says whether it is a string).
+    """
+
+    call: str
+    begin: str = ""
+    """Before the first call."""
+    between: str = ""
+    end: str = ""
+    """After the last."""
+    parameter: str = ""
+    optional: str = ""
+    """A marker that may come before all of it."""
+    several: bool = True
+    """Whether an answer may have several calls."""
+
+    @property
+    def first(self) -> str:
+        """What calls begin with."""
+        return self.begin or self.call
+
+
+@dataclasses.dataclass(frozen=True)
 class Format:
     """How a model family writes tool calls."""
 
@@ -84,6 +110,12 @@ class Format:
     whole: bool = False
     """``states`` has the states of content and reasoning too."""
     ids: Ids = "call"
+    written: tuple[Written, ...] = ()
+    """The forms of calls that a grammar may hold; none: it cannot."""
+    thought: Reasoning | None = None
+    """With ``whole``: how reasoning is written."""
+    answer: str = ""
+    """What is written before content."""
 
 
 def marked(name: str, scan: str, openings: tuple[str, ...], closing: str = "", hints: tuple[str, ...] = ()) -> Format:

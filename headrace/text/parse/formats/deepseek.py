@@ -1,6 +1,6 @@
 """DeepSeek V3: JSON in a fence; V3.1: JSON; V3.2 and V4: parameters in tags."""
 
-from headrace.text.parse.format import Format, Mark, State
+from headrace.text.parse.format import Format, Mark, State, Written
 
 _SECTION, _END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _CALL, _CALL_END, _SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
@@ -20,6 +20,11 @@ FORMATS = (
             "fence": State("space", (Mark("```", "close"), Mark(_CALL_END, "section"))),
             "close": State("space", (Mark(_CALL_END, "section"),)),
         },
+        written=(
+            Written(
+                f"{_CALL}function{_SEPARATOR}NAME\n```json\nARGUMENTS\n```{_CALL_END}", begin=_SECTION, between="\n", end=_END
+            ),
+        ),
     ),
     Format(
         "deepseek_v31",
@@ -31,6 +36,7 @@ FORMATS = (
             "arguments": State("scan", scan="json", then="close"),
             "close": State("space", (Mark(_CALL_END, "section"),)),
         },
+        written=(Written(f"{_CALL}NAME{_SEPARATOR}ARGUMENTS{_CALL_END}", begin=_SECTION, end=_END),),
     ),
     Format(
         "deepseek_v32",
@@ -49,5 +55,13 @@ FORMATS = (
             "flag": State("flag", (Mark('">', "value"),)),
             "value": State("value", (Mark(f"{_CLOSE}parameter>", "parameters"),)),
         },
+        written=(
+            Written(
+                f'{_DSML}invoke name="NAME">\nPARAMETERS{_CLOSE}invoke>\n',
+                begin=f"{_DSML}function_calls>\n",
+                end=f"{_CLOSE}function_calls>",
+                parameter=f'{_DSML}parameter name="KEY" string="STRING">VALUE{_CLOSE}parameter>\n',
+            ),
+        ),
     ),
 )

@@ -1,6 +1,6 @@
 """``<tool_call>F<arg_key>k</arg_key><arg_value>v</arg_value></tool_call>``."""
 
-from headrace.text.parse.format import Format, Mark, State
+from headrace.text.parse.format import Format, Mark, State, Written
 
 FORMATS = (
     Format(
@@ -15,5 +15,12 @@ FORMATS = (
             "value": State("value", (Mark("</arg_value>", "parameters"),)),
             "parameters": State("space", (Mark("<arg_key>", "key"), Mark("</tool_call>", "after", ends=True))),
         },
+        written=(
+            Written(
+                "<tool_call>NAME\nPARAMETERS</tool_call>",
+                between="\n",
+                parameter="<arg_key>KEY</arg_key>\n<arg_value>VALUE</arg_value>\n",
+            ),
+        ),
     ),
 )

@@ -2,9 +2,10 @@
 
 from dataclasses import replace
 
-from headrace.text.parse.format import marked
+from headrace.text.parse.format import Written, marked
 
-_HERMES = marked("hermes", "calls", ("<tool_call>",), "</tool_call>")
+_WRITTEN = Written('<tool_call>\n{"name": "NAME", "arguments": ARGUMENTS}\n</tool_call>', between="\n")
+_HERMES = replace(marked("hermes", "calls", ("<tool_call>",), "</tool_call>"), written=(_WRITTEN,))
 FORMATS = (
     replace(_HERMES, name="ernie45", hints=(("<tool_call>", "<response>"),), wrap=("<response>", "</response>")),
     replace(_HERMES, aliases=("qwen25", "qwen", "qwen3_json", "longcat")),

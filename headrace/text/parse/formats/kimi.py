@@ -1,6 +1,6 @@
 """``<|tool_call_begin|>functions.F:0<|tool_call_argument_begin|>{...}<|tool_call_end|>`` in a section."""
 
-from headrace.text.parse.format import Format, Mark, State
+from headrace.text.parse.format import Format, Mark, State, Written
 
 FORMATS = (
     Format(
@@ -17,5 +17,12 @@ FORMATS = (
             "arguments": State("scan", scan="json", then="close"),
             "close": State("space", (Mark("<|tool_call_end|>", "section"),)),
         },
+        written=(
+            Written(
+                "<|tool_call_begin|>functions.NAME:INDEX<|tool_call_argument_begin|>ARGUMENTS<|tool_call_end|>",
+                begin="<|tool_calls_section_begin|>",
+                end="<|tool_calls_section_end|>",
+            ),
+        ),
     ),
 )

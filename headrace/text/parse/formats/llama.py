@@ -1,6 +1,6 @@
 """``{"name": ..., "parameters": {...}}``, after ``<|python_tag|>`` or alone; ``;`` between calls."""
 
-from headrace.text.parse.format import Format, Mark, State
+from headrace.text.parse.format import Format, Mark, State, Written
 
 FORMATS = (
     Format(
@@ -13,5 +13,6 @@ FORMATS = (
             "call": State("scan", scan="calls", then="more"),
             "more": State("after", (Mark(";", "call"), Mark("<|python_tag|>", "call")), lead={"{": "call"}),
         },
+        written=(Written('{"name": "NAME", "parameters": ARGUMENTS}', between="; ", optional="<|python_tag|>"),),
     ),
 )

@@ -1,6 +1,6 @@
 """``<minimax:tool_call><invoke name="F"><parameter name="P">v</parameter></invoke></minimax:tool_call>``."""
 
-from headrace.text.parse.format import Format, Mark, State
+from headrace.text.parse.format import Format, Mark, State, Written
 
 FORMATS = (
     Format(
@@ -15,5 +15,13 @@ FORMATS = (
             "key": State("key", (Mark('">', "value"),)),
             "value": State("value", (Mark("</parameter>", "parameters", trim=1),)),
         },
+        written=(
+            Written(
+                '<invoke name="NAME">\nPARAMETERS</invoke>\n',
+                begin="<minimax:tool_call>\n",
+                end="</minimax:tool_call>",
+                parameter='<parameter name="KEY">VALUE</parameter>\n',
+            ),
+        ),
     ),
 )

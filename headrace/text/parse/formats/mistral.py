@@ -1,6 +1,6 @@
 """``[TOOL_CALLS][{"name": ..., "arguments": ...}]`` (to v7) and ``[TOOL_CALLS]name[ARGS]{...}`` (from v11)."""
 
-from headrace.text.parse.format import Format, Mark, State
+from headrace.text.parse.format import Format, Mark, State, Written
 
 FORMATS = (
     Format(
@@ -18,5 +18,9 @@ FORMATS = (
             "calls": State("scan", scan="calls", then="after"),
         },
         ids="alphanumeric9",
+        written=(
+            Written("[TOOL_CALLS]NAME[ARGS]ARGUMENTS"),
+            Written('{"name": "NAME", "arguments": ARGUMENTS}', begin="[TOOL_CALLS][", between=", ", end="]"),
+        ),
     ),
 )

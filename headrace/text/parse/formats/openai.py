@@ -1,6 +1,6 @@
 """Harmony (gpt-oss): messages with a channel and, for calls, a recipient in their header."""
 
-from headrace.text.parse.format import Format, Mark, State
+from headrace.text.parse.format import Format, Mark, Reasoning, State, Written
 
 _HEADER = (Mark("<|channel|>", "start"), Mark("<|constrain|>", "start"), Mark("<|message|>", "route"))
 _ENDS = (
@@ -24,5 +24,9 @@ FORMATS = (
             "call": State("scan", scan="json", then="after"),
         },
         whole=True,
+        # The header of a call ends the turn with its message: the token after it, <|call|>, ends the sequence.
+        written=(Written("<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>ARGUMENTS", several=False),),
+        thought=Reasoning("openai", "<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
+        answer="<|channel|>final<|message|>",
     ),
 )

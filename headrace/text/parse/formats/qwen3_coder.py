@@ -1,6 +1,6 @@
 """``<tool_call><function=F><parameter=P>raw</parameter></function></tool_call>``."""
 
-from headrace.text.parse.format import Format, Mark, State
+from headrace.text.parse.format import Format, Mark, State, Written
 
 FORMATS = (
     Format(
@@ -16,5 +16,12 @@ FORMATS = (
             "key": State("key", (Mark(">", "value"),)),
             "value": State("value", (Mark("</parameter>", "parameters", trim=1),)),
         },
+        written=(
+            Written(
+                "<tool_call>\n<function=NAME>\nPARAMETERS</function>\n</tool_call>",
+                between="\n",
+                parameter="<parameter=KEY>\nVALUE\n</parameter>\n",
+            ),
+        ),
     ),
 )

@@ -1,0 +1,382 @@
+"""compose: one grammar of a whole answer: its reasoning, then the answer itself or calls of tools.
+
+There is no gate between the parts: the grammar holds from the first token on, and where reasoning ends is part of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from headrace.constrain.lark import Lark, regex, spelled
+from headrace.errors import RequestError
+from headrace.text.answers import AnswerFormats, types_of
+from headrace.text.parse.format import Choice, Format, Reasoning, Vocabulary, Written
+
+Opening = Literal["start", "reasoning", "content"]
+"""Where an answer begins: anywhere, in reasoning that the prompt has opened, or behind it."""
+Hold = Callable[[Any, "HeldTool"], str]
+"""The grammar of a schema that a tool's call holds, in llguidance's serialised form. Raises RequestError."""
+
+
+class HeldTool(msgspec.Struct, frozen=True):
+    """A tool whose calls a grammar holds."""
+
+    name: str
+    parameters: str | None
+    """JSON Schema of the arguments, as text; None: any object."""
+    param: str
+    """Where the request says so."""
+    strict: bool = False
+
+
+class CallRules(msgspec.Struct, frozen=True):
+    """Which calls an answer may have."""
+
+    tools: tuple[HeldTool, ...]
+    required: bool = False
+    """At least one. Otherwise text, or text and then calls."""
+    parallel: bool = True
+    """False: one call at most."""
+    param: str = "tools"
+    """What asks for the grammar."""
+
+
+def held_tools(tools: Sequence[Mapping[str, Any]], where: str = "tools", *, always: bool = False) -> tuple[HeldTool, ...]:
+    """Checked tools as grammars hold them. ``always``: their arguments are held also without ``strict``."""
+    held = []
+    for index, tool in enumerate(tools):
+        function, inner = tool["function"], f"{where}[{index}]" if where == "functions" else f"{where}[{index}].function"
+        strict, parameters = bool(function.get("strict")), None
+        if strict or always:
+            # A function without parameters has none.
+            parameters = json.dumps(function.get("parameters") or {"type": "object", "additionalProperties": False})
+        held.append(HeldTool(function["name"], parameters, f"{inner}.parameters", strict))
+    return tuple(held)
+
+
+def strict_at(tools: Sequence[HeldTool]) -> str | None:
+    """Where a request first says that a tool is strict."""
+    return next((tool.param.removesuffix("parameters") + "strict" for tool in tools if tool.strict), None)
+
+
+@dataclasses.dataclass(frozen=True)
+class AnswerPlan:
+    """What an answer has around and beside its content, and in what form."""
+
+    choice: Choice
+    vocabulary: Vocabulary
+    opening: Opening
+    rules: CallRules | None = None
+    budget: int | None = None
+    """Tokens of reasoning at most, beside its markers."""
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Equal for equal plans of one engine."""
+        tools, reasoning = self.choice.tools, self.choice.reasoning
+        return tools and tools.name, reasoning and reasoning.name, self.opening, self.rules, self.budget
+
+    @property
+    def plain(self) -> bool:
+        """Whether the answer is content alone."""
+        return self.rules is None and (self.opening == "content" or thought_of(self.choice) is None)
+
+
+def plan_of(
+    answers: AnswerFormats,
+    prompt: str,
+    rules: CallRules | None = None,
+    *,
+    budget: int | None = None,
+    in_reasoning: bool = False,
+) -> AnswerPlan:
+    """The plan of an answer to ``prompt``. ``in_reasoning``: what is held is held from the first token on.
+
+    Raises:
+        RequestError: the format of the model's tool calls or reasoning is none that can be held.
+    """
+    choice = answers.recognised.choice
+    if budget is not None:
+        _check_budget(choice, answers.vocabulary)
+    if rules is not None and (choice.tools is None or not choice.tools.written):
+        name = choice.tools.name if choice.tools is not None else "none"
+        raise RequestError(
+            f"{rules.param} is not supported with this model's format of tool calls, {name}: its calls cannot be constrained",
+            rules.param,
+            code="unsupported_parameter",
+        )
+    return AnswerPlan(choice, answers.vocabulary, "content" if in_reasoning else answers.opening(prompt), rules, budget)
+
+
+def _check_budget(choice: Choice, vocabulary: Vocabulary) -> None:
+    thought, name = thought_of(choice), "thinking_token_budget"
+    if thought is None:
+        why = "this model's format of reasoning is not known: name it with --reasoning-parser"
+    elif choice.tools is not None and choice.tools.whole:
+        why = f"it cannot be held in this model's format, {choice.tools.name}"
+    elif any(isinstance(spelled(mark, vocabulary.tokens)[0], str) for mark in (thought.open, thought.close)):
+        why = "the markers of this model's reasoning are no tokens of its vocabulary"
+    else:
+        return
+    raise RequestError(f"{name} is not supported: {why}", name, code="unsupported_parameter")
+
+
+def thought_of(choice: Choice) -> Reasoning | None:
+    """How reasoning is written."""
+    return choice.tools.thought if choice.tools is not None and choice.tools.whole else choice.reasoning
+
+
+def compose(plan: AnswerPlan, answer: str | None, hold: Hold) -> str:
+    """The grammar of an answer, in llguidance's serialised form.
+
+    Args:
+        answer: grammar of the content; None: it is text.
+
+    Raises:
+        RequestError: a tool's schema cannot be held.
+    """
+    return _Composer(plan, hold).grammar(answer)
+
+
+_PARTS = re.compile("(NAME|INDEX|ARGUMENTS|PARAMETERS|KEY|VALUE|STRING)")
+_INDEX = "/[0-9]{1,3}/"
+_ANY_KEY = "/[A-Za-z_][A-Za-z0-9_.\\-]{0,63}/"
+_ANNOTATIONS = frozenset({"title", "description", "default", "examples", "deprecated", "nullable", "type", "anyOf"})
+_STRING_KEYWORDS = frozenset({"enum", "const", "pattern", "minLength", "maxLength"})
+
+
+class _Composer(Lark):
+    def __init__(self, plan: AnswerPlan, hold: Hold) -> None:
+        super().__init__(plan.vocabulary.tokens)
+        self._plan = plan
+        self._hold = hold
+
+    def grammar(self, answer: str | None) -> str:
+        held = None if answer is None else self.sub(answer)
+        rules, tools = self._plan.rules, self._plan.choice.tools
+        if rules is not None and tools is not None:
+            body = self._body(held, tools, rules)
+        else:
+            body = self._content(held or self._rest())
+        return self.serialised(f"{self._reasoning()} ({body})")
+
+    # Parts of an answer
+
+    def _reasoning(self) -> str:
+        plan, thought = self._plan, thought_of(self._plan.choice)
+        if thought is None or plan.opening == "content":
+            return ""
+        rest = self.until(thought.close) if plan.budget is None else self._within(plan.budget, thought.close)
+        if plan.choice.tools is None or not plan.choice.tools.whole:
+            self.rules.append("GAP: /\\n{1,2}/")
+            rest += " GAP?"
+        opened = f"{self.literal(thought.open)} {rest}"
+        if plan.choice.tools is not None and plan.choice.tools.whole:
+            return f"{rest} ({opened})*" if plan.opening == "reasoning" else f"({opened})*"
+        return rest if plan.opening == "reasoning" else f"({opened})?"
+
+    def _within(self, budget: int, marker: str) -> str:
+        """Text of at most so many tokens, and a marker."""
+        if not budget:
+            return self.literal(marker)
+        name = f"thought{len(self.rules)}"
+        self.rules.append(f"{name}[max_tokens={budget}]: /(?s:.*)/")
+        return f"{name} {self.literal(marker)}"
+
+    def _rest(self) -> str:
+        """An answer of which nothing is held but that reasoning does not begin again."""
+        thought = thought_of(self._plan.choice)
+        if self._plan.budget is None or thought is None:
+            return self.text(())
+        (opening, *_) = spelled(thought.open, self.tokens)
+        return f"<[^{opening}]>*"
+
+    def _content(self, expression: str) -> str:
+        """Content, with what the format writes before it."""
+        tools = self._plan.choice.tools
+        before = tools.answer if tools is not None and self._plan.opening != "content" else ""
+        return f"{self.literal(before)} {expression}" if before else expression
+
+    def _body(self, held: str | None, tools: Format, rules: CallRules) -> str:
+        calls = self._calls(tools, rules)
+        if rules.required:
+            return calls
+        if held is not None:
+            return f"{self._content(held)} | {calls}"
+        marks = [mark.text for mark in tools.opens]
+        spelled_out = [mark for mark in marks if not self.is_token(mark)]
+        if tools.whole:
+            return f"{self._content(self.text(()))} | {calls}"
+        text = self.text(spelled_out, list(tools.lead))
+        if tools.lead:
+            return f"{text} | {calls}"
+        (opening,) = {mark for mark in marks if tools.written[0].first.startswith(mark)}
+        if opening in spelled_out:
+            return f"{text} | {self.lazy(opening, spelled_out)} {self._calls(tools, rules, without=opening)}"
+        return f"{text} ({calls})?"
+
+    # Calls
+
+    def _calls(self, tools: Format, rules: CallRules, without: str = "") -> str:
+        """``without``: a marker that they begin with, and that is read already."""
+        return " | ".join(self._written(written, rules, without) for written in tools.written)
+
+    def _written(self, written: Written, rules: CallRules, without: str) -> str:
+        begin = written.begin.removeprefix(without) if written.begin else ""
+        first = written.call if written.begin else written.call.removeprefix(without)
+        calls = self._alternatives(written, first, rules)
+        if rules.parallel and written.several:
+            more = calls if first == written.call else self._alternatives(written, written.call, rules)
+            calls = f"{calls} ({self.literal(written.between)} {more})*"
+        optional = f"{self.literal(written.optional)}?" if written.optional else ""
+        return f"{optional} {self.literal(begin)} {calls} {self.literal(written.end)}"
+
+    def _alternatives(self, written: Written, call: str, rules: CallRules) -> str:
+        name = f"call{len(self.rules)}"
+        each = []
+        for tool in rules.tools:
+            each.append(self._filled(call, {"NAME": tool.name}, functools.partial(self._part, written, tool)))
+        self.rules.append(f"{name}: " + "\n | ".join(each))
+        return name
+
+    def _filled(self, template: str, texts: Mapping[str, str], expression: Callable[[str], str]) -> str:
+        """A template with its capital parts: as text, or as an expression."""
+        found, run = [], ""
+        for part in _PARTS.split(template):
+            if part in texts or not _PARTS.fullmatch(part):
+                run += texts.get(part, part)
+                continue
+            found += [self.literal(run), expression(part)]
+            run = ""
+        return " ".join([*found, self.literal(run)])
+
+    def _part(self, written: Written, tool: HeldTool, part: str) -> str:
+        if part == "INDEX":
+            return _INDEX
+        if part == "ARGUMENTS":
+            return self.sub(self._hold(self._arguments(tool), tool))
+        return self._parameters(written, tool)
+
+    def _arguments(self, tool: HeldTool) -> Any:
+        schema = {} if tool.parameters is None else json.loads(tool.parameters)
+        if schema.get("type", "object") != "object":
+            raise RequestError(f"{tool.param}: type must be object", tool.param, code="unsupported_schema")
+        return {"type": "object", **schema}
+
+    # Raw parameters
+
+    def _parameters(self, written: Written, tool: HeldTool) -> str:
+        schema = self._arguments(tool)
+        if tool.parameters is None:
+            return f"({self._parameter(written, None, {}, tool, schema)})*"
+        known = _ANNOTATIONS | {"properties", "required", "additionalProperties", "$defs", "definitions", "$schema", "strict"}
+        if (other := next((name for name in schema if name not in known), None)) is not None:
+            raise self._refused(f"#/{other}", other, tool)
+        properties, required = schema.get("properties", {}), schema.get("required", [])
+        if not isinstance(properties, dict) or not isinstance(required, list) or not {*required} <= properties.keys():
+            raise self._refused("#/required", "properties and required that do not fit together", tool)
+        self._hold({**schema, "type": "object"}, tool)  # says what no format can hold, with its place
+        return " ".join(
+            self._parameter(written, key, value, tool, schema) if key in required
+            else f"({self._parameter(written, key, value, tool, schema)})?"
+            for key, value in properties.items()
+        )  # fmt: skip
+
+    def _parameter(self, written: Written, key: str | None, schema: Any, tool: HeldTool, root: Any) -> str:
+        before, _, after = written.parameter.partition("VALUE")
+        types = types_of(schema, root)
+        flags = {"STRING": "true" if key is None or types == {"string"} or not types else "false"}
+        if key is None:
+            opening = self._filled(before, flags, lambda part: self.terminal(_ANY_KEY))
+        else:
+            opening = self.literal(self._texts(before, {"KEY": key, **flags}))
+        return f"{opening} {self._value(schema, types, root, after, tool, key, written)}"
+
+    def _texts(self, template: str, texts: Mapping[str, str]) -> str:
+        return "".join(texts.get(part, part) for part in _PARTS.split(template))
+
+    def _value(
+        self, schema: Any, types: frozenset[str], root: Any, after: str, tool: HeldTool, key: str | None, written: Written
+    ) -> str:
+        if types and "string" not in types:
+            shared = {name: root[name] for name in ("$defs", "definitions") if name in root}
+            return f"{self.sub(self._hold({**shared, **schema}, tool))} {self.literal(after)}"
+        place = f"#/properties/{key}"
+        if types == {"string"}:
+            terms, empty = self._string_terms(_followed(schema, root), place, tool)
+        elif types and "STRING" in written.parameter:
+            raise self._refused(place, "a parameter of several types", tool)
+        elif not _free(schema):
+            raise self._refused(place, "a parameter of several types with further keywords", tool)
+        else:
+            terms, empty = ["/(?s:.*)/"], True
+        first, *rest = spelled(after, self.tokens)
+        if isinstance(first, int):
+            terminal = self.terminal(" & ".join(terms))
+            return f"{terminal}{'?' if empty else ''} {self.pieces([first, *rest])}"
+        closing = next(mark for state in self._states() if state.sink == "value" for mark in state.on)
+        terms.append(f"~/(?s:.*){regex(closing.text)}(?s:.*)/")
+        value = " & ".join(terms)
+        return f"{self.terminal(f'({value}) {json.dumps(first)}')} {self.pieces(rest)}"
+
+    def _string_terms(self, schema: Any, place: str, tool: HeldTool) -> tuple[list[str], bool]:
+        """Terms of a terminal that all hold for the raw text, and whether it may be empty."""
+        unknown = next((name for name in schema if name not in _ANNOTATIONS | _STRING_KEYWORDS), None)
+        if unknown is not None or "anyOf" in schema:
+            raise self._refused(f"{place}/{unknown or 'anyOf'}", unknown or "anyOf", tool)
+        least, most = schema.get("minLength", 0), schema.get("maxLength")
+        terms, empty = [f"/(?s:.{{{least},{'' if most is None else most}}})/"], least == 0
+        values = [schema["const"]] if "const" in schema else schema.get("enum")
+        if values is not None:
+            values = [value for value in values if isinstance(value, str)]
+            terms.append("(" + " | ".join(f"/{regex(value)}/" for value in values) + ")")
+            empty = empty and "" in values
+        if "pattern" in schema:
+            pattern = schema["pattern"]
+            begins, ends = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith("\\$")
+            inner = pattern[begins : len(pattern) - ends]
+            if re.search(r"(?<!\\)\|", inner) and (begins or ends):
+                raise self._refused(f"{place}/pattern", "a pattern with ^ or $ in a part of it", tool)
+            inner = inner.replace("/", "\\/") if "\\/" not in inner else inner
+            terms.append(f"/{'' if begins else '(?s:.*)'}({inner}){'' if ends else '(?s:.*)'}/")
+            empty = False
+        return terms, empty
+
+    def _refused(self, place: str, what: str, tool: HeldTool) -> RequestError:
+        tools = self._plan.choice.tools
+        name = tools.name if tools is not None else "none"
+        message = f"the schema at {place}: {what} cannot be held in this model's format of tool calls, {name}"
+        return RequestError(f"{tool.param}: {message}", tool.param, code="unsupported_schema")
+
+    def _states(self) -> list[Any]:
+        tools = self._plan.choice.tools
+        return [] if tools is None else list(tools.states.values())
+
+
+def _followed(schema: Any, root: Any) -> Any:
+    """The schema that a bare $ref stands for."""
+    for _ in range(8):
+        reference = schema.get("$ref")
+        if not isinstance(reference, str) or not reference.startswith("#/"):
+            break
+        target = root
+        for name in reference[2:].split("/"):
+            target = target.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(target, dict) else None
+        if not isinstance(target, dict):
+            break
+        schema = {**target, **{name: value for name, value in schema.items() if name != "$ref"}}
+    return schema
+
+
+def _free(schema: Any) -> bool:
+    """Whether a schema says nothing but types."""
+    if not isinstance(schema, dict):
+        return schema is True
+    return schema.keys() <= _ANNOTATIONS and all(_free(branch) for branch in schema.get("anyOf", ()))

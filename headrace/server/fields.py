@@ -15,14 +15,17 @@ from headrace.core.request import Request
 from headrace.options import options
 from headrace.sampling_params import SamplingParams
 from headrace.server.errors import ApiError, shown
+from headrace.server.schema import EXTRAS
 
-Endpoint = Literal["chat", "completions"]
-Origin = Literal["OpenAI", "vLLM", "SGLang", "llama.cpp", "headrace"]
+Endpoint = Literal["chat", "completions", "messages", "count_tokens"]
+Origin = Literal["OpenAI", "Anthropic", "vLLM", "SGLang", "llama.cpp", "headrace"]
 Treatment = Literal["applied", "accepted", "refused"]
 
 _BOTH: tuple[Endpoint, ...] = ("chat", "completions")
 _CHAT: tuple[Endpoint, ...] = ("chat",)
 _TEXT: tuple[Endpoint, ...] = ("completions",)
+_MESSAGES: tuple[Endpoint, ...] = ("messages",)
+_COUNTED: tuple[Endpoint, ...] = ("messages", "count_tokens")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,12 +57,18 @@ def _declared(origin: Origin, endpoints: tuple[Endpoint, ...], names: str, cls: 
 
 
 def _other(
-    treatment: Treatment, name: str, why: str, takes: Any, takes_text: str, endpoints: tuple[Endpoint, ...] = _CHAT
+    treatment: Treatment,
+    name: str,
+    why: str,
+    takes: Any,
+    takes_text: str,
+    endpoints: tuple[Endpoint, ...] = _CHAT,
+    origin: Origin = "OpenAI",
 ) -> FieldRule:
     return FieldRule(
         name=name,
         endpoints=endpoints,
-        origin="OpenAI",
+        origin=origin,
         treatment=treatment,
         why=why,
         takes=takes,
@@ -146,6 +155,65 @@ FIELDS: tuple[FieldRule, ...] = (
     *_applied(
         "headrace", _CHAT, stop_in_reasoning="true: stop strings end the answer in reasoning too. Default: in content only."
     ),
+    *_declared("Anthropic", _MESSAGES, "temperature top_p top_k", SamplingParams),
+    *_declared(
+        "headrace",
+        _MESSAGES,
+        " ".join(name for name in EXTRAS.split() if name not in ("temperature", "top_p", "top_k")),
+        SamplingParams,
+    ),
+    *_declared("headrace", _MESSAGES, "cache_salt priority", Request),
+    *_applied("headrace", _COUNTED, chat_template_kwargs="Further variables for the chat template."),
+    *_applied(
+        "Anthropic",
+        _COUNTED,
+        model="Name of the model, one of /v1/models. Default: the model that is served.",
+        messages="Conversation: text, tool_use, tool_result, thinking and redacted_thinking blocks.",
+        system="System prompt: a string or text blocks.",
+        tools="Tools that the client runs: name, description, input_schema, strict. Others: see --unsupported-tools.",
+        tool_choice="auto (default), any, tool or none, with disable_parallel_tool_use.",
+        thinking="enabled with budget_tokens, adaptive or disabled: sets enable_thinking of the chat template.",
+        output_config="Object with effort and format, a JSON schema of the answer.",
+    ),
+    *_applied(
+        "Anthropic",
+        _MESSAGES,
+        max_tokens="Largest number of tokens to generate. Where the context ends before, so does the answer.",
+        stop_sequences="Strings that end the output.",
+        stream="Answer with server-sent events.",
+    ),
+    _other("accepted", "cache_control", "every prefix is cached", dict[str, Any], "an object", _COUNTED, origin="Anthropic"),
+    _other(
+        "accepted",
+        "metadata",
+        "labels for the caller's own records",
+        dict[Literal["user_id"], str | None],
+        "an object with user_id",
+        _MESSAGES,
+        origin="Anthropic",
+    ),
+    _other(
+        "refused",
+        "service_tier",
+        "there is one tier",
+        Literal["auto", "standard_only"],
+        '"auto", "standard_only"',
+        _MESSAGES,
+        origin="Anthropic",
+    ),
+    _other("refused", "speed", "there is one speed", Literal["standard"], '"standard"', _COUNTED, origin="Anthropic"),
+    *(
+        _other("refused", name, why, None, "", endpoints, origin="Anthropic")
+        for name, why, endpoints in (
+            ("container", "the server runs no tools of its own", _MESSAGES),
+            ("mcp_servers", "the server runs no tools of its own", _MESSAGES),
+            ("context_management", "the server edits no conversation", _MESSAGES),
+            ("diagnostics", "there are no such diagnostics", _MESSAGES),
+            ("inference_geo", "the server is where it is", _MESSAGES),
+            ("user_profile_id", "the server keeps no profiles", _COUNTED),
+            ("workspace_id", "the server has no workspaces", _COUNTED),
+        )
+    ),
     _other("accepted", "user", "a label for the caller's own records", str, "any string", _BOTH),
     _other("accepted", "safety_identifier", "a label for the caller's own records", str, "any string"),
     _other("accepted", "metadata", "labels on stored completions; nothing is stored", _METADATA, "up to 16 strings by name"),
@@ -224,15 +292,15 @@ def _passes(rule: FieldRule, value: Any) -> bool:
     if rule.takes is None:
         return False
     try:
-        _adapter(rule.name, rule.treatment).validate_python(value, strict=True)
+        _adapter(rule.name, rule.endpoints).validate_python(value, strict=True)
     except ValidationError:
         return False
     return True
 
 
 @cache
-def _adapter(name: str, treatment: Treatment) -> TypeAdapter[Any]:
-    rule = next(rule for rule in FIELDS if (rule.name, rule.treatment) == (name, treatment))
+def _adapter(name: str, endpoints: tuple[Endpoint, ...]) -> TypeAdapter[Any]:
+    rule = next(rule for rule in FIELDS if (rule.name, rule.endpoints) == (name, endpoints))
     return TypeAdapter(rule.takes)
 
 

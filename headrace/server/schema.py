@@ -52,17 +52,15 @@ class StreamOptions(RequestBody):
     include_obfuscation: Literal[False] = False
 
 
-class GenerationBody(RequestBody):
-    """What chat and text completions share. The table of fields has refused every other name before."""
+class SampledBody(RequestBody):
+    """What all requests for text share. The table of fields has refused every other name before."""
 
     model_config = ConfigDict(extra="allow")
 
     model: str | None = None
     cache_salt: Annotated[Any, WithJsonSchema(_REQUEST["cache_salt"].json_schema())] = None
     priority: Annotated[Any, WithJsonSchema(_REQUEST["priority"].json_schema())] = 0
-    return_token_ids: bool = False
     stream: bool = False
-    stream_options: StreamOptions | None = None
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -75,6 +73,13 @@ class GenerationBody(RequestBody):
         known = {name: option for name, option in _SAMPLING.items() if name not in cls.model_fields and name != "detokenize"}
         known |= _CONSTRAINTS
         return {name: option.json_schema() for name, option in known.items()}
+
+
+class GenerationBody(SampledBody):
+    """What chat and text completions share."""
+
+    return_token_ids: bool = False
+    stream_options: StreamOptions | None = None
 
 
 class ChatBody(GenerationBody):
@@ -95,6 +100,47 @@ class ChatBody(GenerationBody):
     include_reasoning: bool = True
     separate_reasoning: bool = True
     stop_in_reasoning: bool = False
+
+
+EXTRAS = (
+    "temperature top_p top_k min_p seed frequency_penalty presence_penalty repetition_penalty logit_bias stop_token_ids "
+    "bad_words allowed_token_ids ignore_eos"
+)
+"""Sampling parameters that every protocol takes by the same names."""
+
+
+class ProtocolBody(SampledBody):
+    """A request of another protocol, from which a chat request is made."""
+
+    chat_template_kwargs: dict[str, Any] = {}
+
+    @classmethod
+    def sampling_schema(cls) -> dict[str, Any]:
+        return {name: _SAMPLING[name].json_schema() for name in EXTRAS.split()}
+
+
+class MessagesBody(ProtocolBody):
+    """The parts that are not typed here are checked by shape/messages.py, which names places within them."""
+
+    messages: Messages
+    max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)]
+    system: Any = None
+    stop_sequences: Any = None
+    tools: Tools = None
+    tool_choice: Annotated[Any, WithJsonSchema({"type": "object"})] = None
+    thinking: Annotated[Any, WithJsonSchema({"type": "object"})] = None
+    output_config: Annotated[Any, WithJsonSchema({"type": "object"})] = None
+
+
+class CountTokensBody(RequestBody):
+    model: str | None = None
+    messages: Messages
+    system: Any = None
+    tools: Tools = None
+    tool_choice: Annotated[Any, WithJsonSchema({"type": "object"})] = None
+    thinking: Annotated[Any, WithJsonSchema({"type": "object"})] = None
+    output_config: Annotated[Any, WithJsonSchema({"type": "object"})] = None
+    chat_template_kwargs: dict[str, Any] = {}
 
 
 class CompletionBody(GenerationBody):

@@ -12,6 +12,7 @@ from headrace.errors import ConfigError
 from headrace.options import LIMITS, MODEL, SECURITY, SERVER, OptionSpec, check
 from headrace.sampling_params import MAX_SAMPLES
 
+UnsupportedTools = Literal["refuse", "skip"]
 ReasoningField = Literal["both", "reasoning_content", "reasoning"]
 
 
@@ -108,6 +109,12 @@ class ServerSettings:
     enable_auto_tool_choice: bool = True
     """Look for tool calls in the answers to requests that offer tools. Without it, such requests are refused unless they set
     tool_choice to none."""
+    unsupported_tools: UnsupportedTools = "refuse"
+    """What becomes of tools that the server would have to run itself, such as web search, in requests to /v1/responses and
+    /v1/messages: refuse the request, or skip the tool, as agents need that send such tools always."""
+    keep_client_headers: bool = False
+    """Keep the line x-anthropic-billing-header at the start of system prompts in /v1/messages. Some agents send it with another
+    value in each request, so that no prefix would be found in the cache: without this option it is left out."""
     reasoning_field: ReasoningField = "both"
     """Field of messages and deltas that has the reasoning: reasoning_content (SGLang, DeepSeek), reasoning (vLLM), or both."""
     chat_template: Annotated[str | None, OptionSpec(default="the model's own", metavar="FILE|TEMPLATE")] = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -46,6 +47,10 @@ class Serving:
         """Whether this process belongs to the server, so that its garbage collector may be tuned."""
         self.draining = False
         self.num_in_flight = 0
+        self.secret = secrets.token_bytes(32)
+        """Signs what clients keep for the server."""
+        self.late_system: bool | None = None
+        """Whether the chat template takes a system message after others; None: not known yet."""
         self.stopped = asyncio.Event()
         """Set when requests still in flight must end at once."""
         self._facts: ServedModel | None = None

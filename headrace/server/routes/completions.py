@@ -20,7 +20,7 @@ from headrace.server.prompts import check_prompt_logprobs, need_tokenizer, parse
 from headrace.server.request import body_schema, checked_body
 from headrace.server.sampling import completion_names, completion_params
 from headrace.server.schema import CompletionBody
-from headrace.server.sse import Answer, respond
+from headrace.server.sse import ChunkAnswer, respond
 from headrace.server.state import ServedModel, Serving, serving
 
 router = APIRouter()
@@ -78,7 +78,7 @@ def _echo_text(state: Serving, prompt: str | list[int]) -> str:
     return text
 
 
-class CompletionAnswer(Answer):
+class CompletionAnswer(ChunkAnswer):
     """Shapes the deltas of one request as OpenAI's ``text_completion``; choice ``prompt * n + sample``."""
 
     def __init__(

@@ -132,6 +132,52 @@ class MessagesBody(ProtocolBody):
     output_config: Annotated[Any, WithJsonSchema({"type": "object"})] = None
 
 
+class ResponsesStreamOptions(RequestBody):
+    include_obfuscation: Literal[False] = False
+
+
+Label = Annotated[str, Field(max_length=64)]
+Metadata = Annotated[dict[Label, Annotated[str, Field(max_length=512)]], Field(max_length=16)]
+
+
+class ResponsesBody(ProtocolBody):
+    """The parts that are not typed here are checked by shape/responses.py, which names places within them."""
+
+    input: Annotated[Any, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]})]
+    instructions: str | None = None
+    max_output_tokens: Annotated[Any, WithJsonSchema(_SAMPLING["max_tokens"].json_schema())] = None
+    top_logprobs: Count | None = None
+    include: list[
+        Literal[
+            "message.output_text.logprobs",
+            "reasoning.encrypted_content",
+            "file_search_call.results",
+            "web_search_call.results",
+            "web_search_call.action.sources",
+            "message.input_image.image_url",
+            "computer_call_output.output.image_url",
+            "code_interpreter_call.outputs",
+        ]
+    ] = []
+    text: dict[str, Any] | None = None
+    tools: Tools = None
+    tool_choice: Annotated[Any, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}]})] = None
+    parallel_tool_calls: bool = True
+    max_tool_calls: Count | None = None
+    reasoning: dict[str, Any] | None = None
+    store: bool | None = None
+    previous_response_id: str | None = None
+    stream_options: ResponsesStreamOptions | None = None
+    metadata: Metadata = {}
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    @classmethod
+    def sampling_schema(cls) -> dict[str, Any]:
+        return {name: _SAMPLING[name].json_schema() for name in f"{EXTRAS} stop min_tokens".split()}
+
+
 class CountTokensBody(RequestBody):
     model: str | None = None
     messages: Messages

@@ -109,6 +109,15 @@ class ServerSettings:
     enable_auto_tool_choice: bool = True
     """Look for tool calls in the answers to requests that offer tools. Without it, such requests are refused unless they set
     tool_choice to none."""
+    responses_store: bool = True
+    """Keep responses of /v1/responses in memory, unless a request says store: false, so that clients may get them again and
+    continue them by previous_response_id."""
+    responses_store_entries: Annotated[int, OptionSpec(min=1)] = 4096
+    """Maximum number of stored responses. The one that was not used for longest is forgotten for another."""
+    responses_store_bytes: Annotated[int, OptionSpec(min=1, size=True, default="256MiB")] = 256 * 2**20
+    """Maximum size of all stored responses. Each holds the conversation that led to it."""
+    responses_store_ttl: Annotated[float, OptionSpec(above=0.0, metavar="SECONDS")] = 86400.0
+    """Seconds for which a response is stored."""
     unsupported_tools: UnsupportedTools = "refuse"
     """What becomes of tools that the server would have to run itself, such as web search, in requests to /v1/responses and
     /v1/messages: refuse the request, or skip the tool, as agents need that send such tools always."""

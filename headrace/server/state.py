@@ -23,6 +23,7 @@ from headrace.server.body import BodyBudget
 from headrace.server.errors import ApiError, first_line, shown, unavailable
 from headrace.server.logprobs import TokenTexts
 from headrace.server.settings import ServerSettings
+from headrace.server.store import ResponseStore
 
 if TYPE_CHECKING:
     from headrace.engine.async_llm import AsyncLLM
@@ -47,6 +48,7 @@ class Serving:
         """Whether this process belongs to the server, so that its garbage collector may be tuned."""
         self.draining = False
         self.num_in_flight = 0
+        self.responses = ResponseStore(settings)
         self.secret = secrets.token_bytes(32)
         """Signs what clients keep for the server."""
         self.late_system: bool | None = None

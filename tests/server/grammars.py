@@ -63,3 +63,72 @@ def folded_messages(events: list[dict[str, Any]]) -> dict[str, Any]:
                 raise AssertionError(other)
     assert opened is None
     return {**message, **end["delta"], "usage": {**message["usage"], **end["usage"]}}
+
+
+_TEXTS = {"reasoning": "reasoning_text", "message": "output_text"}
+_CALLS = {"function_call": ("function_call_arguments", "arguments"), "custom_tool_call": ("custom_tool_call_input", "input")}
+
+
+def folded_responses(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """The final response, which must be what the events of OpenAI's Responses add up to."""
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    created, running, *middle, last = copy.deepcopy(events)
+    assert (created["type"], running["type"]) == ("response.created", "response.in_progress")
+    final: dict[str, Any] = last["response"]
+    assert last["type"] == f"response.{final['status']}" and final["status"] in ("completed", "incomplete")
+    changing = ("status", "output", "usage", "completed_at", "incomplete_details")
+    for event in (created, running):
+        assert event["response"]["output"] == [] and event["response"]["usage"] is None
+        assert {**event["response"], **{name: final[name] for name in changing}} == final
+    output = []
+    while middle:
+        output.append(_item(middle, len(output)))
+    assert output == final["output"]
+    usage = final["usage"]
+    assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
+    return final
+
+
+def _item(events: list[dict[str, Any]], index: int) -> dict[str, Any]:
+    """Takes the events of one item from the front."""
+    place: dict[str, Any] = {"output_index": index}
+
+    def take(kind: str, **fields: Any) -> dict[str, Any]:
+        event = events.pop(0)
+        assert event["type"] == f"response.{kind}" and event.items() >= {**place, **fields}.items()
+        return event
+
+    item: dict[str, Any] = take("output_item.added")["item"]
+    kind = item["type"]
+    assert item.get("status", "in_progress") == "in_progress"
+    place["item_id"] = item["id"]
+    if kind in _TEXTS:
+        place["content_index"] = 0
+        part = take("content_part.added")["part"]
+        name, text = _TEXTS[kind], ""
+        assert (part["type"], part["text"], item["content"]) == (name, "", [])
+    else:
+        (name, field), text = _CALLS[kind], ""
+        assert item[field] == ""
+    logprobs = []
+    while events[0]["type"] == f"response.{name}.delta":
+        event = take(f"{name}.delta")
+        text += event["delta"]
+        logprobs += event.get("logprobs", [])
+    if kind in _TEXTS:
+        done = take(f"{name}.done", text=text)
+        assert done.get("logprobs", []) == logprobs
+        part = take("content_part.done")["part"]
+        assert part == {**part, "type": name, "text": text} and part.get("logprobs", []) == logprobs
+        item["content"] = [part]
+    else:
+        take(f"{name}.done", **{field: text})
+        item[field] = text
+    place = {"output_index": index}
+    ended: dict[str, Any] = take("output_item.done")["item"]
+    assert {**item, "status": ended.get("status"), "encrypted_content": ended.get("encrypted_content")} == {
+        **ended,
+        "status": ended.get("status"),
+        "encrypted_content": ended.get("encrypted_content"),
+    }
+    return ended

@@ -9,11 +9,12 @@ from anthropic.types import MessageCountTokensParams
 from anthropic.types import message_create_params as message_params
 from openai.types import completion_create_params as text_params
 from openai.types.chat import completion_create_params as chat_params
+from openai.types.responses import response_create_params as response_params
 from reference import request_fields
 
 from headrace.server import fields
 from headrace.server.fields import FIELDS, applied_fields, rules
-from headrace.server.schema import ChatBody, CompletionBody, CountTokensBody, GenerationBody, MessagesBody
+from headrace.server.schema import ChatBody, CompletionBody, CountTokensBody, GenerationBody, MessagesBody, ResponsesBody
 from server.fakes import FakeLLM
 from server.harness import Api
 
@@ -22,12 +23,14 @@ PATHS = {
     "completions": "/v1/completions",
     "messages": "/v1/messages",
     "count_tokens": "/v1/messages/count_tokens",
+    "responses": "/v1/responses",
 }
 BASE = {
     "chat": {"messages": [{"role": "user", "content": "Hi"}], "seed": 7, "max_tokens": 8},
     "completions": {"prompt": "Hi", "seed": 7, "max_tokens": 8},
     "messages": {"messages": [{"role": "user", "content": "Hi"}], "seed": 7, "max_tokens": 8},
     "count_tokens": {"messages": [{"role": "user", "content": "Hi"}]},
+    "responses": {"input": "Hi", "seed": 7, "max_output_tokens": 8},
 }
 VLLM = {
     *("top_k", "min_p", "repetition_penalty", "min_tokens", "stop_token_ids", "bad_words", "allowed_token_ids"),
@@ -36,7 +39,20 @@ VLLM = {
     *("guided_grammar", "guided_whitespace_pattern", "response_format"),
 }
 
-NEVER = ("container", "mcp_servers", "context_management", "diagnostics", "inference_geo", "user_profile_id", "workspace_id")
+NEVER = (
+    "container",
+    "mcp_servers",
+    "context_management",
+    "diagnostics",
+    "inference_geo",
+    "user_profile_id",
+    "workspace_id",
+    "access_programs",
+    "background_options",
+    "conversation",
+    "image",
+    "prompt",
+)
 HARMLESS = {
     "user": ["someone", ""],
     "safety_identifier": ["abc"],
@@ -59,6 +75,10 @@ HARMLESS = {
     "messages.metadata": [{"user_id": "me"}, {"user_id": None}],
     "messages.service_tier": ["auto", "standard_only"],
     "speed": ["standard"],
+    "background": [False],
+    "responses.prompt_cache_options": [],
+    "responses.prompt_cache_retention": [],
+    "truncation": ["disabled"],
     **{key: [] for key in NEVER},
 }
 """Values that pass and change nothing. A name may have its endpoint before it."""
@@ -84,16 +104,23 @@ REFUSED = {
     "messages.metadata": [{"user": "me"}, "me"],
     "messages.service_tier": ["priority"],
     "speed": ["fast"],
+    "background": [True],
+    "truncation": ["auto"],
+    "responses.prompt_cache_options": [{"mode": "implicit"}],
+    "responses.prompt_cache_retention": ["in_memory"],
     **{key: [{}, "x"] for key in NEVER},
 }
 
 
 def openai_fields(params: typing.Any) -> set[str]:
-    both = (params.CompletionCreateParamsNonStreaming, params.CompletionCreateParamsStreaming)
+    start = "Response" if params is response_params else "Completion"
+    both = [getattr(params, f"{start}CreateParams{kind}") for kind in ("NonStreaming", "Streaming")]
     return set().union(*(typing.get_type_hints(kind) for kind in both))
 
 
-@pytest.mark.parametrize(("endpoint", "params"), [("chat", chat_params), ("completions", text_params)])
+@pytest.mark.parametrize(
+    ("endpoint", "params"), [("chat", chat_params), ("completions", text_params), ("responses", response_params)]
+)
 def test_covers_every_field_of_openai(endpoint: fields.Endpoint, params: typing.Any) -> None:
     known = {name for name, rule in rules(endpoint).items() if rule.origin == "OpenAI"}
     assert known == openai_fields(params)
@@ -112,9 +139,10 @@ def test_covers_every_field_of_anthropic() -> None:
         assert known >= set().union(*(typing.get_type_hints(kind) for kind in params))
 
 
-def test_applied_fields_of_messages_are_those_of_the_request_models() -> None:
-    for endpoint, body in (("messages", MessagesBody), ("count_tokens", CountTokensBody)):
-        extras = set(MessagesBody.sampling_schema()) if endpoint == "messages" else set()
+def test_applied_fields_of_other_protocols_are_those_of_the_request_models() -> None:
+    bodies: dict[fields.Endpoint, typing.Any] = {"messages": MessagesBody, "responses": ResponsesBody}
+    for endpoint, body in [*bodies.items(), ("count_tokens", CountTokensBody)]:
+        extras = set(body.sampling_schema()) if endpoint in bodies else set()
         applied = {name for name, rule in rules(endpoint).items() if rule.treatment == "applied"}  # type: ignore[arg-type]
         assert applied == set(body.model_fields) | extras
 
@@ -149,7 +177,8 @@ def _answer(endpoint: str, **extra: typing.Any) -> tuple[dict[str, typing.Any], 
     llm = FakeLLM()
     response = Api(llm).post(PATHS[endpoint], BASE[endpoint] | extra)
     assert response.status_code == 200, response.text
-    answer = {key: value for key, value in response.json().items() if key not in ("id", "created")}
+    own = ("id", "created", "created_at", "completed_at", "output")
+    answer = {key: value for key, value in response.json().items() if key not in own}
     seen = [(request.sampling, request.prompt_token_ids, request.cache_salt, request.priority) for request in llm.seen]
     return answer, seen
 

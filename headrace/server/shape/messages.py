@@ -14,6 +14,7 @@ from headrace.errors import RequestError
 from headrace.outputs import OutputDelta
 from headrace.server.errors import ApiError
 from headrace.server.generation import Generation, Piece
+from headrace.server.prompts import need_tokenizer
 from headrace.server.schema import CountTokensBody, MessagesBody
 from headrace.server.shape.parts import Part, Parts, Step, events_of
 from headrace.server.shape.turns import Turns, checked, json_text, served_tools
@@ -243,8 +244,9 @@ async def late_system(state: Serving) -> bool:
         word = "headrace"
         probe = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
         try:
-            render = lambda: state.llm.tokenizer.render_chat([*probe, {"role": "system", "content": word}])  # noqa: E731
-            state.late_system = word in await state.llm.inputs.in_thread(render)
+            render = need_tokenizer(state, "messages").render_chat
+            probe.append({"role": "system", "content": word})
+            state.late_system = word in await state.llm.inputs.in_thread(lambda: render(probe))
         except RequestError:
             state.late_system = False
     return state.late_system

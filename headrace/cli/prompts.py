@@ -53,7 +53,7 @@ def parse_line(number: int, text: str) -> PromptJob:
         if not isinstance(record, dict):
             raise RequestError(f"not a JSON object but {type(record).__name__}")
         if "custom_id" in record:
-            return _batch_line(number, record)
+            return _batch_line(number, record, text)
         identifier = _identifier(record)
         kind, content = _content(record)
         return PromptJob(number, content, kind, identifier, checked_fields(record))
@@ -68,8 +68,13 @@ _BATCH_FIELDS = ("custom_id", "method", "url", "body")
 _BATCH_URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 
 
-def _batch_line(number: int, record: dict[str, Any]) -> PromptJob:
+def _batch_line(number: int, record: dict[str, Any], text: str) -> PromptJob:
     """A line of OpenAI's batch files."""
+    try:
+        # As the server reads a body: no NaN and no lone surrogates.
+        msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise RequestError(f"not JSON: {error}") from None
     identity = record["custom_id"]
     if not isinstance(identity, str) or not identity:
         raise RequestError("custom_id must be a string that is not empty", "custom_id")

@@ -107,6 +107,14 @@ def test_failures_stand_in_place_or_go_to_their_file(tmp_path: Path) -> None:
     assert len(written(errors)) == len(BAD)
 
 
+def test_a_line_that_no_body_could_be_costs_one_line(tmp_path: Path) -> None:
+    texts = {"a": "\ud800", "b": float("nan")}
+    lines = [line(name, "/v1/responses", {"input": "Hi", "metadata": {"a": text}}) for name, text in texts.items()]
+    result, records = run(tmp_path, [*lines, line("c")])
+    assert result.exit_code == 1 and result.stderr.count("not JSON") == 2
+    assert [record.get("custom_id") for record in records] == [None, None, "c"]
+
+
 def test_resume_skips_what_has_an_answer(tmp_path: Path) -> None:
     run(tmp_path, [line("a"), line("b", body={"messages": HI})])
     result, records = run(tmp_path, [line("c"), line("b"), line("a")], "--resume")

@@ -306,13 +306,8 @@ def test_the_clients_snapshot_is_the_final_object(made: Tokenizer) -> None:
             state: Any = stream._state
             snapshot = state._ResponseStreamState__current_snapshot
         final = stream.get_final_response()
-        for index, (item, whole) in enumerate(zip(snapshot.output, final.output, strict=True)):
-            assert (
-                state._completed_output[index].to_dict()
-                == {name: value for name, value in whole.to_dict().items() if name != "parsed_arguments"}
-                or item.type == "message"
-            )
+        for item, whole in zip(snapshot.output, final.output, strict=True):
             if item.type == "message":
                 assert [part.text for part in item.content] == [part.text for part in whole.content]
-            elif item.type == "function_call":
+            elif item.type != "reasoning":  # which the client does not accumulate
                 assert (item.arguments, item.id, item.call_id) == (whole.arguments, whole.id, whole.call_id)

@@ -341,11 +341,10 @@ async def _until_running(llm: AsyncLLM) -> None:
         await asyncio.sleep(RESTART_POLL_SECONDS)
 
 
-def _record(job: PromptJob, result: Outcome) -> dict[str, Any]:
+def _record(job: PromptJob, result: Any) -> dict[str, Any]:
     """One line of the result file."""
     if job.kind == BATCH:
         return _batch_record(job, result)
-    assert isinstance(result, RequestOutput | RequestError)
     record: dict[str, Any] = {"line": job.number} | ({"id": job.id} if job.id is not None else {})
     if isinstance(result, RequestError):
         return record | {"error": {"message": result.message, "param": result.param}}

@@ -31,8 +31,12 @@ the arguments prints one line that names the option and ends with exit code 2; a
 def cli_page() -> str:
     """docs/cli.md"""
     parts = [CLI_HEAD]
+    seen: dict[tuple[str, ...], str] = {}
     for name, function in commands(app, "headrace"):
-        parts += [f"## {name}\n", inspect.getdoc(function) or "", "", *_options(function)]
+        table = tuple(_options(function))
+        same = seen.setdefault(table, name)
+        parts += [f"## {name}\n", inspect.getdoc(function) or "", ""]
+        parts += table if same == name else [f"Its options are those of [{same}](#{same.replace(' ', '-')}).", ""]
     return "\n".join(parts).rstrip() + "\n"
 
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from headrace.errors import ConfigError
 from headrace.model_spec import AnySpec, Arena, CacheGroup, block_sizes
-from headrace.options import CACHE, DEBUGGING, INT64_MAX, LIMITS, MODEL, SCHEDULING, OptionSpec, check, nested
+from headrace.options import CACHE, DEBUGGING, INT32_MAX, INT64_MAX, LIMITS, MODEL, SCHEDULING, OptionSpec, check, nested
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["none", "auto", "int8", "int4"]
@@ -21,6 +21,7 @@ LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 ModelImpl = Literal["auto", "native", "transformers", "megatron"]
 KVCacheDType = Literal["auto", "fp8_e4m3"]
 Policy = Literal["fcfs", "priority"]
+GenerationConfig = Literal["auto", "vllm"]
 Device = Literal["auto", "cpu", "cuda"]
 GrammarBackend = Literal["auto", "guidance", "llguidance"]
 """Names of one backend: vLLM's, and the library's, which is SGLang's too."""
@@ -41,7 +42,7 @@ def _from_environment(variable: str, default: int) -> Any:
         except ValueError:
             raise ConfigError(f"the environment's {variable} must be a whole number, not {given!r}", variable) from None
 
-    return dataclasses.field(default_factory=read)
+    return dataclasses.field(default_factory=read, metadata={"environment": variable})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,6 +108,10 @@ class EngineArgs:
     """Directory or hub id of a tokenizer that replaces the model's own."""
     skip_tokenizer_init: Annotated[bool, OptionSpec(flags=("--skip-tokenizer-init",))] = False
     """Load no tokenizer: prompts and outputs are token ids only. For benchmarks, or where another program tokenises."""
+    generation_config: GenerationConfig = "auto"
+    """Values of sampling parameters that a request leaves out. auto takes those of the model's files (generation_config.json
+    or GGUF metadata), and for the embedded model those of its model card. vllm takes the neutral ones of vLLM and OpenAI,
+    temperature 1 and no filter, whatever the model says."""
     model_impl: ModelImpl = "auto"
     """Model implementation. native: headrace's own. transformers: the library's model with its attention replaced by
     headrace's, so that paged KV, chunked prefill and prefix caching work. megatron: a distributed checkpoint of
@@ -177,7 +182,7 @@ class EngineArgs:
     """Maximum number of tokens computed in one step, over all sequences; longer prompts are split into chunks. A smaller
     value keeps the time between tokens even while prompts arrive; a larger one finishes prompts sooner."""
     max_prefill_tokens_beside_decode: Annotated[
-        int | None, OptionSpec(min=1, default="32 for each thread on a CPU, no limit on a GPU")
+        int | None, OptionSpec(min=1, default="32 for each thread of a server on a CPU, else no limit")
     ] = None
     """Maximum number of prompt tokens computed in one step while other sequences generate. A smaller value shortens the pause
     between their tokens when a long prompt arrives, which then takes more steps."""
@@ -247,6 +252,11 @@ class EngineArgs:
     record_steps: Annotated[str | None, OptionSpec(metavar="FILE")] = None
     """Write every step plan to this file; where it exists, to FILE.1, FILE.2 and so on, so that a restarted engine keeps the
     record of the crash. A recording replays a run without its clients. A full disk ends the recording, not the engine."""
+
+    def for_whole_outputs(self) -> EngineArgs:
+        """The same for callers that wait for whole outputs: what keeps streams even must not cost them throughput."""
+        limit = self.max_prefill_tokens_beside_decode or INT32_MAX
+        return dataclasses.replace(self, max_prefill_tokens_beside_decode=limit)
 
     def __post_init__(self) -> None:
         if isinstance(self.structured_outputs_config, dict):

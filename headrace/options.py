@@ -68,6 +68,8 @@ class OptionSpec:
     positional: bool = False
     single: bool = False
     """In JSON, a string alone stands for a list of one."""
+    secret: bool = False
+    """The value is never shown."""
     size: bool = False
     """A number of bytes, which the command line takes as ``2GiB`` too."""
     schema: Mapping[str, Any] | None = None
@@ -120,6 +122,17 @@ class Option:
     @property
     def default_value(self) -> Any:
         return self.default if self.factory is None else self.factory()
+
+    @property
+    def environment(self) -> str | None:
+        """The environment variable that gives the field's default where it is set."""
+        field = getattr(self.owner, "__dataclass_fields__", {}).get(self.name)
+        return None if field is None else field.metadata.get("environment")
+
+    @property
+    def key(self) -> str:
+        """Name in a configuration file: the long option without its dashes in front."""
+        return self.spec.flags[0].removeprefix("--") if self.spec.flags else self.name.replace("_", "-")
 
     @property
     def help(self) -> str:

@@ -121,7 +121,7 @@ class Message(msgspec.Struct):
 
 
 class OutputDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one sequence gained in one step. ``index`` tells the samples of one request apart.
+    """What one sequence gained in one step. ``index`` identifies the sample within its request.
 
     Tokens of logprobs are not decoded: the reader of the delta does so, if it shows them.
     """

@@ -7,21 +7,17 @@ import runpy
 from pathlib import Path
 from typing import Any, Protocol
 
-import msgspec
-
 from headrace.bench.workloads import Workload
 from headrace.config import EngineArgs
 from headrace.engine.info import EngineInfo
 from headrace.errors import ConfigError, EngineError
+from headrace.metrics.stats import COUNTERS
 from headrace.sampling_params import SamplingParams
 
 OURS = "headrace"
 OTHERS = ("transformers", "llama.cpp")
 _LLAMA_CPP = Path(__file__).resolve().parents[2] / "benchmarks" / "llamacpp.py"
 """The llama.cpp engine, which only a source checkout has."""
-_NO_COUNTERS = frozenset(
-    {"num_running", "num_waiting", "kv_blocks_used", "kv_blocks_total", "graphs_captured", "graphs_total", "finished"}
-)
 
 
 class BenchEngine(Protocol):
@@ -111,8 +107,8 @@ class HeadraceEngine:
             check_length(OURS, length, len(result.outputs[0].token_ids))
 
     def counters(self) -> dict[str, float]:
-        stats = msgspec.structs.asdict(self._llm.stats)
-        return {name: value for name, value in stats.items() if name not in _NO_COUNTERS}
+        stats = self._llm.stats
+        return {name: getattr(stats, name) for name in COUNTERS}
 
     def facts(self) -> dict[str, Any]:
         """Settings and decisions that bear on speed."""

@@ -44,7 +44,7 @@ def doctor(
 
     Without --load it reads no weights: the memory of the weights is then an estimate.
     """
-    locate(args.model)  # A mistyped name is told before anything heavy is imported.
+    locate(args.model)  # Reports a mistyped name before anything heavy is imported.
     from headrace.cli.startup import as_json as encoded
     from headrace.cli.startup import print_report
 
@@ -98,7 +98,7 @@ def planned(args: EngineArgs) -> EngineInfo:
     from headrace.sources.files import find_model
 
     start = time.perf_counter()
-    files = find_model(args)  # A model that cannot be read is told before torch is imported.
+    files = find_model(args)  # Reports a model that cannot be read before torch is imported.
     from headrace.engine.environment import probe
     from headrace.engine.frontend import load_frontend, with_formats
     from headrace.engine.info import StartupPhase

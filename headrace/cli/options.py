@@ -14,19 +14,32 @@ import dataclasses
 import functools
 import inspect
 import json
+import os
 import typing
 from collections.abc import Callable
-from typing import Annotated, Any, Generic, Literal, Self, TypeVar
+from typing import Annotated, Any, Generic, Literal, NamedTuple, Self, TypeVar
 
 import typer
-from typer.models import ArgumentInfo
+from typer.models import ArgumentInfo, OptionInfo
 
+from headrace.cli.config_file import field_name, match, read_config
 from headrace.cli.errors import reported
 from headrace.cli.units import parse_size
 from headrace.config import EngineArgs, StructuredOutputsConfig
 from headrace.constrain.fields import folded
 from headrace.errors import ConfigError, RequestError
-from headrace.options import DEBUGGING, PANELS, Option, check_value, from_json, nested, options
+from headrace.options import (
+    DEBUGGING,
+    INT64_MAX,
+    PANELS,
+    Option,
+    OptionSpec,
+    check_value,
+    from_json,
+    nested,
+    options,
+    without_none,
+)
 from headrace.sampling_params import SamplingParams, StructuredOutputsParams
 
 T = TypeVar("T")
@@ -79,7 +92,7 @@ class Group(Generic[T]):
         }
 
     def build(self, values: dict[str, Any]) -> T:
-        return self.cls(**self.given(values))
+        return self.cls(**values)
 
     def parameters(self, prefix: str) -> list[inspect.Parameter]:
         """A keyword parameter a field, named ``prefix__field``, annotated for typer."""
@@ -135,19 +148,58 @@ def _shown(default: Any) -> str | None:
     return str(default)
 
 
+class Setting(NamedTuple):
+    """The value of one option of a command, and where it comes from."""
+
+    key: str
+    value: Any
+    source: str
+    """command line, environment NAME, FILE:LINE, or default."""
+    secret: bool
+
+
+class _Invocation(NamedTuple):
+    """The value of ``--config`` and the context that it was parsed in."""
+
+    path: str | None
+    context: typer.Context
+
+
+def _invocation(context: typer.Context, path: str | None) -> Any:
+    return _Invocation(path, context)
+
+
+CONFIG = Annotated[
+    str | None,
+    typer.Option(
+        "--config",
+        help="YAML file of options: each key is a long option without its dashes, MODEL is model. Options on the command line "
+        "come before environment variables, those before the file.",
+        callback=_invocation,
+        metavar="FILE",
+    ),
+]
+
+
 def command(**groups: Group[Any]) -> Callable[[Callable[..., Any]], Callable[..., None]]:
-    """Expands each parameter named in ``groups`` into its options, adds ``--debug``, and reports errors as one line."""
+    """Expands each parameter named in ``groups`` into its options, adds ``--debug`` and, to groups, ``--config``, and reports
+    errors as one line.
+
+    A parameter ``sources`` of the function gets the Setting of every option.
+    """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., None]:
         signature = inspect.signature(function, eval_str=True)
         parameters: list[inspect.Parameter] = []
+        own: list[inspect.Parameter] = []
         for parameter in signature.parameters.values():
             if parameter.name in groups:
                 parameters += groups[parameter.name].parameters(parameter.name)
-            elif parameter.name != "debug":
-                parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+            elif parameter.name not in ("debug", "sources"):
+                own.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
         debug = inspect.Parameter("debug", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=DEBUG)
-        parameters = sorted([*parameters, debug], key=_place)
+        config = inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=CONFIG)
+        parameters = sorted([*parameters, *own, debug, *([config] if groups else [])], key=_place)
 
         @functools.wraps(function)
         def run(**values: Any) -> None:
@@ -155,7 +207,11 @@ def command(**groups: Group[Any]) -> Callable[[Callable[..., Any]], Callable[...
             if "debug" not in signature.parameters:
                 del values["debug"]
             with reported(wants_debug):
-                function(**_gathered(groups, values))
+                if groups:
+                    values = _merged(groups, own, values)
+                    if "sources" not in signature.parameters:
+                        del values["sources"]
+                function(**values)
 
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in parameters}
@@ -165,13 +221,53 @@ def command(**groups: Group[Any]) -> Callable[[Callable[..., Any]], Callable[...
     return decorate
 
 
-def _gathered(groups: dict[str, Group[Any]], values: dict[str, Any]) -> dict[str, Any]:
-    """``prefix__field`` values gathered into one object a group."""
+def _merged(groups: dict[str, Group[Any]], own: list[inspect.Parameter], values: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of the command's function, from the command line, the environment, the configuration file and the defaults,
+    the first that has a value. ``sources`` is the list of Settings."""
+    path, context = values.pop("config")
+    own_options = [option for parameter in own if (option := _own_option(parameter)) is not None]
+    declared = [option for group in groups.values() for option in group.options]
+    keys = {field_name(option.key): option for option in (*declared, *own_options)}
+    in_file = match(read_config(path), keys, context.command_path) if path is not None else {}
     result = {name: value for name, value in values.items() if "__" not in name}
+    settings: list[Setting] = []
     for prefix, group in groups.items():
-        start = prefix + "__"
-        result[prefix] = group.build({n.removeprefix(start): v for n, v in values.items() if n.startswith(start)})
-    return result
+        given = group.given({option.name: values[f"{prefix}__{option.name}"] for option in group.options})
+        fields = {}
+        for option in group.options:
+            found = in_file.get(field_name(option.key))
+            if option.name in given:
+                fields[option.name], source = given[option.name], "command line"
+            elif (variable := option.environment) and os.environ.get(variable, "").strip():
+                source = f"environment {variable}"  # The class reads it, as it reads its defaults.
+            elif found is not None:
+                fields[option.name], source = found
+            else:
+                source = "default"
+            settings.append(Setting(option.key, fields.get(option.name, option.default_value), source, option.spec.secret))
+        result[prefix] = group.build(fields)
+    for option in own_options:
+        origin = getattr(context.get_parameter_source(option.name), "name", "DEFAULT")
+        source = {"COMMANDLINE": "command line", "ENVIRONMENT": "environment"}.get(origin, "default")
+        if source == "default" and (found := in_file.get(field_name(option.key))) is not None:
+            result[option.name], source = found
+        settings.append(Setting(option.key, result[option.name], source, option.spec.secret))
+    return result | {"sources": settings}
+
+
+def _own_option(parameter: inspect.Parameter) -> Option | None:
+    """An option that the command's function has itself, as its annotation for typer declares it; None for an argument."""
+    info = parameter.annotation.__metadata__[0]
+    if not isinstance(info, OptionInfo):
+        return None
+    flags = [word for word in (info.default, *(info.param_decls or ())) if isinstance(word, str) and word.startswith("--")]
+    hint = parameter.annotation.__origin__
+    plain = without_none(hint)
+    low = high = None
+    if plain in (int, float):
+        low, high = (-INT64_MAX if info.min is None else info.min), (INT64_MAX if info.max is None else info.max)
+    spec = OptionSpec(min=low, max=high, flags=tuple(flag.partition("/")[0] for flag in flags[:1]))
+    return Option(None, parameter.name, spec, plain, plain != hint, parameter.default)
 
 
 def _place(parameter: inspect.Parameter) -> int:
@@ -242,7 +338,7 @@ class SamplingGroup(Group[SamplingParams]):
     """
 
     def build(self, values: dict[str, Any]) -> Any:
-        return checked_fields(self.given(values))
+        return checked_fields(values)
 
 
 def checked_fields(fields: dict[str, Any]) -> dict[str, Any]:

@@ -73,8 +73,8 @@ def _batch_line(number: int, record: dict[str, Any], text: str) -> PromptJob:
     try:
         # As the server reads a body: no NaN and no lone surrogates.
         msgspec.json.decode(text)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise RequestError(f"not JSON: {error}") from None
+    except (msgspec.DecodeError, RecursionError) as wrong:
+        raise RequestError(f"not JSON: {wrong}") from None
     identity = record["custom_id"]
     if not isinstance(identity, str) or not identity:
         raise RequestError("custom_id must be a string that is not empty", "custom_id")

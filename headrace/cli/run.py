@@ -199,7 +199,7 @@ async def _run_all(
 
     failed = 0
     console = Console(stderr=True)
-    llm = AnnouncedLLM(args, console, report=False, spawned=spawned)
+    llm = AnnouncedLLM(args.for_whole_outputs(), console, report=False, spawned=spawned)
     progress_bar = ProgressBar(total, shown=progress and console.is_terminal)
     try:
         await llm.start()

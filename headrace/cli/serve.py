@@ -16,6 +16,14 @@ from headrace.server.settings import ServerSettings
 from headrace.sources.locate import locate
 
 LogLevel = Literal["debug", "info", "warning", "error"]
+LogLevelOption = Annotated[
+    LogLevel,
+    typer.Option(
+        "--log-level",
+        help="Log level. debug adds lines about each request from the engine process.",
+        rich_help_panel=DEBUGGING,
+    ),
+]
 SERVER_OPTIONS: Group[ServerSettings] = Group.of(ServerSettings)
 
 
@@ -23,20 +31,13 @@ SERVER_OPTIONS: Group[ServerSettings] = Group.of(ServerSettings)
 def serve(
     args: EngineArgs,
     settings: ServerSettings,
-    log_level: Annotated[
-        LogLevel,
-        typer.Option(
-            "--log-level",
-            help="Log level. debug adds lines about each request from the engine process.",
-            rich_help_panel=DEBUGGING,
-        ),
-    ] = "info",
+    log_level: LogLevelOption = "info",
 ) -> None:
     """Serve a model over HTTP, in the shape of OpenAI's API.
 
     Without MODEL it serves a small embedded one, so that `headrace serve` works on a machine with no GPU and no network.
     """
-    locate(args.model)  # A mistyped name is told before anything heavy is imported, and before the port is taken.
+    locate(args.model)  # Reports a mistyped name before anything heavy is imported and the port is taken.
     # Before anything else is imported: the engine's process imports its own part beside this one.
     spawned = spawn(origin=process_start())
     from headrace.cli import logs

@@ -141,6 +141,11 @@ class AsyncLLM:
     def health(self) -> Health:
         return self._supervisor.health()
 
+    @property
+    def failed(self) -> bool:
+        """The engine stays down: it did not start, or died repeatedly."""
+        return self._supervisor.failed
+
     # Facts
 
     @property

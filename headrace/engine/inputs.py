@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 class TokensPrompt(TypedDict):
     prompt_token_ids: list[int]
     prompt: NotRequired[str]
-    """The text that the tokens were made of, to be told with the output."""
+    """The text that the tokens were made of, repeated in the output."""
 
 
 class TextPrompt(TypedDict):

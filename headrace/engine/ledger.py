@@ -22,7 +22,7 @@ def ledger(
 
     Args:
         held: (what, bytes) of what the runner holds; the KV cache, which has lines of its own, is left out.
-        profile: of the GPU; None: on a CPU, where nothing is set aside beside what is held.
+        profile: of the GPU; None: on a CPU, where nothing is reserved beyond what is held.
     """
     beside = [MemoryLine(name, nbytes) for name, nbytes in held if name != "KV cache"]
     if profile is None:

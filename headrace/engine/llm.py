@@ -103,7 +103,7 @@ class LLM:
 
     def _start(self, args: EngineArgs, external: ExternalModel | None, on_progress: Callable[[Progress], None] | None) -> None:
         self.args = args
-        self._loaded: LoadedEngine | None = load_engine(external or FileSource(args), Timeline(on_progress))
+        self._loaded: LoadedEngine | None = load_engine(external or FileSource(args.for_whole_outputs()), Timeline(on_progress))
         self._external = external
         self._pid = os.getpid()
         self._lock = threading.RLock()

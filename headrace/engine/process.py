@@ -141,7 +141,7 @@ class EngineLoop:
             case Shutdown():
                 self._running = False
             case Start():
-                logger.error("the engine was told to start twice")
+                logger.error("a second Start message arrived")
         return []
 
     def _add(self, message: AddRequest) -> None:

@@ -121,7 +121,7 @@ class EngineSupervisor:
         return await self._ready
 
     async def close(self) -> None:
-        """Ends the process; the client is told that it is lost."""
+        """Ends the process and reports the loss to the client."""
         if self._state == "closed":
             return
         self._set("closed", "the engine was closed")
@@ -140,6 +140,11 @@ class EngineSupervisor:
             return Health(True, "")
         phase = f" ({self._phase})" if self._phase and self._state in ("starting", "restarting") else ""
         return Health(False, self._reason + phase, self._state in ("failed", "closed"))
+
+    @property
+    def failed(self) -> bool:
+        """The engine stays down: it did not start, or died repeatedly."""
+        return self._state == "failed"
 
     @property
     def pid(self) -> int | None:
@@ -171,7 +176,7 @@ class EngineSupervisor:
                 except EngineError as error:
                     death = Death(str(error), "resources")
                 except Exception as error:
-                    # Nobody awaits this task: what ended it would never be known.
+                    # No caller awaits this task, so an exception would be lost.
                     logger.exception("the engine's process cannot be supervised")
                     death = Death(f"{type(error).__name__}: {error}", "resources")
                 if self._state == "closed":
@@ -302,7 +307,7 @@ class EngineSupervisor:
         if status == os.EX_TEMPFAIL and starting:
             return Death("its process has no room to start", "resources")
         if status < 0:
-            # Nobody kills an engine that starts, but a system that is short of memory.
+            # SIGKILL during a start comes from a system that is short of memory.
             kind: Literal["crash", "resources"] = "resources" if status == -signal.SIGKILL and starting else "crash"
             return Death(f"killed by {signal.Signals(-status).name}", kind)
         return Death(f"exit status {status}", "crash")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter as Counts
 from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client import (
@@ -17,7 +18,8 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from headrace.metrics.stats import COUNTERS, GAUGES, EngineStats
+from headrace.metrics.compat import VLLMNames
+from headrace.metrics.stats import COUNTERS, GAUGES, LABELLED_COUNTERS, EngineStats, MetricsCompat
 from headrace.options import options
 from headrace.outputs import OutputDelta, RequestTimes
 
@@ -25,6 +27,7 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 _LATENCY = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, 300.0, 600.0)
 _TOKEN = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
+_COUNTS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
 _METHODS = frozenset({"GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH"})
 
 
@@ -43,43 +46,54 @@ class EngineCollector(Collector):
             yield CounterMetricFamily(name, fields[field].help, value=getattr(stats, field))
         usage = "Fraction of the KV blocks owned by sequences, 0 to 1, at the engine's last report."
         yield GaugeMetricFamily("headrace_kv_cache_usage_ratio", usage, value=stats.kv_usage)
-        finished = CounterMetricFamily("headrace_sequences_finished", fields["finished"].help, labels=["reason"])
-        for reason, count in stats.finished.items():
-            finished.add_metric([reason], count)
-        yield finished
-        grammars = CounterMetricFamily("headrace_grammar_requests", fields["grammar_requests"].help, labels=["kind", "outcome"])
-        for key, count in stats.grammar_requests.items():
-            grammars.add_metric(key.split(), count)
-        yield grammars
-        broken = CounterMetricFamily("headrace_parse_fallbacks", fields["parse_fallbacks"].help, labels=["format"])
-        for format, count in stats.parse_fallbacks.items():
-            broken.add_metric([format], count)
-        yield broken
+        for field, (name, labels) in LABELLED_COUNTERS.items():
+            family = CounterMetricFamily(name, fields[field].help, labels=labels)
+            for key, count in getattr(stats, field).items():
+                family.add_metric(key.split(), count)
+            yield family
 
 
 class ServerMetrics:
-    """The metrics of one server, in their own registry. ``stats`` returns the engine's latest statistics."""
+    """The metrics of one server, in their own registry. ``stats`` returns the engine's latest statistics.
 
-    def __init__(self, stats: Callable[[], EngineStats], version: str) -> None:
+    ``compat``: whose names the metrics get too; ``model_name`` returns the model's, for their label, or None while it loads.
+    """
+
+    def __init__(
+        self,
+        stats: Callable[[], EngineStats],
+        version: str,
+        compat: MetricsCompat | None = None,
+        model_name: Callable[[], str | None] = lambda: None,
+    ) -> None:
         self.registry = registry = CollectorRegistry()
+        self._compat = CollectorRegistry()
+        if compat is not None:
+            self._compat.register(VLLMNames(registry, model_name))
         registry.register(EngineCollector(stats))
         ProcessCollector(registry=registry)
 
-        def histogram(name: str, text: str, buckets: Sequence[float] = _LATENCY) -> Histogram:
-            return Histogram(f"headrace_{name}_seconds", text, buckets=buckets, registry=registry)
+        def histogram(name: str, text: str, buckets: Sequence[float] = _LATENCY, unit: str = "_seconds") -> Histogram:
+            return Histogram(
+                f"headrace_{name}{unit}", f"{text}, observed when a sequence finishes.", buckets=buckets, registry=registry
+            )
 
-        self.time_to_first_token = histogram(
-            "time_to_first_token", "Seconds from a request's arrival to its first token, observed when a sequence finishes."
+        self.time_to_first_token = histogram("time_to_first_token", "Seconds from a request's arrival to its first token")
+        self.inter_token = Histogram(
+            "headrace_inter_token_latency_seconds",
+            "Seconds between tokens of one sequence, observed as they reach the server.",
+            buckets=_TOKEN,
+            registry=registry,
         )
-        self.inter_token = histogram(
-            "inter_token_latency", "Seconds between tokens of one sequence, observed as they reach the server.", _TOKEN
+        self.end_to_end = histogram("request_latency", "Seconds from a request's arrival to its last token")
+        self.queue_time = histogram("queue_time", "Seconds from a request's arrival to its first step")
+        self.prefill = histogram("prefill", "Seconds from a request's first step to its first token")
+        self.decode = histogram("decode", "Seconds from a request's first token to its last")
+        self.time_per_token = histogram(
+            "request_time_per_output_token", "Mean seconds between the tokens of a sequence of two or more", _TOKEN
         )
-        self.end_to_end = histogram(
-            "request_latency", "Seconds from a request's arrival to its last token, observed when a sequence finishes."
-        )
-        self.queue_time = histogram(
-            "queue_time", "Seconds from a request's arrival to its first step, observed when a sequence finishes."
-        )
+        self.prompt_tokens = histogram("request_prompt_tokens", "Prompt tokens of a sequence", _COUNTS, "")
+        self.generation_tokens = histogram("request_generation_tokens", "Output tokens of a sequence", _COUNTS, "")
         self.outcomes = Counter(
             "headrace_requests",
             "Generation requests that ended, by endpoint and outcome.",
@@ -100,32 +114,44 @@ class ServerMetrics:
         """``route`` is the route's pattern, never the client's path: labels must stay few."""
         self.http.labels(route, method if method in _METHODS else "other", str(status)).inc()
 
-    def observe_times(self, times: RequestTimes) -> None:
-        """Observes the latencies of a finished sequence."""
+    def observe_finished(self, times: RequestTimes, prompt_tokens: int, generation_tokens: int) -> None:
+        """Observes the latencies and the lengths of a finished sequence."""
+        self.prompt_tokens.observe(prompt_tokens)
+        self.generation_tokens.observe(generation_tokens)
         if times.scheduled is not None:
             self.queue_time.observe(max(0.0, times.scheduled - times.arrived))
         if times.first_token is not None:
             self.time_to_first_token.observe(max(0.0, times.first_token - times.arrived))
+            if times.scheduled is not None:
+                self.prefill.observe(max(0.0, times.first_token - times.scheduled))
         if times.finished is not None:
             self.end_to_end.observe(max(0.0, times.finished - times.arrived))
+            if times.first_token is not None:
+                self.decode.observe(decode := max(0.0, times.finished - times.first_token))
+                if generation_tokens > 1:
+                    self.time_per_token.observe(decode / (generation_tokens - 1))
 
     def render(self) -> bytes:
         """Returns all metrics in Prometheus' text format."""
-        return generate_latest(self.registry)
+        return generate_latest(self.registry) + generate_latest(self._compat)
 
 
 class GenerationObserver:
-    """Observes the deltas of one request."""
+    """Observes the deltas of one HTTP request. ``prompt_tokens``: the length of each of its prompts."""
 
-    def __init__(self, metrics: ServerMetrics) -> None:
+    def __init__(self, metrics: ServerMetrics, prompt_tokens: Sequence[int]) -> None:
         self._metrics = metrics
+        self._prompt_tokens = prompt_tokens
+        self._generated: Counts[tuple[int, int]] = Counts()
         self._last: dict[tuple[int, int], float] = {}
         """(prompt, sample) -> arrival of its last token."""
 
     def delta(self, prompt: int, delta: OutputDelta) -> None:
         """Observes one delta. Several tokens of one step share the time since the previous delta equally."""
+        key = (prompt, delta.index)
+        self._generated[key] += len(delta.token_ids)
         if delta.token_ids:
-            now, key = time.monotonic(), (prompt, delta.index)
+            now = time.monotonic()
             last = self._last.get(key)
             self._last[key] = now
             if last is not None:
@@ -133,4 +159,4 @@ class GenerationObserver:
                 for _ in delta.token_ids:
                     self._metrics.inter_token.observe(share)
         if delta.times is not None:
-            self._metrics.observe_times(delta.times)
+            self._metrics.observe_finished(delta.times, self._prompt_tokens[prompt], self._generated[key])

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
+
+MetricsCompat = Literal["vllm"]
+"""Engines whose names the metrics may have beside their own."""
 
 
 class EngineStats(msgspec.Struct, kw_only=True):
@@ -70,10 +73,10 @@ class EngineStats(msgspec.Struct, kw_only=True):
     def since(self, before: EngineStats) -> EngineStats:
         """The same gauges, and counters relative to ``before``."""
         counters: dict[str, Any] = {name: getattr(self, name) - getattr(before, name) for name in COUNTERS}
-        finished = {reason: count - before.finished.get(reason, 0) for reason, count in self.finished.items()}
-        counters["finished"] = {reason: count for reason, count in finished.items() if count}
-        grammars = {key: count - before.grammar_requests.get(key, 0) for key, count in self.grammar_requests.items()}
-        counters["grammar_requests"] = {key: count for key, count in grammars.items() if count}
+        for name in LABELLED_COUNTERS:
+            old = getattr(before, name)
+            new = {key: count - old.get(key, 0) for key, count in getattr(self, name).items()}
+            counters[name] = {key: count for key, count in new.items() if count}
         return msgspec.structs.replace(self, **counters)
 
 
@@ -105,3 +108,9 @@ COUNTERS = {
     "grammar_fill_seconds": "headrace_grammar_fill_seconds",
     "grammar_wait_seconds": "headrace_grammar_wait_seconds",
 }
+LABELLED_COUNTERS = {
+    "finished": ("headrace_sequences_finished", ["reason"]),
+    "grammar_requests": ("headrace_grammar_requests", ["kind", "outcome"]),
+    "parse_fallbacks": ("headrace_parse_fallbacks", ["format"]),
+}
+"""Field -> name of its metric and its labels. A key of the field holds their values, a blank between them."""

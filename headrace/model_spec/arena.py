@@ -13,7 +13,7 @@ class Arena:
 
     So a group's blocks lie on a regular grid, which kernels reach with one stride, and blocks of different groups may
     overlap: who owns which bytes is for ``headrace.kv`` to keep. Block 0 of every group is the null block: the first
-    ``reserved`` bytes are nobody's, and never written.
+    ``reserved`` bytes belong to no group and are never written.
     """
 
     nbytes: int

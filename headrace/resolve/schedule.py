@@ -46,7 +46,7 @@ def prefill_beside_decode(args: EngineArgs, device: DeviceFacts, num_threads: in
     if args.max_prefill_tokens_beside_decode is not None or device.cuda:
         return args.max_prefill_tokens_beside_decode
     tokens = CPU_PREFILL_PER_THREAD * num_threads
-    log.note("max_prefill_tokens_beside_decode", tokens, "on a CPU a prompt takes no longer in such chunks, and streams go on")
+    log.note("max_prefill_tokens_beside_decode", tokens, "a prompt takes little longer in such chunks, and streams go on")
     return tokens
 
 

@@ -52,7 +52,7 @@ def _digest(value: Any) -> str:
 
 
 class Recorder:
-    """Writes plans to a file, each before it is executed, so that the file tells what a crash was about.
+    """Writes plans to a file, each before it is executed, so that the file includes the plan that crashed.
 
     A failing write ends the recording, not the engine. What was written before stays readable.
     """

@@ -81,7 +81,7 @@ class SlotTables:
         """Tokens known when the sequence took the slot: to compute those is prefill."""
         self.host_num_tokens: Ints = np.zeros(slots, dtype=np.int64)
         self.host_num_computed: Ints = np.full(slots, UNKNOWN, dtype=np.int64)
-        """Unknown until a new sequence's first row, which tells where its cached prefix ends."""
+        """Unknown until a new sequence's first row, which gives the end of its cached prefix."""
         self._corrected: Ints = np.zeros(slots, dtype=np.int64)
         """Tokens taken off the mirrors by results that the plans so far may not have known of."""
         self._block_counts = np.zeros((len(self.block_tables), slots), dtype=np.int64)

@@ -119,6 +119,7 @@ FIELDS: tuple[FieldRule, ...] = (
         _TEXT,
         prompt="String, list of strings, token ids, or list of lists of token ids.",
         max_tokens=options(SamplingParams)["max_tokens"].help + " With echo, 0 returns the prompt alone.",
+        suffix="Text that follows the generated one: the model fills in the middle. Needs a vocabulary with tokens for it.",
         echo="Return the prompt before the text; with logprobs, those of the prompt too.",
         logprobs="Number of most likely tokens to report at each position; 0: the generated token alone.",
         best_of="Must equal n: headrace returns every sample that it generates.",
@@ -127,6 +128,7 @@ FIELDS: tuple[FieldRule, ...] = (
         "vLLM",
         _BOTH,
         return_token_ids="Add token_ids and prompt_token_ids to the answer.",
+        return_metrics="Add metrics, the times of this request, to the answer or to its last chunk; needs one choice.",
         add_special_tokens="Add the tokenizer's special tokens. Default: false for chat, whose template has them; true for "
         "completions.",
     ),
@@ -307,7 +309,6 @@ FIELDS: tuple[FieldRule, ...] = (
         Literal["in_memory"],
         '"in_memory"',
     ),
-    _other("refused", "suffix", "text is not inserted before a suffix", Literal[""], '""', _TEXT),
 )
 
 

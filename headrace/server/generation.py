@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect
 from headrace.core.request import Request
 from headrace.errors import EngineDeadError, EngineError, RequestError
 from headrace.metrics.prometheus import GenerationObserver
-from headrace.outputs import OutputDelta
+from headrace.outputs import OutputDelta, RequestTimes
 from headrace.server.errors import ApiError
 from headrace.server.state import Serving
 
@@ -51,9 +51,10 @@ class Generation:
         self.completion_tokens = 0
         self.reasoning_tokens = 0
         self._serving = serving
-        self._observer = GenerationObserver(serving.metrics)
+        self._observer = GenerationObserver(serving.metrics, [len(request.prompt_token_ids) for request in requests])
         self._prompts = {request.request_id: index for index, request in enumerate(requests)}
         self._cached = [0] * len(requests)
+        self._times: RequestTimes | None = None
         self._stream: Any = None
         self._first: Piece | None = None
 
@@ -98,8 +99,25 @@ class Generation:
             "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
         }
 
+    @property
+    def timing(self) -> dict[str, float | None] | None:
+        """vLLM's metrics object, after the last delta. None unless there is one choice, which alone the times describe."""
+        times = self._times
+        if times is None or self.num_choices != 1:
+            return None
+        decode = _milliseconds(times.first_token, times.finished)
+        total = _milliseconds(times.scheduled, times.finished)
+        return {
+            "time_to_first_token_ms": _milliseconds(times.scheduled, times.first_token),
+            "generation_time_ms": decode,
+            "queue_time_ms": _milliseconds(times.arrived, times.scheduled),
+            "mean_itl_ms": decode / (self.completion_tokens - 1) if decode is not None and self.completion_tokens > 1 else None,
+            "tokens_per_second": 1000 * self.completion_tokens / total if total else None,
+        }
+
     def _note(self, piece: Piece) -> None:
         delta = piece.delta
+        self._times = delta.times or self._times
         self.completion_tokens += len(delta.token_ids)
         self.reasoning_tokens += sum(event.tokens for event in delta.events)
         self._cached[piece.prompt] = max(self._cached[piece.prompt], delta.num_cached_tokens)
@@ -113,6 +131,10 @@ class Generation:
             raise EngineError(message) if self._serving.llm.health().ok else EngineDeadError(message)
         if delta.finish_reason == "abort":
             raise ApiError(503, delta.error or "the request was aborted", code="aborted")
+
+
+def _milliseconds(start: float | None, end: float | None) -> float | None:
+    return None if start is None or end is None else 1000 * max(0.0, end - start)
 
 
 async def cancel_on_disconnect(serving: Serving, receive: Receive, work: Awaitable[T]) -> T:

@@ -9,10 +9,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headrace.core.request import Request
+from headrace.engine.inputs import Prompt
 from headrace.options import INT32_MAX
 from headrace.server.errors import ApiError
 from headrace.server.sampling import limit
-from headrace.server.schema import ChatBody, TokenizeBody
+from headrace.server.schema import ChatBody, CompletionBody, TokenizeBody
 from headrace.server.state import Serving
 
 
@@ -37,6 +38,33 @@ def parse_prompts(value: Any, most: int) -> list[str | list[int]]:
                 raise _wrong(f"prompt[{index}]", "a string, like the first prompt")
         return value
     return [_token_ids(f"prompt[{index}]", ids) for index, ids in enumerate(value)]
+
+
+def engine_prompt(serving: Serving, prompt: str | list[int], body: CompletionBody) -> Prompt:
+    """The engine's prompt of a prompt, with the ``suffix`` behind it where there is one.
+
+    Raises:
+        ApiError, RequestError: 400; the model cannot fill in the middle, or the prompt or suffix is too long.
+    """
+    if isinstance(prompt, str):
+        need_tokenizer(serving, "prompt")
+    if not body.suffix:
+        return prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt}
+    need_tokenizer(serving, "suffix")
+    if body.echo:
+        raise ApiError(400, "suffix and echo cannot be combined", param="suffix", code="unsupported_parameter")
+    fim = serving.model.fim
+    if fim is None:
+        message = "suffix is not supported: the model's vocabulary has no tokens for filling in the middle"
+        raise ApiError(400, message, param="suffix", code="unsupported_parameter")
+    inputs = serving.llm.inputs
+    tokens = fim.prompt(
+        prompt,
+        body.suffix,
+        lambda text, param: inputs.encode(text, add_special_tokens=False, param=param),
+        add_special_tokens=body.add_special_tokens,
+    )
+    return {"prompt_token_ids": tokens}
 
 
 def _token_ids(where: str, value: Any) -> list[int]:

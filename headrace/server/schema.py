@@ -79,6 +79,7 @@ class GenerationBody(SampledBody):
     """What chat and text completions share."""
 
     return_token_ids: bool = False
+    return_metrics: bool = False
     stream_options: StreamOptions | None = None
 
 
@@ -191,6 +192,7 @@ class CountTokensBody(RequestBody):
 
 class CompletionBody(GenerationBody):
     prompt: Prompt
+    suffix: str | None = None
     echo: bool = False
     logprobs: Count | None = None
     max_tokens: Count | None = None

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Annotated, Literal
 
 from headrace.errors import ConfigError
+from headrace.metrics.stats import MetricsCompat
 from headrace.options import LIMITS, MODEL, SECURITY, SERVER, OptionSpec, check
 from headrace.sampling_params import MAX_SAMPLES
 
@@ -49,11 +50,16 @@ class ServerSettings:
     """Seconds in the Retry-After header of HTTP 429 and 503 responses."""
     log_requests: bool = True
     """Log one line for each request. Prompts and outputs are never logged."""
-    api_keys: Annotated[tuple[str, ...], OptionSpec(min=1, flags=("--api-key",), default="no key is needed", metavar="KEY")] = (
-        dataclasses.field(default_factory=_api_keys)
-    )
-    """API key, which clients send as a bearer token; /health, /ping, /version and /metrics need none. Repeatable, so that
-    keys can be rotated. Prefer the environment variable HEADRACE_API_KEY (comma-separated): other users of the machine can
+    enable_per_request_metrics: Annotated[bool, OptionSpec(flags=("--enable-per-request-metrics",))] = False
+    """Add `metrics` to every answer with one choice: time in the queue, time to first token, time between tokens. A request
+    asks for it alone with `return_metrics`."""
+    metrics_compat: MetricsCompat | None = None
+    """Export metrics under another engine's names too, with the same values, for its dashboards and autoscalers."""
+    api_keys: Annotated[
+        tuple[str, ...], OptionSpec(min=1, flags=("--api-key",), default="no key is needed", metavar="KEY", secret=True)
+    ] = dataclasses.field(default_factory=_api_keys, metadata={"environment": "HEADRACE_API_KEY"})
+    """API key, which clients send as a bearer token; /health, /live, /ping, /version and /metrics need none. Repeatable, so
+    that keys can be rotated. Prefer the environment variable HEADRACE_API_KEY (comma-separated): other users of the machine can
     read a command line."""
     cors_origins: Annotated[tuple[str, ...], OptionSpec(flags=("--cors-origin",), metavar="ORIGIN")] = ()
     """Web origin whose pages may call the API from a browser, such as https://chat.example.com. Repeatable; * for all."""

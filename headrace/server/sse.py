@@ -49,6 +49,10 @@ class Answer(abc.ABC):
     def whole(self) -> dict[str, Any]:
         """The answer of a request without ``stream``, after every delta was added."""
 
+    def metrics(self) -> dict[str, Any]:
+        """What the whole answer tells of the request's times."""
+        return {}
+
     @abc.abstractmethod
     def encode(self, event: dict[str, Any]) -> bytes:
         """An event as it is sent."""
@@ -70,10 +74,14 @@ class ChunkAnswer(Answer):
 
     def __init__(self, body: GenerationBody, model: ServedModel, generation: Generation, request_id: str, kind: str) -> None:
         """``kind``: the ``object`` of events and answers."""
+        if body.return_metrics and generation.num_choices != 1:
+            message = f"return_metrics needs one choice, and this request makes {generation.num_choices}"
+            raise ApiError(400, message, param="return_metrics", code="invalid_value")
         options = body.stream_options
         self._model = model
         self._generation = generation
         self._include_usage = options is not None and options.include_usage
+        self._include_metrics = body.return_metrics or model.per_request_metrics
         self._continuous_usage = options is not None and options.continuous_usage_stats
         self._head = {
             "id": request_id,
@@ -99,11 +107,17 @@ class ChunkAnswer(Answer):
             chunk["usage"] = self.usage()
         elif self._include_usage:
             chunk["usage"] = None
+        if not self._include_usage and choice.get("finish_reason") is not None:
+            chunk |= self.metrics()
         return chunk
 
     def last(self) -> Iterable[dict[str, Any]]:
         """The events after the last delta: the usage, if it was requested."""
-        return [{**self._head, "choices": [], "usage": self.usage()}] if self._include_usage else []
+        return [{**self._head, "choices": [], "usage": self.usage(), **self.metrics()}] if self._include_usage else []
+
+    def metrics(self) -> dict[str, Any]:
+        """The request's times, for the answer or its last event, if they are wanted."""
+        return {"metrics": self._generation.timing} if self._include_metrics else {}
 
 
 async def respond(request: Request, serving: Serving, generation: Generation, answer: Answer, *, stream: bool) -> Response:
@@ -126,7 +140,7 @@ async def collected(generation: Generation, answer: Answer) -> dict[str, Any]:
                 await answer.prepare(piece)
             for _ in answer.add(piece):
                 pass
-    return answer.whole()
+    return answer.whole() | answer.metrics()
 
 
 class EventStream(Response):

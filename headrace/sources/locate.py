@@ -1,4 +1,4 @@
-"""Where a model is, by its name alone: needs no library, so that a mistyped name is told at once."""
+"""Where a model is, by its name alone: needs no library, so that a mistyped name is reported at once."""
 
 from __future__ import annotations
 

@@ -115,6 +115,7 @@ def build_tokenizer(metadata: Metadata) -> FastTokenizer:
     special = {name: token for name, token in named.items() if token is not None}
     known = {entry.content for entry in tokenizer.get_added_tokens_decoder().values()}
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special.values() if token not in known])
+    special |= {f"{name}_token": token for name in _FIM if (token := _fim_token(metadata, tokens, name)) is not None}
     bos = metadata.get("tokenizer.ggml.add_bos_token", bool, add_bos)
     add_bos_and_eos(tokenizer, special, bos=bos, eos=metadata.get("tokenizer.ggml.add_eos_token", bool, False))
     return FastTokenizer(tokenizer, special, templates or None)
@@ -126,6 +127,16 @@ _NAMED = {
     "unk_token": "tokenizer.ggml.unknown_token_id",
     "pad_token": "tokenizer.ggml.padding_token_id",
 }
+
+
+_FIM = {"fim_pre": "prefix", "fim_suf": "suffix", "fim_mid": "middle", "fim_pad": None, "fim_rep": None, "fim_sep": None}
+"""Tokens for filling in the middle -> the name that older files give them."""
+
+
+def _fim_token(metadata: Metadata, tokens: Sequence[str], name: str) -> str | None:
+    old = _FIM[name]
+    new = _special(metadata, tokens, f"tokenizer.ggml.{name}_token_id")
+    return new if new is not None or old is None else _special(metadata, tokens, f"tokenizer.ggml.{old}_token_id")
 
 
 def add_bos_and_eos(backend: Tokenizer, special: Mapping[str, str], *, bos: bool, eos: bool) -> None:

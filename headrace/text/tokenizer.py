@@ -129,6 +129,17 @@ class Tokenizer:
         name: str | None = self._backend.id_to_token(token)
         return name
 
+    def token_to_id(self, name: str) -> int | None:
+        """The id of a token by the vocabulary's own spelling; None if there is none."""
+        token: int | None = self._backend.token_to_id(name)
+        return token
+
+    @property
+    def special_tokens(self) -> Mapping[str, str]:
+        """``bos_token``, ``eos_token``, ... -> the token's spelling."""
+        tokens: Mapping[str, str] = self.hf.special_tokens_map
+        return tokens
+
     def token_text(self, token: int) -> str:
         """The text of one token on its own; bytes that are not whole characters become U+FFFD."""
         return self.token_bytes.pieces[token].decode("utf-8", "replace")

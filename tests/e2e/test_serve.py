@@ -54,6 +54,12 @@ def test_stream_equals_the_whole(server: Server) -> None:
     assert chunks[-1].usage == whole.usage or chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
 
 
+def test_samples_as_the_model_card_says(server: Server) -> None:
+    [card] = httpx.get(f"{server.url}/v1/models", timeout=30).json()["data"]
+    assert card["default_sampling_params"] == {"temperature": 0.2, "top_p": 0.9}
+    assert "temperature 0.2, top_p 0.9" in server.log.read_text()
+
+
 async def stream_one(client: openai.AsyncOpenAI, model: str, number: int, leave_after: int | None) -> int:
     """Streams one completion; leaves after so many chunks if told to. Returns how many tokens it was told it got."""
     stream = await client.completions.create(

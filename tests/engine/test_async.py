@@ -396,7 +396,9 @@ def test_a_crash_loop_stops(make: Callable[..., AsyncLLM], tmp_path: Path, monke
     async def work() -> None:
         async with make(f"once:{tmp_path / 'mark'}") as llm:
             os.kill(llm.engine_pid, signal.SIGKILL)
+            assert not llm.failed
             await until(lambda: "2 times" in llm.health().reason)
+            assert llm.failed
             assert "only the first start works" in llm.health().reason
             assert llm.engine_pid is None
             with pytest.raises(EngineDeadError, match="2 times"):

@@ -31,7 +31,14 @@ from .traffic import MAX_LEN, Asked, Traffic, check
 AMOUNT = {"cpu": 200, "cuda": 10_000}
 AT_ONCE = {"cpu": 48, "cuda": 256}
 ROOM = {
-    "cpu": {"num_kv_blocks": 40, "max_num_seqs": 24, "max_num_batched_tokens": 128, "num_threads": 1},
+    "cpu": {
+        "num_kv_blocks": 40,
+        "max_num_seqs": 24,
+        "max_num_batched_tokens": 128,
+        "num_threads": 1,
+        # Prompts in chunks beside others would take turns, and few sequences would be preempted.
+        "max_prefill_tokens_beside_decode": 128,
+    },
     "cuda": {"num_kv_blocks": 72, "max_num_seqs": 128, "max_num_batched_tokens": 512},
 }
 PROBES = 8

@@ -20,6 +20,7 @@ from headrace.errors import EngineDeadError, EngineError, QueueFullError, Reques
 from headrace.metrics.stats import EngineStats
 from headrace.outputs import OutputDelta, RequestTimes, TokenLogprobs
 from headrace.text.chat import normalize
+from headrace.text.pieces import DecoderRules
 from headrace.text.vocab import TokenBytes
 
 BOS, EOS = 256, 257
@@ -40,8 +41,16 @@ class ByteTokenizer:
         self.token_bytes = TokenBytes(pieces, frozenset({BOS, EOS}))
         self.vocab_size = VOCAB
         self.eos_token_ids = [EOS]
+        self.bos_token_id = BOS
+        self.rules = DecoderRules()
+        self.special_tokens: dict[str, str] = {}
+        self.fim_tokens: dict[str, int] = {}
+        """Tokens for filling in the middle, by their spelling."""
         self.rendered: list[dict[str, Any]] = []
         """Arguments of each call of render_chat."""
+
+    def token_to_id(self, name: str) -> int | None:
+        return self.fim_tokens.get(name)
 
     def encode(
         self, text: str, add_special_tokens: bool = True, *, param: str = "prompt", max_tokens: int | None = None
@@ -116,7 +125,7 @@ class FakeLLM:
         """Every request that was added."""
         self.aborted: list[str] = []
         self.start_error: Exception | None = None
-        self.closed = False
+        self.closed = self.failed = False
         self._health = Health(False, "the engine is loading")
         self._steps = self._preempted = self._prompt = self._generated = self._hits = 0
         self._finished: dict[str, int] = {}
@@ -170,6 +179,9 @@ class FakeLLM:
     def die(self) -> None:
         self._health = Health(False, "the engine is restarting")
         self.running.clear()
+
+    def give_up(self) -> None:
+        self._health, self.failed = Health(False, "the engine died 3 times"), True
 
     def health(self) -> Health:
         return self._health
@@ -327,7 +339,7 @@ class _Sample:
         reason: Any = None
         stop: int | str | None = None
         text = ""
-        if token == EOS and not params.ignore_eos and self._count > params.min_tokens:
+        if token in self._request.eos_token_ids and not params.ignore_eos and self._count > params.min_tokens:
             reason = "stop"
         elif token in (params.stop_token_ids or ()):
             reason, stop = "stop", token

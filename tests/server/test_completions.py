@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from headrace.server.settings import ServerSettings
-from server.fakes import BOS, EOS, FakeLLM
+from server.fakes import BOS, EOS, ByteTokenizer, FakeLLM
 from server.harness import Api, error, events
 
 
@@ -233,3 +233,45 @@ def test_without_a_tokenizer() -> None:
     assert choice["token_ids"] == list(b"He")
     assert choice["logprobs"]["tokens"] == ["token_id:72", "token_id:101"]
     assert llm.seen[0].sampling.detokenize is False
+
+
+def middle_tokenizer() -> ByteTokenizer:
+    tokenizer = ByteTokenizer()
+    tokenizer.fim_tokens = {"<fim_prefix>": 1, "<fim_suffix>": 3, "<fim_middle>": 2, "<fim_pad>": 4}
+    return tokenizer
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_text_before_a_suffix(stream: bool) -> None:
+    llm = FakeLLM(script=lambda request, index: [*b"middle", 4, *b"more"])
+    llm.tokenizer = middle_tokenizer()
+    response = Api(llm).complete(prompt="a", suffix="bc", stream=stream, return_token_ids=True, max_tokens=20)
+    parts = [event["choices"][0] for event in events(response)] if stream else response.json()["choices"]
+    assert "".join(part["text"] for part in parts).startswith("middle") and "more" not in str(parts)
+    assert (parts[-1]["finish_reason"], parts[-1]["stop_reason"]) == ("stop", None)
+    [request] = llm.seen
+    assert request.prompt_token_ids == parts[0]["prompt_token_ids"] == [BOS, 1, *b"a", 3, *b"bc", 2]
+    assert request.eos_token_ids == [1, 2, 3, 4, EOS]
+
+
+def test_every_prompt_gets_the_suffix_and_no_suffix_is_none() -> None:
+    llm = FakeLLM()
+    llm.tokenizer = middle_tokenizer()
+    api = Api(llm)
+    assert api.complete(prompt=["a", "b"], suffix="c", add_special_tokens=False).status_code == 200
+    assert [bytes(request.prompt_token_ids) for request in llm.seen] == [b"\x01a\x03c\x02", b"\x01b\x03c\x02"]
+    assert api.complete(prompt=[97], suffix="c").status_code == 200
+    assert bytes(llm.seen[-1].prompt_token_ids) == b"\x01a\x03c\x02"
+    for suffix in ("", None):
+        assert api.complete(prompt="a", suffix=suffix).status_code == 200
+        assert (llm.seen[-1].prompt_token_ids, llm.seen[-1].eos_token_ids) == ([BOS, 97], [EOS])
+
+
+@pytest.mark.parametrize("fields", [{"suffix": "x" * 600}, {"suffix": "x", "echo": True}, {"suffix": 1}, {"suffix": ["x"]}])
+def test_a_suffix_that_cannot_be_served(fields: dict[str, Any]) -> None:
+    llm = FakeLLM()
+    llm.tokenizer = middle_tokenizer()
+    assert error(Api(llm).complete(**fields))["param"] in ("suffix", "prompt")
+    assert not llm.seen
+    llm.tokenizer = None
+    assert error(Api(llm).complete(prompt=[1], suffix="x"))["param"] == "suffix"

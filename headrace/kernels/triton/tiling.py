@@ -49,8 +49,8 @@ class Geometry:
 
     @property
     def max_block_m(self) -> int:
-        """Queries times heads of a tile whose sums and scores still fit in the registers. Keys and values that take the detour,
-        converted ones aside, keep to tiles too small for Hopper's asynchronous products: their descriptors are where ptxas errs
+        """Queries times heads of a tile whose sums and scores still fit in the registers. Unconverted keys and values that take
+        the detour keep to tiles too small for Hopper's asynchronous products: their descriptors are where ptxas errs
         (see ``cut``)."""
         if self.widest > 256 or self.q_bytes > 2:
             return 16

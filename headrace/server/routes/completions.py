@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -16,7 +17,7 @@ from headrace.outputs import OutputDelta, TokenLogprobs
 from headrace.server.errors import ApiError
 from headrace.server.generation import Generation, Piece, named
 from headrace.server.logprobs import CompletionLogprobs, JSONColumns, prompt_logprobs
-from headrace.server.prompts import check_prompt_logprobs, need_tokenizer, parse_prompts
+from headrace.server.prompts import check_prompt_logprobs, engine_prompt, parse_prompts
 from headrace.server.request import body_schema, checked_body
 from headrace.server.sampling import completion_names, completion_params
 from headrace.server.schema import CompletionBody
@@ -57,16 +58,19 @@ async def _engine_requests(
         if len(prompts) * params.n > (most := state.settings.max_choices):
             raise ApiError(400, f"{len(prompts)} prompts with n = {params.n} make more than {most} choices", param="n")
         for index, prompt in enumerate(prompts):
-            if isinstance(prompt, str):
-                need_tokenizer(state, "prompt")
             request = await state.llm.inputs.request_async(
-                prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt},
+                await state.llm.inputs.in_thread(partial(engine_prompt, state, prompt, body))
+                if body.suffix
+                else engine_prompt(state, prompt, body),
                 params,
                 add_special_tokens=body.add_special_tokens,
                 request_id=request_id if len(prompts) == 1 else f"{request_id}-{index}",
                 priority=body.priority,
                 cache_salt=body.cache_salt,
             )
+            if body.suffix and state.model.fim is not None:
+                ends = {*request.eos_token_ids, *state.model.fim.end_token_ids}
+                request = msgspec.structs.replace(request, eos_token_ids=sorted(ends))
             requests.append(request)
             await asyncio.sleep(0)  # others take their turns between many short prompts
     check_prompt_logprobs(state, requests, copies=params.n)

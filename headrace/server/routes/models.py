@@ -40,4 +40,5 @@ def _card(state: Serving, name: str) -> dict[str, Any]:
         "owned_by": "headrace",
         "root": state.llm.info.model,
         "max_model_len": state.model.max_model_len,
+        "default_sampling_params": state.model.default_sampling_params,
     }

@@ -1,4 +1,4 @@
-"""GET /health, /ping, /version, /metrics: for operators, without an API key."""
+"""GET /health, /live, /ping, /version, /metrics: for operators, without an API key."""
 
 from __future__ import annotations
 
@@ -21,6 +21,14 @@ router = APIRouter()
 async def health(request: Request) -> Response:
     """200 if requests are served; else 503 with the reason."""
     serving(request).check_ready()
+    return JSON({"status": "ok"})
+
+
+@router.get("/live")
+@router.head("/live", include_in_schema=False)
+async def live(request: Request) -> Response:
+    """200 while the server runs, loads or restarts its engine; 503 with the reason once the engine stays down."""
+    serving(request).check_live()
     return JSON({"status": "ok"})
 
 

@@ -1,0 +1,43 @@
+"""``headrace config show``: the configuration of ``headrace serve``, and where each value comes from."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import msgspec
+import typer
+
+from headrace.cli.options import ENGINE_OPTIONS, Setting, command
+from headrace.cli.serve import SERVER_OPTIONS, LogLevelOption
+from headrace.config import EngineArgs
+from headrace.server.settings import ServerSettings
+
+app = typer.Typer(no_args_is_help=True, help="Configuration files.")
+
+
+@app.command("show")
+@command(args=ENGINE_OPTIONS, settings=SERVER_OPTIONS)
+def show(args: EngineArgs, settings: ServerSettings, sources: list[Setting], log_level: LogLevelOption = "info") -> None:
+    """Print what `headrace serve` with the same options would use, and where each value comes from.
+
+    The output is a configuration file itself. Values of API keys are left out.
+    """
+    lines = [(_line(setting), setting.source) for setting in sources]
+    width = max(len(line) for line, _ in lines)
+    for line, source in lines:
+        sys.stdout.write(f"{line.ljust(width)}  # {source}\n")
+
+
+def _line(setting: Setting) -> str:
+    if setting.secret and setting.value:
+        return f"# {setting.key}: {len(setting.value)} values that are not shown"
+    return f"{setting.key}: {_yaml(setting.value)}"
+
+
+def _yaml(value: Any) -> str:
+    import yaml
+
+    plain = msgspec.to_builtins(value, enc_hook=str)
+    text: str = yaml.safe_dump(plain, default_flow_style=True, width=float("inf"), allow_unicode=True)
+    return text.removesuffix("...\n").strip()

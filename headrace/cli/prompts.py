@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import io
 import json
 import math
@@ -10,8 +11,10 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, TextIO
 
+import msgspec
+
 from headrace.cli.options import checked_fields
-from headrace.errors import RequestError
+from headrace.errors import ConfigError, RequestError
 from headrace.options import Option, OptionSpec, check_value
 
 _ID = Option(None, "id", OptionSpec(), str, False)
@@ -26,10 +29,10 @@ class PromptJob:
     number: int
     """Line of the file, or position among the arguments, from 1."""
     content: Any = None
-    """By ``kind``: text, messages, or token ids."""
+    """By ``kind``: text, messages, token ids, or the url and the body of a batch line."""
     kind: str = ""
     id: str | float | None = None
-    """The line's ``id``, which is repeated in the result."""
+    """The line's ``id`` or ``custom_id``, which is repeated in the result."""
     sampling: dict[str, Any] = dataclasses.field(default_factory=dict)
     error: RequestError | None = None
 
@@ -49,6 +52,8 @@ def parse_line(number: int, text: str) -> PromptJob:
         record = json.loads(text)
         if not isinstance(record, dict):
             raise RequestError(f"not a JSON object but {type(record).__name__}")
+        if "custom_id" in record:
+            return _batch_line(number, record, text)
         identifier = _identifier(record)
         kind, content = _content(record)
         return PromptJob(number, content, kind, identifier, checked_fields(record))
@@ -56,6 +61,77 @@ def parse_line(number: int, text: str) -> PromptJob:
         return PromptJob(number, id=identifier, error=error)
     except (ValueError, RecursionError) as error:
         return PromptJob(number, error=RequestError(f"not JSON: {error}"))
+
+
+BATCH = "batch"
+_BATCH_FIELDS = ("custom_id", "method", "url", "body")
+_BATCH_URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+
+
+def _batch_line(number: int, record: dict[str, Any], text: str) -> PromptJob:
+    """A line of OpenAI's batch files."""
+    try:
+        # As the server reads a body: no NaN and no lone surrogates.
+        msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError) as wrong:
+        raise RequestError(f"not JSON: {wrong}") from None
+    identity = record["custom_id"]
+    if not isinstance(identity, str) or not identity:
+        raise RequestError("custom_id must be a string that is not empty", "custom_id")
+    url, body = record.get("url"), record.get("body")
+    error = None
+    if unknown := sorted(record.keys() - set(_BATCH_FIELDS)):
+        error = RequestError(f"a batch line has {', '.join(_BATCH_FIELDS)}, and no {unknown[0]!r}", unknown[0])
+    elif record.get("method") != "POST":
+        error = RequestError("method must be POST", "method")
+    elif url not in _BATCH_URLS:
+        error = RequestError(f"url must be one of {', '.join(_BATCH_URLS)}", "url")
+    elif not isinstance(body, dict):
+        error = RequestError("body must be an object", "body")
+    return PromptJob(number, (url, body), BATCH, identity, error=error)
+
+
+class _Identified(msgspec.Struct):
+    custom_id: Any = None
+
+
+def _digest(identity: str) -> bytes:
+    """Stands for the custom_id among millions."""
+    return hashlib.blake2b(identity.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+def distinct(jobs: Iterable[PromptJob]) -> Iterator[PromptJob]:
+    """The jobs; a batch line with the custom_id of an earlier one is an error."""
+    seen: set[bytes] = set()
+    for job in jobs:
+        if job.kind == BATCH:
+            digest = _digest(str(job.id))
+            if digest in seen:
+                job = dataclasses.replace(job, error=RequestError("an earlier line has this custom_id", "custom_id"))
+            seen.add(digest)
+        yield job
+
+
+def check_batch_ids(lines: Iterable[bytes]) -> bool:
+    """Whether there are batch lines.
+
+    Raises:
+        ConfigError: two of them have the same custom_id.
+    """
+    seen: set[bytes] = set()
+    for number, line in enumerate(lines, start=1):
+        if b'"custom_id"' not in line:
+            continue
+        try:
+            identity = msgspec.json.decode(line, type=_Identified).custom_id
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            continue
+        if isinstance(identity, str):
+            digest = _digest(identity)
+            if digest in seen:
+                raise ConfigError(f"line {number} has the custom_id {identity!r} of an earlier line", "--input")
+            seen.add(digest)
+    return bool(seen)
 
 
 def parse_lines(lines: Iterable[str]) -> Iterator[PromptJob]:

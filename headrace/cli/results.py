@@ -18,9 +18,15 @@ from headrace.errors import ConfigError, EngineError
 
 
 def line_key(record: Mapping[str, Any]) -> str:
-    """What a resumed run knows a line by: its ``id``, or its number where it has none."""
-    name = "line" if record.get("id") is None else "id"
+    """What a resumed run knows a line by: its ``custom_id`` or ``id``, or its number where it has none."""
+    name = "custom_id" if "custom_id" in record else "line" if record.get("id") is None else "id"
     return f"{name} {record[name]!r}"
+
+
+def has_answer(record: Mapping[str, Any]) -> bool:
+    """Whether the line of a result file is no error."""
+    response = record.get("response")
+    return "outputs" in record or (response is not None and response["status_code"] == 200)
 
 
 class ResultFile:
@@ -30,12 +36,13 @@ class ResultFile:
     Writes directly to standard output (no path), and to a path that is no regular file, such as a pipe.
     """
 
-    def __init__(self, path: Path | None, source: Path | None, *, resume: bool = False) -> None:
-        """``source``: the input file; None: standard input.
+    def __init__(self, path: Path | None, source: Path | None, *, resume: bool = False, option: str = "--output") -> None:
+        """``source``: the input file; None: standard input. ``option``: what errors name.
 
         Raises:
             ConfigError: the file cannot be written, is the input, or would replace results of a run that ended early.
         """
+        self._option = option
         self.done: Counter[str] = Counter()
         """Key of each line that has a result -> how many results."""
         self._path: Path | None = None
@@ -51,7 +58,7 @@ class ResultFile:
             elif path is not None:
                 self._file = path.open("wb", buffering=0)
         except OSError as error:
-            raise ConfigError(f"cannot write {path}: {error.strerror}", "--output") from None
+            raise ConfigError(f"cannot write {path}: {error.strerror}", option) from None
 
     def _prepare(self, path: Path, resume: bool) -> None:
         """Makes the partial file hold what is kept of earlier results."""
@@ -59,7 +66,7 @@ class ResultFile:
             if self._partial.exists() and self._partial.stat().st_size:
                 raise ConfigError(
                     f"{self._partial} has the results of a run that ended early: continue it with --resume, or delete it",
-                    "--output",
+                    self._option,
                 )
             return
         earlier = self._partial if self._partial.exists() else path
@@ -77,7 +84,7 @@ class ResultFile:
                     return
                 try:
                     record = json.loads(line)
-                    key, has_result = line_key(record), "outputs" in record
+                    key, has_result = line_key(record), has_answer(record)
                 except (ValueError, TypeError, AttributeError, KeyError):
                     raise ConfigError(f"line {number} of {earlier} is no result of a run", "--resume") from None
                 if has_result:

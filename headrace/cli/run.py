@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import itertools
+import uuid
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Iterable, Iterator
 from pathlib import Path
@@ -15,7 +17,7 @@ from rich.console import Console
 
 from headrace.cli.errors import EXIT_FAILURE, EXIT_USAGE, describe, print_error
 from headrace.cli.options import ENGINE_OPTIONS, SAMPLING_OPTIONS, command
-from headrace.cli.prompts import ERRORS, PromptJob, parse_lines, read_stdin
+from headrace.cli.prompts import BATCH, ERRORS, PromptJob, check_batch_ids, distinct, parse_lines, read_stdin
 from headrace.cli.results import ResultFile, line_key
 from headrace.config import EngineArgs
 from headrace.engine.spawn import spawn
@@ -25,6 +27,10 @@ from headrace.outputs import RequestOutput
 
 if TYPE_CHECKING:
     from headrace.engine.async_llm import AsyncLLM
+    from headrace.server.batch import BatchAnswer
+    from headrace.server.state import Serving
+
+    Outcome = RequestOutput | RequestError | BatchAnswer
 
 AHEAD = 4
 """Prompts in flight, as a multiple of the sequences that run at once: enough that none of those places stays empty."""
@@ -47,7 +53,8 @@ def run(
             "--input",
             "-i",
             help='JSONL file, or - for standard input. A line holds "prompt", "messages" or "prompt_token_ids", and may hold '
-            '"id" and sampling parameters of its own, which come before those of the command line.',
+            '"id" and sampling parameters of its own, which come before those of the command line. Lines of OpenAI\'s batch '
+            'files, with "custom_id", "method", "url" and "body", are answered as the server does.',
             metavar="FILE",
         ),
     ] = None,
@@ -68,6 +75,18 @@ def run(
             help="Continue a run that ended early: skip lines of --input that have results in --output (or its .partial file), "
             "by their id, or by their number where they have none; run the others, those with errors again, and append.",
         ),
+    ] = False,
+    error_file: Annotated[
+        Path | None,
+        PROMPTS(
+            "--error-file",
+            help="Write the results of prompts that cannot be run here, and not among the others.",
+            metavar="FILE",
+        ),
+    ] = None,
+    unordered: Annotated[
+        bool,
+        PROMPTS("--unordered", help="Write each result as soon as it is there, not in the order of the input."),
     ] = False,
     chat: Annotated[
         bool,
@@ -98,13 +117,36 @@ def run(
     source = Path(input) if input and input != "-" else None
     if source is not None and not source.is_file():
         raise ConfigError(f"there is no file {source}", "--input")
+    if error_file is not None and output is not None and error_file.resolve() == output.resolve():
+        raise ConfigError("errors cannot go to the file of the results", "--error-file")
+    if source is not None:
+        with source.open("rb") as file:
+            if check_batch_ids(file) and sampling:
+                raise ConfigError(
+                    f"sampling options ({', '.join(sampling)}) are not for batch lines: their bodies say everything", "--input"
+                )
     with contextlib.ExitStack() as stack:
+        errors = None
+        if error_file is not None:
+            errors = stack.enter_context(ResultFile(error_file, source, resume=resume, option="--error-file"))
         results = stack.enter_context(ResultFile(output, source, resume=resume))
         jobs, total = _jobs(prompts, source, chat, stack)
         if resume:
             total = None if total is None else total - results.done.total()
             jobs = _without(jobs, results.done)
-        failed = asyncio.run(_run_all(args, sampling, jobs, results, strict=strict, total=total, progress=progress))
+        failed = asyncio.run(
+            _run_all(
+                args,
+                sampling,
+                jobs,
+                results,
+                errors or results,
+                strict=strict,
+                unordered=unordered,
+                total=total,
+                progress=progress,
+            )
+        )
         if failed and strict:
             raise typer.Exit(EXIT_USAGE)
     if failed:
@@ -122,7 +164,7 @@ def _jobs(
     # A byte order mark is no part of the first line.
     encoding = "utf-8-sig"
     if source is None:
-        return parse_lines(read_stdin(encoding)), None
+        return distinct(parse_lines(read_stdin(encoding))), None
     with source.open("rb") as file:
         total = sum(1 for line in file if line.strip())
     return parse_lines(stack.enter_context(source.open(encoding=encoding, errors=ERRORS))), total
@@ -131,7 +173,7 @@ def _jobs(
 def _without(jobs: Iterable[PromptJob], done: Counter[str]) -> Iterator[PromptJob]:
     """The jobs that have no result yet."""
     for job in jobs:
-        key = line_key({"id": job.id, "line": job.number})
+        key = line_key({"custom_id": job.id} if job.kind == BATCH else {"id": job.id, "line": job.number})
         if done[key]:
             done[key] -= 1
         else:
@@ -143,8 +185,10 @@ async def _run_all(
     sampling: dict[str, Any],
     jobs: Iterable[PromptJob],
     results: ResultFile,
+    errors: ResultFile,
     *,
     strict: bool,
+    unordered: bool,
     total: int | None,
     progress: bool,
 ) -> int:
@@ -161,15 +205,14 @@ async def _run_all(
         await llm.start()
         with progress_bar.bar:
             window = min(AHEAD * llm.info.max_num_seqs, args.max_queue_len)
-            async with contextlib.aclosing(_in_order(llm, sampling, iter(jobs), window)) as outcomes:
+            async with contextlib.aclosing(_outcomes(llm, sampling, iter(jobs), window, unordered)) as outcomes:
                 async for job, result in outcomes:
-                    results.write(_record(job, result))
-                    if isinstance(result, RequestOutput):
-                        progress_bar.add(sum(len(sample.token_ids) for sample in result.outputs), finished=True)
-                    else:
-                        progress_bar.add(0, finished=True)
+                    error = _error(result)
+                    (results if error is None else errors).write(_record(job, result))
+                    progress_bar.add(_num_tokens(result), finished=True)
+                    if error is not None:
                         failed += 1
-                        print_error(f"line {job.number}: {describe(result)}")
+                        print_error(f"line {job.number}: {error}")
                         if strict:
                             break
     finally:
@@ -177,11 +220,27 @@ async def _run_all(
     return failed
 
 
-async def _in_order(
-    llm: AsyncLLM, sampling: dict[str, Any], jobs: Iterator[PromptJob], window: int
-) -> AsyncGenerator[tuple[PromptJob, RequestOutput | RequestError]]:
-    """Yields every job with its result or error, in order, with up to ``window`` jobs in flight."""
-    under_way: deque[tuple[PromptJob, asyncio.Task[RequestOutput]]] = deque()
+def _error(result: Outcome) -> str | None:
+    """What is told of a failure."""
+    if isinstance(result, RequestError):
+        return describe(result)
+    if isinstance(result, RequestOutput) or result.status == 200:
+        return None
+    return f"{result.status}: {result.body['error']['message']}"
+
+
+def _num_tokens(result: Outcome) -> int:
+    if isinstance(result, RequestOutput):
+        return sum(len(sample.token_ids) for sample in result.outputs)
+    return 0 if isinstance(result, RequestError) else result.num_tokens
+
+
+async def _outcomes(
+    llm: AsyncLLM, sampling: dict[str, Any], jobs: Iterator[PromptJob], window: int, unordered: bool
+) -> AsyncGenerator[tuple[PromptJob, Outcome]]:
+    """Yields every job with its result or error, with up to ``window`` jobs in flight."""
+    run = _Runner(llm, sampling).run
+    under_way: deque[tuple[PromptJob, asyncio.Task[RequestOutput | BatchAnswer]]] = deque()
     # Lines are read in a thread: one that is slow to come holds up no result.
     reader: asyncio.Task[PromptJob | None] | None = None
     exhausted = False
@@ -189,7 +248,8 @@ async def _in_order(
         while True:
             if reader is None and not exhausted and len(under_way) < window:
                 reader = asyncio.create_task(asyncio.to_thread(next, jobs, None))
-            waiting = [task for task in (reader, under_way[0][1] if under_way else None) if task is not None]
+            first = under_way if unordered else itertools.islice(under_way, 1)
+            waiting: list[asyncio.Task[Any]] = [task for _, task in first] + ([reader] if reader is not None else [])
             if not waiting:
                 return
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -197,7 +257,10 @@ async def _in_order(
                 job, reader = reader.result(), None
                 exhausted = job is None
                 if job is not None:
-                    under_way.append((job, asyncio.create_task(_generate(llm, sampling, job))))
+                    under_way.append((job, asyncio.create_task(run(job))))
+            if unordered:
+                # Those that are done come first.
+                under_way = deque(sorted(under_way, key=lambda job: not job[1].done()))
             while under_way and under_way[0][1].done():
                 job, task = under_way.popleft()
                 error = task.exception()
@@ -210,9 +273,40 @@ async def _in_order(
         await asyncio.gather(*(task for _, task in under_way), return_exceptions=True)
 
 
+class _Runner:
+    """Runs the jobs of one engine."""
+
+    def __init__(self, llm: AsyncLLM, sampling: dict[str, Any]) -> None:
+        self._llm = llm
+        self._sampling = sampling
+
+    @functools.cached_property
+    def _serving(self) -> Serving:
+        from headrace.server.settings import ServerSettings
+        from headrace.server.state import Serving
+
+        return Serving(self._llm, ServerSettings(responses_store=False))
+
+    async def run(self, job: PromptJob) -> RequestOutput | BatchAnswer:
+        if job.error is not None:
+            raise job.error
+        if job.kind != BATCH:
+            return await _generate(self._llm, self._sampling, job)
+        if self._sampling:
+            raise RequestError("sampling options are not for batch lines: their bodies say everything")
+        from headrace.server.batch import answered
+
+        url, body = job.content
+        for _ in range(ATTEMPTS):
+            try:
+                return await answered(self._serving, url, body)
+            except EngineDeadError as error:
+                reason = str(error)
+            await _until_running(self._llm)
+        raise RequestError(reason)
+
+
 async def _generate(llm: AsyncLLM, sampling: dict[str, Any], job: PromptJob) -> RequestOutput:
-    if job.error is not None:
-        raise job.error
     params = llm.inputs.default_sampling.replace(sampling | job.sampling)
     prompt: Any = {job.kind: job.content}
     if job.kind == "messages":
@@ -247,8 +341,10 @@ async def _until_running(llm: AsyncLLM) -> None:
         await asyncio.sleep(RESTART_POLL_SECONDS)
 
 
-def _record(job: PromptJob, result: RequestOutput | RequestError) -> dict[str, Any]:
+def _record(job: PromptJob, result: Any) -> dict[str, Any]:
     """One line of the result file."""
+    if job.kind == BATCH:
+        return _batch_record(job, result)
     record: dict[str, Any] = {"line": job.number} | ({"id": job.id} if job.id is not None else {})
     if isinstance(result, RequestError):
         return record | {"error": {"message": result.message, "param": result.param}}
@@ -256,6 +352,15 @@ def _record(job: PromptJob, result: RequestOutput | RequestError) -> dict[str, A
     if result.prompt_logprobs is not None:
         record["prompt_logprobs"] = [_position(position) for position in result.prompt_logprobs]
     return record | {"num_prompt_tokens": len(result.prompt_token_ids), "num_cached_tokens": result.num_cached_tokens}
+
+
+def _batch_record(job: PromptJob, result: Any) -> dict[str, Any]:
+    """As OpenAI's output files have it."""
+    record: dict[str, Any] = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": job.id, "response": None, "error": None}
+    if isinstance(result, RequestError):
+        return record | {"error": {"code": result.code or "invalid_request", "message": result.message}}
+    response = {"status_code": result.status, "request_id": result.request_id, "body": result.body}
+    return record | {"response": response}
 
 
 def _sample(sample: Any) -> dict[str, Any]:

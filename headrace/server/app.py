@@ -15,7 +15,7 @@ import headrace
 from headrace.server.errors import install_handlers
 from headrace.server.generation import cancelled
 from headrace.server.middleware import AllowedHosts, ApiKeys, Observe, SameOrigin
-from headrace.server.routes import admin, chat, completions, models, status, tokens
+from headrace.server.routes import admin, chat, completions, messages, models, responses, status, tokens
 from headrace.server.settings import ServerSettings
 from headrace.server.state import Serving
 
@@ -41,7 +41,7 @@ def build_app(llm: AsyncLLM, settings: ServerSettings | None = None) -> FastAPI:
     )
     app.state.serving = serving
     install_handlers(app, settings.retry_after)
-    for part in (chat, completions, models, tokens, status, admin):
+    for part in (chat, completions, messages, responses, models, tokens, status, admin):
         app.include_router(part.router)
     return app
 
@@ -65,7 +65,7 @@ def _middleware(serving: Serving) -> list[Middleware]:
             Middleware(
                 CORSMiddleware,
                 allow_origins=settings.cors_origins,
-                allow_methods=["GET", "POST"],
+                allow_methods=["GET", "POST", "DELETE"],
                 allow_headers=["*"],
                 allow_credentials=settings.cors_credentials,
                 expose_headers=["X-Request-Id", "Retry-After"],

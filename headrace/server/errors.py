@@ -1,4 +1,4 @@
-"""Errors in OpenAI's format: ``{"error": {"message", "type", "param", "code"}}``."""
+"""Errors in OpenAI's format, ``{"error": {"message", "type", "param", "code"}}``, and in Anthropic's under /v1/messages."""
 
 from __future__ import annotations
 
@@ -10,9 +10,15 @@ from fastapi import FastAPI, Request
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.types import Scope
 
 from headrace.errors import EngineDeadError, EngineError, HeadraceError, QueueFullError, RequestError
 
+_MESSAGES = "/v1/messages"
+"""The paths under it speak Anthropic's dialect."""
+_MESSAGES_KINDS = {413: "request_too_large", 503: "overloaded_error"}
+_OVERLOADED = 529
+"""Anthropic's status for 503."""
 _KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -42,8 +48,18 @@ class ApiError(HeadraceError):
         error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
         return {"error": error}
 
-    def response(self) -> Response:
-        return JSON(self.body, self.status, headers=self.headers)
+    def messages_body(self, request_id: str | None) -> dict[str, Any]:
+        """As Anthropic writes it."""
+        kind = _KINDS.get(self.status) or _MESSAGES_KINDS.get(self.status)
+        kind = kind or ("invalid_request_error" if self.status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message}, "request_id": request_id}
+
+    def response(self, scope: Scope | None = None) -> Response:
+        """The answer to the request of ``scope``, in the dialect of its path."""
+        if scope is None or not f"{scope['path']}/".startswith(f"{_MESSAGES}/"):
+            return JSON(self.body, self.status, headers=self.headers)
+        status = _OVERLOADED if self.status == 503 else self.status
+        return JSON(self.messages_body(scope.get("headrace.request_id")), status, headers=self.headers)
 
 
 class JSON(Response):
@@ -116,7 +132,7 @@ def first_line(text: str) -> str:
 
 
 def install_handlers(app: FastAPI, retry_after: int) -> None:
-    """Answers every foreseen error in OpenAI's shape; the middleware answers the others."""
+    """Answers every foreseen error in the dialect of its path; the middleware answers the others."""
 
     async def handle(request: Request, error: Exception) -> Response:
         known = api_error(error, retry_after)
@@ -124,7 +140,7 @@ def install_handlers(app: FastAPI, retry_after: int) -> None:
             known.message = f"there is no {request.method} {shown(request.url.path, 256)}"
         if isinstance(error, HTTPException) and error.status_code == 405:
             known.message = f"{shown(request.url.path, 256)} does not take {request.method}"
-        return known.response()
+        return known.response(request.scope)
 
     for kind in (HeadraceError, HTTPException):
         app.add_exception_handler(kind, handle)

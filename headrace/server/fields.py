@@ -15,14 +15,18 @@ from headrace.core.request import Request
 from headrace.options import options
 from headrace.sampling_params import SamplingParams
 from headrace.server.errors import ApiError, shown
+from headrace.server.schema import EXTRAS, Metadata
 
-Endpoint = Literal["chat", "completions"]
-Origin = Literal["OpenAI", "vLLM", "SGLang", "llama.cpp", "headrace"]
+Endpoint = Literal["chat", "completions", "messages", "count_tokens", "responses"]
+Origin = Literal["OpenAI", "Anthropic", "vLLM", "SGLang", "llama.cpp", "headrace"]
 Treatment = Literal["applied", "accepted", "refused"]
 
 _BOTH: tuple[Endpoint, ...] = ("chat", "completions")
 _CHAT: tuple[Endpoint, ...] = ("chat",)
 _TEXT: tuple[Endpoint, ...] = ("completions",)
+_MESSAGES: tuple[Endpoint, ...] = ("messages",)
+_RESPONSES: tuple[Endpoint, ...] = ("responses",)
+_COUNTED: tuple[Endpoint, ...] = ("messages", "count_tokens")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,23 +58,24 @@ def _declared(origin: Origin, endpoints: tuple[Endpoint, ...], names: str, cls: 
 
 
 def _other(
-    treatment: Treatment, name: str, why: str, takes: Any, takes_text: str, endpoints: tuple[Endpoint, ...] = _CHAT
+    treatment: Treatment,
+    name: str,
+    why: str,
+    takes: Any,
+    takes_text: str,
+    endpoints: tuple[Endpoint, ...] = _CHAT,
+    origin: Origin = "OpenAI",
 ) -> FieldRule:
     return FieldRule(
         name=name,
         endpoints=endpoints,
-        origin="OpenAI",
+        origin=origin,
         treatment=treatment,
         why=why,
         takes=takes,
         takes_text=takes_text,
     )
 
-
-_METADATA = Annotated[
-    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
-    Field(max_length=16),
-]
 
 FIELDS: tuple[FieldRule, ...] = (
     *_declared("OpenAI", _BOTH, "temperature top_p frequency_penalty presence_penalty logit_bias seed stop n", SamplingParams),
@@ -149,9 +154,119 @@ FIELDS: tuple[FieldRule, ...] = (
     *_applied(
         "headrace", _CHAT, stop_in_reasoning="true: stop strings end the answer in reasoning too. Default: in content only."
     ),
+    *_declared("OpenAI", _RESPONSES, "temperature top_p", SamplingParams),
+    *_declared(
+        "vLLM",
+        _RESPONSES,
+        " ".join(name for name in f"{EXTRAS} stop min_tokens".split() if name not in ("temperature", "top_p")),
+        SamplingParams,
+    ),
+    *_declared("vLLM", _RESPONSES, "cache_salt priority", Request),
+    *_applied("vLLM", _RESPONSES, chat_template_kwargs="Further variables for the chat template."),
+    *_applied(
+        "OpenAI",
+        _RESPONSES,
+        model="Name of the model, one of /v1/models. Default: the model that is served.",
+        input="A string, or items: message, function_call, custom_tool_call, their outputs, reasoning and item_reference.",
+        instructions="System prompt of this request; later ones do not inherit it.",
+        max_output_tokens="Largest number of tokens to generate.",
+        top_logprobs="Number of most likely tokens to report at each position; needs include.",
+        include="List of message.output_text.logprobs and reasoning.encrypted_content. Others belong to tools that it does "
+        "not run and have no effect.",
+        text="Object with format (text, json_object or json_schema) and verbosity, as in chat.",
+        tools="Functions, and custom tools whose format is text. Others: see --unsupported-tools.",
+        tool_choice="As in chat: auto (default), none, required, a function or custom tool, allowed_tools.",
+        parallel_tool_calls="false: the answer ends with its first call.",
+        max_tool_calls="Repeated in the response; it counts tools that the server would run.",
+        reasoning="Object with effort, as reasoning_effort in chat; summary is taken, and the whole reasoning is shown.",
+        store="false: do not keep the response. Default: true, unless the server keeps none.",
+        previous_response_id="Continue the conversation of a stored response.",
+        stream="Answer with server-sent events.",
+        stream_options="Object with include_obfuscation, which may only be false.",
+        metadata="Up to 16 strings by name, repeated in the response.",
+        user="Repeated in the response.",
+        safety_identifier="Repeated in the response.",
+        prompt_cache_key="Repeated in the response; every equal prefix is found in the cache.",
+    ),
+    _other("refused", "background", "a response ends with its connection", Literal[False], "false", _RESPONSES),
+    _other("refused", "truncation", "the server edits no conversation", Literal["disabled"], '"disabled"', _RESPONSES),
+    _other("refused", "service_tier", "there is one tier", Literal["auto", "default"], '"auto", "default"', _RESPONSES),
+    *(
+        _other("refused", name, why, None, "", _RESPONSES)
+        for name, why in (
+            ("access_programs", "there are no such programs"),
+            ("background_options", "a response ends with its connection"),
+            ("context_management", "the server edits no conversation"),
+            ("conversation", "conversations are not stored; use previous_response_id"),
+            ("image", "the model answers in text"),
+            ("moderation", "the server moderates nothing"),
+            ("prompt", "prompts are not stored"),
+            ("prompt_cache_options", "the prefix cache works by itself and promises no lifetime"),
+            ("prompt_cache_retention", "the prefix cache works by itself and promises no lifetime"),
+        )
+    ),
+    *_declared("Anthropic", _MESSAGES, "temperature top_p top_k", SamplingParams),
+    *_declared(
+        "headrace",
+        _MESSAGES,
+        " ".join(name for name in EXTRAS.split() if name not in ("temperature", "top_p", "top_k")),
+        SamplingParams,
+    ),
+    *_declared("headrace", _MESSAGES, "cache_salt priority", Request),
+    *_applied("headrace", _COUNTED, chat_template_kwargs="Further variables for the chat template."),
+    *_applied(
+        "Anthropic",
+        _COUNTED,
+        model="Name of the model, one of /v1/models. Default: the model that is served.",
+        messages="Conversation: text, tool_use, tool_result, thinking and redacted_thinking blocks.",
+        system="System prompt: a string or text blocks.",
+        tools="Tools that the client runs: name, description, input_schema, strict. Others: see --unsupported-tools.",
+        tool_choice="auto (default), any, tool or none, with disable_parallel_tool_use.",
+        thinking="enabled with budget_tokens, adaptive or disabled: sets enable_thinking of the chat template.",
+        output_config="Object with effort and format, a JSON schema of the answer.",
+    ),
+    *_applied(
+        "Anthropic",
+        _MESSAGES,
+        max_tokens="Largest number of tokens to generate. Where the context ends before, so does the answer.",
+        stop_sequences="Strings that end the output.",
+        stream="Answer with server-sent events.",
+    ),
+    _other("accepted", "cache_control", "every prefix is cached", dict[str, Any], "an object", _COUNTED, origin="Anthropic"),
+    _other(
+        "accepted",
+        "metadata",
+        "labels for the caller's own records",
+        dict[Literal["user_id"], str | None],
+        "an object with user_id",
+        _MESSAGES,
+        origin="Anthropic",
+    ),
+    _other(
+        "refused",
+        "service_tier",
+        "there is one tier",
+        Literal["auto", "standard_only"],
+        '"auto", "standard_only"',
+        _MESSAGES,
+        origin="Anthropic",
+    ),
+    _other("refused", "speed", "there is one speed", Literal["standard"], '"standard"', _COUNTED, origin="Anthropic"),
+    *(
+        _other("refused", name, why, None, "", endpoints, origin="Anthropic")
+        for name, why, endpoints in (
+            ("container", "the server runs no tools of its own", _MESSAGES),
+            ("mcp_servers", "the server runs no tools of its own", _MESSAGES),
+            ("context_management", "the server edits no conversation", _MESSAGES),
+            ("diagnostics", "there are no such diagnostics", _MESSAGES),
+            ("inference_geo", "the server is where it is", _MESSAGES),
+            ("user_profile_id", "the server keeps no profiles", _COUNTED),
+            ("workspace_id", "the server has no workspaces", _COUNTED),
+        )
+    ),
     _other("accepted", "user", "a label for the caller's own records", str, "any string", _BOTH),
     _other("accepted", "safety_identifier", "a label for the caller's own records", str, "any string"),
-    _other("accepted", "metadata", "labels on stored completions; nothing is stored", _METADATA, "up to 16 strings by name"),
+    _other("accepted", "metadata", "labels on stored completions; nothing is stored", Metadata, "up to 16 strings by name"),
     _other(
         "accepted",
         "prompt_cache_key",
@@ -226,15 +341,15 @@ def _passes(rule: FieldRule, value: Any) -> bool:
     if rule.takes is None:
         return False
     try:
-        _adapter(rule.name, rule.treatment).validate_python(value, strict=True)
+        _adapter(rule.name, rule.endpoints).validate_python(value, strict=True)
     except ValidationError:
         return False
     return True
 
 
 @cache
-def _adapter(name: str, treatment: Treatment) -> TypeAdapter[Any]:
-    rule = next(rule for rule in FIELDS if (rule.name, rule.treatment) == (name, treatment))
+def _adapter(name: str, endpoints: tuple[Endpoint, ...]) -> TypeAdapter[Any]:
+    rule = next(rule for rule in FIELDS if (rule.name, rule.endpoints) == (name, endpoints))
     return TypeAdapter(rule.takes)
 
 

@@ -23,7 +23,7 @@ CLIENT_GONE = 499
 """The status in log and metrics of a request whose client went before the answer."""
 OPEN_PATHS = frozenset({"/health", "/live", "/ping", "/version", "/metrics"})
 _QUIET = OPEN_PATHS
-_GENERATES = frozenset({"/v1/chat/completions", "/v1/completions"})
+_GENERATES = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"})
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 _PORT = re.compile(r":[0-9]*$")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
@@ -44,6 +44,7 @@ class Observe:
         given = Headers(scope=scope).get("x-request-id")
         valid = given is None or _REQUEST_ID.fullmatch(given) is not None
         request_id = given if given is not None and valid else uuid.uuid4().hex
+        scope["headrace.request_id"] = request_id
 
         async def send_marked(message: Message) -> None:
             nonlocal status
@@ -58,13 +59,13 @@ class Observe:
                     await self._app(scope, receive, send_marked)
                 else:
                     wrong = "X-Request-Id takes 1 to 128 letters, digits and ._:/+=@-"
-                    await ApiError(400, wrong, param="X-Request-Id").response()(scope, receive, send_marked)
+                    await ApiError(400, wrong, param="X-Request-Id").response(scope)(scope, receive, send_marked)
             except ClientDisconnect:
                 status, scope["headrace.outcome"] = CLIENT_GONE, "disconnected"
             except Exception as error:
                 logger.exception("request %s failed", request_id)
                 if not status:
-                    await api_error(error, self._serving.settings.retry_after).response()(scope, receive, send_marked)
+                    await api_error(error, self._serving.settings.retry_after).response(scope)(scope, receive, send_marked)
             finally:
                 self._record(scope, status or CLIENT_GONE, time.monotonic() - started, request_id)
 
@@ -92,21 +93,23 @@ class ApiKeys:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and not self._known(Headers(scope=scope)):
-            message = "this server needs an API key that it knows: send 'Authorization: Bearer KEY'"
+            message = "this server needs an API key that it knows: send 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
             headers = {"WWW-Authenticate": "Bearer"}
             error = ApiError(401, message, code="invalid_api_key", headers=headers)
-            await error.response()(scope, receive, send)
+            await error.response(scope)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
     def _known(self, headers: Headers) -> bool:
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        # ASGI headers are bytes, which Headers reads as latin-1.
-        digest = hashlib.sha256(key.strip().encode("latin-1")).digest()
+        given = [key.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")]
         matches = False
-        for known in self._digests:
-            matches |= hmac.compare_digest(digest, known)
-        return matches and scheme.lower() == "bearer"
+        for key in filter(None, given):
+            # ASGI headers are bytes, which Headers reads as latin-1.
+            digest = hashlib.sha256(key.encode("latin-1")).digest()
+            for known in self._digests:
+                matches |= hmac.compare_digest(digest, known)
+        return matches
 
 
 class AllowedHosts:
@@ -121,7 +124,7 @@ class AllowedHosts:
             host = Headers(scope=scope).get("host", "").lower()
             if host not in self._names and _PORT.sub("", host) not in self._names:
                 error = ApiError(403, f"the Host header {shown(host)!r} names no host of this server", code="unknown_host")
-                await error.response()(scope, receive, send)
+                await error.response(scope)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -139,7 +142,7 @@ class SameOrigin:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] not in _SAFE_METHODS and not self._admits(Headers(scope=scope)):
             message = "this server takes no requests from pages of this origin: its operator may allow it (--cors-origin)"
-            await ApiError(403, message, param="Origin", code="forbidden_origin").response()(scope, receive, send)
+            await ApiError(403, message, param="Origin", code="forbidden_origin").response(scope)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from headrace.server.body import json_object
 from headrace.server.errors import validation_error
 from headrace.server.fields import Endpoint, applied_fields
-from headrace.server.schema import GenerationBody, RequestBody
+from headrace.server.schema import RequestBody, SampledBody
 from headrace.server.state import Serving
 
 B = TypeVar("B", bound=RequestBody)
@@ -23,7 +23,11 @@ async def checked_body(request: Request, serving: Serving, kind: type[B], endpoi
         ApiError: 503 while the engine does not serve; else 400, 413 or 415, naming what is wrong, or 503 for want of memory.
     """
     serving.check_ready()
-    fields = await json_object(request, serving.settings, serving.bodies)
+    return parsed_body(await json_object(request, serving.settings, serving.bodies), kind, endpoint)
+
+
+def parsed_body(fields: dict[str, Any], kind: type[B], endpoint: Endpoint | None = None) -> B:
+    """Raises: ApiError 400, naming what is wrong."""
     if endpoint is not None:
         fields = applied_fields(endpoint, fields)
     try:
@@ -35,7 +39,7 @@ async def checked_body(request: Request, serving: Serving, kind: type[B], endpoi
 def body_schema(kind: type[RequestBody]) -> dict[str, Any]:
     """The body's entry in /openapi.json, which FastAPI cannot derive because the routes read the body themselves."""
     schema = kind.model_json_schema()
-    if issubclass(kind, GenerationBody):
+    if issubclass(kind, SampledBody):
         schema["properties"] |= kind.sampling_schema()
     inlined = _inline(schema, schema.pop("$defs", {}))
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": inlined}}}}

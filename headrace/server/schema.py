@@ -52,18 +52,15 @@ class StreamOptions(RequestBody):
     include_obfuscation: Literal[False] = False
 
 
-class GenerationBody(RequestBody):
-    """What chat and text completions share. The table of fields has refused every other name before."""
+class SampledBody(RequestBody):
+    """What all requests for text share. The table of fields has refused every other name before."""
 
     model_config = ConfigDict(extra="allow")
 
     model: str | None = None
     cache_salt: Annotated[Any, WithJsonSchema(_REQUEST["cache_salt"].json_schema())] = None
     priority: Annotated[Any, WithJsonSchema(_REQUEST["priority"].json_schema())] = 0
-    return_token_ids: bool = False
-    return_metrics: bool = False
     stream: bool = False
-    stream_options: StreamOptions | None = None
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -80,6 +77,14 @@ class GenerationBody(RequestBody):
 
 def _choice_schema(*names: str) -> dict[str, Any]:
     return {"anyOf": [{"type": "string", "enum": list(names)}, {"type": "object"}]}
+
+
+class GenerationBody(SampledBody):
+    """What chat and text completions share."""
+
+    return_token_ids: bool = False
+    return_metrics: bool = False
+    stream_options: StreamOptions | None = None
 
 
 class ChatBody(GenerationBody):
@@ -101,6 +106,93 @@ class ChatBody(GenerationBody):
     include_reasoning: bool = True
     separate_reasoning: bool = True
     stop_in_reasoning: bool = False
+
+
+EXTRAS = (
+    "temperature top_p top_k min_p seed frequency_penalty presence_penalty repetition_penalty logit_bias stop_token_ids "
+    "bad_words allowed_token_ids ignore_eos"
+)
+"""Sampling parameters that every protocol takes by the same names."""
+
+
+class ProtocolBody(SampledBody):
+    """A request of another protocol, from which a chat request is made."""
+
+    chat_template_kwargs: dict[str, Any] = {}
+
+    @classmethod
+    def sampling_schema(cls) -> dict[str, Any]:
+        return {name: _SAMPLING[name].json_schema() for name in EXTRAS.split()}
+
+
+class MessagesBody(ProtocolBody):
+    """The parts that are not typed here are checked by shape/messages.py, which names places within them."""
+
+    messages: Messages
+    max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)]
+    system: Any = None
+    stop_sequences: Any = None
+    tools: Tools = None
+    tool_choice: Annotated[Any, WithJsonSchema({"type": "object"})] = None
+    thinking: Annotated[Any, WithJsonSchema({"type": "object"})] = None
+    output_config: Annotated[Any, WithJsonSchema({"type": "object"})] = None
+
+
+class ResponsesStreamOptions(RequestBody):
+    include_obfuscation: Literal[False] = False
+
+
+Label = Annotated[str, Field(max_length=64)]
+Metadata = Annotated[dict[Label, Annotated[str, Field(max_length=512)]], Field(max_length=16)]
+
+
+class ResponsesBody(ProtocolBody):
+    """The parts that are not typed here are checked by shape/responses.py, which names places within them."""
+
+    input: Annotated[Any, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]})]
+    instructions: str | None = None
+    max_output_tokens: Annotated[Any, WithJsonSchema(_SAMPLING["max_tokens"].json_schema())] = None
+    top_logprobs: Count | None = None
+    include: list[
+        Literal[
+            "message.output_text.logprobs",
+            "reasoning.encrypted_content",
+            "file_search_call.results",
+            "web_search_call.results",
+            "web_search_call.action.sources",
+            "message.input_image.image_url",
+            "computer_call_output.output.image_url",
+            "code_interpreter_call.outputs",
+        ]
+    ] = []
+    text: dict[str, Any] | None = None
+    tools: Tools = None
+    tool_choice: Annotated[Any, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}]})] = None
+    parallel_tool_calls: bool = True
+    max_tool_calls: Count | None = None
+    reasoning: dict[str, Any] | None = None
+    store: bool | None = None
+    previous_response_id: str | None = None
+    stream_options: ResponsesStreamOptions | None = None
+    metadata: Metadata = {}
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    @classmethod
+    def sampling_schema(cls) -> dict[str, Any]:
+        return {name: _SAMPLING[name].json_schema() for name in f"{EXTRAS} stop min_tokens".split()}
+
+
+class CountTokensBody(RequestBody):
+    model: str | None = None
+    messages: Messages
+    system: Any = None
+    tools: Tools = None
+    tool_choice: Annotated[Any, WithJsonSchema({"type": "object"})] = None
+    thinking: Annotated[Any, WithJsonSchema({"type": "object"})] = None
+    output_config: Annotated[Any, WithJsonSchema({"type": "object"})] = None
+    chat_template_kwargs: dict[str, Any] = {}
 
 
 class CompletionBody(GenerationBody):

@@ -13,6 +13,7 @@ from headrace.metrics.stats import MetricsCompat
 from headrace.options import LIMITS, MODEL, SECURITY, SERVER, OptionSpec, check
 from headrace.sampling_params import MAX_SAMPLES
 
+UnsupportedTools = Literal["refuse", "skip"]
 ReasoningField = Literal["both", "reasoning_content", "reasoning"]
 
 
@@ -114,6 +115,21 @@ class ServerSettings:
     enable_auto_tool_choice: bool = True
     """Look for tool calls in the answers to requests that offer tools. Without it, such requests are refused unless they set
     tool_choice to none."""
+    responses_store: bool = True
+    """Keep responses of /v1/responses in memory, unless a request says store: false, so that clients may get them again and
+    continue them by previous_response_id."""
+    responses_store_entries: Annotated[int, OptionSpec(min=1)] = 4096
+    """Maximum number of stored responses. The one that was not used for longest is forgotten for another."""
+    responses_store_bytes: Annotated[int, OptionSpec(min=1, size=True, default="256MiB")] = 256 * 2**20
+    """Maximum size of all stored responses. Each holds the conversation that led to it."""
+    responses_store_ttl: Annotated[float, OptionSpec(above=0.0, metavar="SECONDS")] = 86400.0
+    """Seconds for which a response is stored."""
+    unsupported_tools: UnsupportedTools = "refuse"
+    """What becomes of tools that the server would have to run itself, such as web search, in requests to /v1/responses and
+    /v1/messages: refuse the request, or skip the tool, as agents need that send such tools always."""
+    keep_client_headers: bool = False
+    """Keep the line x-anthropic-billing-header at the start of system prompts in /v1/messages. Some agents send it with another
+    value in each request, so that no prefix would be found in the cache: without this option it is left out."""
     reasoning_field: ReasoningField = "both"
     """Field of messages and deltas that has the reasoning: reasoning_content (SGLang, DeepSeek), reasoning (vLLM), or both."""
     chat_template: Annotated[str | None, OptionSpec(default="the model's own", metavar="FILE|TEMPLATE")] = None

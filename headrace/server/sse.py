@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import asyncio
 import contextlib
 import logging
 import time
@@ -16,16 +17,60 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from headrace.server.errors import JSON, ApiError, api_error
-from headrace.server.generation import Generation, Piece, cancel_on_disconnect
+from headrace.server.generation import Generation, Piece, cancel_on_disconnect, cancelled
 from headrace.server.schema import GenerationBody
 from headrace.server.state import ServedModel, Serving
 
 logger = logging.getLogger("headrace.server")
 _encode = msgspec.json.Encoder().encode
+PING_SECONDS = 15.0
 
 
 class Answer(abc.ABC):
     """Shapes the deltas of one generation for a protocol."""
+
+    done = b""
+    """Sent after the last event."""
+    ping = b""
+    """Sent every 15 seconds between the events."""
+
+    async def prepare(self, piece: Piece) -> None:  # noqa: B027
+        """Shapes the logprobs of a whole prompt beside the event loop, before ``add``."""
+
+    @abc.abstractmethod
+    def add(self, piece: Piece) -> Iterable[dict[str, Any]]:
+        """The events of one delta; none without ``stream``."""
+
+    @abc.abstractmethod
+    def last(self) -> Iterable[dict[str, Any]]:
+        """The events after the last delta."""
+
+    @abc.abstractmethod
+    def whole(self) -> dict[str, Any]:
+        """The answer of a request without ``stream``, after every delta was added."""
+
+    def metrics(self) -> dict[str, Any]:
+        """What the whole answer tells of the request's times."""
+        return {}
+
+    @abc.abstractmethod
+    def encode(self, event: dict[str, Any]) -> bytes:
+        """An event as it is sent."""
+
+    @abc.abstractmethod
+    def failed(self, error: ApiError) -> bytes:
+        """What ends the stream in place of ``last`` and ``done``."""
+
+
+def named_event(event: dict[str, Any]) -> bytes:
+    """An event with its type in a line of its own, as Anthropic's streams and OpenAI's responses have them."""
+    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), _encode(event))
+
+
+class ChunkAnswer(Answer):
+    """Shapes deltas as chunks: of OpenAI's chat and text completions."""
+
+    done = b"data: [DONE]\n\n"
 
     def __init__(self, body: GenerationBody, model: ServedModel, generation: Generation, request_id: str, kind: str) -> None:
         """``kind``: the ``object`` of events and answers."""
@@ -46,17 +91,11 @@ class Answer(abc.ABC):
             "system_fingerprint": model.fingerprint,
         }
 
-    @abc.abstractmethod
-    async def prepare(self, piece: Piece) -> None:
-        """Shapes the logprobs of a whole prompt beside the event loop, before ``add``."""
+    def encode(self, event: dict[str, Any]) -> bytes:
+        return _data(event)
 
-    @abc.abstractmethod
-    def add(self, piece: Piece) -> Iterable[dict[str, Any]]:
-        """The events of one delta; none without ``stream``."""
-
-    @abc.abstractmethod
-    def whole(self) -> dict[str, Any]:
-        """The answer of a request without ``stream``, after every delta was added."""
+    def failed(self, error: ApiError) -> bytes:
+        return _data(error.body)
 
     def usage(self) -> dict[str, Any]:
         return self._generation.usage
@@ -90,10 +129,11 @@ async def respond(request: Request, serving: Serving, generation: Generation, an
             await generation.aclose()
             raise
         return EventStream(serving, generation, answer)
-    return JSON(await cancel_on_disconnect(serving, request.receive, _collected(generation, answer)))
+    return JSON(await cancel_on_disconnect(serving, request.receive, collected(generation, answer)))
 
 
-async def _collected(generation: Generation, answer: Answer) -> dict[str, Any]:
+async def collected(generation: Generation, answer: Answer) -> dict[str, Any]:
+    """The whole answer of a generation."""
     async with contextlib.aclosing(generation):
         while (piece := await generation.next()) is not None:
             if piece.delta.prompt_logprobs is not None:
@@ -104,9 +144,9 @@ async def _collected(generation: Generation, answer: Answer) -> dict[str, Any]:
 
 
 class EventStream(Response):
-    """Sends each event as ``data: {json}``, then ``data: [DONE]``.
+    """Sends the events of an answer as they come.
 
-    The generation is aborted when the client disconnects. An error after the start becomes the last event, ``{"error": ...}``.
+    The generation is aborted when the client disconnects. An error after the start becomes the last event.
     """
 
     media_type = "text/event-stream"
@@ -122,7 +162,7 @@ class EventStream(Response):
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             await cancel_on_disconnect(self._serving, receive, self._send_all(send))
-            last = b"data: [DONE]\n\n"
+            last = self._answer.done
         except ClientDisconnect:
             scope["headrace.outcome"] = "disconnected"
             return
@@ -131,19 +171,31 @@ class EventStream(Response):
             known = api_error(error, self._serving.settings.retry_after)
             if known.code == "internal_error":
                 logger.exception("a stream failed")
-            last = _data(known.body)
+            last = self._answer.failed(known)
         finally:
             await self._generation.aclose()
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
     async def _send_all(self, send: Send) -> None:
-        while (piece := await self._generation.next()) is not None:
-            if piece.delta.prompt_logprobs is not None:
-                await self._answer.prepare(piece)
-            if body := b"".join(map(_data, self._answer.add(piece))):
-                await send({"type": "http.response.body", "body": body, "more_body": True})
+        encode, pings = self._answer.encode, None
+        try:
+            while (piece := await self._generation.next()) is not None:
+                if piece.delta.prompt_logprobs is not None:
+                    await self._answer.prepare(piece)
+                if body := b"".join(map(encode, self._answer.add(piece))):
+                    await send({"type": "http.response.body", "body": body, "more_body": True})
+                if self._answer.ping and pings is None:
+                    pings = asyncio.create_task(self._send_pings(send))
+        finally:
+            if pings is not None:
+                await cancelled(pings)
         for event in self._answer.last():
-            await send({"type": "http.response.body", "body": _data(event), "more_body": True})
+            await send({"type": "http.response.body", "body": encode(event), "more_body": True})
+
+    async def _send_pings(self, send: Send) -> None:
+        while True:
+            await asyncio.sleep(PING_SECONDS)
+            await send({"type": "http.response.body", "body": self._answer.ping, "more_body": True})
 
 
 def _data(event: dict[str, Any]) -> bytes:

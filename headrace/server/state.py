@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from headrace.server.body import BodyBudget
 from headrace.server.errors import ApiError, first_line, shown, unavailable
 from headrace.server.logprobs import TokenTexts
 from headrace.server.settings import ServerSettings
+from headrace.server.store import ResponseStore
 from headrace.text.fim import find_fim
 
 if TYPE_CHECKING:
@@ -52,6 +54,11 @@ class Serving:
         """Whether this process belongs to the server, so that its garbage collector may be tuned."""
         self.draining = False
         self.num_in_flight = 0
+        self.responses = ResponseStore(settings)
+        self.secret = secrets.token_bytes(32)
+        """Signs what clients keep for the server."""
+        self.late_system: bool | None = None
+        """Whether the chat template takes a system message after others; None: not known yet."""
         self.stopped = asyncio.Event()
         """Set when requests still in flight must end at once."""
         self._facts: ServedModel | None = None

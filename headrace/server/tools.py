@@ -26,8 +26,12 @@ class Tools(NamedTuple):
     """Whether the answer is searched for calls."""
     rules: CallRules | None = None
     """None: the model calls what it likes, as it likes."""
-    named: bool = False
-    """The choice is one function."""
+
+
+def names_function(body: ChatBody) -> bool:
+    """Whether the choice of a checked request is one function."""
+    choice = body.tool_choice if body.function_call is None else body.function_call
+    return isinstance(choice, Mapping) and choice.get("type", "function") == "function"
 
 
 def offered(body: ChatBody, answers: AnswerFormats | None, settings: ServerSettings) -> Tools:
@@ -61,7 +65,7 @@ def offered(body: ChatBody, answers: AnswerFormats | None, settings: ServerSetti
         )
     if not answers.renders_tools:
         raise _unsupported(f"{where}: this model's chat template shows no tools: give another with --chat-template", where)
-    return Tools(schemas, True, _rules(schemas, choice, body, where, choice_where), choice.named)
+    return Tools(schemas, True, _rules(schemas, choice, body, where, choice_where))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,7 +31,8 @@ def bearer(key: str) -> dict[str, str]:
         {"authorization": "first-key"},
         {"authorization": "Basic first-key"},
         {"authorization": b"Bearer \xff\xfe"},
-        {"x-api-key": "first-key"},
+        {"x-api-key": "first-ke"},
+        {"x-api-key": ""},
     ],
 )
 def test_wrong_keys(headers: dict[str, str]) -> None:

@@ -5,20 +5,32 @@ from __future__ import annotations
 import typing
 
 import pytest
+from anthropic.types import MessageCountTokensParams
+from anthropic.types import message_create_params as message_params
 from openai.types import completion_create_params as text_params
 from openai.types.chat import completion_create_params as chat_params
+from openai.types.responses import response_create_params as response_params
 from reference import request_fields
 
 from headrace.server import fields
 from headrace.server.fields import FIELDS, applied_fields, rules
-from headrace.server.schema import ChatBody, CompletionBody, GenerationBody
+from headrace.server.schema import ChatBody, CompletionBody, CountTokensBody, GenerationBody, MessagesBody, ResponsesBody
 from server.fakes import FakeLLM
 from server.harness import Api
 
-PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
+PATHS = {
+    "chat": "/v1/chat/completions",
+    "completions": "/v1/completions",
+    "messages": "/v1/messages",
+    "count_tokens": "/v1/messages/count_tokens",
+    "responses": "/v1/responses",
+}
 BASE = {
     "chat": {"messages": [{"role": "user", "content": "Hi"}], "seed": 7, "max_tokens": 8},
     "completions": {"prompt": "Hi", "seed": 7, "max_tokens": 8},
+    "messages": {"messages": [{"role": "user", "content": "Hi"}], "seed": 7, "max_tokens": 8},
+    "count_tokens": {"messages": [{"role": "user", "content": "Hi"}]},
+    "responses": {"input": "Hi", "seed": 7, "max_output_tokens": 8},
 }
 VLLM = {
     *("top_k", "min_p", "repetition_penalty", "min_tokens", "stop_token_ids", "bad_words", "allowed_token_ids"),
@@ -27,6 +39,20 @@ VLLM = {
     *("guided_grammar", "guided_whitespace_pattern", "response_format"),
 }
 
+NEVER = (
+    "container",
+    "mcp_servers",
+    "context_management",
+    "diagnostics",
+    "inference_geo",
+    "user_profile_id",
+    "workspace_id",
+    "access_programs",
+    "background_options",
+    "conversation",
+    "image",
+    "prompt",
+)
 HARMLESS = {
     "user": ["someone", ""],
     "safety_identifier": ["abc"],
@@ -44,8 +70,17 @@ HARMLESS = {
     "prompt_cache_options": [{}, {"mode": "implicit"}],
     "prompt_cache_retention": ["in_memory"],
     "guided_decoding_backend": [],
+    "cache_control": [{"type": "ephemeral"}],
+    "messages.metadata": [{"user_id": "me"}, {"user_id": None}],
+    "messages.service_tier": ["auto", "standard_only"],
+    "speed": ["standard"],
+    "background": [False],
+    "responses.prompt_cache_options": [],
+    "responses.prompt_cache_retention": [],
+    "truncation": ["disabled"],
+    **{key: [] for key in NEVER},
 }
-"""Values that pass and change nothing."""
+"""Values that pass and change nothing. A name may have its endpoint before it."""
 REFUSED = {
     "user": [7, {"name": "x"}],
     "safety_identifier": [1.5],
@@ -63,15 +98,27 @@ REFUSED = {
     "moderation": [{"model": "omni-moderation-latest"}],
     "prompt_cache_options": [{"mode": "explicit"}, {"ttl": "30m"}],
     "prompt_cache_retention": ["24h"],
+    "cache_control": ["x"],
+    "messages.metadata": [{"user": "me"}, "me"],
+    "messages.service_tier": ["priority"],
+    "speed": ["fast"],
+    "background": [True],
+    "truncation": ["auto"],
+    "responses.prompt_cache_options": [{"mode": "implicit"}],
+    "responses.prompt_cache_retention": ["in_memory"],
+    **{key: [{}, "x"] for key in NEVER},
 }
 
 
 def openai_fields(params: typing.Any) -> set[str]:
-    both = (params.CompletionCreateParamsNonStreaming, params.CompletionCreateParamsStreaming)
+    start = "Response" if params is response_params else "Completion"
+    both = [getattr(params, f"{start}CreateParams{kind}") for kind in ("NonStreaming", "Streaming")]
     return set().union(*(typing.get_type_hints(kind) for kind in both))
 
 
-@pytest.mark.parametrize(("endpoint", "params"), [("chat", chat_params), ("completions", text_params)])
+@pytest.mark.parametrize(
+    ("endpoint", "params"), [("chat", chat_params), ("completions", text_params), ("responses", response_params)]
+)
 def test_covers_every_field_of_openai(endpoint: fields.Endpoint, params: typing.Any) -> None:
     known = {name for name, rule in rules(endpoint).items() if rule.origin == "OpenAI"}
     assert known == openai_fields(params)
@@ -80,6 +127,22 @@ def test_covers_every_field_of_openai(endpoint: fields.Endpoint, params: typing.
 @pytest.mark.parametrize("endpoint", ["chat", "completions"])
 def test_covers_the_fields_of_vllm(endpoint: fields.Endpoint) -> None:
     assert {name for name, rule in rules(endpoint).items() if rule.treatment == "applied"} >= VLLM
+
+
+def test_covers_every_field_of_anthropic() -> None:
+    both = (message_params.MessageCreateParamsNonStreaming, message_params.MessageCreateParamsStreaming)
+    fields_of = {"messages": both, "count_tokens": (MessageCountTokensParams,)}
+    for endpoint, params in fields_of.items():
+        known = {name for name, rule in rules(endpoint).items() if rule.origin == "Anthropic"}  # type: ignore[arg-type]
+        assert known >= set().union(*(typing.get_type_hints(kind) for kind in params))
+
+
+def test_applied_fields_of_other_protocols_are_those_of_the_request_models() -> None:
+    bodies: dict[fields.Endpoint, typing.Any] = {"messages": MessagesBody, "responses": ResponsesBody}
+    for endpoint, body in [*bodies.items(), ("count_tokens", CountTokensBody)]:
+        extras = set(body.sampling_schema()) if endpoint in bodies else set()
+        applied = {name for name, rule in rules(endpoint).items() if rule.treatment == "applied"}  # type: ignore[arg-type]
+        assert applied == set(body.model_fields) | extras
 
 
 @pytest.mark.parametrize(("endpoint", "body"), [("chat", ChatBody), ("completions", CompletionBody)])
@@ -95,20 +158,27 @@ def test_one_rule_a_field_and_endpoint() -> None:
 
 
 def test_the_samples_here_cover_the_table() -> None:
-    assert set(HARMLESS) == set(REFUSED) == {rule.name for rule in FIELDS if rule.treatment != "applied"}
+    names = {name.rpartition(".")[2] for name in HARMLESS}
+    assert set(HARMLESS) == set(REFUSED) and names == {rule.name for rule in FIELDS if rule.treatment != "applied"}
 
 
 def _cases(samples: dict[str, list[typing.Any]]) -> list[tuple[str, str, typing.Any]]:
     pairs = ((rule, endpoint) for rule in FIELDS if rule.treatment != "applied" for endpoint in rule.endpoints)
-    return [(endpoint, rule.name, value) for rule, endpoint in pairs for value in samples[rule.name]]
+    return [
+        (endpoint, rule.name, value)
+        for rule, endpoint in pairs
+        for value in samples.get(f"{rule.endpoints[0]}.{rule.name}", samples[rule.name])
+    ]
 
 
 def _answer(endpoint: str, **extra: typing.Any) -> tuple[dict[str, typing.Any], typing.Any]:
     llm = FakeLLM()
     response = Api(llm).post(PATHS[endpoint], BASE[endpoint] | extra)
     assert response.status_code == 200, response.text
-    answer = {key: value for key, value in response.json().items() if key not in ("id", "created")}
-    return answer, (llm.seen[0].sampling, llm.seen[0].prompt_token_ids, llm.seen[0].cache_salt, llm.seen[0].priority)
+    own = ("id", "created", "created_at", "completed_at", "output")
+    answer = {key: value for key, value in response.json().items() if key not in own}
+    seen = [(request.sampling, request.prompt_token_ids, request.cache_salt, request.priority) for request in llm.seen]
+    return answer, seen
 
 
 @pytest.mark.parametrize(("endpoint", "name", "value"), [*_cases(HARMLESS), *_cases({name: [None] for name in HARMLESS})])
@@ -122,18 +192,19 @@ def test_what_is_refused_is_refused_by_name(endpoint: str, name: str, value: typ
     response = Api(llm).post(PATHS[endpoint], BASE[endpoint] | {name: value})
     assert response.status_code == 400
     error = response.json()["error"]
-    assert error["param"] == name
+    assert error.get("param", name) == name
     assert name in error["message"]
     assert not llm.seen
 
 
-@pytest.mark.parametrize("endpoint", ["chat", "completions"])
+@pytest.mark.parametrize("endpoint", PATHS)
 def test_unknown_fields_are_refused_by_name(endpoint: str) -> None:
-    response = Api(FakeLLM()).post(PATHS[endpoint], BASE[endpoint] | {"temprature": 1})
+    response = Api(FakeLLM()).post(PATHS[endpoint], BASE[endpoint] | {"modle": 1})
     assert response.status_code == 400
-    assert response.json()["error"]["param"] == "temprature"
-    assert response.json()["error"]["code"] == "unknown_parameter"
-    assert "did you mean temperature?" in response.json()["error"]["message"]
+    error = response.json()["error"]
+    assert "modle" in error["message"] and "did you mean model?" in error["message"]
+    if "messages" not in PATHS[endpoint]:
+        assert (error["param"], error["code"]) == ("modle", "unknown_parameter")
 
 
 def test_fields_of_the_other_endpoint_are_unknown() -> None:

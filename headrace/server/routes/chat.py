@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
@@ -16,9 +17,10 @@ from headrace.server.prompts import check_prompt_logprobs, render_messages
 from headrace.server.request import body_schema, checked_body
 from headrace.server.sampling import chat_names, chat_params, thinking_budget
 from headrace.server.schema import ChatBody
-from headrace.server.sse import Answer, respond
+from headrace.server.shape.parts import events_of
+from headrace.server.sse import ChunkAnswer, respond
 from headrace.server.state import Serving, serving
-from headrace.server.tools import offered
+from headrace.server.tools import names_function, offered
 
 router = APIRouter()
 
@@ -28,10 +30,19 @@ async def chat_completions(request: Request) -> Response:
     """Answers a conversation."""
     state = serving(request)
     body = await checked_body(request, state, ChatBody, "chat")
-    model = state.model
-    model.check_name(body.model)
     request_id = f"chatcmpl-{uuid.uuid4().hex}"
     request.scope["headrace.engine_id"] = request_id
+    generation = await chat_generation(state, body, request_id)
+    return await respond(request, state, generation, ChatAnswer(body, state, generation, request_id), stream=body.stream)
+
+
+async def chat_generation(state: Serving, body: ChatBody, request_id: str, room: int | None = None) -> Generation:
+    """The generation of a conversation. ``room``: most tokens to generate, fewer where the context ends before.
+
+    Raises:
+        ApiError, RequestError: 4xx, naming the field of the chat request.
+    """
+    state.model.check_name(body.model)
     with named(chat_names(body)):
         params = chat_params(body, state)
         answers = state.llm.inputs.answers
@@ -57,24 +68,22 @@ async def chat_completions(request: Request) -> Response:
             cache_salt=body.cache_salt,
         )
     check_prompt_logprobs(state, [engine_request], copies=1)
-    generation = Generation(state, [engine_request])
-    return await respond(
-        request, state, generation, ChatAnswer(body, state, generation, request_id, named=tools.named), stream=body.stream
-    )
+    if room is not None:
+        engine_request = msgspec.structs.replace(engine_request, max_tokens=min(engine_request.max_tokens, room))
+    return Generation(state, [engine_request])
 
 
-class ChatAnswer(Answer):
+class ChatAnswer(ChunkAnswer):
     """Shapes deltas as OpenAI's ``chat.completion`` or its chunks."""
 
-    def __init__(self, body: ChatBody, state: Serving, generation: Generation, request_id: str, *, named: bool) -> None:
+    def __init__(self, body: ChatBody, state: Serving, generation: Generation, request_id: str) -> None:
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         super().__init__(body, state.model, generation, request_id, kind)
-        """``named``: the request names the function that the model calls."""
         self._body = body
         field = state.settings.reasoning_field
         self._reasoning = ("reasoning_content", "reasoning") if field == "both" else (field,)
         """Fields that have the reasoning."""
-        self._choices = [_ChatChoice(index, named) for index in range(generation.num_choices)]
+        self._choices = [_ChatChoice(index, names_function(body)) for index in range(generation.num_choices)]
         self._prompt_logprobs: dict[str, Any] = {}
         self._prompt_token_ids: dict[str, Any] = {}
         if body.return_token_ids:
@@ -101,7 +110,7 @@ class ChatAnswer(Answer):
             return
         if first:
             yield self._chunk(delta.index, {"delta": {"role": "assistant", "content": ""}} | self._prompt_token_ids)
-        shapes = [shape for event in _events(delta) if (shape := self._shape(event)) is not None]
+        shapes = [shape for event in events_of(delta) if (shape := self._shape(event)) is not None]
         if not shapes and delta.token_ids and (logprobs or body.return_token_ids):
             shapes = [{"content": ""}]
         for place, shape in enumerate(shapes):
@@ -141,11 +150,6 @@ class ChatAnswer(Answer):
         return self.chunk({"index": index, "logprobs": None, "finish_reason": None, **choice})
 
 
-def _events(delta: OutputDelta) -> Sequence[Event]:
-    """Of an answer that is not parsed, all text is content."""
-    return [Event("content", delta.text)] if delta.text else delta.events
-
-
 class _ChatChoice:
     """One sample so far."""
 
@@ -160,7 +164,7 @@ class _ChatChoice:
 
     def add(self, delta: OutputDelta, logprobs: dict[str, Any] | None) -> None:
         self.started = True
-        self._message.add(_events(delta))
+        self._message.add(events_of(delta))
         self._token_ids.extend(delta.token_ids)
         if logprobs is not None:
             self._logprobs.extend(logprobs["content"])

@@ -21,7 +21,7 @@ from headrace.server.prompts import check_prompt_logprobs, engine_prompt, parse_
 from headrace.server.request import body_schema, checked_body
 from headrace.server.sampling import completion_names, completion_params
 from headrace.server.schema import CompletionBody
-from headrace.server.sse import Answer, respond
+from headrace.server.sse import ChunkAnswer, respond
 from headrace.server.state import ServedModel, Serving, serving
 
 router = APIRouter()
@@ -32,16 +32,20 @@ async def completions(request: Request) -> Response:
     """Continues one or more texts."""
     state = serving(request)
     body = await checked_body(request, state, CompletionBody, "completions")
-    model = state.model
-    model.check_name(body.model)
     request_id = f"cmpl-{uuid.uuid4().hex}"
     request.scope["headrace.engine_id"] = request_id
+    generation, answer = await completion_answer(state, body, request_id)
+    return await respond(request, state, generation, answer, stream=body.stream)
+
+
+async def completion_answer(state: Serving, body: CompletionBody, request_id: str) -> tuple[Generation, CompletionAnswer]:
+    """Raises: ApiError, RequestError: 4xx, naming the field at fault."""
+    state.model.check_name(body.model)
     prompts = parse_prompts(body.prompt, state.settings.max_prompts)
     engine_requests = await _engine_requests(state, body, prompts, request_id)
     generation = Generation(state, engine_requests)
     echoes = [_echo_text(state, prompt) if body.echo else "" for prompt in prompts]
-    answer = CompletionAnswer(body, model, generation, request_id, echoes)
-    return await respond(request, state, generation, answer, stream=body.stream)
+    return generation, CompletionAnswer(body, state.model, generation, request_id, echoes)
 
 
 async def _engine_requests(
@@ -82,7 +86,7 @@ def _echo_text(state: Serving, prompt: str | list[int]) -> str:
     return text
 
 
-class CompletionAnswer(Answer):
+class CompletionAnswer(ChunkAnswer):
     """Shapes the deltas of one request as OpenAI's ``text_completion``; choice ``prompt * n + sample``."""
 
     def __init__(

@@ -1,0 +1,56 @@
+"""POST /v1/messages, POST /v1/messages/count_tokens"""
+
+from __future__ import annotations
+
+import uuid
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from headrace.server.errors import JSON
+from headrace.server.generation import Generation
+from headrace.server.prompts import need_tokenizer, render_messages
+from headrace.server.request import body_schema, checked_body, parsed_body
+from headrace.server.routes.chat import chat_generation
+from headrace.server.schema import ChatBody, CountTokensBody, MessagesBody
+from headrace.server.shape.messages import NAMES, MessagesAnswer, chat_fields
+from headrace.server.shape.turns import renamed
+from headrace.server.sse import respond
+from headrace.server.state import Serving, serving
+from headrace.server.tools import offered
+
+router = APIRouter()
+
+
+@router.post("/v1/messages", openapi_extra=body_schema(MessagesBody))
+async def messages(request: Request) -> Response:
+    """Answers a conversation in the shape of Anthropic's API."""
+    state = serving(request)
+    body = await checked_body(request, state, MessagesBody, "messages")
+    message_id = f"msg_{uuid.uuid4().hex}"
+    request.scope["headrace.engine_id"] = message_id
+    generation, answer = await messages_answer(state, body, message_id)
+    return await respond(request, state, generation, answer, stream=body.stream)
+
+
+async def messages_answer(state: Serving, body: MessagesBody, message_id: str) -> tuple[Generation, MessagesAnswer]:
+    """Raises: ApiError, RequestError: 4xx, naming the field at fault."""
+    with renamed(NAMES):
+        chat = parsed_body(await chat_fields(body, state), ChatBody, "chat")
+        generation = await chat_generation(state, chat, message_id, room=body.max_tokens)
+    return generation, MessagesAnswer(body, state, generation, message_id)
+
+
+@router.post("/v1/messages/count_tokens", openapi_extra=body_schema(CountTokensBody))
+async def count_tokens(request: Request) -> Response:
+    """The number of tokens in the prompt of a conversation."""
+    state = serving(request)
+    body = await checked_body(request, state, CountTokensBody, "count_tokens")
+    state.model.check_name(body.model)
+    tokenizer, inputs = need_tokenizer(state, "messages"), state.llm.inputs
+    with renamed(NAMES):
+        chat = parsed_body(await chat_fields(body, state), ChatBody, "chat")
+        prompt = await render_messages(state, chat, offered(chat, inputs.answers, state.settings).schemas)
+        inputs.check_length(prompt, "messages")
+    tokens = await inputs.in_thread(lambda: tokenizer.encode(prompt, add_special_tokens=False, param="messages"))
+    return JSON({"input_tokens": len(tokens)})

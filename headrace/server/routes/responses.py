@@ -1,0 +1,111 @@
+"""POST /v1/responses, and the responses that are stored"""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from headrace.server.errors import JSON, ApiError, shown
+from headrace.server.generation import Generation
+from headrace.server.request import body_schema, checked_body, parsed_body
+from headrace.server.routes.chat import chat_generation
+from headrace.server.schema import ChatBody, ResponsesBody
+from headrace.server.shape.responses import NAMES, ResponsesAnswer, conversation
+from headrace.server.shape.turns import renamed
+from headrace.server.sse import respond
+from headrace.server.state import Serving, serving
+from headrace.server.store import Stored
+
+router = APIRouter()
+_MOST_ITEMS = 100
+
+
+@router.post("/v1/responses", openapi_extra=body_schema(ResponsesBody))
+async def responses(request: Request) -> Response:
+    """Answers a conversation of items."""
+    state = serving(request)
+    body = await checked_body(request, state, ResponsesBody, "responses")
+    response_id = f"resp_{uuid.uuid4().hex}"
+    request.scope["headrace.engine_id"] = response_id
+    generation, answer = await responses_answer(state, body, response_id)
+    return await respond(request, state, generation, answer, stream=body.stream)
+
+
+async def responses_answer(state: Serving, body: ResponsesBody, response_id: str) -> tuple[Generation, ResponsesAnswer]:
+    """Raises: ApiError, RequestError: 4xx, naming the field at fault."""
+    if body.store and not state.responses.on:
+        message = "store: this server keeps no responses (--no-responses-store)"
+        raise ApiError(400, message, param="store", code="unsupported_parameter")
+    if body.stream_options is not None and not body.stream:
+        raise ApiError(400, "stream_options needs stream: true", param="stream_options", code="invalid_value")
+    with renamed(NAMES):
+        read = conversation(body, state)
+        chat = parsed_body(read.chat, ChatBody, "chat")
+        generation = await chat_generation(state, chat, response_id)
+    stored = state.responses.on and body.store is not False
+
+    def keep(response: dict[str, Any]) -> None:
+        state.responses.put(response, read.input_items, [*read.history, *response["output"]])
+
+    return generation, ResponsesAnswer(body, state, generation, response_id, read, keep if stored else None)
+
+
+@router.get("/v1/responses/{response_id}")
+async def stored_response(request: Request) -> Response:
+    """A response that was stored."""
+    if request.query_params.get("stream", "false").lower() == "true":
+        message = "stream: a stored response is sent whole"
+        raise ApiError(400, message, param="stream", code="unsupported_parameter")
+    return JSON(msgspec.Raw(_stored(request).response))
+
+
+@router.delete("/v1/responses/{response_id}")
+async def delete_response(request: Request) -> Response:
+    """Forgets a response. Later ones of the conversation stay."""
+    _stored(request)
+    identity = request.path_params["response_id"]
+    serving(request).responses.delete(identity)
+    return JSON({"id": identity, "object": "response", "deleted": True})
+
+
+@router.post("/v1/responses/{response_id}/cancel")
+async def cancel_response(request: Request) -> Response:
+    """Refused: there are no responses in the background."""
+    _stored(request)
+    message = "the response is no background response; one that runs is cancelled by closing its connection"
+    raise ApiError(400, message, param="response_id", code="invalid_value")
+
+
+@router.get("/v1/responses/{response_id}/input_items")
+async def input_items(request: Request) -> Response:
+    """The items of the request that a stored response answers, the last first."""
+    query = request.query_params
+    items: list[dict[str, Any]] = msgspec.json.decode(_stored(request).input_items)
+    order, limit = query.get("order", "desc"), query.get("limit", "20")
+    if order not in ("asc", "desc"):
+        raise ApiError(400, "order must be asc or desc", param="order", code="invalid_value")
+    if not limit.isascii() or not limit.isdigit() or not 1 <= int(limit) <= _MOST_ITEMS:
+        raise ApiError(400, f"limit must be an integer from 1 to {_MOST_ITEMS}", param="limit", code="invalid_value")
+    if order == "desc":
+        items.reverse()
+    if (after := query.get("after")) is not None:
+        places = [index for index, item in enumerate(items) if item["id"] == after]
+        if not places:
+            raise ApiError(404, f"after: there is no item {shown(after)}", param="after", code="item_not_found")
+        items = items[places[0] + 1 :]
+    page = items[: int(limit)]
+    ends = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
+    return JSON({"object": "list", "data": page, **ends, "has_more": len(page) < len(items)})
+
+
+def _stored(request: Request) -> Stored:
+    identity = request.path_params["response_id"]
+    entry = serving(request).responses.get(identity)
+    if entry is None:
+        message = f"there is no response {shown(identity)}: it was not stored, or is forgotten"
+        raise ApiError(404, message, param="response_id", code="response_not_found")
+    return entry

@@ -1,0 +1,1 @@
+"""Shapes conversations and answers for the protocols beside chat completions."""

@@ -1,0 +1,365 @@
+"""Anthropic's Messages: from a request to a chat's fields, and from deltas to a message and its events."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal
+
+import msgspec
+from pydantic_core import from_json
+
+from headrace.errors import RequestError
+from headrace.outputs import OutputDelta
+from headrace.server.errors import ApiError
+from headrace.server.generation import Generation, Piece
+from headrace.server.prompts import need_tokenizer
+from headrace.server.schema import CountTokensBody, MessagesBody
+from headrace.server.shape.parts import Part, Parts, Step, events_of
+from headrace.server.shape.turns import Turns, checked, json_text, served_tools
+from headrace.server.sse import Answer, named_event
+from headrace.server.state import Serving
+
+NAMES = {
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    "response_format.json_schema": "output_config.format",
+    "structured_outputs": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+    "thinking_token_budget": "thinking.budget_tokens",
+    "chat_template_kwargs.enable_thinking": "thinking",
+    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+    "tools": "tools",
+}
+"""Field of a chat request -> the field of a Messages request that sets it."""
+_CLIENT_HEADER = "x-anthropic-billing-header:"
+
+
+class _Strict(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    pass
+
+
+class _Block(_Strict, tag_field="type", kw_only=True):
+    cache_control: dict[str, Any] | None = None
+
+
+class Text(_Block, tag="text", kw_only=True):
+    text: str
+    citations: list[Any] | None = None
+
+
+class ToolUse(_Block, tag="tool_use", kw_only=True):
+    id: str
+    name: str
+    input: dict[str, Any]
+    caller: dict[str, Any] | None = None
+    toolset_name: None = None
+
+
+class ToolResult(_Block, tag="tool_result", kw_only=True):
+    tool_use_id: str
+    content: str | list[Text] | None = None
+    is_error: bool | None = None
+    toolset_name: None = None
+
+
+class Thinking(_Block, tag="thinking", kw_only=True):
+    thinking: str
+    signature: str = ""
+
+
+class RedactedThinking(_Block, tag="redacted_thinking", kw_only=True):
+    data: str
+
+
+class _Turn(_Strict, tag_field="role", kw_only=True):
+    pass
+
+
+class UserTurn(_Turn, tag="user", kw_only=True):
+    content: str | list[Text | ToolResult]
+
+
+class AssistantTurn(_Turn, tag="assistant", kw_only=True):
+    content: str | list[Text | ToolUse | Thinking | RedactedThinking]
+
+
+class SystemTurn(_Turn, tag="system", kw_only=True):
+    content: str | list[Text]
+
+
+class Tool(_Strict, kw_only=True):
+    name: str
+    input_schema: dict[str, Any]
+    description: str | None = None
+    strict: bool | None = None
+    type: Literal["custom"] | None = None
+    cache_control: dict[str, Any] | None = None
+    eager_input_streaming: bool | None = None
+
+
+class ToolChoice(_Strict, kw_only=True):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class ThinkingEnabled(_Strict, tag_field="type", tag="enabled", kw_only=True):
+    budget_tokens: int
+    display: Literal["summarized"] | None = None
+
+
+class ThinkingAdaptive(_Strict, tag_field="type", tag="adaptive", kw_only=True):
+    display: Literal["summarized"] | None = None
+
+
+class ThinkingDisabled(_Strict, tag_field="type", tag="disabled", kw_only=True):
+    pass
+
+
+class JSONFormat(_Strict, tag_field="type", tag="json_schema", kw_only=True):
+    schema: dict[str, Any]
+
+
+class OutputConfig(_Strict, kw_only=True):
+    effort: str | None = None
+    format: JSONFormat | None = None
+
+
+async def chat_fields(body: MessagesBody | CountTokensBody, state: Serving) -> dict[str, Any]:
+    """The fields of the chat request that a Messages request is.
+
+    Raises:
+        RequestError: 400, naming the place at fault.
+    """
+    turns = _turns(body, state.settings.keep_client_headers, await late_system(state))
+    fields: dict[str, Any] = {"model": body.model, "messages": turns}
+    # A last turn of the assistant is the beginning of the answer.
+    if turns and turns[-1]["role"] == "assistant":
+        if turns[-1].get("tool_calls"):
+            raise RequestError("messages: a tool_use of the last turn has no tool_result", "messages", code="invalid_value")
+        fields["continue_final_message"] = True
+    kept, _ = served_tools(body.tools, lambda tool: tool.get("type", "custom") in ("custom", None), state.settings)
+    if kept:
+        fields["tools"] = [_function(checked(tool, Tool, place)) for place, tool in kept]
+    if body.tool_choice is not None:
+        fields |= _choice(checked(body.tool_choice, ToolChoice, "tool_choice"))
+    variables = dict(body.chat_template_kwargs)
+    if body.thinking is not None:
+        thinking = checked(body.thinking, ThinkingEnabled | ThinkingAdaptive | ThinkingDisabled, "thinking")
+        variables["enable_thinking"] = not isinstance(thinking, ThinkingDisabled)
+        if isinstance(thinking, ThinkingEnabled):
+            fields["thinking_token_budget"] = _budget(thinking, body)
+    config = checked(body.output_config or {}, OutputConfig, "output_config")
+    fields["reasoning_effort"] = config.effort
+    if config.format is not None:
+        fields["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": config.format.schema}}
+    if variables:
+        fields["chat_template_kwargs"] = variables
+    if isinstance(body, MessagesBody):
+        fields |= body.sampling | {"stop": body.stop_sequences or None, "cache_salt": body.cache_salt}
+        fields["priority"] = body.priority
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _budget(thinking: ThinkingEnabled, body: MessagesBody | CountTokensBody) -> int | None:
+    """None: max_tokens ends the answer before the budget does."""
+    most = body.max_tokens if isinstance(body, MessagesBody) else 0
+    return thinking.budget_tokens if thinking.budget_tokens < most else None
+
+
+def _turns(body: MessagesBody | CountTokensBody, keep_client_headers: bool, late: bool) -> list[dict[str, Any]]:
+    turns = Turns()
+    system = _texts(checked(body.system, str | list[Text] | None, "system"))
+    if not keep_client_headers and system and system[0].startswith(_CLIENT_HEADER):
+        # It changes with every request, and no prefix would be found in the cache.
+        system[0] = system[0].partition("\n")[2]
+    given: list[UserTurn | AssistantTurn | SystemTurn] = checked(
+        body.messages, list[UserTurn | AssistantTurn | SystemTurn], "messages"
+    )
+    if not given:
+        raise RequestError("messages must have at least one message", "messages", code="invalid_value")
+    if not late:
+        system += [text for turn in given if isinstance(turn, SystemTurn) for text in _texts(turn.content)]
+    if system := [text for text in system if text]:
+        turns.say("system", system)
+    for turn in given:
+        if isinstance(turn, SystemTurn):
+            if late:
+                turns.say("system", _texts(turn.content))
+        elif isinstance(turn.content, str):
+            turns.say(_role(turn), [turn.content])
+        else:
+            for block in turn.content:
+                _add(turns, _role(turn), block)
+    return turns.messages
+
+
+def _role(turn: UserTurn | AssistantTurn) -> str:
+    return "user" if isinstance(turn, UserTurn) else "assistant"
+
+
+def _add(turns: Turns, role: str, block: Text | ToolUse | ToolResult | Thinking | RedactedThinking) -> None:
+    match block:
+        case Text():
+            turns.say(role, [block.text])
+        case ToolUse():
+            turns.call(block.id, block.name, json_text(block.input))
+        case Thinking():
+            turns.think(block.thinking)
+        case ToolResult():
+            text = "\n".join(_texts(block.content))
+            turns.result(block.tool_use_id, f"Error: {text}" if block.is_error else text)
+        case RedactedThinking():
+            pass  # Nobody but its author can read it.
+
+
+def _texts(content: str | list[Text] | None) -> list[str]:
+    if content is None or isinstance(content, str):
+        return [content or ""]
+    return [block.text for block in content]
+
+
+def _function(tool: Tool) -> dict[str, Any]:
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema, "strict": tool.strict}
+    return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
+
+
+def _choice(choice: ToolChoice) -> dict[str, Any]:
+    if (choice.type == "tool") != (choice.name is not None):
+        raise RequestError(
+            "tool_choice.name belongs to the type tool, which needs it", "tool_choice.name", code="invalid_value"
+        )
+    named = {"type": "function", "function": {"name": choice.name}}
+    fields: dict[str, Any] = {"tool_choice": {"auto": "auto", "any": "required", "tool": named, "none": "none"}[choice.type]}
+    if choice.disable_parallel_tool_use:
+        fields["parallel_tool_calls"] = False
+    return fields
+
+
+async def late_system(state: Serving) -> bool:
+    """Whether the chat template takes a system message after others."""
+    if state.late_system is None:
+        word = "headrace"
+        probe = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+        try:
+            render = need_tokenizer(state, "messages").render_chat
+            probe.append({"role": "system", "content": word})
+            state.late_system = word in await state.llm.inputs.in_thread(lambda: render(probe))
+        except RequestError:
+            state.late_system = False
+    return state.late_system
+
+
+class MessagesAnswer(Answer):
+    """Shapes deltas as a message or its events."""
+
+    ping = named_event({"type": "ping"})
+
+    def __init__(self, body: MessagesBody, state: Serving, generation: Generation, message_id: str) -> None:
+        self._generation = generation
+        self._secret = state.secret
+        self._streams = body.stream
+        # The context ends the answer before max_tokens does.
+        self._clipped = generation.requests[0].max_tokens < body.max_tokens
+        self._parts = Parts()
+        self._finish: OutputDelta | None = None
+        self._started = False
+        self._head = {"id": message_id, "type": "message", "role": "assistant", "model": state.model.name}
+
+    def add(self, piece: Piece) -> Iterator[dict[str, Any]]:
+        delta = piece.delta
+        if not self._started:
+            self._started = True
+            if self._streams:
+                yield {"type": "message_start", "message": self._message([], None, {**self._usage, "output_tokens": 1})}
+                yield {"type": "ping"}
+        yield from self._shaped(self._parts.add(events_of(delta)))
+        if delta.finish_reason is not None:
+            self._finish = delta
+            yield from self._shaped(self._parts.end())
+
+    def _shaped(self, steps: Iterable[Step]) -> Iterator[dict[str, Any]]:
+        for what, part, text in steps:
+            if not self._streams:
+                continue
+            place = {"index": part.index}
+            if what == "start":
+                empty = Part(index=part.index, kind=part.kind, id=part.id, name=part.name)
+                block = self._block(empty) | ({"signature": ""} if part.kind == "reasoning" else {})
+                yield {"type": "content_block_start", **place, "content_block": block}
+            elif what == "gain":
+                kind, field = _DELTAS[part.kind]
+                yield {"type": "content_block_delta", **place, "delta": {"type": kind, field: text}}
+            else:
+                if part.kind == "reasoning":
+                    signature = {"type": "signature_delta", "signature": self._signature(part.text)}
+                    yield {"type": "content_block_delta", **place, "delta": signature}
+                yield {"type": "content_block_stop", **place}
+
+    def last(self) -> Sequence[dict[str, Any]]:
+        return [{"type": "message_delta", "delta": self._stop, "usage": self._usage}, {"type": "message_stop"}]
+
+    def whole(self) -> dict[str, Any]:
+        return self._message([self._block(part) for part in self._parts.all], self._stop, self._usage)
+
+    def encode(self, event: dict[str, Any]) -> bytes:
+        return named_event(event)
+
+    def failed(self, error: ApiError) -> bytes:
+        return named_event(error.messages_body(None))
+
+    def _message(self, content: list[dict[str, Any]], stop: dict[str, Any] | None, usage: dict[str, Any]) -> dict[str, Any]:
+        stop = stop or {"stop_reason": None, "stop_sequence": None}
+        return {**self._head, "content": content, **stop, "usage": usage}
+
+    def _block(self, part: Part) -> dict[str, Any]:
+        if part.kind == "reasoning":
+            return {"type": "thinking", "thinking": part.text, "signature": self._signature(part.text)}
+        if part.kind == "content":
+            return {"type": "text", "text": part.text}
+        return {"type": "tool_use", "id": part.id, "name": part.name, "input": _arguments(part.text)}
+
+    def _signature(self, text: str) -> str:
+        return hmac.digest(self._secret, text.encode("utf-8", "surrogatepass"), hashlib.sha256).hex()
+
+    @property
+    def _stop(self) -> dict[str, Any]:
+        finish, sequence = self._finish, None
+        if finish is None or finish.finish_reason == "length":
+            reason = "model_context_window_exceeded" if self._clipped else "max_tokens"
+        elif self._parts.has_call:
+            reason = "tool_use"
+        elif isinstance(finish.stop_reason, str):
+            reason, sequence = "stop_sequence", finish.stop_reason
+        else:
+            reason = "end_turn"
+        return {"stop_reason": reason, "stop_sequence": sequence}
+
+    @property
+    def _usage(self) -> dict[str, Any]:
+        usage = self._generation.usage
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        return {
+            "input_tokens": usage["prompt_tokens"] - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": usage["completion_tokens"],
+        }
+
+
+_DELTAS = {
+    "reasoning": ("thinking_delta", "thinking"),
+    "content": ("text_delta", "text"),
+    "call": ("input_json_delta", "partial_json"),
+}
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    """Of a call that was cut off: as much as is there."""
+    try:
+        value = from_json(text or "{}", allow_partial=True)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,562 @@
+"""OpenAI's Responses: from a request to a chat's fields, and from deltas to a response and its events."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import json
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from headrace.errors import RequestError
+from headrace.outputs import OutputDelta
+from headrace.server.errors import ApiError, shown
+from headrace.server.generation import Generation, Piece
+from headrace.server.logprobs import chat_logprobs
+from headrace.server.schema import ResponsesBody
+from headrace.server.shape.parts import Part, Parts, Step, events_of
+from headrace.server.shape.turns import Turns, checked, json_text, served_tools
+from headrace.server.sse import Answer, named_event
+from headrace.server.state import Serving
+
+NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "response_format.json_schema": "text.format",
+    "structured_outputs": "text.format",
+    "structured_outputs.json": "text.format.schema",
+    "reasoning_effort": "reasoning.effort",
+    "verbosity": "text.verbosity",
+    "tools": "tools",
+}
+"""Field of a chat request -> the field of a Responses request that sets it."""
+LOGPROBS = "message.output_text.logprobs"
+ENCRYPTED = "reasoning.encrypted_content"
+_SEAL_BYTES = 32
+_CUSTOM_INPUT = "input"
+"""The one parameter of a custom tool, as the model sees it."""
+
+
+class _Strict(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    pass
+
+
+class _Tagged(_Strict, tag_field="type", kw_only=True):
+    pass
+
+
+class _Item(_Tagged, kw_only=True):
+    id: str | None = None
+    status: str | None = None
+
+
+class InputText(_Tagged, tag="input_text", kw_only=True):
+    text: str
+    prompt_cache_breakpoint: dict[str, Any] | None = None
+
+
+class OutputText(_Tagged, tag="output_text", kw_only=True):
+    text: str
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+    parsed: Any = None
+
+
+class Refusal(_Tagged, tag="refusal", kw_only=True):
+    refusal: str
+
+
+class ReasoningText(_Tagged, tag="reasoning_text", kw_only=True):
+    text: str
+
+
+class Message(_Item, tag="message", kw_only=True):
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | list[InputText | OutputText | Refusal]
+    phase: str | None = None
+
+
+class FunctionCall(_Item, tag="function_call", kw_only=True):
+    call_id: str
+    name: str
+    arguments: str
+    parsed_arguments: Any = None
+
+
+class FunctionCallOutput(_Item, tag="function_call_output", kw_only=True):
+    call_id: str
+    output: str | list[InputText | OutputText]
+    name: str | None = None
+
+
+class CustomToolCall(_Item, tag="custom_tool_call", kw_only=True):
+    call_id: str
+    name: str
+    input: str
+
+
+class CustomToolCallOutput(_Item, tag="custom_tool_call_output", kw_only=True):
+    call_id: str
+    output: str | list[InputText | OutputText]
+
+
+class Reasoning(_Item, tag="reasoning", kw_only=True):
+    summary: list[Any] | None = None
+    content: list[ReasoningText] | None = None
+    encrypted_content: str | None = None
+
+
+Item = Message | FunctionCall | FunctionCallOutput | CustomToolCall | CustomToolCallOutput | Reasoning
+
+
+class FunctionTool(_Tagged, tag="function", kw_only=True):
+    name: str
+    parameters: dict[str, Any] | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextFormat(_Tagged, tag="text", kw_only=True):
+    pass
+
+
+class CustomTool(_Tagged, tag="custom", kw_only=True):
+    name: str
+    description: str | None = None
+    format: TextFormat | None = None
+
+
+class JSONObject(_Tagged, tag="json_object", kw_only=True):
+    pass
+
+
+class JSONSchema(_Tagged, tag="json_schema", kw_only=True):
+    name: str
+    schema: dict[str, Any]
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextConfig(_Strict, kw_only=True):
+    format: TextFormat | JSONObject | JSONSchema | None = None
+    verbosity: str | None = None
+
+
+class ReasoningConfig(_Strict, kw_only=True):
+    effort: str | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class Named(_Tagged, tag="function", kw_only=True):
+    name: str
+
+
+class NamedCustom(_Tagged, tag="custom", kw_only=True):
+    name: str
+
+
+class AllowedTools(_Tagged, tag="allowed_tools", kw_only=True):
+    mode: Literal["auto", "required"]
+    tools: list[Named | NamedCustom]
+
+
+class Conversation(NamedTuple):
+    """A request, read."""
+
+    chat: dict[str, Any]
+    """The fields of a chat request."""
+    custom: frozenset[str]
+    """Names of custom tools."""
+    input_items: list[dict[str, Any]]
+    """Of this request, each with an id."""
+    history: list[dict[str, Any]]
+    """Of the whole conversation."""
+    tools: list[dict[str, Any]]
+    skipped: list[str]
+
+
+def conversation(body: ResponsesBody, state: Serving) -> Conversation:
+    """Raises: ApiError, RequestError: 4xx, naming the place at fault."""
+    given = _given_items(body.input, state)
+    history = [*_earlier(body, state), *given]
+    turns = Turns()
+    if body.instructions is not None:
+        turns.say("system", [body.instructions])
+    for item in checked(history, list[Item], "input"):
+        _add(turns, item, state)
+    kept, skipped = served_tools(body.tools, lambda tool: tool.get("type") in ("function", "custom"), state.settings)
+    tools = [checked(tool, FunctionTool | CustomTool, place) for place, tool in kept]
+    text = checked(body.text or {}, TextConfig, "text")
+    fields: dict[str, Any] = {
+        **body.sampling,
+        "model": body.model,
+        "messages": turns.messages,
+        "max_tokens": body.max_output_tokens,
+        "tools": [_function(tool) for tool in tools] or None,
+        "tool_choice": _choice(body.tool_choice),
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "reasoning_effort": checked(body.reasoning or {}, ReasoningConfig, "reasoning").effort,
+        "response_format": _response_format(text.format),
+        "verbosity": text.verbosity,
+        "cache_salt": body.cache_salt,
+        "priority": body.priority,
+        "chat_template_kwargs": body.chat_template_kwargs or None,
+    }
+    if LOGPROBS in body.include:
+        fields |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
+    elif body.top_logprobs:
+        raise RequestError(f"top_logprobs needs include: {LOGPROBS}", "top_logprobs", code="invalid_value")
+    return Conversation(
+        {name: value for name, value in fields.items() if value is not None},
+        frozenset(tool.name for tool in tools if isinstance(tool, CustomTool)),
+        given,
+        history,
+        [tool for _, tool in kept],
+        skipped,
+    )
+
+
+def _given_items(given: Any, state: Serving) -> list[dict[str, Any]]:
+    """The input as items of the types that they may leave out, with ids."""
+    if isinstance(given, str):
+        given = [{"role": "user", "content": given}]
+    items = []
+    for index, item in enumerate(checked(given, list[dict[str, Any]], "input")):
+        item = {name: value for name, value in item.items() if value is not None}
+        kind = item.setdefault("type", "message" if "role" in item else "item_reference")
+        if kind == "item_reference":
+            found = state.responses.item(str(item.get("id")))
+            if found is None:
+                message = f"input[{index}].id: there is no item {shown(str(item.get('id')))}"
+                raise ApiError(404, message, param=f"input[{index}].id", code="item_not_found")
+            item = found
+        if kind == "message" and isinstance(item.get("content"), str):
+            part = "output_text" if item.get("role") == "assistant" else "input_text"
+            item["content"] = [{"type": part, "text": item["content"]}]
+        items.append({"id": new_id(kind), **item})
+    return items
+
+
+def _earlier(body: ResponsesBody, state: Serving) -> list[dict[str, Any]]:
+    identity = body.previous_response_id
+    if identity is None:
+        return []
+    entry = state.responses.get(identity)
+    if entry is None:
+        message = f"previous_response_id: there is no response {shown(identity)}; it was not stored, or is forgotten"
+        raise ApiError(404, message, param="previous_response_id", code="previous_response_not_found")
+    return entry.items()
+
+
+def _add(turns: Turns, item: Item, state: Serving) -> None:
+    match item:
+        case Message():
+            texts = item.content if isinstance(item.content, str) else [_text(part) for part in item.content]
+            turns.say(item.role, [texts] if isinstance(texts, str) else texts, merge=item.role == "assistant")
+        case FunctionCall():
+            turns.call(item.call_id, item.name, item.arguments)
+        case CustomToolCall():
+            turns.call(item.call_id, item.name, json_text({_CUSTOM_INPUT: item.input}))
+        case FunctionCallOutput() | CustomToolCallOutput():
+            output = item.output
+            turns.result(item.call_id, output if isinstance(output, str) else "\n".join(map(_text, output)))
+        case Reasoning():
+            if item.content:
+                turns.think("".join(part.text for part in item.content))
+            elif item.encrypted_content is not None:
+                turns.think(unsealed(item.encrypted_content, state.secret))
+
+
+def _text(part: InputText | OutputText | Refusal) -> str:
+    return part.refusal if isinstance(part, Refusal) else part.text
+
+
+def _function(tool: FunctionTool | CustomTool) -> dict[str, Any]:
+    function: dict[str, Any] = {"name": tool.name, "description": tool.description}
+    if isinstance(tool, CustomTool):
+        text = {"type": "object", "properties": {_CUSTOM_INPUT: {"type": "string"}}, "required": [_CUSTOM_INPUT]}
+        function["parameters"] = text
+    else:
+        function |= {"parameters": tool.parameters, "strict": tool.strict}
+    return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
+
+
+def _choice(given: Any) -> Any:
+    if given is None or isinstance(given, str):
+        return given
+    choice = checked(given, Named | NamedCustom | AllowedTools, "tool_choice")
+    if isinstance(choice, AllowedTools):
+        allowed = {"mode": choice.mode, "tools": [_named(tool.name) for tool in choice.tools]}
+        return {"type": "allowed_tools", "allowed_tools": allowed}
+    return _named(choice.name)
+
+
+def _named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+def _response_format(given: TextFormat | JSONObject | JSONSchema | None) -> dict[str, Any] | None:
+    if isinstance(given, JSONObject):
+        return {"type": "json_object"}
+    if not isinstance(given, JSONSchema):
+        return None
+    schema = {"name": given.name, "schema": given.schema, "description": given.description, "strict": given.strict}
+    return {"type": "json_schema", "json_schema": {name: value for name, value in schema.items() if value is not None}}
+
+
+def sealed(text: str, secret: bytes) -> str:
+    """Text that only the server can have made."""
+    data = text.encode("utf-8", "surrogatepass")
+    return base64.urlsafe_b64encode(hmac.digest(secret, data, hashlib.sha256) + data).decode()
+
+
+def unsealed(value: str, secret: bytes) -> str:
+    """Raises: RequestError: the seal is not of this server."""
+    try:
+        data = base64.urlsafe_b64decode(value.encode())
+    except ValueError:
+        data = b""
+    seal, text = data[:_SEAL_BYTES], data[_SEAL_BYTES:]
+    if not hmac.compare_digest(seal, hmac.digest(secret, text, hashlib.sha256)):
+        message = "input: encrypted_content was not made by this server since its start: leave the reasoning item out"
+        raise RequestError(message, "input", code="invalid_encrypted_content")
+    return text.decode("utf-8", "surrogatepass")
+
+
+_PREFIX = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
+
+
+def new_id(kind: str) -> str:
+    return f"{_PREFIX.get(kind, 'item')}_{uuid.uuid4().hex}"
+
+
+class _OutputItem:
+    """One part as an item."""
+
+    def __init__(self, part: Part, custom: bool) -> None:
+        self.part = part
+        self.custom = custom
+        self.kind = {"reasoning": "reasoning", "content": "message", "call": "function_call"}[part.kind]
+        if custom:
+            self.kind = "custom_tool_call"
+        self.id = new_id(self.kind)
+        self.logprobs: list[Any] = []
+        self.status = "in_progress"
+
+    @property
+    def input(self) -> str:
+        """Of a custom tool's call: the one string; of a broken call, what there is."""
+        try:
+            return str(json.loads(self.part.text)[_CUSTOM_INPUT])
+        except (ValueError, KeyError, TypeError):
+            return self.part.text
+
+
+class ResponsesAnswer(Answer):
+    """Shapes deltas as a response or its events."""
+
+    def __init__(
+        self,
+        body: ResponsesBody,
+        state: Serving,
+        generation: Generation,
+        response_id: str,
+        read: Conversation,
+        keep: Callable[[dict[str, Any]], None] | None,
+    ) -> None:
+        """``keep``: gets the finished response, to be stored."""
+        self._generation = generation
+        self._read = read
+        self._keep = keep
+        self._streams = body.stream
+        self._texts = state.model.texts
+        self._top_logprobs = (body.top_logprobs or 0) if LOGPROBS in body.include else None
+        self._secret = state.secret if ENCRYPTED in body.include else None
+        self._parts = Parts()
+        self._items: list[_OutputItem] = []
+        self._finish: OutputDelta | None = None
+        self._pending: list[Any] = []
+        """Logprobs of tokens whose text is still to come."""
+        self._sequence = 0
+        self._head = _head(body, state, generation, response_id, read, keep is not None)
+
+    def add(self, piece: Piece) -> Iterator[dict[str, Any]]:
+        delta = piece.delta
+        if not self._sequence and self._streams:
+            yield self._event("response.created", response=self._response("in_progress"))
+            yield self._event("response.in_progress", response=self._response("in_progress"))
+        if self._top_logprobs is not None and delta.logprobs:
+            self._pending += chat_logprobs(self._texts, delta.logprobs, self._top_logprobs)["content"]
+        events = events_of(delta)
+        yield from self._shaped(self._parts.add(events))
+        if any(event.kind != "content" for event in events[-1:]):
+            self._pending.clear()
+        if delta.finish_reason is not None:
+            self._finish = delta
+            yield from self._shaped(self._parts.end())
+
+    def _shaped(self, steps: Iterable[Step]) -> Iterator[dict[str, Any]]:
+        for what, part, text in steps:
+            if what == "start":
+                self._items.append(_OutputItem(part, part.kind == "call" and part.name in self._read.custom))
+            item = self._items[part.index]
+            logprobs, self._pending = (self._pending, []) if what == "gain" else ([], self._pending)
+            if part.kind == "content":
+                item.logprobs += logprobs
+            if what == "end":
+                item.status = self._ended(part)
+            if self._streams:
+                yield from _EVENTS[what](self, item, text, logprobs)
+
+    def _ended(self, part: Part) -> str:
+        """The status of a part that has ended: the last one may have been cut off."""
+        cut = self._finish is not None and self._finish.finish_reason == "length"
+        return "incomplete" if cut or (part.kind == "call" and not part.ended) else "completed"
+
+    def _started(self, item: _OutputItem, text: str, logprobs: list[Any]) -> Iterator[dict[str, Any]]:
+        shape = self._shape(item, empty=True)
+        yield self._event("response.output_item.added", output_index=item.part.index, item=shape)
+        if item.part.kind != "call":
+            yield self._event("response.content_part.added", **_place(item), part=self._content(item, ""))
+
+    def _gained(self, item: _OutputItem, text: str, logprobs: list[Any]) -> Iterator[dict[str, Any]]:
+        match item.part.kind:
+            case "reasoning":
+                yield self._event("response.reasoning_text.delta", **_place(item), delta=text)
+            case "content":
+                yield self._event("response.output_text.delta", **_place(item), delta=text, logprobs=logprobs)
+            case "call" if not item.custom:
+                place = {"item_id": item.id, "output_index": item.part.index}
+                yield self._event("response.function_call_arguments.delta", **place, delta=text)
+
+    def _done(self, item: _OutputItem, text: str, logprobs: list[Any]) -> Iterator[dict[str, Any]]:
+        text, place = item.part.text, {"item_id": item.id, "output_index": item.part.index}
+        match item.part.kind:
+            case "reasoning":
+                yield self._event("response.reasoning_text.done", **_place(item), text=text)
+            case "content":
+                yield self._event("response.output_text.done", **_place(item), text=text, logprobs=item.logprobs)
+            case "call" if item.custom:
+                # The string is inside of JSON text, which is whole only now.
+                yield self._event("response.custom_tool_call_input.delta", **place, delta=item.input)
+                yield self._event("response.custom_tool_call_input.done", **place, input=item.input)
+            case "call":
+                name = item.part.name
+                yield self._event("response.function_call_arguments.done", **place, name=name, arguments=text)
+        if item.part.kind != "call":
+            yield self._event("response.content_part.done", **_place(item), part=self._content(item, text))
+        yield self._event("response.output_item.done", output_index=item.part.index, item=self._shape(item))
+
+    def last(self) -> Sequence[dict[str, Any]]:
+        response = self.whole()
+        return [self._event(f"response.{response['status']}", response=response)]
+
+    def whole(self) -> dict[str, Any]:
+        cut = self._finish is not None and self._finish.finish_reason == "length"
+        response = self._response("incomplete" if cut else "completed")
+        if self._keep is not None:
+            self._keep(response)
+        return response
+
+    def encode(self, event: dict[str, Any]) -> bytes:
+        return named_event(event)
+
+    def failed(self, error: ApiError) -> bytes:
+        code = "server_error" if error.status >= 500 else (error.code or error.kind)
+        failed = self._event("error", code=code, message=error.message, param=error.param)
+        response = self._response("failed") | {"error": {"code": code, "message": error.message}}
+        return self.encode(failed) + self.encode(self._event("response.failed", response=response))
+
+    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        event = {"type": kind, "sequence_number": self._sequence, **fields}
+        self._sequence += 1
+        return event
+
+    def _response(self, status: str) -> dict[str, Any]:
+        ended = status in ("completed", "incomplete")
+        return {
+            **self._head,
+            "status": status,
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "output": [self._shape(item) for item in self._items],
+            "usage": self._usage() if ended else None,
+        }
+
+    def _shape(self, item: _OutputItem, *, empty: bool = False) -> dict[str, Any]:
+        part = item.part
+        head = {"id": item.id, "type": item.kind}
+        if item.custom:
+            return {**head, "call_id": part.id, "name": part.name, "input": "" if empty else item.input}
+        head["status"] = item.status
+        if part.kind == "call":
+            return {**head, "call_id": part.id, "name": part.name, "arguments": "" if empty else part.text}
+        content = [] if empty else [self._content(item, part.text)]
+        if part.kind == "content":
+            return {**head, "role": "assistant", "content": content}
+        seal = None if empty or self._secret is None else sealed(part.text, self._secret)
+        return {**head, "summary": [], "content": content, "encrypted_content": seal}
+
+    def _content(self, item: _OutputItem, text: str) -> dict[str, Any]:
+        if item.part.kind == "reasoning":
+            return {"type": "reasoning_text", "text": text}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(item.logprobs) if text else []}
+
+    def _usage(self) -> dict[str, Any]:
+        usage = self._generation.usage
+        return {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": usage["completion_tokens_details"],
+            "total_tokens": usage["total_tokens"],
+        }
+
+
+_EVENTS = {"start": ResponsesAnswer._started, "gain": ResponsesAnswer._gained, "end": ResponsesAnswer._done}
+
+
+def _place(item: _OutputItem) -> dict[str, Any]:
+    return {"item_id": item.id, "output_index": item.part.index, "content_index": 0}
+
+
+def _head(
+    body: ResponsesBody, state: Serving, generation: Generation, response_id: str, read: Conversation, stored: bool
+) -> dict[str, Any]:
+    """What a response repeats of its request."""
+    sampling = generation.requests[0].sampling
+    skipped = {"skipped_tools": ", ".join(read.skipped)[:512]} if read.skipped else {}
+    return {
+        "id": response_id,
+        "object": "response",
+        "created_at": int(time.time()),
+        "background": False,
+        "error": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
+        "metadata": {**body.metadata, **skipped},
+        "model": state.model.name,
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "previous_response_id": body.previous_response_id,
+        "prompt_cache_key": body.prompt_cache_key,
+        "reasoning": {"effort": None, "summary": None, **(body.reasoning or {})},
+        "safety_identifier": body.safety_identifier,
+        "service_tier": "default",
+        "store": stored,
+        "temperature": sampling.temperature,
+        "text": {"format": {"type": "text"}, **(body.text or {})},
+        "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
+        "tools": read.tools,
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": sampling.top_p,
+        "truncation": "disabled",
+        "user": body.user,
+    }

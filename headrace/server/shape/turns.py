@@ -1,0 +1,115 @@
+"""From the conversations of other protocols to the fields of a chat request."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import msgspec
+
+from headrace.errors import RequestError
+from headrace.options import shown
+from headrace.server.errors import ApiError
+from headrace.server.settings import ServerSettings
+
+logger = logging.getLogger("headrace.server")
+T = TypeVar("T")
+
+
+class Turns:
+    """The messages of a chat request. What the assistant says, thinks and calls in a row is one message."""
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+
+    def say(self, role: str, texts: Sequence[str], *, merge: bool = True) -> None:
+        """``merge``: with the last message, if it has the same role."""
+        parts = [{"type": "text", "text": text} for text in texts]
+        if merge and self.messages and self.messages[-1]["role"] == role:
+            self.messages[-1]["content"] += parts
+        else:
+            self.messages.append({"role": role, "content": parts})
+
+    def think(self, text: str) -> None:
+        answer = self._answer()
+        answer["reasoning_content"] = answer.get("reasoning_content", "") + text
+
+    def call(self, identity: str, name: str, arguments: str) -> None:
+        """``arguments``: JSON text."""
+        function = {"name": name, "arguments": arguments}
+        self._answer().setdefault("tool_calls", []).append({"id": identity, "type": "function", "function": function})
+
+    def result(self, identity: str, text: str) -> None:
+        self.messages.append({"role": "tool", "tool_call_id": identity, "content": text})
+
+    def _answer(self) -> dict[str, Any]:
+        self.say("assistant", ())
+        return self.messages[-1]
+
+
+def checked(value: Any, kind: Any, where: str) -> Any:
+    """``value`` as ``kind``.
+
+    Raises:
+        RequestError: names the place at fault.
+    """
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        what, _, at = str(error).partition(" - at `$")
+    path = where + at.rstrip("`")
+    if what.startswith("Invalid value") and path.endswith(".type"):
+        raise RequestError(
+            f"{path}: {what.removeprefix('Invalid value ')} is not supported here", path, code="unsupported_parameter"
+        )
+    unknown = what.startswith("Object contains unknown field")
+    raise RequestError(f"{path}: {what}", path, code="unknown_parameter" if unknown else "invalid_value")
+
+
+def json_text(value: Mapping[str, Any]) -> str:
+    """As models write it."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def served_tools(
+    tools: Any, served: Callable[[Mapping[str, Any]], bool], settings: ServerSettings
+) -> tuple[list[tuple[str, dict[str, Any]]], list[str]]:
+    """The tools that clients run, each with its place, and the types of those that are skipped.
+
+    Raises:
+        RequestError: there are others, and the server does not skip them.
+    """
+    kept, skipped = [], []
+    for index, tool in enumerate(checked([] if tools is None else tools, list[dict[str, Any]], "tools")):
+        place = f"tools[{index}]"
+        if served(tool):
+            kept.append((place, tool))
+        elif settings.unsupported_tools == "skip":
+            skipped.append(str(tool.get("type"))[:64])
+        else:
+            message = f"{place}.type {shown(tool.get('type'))} is not supported: the server runs no tools of its own; with "
+            raise RequestError(f"{message}--unsupported-tools skip it leaves them out", place, code="unsupported_parameter")
+    if skipped:
+        logger.info("skipped tools that are not supported: %r", skipped)
+    return kept, skipped
+
+
+@contextmanager
+def renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors of a chat request name the fields that it was made of: ``names`` maps the chat's fields to them."""
+    try:
+        yield
+    except (ApiError, RequestError) as error:
+        given = error.param or ""
+        roots = [name for name in names if given == name or given.startswith((f"{name}.", f"{name}["))]
+        if roots:
+            root = max(roots, key=len)
+            # The messages of a chat are counted otherwise than what they are made of.
+            rest = "" if root == "messages" else given.removeprefix(root).replace(".function", "")
+            error.param = names[root] + rest
+            error.message = error.message.replace(given, error.param)
+            error.args = (error.message,)
+        raise

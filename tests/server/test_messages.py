@@ -1,0 +1,272 @@
+"""Anthropic's Messages over HTTP, streaming and not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import anthropic
+import pytest
+
+from headrace.server import sse
+from headrace.server.settings import ServerSettings
+from headrace.text.tokenizer import Tokenizer
+from server import scripted
+from server.fakes import FakeLLM
+from server.grammars import folded_messages, named_events
+from server.harness import Api, running
+from server.scripted import ScriptedLLM
+
+TOOL: dict[str, Any] = {
+    "name": "add",
+    "description": "Adds.",
+    "input_schema": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
+}
+OTHER = {"name": "now", "input_schema": {"type": "object"}}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+BOTH = f'<think>\nsums, ü\n</think>\n\nLet me see.\n{CALL}\n<tool_call>\n{{"name": "now", "arguments": {{}}}}\n</tool_call>'
+HI = [{"role": "user", "content": "Hi"}]
+Make = Callable[..., Api]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return scripted.tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture
+def api(made: Tokenizer) -> Make:
+    return lambda *texts, settings=None: Api(ScriptedLLM(made, texts), settings)
+
+
+def answered(make: Make, *texts: str, settings: ServerSettings | None = None, **fields: Any) -> dict[str, Any]:
+    """The message, which is the same streamed and not; ids apart, which are another request's."""
+    body = {"messages": HI, "max_tokens": 1000, **fields}
+    whole = make(*texts, settings=settings).post("/v1/messages", body)
+    assert whole.status_code == 200, whole.text
+    streamed = folded_messages(named_events(make(*texts, settings=settings).post("/v1/messages", body | {"stream": True})))
+    signatures = {block.pop("signature") for block in streamed["content"] if block["type"] == "thinking"}
+    assert "" not in signatures
+    message: dict[str, Any] = whole.json()
+    for one in (message, streamed):
+        assert one.pop("id").startswith("msg_")
+        for block in one["content"]:
+            block.pop("id", None)
+            block.pop("signature", None)
+    assert message == streamed
+    return message
+
+
+def refused(response: Any, status: int = 400) -> str:
+    assert response.status_code == status, response.text
+    body = response.json()
+    assert set(body) == {"type", "error", "request_id"} and set(body["error"]) == {"type", "message"}
+    assert body["request_id"] == response.headers["x-request-id"]
+    message: str = body["error"]["message"]
+    return message
+
+
+def test_reasoning_text_and_calls(api: Make) -> None:
+    message = answered(api, BOTH, tools=[TOOL, OTHER])
+    assert message["content"] == [
+        {"type": "thinking", "thinking": "sums, ü"},
+        {"type": "text", "text": "Let me see."},
+        {"type": "tool_use", "name": "add", "input": {"a": 1, "b": 2}},
+        {"type": "tool_use", "name": "now", "input": {}},
+    ]
+    assert (message["stop_reason"], message["stop_sequence"], message["role"]) == ("tool_use", None, "assistant")
+    one = answered(api, BOTH, tools=[TOOL, OTHER], tool_choice={"type": "auto", "disable_parallel_tool_use": True})
+    assert [block["type"] for block in one["content"]] == ["thinking", "text", "tool_use"]
+
+
+def test_stop_reasons(api: Make) -> None:
+    assert answered(api, "one two")["stop_reason"] == "end_turn"
+    stopped = answered(api, "one two", stop_sequences=["two"])
+    assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", "two")
+    assert answered(api, "one two", max_tokens=3)["stop_reason"] == "max_tokens"
+    cut = answered(api, CALL, tools=[TOOL], max_tokens=40)
+    assert cut["stop_reason"] == "max_tokens" and cut["content"][0]["type"] == "tool_use"
+    assert answered(api, "x" * 5000, max_tokens=10**6)["stop_reason"] == "model_context_window_exceeded"
+
+
+def test_usage_is_cumulative_and_leaves_out_what_was_cached() -> None:
+    body = {"messages": HI, "max_tokens": 20, "stream": True}
+    events = named_events(Api(FakeLLM()).post("/v1/messages", body))
+    start, end = events[0]["message"]["usage"], events[-2]["usage"]
+    whole = Api(FakeLLM()).post("/v1/messages", body | {"stream": False}).json()["usage"]
+    assert end == whole and start == whole | {"output_tokens": 1}
+    counted = Api(FakeLLM()).post("/v1/messages/count_tokens", {"messages": HI}).json()
+    assert whole["output_tokens"] == 20 and whole["cache_read_input_tokens"] == 16
+    assert counted == {"input_tokens": whole["input_tokens"] + whole["cache_read_input_tokens"]}
+
+
+def test_the_history_reaches_the_template(api: Make) -> None:
+    server = api("x")
+    history: list[dict[str, Any]] = [
+        {"role": "user", "content": [{"type": "text", "text": "1 +"}]},
+        {"role": "user", "content": [{"type": "text", "text": "2?", "cache_control": {"type": "ephemeral"}}]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "sum", "signature": "foreign"},
+                {"type": "redacted_thinking", "data": "x"},
+                {"type": "text", "text": "So:"},
+                {"type": "tool_use", "id": "t1", "name": "add", "input": {"a": 1, "b": 2}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "3"}]},
+                {"type": "tool_result", "tool_use_id": "t2", "content": "no", "is_error": True},
+                {"type": "text", "text": "and?"},
+            ],
+        },
+        {"role": "system", "content": "late"},
+    ]
+    fields = {"messages": history, "max_tokens": 1, "system": [{"type": "text", "text": "Be brief."}], "tools": [TOOL]}
+    assert server.post("/v1/messages", fields).status_code == 200
+    prompt = server.llm.seen[-1].prompt or ""
+    assert "<|im_start|>system\nBe brief.<|im_start|>user\n1 +\n2?<|im_start|>assistant\n<think>sum</think>So:" in prompt
+    assert '{"name": "add", "arguments": {"a": 1, "b": 2}}' in prompt
+    assert "<|im_start|>tool\n3<|im_start|>tool\nError: no<|im_start|>user\nand?<|im_start|>system\nlate" in prompt
+
+
+def test_late_system_messages_are_merged_where_the_template_refuses_them(made: Tokenizer) -> None:
+    template = (
+        "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('no') }}{% endif %}"
+        "[{{ m.role }}]{{ m.content }}{% endfor %}"
+    )
+    llm = ScriptedLLM(scripted.with_template(made, template), ["x"])
+    history = [*HI, {"role": "system", "content": "late"}]
+    assert Api(llm).post("/v1/messages", {"messages": history, "max_tokens": 1, "system": "early"}).status_code == 200
+    assert llm.seen[-1].prompt == "[system]early\nlate[user]Hi"
+
+
+def test_a_last_turn_of_the_assistant_is_continued(api: Make) -> None:
+    server = api("x")
+    history = [*HI, {"role": "assistant", "content": "It is"}]
+    assert server.post("/v1/messages", {"messages": history, "max_tokens": 1}).status_code == 200
+    assert (server.llm.seen[-1].prompt or "").endswith("assistant\nIt is")
+
+
+def test_the_billing_line_is_left_out(api: Make) -> None:
+    line = "x-anthropic-billing-header: cc_version=2; cch=8f2a1;"
+    for system in (f"{line}\nBe brief.", [{"type": "text", "text": line}, {"type": "text", "text": "Be brief."}]):
+        for settings, kept in ((ServerSettings(), False), (ServerSettings(keep_client_headers=True), True)):
+            server = api("x", settings=settings)
+            assert server.post("/v1/messages", {"messages": HI, "max_tokens": 1, "system": system}).status_code == 200
+            prompt = server.llm.seen[-1].prompt or ""
+            assert ("cch=" in prompt, "Be brief." in prompt) == (kept, True)
+
+
+def test_thinking_reaches_the_template(api: Make) -> None:
+    for thinking, opened in (({"type": "adaptive"}, True), ({"type": "disabled"}, False)):
+        server = api("x")
+        fields = {"messages": HI, "max_tokens": 1, "thinking": thinking}
+        assert server.post("/v1/messages", fields).status_code == 200
+        assert (server.llm.seen[-1].prompt or "").endswith("<think>\n") == opened
+    assert api("x").post("/v1/messages", fields | {"thinking": {"type": "enabled", "budget_tokens": 5}}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"max_tokens": None}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"temprature": 1}, "temprature"),
+        ({"mcp_servers": []}, "mcp_servers"),
+        ({"service_tier": "priority"}, "service_tier"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "content[0].type: 'image'"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "messages[0].content[0].type: 'tool_use'"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "y": 1}]}]}, "`y`"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        (
+            {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]}]},
+            "tool_result",
+        ),
+        ({"system": 7}, "system"),
+        ({"stop_sequences": 7}, "stop_sequences"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "--unsupported-tools"),
+        ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name"),
+        ({"tools": [{"name": "f"}]}, "input_schema"),
+        ({"tool_choice": {"type": "some"}}, "tool_choice"),
+        ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
+        ({"thinking": {"type": "maybe"}}, "thinking"),
+        ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"),
+        ({"output_config": {"effort": "gigantic"}}, "output_config.effort"),
+        ({"top_k": "x"}, "top_k"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(api: Make, fields: dict[str, Any], named: str) -> None:
+    server = api("x")
+    assert named in refused(server.post("/v1/messages", {"messages": HI, "max_tokens": 5, **fields}))
+    assert not server.llm.seen
+
+
+def test_tools_of_the_server_are_skipped_if_it_says_so(api: Make) -> None:
+    server = api(CALL, settings=ServerSettings(unsupported_tools="skip"))
+    fields = {"messages": HI, "max_tokens": 500, "tools": [{"type": "web_search_20250305", "name": "web_search"}, TOOL]}
+    assert server.post("/v1/messages", fields).json()["stop_reason"] == "tool_use"
+    assert "web_search" not in (server.llm.seen[-1].prompt or "")
+
+
+def test_errors_have_their_dialect() -> None:
+    api = Api(FakeLLM(), ServerSettings(api_keys=("key",)))
+    body = {"messages": HI, "max_tokens": 1}
+    refused(api.post("/v1/messages", body), 401)
+    assert api.post("/v1/messages", body, headers={"x-api-key": "key", "anthropic-version": "2023-06-01"}).status_code == 200
+    refused(api.post("/v1/messages/batches", {}, headers={"x-api-key": "key"}), 404)
+    missing = api.post("/v1/messages", body | {"model": "gone"}, headers={"authorization": "Bearer key"})
+    refused(missing, 404)
+    assert missing.json()["error"]["type"] == "not_found_error"
+    full = Api(FakeLLM(max_queue=0)).post("/v1/messages", body)
+    refused(full, 429)
+    assert full.json()["error"]["type"] == "rate_limit_error"
+    llm = FakeLLM()
+    broken = FakeLLM(script=lambda request, index: [72, ValueError("it broke")])  # type: ignore[list-item]
+    events = named_events(Api(broken).post("/v1/messages", body | {"max_tokens": 9, "stream": True}))
+    assert events[-1]["type"] == "error" and events[-1]["error"]["type"] == "api_error"
+    assert "error" not in Api(llm).post("/v1/completions", {"prompt": "x"}).json()
+
+
+def test_pings_come_between_the_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "PING_SECONDS", 0.002)
+    body = {"messages": HI, "max_tokens": 20, "stream": True}
+    events = named_events(Api(FakeLLM(step=0.005)).post("/v1/messages", body))
+    folded_messages(events)
+    assert [event["type"] for event in events[2:-2]].count("ping") > 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_loop_of_two_tools_with_the_anthropic_client(made: Tokenizer, stream: bool) -> None:
+    tools: dict[str, Callable[..., Any]] = {"add": lambda a, b: a + b, "now": lambda: "noon"}
+    script = [CALL, 'It is 3. <tool_call>{"name": "now", "arguments": {}}</tool_call>', "3 at noon"]
+    llm = ScriptedLLM(made, script)
+    called: list[str] = []
+    with running(llm) as server, anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+        messages: list[Any] = [{"role": "user", "content": "1 + 2, and when?"}]
+        for _ in range(4):
+            fields: dict[str, Any] = {"model": "fake-model", "max_tokens": 500, "messages": messages, "tools": [TOOL, OTHER]}
+            if stream:
+                with client.messages.stream(**fields) as parts:
+                    answer: Any = parts.get_final_message()
+            else:
+                answer = client.messages.create(**fields)
+            messages.append({"role": "assistant", "content": answer.content})
+            if answer.stop_reason != "tool_use":
+                break
+            results = []
+            for block in answer.content:
+                if block.type == "tool_use":
+                    called.append(block.name)
+                    result = str(tools[block.name](**block.input))
+                    results.append({"type": "tool_result", "tool_use_id": block.id, "content": result})
+            messages.append({"role": "user", "content": results})
+        counted = client.messages.count_tokens(model="fake-model", messages=messages[:1])
+        with pytest.raises(anthropic.NotFoundError):
+            client.messages.create(model="gone", max_tokens=1, messages=messages[:1])
+    assert called == ["add", "now"] and counted.input_tokens > 0
+    assert answer.content[-1].text == "3 at noon" and answer.stop_reason == "end_turn"
+    assert "<|im_start|>tool\n3" in (llm.seen[-1].prompt or "")

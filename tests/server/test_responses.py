@@ -1,0 +1,313 @@
+"""OpenAI's Responses over HTTP, streaming and not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from headrace.server.settings import ServerSettings
+from headrace.server.store import ResponseStore
+from headrace.text.tokenizer import Tokenizer
+from server import scripted
+from server.fakes import FakeLLM
+from server.grammars import folded_responses, named_events
+from server.harness import Api, error, running
+from server.scripted import ScriptedLLM
+
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "name": "add",
+    "description": "Adds.",
+    "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
+}
+OTHER = {"type": "function", "name": "now", "parameters": {"type": "object", "properties": {}}}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+BOTH = f'<think>\nsums, ü\n</think>\n\nLet me see.\n{CALL}\n<tool_call>\n{{"name": "now", "arguments": {{}}}}\n</tool_call>'
+URL = "/v1/responses"
+Make = Callable[..., Api]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return scripted.tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture
+def api(made: Tokenizer) -> Make:
+    return lambda *texts, settings=None: Api(ScriptedLLM(made, texts), settings)
+
+
+def answered(make: Make, *texts: str, **fields: Any) -> dict[str, Any]:
+    """The response, which is the same streamed and not; ids apart, which are another request's."""
+    body = {"input": "Hi", "include": ["reasoning.encrypted_content"], **fields}
+    whole = make(*texts).post(URL, body)
+    assert whole.status_code == 200, whole.text
+    streamed = folded_responses(named_events(make(*texts).post(URL, body | {"stream": True})))
+    response: dict[str, Any] = whole.json()
+    for one in (response, streamed):
+        assert one["id"].startswith("resp_") and one.pop("created_at") > 0
+        one.pop("completed_at"), one.pop("id")
+        for item in one["output"]:
+            prefix = {"reasoning": "rs_", "message": "msg_", "function_call": "fc_", "custom_tool_call": "ctc_"}[item["type"]]
+            assert item.pop("id").startswith(prefix)
+            item.pop("call_id", None)
+            if item["type"] == "reasoning":
+                assert item.pop("encrypted_content")
+    assert response == streamed
+    return response
+
+
+def test_reasoning_text_and_calls(api: Make) -> None:
+    response = answered(api, BOTH, tools=[TOOL, OTHER])
+    reasoning, message, add, now = response["output"]
+    assert (reasoning["content"], reasoning["summary"]) == ([{"type": "reasoning_text", "text": "sums, ü"}], [])
+    assert message["content"] == [{"type": "output_text", "text": "Let me see.", "annotations": [], "logprobs": []}]
+    assert (message["role"], message["status"]) == ("assistant", "completed")
+    assert (add["name"], json.loads(add["arguments"]), add["status"]) == ("add", {"a": 1, "b": 2}, "completed")
+    assert now["name"] == "now" and response["status"] == "completed"
+    assert response["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
+    assert set(response["usage"]["input_tokens_details"]) == {"cached_tokens", "cache_write_tokens"}
+    assert len(answered(api, BOTH, tools=[TOOL, OTHER], parallel_tool_calls=False)["output"]) == 3
+
+
+def test_what_max_output_tokens_cuts_is_incomplete(api: Make) -> None:
+    for text, limit in ((CALL, 40), ("one two", 3), ("<think>one two", 5)):
+        response = answered(api, text, tools=[TOOL], max_output_tokens=limit)
+        assert (response["status"], response["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+        assert [item["status"] for item in response["output"]] == ["incomplete"]
+
+
+def test_custom_tools_get_one_string(api: Make) -> None:
+    call = '<tool_call>\n{"name": "patch", "arguments": {"input": "a \\"b\\"\\n"}}\n</tool_call>'
+    response = answered(api, call, tools=[{"type": "custom", "name": "patch", "description": "Edits."}])
+    assert response["output"] == [{"type": "custom_tool_call", "name": "patch", "input": 'a "b"\n'}]
+    server = api("x")
+    items = [
+        {"type": "custom_tool_call", "call_id": "c1", "name": "patch", "input": "x"},
+        {"type": "custom_tool_call_output", "call_id": "c1", "output": "done"},
+    ]
+    assert server.post(URL, {"input": items}).status_code == 200
+    prompt = server.llm.seen[-1].prompt or ""
+    assert '{"name": "patch", "arguments": {"input": "x"}}' in prompt and "tool\ndone" in prompt
+
+
+def test_logprobs_belong_to_the_text(api: Make) -> None:
+    fields: dict[str, Any] = {"include": ["message.output_text.logprobs", "reasoning.encrypted_content"], "top_logprobs": 0}
+    message = answered(api, "<think>x</think>ü é", **fields)["output"][1]
+    entries = message["content"][0]["logprobs"]
+    assert bytes(byte for entry in entries for byte in entry["bytes"]).decode() == message["content"][0]["text"]
+
+
+def test_the_response_repeats_the_request(api: Make) -> None:
+    given = {
+        "instructions": "Be brief.",
+        "metadata": {"run": "7"},
+        "user": "me",
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "max_output_tokens": 50,
+        "tools": [TOOL],
+        "tool_choice": "none",
+        "parallel_tool_calls": False,
+        "text": {"format": {"type": "text"}},
+        "store": False,
+        "prompt_cache_key": "k",
+    }
+    assert answered(api, "x", **given).items() >= given.items()
+
+
+def test_a_conversation_goes_on_from_the_store(api: Make) -> None:
+    server = api(BOTH, "It is 3.", "end")
+
+    async def many(http: Any) -> list[Any]:
+        first = (await http.post(URL, json={"input": "1 + 2?", "tools": [TOOL, OTHER], "instructions": "Be brief."})).json()
+        calls = [item for item in first["output"] if item["type"] == "function_call"]
+        results = [{"type": "function_call_output", "call_id": call["call_id"], "output": "3"} for call in calls]
+        body = {"input": results, "previous_response_id": first["id"], "tools": [TOOL, OTHER], "stream": True}
+        second = folded_responses(named_events(await http.post(URL, json=body)))
+        again = (await http.get(f"{URL}/{second['id']}")).json()
+        items = (await http.get(f"{URL}/{second['id']}/input_items", params={"order": "asc", "limit": 1})).json()
+        reference = {
+            "input": [{"type": "item_reference", "id": second["output"][0]["id"]}, {"role": "user", "content": "and?"}]
+        }
+        third = await http.post(URL, json=reference)
+        cancelled = await http.post(f"{URL}/{second['id']}/cancel", json={})
+        deleted = (await http.delete(f"{URL}/{second['id']}")).json()
+        gone = await http.get(f"{URL}/{second['id']}")
+        lost = await http.post(URL, json={"input": "x", "previous_response_id": second["id"]})
+        return [second, again, items, third, cancelled, deleted, gone, lost, results]
+
+    second, again, items, third, cancelled, deleted, gone, lost, results = with_client(server, many)
+    assert again == second and second["instructions"] is None
+    assert len(items["data"]) == 1 and items["has_more"] and items["data"][0].items() >= results[0].items()
+    assert third.status_code == 200
+    assert error(cancelled)["param"] == "response_id" and deleted["deleted"]
+    error(gone, 404)
+    assert error(lost, 404)["param"] == "previous_response_id"
+    prompts = [request.prompt or "" for request in server.llm.seen]
+    assert "Be brief." in prompts[0] and "Be brief." not in prompts[1]
+    head = "<|im_start|>user\n1 + 2?<|im_start|>assistant\n<think>sums, ü</think>Let me see."
+    assert head in prompts[1] and prompts[1].count("<tool_call>") == 2 and prompts[1].count("<|im_start|>tool\n3") == 2
+    assert "<|im_start|>assistant\nIt is 3.<|im_start|>user\nand?" in prompts[2]
+
+
+def with_client(server: Api, work: Callable[[Any], Any]) -> Any:
+    """Several requests to one app."""
+    import asyncio
+
+    from server.harness import client
+
+    async def run() -> Any:
+        async with client(server.llm, server.settings) as http:
+            return await work(http)
+
+    return asyncio.run(run())
+
+
+def test_sealed_reasoning_comes_back_to_its_server_only(api: Make) -> None:
+    server = api("<think>secret</think>Yes.", "x")
+
+    async def loop(http: Any) -> Any:
+        body = {"input": "Hi", "store": False, "include": ["reasoning.encrypted_content"]}
+        reasoning, message = (await http.post(URL, json=body)).json()["output"]
+        del reasoning["content"]
+        again = await http.post(URL, json=body | {"input": [reasoning, message, {"role": "user", "content": "so?"}]})
+        assert again.status_code == 200, again.text
+        return reasoning
+
+    reasoning = with_client(server, loop)
+    assert "<think>secret</think>Yes." in (server.llm.seen[-1].prompt or "")
+    for seal in (reasoning["encrypted_content"], "x", "AAAA", "é"):
+        assert error(api("x").post(URL, {"input": [reasoning | {"encrypted_content": seal}]}))["param"] == "input"
+
+
+def test_the_store_can_be_off() -> None:
+    server = Api(FakeLLM(), ServerSettings(responses_store=False))
+    assert "--no-responses-store" in error(server.post(URL, {"input": "x", "store": True}))["message"]
+    kept = server.post(URL, {"input": "x"}).json()
+    assert kept["store"] is False
+
+
+def test_the_store_stays_in_its_bounds() -> None:
+    now = [0.0]
+    settings = ServerSettings(responses_store_entries=50, responses_store_bytes=40_000, responses_store_ttl=1000)
+    store = ResponseStore(settings, lambda: now[0])
+    for number in range(20_000):
+        now[0] += number % 7
+        items = [{"id": f"item_{number}", "text": "x" * (number * 37 % 997)}]
+        store.put({"id": f"resp_{number}", "output": [{"id": f"msg_{number}"}]}, items, items)
+        store.get("resp_0")
+        assert len(store) <= 50 and store.used <= 40_000
+        assert len(store._of_item) == 2 * len(store) == 2 * len(store._ends)
+    assert store.get(f"resp_{number}") and store.item(f"item_{number}") == items[0]
+    assert store.get("resp_0") is None
+    store.put({"id": "large", "output": []}, [], ["x" * 50_000])
+    assert store.get("large") is None and store.used == 0
+    store.put({"id": "old", "output": []}, [], [])
+    now[0] += 1000
+    assert store.get("old") is None and len(store) == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": None}, "input"),
+        ({"input": 7}, "input"),
+        ({"input": []}, "input"),
+        ({"input": [7]}, "input[0]"),
+        ({"input": [{"type": "message", "role": "tool", "content": "x"}]}, "input[0].role"),
+        ({"input": [{"type": "mcp_call"}]}, "input[0].type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+        ({"input": [{"role": "user", "content": "x", "colour": 1}]}, "input[0]"),
+        ({"input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "{"}]}, "input"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"max_output_tokens": 10**6}, "max_output_tokens"),
+        ({"temperature": -1}, "temperature"),
+        ({"temprature": 1}, "temprature"),
+        ({"background": True}, "background"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"conversation": "c"}, "conversation"),
+        ({"prompt": {"id": "p"}}, "prompt"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+        ({"tools": [{"type": "custom", "name": "p", "format": {"type": "grammar"}}]}, "tools[0].format.type"),
+        ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
+        ({"tool_choice": {"type": "web_search"}}, "tool_choice.type"),
+        ({"tool_choice": "some"}, "tool_choice"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"include": ["x"]}, "include[0]"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
+        ({"text": {"verbosity": "high"}}, "text.verbosity"),
+        ({"reasoning": {"effort": "gigantic"}}, "reasoning.effort"),
+        ({"reasoning": {"summary": "x"}}, "reasoning.summary"),
+        ({"stream_options": {"include_obfuscation": False}}, "stream_options"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(api: Make, fields: dict[str, Any], param: str) -> None:
+    server = api("x")
+    assert error(server.post(URL, {"input": "Hi", **fields}))["param"] == param
+    assert not server.llm.seen
+
+
+def test_tools_of_the_server_are_skipped_if_it_says_so(api: Make) -> None:
+    server = api(CALL, settings=ServerSettings(unsupported_tools="skip"))
+    response = server.post(URL, {"input": "Hi", "tools": [{"type": "web_search"}, TOOL, {"type": "namespace"}]}).json()
+    assert response["metadata"] == {"skipped_tools": "web_search, namespace"} and response["tools"] == [TOOL]
+    assert response["output"][0]["type"] == "function_call"
+
+
+def test_a_broken_stream_ends_in_failed() -> None:
+    llm = FakeLLM(script=lambda request, index: [72, ValueError("it broke")])  # type: ignore[list-item]
+    *_, told, failed = named_events(Api(llm).post(URL, {"input": "x", "stream": True}))
+    assert (told["type"], told["message"], failed["type"]) == ("error", "it broke", "response.failed")
+    assert failed["sequence_number"] == told["sequence_number"] + 1
+    assert (failed["response"]["status"], failed["response"]["error"]["code"]) == ("failed", "server_error")
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_loop_of_two_tools_with_the_openai_client(made: Tokenizer, stored: bool) -> None:
+    tools: dict[str, Callable[..., Any]] = {"add": lambda a, b: a + b, "now": lambda: "noon"}
+    llm = ScriptedLLM(made, [BOTH, 'It is 3. <tool_call>{"name": "now", "arguments": {}}</tool_call>', "3 at noon"])
+    called: list[str] = []
+    with running(llm) as server:
+        client = server.openai()
+        given: list[Any] = [{"role": "user", "content": "1 + 2, and when?"}]
+        fields: dict[str, Any] = {"model": "fake-model", "tools": [TOOL, OTHER], "store": stored}
+        for _ in range(4):
+            with client.responses.stream(input=given, **fields) as stream:
+                events = [event.to_dict() for event in stream]
+                final = stream.get_final_response()
+            assert events[-1]["response"]["id"] == final.id
+            if stored:
+                assert client.responses.retrieve(final.id).output_text == final.output_text
+                assert [item.id for item in client.responses.input_items.list(final.id, order="asc")]
+                fields["previous_response_id"], given = final.id, []
+            else:
+                given += [item.to_dict() for item in final.output]
+            calls = [item for item in final.output if item.type == "function_call"]
+            for call in calls:
+                called.append(call.name)
+                result = str(tools[call.name](**json.loads(call.arguments)))
+                given.append({"type": "function_call_output", "call_id": call.call_id, "output": result})
+            if not calls:
+                break
+    assert called == ["add", "now", "now"]
+    assert final.output_text == "3 at noon" and final.status == "completed"
+    assert "<|im_start|>tool\n3" in (llm.seen[-1].prompt or "")
+
+
+def test_the_clients_snapshot_is_the_final_object(made: Tokenizer) -> None:
+    with running(ScriptedLLM(made, [BOTH])) as server:
+        with server.openai().responses.stream(model="fake-model", input="Hi", tools=[TOOL, OTHER]) as stream:  # type: ignore[list-item]
+            for _ in stream:
+                pass
+            state: Any = stream._state
+            snapshot = state._ResponseStreamState__current_snapshot
+        final = stream.get_final_response()
+        for item, whole in zip(snapshot.output, final.output, strict=True):
+            if item.type == "message":
+                assert [part.text for part in item.content] == [part.text for part in whole.content]
+            elif item.type != "reasoning":  # which the client does not accumulate
+                assert (item.arguments, item.id, item.call_id) == (whole.arguments, whole.id, whole.call_id)

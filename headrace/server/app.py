@@ -14,7 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 import headrace
 from headrace.server.errors import install_handlers
 from headrace.server.generation import cancelled
-from headrace.server.middleware import AllowedHosts, ApiKeys, Observe, SameOrigin
+from headrace.server.middleware import AllowedHosts, ApiKeys, HeadAsGet, Observe, SameOrigin
 from headrace.server.routes import admin, chat, completions, messages, models, responses, status, tokens
 from headrace.server.settings import ServerSettings
 from headrace.server.state import Serving
@@ -78,4 +78,5 @@ def _middleware(serving: Serving) -> list[Middleware]:
         stack.append(Middleware(ApiKeys, keys=settings.api_keys))
     else:
         stack.append(Middleware(SameOrigin, others=settings.cors_origins))
+    stack.append(Middleware(HeadAsGet))
     return stack

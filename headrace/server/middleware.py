@@ -112,6 +112,18 @@ class ApiKeys:
         return matches
 
 
+class HeadAsGet:
+    """Answers HEAD as GET. uvicorn leaves out the body."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}
+        await self._app(scope, receive, send)
+
+
 class AllowedHosts:
     """Answers 403 to requests whose Host header is another name."""
 

@@ -14,7 +14,6 @@ router = APIRouter()
 
 
 @router.get("/v1/models")
-@router.head("/v1/models", include_in_schema=False)
 async def models(request: Request) -> Response:
     """The names under which the model is served."""
     state = serving(request)
@@ -23,7 +22,6 @@ async def models(request: Request) -> Response:
 
 
 @router.get("/v1/models/{name:path}")
-@router.head("/v1/models/{name:path}", include_in_schema=False)
 async def model(request: Request) -> Response:
     """One of them."""
     state, name = serving(request), request.path_params["name"]

@@ -14,9 +14,7 @@ router = APIRouter()
 
 
 @router.get("/health")
-@router.head("/health", include_in_schema=False)
 @router.get("/ping")
-@router.head("/ping", include_in_schema=False)
 @router.post("/ping")
 async def health(request: Request) -> Response:
     """200 if requests are served; else 503 with the reason."""
@@ -25,7 +23,6 @@ async def health(request: Request) -> Response:
 
 
 @router.get("/live")
-@router.head("/live", include_in_schema=False)
 async def live(request: Request) -> Response:
     """200 while the server runs, loads or restarts its engine; 503 with the reason once the engine stays down."""
     serving(request).check_live()
@@ -33,13 +30,11 @@ async def live(request: Request) -> Response:
 
 
 @router.get("/version")
-@router.head("/version", include_in_schema=False)
 async def version() -> Response:
     return JSON({"version": headrace.__version__})
 
 
 @router.get("/metrics")
-@router.head("/metrics", include_in_schema=False)
 async def metrics(request: Request) -> Response:
     """Prometheus' text format."""
     return Response(serving(request).metrics.render(), media_type=CONTENT_TYPE)

@@ -154,7 +154,7 @@ def test_content_type_is_bounded(api: Api) -> None:
         assert api.post("/v1/completions", content=b'{"prompt": "Hi"}', headers=headers).status_code == status
 
 
-QUICK = ServerSettings(header_timeout=0.4, body_timeout=0.8, keep_alive_timeout=1.2, send_timeout=0.5)
+QUICK = ServerSettings(header_timeout=1.0, body_timeout=1.5, keep_alive_timeout=2.0, send_timeout=0.5)
 
 
 @pytest.fixture(scope="module")

@@ -396,4 +396,4 @@ def test_layers_that_no_model_has_are_refused_at_once(tmp_path: Path) -> None:
         start = time.perf_counter()
         with pytest.raises(ConfigError, match=r"config\.json.*num_hidden_layers"):
             loaded(tmp_path)
-        assert time.perf_counter() - start < 1
+        assert time.perf_counter() - start < 5

@@ -7,6 +7,7 @@ import random
 import threading
 import time
 import unicodedata
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -40,10 +41,8 @@ def test_saved_truncation_and_padding_are_switched_off() -> None:
     assert Tokenizer(hf).encode(text) == whole
 
 
-def test_other_threads_run_while_a_text_is_tokenised() -> None:
-    """Time that the interpreter's lock is held, as another thread sees it, against the time that is taken in all."""
-    tokenizer = Tokenizer(vocabularies.byte_level())
-    text = "the mill wheel turns " * 20_000
+def longest_pause(work: Callable[[], object]) -> tuple[float, float]:
+    """Longest time for which another thread did not run while ``work`` ran, and the time that ``work`` took."""
     longest, done = 0.0, threading.Event()
 
     def watch() -> None:
@@ -57,11 +56,19 @@ def test_other_threads_run_while_a_text_is_tokenised() -> None:
     watcher = threading.Thread(target=watch)
     watcher.start()
     start = time.perf_counter()
-    tokenizer.encode(text)
+    work()
     seconds = time.perf_counter() - start
     done.set()
     watcher.join()
-    assert longest < seconds / 2
+    return longest, seconds
+
+
+def test_other_threads_run_while_a_text_is_tokenised() -> None:
+    """Of several attempts one: on a busy machine other processes take the processor too."""
+    tokenizer = Tokenizer(vocabularies.byte_level())
+    text = "the mill wheel turns " * 20_000
+    pauses = (longest_pause(lambda: tokenizer.encode(text)) for _ in range(5))
+    assert any(longest < seconds / 2 for longest, seconds in pauses)
 
 
 def test_more_tokens_than_allowed_are_refused() -> None:

@@ -221,7 +221,7 @@ async def _run_all(
 
 
 def _error(result: Outcome) -> str | None:
-    """What is told of a failure."""
+    """What the report says of a failure."""
     if isinstance(result, RequestError):
         return describe(result)
     if isinstance(result, RequestOutput) or result.status == 200:

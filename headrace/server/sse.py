@@ -50,7 +50,7 @@ class Answer(abc.ABC):
         """The answer of a request without ``stream``, after every delta was added."""
 
     def metrics(self) -> dict[str, Any]:
-        """What the whole answer tells of the request's times."""
+        """The request's times, as the whole answer gives them."""
         return {}
 
     @abc.abstractmethod

@@ -212,7 +212,7 @@ def _add(turns: Turns, role: str, block: Text | ToolUse | ToolResult | Thinking 
             text = "\n".join(_texts(block.content))
             turns.result(block.tool_use_id, f"Error: {text}" if block.is_error else text)
         case RedactedThinking():
-            pass  # Nobody but its author can read it.
+            pass  # Only its author can read it.
 
 
 def _texts(content: str | list[Text] | None) -> list[str]:

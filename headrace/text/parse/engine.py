@@ -27,7 +27,7 @@ class Parser:
     """Parses one sample's text. Never raises: what breaks a format becomes content, verbatim, from its marker on.
 
     Text comes in pieces, cut anywhere, as the machine's input: with marker tokens as its characters. At most the longest
-    suffix that begins a marker is held back, and in a call what cannot be told yet.
+    suffix that begins a marker is held back, and in a call what is still ambiguous.
     """
 
     def __init__(

@@ -5,7 +5,7 @@ from dataclasses import replace
 from headrace.text.parse.format import marked
 
 FORMATS = (
-    # Granite's opening, told apart by the closing.
+    # Granite's opening; the closing distinguishes it.
     marked("phi4_mini_json", "calls", ("functools", "<|tool_call|>"), "<|/tool_call|>", ("functools", "<|/tool_call|>")),
     marked("nemotron_json", "calls", ("<TOOLCALL>",), "</TOOLCALL>"),
     marked("granite", "calls", ("<|tool_call|>",)),

@@ -80,12 +80,7 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_de
 def _object_text(value: Any) -> str:
     if not isinstance(value, str | dict):
         raise RequestError("structural_tag must be an object or its text", "structural_tag", code="invalid_type")
-    try:
-        text = value if isinstance(value, str) else jsonlib.dumps(value, allow_nan=False, ensure_ascii=False)
-        text.encode()
-        return text
-    except (TypeError, ValueError, RecursionError) as error:
-        raise _invalid_constraint(f"structural_tag is not JSON: {error}", "structural_tag") from None
+    return _json_text(value, "structural_tag", "JSON")
 
 
 def _schema_text(schema: Any) -> str:
@@ -94,12 +89,16 @@ def _schema_text(schema: Any) -> str:
         schema = schema.model_json_schema()
     if not isinstance(schema, str | dict | bool):
         raise RequestError("json must be a JSON Schema: an object or its text", "json", code="invalid_type")
+    return _json_text(schema, "json", "a JSON Schema")
+
+
+def _json_text(value: Any, param: str, kind: str) -> str:
     try:
-        text = schema if isinstance(schema, str) else jsonlib.dumps(schema, allow_nan=False, ensure_ascii=False)
+        text = value if isinstance(value, str) else jsonlib.dumps(value, allow_nan=False, ensure_ascii=False)
         text.encode()
         return text
     except (TypeError, ValueError, RecursionError) as error:
-        raise _invalid_constraint(f"json is not a JSON Schema: {str(error) or type(error).__name__}", "json") from None
+        raise _invalid_constraint(f"{param} is not {kind}: {str(error) or type(error).__name__}", param) from None
 
 
 def _invalid_constraint(message: str, param: str | None) -> RequestError:

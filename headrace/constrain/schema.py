@@ -78,7 +78,7 @@ def narrow(schema: Any, options: SchemaOptions) -> Schema:
     * an ``integer`` is in [-10^18, 10^18], unless its bounds lie beyond.
 
     Both are left alone where schemas are combined: below allOf, beside $ref, anyOf and oneOf, and in a oneOf whose branches
-    are not told apart by their type or by a required constant.
+    differ neither in their type nor in a required constant.
 
     Raises:
         SchemaError: a keyword is unknown, cannot be held, or has a wrong value; a limit is passed.

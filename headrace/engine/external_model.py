@@ -96,7 +96,7 @@ def external_megatron(
         loaded = Tokenizer(_fast_tokenizer(tokenizer), vocab_size=spec.vocab_size)
     if loaded is not None and vocab_size is None:
         chosen = chosen.with_tokens(min(len(loaded.hf), spec.vocab_size))
-    return ExternalModel(args, Frontend(files, loaded), chosen, WeightWatch(chosen.described.model))
+    return ExternalModel(args.for_whole_outputs(), Frontend(files, loaded), chosen, WeightWatch(chosen.described.model))
 
 
 def with_template(tokenizer: Tokenizer, chat_template: str) -> Tokenizer:

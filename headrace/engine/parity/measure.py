@@ -29,6 +29,7 @@ from headrace.errors import ConfigError, RequestError
 from headrace.model_spec import ForeignSpec
 from headrace.models import implementation, registry
 from headrace.models.implementation import Implementation
+from headrace.options import INT32_MAX
 from headrace.resolve import DeviceFacts, resolve
 from headrace.sources.files import ModelFiles
 from headrace.sources.plain_config import in_transformers
@@ -48,6 +49,7 @@ _FIXED: Mapping[str, Any] = {
     "pipeline_depth": 1,
     "max_num_batched_tokens": CHUNK,
     "max_num_seqs": 4,
+    "max_prefill_tokens_beside_decode": INT32_MAX,
     "enable_prefix_caching": False,
 }
 """Options of the comparison: eager steps, one at a time, that compute every token of every prompt."""

@@ -118,10 +118,16 @@ class OutputStream:
 
 def failed(request: Request, error: HeadraceError) -> Iterator[OutputDelta]:
     """The last delta of each sample of a request that ends with an error."""
-    client = isinstance(error, RequestError)
+    at_fault = error if isinstance(error, RequestError) else None
     for index in range(request.sampling.n):
         yield OutputDelta(
-            request_id=request.request_id, index=index, finish_reason="error", error=str(error), client_error=client
+            request_id=request.request_id,
+            index=index,
+            finish_reason="error",
+            error=str(error),
+            client_error=at_fault is not None,
+            error_code=None if at_fault is None else at_fault.code,
+            error_param=None if at_fault is None else at_fault.param,
         )
 
 

@@ -310,7 +310,7 @@ class ModelRunner:
             try:
                 self.sampler.add(seq.slot, seq)
             except RequestError as error:
-                self._refused[seq.slot] = Failure(error.message, client=True)
+                self._refused[seq.slot] = Failure(error.message, client=True, code=error.code, param=error.param)
             except Exception as error:
                 logger.exception("sequence %d cannot be sampled", seq.seq_id)
                 self._refused[seq.slot] = Failure(f"the request cannot be sampled: {type(error).__name__}: {error}")

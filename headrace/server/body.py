@@ -27,9 +27,9 @@ class BodyBudget:
         self.used = 0
 
     @contextmanager
-    def body(self) -> Iterator[Body]:
+    def body(self, max_values: int) -> Iterator[Body]:
         """A body whose bytes count until the block is left."""
-        body = Body(self._settings, self)
+        body = Body(self._settings, self, max_values)
         try:
             yield body
         finally:
@@ -46,12 +46,13 @@ class BodyBudget:
 class Body:
     """The bytes of one body as they arrive."""
 
-    def __init__(self, settings: ServerSettings, budget: BodyBudget) -> None:
+    def __init__(self, settings: ServerSettings, budget: BodyBudget, max_values: int) -> None:
         self.data = bytearray()
         self.charged = 0
         self._num_values = 0
         self._settings = settings
         self._budget = budget
+        self._max_values = max_values
 
     async def read(self, request: Request) -> None:
         """Raises: ApiError: 413 too large, at once by its Content-Length, or too many values; 503 no room for it."""
@@ -62,8 +63,8 @@ class Body:
             self._check_size(size)
             # Decoding holds the interpreter's lock, so no thread could do it for the event loop: it must be short.
             self._num_values += num_values(chunk)
-            if self._num_values > self._settings.max_json_values:
-                message = f"the body has more than {self._settings.max_json_values} JSON values"
+            if self._num_values > self._max_values:
+                message = f"the body has more than {self._max_values} JSON values (max_json_values)"
                 raise ApiError(413, message, code="too_many_values")
             self._budget.charge(self, max(0, size - _SMALL_BODY) - self.charged)
             self.data += chunk
@@ -74,15 +75,18 @@ class Body:
             raise ApiError(413, message, code="body_too_large")
 
 
-async def json_object(request: Request, settings: ServerSettings, budget: BodyBudget) -> dict[str, Any]:
+async def json_object(request: Request, settings: ServerSettings, budget: BodyBudget, max_values: int) -> dict[str, Any]:
     """The body as a dict. Fields that are null are left out: null means default everywhere in OpenAI's API.
+
+    Args:
+        max_values: JSON values that it may have.
 
     Raises:
         ApiError: 415 not JSON by its headers; 413 too large; 503 no room for it; 400 not UTF-8, not JSON (NaN and numbers
             out of range among it), too many values, nested too deeply, or not an object.
     """
     _check_content_type(request)
-    with budget.body() as body:
+    with budget.body(max_values) as body:
         await body.read(request)
         value = _decode(body.data)
     if not isinstance(value, dict):

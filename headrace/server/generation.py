@@ -125,8 +125,7 @@ class Generation:
         if delta.finish_reason == "error":
             message = delta.error or "the engine failed on this request"
             if delta.client_error:
-                param = None if delta.error_code is None else "structured_outputs"
-                raise RequestError(message, param, code=delta.error_code)
+                raise RequestError(message, delta.error_param, code=delta.error_code)
             # If the engine is not healthy, it failed itself and will be restarted.
             raise EngineError(message) if self._serving.llm.health().ok else EngineDeadError(message)
         if delta.finish_reason == "abort":

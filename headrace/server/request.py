@@ -23,7 +23,7 @@ async def checked_body(request: Request, serving: Serving, kind: type[B], endpoi
         ApiError: 503 while the engine does not serve; else 400, 413 or 415, naming what is wrong, or 503 for want of memory.
     """
     serving.check_ready()
-    return parsed_body(await json_object(request, serving.settings, serving.bodies), kind, endpoint)
+    return parsed_body(await json_object(request, serving.settings, serving.bodies, serving.max_json_values), kind, endpoint)
 
 
 def parsed_body(fields: dict[str, Any], kind: type[B], endpoint: Endpoint | None = None) -> B:

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("headrace.server")
 
+_MAX_JSON_VALUES = 400_000
+"""Decoding as many numbers takes about 20 ms."""
+
 
 class Serving:
     """The engine's client, the settings, the metrics, and whether the server takes requests."""
@@ -114,6 +117,11 @@ class Serving:
             self.check_ready()
             self._facts = ServedModel(self.llm, self.settings)
         return self._facts
+
+    @property
+    def max_json_values(self) -> int:
+        """How many JSON values a request body may have: by default enough for a prompt of token ids."""
+        return self.settings.max_json_values or max(_MAX_JSON_VALUES, 2 * self.model.max_model_len)
 
     @contextmanager
     def in_flight(self) -> Iterator[None]:

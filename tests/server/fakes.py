@@ -332,6 +332,7 @@ class _Sample:
                 error=str(token),
                 client_error=client,
                 error_code=getattr(token, "code", None),
+                error_param=getattr(token, "param", None),
             )
         self._count += 1
         if self._count == 1:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from text.parse.formats import HERMES, INLINE, NAMED
 
 from headrace.config import StructuredOutputsConfig
 from headrace.constrain.compiler import compiled
@@ -24,14 +25,15 @@ from headrace.sampling_params import StructuredOutputsParams
 from headrace.text.answers import types_of
 from headrace.text.parse.engine import Parser
 from headrace.text.parse.format import Choice, Machine, Vocabulary
-from headrace.text.parse.formats import TOOL_FORMATS, reasoning_format, tool_format
+from headrace.text.parse.formats import TOOL_FORMATS, hf, reasoning_format, tool_format
 from headrace.text.vocab import TokenBytes
 
 jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is not installed: pip install 'headrace[dev]'")
 
 EOS = 256
 WORDS = [b'{"', b'": ', b'",', b", ", b'"}', b"}}", b"name", b"add", b"the ", b"\n\n", b"12", b"</", "é".encode()]
-FORMATS = [format.name for format in TOOL_FORMATS if format.written]
+RESPONSE_TEMPLATES = {"hf-hermes": HERMES, "hf-named": NAMED, "hf-inline": INLINE}
+FORMATS = [*(format.name for format in TOOL_FORMATS), *RESPONSE_TEMPLATES]
 THINKS = {"mistral": "mistral", "openai": ""}
 CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 8}}, "required": ["city"]}
 
@@ -40,7 +42,7 @@ class World:
     """One format over a vocabulary of bytes in which its markers are tokens, or are not."""
 
     def __init__(self, name: str, tokens: bool) -> None:
-        tools = tool_format(name)
+        tools = tool_format(name) or hf.load(RESPONSE_TEMPLATES[name]).tools
         assert tools is not None
         self.opening: Opening = "start" if tools.whole else "content"
         """Without reasoning, where that is possible."""
@@ -216,7 +218,7 @@ def test_an_answer_or_calls(name: str, tokens: bool) -> None:
             jsonschema.validate(json.loads(message.content or ""), CITY)
 
 
-RAW = [format.name for format in TOOL_FORMATS if format.written and format.written[0].parameter]
+RAW = [*(format.name for format in TOOL_FORMATS if format.written[0].parameter), "hf-named", "hf-inline"]
 
 
 @pytest.mark.parametrize("tokens", [True, False])
@@ -230,14 +232,55 @@ def test_raw_values_keep_to_their_schema(name: str, tokens: bool) -> None:
         "point": {"type": "object", "properties": {"x": {"$ref": "#/$defs/unit"}}, "required": ["x"]},
         "on": {"type": "boolean"},
         "size": {"type": "number", "minimum": 1, "maximum": 2},
+        "names": {"type": "array", "items": {"type": "string", "maxLength": 3}, "minItems": 1, "maxItems": 3},
+        "maybe": {
+            "type": ["object", "boolean"],
+            "properties": {"k": {"type": "null"}, "l": {"const": True}},
+            "required": ["l"],
+        },
+        "tree": {"$ref": "#/$defs/tree"},
     }
-    schema = {"type": "object", "properties": properties, "required": [*properties], "$defs": {"unit": {"enum": ["a", "b\n<"]}}}
+    tree = {"type": "array", "items": {"$ref": "#/$defs/tree"}, "maxItems": 2}
+    definitions = {"unit": {"enum": ["a", "b\n<"]}, "tree": tree}
+    schema = {"type": "object", "properties": properties, "required": [*properties], "$defs": definitions}
     tool = HeldTool("f", json.dumps(schema), "tools[0].function.parameters")
     made = world(name, tokens)
     for seed in range(4):
         drawn = made.draw(made.matcher(None, CallRules((tool,), required=True, parallel=False)), seed)
         (call,) = made.parsed(drawn, [tool]).calls
         jsonschema.validate(json.loads(call.arguments), schema | {"additionalProperties": False})
+
+
+@pytest.mark.parametrize(
+    ("name", "call", "accepted"),
+    [
+        ("pythonic", '[f(on=True, tags=["a"], at={"x": None})]', True),
+        ("pythonic", '[f(on=true, tags=["a"], at={"x": null})]', False),
+        ("pythonic", "[f(tags=[])]", True),
+        ("pythonic", "[f(on=False, )]", False),
+        ("gemma4", '<|tool_call>call:f{on:true,tags:[<|"|>a<|"|>],at:{x:null}}<tool_call|>', True),
+        ("gemma4", '<|tool_call>call:f{on:true,tags:["a"],at:{"x":null}}<tool_call|>', False),
+        ("hf-named", "<call>call:f{tags:[<q>a<q>,<q>b<q>]}</call>", True),
+        ("jamba", '<tool_calls>[\n    {"name": "f", "arguments": {"tags":[]}}\n]</tool_calls>', True),
+        ("hf-inline", "<tool_call>\n<function=f>\n<parameter=tags>\n[]\n</parameter>\n</function>\n</tool_call>", False),
+        ("hf-inline", "<tool_call>\n<function=f><parameter=tags>\n[]\n</parameter></function>\n</tool_call>", True),
+    ],
+)
+def test_calls_are_written_as_the_format_writes_them(name: str, call: str, accepted: bool) -> None:
+    at = {"type": "object", "properties": {"x": {"type": "null"}}, "required": ["x"]}
+    properties = {"on": {"type": "boolean"}, "tags": {"type": "array", "items": {"type": "string"}}, "at": at}
+    tool = HeldTool("f", json.dumps({"properties": properties}), "tools[0].function.parameters")
+    made = world(name, tokens=False)
+    matcher = made.matcher(None, CallRules((tool,), required=True))
+    assert (matcher.advance([*call.encode()]) is None and matcher.accepting) is accepted
+
+
+def test_names_that_a_format_cannot_write_are_refused() -> None:
+    for name, key in (("1f", "a"), ("f", "a b")):
+        tool = HeldTool(name, json.dumps({"properties": {key: {}}}), "tools[0].function.parameters")
+        with pytest.raises(RequestError, match="pythonic") as found:
+            world("pythonic").matcher(None, CallRules((tool,), required=True))
+        assert found.value.param == tool.param
 
 
 @pytest.mark.parametrize("keywords", [{"format": "date"}, {"type": ["string", "integer"], "minimum": 3}])

@@ -53,7 +53,7 @@ def offered(body: ChatBody, answers: AnswerFormats | None, settings: ServerSetti
         choice, choice_where = body.function_call, "function_call"
     choice = _choice(choice, choice_where, schemas)
     if not schemas or choice.mode == "none":
-        return Tools(schemas, False)
+        return Tools([] if settings.exclude_tools_when_tool_choice_none else schemas, False)
     if not settings.enable_auto_tool_choice:
         raise _unsupported("this server runs with --no-enable-auto-tool-choice and takes tool_choice none only", choice_where)
     if answers is None or answers.tools is None:

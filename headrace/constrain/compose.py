@@ -10,12 +10,13 @@ import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal
 
 import msgspec
 
 from headrace.constrain.lark import spelled
-from headrace.constrain.parameters import HeldTool, Hold, Parameters
+from headrace.constrain.parameters import CUSTOM_INPUT, HeldTool, Hold, Parameters
 from headrace.errors import RequestError
 from headrace.text.answers import AnswerFormats
 from headrace.text.parse.format import Choice, Format, Reasoning, Vocabulary, Written
@@ -36,11 +37,32 @@ class CallRules(msgspec.Struct, frozen=True):
     """What asks for the grammar."""
 
 
-def held_tools(tools: Sequence[Mapping[str, Any]], where: str = "tools", *, always: bool = False) -> tuple[HeldTool, ...]:
-    """Checked tools as grammars hold them. ``always``: their arguments are held also without ``strict``."""
+class TextGrammar(msgspec.Struct, frozen=True):
+    """What holds the text of a tool's calls."""
+
+    syntax: Literal["lark", "regex"]
+    definition: str
+
+
+def held_tools(
+    tools: Sequence[Mapping[str, Any]],
+    where: str = "tools",
+    *,
+    always: bool = False,
+    grammars: Mapping[str, TextGrammar] = MappingProxyType({}),
+) -> tuple[HeldTool, ...]:
+    """Checked tools as grammars hold them.
+
+    Args:
+        always: their arguments are held also without ``strict``.
+        grammars: of the tools whose calls have a text, by name.
+    """
     held = []
     for index, tool in enumerate(tools):
         function, inner = tool["function"], f"{where}[{index}]" if where == "functions" else f"{where}[{index}].function"
+        if (grammar := grammars.get(function["name"])) is not None:
+            held.append(_held_text(function["name"], grammar, f"{where}[{index}].format.definition"))
+            continue
         strict, parameters = bool(function.get("strict")), None
         if strict or always:
             # A function without parameters has none.
@@ -49,9 +71,18 @@ def held_tools(tools: Sequence[Mapping[str, Any]], where: str = "tools", *, alwa
     return tuple(held)
 
 
+def _held_text(name: str, grammar: TextGrammar, param: str) -> HeldTool:
+    if grammar.syntax == "lark":
+        return HeldTool(name, None, param, True, grammar.definition)
+    text = {"type": "string", "pattern": f"^(?:{grammar.definition})$"}
+    schema = {"type": "object", "properties": {CUSTOM_INPUT: text}, "required": [CUSTOM_INPUT], "additionalProperties": False}
+    return HeldTool(name, json.dumps(schema), param, True)
+
+
 def strict_at(tools: Sequence[HeldTool]) -> str | None:
     """Where a request first says that a tool is strict."""
-    return next((tool.param.removesuffix("parameters") + "strict" for tool in tools if tool.strict), None)
+    found = next((tool.param for tool in tools if tool.strict), None)
+    return found if found is None or found.endswith("definition") else found.removesuffix("parameters") + "strict"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,5 +274,7 @@ class _Composer(Parameters):
         if part == "INDEX":
             return _INDEX
         if part == "ARGUMENTS":
-            return self.sub(self._hold(self._arguments(tool), tool))
+            if tool.lark is not None:
+                return self._text_object(tool)
+            return self.sub(self._hold.schema(self._arguments(tool), tool))
         return self._parameters(written, tool)

@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
+from headrace.constrain.characters import by_character, characters
 from headrace.constrain.lark import Lark, regex, spelled
 from headrace.errors import RequestError
 from headrace.text.answers import types_of
 from headrace.text.parse.format import Format, Literals, Written
 
-Hold = Callable[[Any, "HeldTool"], str]
-"""The grammar of a schema that a tool's call holds, in llguidance's serialised form. Raises RequestError."""
+CUSTOM_INPUT = "input"
+"""The one parameter of a tool whose calls have a text."""
 
 
 class HeldTool(msgspec.Struct, frozen=True):
@@ -27,6 +28,18 @@ class HeldTool(msgspec.Struct, frozen=True):
     param: str
     """Where the request says so."""
     strict: bool = False
+    lark: str | None = None
+    """Grammar of the text that calls have in place of arguments."""
+
+
+class Hold(Protocol):
+    """Makes grammars of what a tool's calls hold, in llguidance's serialised form. Raises RequestError."""
+
+    def schema(self, schema: Any, tool: HeldTool) -> str:
+        """Of a JSON value."""
+
+    def lark(self, tool: HeldTool) -> str:
+        """Of the tool's text."""
 
 
 _PARTS = re.compile("(NAME|INDEX|ARGUMENTS|PARAMETERS|KEY|VALUE|STRING)")
@@ -44,6 +57,7 @@ _OWN: Mapping[str, frozenset[str]] = {
 }
 """JSON type -> the keywords of its values that a format's own writing holds."""
 _LEVELS = 8
+_QUOTE = '"'
 
 
 class Parameters(Lark):
@@ -73,6 +87,8 @@ class Parameters(Lark):
 
     def _parameters(self, written: Written, tool: HeldTool) -> str:
         """Each parameter by itself, in the order of the schema."""
+        if tool.lark is not None:
+            return self._text_parameter(written, tool)
         schema = self._arguments(tool)
         known = _ANNOTATIONS | {"properties", "required", "additionalProperties", "$defs", "definitions", "$schema", "strict"}
         if (other := next((name for name in schema if name not in known), None)) is not None:
@@ -80,7 +96,7 @@ class Parameters(Lark):
         properties, required = schema.get("properties", {}), schema.get("required", [])
         if not isinstance(properties, dict) or not isinstance(required, list) or not {*required} <= properties.keys():
             raise self._refused("#/required", "properties and required that do not fit together", tool)
-        self._hold({**schema, "type": "object"}, tool)  # says what no format can hold, with its place
+        self._hold.schema({**schema, "type": "object"}, tool)  # says what no format can hold, with its place
         if "properties" not in schema and (others := schema.get("additionalProperties", {})) is not False:
             one = self.rule(self._parameter(written, None, others, tool, schema))
             return f"({one} ({self.literal(written.joint)} {one})*)?"
@@ -88,6 +104,32 @@ class Parameters(Lark):
             raise self._refused("#/properties", f"the name {wrong!r}", tool)
         members = [(self._parameter(written, key, value, tool, schema), key in required) for key, value in properties.items()]
         return self._joined(members, written.joint)
+
+    def _text_object(self, tool: HeldTool) -> str:
+        """The arguments of a tool that has a text, as JSON."""
+        inside = self.sub(self._by_character(tool, json_string=True))
+        opening, closing = json.dumps(f'{{"{CUSTOM_INPUT}": "'), json.dumps('"}')
+        return f"{opening} {inside} {closing}"
+
+    def _text_parameter(self, written: Written, tool: HeldTool) -> str:
+        before, _, after = written.parameter.partition("VALUE")
+        opening = self.literal(self._texts(before, {"KEY": CUSTOM_INPUT, "STRING": "true"}))
+        if written.literals is not None and not written.literals.quote:
+            inside = self.sub(self._by_character(tool, json_string=True))
+            return f"{opening} {json.dumps(_QUOTE)} {inside} {json.dumps(_QUOTE)} {self.literal(after)}"
+        quote = written.literals.quote if written.literals is not None else ""
+        first, *rest = spelled(quote + after, self.tokens)
+        opening += f" {self.literal(quote)}"
+        if isinstance(first, int):
+            return f"{opening} {self.sub(self._hold.lark(tool))} {self.pieces([first, *rest])}"
+        inside = self.sub(self._by_character(tool, json_string=False))
+        return f"{opening} {inside} {characters(first)} {self.pieces(rest)}"
+
+    def _by_character(self, tool: HeldTool, *, json_string: bool) -> str:
+        try:
+            return by_character(self._hold.lark(tool), json_string=json_string)
+        except RequestError as error:
+            raise RequestError(f"{tool.param}: {error.message}", tool.param, code=error.code) from None
 
     def _joined(self, members: Sequence[tuple[str, bool]], joint: str) -> str:
         """Expressions one after another, each with whether it is required, and ``joint`` between those that are there."""
@@ -120,7 +162,7 @@ class Parameters(Lark):
     def _json(self, schema: Any, root: Any, tool: HeldTool) -> str:
         """The grammar of a value as JSON."""
         shared = {name: root[name] for name in ("$defs", "definitions") if name in root}
-        return self._hold({**shared, **schema} if isinstance(schema, dict) else schema, tool)
+        return self._hold.schema({**shared, **schema} if isinstance(schema, dict) else schema, tool)
 
     # Values as raw text
 
@@ -166,7 +208,7 @@ class Parameters(Lark):
             pattern = schema["pattern"]
             begins, ends = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith("\\$")
             inner = pattern[begins : len(pattern) - ends]
-            if re.search(r"(?<!\\)\|", inner) and (begins or ends):
+            if (begins or ends) and _has_alternatives(inner):
                 raise self._refused(f"{place}/pattern", "a pattern with ^ or $ in a part of it", tool)
             inner = inner.replace("/", "\\/") if "\\/" not in inner else inner
             terms.append(f"/{'' if begins else '(?s:.*)'}({inner}){'' if ends else '(?s:.*)'}/")
@@ -260,6 +302,17 @@ def _followed(schema: Any, root: Any) -> Any:
             break
         schema = {**target, **{name: value for name, value in schema.items() if name != "$ref"}}
     return schema
+
+
+def _has_alternatives(pattern: str) -> bool:
+    """Whether there is a ``|`` outside of groups and classes."""
+    bare = re.sub(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", "", pattern, flags=re.DOTALL)
+    depth = 0
+    for char in bare:
+        depth += (char == "(") - (char == ")")
+        if char == "|" and depth == 0:
+            return True
+    return False
 
 
 def _free(schema: Any) -> bool:

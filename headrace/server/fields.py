@@ -175,7 +175,7 @@ FIELDS: tuple[FieldRule, ...] = (
         include="List of message.output_text.logprobs and reasoning.encrypted_content. Others belong to tools that it does "
         "not run and have no effect.",
         text="Object with format (text, json_object or json_schema) and verbosity, as in chat.",
-        tools="Functions, and custom tools whose format is text. Others: see --unsupported-tools.",
+        tools="Functions, and custom tools, whose format may be text or a grammar. Others: see --unsupported-tools.",
         tool_choice="As in chat: auto (default), none, required, a function or custom tool, allowed_tools.",
         parallel_tool_calls="false: the answer ends with its first call.",
         max_tool_calls="Repeated in the response; it counts tools that the server would run.",

@@ -8,13 +8,14 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from text.parse.formats import HERMES, INLINE, NAMED
 
 from headrace.config import StructuredOutputsConfig
 from headrace.constrain.compiler import compiled
-from headrace.constrain.compose import AnswerPlan, CallRules, HeldTool, Opening, thought_of
+from headrace.constrain.compose import AnswerPlan, CallRules, HeldTool, Opening, TextGrammar, held_tools, thought_of
 from headrace.constrain.factory import GrammarFactory
 from headrace.constrain.lark import spelled
 from headrace.constrain.matcher import GrammarMatcher
@@ -249,6 +250,45 @@ def test_raw_values_keep_to_their_schema(name: str, tokens: bool) -> None:
         drawn = made.draw(made.matcher(None, CallRules((tool,), required=True, parallel=False)), seed)
         (call,) = made.parsed(drawn, [tool]).calls
         jsonschema.validate(json.loads(call.arguments), schema | {"additionalProperties": False})
+
+
+PATCH = r"""
+start: "*** Begin" LF hunk{1,3} end   // codex's, in short
+hunk: "*** Add: " FILE LF add{0,3} -> added
+    | "*** Delete: " FILE LF
+FILE: /(.{1,8})/
+add: ("+" | "-") /(.{0,8})/ LF
+end: "*** End" LF?
+%import common.LF
+"""
+
+
+@pytest.mark.parametrize(("name", "tokens"), WORLDS)
+def test_the_text_of_a_custom_tool_is_of_its_grammar(name: str, tokens: bool) -> None:
+    made = world(name, tokens)
+    for syntax, definition in (("lark", PATCH), ("regex", r'a+|x[\s"\\b]{2,5}x')):
+        grammar = TextGrammar(syntax, definition)  # type: ignore[arg-type]
+        tools = held_tools([{"function": {"name": "patch"}}], grammars={"patch": grammar})
+        given = {"grammar" if syntax == "lark" else "regex": definition}
+        for seed in range(3):
+            matcher = made.matcher(None, CallRules(tools, required=True, parallel=False))
+            drawn = made.draw(matcher, seed, most=20_000)
+            (call,) = made.parsed(drawn, [msgspec.structs.replace(tools[0], parameters=TEXT)], broken=True).calls
+            text = json.loads(call.arguments)["input"]
+            accepts = made.matcher(given, None)
+            assert accepts.advance([*text.encode()]) is None and accepts.accepting, text
+
+
+TEXT = '{"properties": {"input": {"type": "string"}}}'
+
+
+@pytest.mark.parametrize("part", ["%ignore /x/", "/a/i", "/[[:alpha:]]/", '%json {"type": "null"}', "~/a/", "/a(?=b)/"])
+def test_grammars_of_texts_that_cannot_stand_in_json_are_refused(part: str) -> None:
+    definition = f'start: "a"\n{part}' if part.startswith("%ig") else f"start: {part}"
+    tools = held_tools([{"function": {"name": "patch"}}], grammars={"patch": TextGrammar("lark", definition)})
+    with pytest.raises(RequestError) as found:
+        world("hermes").matcher(None, CallRules(tools, required=True))
+    assert found.value.param == "tools[0].format.definition"
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ def with_template(tokenizer: Tokenizer, chat_template: str) -> Tokenizer:
     """Copies a tokenizer with another chat template, given as text or as a path."""
     hf = copy.copy(tokenizer.hf)
     hf.chat_template = chat.read_template(chat_template)
-    chat.check_template(hf.chat_template)
+    chat.parsed_template(hf.chat_template)
     return Tokenizer(hf, vocab_size=tokenizer.vocab_size, eos_token_ids=tokenizer.eos_token_ids, renderer=tokenizer.renderer)
 
 

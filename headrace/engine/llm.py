@@ -13,7 +13,8 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
 from headrace.config import EngineArgs
-from headrace.constrain.compose import AnswerPlan, CallRules, held_tools, strict_at
+from headrace.constrain.choice import read_choice, rules_of
+from headrace.constrain.compose import AnswerPlan
 from headrace.core.request import ParseOptions, Request
 from headrace.engine.core import EngineCore
 from headrace.engine.info import EngineInfo, Progress
@@ -29,6 +30,7 @@ from headrace.options import shown
 from headrace.outputs import OutputDelta, RequestOutput
 from headrace.sampling_params import SamplingParams
 from headrace.text.answers import AnswerFormats
+from headrace.text.effort import EffortVariables
 from headrace.text.tokenizer import Tokenizer, load_tokenizer
 from headrace.text.tools import checked_tools
 from headrace.weights.update import Named
@@ -166,6 +168,10 @@ class LLM:
         *,
         chat_template: str | None = None,
         tools: list[dict[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        parallel_tool_calls: bool = True,
+        reasoning_effort: str | None = None,
+        thinking_token_budget: int | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -180,6 +186,8 @@ class LLM:
             tools: functions that the model may call, as in OpenAI's API. Answers are then parsed, where the model's format is
                 known: each sample's ``message`` has the reasoning, the content and the calls, and its ``text`` the content. So
                 are answers with structured output behind reasoning. Functions with ``strict`` get valid arguments.
+            tool_choice, parallel_tool_calls, reasoning_effort: as in OpenAI's API.
+            thinking_token_budget: tokens of reasoning at most.
             chat_template_kwargs: further variables for the template.
             progress, use_tqdm: as for ``generate``.
 
@@ -190,6 +198,12 @@ class LLM:
         tokenizer = self._chat_tokenizer(chat_template)
         tools = None if tools is None else checked_tools(tools)
         answers = self._answers(tokenizer)
+        choice = read_choice(tool_choice, tools or ())
+        if thinking_token_budget is not None and thinking_token_budget < 0:
+            raise RequestError("thinking_token_budget must be a number of tokens", "thinking_token_budget")
+        variables = dict(chat_template_kwargs or {})
+        if reasoning_effort is not None:
+            variables |= (answers.efforts if answers is not None else EffortVariables()).set_by(reasoning_effort)
         single = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Any = [messages] if single else messages
         prompts: list[Prompt] = []
@@ -200,20 +214,20 @@ class LLM:
                 tools=tools,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
-                chat_template_kwargs=chat_template_kwargs,
+                chat_template_kwargs=variables,
             )
             prompts.append(prompt)
 
         def shaped(prompt: Any, params: SamplingParams) -> _Shape:
             if answers is None:
                 return None, None
-            held = held_tools(tools or ())
-            strict = strict_at(held)
-            param = strict or "structured_outputs"
-            rules = CallRules(held, param=param) if held and (strict or params.structured_outputs) else None
-            plan = self.inputs.answer_plan(prompt["prompt"], params, rules, answers=answers)
-            parsed = tools or (plan is not None and not plan.plain)
-            return answers.options(prompt["prompt"], tools or [], calls=bool(tools)) if parsed else None, plan
+            offered = tools if tools is not None and choice.mode != "none" else []
+            content = params.structured_outputs is not None
+            rules = rules_of(offered, choice, content=content, parallel=parallel_tool_calls) if offered else None
+            text = prompt["prompt"]
+            plan = self.inputs.answer_plan(text, params, rules, budget=thinking_token_budget, answers=answers)
+            parsed = offered or (plan is not None and not plan.plain)
+            return answers.options(text, offered, calls=bool(offered), parallel=parallel_tool_calls) if parsed else None, plan
 
         return self._generate(prompts, sampling_params, _shown(progress, use_tqdm), shaped)
 

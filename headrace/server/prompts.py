@@ -10,11 +10,14 @@ from typing import Any
 
 from headrace.core.request import Request
 from headrace.engine.inputs import Prompt
+from headrace.errors import RequestError
 from headrace.options import INT32_MAX
 from headrace.server.errors import ApiError
 from headrace.server.sampling import limit
 from headrace.server.schema import ChatBody, CompletionBody, TokenizeBody
 from headrace.server.state import Serving
+from headrace.text.answers import AnswerFormats
+from headrace.text.effort import EffortVariables
 
 
 def parse_prompts(value: Any, most: int) -> list[str | list[int]]:
@@ -97,11 +100,23 @@ async def render_messages(serving: Serving, body: ChatBody | TokenizeBody, tools
         messages,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
-        chat_template_kwargs=body.chat_template_kwargs,
+        chat_template_kwargs={**_effort_variables(body, answers), **body.chat_template_kwargs},
         strict=True,
         **({"tools": tools} if tools else {}),
     )
     return await serving.llm.inputs.in_thread(render)
+
+
+def _effort_variables(body: ChatBody | TokenizeBody, answers: AnswerFormats | None) -> dict[str, Any]:
+    """The chat template's variables that reasoning_effort sets. Raises RequestError."""
+    if not isinstance(body, ChatBody) or body.reasoning_effort is None:
+        return {}
+    variables = (answers.efforts if answers is not None else EffortVariables()).set_by(body.reasoning_effort)
+    for name, value in variables.items():
+        if body.chat_template_kwargs.get(name, value) != value:
+            message = f"reasoning_effort {body.reasoning_effort} and chat_template_kwargs.{name} contradict each other"
+            raise RequestError(message, "reasoning_effort", code="invalid_value")
+    return variables
 
 
 def _check_values(name: str, value: Any, most: int) -> None:

@@ -102,6 +102,7 @@ class ChatBody(GenerationBody):
     parallel_tool_calls: bool = True
     functions: Tools = None
     function_call: Annotated[Any, WithJsonSchema(_choice_schema("none", "auto"))] = None
+    reasoning_effort: str | None = None
     thinking_token_budget: int | None = None
     include_reasoning: bool = True
     separate_reasoning: bool = True

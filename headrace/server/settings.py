@@ -116,6 +116,9 @@ class ServerSettings:
     enable_auto_tool_choice: bool = True
     """Look for tool calls in the answers to requests that offer tools. Without it, such requests are refused unless they set
     tool_choice to none."""
+    exclude_tools_when_tool_choice_none: bool = False
+    """Leave tools out of the prompt where tool_choice is none. Without it the model is shown them, so that turns of a
+    conversation share their prefix in the cache."""
     responses_store: bool = True
     """Keep responses of /v1/responses in memory, unless a request says store: false, so that clients may get them again and
     continue them by previous_response_id."""

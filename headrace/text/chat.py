@@ -16,6 +16,7 @@ from headrace.text.template_messages import TemplateJob
 from headrace.text.templates import TemplateRenderer
 
 if TYPE_CHECKING:
+    from jinja2.nodes import Template
     from transformers import PreTrainedTokenizerFast
 
 _MAX_TEMPLATE_BYTES = 1 << 20
@@ -69,8 +70,12 @@ def read_template(source: str) -> str:
     return template
 
 
-def check_template(template: str) -> None:
-    """Raises ConfigError if a template is not valid Jinja. Parses it only: Jinja's compiler computes the constants in it."""
+def parsed_template(template: str) -> Template:
+    """The syntax tree of a template. Nothing is compiled: Jinja's compiler computes the constants in it.
+
+    Raises:
+        ConfigError: it is not valid Jinja.
+    """
     import jinja2
     from jinja2.ext import Extension
     from jinja2.nodes import Node, Scope
@@ -88,7 +93,7 @@ def check_template(template: str) -> None:
     if len(template) > _MAX_TEMPLATE_BYTES:
         raise ConfigError(f"the chat template has more than {_MAX_TEMPLATE_BYTES} characters", "chat_template")
     try:
-        jinja2.Environment(extensions=["jinja2.ext.loopcontrols", Generation]).parse(template)
+        return jinja2.Environment(extensions=["jinja2.ext.loopcontrols", Generation]).parse(template)
     except jinja2.TemplateSyntaxError as error:
         raise ConfigError(
             f"the chat template is not valid Jinja: line {error.lineno}: {error.message}", "chat_template"

@@ -209,7 +209,7 @@ def load_tokenizer(
         hf.chat_template = chat.read_template(chat_template)
     templates = hf.chat_template or ()
     for template in templates.values() if isinstance(templates, dict) else [templates] if templates else []:
-        chat.check_template(template)
+        chat.parsed_template(template)
     vocab_size = getattr(files.config.get_text_config(), "vocab_size", None)
     eos_token_ids = files.generation_config["eos_token_id"]
     return Tokenizer(hf, vocab_size=vocab_size, eos_token_ids=eos_token_ids, renderer=renderer)

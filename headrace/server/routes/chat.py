@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from headrace.constrain.compose import TextGrammar
 from headrace.outputs import Event, Message, OutputDelta
 from headrace.server.generation import Generation, Piece, named
 from headrace.server.logprobs import JSONArray, chat_logprobs, prompt_logprobs
@@ -36,8 +38,18 @@ async def chat_completions(request: Request) -> Response:
     return await respond(request, state, generation, ChatAnswer(body, state, generation, request_id), stream=body.stream)
 
 
-async def chat_generation(state: Serving, body: ChatBody, request_id: str, room: int | None = None) -> Generation:
-    """The generation of a conversation. ``room``: most tokens to generate, fewer where the context ends before.
+async def chat_generation(
+    state: Serving,
+    body: ChatBody,
+    request_id: str,
+    room: int | None = None,
+    grammars: Mapping[str, TextGrammar] = MappingProxyType({}),
+) -> Generation:
+    """The generation of a conversation.
+
+    Args:
+        room: most tokens to generate, fewer where the context ends before.
+        grammars: of tools whose calls have a text, by name.
 
     Raises:
         ApiError, RequestError: 4xx, naming the field of the chat request.
@@ -46,7 +58,7 @@ async def chat_generation(state: Serving, body: ChatBody, request_id: str, room:
     with named(chat_names(body)):
         params = chat_params(body, state)
         answers = state.llm.inputs.answers
-        tools = offered(body, answers, state.settings)
+        tools = offered(body, answers, state.settings, grammars)
         prompt = await render_messages(state, body, tools.schemas)
         parse = answers and answers.options(
             prompt,

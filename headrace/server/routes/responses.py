@@ -45,7 +45,7 @@ async def responses_answer(state: Serving, body: ResponsesBody, response_id: str
     with renamed(NAMES):
         read = conversation(body, state)
         chat = parsed_body(read.chat, ChatBody, "chat")
-        generation = await chat_generation(state, chat, response_id)
+        generation = await chat_generation(state, chat, response_id, grammars=read.grammars)
     stored = state.responses.on and body.store is not False
 
     def keep(response: dict[str, Any]) -> None:

@@ -148,7 +148,9 @@ async def chat_fields(body: MessagesBody | CountTokensBody, state: Serving) -> d
     variables = dict(body.chat_template_kwargs)
     if body.thinking is not None:
         thinking = checked(body.thinking, ThinkingEnabled | ThinkingAdaptive | ThinkingDisabled, "thinking")
-        variables["enable_thinking"] = not isinstance(thinking, ThinkingDisabled)
+        answers = state.llm.inputs.answers
+        switch = answers.efforts.switch if answers is not None else None
+        variables[switch or "enable_thinking"] = not isinstance(thinking, ThinkingDisabled)
         if isinstance(thinking, ThinkingEnabled):
             fields["thinking_token_budget"] = _budget(thinking, body)
     config = checked(body.output_config or {}, OutputConfig, "output_config")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import hmac
-import json
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,13 +12,15 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from headrace.constrain.compose import TextGrammar
+from headrace.constrain.parameters import CUSTOM_INPUT
 from headrace.errors import RequestError
 from headrace.outputs import OutputDelta
 from headrace.server.errors import ApiError, shown
 from headrace.server.generation import Generation, Piece
 from headrace.server.logprobs import chat_logprobs
 from headrace.server.schema import ResponsesBody
-from headrace.server.shape.parts import Part, Parts, Step, events_of
+from headrace.server.shape.parts import Part, PartialText, Parts, Step, events_of
 from headrace.server.shape.turns import Turns, checked, json_text, served_tools
 from headrace.server.sse import Answer, named_event
 from headrace.server.state import Serving
@@ -39,8 +40,6 @@ NAMES = {
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED = "reasoning.encrypted_content"
 _SEAL_BYTES = 32
-_CUSTOM_INPUT = "input"
-"""The one parameter of a custom tool, as the model sees it."""
 
 
 class _Strict(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -126,10 +125,15 @@ class TextFormat(_Tagged, tag="text", kw_only=True):
     pass
 
 
+class GrammarFormat(_Tagged, tag="grammar", kw_only=True):
+    syntax: Literal["lark", "regex"]
+    definition: str
+
+
 class CustomTool(_Tagged, tag="custom", kw_only=True):
     name: str
     description: str | None = None
-    format: TextFormat | None = None
+    format: TextFormat | GrammarFormat | None = None
 
 
 class JSONObject(_Tagged, tag="json_object", kw_only=True):
@@ -174,6 +178,8 @@ class Conversation(NamedTuple):
     """The fields of a chat request."""
     custom: frozenset[str]
     """Names of custom tools."""
+    grammars: dict[str, TextGrammar]
+    """Of the custom tools that have one."""
     input_items: list[dict[str, Any]]
     """Of this request, each with an id."""
     history: list[dict[str, Any]]
@@ -216,6 +222,11 @@ def conversation(body: ResponsesBody, state: Serving) -> Conversation:
     return Conversation(
         {name: value for name, value in fields.items() if value is not None},
         frozenset(tool.name for tool in tools if isinstance(tool, CustomTool)),
+        {
+            tool.name: TextGrammar(tool.format.syntax, tool.format.definition)
+            for tool in tools
+            if isinstance(tool, CustomTool) and isinstance(tool.format, GrammarFormat)
+        },
         given,
         history,
         [tool for _, tool in kept],
@@ -263,7 +274,7 @@ def _add(turns: Turns, item: Item, state: Serving) -> None:
         case FunctionCall():
             turns.call(item.call_id, item.name, item.arguments)
         case CustomToolCall():
-            turns.call(item.call_id, item.name, json_text({_CUSTOM_INPUT: item.input}))
+            turns.call(item.call_id, item.name, json_text({CUSTOM_INPUT: item.input}))
         case FunctionCallOutput() | CustomToolCallOutput():
             output = item.output
             turns.result(item.call_id, output if isinstance(output, str) else "\n".join(map(_text, output)))
@@ -281,7 +292,7 @@ def _text(part: InputText | OutputText | Refusal) -> str:
 def _function(tool: FunctionTool | CustomTool) -> dict[str, Any]:
     function: dict[str, Any] = {"name": tool.name, "description": tool.description}
     if isinstance(tool, CustomTool):
-        text = {"type": "object", "properties": {_CUSTOM_INPUT: {"type": "string"}}, "required": [_CUSTOM_INPUT]}
+        text = {"type": "object", "properties": {CUSTOM_INPUT: {"type": "string"}}, "required": [CUSTOM_INPUT]}
         function["parameters"] = text
     else:
         function |= {"parameters": tool.parameters, "strict": tool.strict}
@@ -348,15 +359,9 @@ class _OutputItem:
             self.kind = "custom_tool_call"
         self.id = new_id(self.kind)
         self.logprobs: list[Any] = []
+        self.input = PartialText(CUSTOM_INPUT)
+        """Of a custom tool's call."""
         self.status = "in_progress"
-
-    @property
-    def input(self) -> str:
-        """Of a custom tool's call: the one string; of a broken call, what there is."""
-        try:
-            return str(json.loads(self.part.text)[_CUSTOM_INPUT])
-        except (ValueError, KeyError, TypeError):
-            return self.part.text
 
 
 class ResponsesAnswer(Answer):
@@ -414,6 +419,8 @@ class ResponsesAnswer(Answer):
                 item.status = self._ended(part)
             if self._streams:
                 yield from _EVENTS[what](self, item, text, logprobs)
+            elif item.custom:
+                item.input.add(text) if what == "gain" else item.input.finish(part.text)
 
     def _ended(self, part: Part) -> str:
         """The status of a part that has ended: the last one may have been cut off."""
@@ -432,21 +439,23 @@ class ResponsesAnswer(Answer):
                 yield self._event("response.reasoning_text.delta", **_place(item), delta=text)
             case "content":
                 yield self._event("response.output_text.delta", **_place(item), delta=text, logprobs=logprobs)
-            case "call" if not item.custom:
-                place = {"item_id": item.id, "output_index": item.part.index}
-                yield self._event("response.function_call_arguments.delta", **place, delta=text)
+            case "call" if item.custom:
+                if more := item.input.add(text):
+                    yield self._event("response.custom_tool_call_input.delta", **_call_place(item), delta=more)
+            case "call":
+                yield self._event("response.function_call_arguments.delta", **_call_place(item), delta=text)
 
     def _done(self, item: _OutputItem, text: str, logprobs: list[Any]) -> Iterator[dict[str, Any]]:
-        text, place = item.part.text, {"item_id": item.id, "output_index": item.part.index}
+        text, place = item.part.text, _call_place(item)
         match item.part.kind:
             case "reasoning":
                 yield self._event("response.reasoning_text.done", **_place(item), text=text)
             case "content":
                 yield self._event("response.output_text.done", **_place(item), text=text, logprobs=item.logprobs)
             case "call" if item.custom:
-                # The string is inside of JSON text, which is whole only now.
-                yield self._event("response.custom_tool_call_input.delta", **place, delta=item.input)
-                yield self._event("response.custom_tool_call_input.done", **place, input=item.input)
+                if more := item.input.finish(text):
+                    yield self._event("response.custom_tool_call_input.delta", **place, delta=more)
+                yield self._event("response.custom_tool_call_input.done", **place, input=item.input.text)
             case "call":
                 name = item.part.name
                 yield self._event("response.function_call_arguments.done", **place, name=name, arguments=text)
@@ -494,7 +503,7 @@ class ResponsesAnswer(Answer):
         part = item.part
         head = {"id": item.id, "type": item.kind}
         if item.custom:
-            return {**head, "call_id": part.id, "name": part.name, "input": "" if empty else item.input}
+            return {**head, "call_id": part.id, "name": part.name, "input": "" if empty else item.input.text}
         head["status"] = item.status
         if part.kind == "call":
             return {**head, "call_id": part.id, "name": part.name, "arguments": "" if empty else part.text}
@@ -521,6 +530,10 @@ class ResponsesAnswer(Answer):
 
 
 _EVENTS = {"start": ResponsesAnswer._started, "gain": ResponsesAnswer._gained, "end": ResponsesAnswer._done}
+
+
+def _call_place(item: _OutputItem) -> dict[str, Any]:
+    return {"item_id": item.id, "output_index": item.part.index}
 
 
 def _place(item: _OutputItem) -> dict[str, Any]:

@@ -27,6 +27,7 @@ PACKAGES: list[set[str]] = [
     {"layers", "quant"},
     {"weights"},
     {"models"},
+    {"multimodal"},
     {"sampling"},
     {"runner"},
     {"resolve"},

@@ -28,6 +28,7 @@ PACKAGES: list[set[str]] = [
     {"layers", "quant"},
     {"weights"},
     {"models"},
+    {"multimodal"},
     {"sampling"},
     {"runner"},
     {"resolve"},

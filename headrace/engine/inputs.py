@@ -25,6 +25,7 @@ from headrace.text.bad_words import check_bad_words, compile_bad_words
 from headrace.text.stops import check_stops
 
 if TYPE_CHECKING:
+    from headrace.multimodal.media import MediaLoader
     from headrace.text.answers import AnswerFormats
     from headrace.text.tokenizer import Tokenizer
 
@@ -103,6 +104,7 @@ class InputProcessor:
         self._longest_piece = max((len(piece) for piece in pieces), default=1)
         self.max_prompt_chars = max_prompt_chars or max(_LEAST_PROMPT_CHARS, _CHARACTERS_PER_TOKEN * max_model_len)
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "headrace-inputs")
+        self.media: MediaLoader | None = None
 
     async def in_thread(self, work: Callable[[], T]) -> T:
         """Runs work for one request beside the event loop, in one of few threads; cancelled before its turn, it never runs."""

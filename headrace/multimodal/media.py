@@ -16,6 +16,7 @@ import os
 import stat
 import urllib.parse
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,16 @@ class MediaLoader:
             for part in parts:
                 media[part.modality].append(tasks[part.modality, _key(part.value)].result())
             yield MultiModalData(tuple(media["image"]), tuple(media["video"]))
+
+    def load(self, parts: Sequence[MediaPart]) -> MultiModalData:
+        """As ``loaded``, for callers without an event loop of their own; waits for all of the media."""
+
+        async def run() -> MultiModalData:
+            async with self.loaded(parts) as data:
+                return data
+
+        with ThreadPoolExecutor(1, "headrace-media-loop") as thread:  # where an event loop may run, not here
+            return thread.submit(lambda: asyncio.run(run())).result()
 
     def check_counts(self, parts: Sequence[MediaPart]) -> None:
         """Raises RequestError where a prompt has more media than it may."""

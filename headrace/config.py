@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from headrace.errors import ConfigError
 from headrace.model_spec import AnySpec, Arena, CacheGroup, block_sizes
-from headrace.options import CACHE, DEBUGGING, INT32_MAX, INT64_MAX, LIMITS, MODEL, SCHEDULING, OptionSpec, check, nested
+from headrace.options import CACHE, DEBUGGING, INT32_MAX, INT64_MAX, LIMITS, MEDIA, MODEL, SCHEDULING, OptionSpec, check, nested
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["none", "auto", "int8", "int4"]
@@ -23,6 +23,7 @@ KVCacheDType = Literal["auto", "fp8_e4m3"]
 Policy = Literal["fcfs", "priority"]
 GenerationConfig = Literal["auto", "vllm"]
 Device = Literal["auto", "cpu", "cuda"]
+MMEncoder = Literal["auto", "none"]
 GrammarBackend = Literal["auto", "guidance", "llguidance"]
 """Names of one backend: vLLM's, and the library's, which is SGLang's too."""
 MAX_NUM_SEQS = 65_536
@@ -82,6 +83,23 @@ class StructuredOutputsConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class MediaCounts:
+    """How many media a prompt of a multimodal model may have, by modality.
+
+    Raises:
+        ConfigError: a value is of another type or out of range; the error names the field.
+    """
+
+    image: Annotated[int, OptionSpec(min=0, max=INT32_MAX)] = 32
+    """Maximum number of pictures in a prompt."""
+    video: Annotated[int, OptionSpec(min=0, max=INT32_MAX)] = 4
+    """Maximum number of videos in a prompt."""
+
+    def __post_init__(self) -> None:
+        check(self, ConfigError)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineArgs:
     """Everything a user may set about an engine. None means that headrace chooses, and the start-up report says why.
 
@@ -94,6 +112,7 @@ class EngineArgs:
             "model": MODEL,
             "max_model_len": CACHE,
             "max_num_seqs": SCHEDULING,
+            "limit_mm_per_prompt": MEDIA,
             "max_logprobs": LIMITS,
             "step_timeout": DEBUGGING,
         }
@@ -213,6 +232,19 @@ class EngineArgs:
     ] = None
     """Time limit for capturing CUDA graphs before the engine takes requests, in seconds, most useful sizes first. A server
     captures the others while it is idle; a step without a graph launches its kernels one by one."""
+    limit_mm_per_prompt: Annotated[MediaCounts, OptionSpec(metavar="JSON", default='{"image": 32, "video": 4}')] = MediaCounts()
+    """Maximum number of pictures and videos in a prompt of a multimodal model, as a JSON object such as {"image": 8}; 0 refuses
+    them."""
+    mm_encoder: MMEncoder = "auto"
+    """Vision encoder of a multimodal model. auto loads it. none leaves it out, which saves its memory: prompts then bring
+    features that were encoded elsewhere."""
+    max_num_encoder_tokens: Annotated[int | None, OptionSpec(min=1, default="what one prompt may have")] = None
+    """Maximum number of tokens whose pictures and videos are encoded in one step. A smaller value keeps the time between tokens
+    even while pictures arrive; a picture or video with more tokens is refused."""
+    mm_processor_cache_bytes: Annotated[int, OptionSpec(min=0, size=True, default="256MiB")] = 2**28
+    """Memory for pictures and videos that were resized and normalised, which prompts with the same ones share."""
+    mm_encoder_cache_bytes: Annotated[int, OptionSpec(min=0, size=True, default="256MiB")] = 2**28
+    """Device memory for features of pictures and videos that no running prompt needs, kept for prompts with the same ones."""
     max_logprobs: Annotated[int, OptionSpec(min=-1)] = 20
     """Largest `logprobs` and `prompt_logprobs` of a request; -1: no limit. High values slow each step and enlarge responses."""
     max_bad_words_num: Annotated[int, OptionSpec(min=0)] = _from_environment("HEADRACE_MAX_BAD_WORDS_NUM", 16)
@@ -265,6 +297,9 @@ class EngineArgs:
         if isinstance(self.structured_outputs_config, dict):
             config = nested(StructuredOutputsConfig, self.structured_outputs_config, "structured_outputs_config")
             object.__setattr__(self, "structured_outputs_config", config)
+        if isinstance(self.limit_mm_per_prompt, dict):
+            counts = nested(MediaCounts, self.limit_mm_per_prompt, "limit_mm_per_prompt")
+            object.__setattr__(self, "limit_mm_per_prompt", counts)
         check(self, ConfigError)
         named = {self.grammar_backend, self.structured_outputs_config.backend} - {"auto"}
         if len(named) > 1:

@@ -245,6 +245,36 @@ class EngineArgs:
     """Memory for pictures and videos that were resized and normalised, which prompts with the same ones share."""
     mm_encoder_cache_bytes: Annotated[int, OptionSpec(min=0, size=True, default="256MiB")] = 2**28
     """Device memory for features of pictures and videos that no running prompt needs, kept for prompts with the same ones."""
+    allowed_media_domains: Annotated[tuple[str, ...], OptionSpec(min=1, max=253, metavar="NAME", default="any")] = ()
+    """Host name, such as images.example.com, from which media may be fetched; URLs and redirects with another name are refused.
+    Repeatable. With it or without, connections are made to public addresses alone."""
+    allowed_media_path: Annotated[str | None, OptionSpec(min=1, metavar="DIRECTORY", default="none")] = None
+    """Directory whose files clients may name by file:// URLs, with those in its subdirectories. Every client can read every
+    picture and video in it."""
+    media_timeout: Annotated[float, OptionSpec(above=0.0, max=_MAX_SECONDS, metavar="SECONDS")] = 10.0
+    """Seconds in which a medium must be fetched from its URL, redirects included."""
+    max_media_bytes: Annotated[int, OptionSpec(min=1, size=True, default="64MiB")] = 2**26
+    """Maximum size of one picture or video as it is fetched, read or sent. What is sent within a request is bounded by the size
+    of the request's body too."""
+    max_media_bytes_in_flight: Annotated[int, OptionSpec(min=1, size=True, default="1GiB")] = 2**30
+    """Maximum size of all media that are being fetched and decoded, with their pixels. Requests with further media are refused
+    with HTTP 429 meanwhile; one alone is always taken."""
+    max_image_pixels: Annotated[int, OptionSpec(min=1, max=2**31 - 1, metavar="PIXELS")] = 50_000_000
+    """Maximum number of pixels, width times height, of a picture or of a frame of a video. A larger one is refused before it is
+    decoded: a file of a few kilobytes may hold gigabytes of pixels."""
+    num_video_frames: Annotated[int, OptionSpec(min=1, max=65_536)] = 32
+    """Frames taken of a video, evenly from the first to the last; all where it has no more. More of them show more of what
+    moves, and take more tokens."""
+    max_video_pixels: Annotated[int, OptionSpec(min=1, max=2**33, metavar="PIXELS")] = 100_000_000
+    """Maximum number of pixels of the frames taken of a video together."""
+    max_video_seconds: Annotated[float, OptionSpec(above=0.0, max=_MAX_SECONDS, metavar="SECONDS")] = 3600.0
+    """Maximum length of a video."""
+    media_decode_seconds: Annotated[float, OptionSpec(above=0.0, max=_MAX_SECONDS, metavar="SECONDS")] = 20.0
+    """Processor time that decoding one picture or video may take. Raise it for long videos: all of their frames are decoded."""
+    media_decode_memory: Annotated[int, OptionSpec(min=1, size=True, default="1GiB")] = 2**30
+    """Memory that decoding one picture or video may take, in a process of its own."""
+    media_workers: Annotated[int | None, OptionSpec(min=1, max=256, default="half of the cores, at most 4")] = None
+    """Processes that decode pictures and videos. They start with the first ones."""
     max_logprobs: Annotated[int, OptionSpec(min=-1)] = 20
     """Largest `logprobs` and `prompt_logprobs` of a request; -1: no limit. High values slow each step and enlarge responses."""
     max_bad_words_num: Annotated[int, OptionSpec(min=0)] = _from_environment("HEADRACE_MAX_BAD_WORDS_NUM", 16)

@@ -18,9 +18,10 @@ from headrace.core.media import MediaFacts, Modality
 from headrace.engine.info import DecisionLine, EngineInfo
 from headrace.engine.inputs import InputProcessor
 from headrace.errors import ConfigError
+from headrace.limited_process import ProcessLimits
 from headrace.sources.files import ModelFiles, find_model
 from headrace.text.answers import AnswerFormats
-from headrace.text.templates import TemplateLimits, TemplateRenderer
+from headrace.text.templates import TemplateRenderer
 from headrace.text.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ def load_frontend(args: EngineArgs, chat_template: str | None = None, *, prepare
         ConfigError: there is no such model or tokenizer, or they cannot be read.
     """
     files = find_model(args)
-    renderer = TemplateRenderer(TemplateLimits(args.max_template_seconds, args.max_template_memory))
+    renderer = TemplateRenderer(ProcessLimits(args.max_template_seconds, args.max_template_memory))
     tokenizer = None if args.skip_tokenizer_init else load_tokenizer(files, args.tokenizer, chat_template, renderer)
     if prepared and tokenizer is not None:
         tokenizer.prepare()

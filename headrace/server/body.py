@@ -27,9 +27,9 @@ class BodyBudget:
         self.used = 0
 
     @contextmanager
-    def body(self) -> Iterator[Body]:
-        """A body whose bytes count until the block is left."""
-        body = Body(self._settings, self)
+    def body(self, most: int | None = None) -> Iterator[Body]:
+        """A body whose bytes count until the block is left. ``most``: bytes, where they are not JSON."""
+        body = Body(self._settings, self, most)
         try:
             yield body
         finally:
@@ -46,9 +46,11 @@ class BodyBudget:
 class Body:
     """The bytes of one body as they arrive."""
 
-    def __init__(self, settings: ServerSettings, budget: BodyBudget) -> None:
+    def __init__(self, settings: ServerSettings, budget: BodyBudget, most: int | None) -> None:
         self.data = bytearray()
         self.charged = 0
+        self._is_json = most is None
+        self._most = settings.max_body_bytes if most is None else most
         self._num_values = 0
         self._settings = settings
         self._budget = budget
@@ -61,7 +63,7 @@ class Body:
             size = len(self.data) + len(chunk)
             self._check_size(size)
             # Decoding holds the interpreter's lock, so no thread could do it for the event loop: it must be short.
-            self._num_values += num_values(chunk)
+            self._num_values += num_values(chunk) if self._is_json else 0
             if self._num_values > self._settings.max_json_values:
                 message = f"the body has more than {self._settings.max_json_values} JSON values"
                 raise ApiError(413, message, code="too_many_values")
@@ -69,8 +71,8 @@ class Body:
             self.data += chunk
 
     def _check_size(self, size: int) -> None:
-        if size > self._settings.max_body_bytes:
-            message = f"the body is larger than {self._settings.max_body_bytes} bytes"
+        if size > self._most:
+            message = f"the body is larger than {self._most} bytes"
             raise ApiError(413, message, code="body_too_large")
 
 
@@ -90,11 +92,16 @@ async def json_object(request: Request, settings: ServerSettings, budget: BodyBu
     return {name: item for name, item in value.items() if item is not None}
 
 
-def _check_content_type(request: Request) -> None:
+def check_content_encoding(request: Request) -> None:
+    """Raises: ApiError 415: the body is compressed."""
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.lower() != "identity":
         message = f"Content-Encoding {shown(encoding)!r} is not supported: send the body as it is"
         raise ApiError(415, message, param="Content-Encoding")
+
+
+def _check_content_type(request: Request) -> None:
+    check_content_encoding(request)
     given = request.headers.get("content-type", "")
     if len(given) > _MAX_CONTENT_TYPE:
         raise ApiError(415, f"Content-Type is longer than {_MAX_CONTENT_TYPE} characters", param="Content-Type")

@@ -23,6 +23,7 @@ KVCacheDType = Literal["auto", "fp8_e4m3"]
 Policy = Literal["fcfs", "priority"]
 GenerationConfig = Literal["auto", "vllm"]
 Device = Literal["auto", "cpu", "cuda"]
+MMEncoder = Literal["auto", "none"]
 GrammarBackend = Literal["auto", "guidance", "llguidance"]
 """Names of one backend: vLLM's, and the library's, which is SGLang's too."""
 MAX_NUM_SEQS = 65_536
@@ -234,6 +235,16 @@ class EngineArgs:
     limit_mm_per_prompt: Annotated[MediaCounts, OptionSpec(metavar="JSON", default='{"image": 32, "video": 4}')] = MediaCounts()
     """Maximum number of pictures and videos in a prompt of a multimodal model, as a JSON object such as {"image": 8}; 0 refuses
     them."""
+    mm_encoder: MMEncoder = "auto"
+    """Vision encoder of a multimodal model. auto loads it. none leaves it out, which saves its memory: prompts then bring
+    features that were encoded elsewhere."""
+    max_num_encoder_tokens: Annotated[int | None, OptionSpec(min=1, default="what one prompt may have")] = None
+    """Maximum number of tokens whose pictures and videos are encoded in one step. A smaller value keeps the time between tokens
+    even while pictures arrive; a picture or video with more tokens is refused."""
+    mm_processor_cache_bytes: Annotated[int, OptionSpec(min=0, size=True, default="256MiB")] = 2**28
+    """Memory for pictures and videos that were resized and normalised, which prompts with the same ones share."""
+    mm_encoder_cache_bytes: Annotated[int, OptionSpec(min=0, size=True, default="256MiB")] = 2**28
+    """Device memory for features of pictures and videos that no running prompt needs, kept for prompts with the same ones."""
     allowed_media_domains: Annotated[tuple[str, ...], OptionSpec(min=1, max=253, metavar="NAME", default="any")] = ()
     """Host name, such as images.example.com, from which media may be fetched; URLs and redirects with another name are refused.
     Repeatable. With it or without, connections are made to public addresses alone."""

@@ -41,6 +41,20 @@ class ItemInputs(msgspec.Struct, frozen=True, array_like=True):
         return sum(length for _, length in self.runs)
 
 
+class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What prompts with media must fit, of an engine whose model reads them."""
+
+    model_type: str
+    hidden_size: int
+    deepstack_layers: int
+    bidirectional: bool
+    sectioned_rope: bool
+    max_position: int
+    max_model_len: int
+    has_encoder: bool
+    """False: prompts bring features."""
+
+
 class RopePositions(msgspec.Struct, frozen=True, array_like=True):
     """Positions of a prompt in a model whose rotary embedding has several sections (time, height, width)."""
 

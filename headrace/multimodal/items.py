@@ -316,7 +316,7 @@ def _seconds(value: Any, count: int, where: str) -> list[float | None]:
         ) from error
     if tensor.dtype == "bfloat16" or seconds.shape != (count,) or not np.isfinite(seconds).all() or not (seconds > 0).all():
         raise _wrong(where, f"must be {count} positive numbers, one for each grid")
-    return seconds.tolist()
+    return [float(second) for second in seconds]
 
 
 def _rows(tensor: TensorData, start: int, end: int) -> TensorData:

@@ -126,7 +126,7 @@ class RenderedChat(NamedTuple):
                 encode = functools.partial(tokenizer.encode, add_special_tokens=add_special_tokens, param="messages")
                 ids: list[int] = await inputs.in_thread(lambda: encode(prompt))
                 return ids
-            return await inputs.in_thread(lambda: inputs.prompt_token_ids(prompt, add_special_tokens))
+            return await inputs.in_thread(lambda: inputs.prompt_token_ids(prompt, add_special_tokens=add_special_tokens))
 
 
 def _of_part(error: RequestError, parts: Sequence[MediaPart]) -> RequestError:

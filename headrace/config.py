@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from headrace.errors import ConfigError
 from headrace.model_spec import AnySpec, Arena, CacheGroup, block_sizes
-from headrace.options import CACHE, DEBUGGING, INT32_MAX, INT64_MAX, LIMITS, MODEL, SCHEDULING, OptionSpec, check, nested
+from headrace.options import CACHE, DEBUGGING, INT32_MAX, INT64_MAX, LIMITS, MEDIA, MODEL, SCHEDULING, OptionSpec, check, nested
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["none", "auto", "int8", "int4"]
@@ -23,6 +23,7 @@ KVCacheDType = Literal["auto", "fp8_e4m3"]
 Policy = Literal["fcfs", "priority"]
 GenerationConfig = Literal["auto", "vllm"]
 Device = Literal["auto", "cpu", "cuda"]
+MMEncoder = Literal["auto", "none"]
 GrammarBackend = Literal["auto", "guidance", "llguidance"]
 """Names of one backend: vLLM's, and the library's, which is SGLang's too."""
 MAX_NUM_SEQS = 65_536
@@ -82,6 +83,23 @@ class StructuredOutputsConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class MediaCounts:
+    """How many media a prompt of a multimodal model may have, by modality.
+
+    Raises:
+        ConfigError: a value is of another type or out of range; the error names the field.
+    """
+
+    image: Annotated[int, OptionSpec(min=0, max=INT32_MAX)] = 32
+    """Maximum number of pictures in a prompt."""
+    video: Annotated[int, OptionSpec(min=0, max=INT32_MAX)] = 4
+    """Maximum number of videos in a prompt."""
+
+    def __post_init__(self) -> None:
+        check(self, ConfigError)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineArgs:
     """Everything a user may set about an engine. None means that headrace chooses, and the start-up report says why.
 
@@ -94,6 +112,7 @@ class EngineArgs:
             "model": MODEL,
             "max_model_len": CACHE,
             "max_num_seqs": SCHEDULING,
+            "limit_mm_per_prompt": MEDIA,
             "max_logprobs": LIMITS,
             "step_timeout": DEBUGGING,
         }
@@ -213,6 +232,49 @@ class EngineArgs:
     ] = None
     """Time limit for capturing CUDA graphs before the engine takes requests, in seconds, most useful sizes first. A server
     captures the others while it is idle; a step without a graph launches its kernels one by one."""
+    limit_mm_per_prompt: Annotated[MediaCounts, OptionSpec(metavar="JSON", default='{"image": 32, "video": 4}')] = MediaCounts()
+    """Maximum number of pictures and videos in a prompt of a multimodal model, as a JSON object such as {"image": 8}; 0 refuses
+    them."""
+    mm_encoder: MMEncoder = "auto"
+    """Vision encoder of a multimodal model. auto loads it. none leaves it out, which saves its memory: prompts then bring
+    features that were encoded elsewhere."""
+    max_num_encoder_tokens: Annotated[int | None, OptionSpec(min=1, default="what one prompt may have")] = None
+    """Maximum number of tokens whose pictures and videos are encoded in one step. A smaller value keeps the time between tokens
+    even while pictures arrive; a picture or video with more tokens is refused."""
+    mm_processor_cache_bytes: Annotated[int, OptionSpec(min=0, size=True, default="256MiB")] = 2**28
+    """Memory for pictures and videos that were resized and normalised, which prompts with the same ones share."""
+    mm_encoder_cache_bytes: Annotated[int, OptionSpec(min=0, size=True, default="256MiB")] = 2**28
+    """Device memory for features of pictures and videos that no running prompt needs, kept for prompts with the same ones."""
+    allowed_media_domains: Annotated[tuple[str, ...], OptionSpec(min=1, max=253, metavar="NAME", default="any")] = ()
+    """Host name, such as images.example.com, from which media may be fetched; URLs and redirects with another name are refused.
+    Repeatable. With it or without, connections are made to public addresses alone."""
+    allowed_media_path: Annotated[str | None, OptionSpec(min=1, metavar="DIRECTORY", default="none")] = None
+    """Directory whose files clients may name by file:// URLs, with those in its subdirectories. Every client can read every
+    picture and video in it."""
+    media_timeout: Annotated[float, OptionSpec(above=0.0, max=_MAX_SECONDS, metavar="SECONDS")] = 10.0
+    """Seconds in which a medium must be fetched from its URL, redirects included."""
+    max_media_bytes: Annotated[int, OptionSpec(min=1, size=True, default="64MiB")] = 2**26
+    """Maximum size of one picture or video as it is fetched, read or sent. What is sent within a request is bounded by the size
+    of the request's body too."""
+    max_media_bytes_in_flight: Annotated[int, OptionSpec(min=1, size=True, default="1GiB")] = 2**30
+    """Maximum size of all media that are being fetched and decoded, with their pixels. Requests with further media are refused
+    with HTTP 429 meanwhile; one alone is always taken."""
+    max_image_pixels: Annotated[int, OptionSpec(min=1, max=2**31 - 1, metavar="PIXELS")] = 50_000_000
+    """Maximum number of pixels, width times height, of a picture or of a frame of a video. A larger one is refused before it is
+    decoded: a file of a few kilobytes may hold gigabytes of pixels."""
+    num_video_frames: Annotated[int, OptionSpec(min=1, max=65_536)] = 32
+    """Frames taken of a video, evenly from the first to the last; all where it has no more. More of them show more of what
+    moves, and take more tokens."""
+    max_video_pixels: Annotated[int, OptionSpec(min=1, max=2**33, metavar="PIXELS")] = 100_000_000
+    """Maximum number of pixels of the frames taken of a video together."""
+    max_video_seconds: Annotated[float, OptionSpec(above=0.0, max=_MAX_SECONDS, metavar="SECONDS")] = 3600.0
+    """Maximum length of a video."""
+    media_decode_seconds: Annotated[float, OptionSpec(above=0.0, max=_MAX_SECONDS, metavar="SECONDS")] = 20.0
+    """Processor time that decoding one picture or video may take. Raise it for long videos: all of their frames are decoded."""
+    media_decode_memory: Annotated[int, OptionSpec(min=1, size=True, default="1GiB")] = 2**30
+    """Memory that decoding one picture or video may take, in a process of its own."""
+    media_workers: Annotated[int | None, OptionSpec(min=1, max=256, default="half of the cores, at most 4")] = None
+    """Processes that decode pictures and videos. They start with the first ones."""
     max_logprobs: Annotated[int, OptionSpec(min=-1)] = 20
     """Largest `logprobs` and `prompt_logprobs` of a request; -1: no limit. High values slow each step and enlarge responses."""
     max_bad_words_num: Annotated[int, OptionSpec(min=0)] = _from_environment("HEADRACE_MAX_BAD_WORDS_NUM", 16)
@@ -265,6 +327,9 @@ class EngineArgs:
         if isinstance(self.structured_outputs_config, dict):
             config = nested(StructuredOutputsConfig, self.structured_outputs_config, "structured_outputs_config")
             object.__setattr__(self, "structured_outputs_config", config)
+        if isinstance(self.limit_mm_per_prompt, dict):
+            counts = nested(MediaCounts, self.limit_mm_per_prompt, "limit_mm_per_prompt")
+            object.__setattr__(self, "limit_mm_per_prompt", counts)
         check(self, ConfigError)
         named = {self.grammar_backend, self.structured_outputs_config.backend} - {"auto"}
         if len(named) > 1:

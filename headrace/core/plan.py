@@ -10,7 +10,9 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from headrace.core.media import ItemInputs, RopePositions
 from headrace.core.request import BadWordsTable
+from headrace.kv import Item
 from headrace.outputs import Failure, TokenLogprobs
 from headrace.sampling_params import SamplingParams
 
@@ -32,6 +34,11 @@ class NewSequence(msgspec.Struct, frozen=True, array_like=True):
     bad_words: BadWordsTable | None
     constrained: bool = False
     """Each of its logits rows needs a mask."""
+    items: tuple[Item, ...] = ()
+    """Those that end behind its cached prefix, with features to be computed or added."""
+    media: tuple[ItemInputs, ...] = ()
+    """The content of each of ``items``."""
+    rope: RopePositions | None = None
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):

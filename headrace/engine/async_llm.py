@@ -100,7 +100,9 @@ class AsyncLLM:
             # Both read the model's files, each for its own process.
             loading = asyncio.to_thread(load_frontend, self.args, self._chat_template, prepared=True)
             frontend, info = await asyncio.gather(loading, self._supervisor.start())
-            self._inputs = frontend.inputs(self.args, vocab_size=info.vocab_size, max_model_len=info.max_model_len)
+            self._inputs = frontend.inputs(
+                self.args, vocab_size=info.vocab_size, max_model_len=info.max_model_len, media=info.media
+            )
             self._frontend = frontend
             if self._inputs.answers is not None:
                 # Rendered here, not in the first request's time.

@@ -27,6 +27,7 @@ from headrace.engine.profile import measure
 from headrace.engine.report import engine_info
 from headrace.engine.source import FileSource, ModelSource
 from headrace.engine.timeline import Timeline
+from headrace.engine.vision import load_vision, with_vision
 from headrace.errors import ConfigError
 from headrace.layers.linear import make_invariant
 from headrace.parallel.agreement import Agreement
@@ -96,9 +97,10 @@ def load_engine(
     core = EngineCore(scheduler, executor, outputs, constraints, pipeline_depth=config.scheduler.pipeline_depth)
     with timeline.phase("warm-up"):
         core.warm_up(_warm_up_requests(config))
-    inputs = frontend.inputs(args, vocab_size=config.model.vocab_size, max_model_len=config.scheduler.max_model_len)
     memory = ledger(loaded.weights, config, executor.memory(), loaded.profile)
-    info = with_formats(engine_info(frontend.files, config, loaded.device, timeline.phases, memory), inputs.answers)
+    info = engine_info(frontend.files, config, loaded.device, timeline.phases, memory)
+    inputs = frontend.inputs(args, vocab_size=info.vocab_size, max_model_len=info.max_model_len, media=info.media)
+    info = with_formats(info, inputs.answers)
     return LoadedEngine(core, inputs, info, config, frontend.files, tokenizer, executor)
 
 
@@ -120,6 +122,7 @@ def load_executor(source: ModelSource, frontend: Frontend, timeline: Timeline) -
     with timeline.phase("weights") as phase:
         model, report = chosen.load(files, config, phase.bytes)
         phase.detail = f"{report.num_tensors:,} tensors, {report.nbytes_read:,} bytes read"
+    encoder, why_encoder = load_vision(files, config, timeline)
     if args.deterministic:
         make_invariant(model)
     profile = None
@@ -129,15 +132,18 @@ def load_executor(source: ModelSource, frontend: Frontend, timeline: Timeline) -
             room = source.ranks.least(profile.room)
             config = resolve(args, files, config.model, device, kv_room=room)
             phase.detail = f"{room:,} bytes left for KV cache"
+    config = with_vision(config, encoder, why_encoder)
     _check_alike(source.ranks, config)
     with timeline.phase("cache"):
         token_bytes = None if frontend.tokenizer is None else frontend.tokenizer.token_bytes
-        executor = LocalExecutor(model, ModelRunner(model, config, token_bytes), source.ranks)
+        executor = LocalExecutor(model, ModelRunner(model, config, token_bytes, encoder=encoder), source.ranks)
     # Before the graphs, which may have them within: captured without, they would be captured again.
     if kernels:
         with timeline.phase("FlashInfer") as phase:
             phase.detail = _await_kernels(kernels, args.wait_for_kernels)
     weights = [MemoryLine(line.name, line.nbytes, line.detail) for line in report.memory]
+    if encoder is not None:
+        weights.append(MemoryLine("vision encoder", encoder.nbytes))
     decisions = (*config.decisions, *report.decisions)
     config = dataclasses.replace(config, quantization=report.quantization, decisions=decisions)
     return Loaded(executor, config, device, weights, profile)

@@ -7,6 +7,7 @@ from headrace.model_spec.kv import CacheGroup, LayerKV, Plane, block_sizes, cach
 from headrace.model_spec.mlp import CLAMPED_SWIGLU, DenseSpec, MlpSpec, MoeSpec
 from headrace.model_spec.model import ModelFacts, ModelSpec
 from headrace.model_spec.rope import RopeSpec
+from headrace.model_spec.vision import VisionSpec
 
 __all__ = [
     "AnySpec",
@@ -25,6 +26,7 @@ __all__ = [
     "MoeSpec",
     "Plane",
     "RopeSpec",
+    "VisionSpec",
     "block_sizes",
     "cache_groups",
     "layer_kv",

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from headrace.errors import ConfigError, ContradictionError
 from headrace.model_spec.attention import AttentionSpec
 from headrace.model_spec.mlp import MlpSpec
+from headrace.model_spec.vision import VisionSpec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,8 @@ class ModelFacts:
     """Longest context the model was made for."""
     dtype: str = "float32"
     """The dtype the checkpoint says it was saved in."""
+    vision: VisionSpec | None = None
+    """None: the model reads text alone."""
 
     def __post_init__(self) -> None:
         if [layer.layer for layer in self.layers] != list(range(len(self.layers))):
@@ -34,6 +37,11 @@ class ModelFacts:
         for layer in self.layers:
             if layer.kv_source is not None:
                 _check_source(layer, layer.kv_source, self.layers)
+
+    @property
+    def sectioned_rope(self) -> bool:
+        """Whether a token has several rotary positions."""
+        return any(layer.rope is not None and layer.rope.sections for layer in self.layers)
 
     @property
     def num_layers(self) -> int:

@@ -197,7 +197,7 @@ class RopeAngles:
         if inputs.rope_positions is not None:
             # Their maximum is known only on the device.
             positions, longest = inputs.rope_positions, self._max_position
-            if positions.dim() != 1:
+            if positions.dim() != 1 and not all(table.sectioned for table in self._tables):
                 raise ValueError(f"rope_positions have rank {positions.dim()}; this model's rope takes rank 1")
         for table in self._tables:
             table.reserve(longest)

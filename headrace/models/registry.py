@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
 from headrace.errors import ConfigError
@@ -20,10 +22,12 @@ from headrace.models import (
     qwen2,
     qwen3,
     qwen3_moe,
+    qwen_vl,
+    vision,
 )
 from headrace.models.decoder import Decoder
 from headrace.models.family import Family
-from headrace.models.hf_config import HFConfig
+from headrace.models.hf_config import HFConfig, text_part
 from headrace.quant.formats import checkpoint_format
 from headrace.weights.names import NameTable
 
@@ -37,6 +41,9 @@ _FAMILIES: tuple[Family, ...] = (
     gpt_oss.FAMILY,
     mimo_v2_flash.FAMILY,
     qwen3_moe.FAMILY,
+    qwen_vl.QWEN2_VL,
+    qwen_vl.QWEN3_VL,
+    qwen_vl.QWEN3_VL_MOE,
     ernie4_5.FAMILY,
     ernie4_5_moe.FAMILY,
     deepseek_v2.FAMILY,
@@ -54,6 +61,8 @@ def supported() -> list[str]:
 def find(hf_config: HFConfig) -> Family | None:
     """Returns the native family of a configuration, None if there is none."""
     architectures = getattr(hf_config, "architectures", None)
+    if hf_config.model_type in vision.WRAPPERS:
+        return _BY_TYPE.get(hf_config.get_text_config(decoder=True).model_type)
     if not architectures:
         return _BY_TYPE.get(hf_config.model_type)
     return next((_BY_ARCHITECTURE[name] for name in architectures if name in _BY_ARCHITECTURE), None)
@@ -73,7 +82,8 @@ def model_spec(hf_config: HFConfig) -> ModelSpec:
             f"architecture {' / '.join(map(str, named))} is not supported; supported are: {', '.join(supported())}", "model"
         )
     checkpoint_format(hf_config)
-    return family.model_spec(hf_config)
+    spec = family.model_spec(text_part(hf_config) if hf_config.model_type in vision.WRAPPERS else hf_config)
+    return dataclasses.replace(spec, vision=vision.vision_spec(hf_config))
 
 
 def to_transformers_fields(hf_config: HFConfig) -> HFConfig:
@@ -99,4 +109,5 @@ def build(spec: ModelSpec, dtype: str, device: str | torch.device) -> Decoder:
 
 def name_table(spec: ModelSpec) -> NameTable:
     """Maps checkpoint names, as Hugging Face saves a causal language model, to parameters."""
-    return _family_of(spec).names(build(spec, "float32", "meta"))
+    table = _family_of(spec).names(build(spec, "float32", "meta"))
+    return table if spec.vision is None else vision.with_vision_names(table)

@@ -18,8 +18,9 @@ from headrace.core.plan import NewSequence, SamplePlan, StepPlan, StepResult
 from headrace.errors import EngineError, RequestError
 from headrace.kernels.transfer import upload
 from headrace.models.interface import Model
+from headrace.models.vision import VisionEncoder
 from headrace.outputs import Failure, TokenLogprobs
-from headrace.runner.build import make_backends, make_caches, make_recorder
+from headrace.runner.build import make_backends, make_caches, make_media, make_recorder
 from headrace.runner.clock import Stopwatch
 from headrace.runner.graphs import GraphCount, StepGraphs
 from headrace.runner.inputs import Bounds, ForwardPass, StepBuffers
@@ -75,6 +76,7 @@ class ModelRunner:
         caches: the KV of each layer; None: allocated as the config says.
         backends: the attention of each layer, where layers may share one; None: those that the config names.
         recorder: gets each plan before it is executed; None: as the config says.
+        encoder: of pictures and videos; None: the model has none, or is used without.
 
     Raises:
         ConfigError: what the config names cannot be made.
@@ -89,6 +91,7 @@ class ModelRunner:
         caches: Sequence[LayerCache] | None = None,
         backends: Sequence[AttentionBackend] | None = None,
         recorder: Recorder | None = None,
+        encoder: VisionEncoder | None = None,
     ) -> None:
         self.config = config
         self.device = torch.device(config.device)
@@ -101,7 +104,8 @@ class ModelRunner:
             self.slots = SlotTables(config, self.device)
             self.sampler = Sampler(config.scheduler.max_num_seqs, model.spec.vocab_size, self.device, token_bytes)
             self._buffers = StepBuffers(config, self.device)
-        self._forward = ForwardPass(model, self._caches, self._backends, self.slots, self._buffers)
+            self.media = make_media(config, encoder)
+        self._forward = ForwardPass(model, self._caches, self._backends, self.slots, self._buffers, self.media)
         self._unsampled: StepHandle | None = None
         """Executed, and not sampled yet."""
         self._prompt_logprobs: dict[int, NewSequence] = {}
@@ -160,7 +164,9 @@ class ModelRunner:
         wants_logprobs = self._prompt_logprobs and any(
             slot in self._prompt_logprobs for slot in rows.slots[~rows.decode].tolist()
         )
-        shape = None if self._graphs is None or wants_logprobs else self._graphs.shape_of(rows)
+        media, failed = (None, {}) if self.media is None else self.media.gather(rows)
+        self._refused |= failed
+        shape = None if self._graphs is None or wants_logprobs or media is not None else self._graphs.shape_of(rows)
         step.stopwatch.mark()
         if shape is not None and self._graphs is not None:
             step.num_places = shape.rows
@@ -170,11 +176,13 @@ class ModelRunner:
         else:
             step.num_places = len(rows)
             step.places = self._buffers.send(rows, rows.num_decode_rows, len(rows))
-            hidden = self._forward(Bounds.of(rows))
+            hidden = self._forward(Bounds.of(rows), media)
             step.prompt_logprobs = self._measure_prompts(plan, hidden)
         step.replayed = shape is not None
         step.refused = self._refusals(plan)
         self.slots.end(rows)
+        if self.media is not None:
+            self.media.advance(rows)
 
     @torch.inference_mode()
     def sample(self, step: StepHandle, plan: SamplePlan) -> None:
@@ -284,6 +292,7 @@ class ModelRunner:
             ("attention workspaces", workspace_bytes(self._forward.to_plan)),
             ("slots", self.slots.nbytes + self._buffers.nbytes),
             ("penalty histograms", self.sampler.nbytes),
+            *([] if self.media is None else [("features of pictures", self.media.nbytes)]),
             ("CUDA graphs", 0 if self._graphs is None else self._graphs.nbytes),
         ]
 
@@ -302,10 +311,14 @@ class ModelRunner:
             self.sampler.remove(slot)
             self._prompt_logprobs.pop(slot, None)
             self._refused.pop(slot, None)
+            if self.media is not None:
+                self.media.release(slot)
         if not plan.new:
             return
         known = [self._with_known_tokens(seq) for seq in plan.new]
         self.slots.take(known)
+        if self.media is not None:
+            self.media.take(known)
         for seq in known:
             try:
                 self.sampler.add(seq.slot, seq)

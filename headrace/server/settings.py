@@ -128,6 +128,13 @@ class ServerSettings:
     """Maximum size of all stored responses. Each holds the conversation that led to it."""
     responses_store_ttl: Annotated[float, OptionSpec(above=0.0, metavar="SECONDS")] = 86400.0
     """Seconds for which a response is stored."""
+    max_feature_bytes: Annotated[int, OptionSpec(min=1, size=True, default="64MiB")] = 2**26
+    """Maximum size of one upload of features to /v1/features."""
+    features_bytes: Annotated[int, OptionSpec(min=1, size=True, default="1GiB")] = 2**30
+    """Maximum size of all uploaded features. Each API key has an equal share, and further uploads are refused while it is used
+    up."""
+    features_ttl: Annotated[float, OptionSpec(above=0.0, metavar="SECONDS")] = 3600.0
+    """Seconds for which uploaded features are kept."""
     unsupported_tools: UnsupportedTools = "refuse"
     """What becomes of tools that the server would have to run itself, such as web search, in requests to /v1/responses and
     /v1/messages: refuse the request, or skip the tool, as agents need that send such tools always."""

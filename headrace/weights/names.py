@@ -118,6 +118,10 @@ class NameTable:
         """
         self._instead.setdefault(parameter, {})[name] = Target(parameter, layout=layout)
 
+    def ignore(self, pattern: re.Pattern[str]) -> None:
+        """Names that match in full carry nothing to load."""
+        self._ignorable.append(pattern)
+
     def elsewhere(self, prefixes: Mapping[str, str]) -> None:
         """In the checkpoint of a larger model, names that begin with a key of ``prefixes`` may begin with its value.
 

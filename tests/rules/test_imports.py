@@ -11,6 +11,7 @@ from rules.source import PACKAGE, ROOT, Module, imports, modules
 PACKAGES: list[set[str]] = [
     {"errors"},
     {"options"},
+    {"limited_process"},
     {"sampling_params", "outputs"},
     {"model_spec"},
     {"config"},
@@ -27,6 +28,7 @@ PACKAGES: list[set[str]] = [
     {"layers", "quant"},
     {"weights"},
     {"models"},
+    {"multimodal"},
     {"sampling"},
     {"runner"},
     {"resolve"},

@@ -15,8 +15,9 @@ import pytest
 import vocabularies
 
 from headrace.errors import ConfigError, RequestError
+from headrace.limited_process import ProcessLimits
 from headrace.text.chat import normalize, parsed_template, read_template
-from headrace.text.templates import TemplateLimits, TemplateRenderer
+from headrace.text.templates import TemplateRenderer
 from headrace.text.tokenizer import Tokenizer
 
 TEMPLATE = (
@@ -34,7 +35,7 @@ HELLO = [{"role": "user", "content": "hello"}]
 @pytest.fixture(scope="module")
 def renderer() -> TemplateRenderer:
     """Its process takes a second to start."""
-    return TemplateRenderer(TemplateLimits(seconds=0.5, memory=2**27))
+    return TemplateRenderer(ProcessLimits(seconds=0.5, memory=2**27))
 
 
 @pytest.fixture

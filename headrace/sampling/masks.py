@@ -11,7 +11,6 @@ import torch
 from headrace.core.plan import NewSequence, SamplePlan
 from headrace.errors import EngineError
 from headrace.kernels.mask import apply_masks
-from headrace.kernels.transfer import upload
 from headrace.sampling.feature import Feature, Indices, LogitsRows
 
 
@@ -48,8 +47,10 @@ class TokenMasks:
         if any(len(mask) != 4 * words for mask in plan.masks):
             sizes = sorted({len(mask) for mask in plan.masks})
             raise EngineError(f"token masks have {sizes} bytes; a vocabulary of {vocab_size} needs {4 * words}")
-        # A single transfer for masks and indices.
-        sent = upload(np.concatenate((np.frombuffer(b"".join(plan.masks), dtype="<i4"), which)), device)
+        # A single transfer for masks and indices, from memory that the device can read.
+        host = torch.empty(words * len(plan.masks) + len(which), dtype=torch.int32, pin_memory=device.type == "cuda")
+        np.concatenate([*(np.frombuffer(mask, dtype="<i4") for mask in plan.masks), which], out=host.numpy())
+        sent = host.to(device, non_blocking=True)
         count = words * len(plan.masks)
         return cls(sent[:count].view(-1, words), sent[count:], which)
 

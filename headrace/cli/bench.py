@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from headrace.bench.constrained import Constrained
 from headrace.cli.errors import EXIT_FAILURE, print_error
 from headrace.cli.options import ENGINE_OPTIONS, Group, command
 from headrace.cli.startup import plain_width
@@ -163,6 +164,10 @@ def throughput(
         float | None,
         HOW(min=0.0, help="Sampling temperature, without --compare.", show_default="0: greedy"),
     ] = None,
+    constrain: Annotated[
+        Constrained | None,
+        HOW(help="Hold every output to lines of JSON of one of four schemas, without --compare. Needs a tokenizer."),
+    ] = None,
     repetitions: Annotated[
         int | None,
         HOW(min=1, help="Repetitions of each workload; the best one counts.", show_default="3; of large workloads 2"),
@@ -185,6 +190,7 @@ def throughput(
         _refuse("it applies to transformers, and needs --compare transformers", {"--reference-dtype": reference_dtype})
     if compare:
         _refuse("engines are compared greedily: it cannot be combined with --compare", {"--temperature": temperature})
+        _refuse("headrace alone is measured with constraints: leave out --compare", {"--constrain": constrain})
     else:
         _refuse("it limits the processes of a comparison, and needs --compare", {"--timeout": timeout})
     from headrace.bench import throughput as bench
@@ -198,6 +204,7 @@ def throughput(
             raise ConfigError(f"there is no engine {engine!r} to compare with; there are {', '.join(OTHERS)}", "--compare")
     encoder, vocab_size = _encoder(args)
     if encoder is None:
+        _refuse("the model has no tokenizer, which constraints need", {"--constrain": constrain})
         args = dataclasses.replace(args, skip_tokenizer_init=True)
     if workload:
         names = [name.strip() for entry in workload for name in entry.split(",") if name.strip()]
@@ -218,7 +225,15 @@ def throughput(
             jobs = [BenchJob(engine=e, args=args, reference_dtype=dtype, num_threads=threads, loads=loads) for e in engines]
             report = bench.compare(jobs, repetitions or 3, timeout=timeout or _TIMEOUT, tell=tell)
         else:
-            report = bench.run(args, loads, temperature=temperature or 0.0, repetitions=repetitions, tell=tell, save=save)
+            report = bench.run(
+                args,
+                loads,
+                temperature=temperature or 0.0,
+                constrain=constrain,
+                repetitions=repetitions,
+                tell=tell,
+                save=save,
+            )
     _emit(report, bench.tables(report), as_json, output)
     errors = report.get("errors", {})
     for engine, error in errors.items():

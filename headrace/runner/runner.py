@@ -29,7 +29,7 @@ from headrace.runner.slots import RowArrays, SlotTables
 from headrace.sampling.device import to_host
 from headrace.sampling.feature import Indices, LogitsRows
 from headrace.sampling.logprobs import Measured, measure_in_slices
-from headrace.sampling.masks import TokenMasks
+from headrace.sampling.masks import HostMasks
 from headrace.sampling.sampler import FAULTS, NOT_FINITE, Sampler
 from headrace.text.vocab import TokenBytes
 
@@ -199,17 +199,18 @@ class ModelRunner:
         rows = step.rows
         if rows is None:
             return
-        shape = None if self._graphs is None or plan else self._graphs.sample_shape_of(rows)
+        masks = HostMasks.of(plan, rows.seq_ids[rows.row_of], self._model.spec.vocab_size) if rows.num_logits_rows else None
+        shape = None if self._graphs is None else self._graphs.sample_shape_of(rows, masks)
         if shape is None:
             step.stopwatch.mark()
             if rows.num_logits_rows:
-                self._draw(step, rows, plan)
+                self._draw(step, rows, masks)
         elif self._graphs is not None:
-            self._graphs.sample(shape)
+            self._graphs.sample(shape, masks)
         step.outcome = self._buffers.fetch(max(step.num_places, rows.num_logits_rows))
         step.stopwatch.mark()
 
-    def _draw(self, step: StepHandle, rows: RowArrays, plan: SamplePlan) -> None:
+    def _draw(self, step: StepHandle, rows: RowArrays, masks: HostMasks | None) -> None:
         """All that rows may ask of the sampler, kernel by kernel."""
         count, row, given = rows.num_logits_rows, rows.row_of, self._buffers.logits()
         slots, slots_device, positions = rows.slots[row], given.slots[:count], given.positions[:count]
@@ -218,7 +219,7 @@ class ModelRunner:
         sampled = self.sampler.sample(
             self._model.logits(given.hidden[:count]),
             LogitsRows(slots, lengths - self.slots.prompt_len[slots], slots_device, positions, row),
-            TokenMasks.of(plan, rows.seq_ids[row], self._model.spec.vocab_size, self.device),
+            None if masks is None else masks.upload(self.device),
         )
         self.slots.append(rows, slots_device, positions, sampled.tokens, sampled.counts)
         torch.sub(sampled.tokens, sampled.faults, out=given.outcome[:count, 0])

@@ -310,7 +310,7 @@ async def _generate(llm: AsyncLLM, sampling: dict[str, Any], job: PromptJob) -> 
     params = llm.inputs.default_sampling.replace(sampling | job.sampling)
     prompt: Any = {job.kind: job.content}
     if job.kind == "messages":
-        prompt = llm.inputs.chat_prompt(job.content)
+        prompt = await llm.inputs.chat_prompt_async(job.content)
     for _ in range(ATTEMPTS):
         try:
             result: RequestOutput | None = None

@@ -25,6 +25,7 @@ from headrace.text.templates import TemplateRenderer
 from headrace.text.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
+    from headrace.multimodal.media import MediaLoader
     from headrace.multimodal.processor import MultiModalProcessor
 
 logger = logging.getLogger("headrace.engine")
@@ -58,6 +59,7 @@ class Frontend:
         self, args: EngineArgs, *, vocab_size: int, max_model_len: int, media: MediaFacts | None = None
     ) -> InputProcessor:
         """For an engine that has resolved its vocabulary and context length. ``media``: None: it reads text alone."""
+        multimodal = None if media is None else self._multimodal(args, media)
         return InputProcessor(
             vocab_size=vocab_size,
             max_model_len=max_model_len,
@@ -68,8 +70,14 @@ class Frontend:
             grammars=GrammarFactory(args.structured_outputs_config, self._grammars(args, vocab_size)),
             answers=self.answers(args),
             max_prompt_chars=args.max_prompt_chars,
-            multimodal=None if media is None else self._multimodal(args, media),
+            multimodal=multimodal,
+            media=None if multimodal is None else self._media_loader(args),
         )
+
+    def _media_loader(self, args: EngineArgs) -> MediaLoader:
+        from headrace.multimodal.media import MediaLoader
+
+        return MediaLoader(args)
 
     def _multimodal(self, args: EngineArgs, media: MediaFacts) -> MultiModalProcessor | None:
         """None, with a warning: the model's files have no processor that can be used."""

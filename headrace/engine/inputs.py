@@ -23,9 +23,11 @@ from headrace.multimodal.items import MultiModalData
 from headrace.options import Option, OptionSpec, check_value, options, shown
 from headrace.sampling_params import MAX_SEED, SamplingParams
 from headrace.text.bad_words import check_bad_words, compile_bad_words
+from headrace.text.content import ConversationMedia
 from headrace.text.stops import check_stops
 
 if TYPE_CHECKING:
+    from headrace.multimodal.media import MediaLoader
     from headrace.multimodal.processor import MultiModalProcessor, PreparedPrompt
     from headrace.text.answers import AnswerFormats
     from headrace.text.tokenizer import Tokenizer
@@ -50,6 +52,8 @@ class MultiModalPrompt(TypedDict):
     """As ``MultiModalData.of`` takes it."""
     mm_processor_kwargs: NotRequired[Mapping[str, Any]]
     """Options of the model's processor."""
+    add_special_tokens: NotRequired[bool]
+    """False: ``prompt`` is a rendered conversation, whatever the call says."""
 
 
 Prompt = str | TokensPrompt | TextPrompt | MultiModalPrompt
@@ -66,7 +70,7 @@ _LEAST_PROMPT_CHARS = 1 << 20
 _GENERATION_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
-_PROMPT_PARTS = {"prompt", "prompt_token_ids", "multi_modal_data", "mm_processor_kwargs"}
+_PROMPT_PARTS = {"prompt", "prompt_token_ids", "multi_modal_data", "mm_processor_kwargs", "add_special_tokens"}
 _PROMPT_TEXT = Option(None, "prompt", OptionSpec(), str, False)
 
 
@@ -86,9 +90,10 @@ class InputProcessor:
         max_prompt_chars: int | None = None,
         answers: AnswerFormats | None = None,
         multimodal: MultiModalProcessor | None = None,
+        media: MediaLoader | None = None,
     ) -> None:
         """``generation_config``: as in ``ModelFiles``. ``max_prompt_chars``: of ``EngineArgs``. ``answers``: None: answers are
-        not parsed.
+        not parsed. ``media``: loads what conversations refer to, for ``multimodal``.
 
         Raises:
             ConfigError: the model's generation config holds a value that no request may have.
@@ -99,6 +104,7 @@ class InputProcessor:
         self.answers = answers
         self.multimodal = multimodal
         """None: the model reads text alone."""
+        self.media = media
         self.default_sampling = _sampling_defaults(generation_config)
         """What a caller who gives no sampling parameters gets."""
         tokenizer_eos = tokenizer.eos_token_ids if tokenizer is not None else []
@@ -127,8 +133,8 @@ class InputProcessor:
 
     def chat_prompt(
         self, messages: Any, tokenizer: Tokenizer | None = None, *, add_special_tokens: bool = False, **options: Any
-    ) -> TokensPrompt:
-        """Normalise, render and tokenise a conversation.
+    ) -> TokensPrompt | MultiModalPrompt:
+        """Normalise, render and tokenise a conversation. Loads its media, and waits for them: ``chat_prompt_async`` does not.
 
         Args:
             tokenizer: one with another chat template.
@@ -138,8 +144,26 @@ class InputProcessor:
         Raises:
             RequestError: the messages cannot be rendered, or are longer than the context.
         """
-        text = (tokenizer or self._need_tokenizer("messages")).render_chat(messages, **options)
-        return {"prompt": text, "prompt_token_ids": self.encode(text, add_special_tokens, "messages")}
+        tokenizer = tokenizer or self._need_tokenizer("messages")
+        if self.multimodal is None or self.media is None:
+            text = tokenizer.render_chat(messages, **options)
+            return {"prompt": text, "prompt_token_ids": self.encode(text, add_special_tokens, "messages")}
+        media = ConversationMedia(self.multimodal.neutral)
+        text = tokenizer.render_chat(messages, media=media, **options)
+        if not media.parts:
+            return {"prompt": text, "prompt_token_ids": self.encode(text, add_special_tokens, "messages")}
+        data = self.media.load(media.parts)
+        return {"prompt": text, "multi_modal_data": data, "add_special_tokens": add_special_tokens}
+
+    async def chat_prompt_async(self, messages: Any, **options: Any) -> TokensPrompt | MultiModalPrompt:
+        """As ``chat_prompt``, in a thread where it may take long."""
+        make = functools.partial(self.chat_prompt, messages, **options)
+        return make() if self.multimodal is None else await asyncio.to_thread(make)
+
+    def prompt_token_ids(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
+        """The tokens of a prompt, placeholders of media expanded. Raises: RequestError: as ``request``."""
+        media = self._media(prompt, add_special_tokens)
+        return self._tokens(prompt, add_special_tokens)[1] if media is None else media.token_ids
 
     def encode(self, text: str, add_special_tokens: bool = True, param: str = "prompt") -> list[int]:
         """Tokens of a prompt. Raises RequestError if it cannot fit in the context, if possible before it is tokenised."""
@@ -259,9 +283,8 @@ class InputProcessor:
             self.check_length(text or "", "prompt")
         elif tokens:
             self._checked_tokens(tokens)
-        return self.multimodal.prepare(
-            tokens if tokens is not None else text or "", data, kwargs, add_special_tokens=add_special_tokens
-        )
+        special = prompt.get("add_special_tokens", add_special_tokens)
+        return self.multimodal.prepare(tokens if tokens is not None else text or "", data, kwargs, add_special_tokens=special)
 
     def _checked_tokens(self, tokens: list[int]) -> list[int]:
         if not tokens:

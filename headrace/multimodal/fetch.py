@@ -124,6 +124,8 @@ class Fetcher:
         self._backend = _CheckedBackend(resolve, admits)
         self._tls = tls
         self._places = asyncio.Semaphore(_CONCURRENT)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """Of the semaphore: Python's callers have a loop for each call."""
 
     async def fetch(self, url: str, param: str) -> bytes:
         """The content that a URL names.
@@ -131,6 +133,8 @@ class Fetcher:
         Raises:
             RequestError: it cannot be had, or not within the limits; the error names ``param``.
         """
+        if self._loop is not asyncio.get_running_loop():
+            self._loop, self._places = asyncio.get_running_loop(), asyncio.Semaphore(_CONCURRENT)
         if self._tls is None:
             self._tls = await asyncio.to_thread(httpcore.default_ssl_context)
         try:

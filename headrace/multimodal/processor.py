@@ -81,6 +81,12 @@ class MultiModalProcessor:
         """Tokens of the language model that a picture of this size takes."""
         return self._rules.image_rows(width, height)
 
+    def check_features(self, features: Features, modality: Modality, where: str) -> None:
+        """Raises RequestError where features do not fit the model: names the part of ``where``, expected and actual."""
+        if modality not in self._rules.placeholders:
+            raise RequestError(f"{where}: the model takes no {modality}s", where, code="invalid_value")
+        self._features(features, modality, where)
+
     def prepare(
         self, prompt: str | list[int], data: MultiModalData, kwargs: Mapping[str, Any], *, add_special_tokens: bool
     ) -> PreparedPrompt:

@@ -136,6 +136,7 @@ FIELDS: tuple[FieldRule, ...] = (
         "vLLM",
         _CHAT,
         chat_template_kwargs="Further variables for the chat template.",
+        mm_processor_kwargs="Options of the model's processor of pictures and videos, such as min_pixels and max_pixels.",
         add_generation_prompt="End the prompt with the start of the assistant's turn. Default: true.",
         continue_final_message="Continue the last message instead of starting a new turn.",
         thinking_token_budget="Number of tokens of reasoning at most; then its end is forced. -1 (default): no limit.",

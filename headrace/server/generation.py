@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
@@ -95,9 +96,18 @@ class Generation:
             "prompt_tokens": prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(self._cached)},
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached), **self._media_tokens},
             "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
         }
+
+    @functools.cached_property
+    def _media_tokens(self) -> dict[str, int]:
+        """Tokens of pictures and videos in the prompts; empty: there are none."""
+        counts: dict[str, int] = {}
+        for media in (media for request in self.requests for media in request.media):
+            name = f"{media.modality}_tokens"
+            counts[name] = counts.get(name, 0) + media.num_rows
+        return {"image_tokens": 0, "video_tokens": 0, **counts} if counts else {}
 
     @property
     def timing(self) -> dict[str, float | None] | None:

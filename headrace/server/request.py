@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from headrace.server.body import json_object
 from headrace.server.errors import validation_error
 from headrace.server.fields import Endpoint, applied_fields
+from headrace.server.middleware import TENANT
 from headrace.server.schema import RequestBody, SampledBody
 from headrace.server.state import Serving
 
@@ -34,6 +35,11 @@ def parsed_body(fields: dict[str, Any], kind: type[B], endpoint: Endpoint | None
         return kind.model_validate(fields)
     except ValidationError as error:
         raise validation_error(error) from None
+
+
+def tenant(request: Request) -> str:
+    """Whose uploads a request sees: those of its API key, or everyone's where there are no keys."""
+    return str(request.scope.get(TENANT, ""))
 
 
 def body_schema(kind: type[RequestBody]) -> dict[str, Any]:

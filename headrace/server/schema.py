@@ -94,6 +94,7 @@ class ChatBody(GenerationBody):
     max_completion_tokens: Annotated[Any, WithJsonSchema(_SAMPLING["max_tokens"].json_schema())] = None
     add_special_tokens: bool = False
     chat_template_kwargs: dict[str, Any] = {}
+    mm_processor_kwargs: dict[str, Any] = {}
     add_generation_prompt: bool | None = None
     """None: unless the final message is continued."""
     continue_final_message: bool = False
@@ -217,6 +218,7 @@ class TokenizeBody(RequestBody):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = {}
+    mm_processor_kwargs: dict[str, Any] = {}
     return_token_strs: bool = False
 
 

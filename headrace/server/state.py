@@ -21,6 +21,7 @@ from headrace.metrics.prometheus import ServerMetrics
 from headrace.sampling_params import SamplingParams
 from headrace.server.body import BodyBudget
 from headrace.server.errors import ApiError, first_line, shown, unavailable
+from headrace.server.features import FeatureStore
 from headrace.server.logprobs import TokenTexts
 from headrace.server.settings import ServerSettings
 from headrace.server.store import ResponseStore
@@ -55,6 +56,7 @@ class Serving:
         self.draining = False
         self.num_in_flight = 0
         self.responses = ResponseStore(settings)
+        self.features = FeatureStore(settings)
         self.secret = secrets.token_bytes(32)
         """Signs what clients keep for the server."""
         self.late_system: bool | None = None

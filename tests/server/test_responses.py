@@ -220,7 +220,7 @@ def test_the_store_stays_in_its_bounds() -> None:
         ({"input": [7]}, "input[0]"),
         ({"input": [{"type": "message", "role": "tool", "content": "x"}]}, "input[0].role"),
         ({"input": [{"type": "mcp_call"}]}, "input[0].type"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
         ({"input": [{"role": "user", "content": "x", "colour": 1}]}, "input[0]"),
         ({"input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "{"}]}, "input"),
         ({"max_output_tokens": 0}, "max_output_tokens"),

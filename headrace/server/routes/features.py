@@ -15,7 +15,7 @@ from headrace.multimodal.items import Features
 from headrace.server.body import check_content_encoding, json_object
 from headrace.server.errors import JSON, ApiError, shown
 from headrace.server.features import Upload
-from headrace.server.middleware import TENANT
+from headrace.server.request import tenant
 from headrace.server.state import Serving, serving
 
 router = APIRouter()
@@ -76,11 +76,6 @@ async def delete(request: Request) -> Response:
     _kept(request, identity)
     serving(request).features.delete(tenant(request), identity)
     return JSON({"id": identity, "object": "features", "deleted": True})
-
-
-def tenant(request: Request) -> str:
-    """Whose uploads a request sees: those of its API key, or everyone's where there are no keys."""
-    return str(request.scope.get(TENANT, ""))
 
 
 async def _given(request: Request, state: Serving) -> tuple[bytes | str, Modality]:

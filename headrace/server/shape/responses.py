@@ -20,7 +20,7 @@ from headrace.server.generation import Generation, Piece
 from headrace.server.logprobs import chat_logprobs
 from headrace.server.schema import ResponsesBody
 from headrace.server.shape.parts import Part, Parts, Step, events_of
-from headrace.server.shape.turns import Turns, checked, json_text, served_tools
+from headrace.server.shape.turns import ContentPart, Turns, checked, image_part, json_text, served_tools
 from headrace.server.sse import Answer, named_event
 from headrace.server.state import Serving
 
@@ -61,6 +61,14 @@ class InputText(_Tagged, tag="input_text", kw_only=True):
     prompt_cache_breakpoint: dict[str, Any] | None = None
 
 
+class InputImage(_Tagged, tag="input_image", kw_only=True):
+    image_url: str
+    detail: Literal["auto", "low", "high", "original"] | None = None
+    """A hint by which others choose a size; here the model's processor does."""
+    file_id: None = None
+    prompt_cache_breakpoint: dict[str, Any] | None = None
+
+
 class OutputText(_Tagged, tag="output_text", kw_only=True):
     text: str
     annotations: list[Any] | None = None
@@ -78,7 +86,7 @@ class ReasoningText(_Tagged, tag="reasoning_text", kw_only=True):
 
 class Message(_Item, tag="message", kw_only=True):
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[InputText | OutputText | Refusal]
+    content: str | list[InputText | InputImage | OutputText | Refusal]
     phase: str | None = None
 
 
@@ -91,7 +99,7 @@ class FunctionCall(_Item, tag="function_call", kw_only=True):
 
 class FunctionCallOutput(_Item, tag="function_call_output", kw_only=True):
     call_id: str
-    output: str | list[InputText | OutputText]
+    output: str | list[InputText | InputImage | OutputText]
     name: str | None = None
 
 
@@ -103,7 +111,7 @@ class CustomToolCall(_Item, tag="custom_tool_call", kw_only=True):
 
 class CustomToolCallOutput(_Item, tag="custom_tool_call_output", kw_only=True):
     call_id: str
-    output: str | list[InputText | OutputText]
+    output: str | list[InputText | InputImage | OutputText]
 
 
 class Reasoning(_Item, tag="reasoning", kw_only=True):
@@ -185,12 +193,13 @@ class Conversation(NamedTuple):
 def conversation(body: ResponsesBody, state: Serving) -> Conversation:
     """Raises: ApiError, RequestError: 4xx, naming the place at fault."""
     given = _given_items(body.input, state)
-    history = [*_earlier(body, state), *given]
+    earlier = _earlier(body, state)
+    history = [*earlier, *given]
     turns = Turns()
     if body.instructions is not None:
         turns.say("system", [body.instructions])
-    for item in checked(history, list[Item], "input"):
-        _add(turns, item, state)
+    for index, item in enumerate(checked(history, list[Item], "input"), -len(earlier)):
+        _add(turns, item, state, f"input[{index}]" if index >= 0 else "previous_response_id")
     kept, skipped = served_tools(body.tools, lambda tool: tool.get("type") in ("function", "custom"), state.settings)
     tools = [checked(tool, FunctionTool | CustomTool, place) for place, tool in kept]
     text = checked(body.text or {}, TextConfig, "text")
@@ -255,18 +264,16 @@ def _earlier(body: ResponsesBody, state: Serving) -> list[dict[str, Any]]:
     return entry.items()
 
 
-def _add(turns: Turns, item: Item, state: Serving) -> None:
+def _add(turns: Turns, item: Item, state: Serving, where: str) -> None:
     match item:
         case Message():
-            texts = item.content if isinstance(item.content, str) else [_text(part) for part in item.content]
-            turns.say(item.role, [texts] if isinstance(texts, str) else texts, merge=item.role == "assistant")
+            turns.say(item.role, _content(item.content, f"{where}.content"), merge=item.role == "assistant")
         case FunctionCall():
             turns.call(item.call_id, item.name, item.arguments)
         case CustomToolCall():
             turns.call(item.call_id, item.name, json_text({_CUSTOM_INPUT: item.input}))
         case FunctionCallOutput() | CustomToolCallOutput():
-            output = item.output
-            turns.result(item.call_id, output if isinstance(output, str) else "\n".join(map(_text, output)))
+            turns.result(item.call_id, _content(item.output, f"{where}.output"))
         case Reasoning():
             if item.content:
                 turns.think("".join(part.text for part in item.content))
@@ -274,7 +281,18 @@ def _add(turns: Turns, item: Item, state: Serving) -> None:
                 turns.think(unsealed(item.encrypted_content, state.secret))
 
 
-def _text(part: InputText | OutputText | Refusal) -> str:
+def _content(
+    content: str | Sequence[InputText | InputImage | OutputText] | Sequence[InputText | InputImage | OutputText | Refusal],
+    where: str,
+) -> list[ContentPart]:
+    if isinstance(content, str):
+        return [content]
+    return [_part(part, f"{where}[{index}]") for index, part in enumerate(content)]
+
+
+def _part(part: InputText | InputImage | OutputText | Refusal, where: str) -> ContentPart:
+    if isinstance(part, InputImage):
+        return image_part(part.image_url, where)
     return part.refusal if isinstance(part, Refusal) else part.text
 
 

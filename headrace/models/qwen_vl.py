@@ -21,7 +21,7 @@ from headrace.models.hf_config import (
 )
 from headrace.models.moe_config import experts_of, mixed_specs
 from headrace.models.names import decoder_names
-from headrace.weights.names import NameTable, StoredLayout
+from headrace.weights.names import NameTable
 
 _QWEN2 = ("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration")
 _QWEN3 = "Qwen3VLForConditionalGeneration"
@@ -61,9 +61,9 @@ def moe_names(model: Decoder) -> NameTable:
 
 
 def _stacked(table: NameTable, theirs: str, ours: str, module: Experts) -> None:
-    """Checkpoints stack the experts, with inputs before outputs."""
-    for kind in ("gate_up_proj", "down_proj"):
-        table.add(f"{theirs}.{kind}", f"{ours}.{kind}", layout=StoredLayout(transposed=True))
+    """Published checkpoints stack the experts with inputs before outputs, those that transformers saves the other way round."""
+    for kind, parameter in module.named_parameters(recurse=False):
+        table.transposable(f"{theirs}.{kind}", f"{ours}.{kind}", tuple(parameter.shape))
 
 
 QWEN2_VL = Family(

@@ -123,12 +123,12 @@ def decode_video(data: memoryview, limits: DecodeLimits) -> Decoded:
     import av
 
     container_format = _video_format(bytes(data[:16]))
-    with av.open(io.BytesIO(data), format=container_format, metadata_errors="ignore", io_open=_opens_nothing) as container:
+    with av.open(io.BytesIO(data), "r", format=container_format, metadata_errors="ignore", io_open=_opens_nothing) as container:
         if len(container.streams) > _MAX_STREAMS or not container.streams.video:
             raise DecodeError("has no video stream" if not container.streams.video else f"has more than {_MAX_STREAMS} streams")
         stream = container.streams.video[0]
         _check_frame(stream.codec_context.width, stream.codec_context.height, limits)
-        total = sum(1 for packet in container.demux(stream) if packet.size)
+        total = sum(packet.size > 0 for packet in container.demux(stream))
         fps, duration = _pace(stream, total)
         if duration > limits.video_seconds:
             raise DecodeError(

@@ -37,7 +37,7 @@ class MediaDecoder:
         decoded = await asyncio.get_running_loop().run_in_executor(self._threads, self._decode, "image", data, param)
         from PIL import Image
 
-        return Picture(Image.frombuffer("RGB", (decoded.width, decoded.height), decoded.pixels, "raw", "RGB", 0, 1))
+        return Picture(Image.fromarray(np.frombuffer(decoded.pixels, np.uint8).reshape(decoded.height, decoded.width, 3)))
 
     async def video(self, data: bytes, param: str) -> Video:
         """Raises: RequestError: it is no video that can be decoded within the limits; names ``param``."""

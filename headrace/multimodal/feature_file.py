@@ -38,7 +38,7 @@ def _tensors(data: bytes, param: str) -> dict[str, TensorData]:
     if size > _MAX_HEADER_BYTES:
         raise _wrong(param, f"has a header of {size} bytes; at most {_MAX_HEADER_BYTES} are allowed")
     try:
-        found = safetensors.deserialize(data)
+        found = safetensors.deserialize(data)  # type: ignore[no-untyped-call]
     except safetensors.SafetensorError as error:
         raise _wrong(param, f"is not safetensors: {error}") from None
     tensors = {}

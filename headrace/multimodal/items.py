@@ -307,6 +307,8 @@ def _grids(tensor: TensorData, where: str) -> list[tuple[int, int, int]]:
 def _seconds(value: Any, count: int, where: str) -> list[float | None]:
     if value is None:
         return [None] * count
+    if isinstance(value, list | tuple) and all(isinstance(second, int | float) for second in value):
+        value = np.asarray(value, dtype=np.float32)
     tensor = tensor_data(value, where)
     try:
         seconds = array_of(tensor).astype(np.float64)

@@ -22,7 +22,7 @@ from typing import Any
 
 from headrace.config import EngineArgs
 from headrace.core.media import Modality
-from headrace.errors import QueueFullError
+from headrace.errors import QueueFullError, RequestError
 from headrace.limited_process import ProcessLimits
 from headrace.multimodal.decode import DecodeLimits
 from headrace.multimodal.decoder import MediaDecoder
@@ -141,7 +141,7 @@ class MediaLoader:
         if part.encoded:
             return self._features(part, find, share)
         if not isinstance(part.value, str):
-            return part.value if isinstance(part.value, Picture) else _in_memory(part)
+            return _in_memory(part)
         data = await self._bytes(part.value, part.param, share)
         if part.modality == "image":
             picture = await self.decoder.image(data, part.param)
@@ -216,9 +216,9 @@ def _read_below(directory: Path, path: str, most: int) -> bytes:
     """
     root = os.path.realpath(directory)
     real = os.path.realpath(path)
-    if not os.path.isabs(path) or os.path.commonpath([root, real]) != root or real == root:
+    if not os.path.isabs(path):
         raise ValueError
-    *folders, name = Path(real).relative_to(root).parts
+    *folders, name = Path(real).relative_to(root).parts  # ValueError: it lies elsewhere
     with contextlib.ExitStack() as stack:
         opened = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
         stack.callback(os.close, opened)
@@ -238,8 +238,12 @@ def _read_below(directory: Path, path: str, most: int) -> bytes:
 
 def _in_memory(part: MediaPart) -> Picture | Video:
     """A picture or video that Python's caller has."""
-    data = MultiModalData.of({part.modality: [part.value]})
-    item: Any = (data.images or data.videos)[0]
+    try:
+        data = MultiModalData.of({part.modality: [part.value]})
+    except RequestError as error:
+        message = error.message.replace(f"multi_modal_data.{part.modality}[0]", part.param)
+        raise RequestError(message, part.param, code=error.code) from None
+    item: Picture | Video = (data.images or data.videos)[0]  # type: ignore[assignment]
     return item
 
 

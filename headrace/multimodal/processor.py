@@ -51,6 +51,7 @@ class MultiModalProcessor:
         self, rules: MediaRules, tokenizer: Tokenizer, facts: MediaFacts, limits: Mapping[Modality, int], cache_bytes: int
     ) -> None:
         self._rules, self._tokenizer, self._facts = rules, tokenizer, facts
+        rules.max_rows = facts.max_model_len
         self.limits: Mapping[Modality, int] = {
             modality: count if modality in rules.placeholders else 0 for modality, count in limits.items()
         }

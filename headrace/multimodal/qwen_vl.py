@@ -18,6 +18,8 @@ from headrace.multimodal.rules import Expansion, Grid, MediaRules, Processed
 from headrace.multimodal.sampling import Sampled, Sampling
 
 _MOST_RATIO = 200
+OPENAI_CLIP_MEAN = [0.48145466, 0.4578275, 0.40821073]
+OPENAI_CLIP_STD = [0.26862954, 0.26130258, 0.27577711]
 
 
 class QwenRules(MediaRules):
@@ -37,6 +39,8 @@ class QwenRules(MediaRules):
         "num_frames": (int,),
         "do_sample_frames": (bool,),
     }
+    shades: ClassVar[tuple[list[float], list[float]]] = (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD)
+    """Mean and deviation of a video's colours, where its processor's settings have none."""
     video_size: ClassVar[Mapping[str, int]] = {"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768}
     sampling: ClassVar[Mapping[str, Any]] = {"do_sample_frames": False, "fps": None, "multiple": 2}
 
@@ -49,6 +53,10 @@ class QwenRules(MediaRules):
         self._patch = int(self._images.patch_size)
         self._temporal = int(self._images.temporal_patch_size)
         self._vision = vision
+        limits = {name: self._video.get(name) for name in ("min_pixels", "max_pixels")}
+        self._video_limits = {name: value for name, value in limits.items() if value is not None}
+        shades = {"image_mean": self.shades[0], "image_std": self.shades[1]}
+        self._video_options = {name: self._video.get(name) or value for name, value in shades.items()}
         defaults = dict(self.sampling)
         for name in ("do_sample_frames", "fps", "num_frames", "min_frames", "max_frames"):
             if self._video.get(name) is not None:
@@ -62,7 +70,8 @@ class QwenRules(MediaRules):
         if isinstance(medium, Picture):
             size = self._pixel_limits(dict(self._images.size), options)
             width, height = medium.image.size
-            self._target(height, width, 1, size, where)
+            tall, wide = self._target(height, width, 1, size, where)
+            self.check_rows(tall * wide // (self._patch * self._merge) ** 2, where)
             made = self._process(medium.image, where, size=size)
             return [Processed("image", self._blocks(_grid(made["image_grid_thw"])), made)]
         sampled = self._sample(medium, options, where)
@@ -97,15 +106,14 @@ class QwenRules(MediaRules):
 
     def _video_patches(self, sampled: Sampled, options: Mapping[str, Any], where: str) -> tuple[npt.NDArray[np.float32], Grid]:
         """The patches of a video, as transformers' video processor makes them."""
-        size = dict(self.video_size) | {
-            name: value for name, value in self._video.items() if name in ("min_pixels", "max_pixels")
-        }
-        size = self._pixel_limits({**size, **(self._video.get("size") or {})}, options)
+        size = {**self.video_size, **(self._video.get("size") or {})}
+        size = self._pixel_limits(size, {**self._video_limits, **options})
         frames = sampled.frames
         height, width = frames.shape[1:3]
         tall, wide = self._target(height, width, len(frames), self._capped(size, len(frames)), where)
+        self.check_rows(len(frames) * tall * wide // self._temporal // (self._patch * self._merge) ** 2, where)
         frames = self._process.resize(frames, tall, wide)
-        made = [self._process(frame, where, do_resize=False)["pixel_values"] for frame in frames]
+        made = [self._process(frame, where, do_resize=False, **self._video_options)["pixel_values"] for frame in frames]
         # The processor repeats a picture in each frame of a temporal patch.
         pixels = np.stack([array_of(one).reshape(-1, 3, self._temporal, self._patch**2)[:, :, 0] for one in made])
         pixels = np.concatenate([pixels, *[pixels[-1:]] * (-len(pixels) % self._temporal)])
@@ -187,6 +195,7 @@ class Qwen3Rules(QwenRules):
     """Of Qwen3-VL: each temporal patch is a picture of its own behind a text that says its seconds."""
 
     timed = True
+    shades: ClassVar[tuple[list[float], list[float]]] = ([0.5, 0.5, 0.5], [0.5, 0.5, 0.5])
     video_size: ClassVar[Mapping[str, int]] = {"shortest_edge": 128 * 32 * 32, "longest_edge": 32 * 32 * 768}
     sampling: ClassVar[Mapping[str, Any]] = {"do_sample_frames": True, "fps": 2, "ends": True}
 

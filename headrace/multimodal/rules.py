@@ -56,8 +56,19 @@ class MediaRules(abc.ABC):
     """Library that resizes pictures: torchvision, or pil. They round differently."""
     fingerprint: str = ""
     """Differs where processed media would."""
+    max_rows: int = 1 << 31
+    """The most that an item may have: what is larger is refused before it is resized."""
     option_types: ClassVar[Mapping[str, tuple[type, ...]]] = {}
     """The ``mm_processor_kwargs`` that a request may give."""
+
+    def check_rows(self, rows: int, where: str) -> None:
+        """Raises RequestError for an item that no context holds."""
+        if rows > self.max_rows:
+            raise RequestError(
+                f"{where} would take {rows} tokens, and the context has {self.max_rows}",
+                where,
+                code="context_length_exceeded",
+            )
 
     def options(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Checks ``mm_processor_kwargs``. Raises RequestError that names one."""

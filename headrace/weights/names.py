@@ -88,6 +88,7 @@ class NameTable:
         self._ignorable = [re.compile(pattern) for pattern in ignorable]
         self._elsewhere: list[dict[str, str]] = []
         self._moved: dict[str, str] = {}
+        self._transposable: dict[str, tuple[int, ...]] = {}
 
     def add(self, name: str, parameter: str, index: int | None = None, layout: StoredLayout | None = None) -> None:
         """The tensor ``name`` is the whole of ``parameter``, or of ``parameter[index]``."""
@@ -122,6 +123,11 @@ class NameTable:
         """Names that match in full carry nothing to load."""
         self._ignorable.append(pattern)
 
+    def transposable(self, name: str, parameter: str, shape: tuple[int, ...]) -> None:
+        """The tensor ``name`` is all of ``parameter``, of this shape or transposed, as the checkpoint's own shape shows."""
+        self._transposable[name] = shape
+        self._insert(name, Target(parameter, layout=StoredLayout(transposed=True)))
+
     def elsewhere(self, prefixes: Mapping[str, str]) -> None:
         """In the checkpoint of a larger model, names that begin with a key of ``prefixes`` may begin with its value.
 
@@ -141,7 +147,10 @@ class NameTable:
             other = next((name for name in others if name in names), None)
             if other is None:
                 for name in usual:
-                    table._insert(name, self._parts[name])
+                    part, plain = self._parts[name], self._transposable.get(name)
+                    if plain is not None and isinstance(names, Mapping) and name in names and names[name].shape == plain:
+                        part = dataclasses.replace(part, layout=None)
+                    table._insert(name, part)
             else:
                 table._insert(other, others[other])
         return table
@@ -152,6 +161,7 @@ class NameTable:
         table._ignorable, table._moved = self._ignorable, dict(prefixes)
         for name, part in self._parts.items():
             table._insert(_move(name, prefixes), part)
+        table._transposable = {_move(name, prefixes): shape for name, shape in self._transposable.items()}
         table._ties = {_move(name, prefixes): parameter for name, parameter in self._ties.items()}
         table._instead = {
             parameter: {_move(name, prefixes): part for name, part in others.items()}

@@ -76,8 +76,8 @@ def test_other_addresses(address: str) -> None:
 class Site(ThreadingHTTPServer):
     """A web site on 127.0.0.1, which a Fetcher reaches only with a check of addresses of the test's own."""
 
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+    def __init__(self, address: str = "127.0.0.1") -> None:
+        super().__init__((address, 0), _Handler)
         self.seen: list[tuple[str, str]] = []
         """(Host, path) of each request."""
         self.gone = threading.Event()

@@ -221,6 +221,14 @@ def test_a_large_file(loader: MediaLoader, folder: Path) -> None:
     assert "max_media_bytes" in refused(loader, f"file://{folder}/allowed/big.png")
 
 
+def test_objects_in_memory(loader: MediaLoader) -> None:
+    data = load(loader, noise(5, 4), np.zeros((3, 2, 3), np.uint8), noise(3, 3, "RGBA"))
+    assert [pixels(item).shape for item in data.images] == [(4, 5, 3), (3, 2, 3), (3, 3, 3)]
+    (video,) = load(loader, np.zeros((2, 3, 4, 3), np.uint8), modality="video").videos
+    assert isinstance(video, Video)
+    assert "must be a uint8 array" in refused(loader, np.zeros((3, 2, 4), np.uint8))
+
+
 def test_features(loader: MediaLoader) -> None:
     sent = {"data": base64.b64encode(save(tensors())).decode()}
 

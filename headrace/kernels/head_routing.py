@@ -6,6 +6,7 @@ prompt. Two settings of the checkpoint say how heads of each class attend.
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -74,7 +75,7 @@ def pool_keys(keys: torch.Tensor, key_start: torch.Tensor) -> torch.Tensor:
     wide = keys if keys.dtype == torch.float64 else keys.float()
     pooled = wide.new_zeros(len(key_start) - 1, *keys.shape[1:])
     starts = key_start.tolist()
-    for row, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
+    for row, (start, end) in enumerate(itertools.pairwise(starts)):
         if end > start:
             pooled[row] = wide[start:end].sum(0) / (end - start)
     return pooled

@@ -17,6 +17,7 @@ not depend on what else is in the batch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -149,7 +150,42 @@ def select(
     Returns:
         ``[N, num_heads, Kb]`` bool; False for other heads than of type ``BLOCK_SPARSE``.
     """
-    raise NotImplementedError
+    num_heads, num_blocks = sums.shape[1:]
+    mask = torch.zeros(sums.shape, dtype=torch.bool, device=sums.device)
+    thresholds = torch.as_tensor(threshold, dtype=torch.float32, device=sums.device).expand(num_heads).double()
+    key_block = torch.arange(num_blocks, device=sums.device)
+    for row, place, start, end, context in _rows(query_start, seq_lens, block):
+        heads = (types[row] == BLOCK_SPARSE).nonzero().flatten()
+        lagging_blocks = upstream_chunk(context + end - start) // block if quirk else 0
+        for number in range(-(-(end - start) // block) if len(heads) else 0):
+            own = context // block + number
+            weights = _integers(sums[place + number, heads])
+            total = weights.sum(-1)
+            need = (thresholds[heads] * total).ceil().long()
+            lagging = own < lagging_blocks
+            competing = (key_block < own) & (key_block >= (0 if lagging else 1))
+            kept = weights[:, own] if lagging or not own else weights[:, 0] + weights[:, own]
+            ranked, order = torch.where(competing, weights, -1).sort(dim=-1, descending=True, stable=True)
+            before = kept[:, None] + ranked.cumsum(-1) - ranked
+            if lagging:
+                before = torch.cat((torch.zeros_like(before[:, :1]), before[:, :-1]), dim=-1)
+            taken = (before < need[:, None]) & (ranked >= 0)
+            chosen = torch.zeros_like(taken).scatter_(1, order, taken)
+            chosen |= (key_block == 0) | (key_block == own)
+            everything = (thresholds[heads] >= 1) & (total > 0)
+            mask[place + number, heads] = chosen | (everything[:, None] & (key_block <= own))
+    return mask
+
+
+def upstream_chunk(length: int) -> int:
+    """Tokens of the chunks in which the code published with XAttention takes a prompt."""
+    padded = 1 << (length - 1).bit_length()
+    return max(min(max(2048, padded), 2**28 // padded), 2048)
+
+
+def _integers(sums: torch.Tensor) -> torch.Tensor:
+    """In units of ``2 ** -27``."""
+    return (sums * 2.0**27 + 0.5).floor().long()
 
 
 @gpu.dispatch("sparse_means.block_means")
@@ -179,7 +215,17 @@ def block_means(
     Returns:
         ``[R, kv_heads, Kb, d]`` and ``[R, kv_heads, Kb, dv]``; 0 behind a row's last block.
     """
-    raise NotImplementedError
+    kv_heads = keys.shape[2]
+    shape = (len(seq_lens), kv_heads, -(-max_seq_len // block))
+    means = BlockMeans(*(torch.zeros(*shape, side.shape[3], dtype=dtype, device=side.device) for side in (keys, values)))
+    for row, length in enumerate(seq_lens.tolist()):
+        for kv_head in range(kv_heads if length else 0):
+            for out, side, scales in zip(means, (keys, values), (k_scale, v_scale), strict=True):
+                x = _gather(side, scales, block_tables[row], length, kv_head, _wide(out))
+                for number, low in enumerate(range(0, length, block)):
+                    part = x[low : low + block]
+                    out[row, kv_head, number] = part.sum(0) / len(part)
+    return means
 
 
 @gpu.dispatch("sparse_means.select_mean")
@@ -215,7 +261,28 @@ def select_mean(
     Returns:
         ``[N, num_heads, Kb]`` bool; False for other heads than of type ``BLOCK_SPARSE``.
     """
-    raise NotImplementedError
+    num_heads = q.shape[1]
+    kv_heads, num_blocks = key_means.shape[1:3]
+    group = num_heads // kv_heads
+    dtype = _wide(q)
+    places = num_query_blocks(len(q), len(seq_lens), block)
+    mask = torch.zeros(places, num_heads, num_blocks, dtype=torch.bool, device=q.device)
+    key_block = torch.arange(num_blocks, device=q.device)
+    for row, place, start, end, context in _rows(query_start, seq_lens, block):
+        full = None if full_from is None else int(full_from[row])
+        for head in (types[row] == BLOCK_SPARSE).nonzero().flatten().tolist():
+            k = key_means[row, head // group].to(dtype)
+            for number, low in enumerate(range(start, end, block)):
+                own = context // block + number
+                kept = (key_block < sink_blocks) | (key_block > own - local_blocks)
+                if full is not None and context + number * block >= full:
+                    kept |= True
+                elif own:
+                    logits = q[low : min(low + block, end), head].to(dtype) @ k[:own].T * scale
+                    scores = logits.logsumexp(0)
+                    kept[:own] |= scores >= scores.max() + math.log(alpha)
+                mask[place + number, head] = kept & (key_block <= own)
+    return mask
 
 
 @gpu.dispatch("sparse_attention.sparse_prefill_attention")
@@ -254,15 +321,64 @@ def sparse_prefill_attention(
         seq_lens: ``[R]`` int32: tokens of each row in the cache, this step's included.
         types: ``[R, num_heads]`` int8.
         mask: ``[N, num_heads, Kb]`` bool, as ``select`` or ``select_mean`` returns it; None: no head is ``BLOCK_SPARSE``.
-        means: blocks that a ``BLOCK_SPARSE`` head leaves out, before the query block's own, count as if each of their tokens had
-            the block's mean key and mean value. None: they do not count.
+        means: blocks that a ``BLOCK_SPARSE`` head leaves out, before the query block's own, count as if each of their tokens
+            had the block's mean key and mean value. None: they do not count.
         k_scale, v_scale: ``[blocks, block_size, kv_heads]`` float32, for keys and values in e4m3.
         out: ``[T, num_heads, dv]``, of q's dtype, contiguous: gets the result.
 
     Returns:
         ``[T, num_heads, dv]`` in q's dtype; 0 for a token that sees no key.
     """
-    raise NotImplementedError
+    group = q.shape[1] // keys.shape[2]
+    dtype = _wide(q)
+    if out is None:
+        out = q.new_zeros(*q.shape[:2], values.shape[3])
+    for row, place, start, end, context in _rows(query_start, seq_lens, block):
+        length = context + end - start
+        for head, kind in enumerate(types[row].tolist()):
+            if head % group == 0:
+                k = _gather(keys, k_scale, block_tables[row], length, head // group, dtype)
+                v = _gather(values, v_scale, block_tables[row], length, head // group, dtype)
+            for number, low in enumerate(range(start, end, block)):
+                high = min(low + block, end)
+                position = torch.arange(context + low - start, context + high - start, device=q.device)
+                key_block = torch.arange(1 + (context + high - start - 1) // block, device=q.device)
+                chosen = torch.ones_like(key_block, dtype=torch.bool)
+                extra = None
+                if kind == STREAMING:
+                    nearest = -(-context // block) + number
+                    chosen = (key_block < sink_blocks) | ((key_block > nearest - local_blocks) & (key_block <= nearest))
+                elif kind == BLOCK_SPARSE:
+                    if mask is None:
+                        raise ValueError(f"head {head} of row {row} is block-sparse, but there is no mask")
+                    chosen = mask[place + number, head, : len(key_block)]
+                    if means is not None:
+                        left_out = (~chosen[: context // block + number]).nonzero().flatten()
+                        extra = BlockMeans(*(side[row, head // group, left_out].to(dtype) for side in means))
+                out[low:high, head] = _attend(q[low:high, head].to(dtype), k, v, position, chosen, scale, block, extra)
+    return out
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    position: torch.Tensor,
+    chosen: torch.Tensor,
+    scale: float,
+    block: int,
+    extra: BlockMeans | None,
+) -> torch.Tensor:
+    """One head's attention to the chosen blocks of its keys, and to means that each stand for ``block`` tokens."""
+    key = (chosen.nonzero() * block + torch.arange(block, device=q.device)).flatten()
+    key = key[key <= position[-1]]
+    logits = (q @ k[key].T * scale).masked_fill(key > position[:, None], -torch.inf)
+    v = v[key]
+    if extra is not None:
+        logits = torch.cat((logits, q @ extra.keys.T * scale + math.log(block)), dim=1)
+        v = torch.cat((v, extra.values))
+    sees_none = (logits == -torch.inf).all(dim=1, keepdim=True)
+    return logits.softmax(1).masked_fill(sees_none, 0.0) @ v
 
 
 def _wide(x: torch.Tensor) -> torch.dtype:

@@ -296,6 +296,7 @@ def sparse_prefill_attention(
     types: torch.Tensor,
     mask: torch.Tensor | None,
     *,
+    max_seq_len: int,
     scale: float,
     sink_blocks: int,
     local_blocks: int,
@@ -320,6 +321,7 @@ def sparse_prefill_attention(
             their values in ``out``.
         seq_lens: ``[R]`` int32: tokens of each row in the cache, this step's included.
         types: ``[R, num_heads]`` int8.
+        max_seq_len: at least the largest of ``seq_lens``; ``Kb = ceil(max_seq_len / block)``.
         mask: ``[N, num_heads, Kb]`` bool, as ``select`` or ``select_mean`` returns it; None: no head is ``BLOCK_SPARSE``.
         means: blocks that a ``BLOCK_SPARSE`` head leaves out, before the query block's own, count as if each of their tokens
             had the block's mean key and mean value. None: they do not count.

@@ -31,11 +31,13 @@ class EstimateTiling:
 
     rows: int = 64
     columns: int = 128
-    side_by_side: int = 3
+    side_by_side: int = 2
     num_warps: int = 4
     num_stages: int = 3
 
 
+_WIDE = EstimateTiling(rows=16, columns=64, num_stages=2)
+"""For float32, whose products go without matrix units and have all operands in registers."""
 _VARYING = ["num_rows", "num_items", "width", "scratch_width", "table_row"]
 _UNALIGNED = ["tables", "query_start", "seq_lens", "types"]
 
@@ -226,7 +228,7 @@ def estimate(
     sums = torch.zeros(num_query_blocks(len(q), num_rows, block), num_heads, width, dtype=torch.float32, device=q.device)
     if not num_rows or not len(q):
         return sums
-    tiling = tiling or EstimateTiling()
+    tiling = tiling or (_WIDE if q.itemsize > 2 else EstimateTiling())
     rows, columns = max(tiling.rows, groups), max(tiling.columns, groups)
     fp8 = OFF
     if k_scale is not None:
@@ -240,13 +242,13 @@ def estimate(
         torch.zeros(1, dtype=torch.int32, device=q.device), num_rows, items, width, scratch_width,
         scale / (stride * norm) * 1.4426950408889634, *q.stride()[:2], *keys.stride()[:3], *scale_strides(k_scale),
         block_tables.stride(0), BLOCK_SIZE=block_size, HEADS=num_heads, GROUP=num_heads // kv_heads, BLOCK=block, STRIDE=stride,
-        ROWS=rows, COLUMNS=columns, OUTPUTS=min(64, triton.next_power_of_2(width)), D=head_dim, PIECE=_piece(head_dim),
+        ROWS=rows, COLUMNS=columns, OUTPUTS=min(64, triton.next_power_of_2(width)), D=head_dim, PIECE=_piece(q),
         FP8=fp8, PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=tiling.num_warps,
         num_stages=tiling.num_stages, **options(q.device),
     )  # fmt: skip
     return sums
 
 
-def _piece(head_dim: int) -> int:
+def _piece(q: torch.Tensor) -> int:
     """Channels at a time: the most that divide a head, else what wastes little."""
-    return next((piece for piece in (64, 32) if head_dim % piece == 0), 16)
+    return next((piece for piece in (64, 32) if q.shape[2] % piece == 0 and q.itemsize <= 2), 16)

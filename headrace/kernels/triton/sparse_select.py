@@ -123,6 +123,6 @@ def select(
     blocks = triton.next_power_of_2(width)
     _select[(places, num_heads)](
         sums, threshold, types, query_start, seq_lens, mask.view(torch.uint8), rows, width, HEADS=num_heads, BLOCK=block,
-        BLOCKS_P=blocks, QUIRK=quirk, num_warps=min(8, max(1, blocks // 1024)), **options(sums.device),
+        BLOCKS_P=blocks, QUIRK=quirk, num_warps=min(8, max(1, blocks // 512)), **options(sums.device),
     )  # fmt: skip
     return mask

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from headrace.errors import ConfigError, ContradictionError
 from headrace.model_spec.attention import AttentionSpec
+from headrace.model_spec.elastic import ElasticSpec
 from headrace.model_spec.mlp import MlpSpec
 
 
@@ -27,6 +28,8 @@ class ModelFacts:
     """Longest context the model was made for."""
     dtype: str = "float32"
     """The dtype the checkpoint says it was saved in."""
+    elastic: ElasticSpec | None = None
+    """None: the model has no router."""
 
     def __post_init__(self) -> None:
         if [layer.layer for layer in self.layers] != list(range(len(self.layers))):

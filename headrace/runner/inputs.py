@@ -11,6 +11,7 @@ import torch
 
 from headrace.attention.backend import AttentionBackend, LayerCache, StepMetadata, distinct
 from headrace.attention.context import ForwardContext
+from headrace.attention.sparse_rows import SparseRows
 from headrace.config import EngineConfig
 from headrace.errors import EngineError
 from headrace.kernels.inputs import LogitsInputs, RowTensors, logits_inputs, step_inputs
@@ -154,7 +155,7 @@ class ForwardPass:
         self._tables, self._buffers = tables, buffers
         self.to_plan = distinct(backends)
 
-    def __call__(self, bounds: Bounds) -> torch.Tensor:
+    def __call__(self, bounds: Bounds, sparse: SparseRows | None = None) -> torch.Tensor:
         """Runs the rows that have been sent; returns ``[T, hidden]``."""
         tables, rows = self._tables, self._buffers.rows(bounds.num_rows)
         max_queries = max(int(np.diff(bounds.query_start).max()), 1)
@@ -178,6 +179,7 @@ class ForwardPass:
             query_start_host=bounds.query_start,
             seq_lens_host=bounds.seq_lens,
             bounded=bounds.captured,
+            sparse=sparse,
         )
         for backend in self.to_plan:
             backend.plan(step)

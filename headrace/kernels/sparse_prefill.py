@@ -159,7 +159,7 @@ def select(
         lagging_blocks = upstream_chunk(context + end - start) // block if quirk else 0
         for number in range(-(-(end - start) // block) if len(heads) else 0):
             own = context // block + number
-            weights = _integers(sums[place + number, heads])
+            weights = _integers(sums[place + number, heads]) * (key_block <= own)
             total = weights.sum(-1)
             need = (thresholds[heads] * total).ceil().long()
             lagging = own < lagging_blocks

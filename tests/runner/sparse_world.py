@@ -72,8 +72,8 @@ def _weights(architecture: str) -> dict[str, torch.Tensor]:
     return decoder.state_dict()
 
 
-def model(spec: ModelSpec) -> Decoder:
-    decoder = build(spec, "float32", "cpu")
+def model(spec: ModelSpec, device: str = "cpu") -> Decoder:
+    decoder = build(spec, "float32", device)
     decoder.load_state_dict(_weights(spec.architecture))
     return decoder
 
@@ -96,6 +96,8 @@ class SparseWorld:
     depth: int = 1
     record: str | None = None
     page: int = PAGE
+    backend: str = "torch"
+    device: str = "cpu"
 
     @property
     def spec(self) -> ModelSpec:
@@ -147,16 +149,16 @@ class SparseWorld:
                 pipeline_depth=self.depth,
                 sparse=self.sparse,
             ),
-            device="cpu",
+            device=self.device,
             dtype="float32",
             quantization="none",
-            attention_backends=("torch",) * spec.num_layers,
+            attention_backends=(self.backend,) * spec.num_layers,
             num_threads=1,
             decisions=(),
         )
 
     def runner(self) -> ModelRunner:
-        return ModelRunner(model(self.spec), self.config(), token_bytes())
+        return ModelRunner(model(self.spec, self.device), self.config(), token_bytes())
 
 
 # ---------------------------------------------------------------------- the reference

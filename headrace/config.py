@@ -21,6 +21,8 @@ LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 ModelImpl = Literal["auto", "native", "transformers", "megatron"]
 KVCacheDType = Literal["auto", "fp8_e4m3"]
 Policy = Literal["fcfs", "priority"]
+SparsePrefill = Literal["auto", "off", "xattn", "mean"]
+YarnFactor = Literal["checkpoint", "positions"]
 GenerationConfig = Literal["auto", "vllm"]
 Device = Literal["auto", "cpu", "cuda"]
 MMEncoder = Literal["auto", "none"]
@@ -216,6 +218,30 @@ class EngineArgs:
     attention_backend: Annotated[str, OptionSpec(metavar="NAME")] = "auto"
     """Attention kernels. auto chooses the fastest backend that supports each layer; the start-up report gives the reason.
     flashinfer uses FlashInfer for decode rows and CUDA graphs too. reference is slow, for comparisons."""
+    sparse_prefill: SparsePrefill = "auto"
+    """How prompts attend. off: densely. xattn: each block of 128 queries attends to the blocks of keys that XAttention's
+    estimate selects, without training, in any model. mean: to those whose mean key scores highest, and to the mean of the
+    others (FlashPrefill V2). auto: as the model's router decides head by head, if it has elastic attention (PawQwen3,
+    PawLlama), else densely. A request may turn it off. Generated tokens always attend densely."""
+    sparse_threshold: Annotated[
+        float | None, OptionSpec(above=0.0, max=1.0, default="the checkpoint's, else 0.9; 0.1 for mean", metavar="NUMBER")
+    ] = None
+    """Of a selector. xattn: the share of a query block's estimated attention that the selected blocks reach; 1 selects all of
+    them. mean: blocks are selected whose score is at least this share of the best one's."""
+    sparse_min_tokens: Annotated[
+        int | None, OptionSpec(min=0, default="8192 for xattn and mean, 0 for a model's own router", metavar="INTEGER")
+    ] = None
+    """Prompts with fewer tokens attend densely: selecting blocks costs more there than it saves."""
+    elastic_max_exact_tokens: Annotated[
+        int | None, OptionSpec(min=256, default="the longest prompt, at most 131072", metavar="INTEGER")
+    ] = None
+    """Longest prompt that a model's router sees as a whole, as it was trained to. Such a prompt is computed in one step,
+    whatever --max-num-batched-tokens says: a larger value takes more memory for activations, and other requests wait longer for
+    their next token. A longer prompt is routed in segments of about this length, each by its own last keys and the prompt's
+    first; the report of a request says so."""
+    yarn_factor: YarnFactor = "checkpoint"
+    """Factor of YaRN's rotary embedding. checkpoint: the config's `factor`. positions: max_position_embeddings divided by
+    original_max_position_embeddings, as transformers up to 4.51 computes it, with which PawQwen3 models were trained."""
     pipeline_depth: Annotated[int | None, OptionSpec(min=1, max=8, default="1 on a CPU, 2 on a GPU")] = None
     """Maximum number of steps in flight. With 2, the host plans the next step while the device runs the current one, which
     pays off where the device is not the host's own cores."""
@@ -370,6 +396,38 @@ class CacheConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class SparseConfig:
+    """How prompts attend where they attend sparsely."""
+
+    selector: Literal["xattn", "mean"]
+    """Selects the key blocks of heads that attend to selected blocks."""
+    types: tuple[int, int] | None
+    """Types of heads that the model's router answers 0 and 1; None: no router, every head selects blocks."""
+    heads: tuple[int, ...]
+    """Query heads of each layer that can attend sparsely; 0: the layer is dense."""
+    threshold: float
+    """Of the selector: of xattn the share of attention to keep, of mean the share of the best block's score."""
+    min_tokens: int
+    """Shorter prompts are dense."""
+    max_exact_tokens: int
+    """The longest segment that the router sees at once, and that a step computes in one piece; 0: no router."""
+    block: int
+    stride: int
+    norm: float
+    sink_blocks: int
+    local_blocks: int
+
+    @property
+    def routed(self) -> bool:
+        return self.types is not None
+
+    @property
+    def name(self) -> str:
+        """Everything here that KV depends on."""
+        return repr(dataclasses.replace(self, min_tokens=0))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
     max_model_len: int
     max_num_seqs: int
@@ -381,6 +439,15 @@ class SchedulerConfig:
     """None: no limit."""
     max_num_encoder_tokens: int = 0
     """Encoder work of a step, in the unit of ``Item.encoder_tokens``; 0: the model has no encoder."""
+    sparse: SparseConfig | None = None
+    """None: every prompt attends densely."""
+
+    @property
+    def most_tokens(self) -> int:
+        """The most tokens of a step."""
+        if self.sparse is None or self.sparse.max_exact_tokens <= self.max_num_batched_tokens:
+            return self.max_num_batched_tokens
+        return min(self.sparse.max_exact_tokens, self.max_model_len) + self.max_num_seqs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -422,3 +489,8 @@ class EngineConfig:
     graph_prompt_tokens: tuple[int, ...] = ()
     """Tokens of prompts, beside decode rows or without, for which one may be captured, rising; empty: none."""
     decisions: tuple[Decision, ...]
+
+    @property
+    def sparse(self) -> SparseConfig | None:
+        """None: every prompt attends densely."""
+        return self.scheduler.sparse

@@ -65,6 +65,27 @@ class RequestTimes(msgspec.Struct, array_like=True, frozen=True):
     finished: float | None = None
 
 
+class AttentionReport(msgspec.Struct, frozen=True, kw_only=True):
+    """How one prompt attended."""
+
+    mode: str
+    """elastic, xattn, mean, or dense."""
+    density: float | None = 1.0
+    """Share of dense attention's pairs of query and key blocks that were attended, over the heads of all layers that can attend
+    sparsely and the tokens that were computed; None: none were."""
+    computed: int = 0
+    """Pairs of query and key blocks that dense attention has for one head in these tokens."""
+    block: int = 0
+    """Tokens of a block."""
+    threshold: float | None = None
+    exact: bool = True
+    """The router saw the prompt as a whole; false: in segments."""
+    layers: list[float | None] = []
+    """Density of each layer; None: the layer is dense."""
+    head_types: list[list[list[str]]] = []
+    """By segment, layer and KV head, what the router decided: full, xattn or streaming."""
+
+
 EventKind = Literal["reasoning", "content", "call_started", "arguments", "call_ended"]
 
 
@@ -150,6 +171,8 @@ class OutputDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """As ``Failure.code`` and ``Failure.param``, of ``error``."""
     times: RequestTimes | None = None
     """With the delta that finishes the sequence."""
+    attention: AttentionReport | None = None
+    """With the delta that finishes the sequence, if its prompt attended sparsely."""
 
 
 class CompletionOutput(msgspec.Struct, kw_only=True):
@@ -167,6 +190,13 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     stop_reason: int | str | None = None
 
 
+def most_computed(first: AttentionReport | None, second: AttentionReport | None) -> AttentionReport | None:
+    """Of two samples' reports, that of the one that computed more of the prompt they share."""
+    if first is None or second is None:
+        return first or second
+    return second if second.computed > first.computed else first
+
+
 class RequestOutput(msgspec.Struct, kw_only=True):
     """A request with its samples, in order of ``index``."""
 
@@ -179,6 +209,8 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     num_cached_tokens: int = 0
     error: str | None = None
     times: RequestTimes | None = None
+    attention: AttentionReport | None = None
+    """How the prompt attended; None: densely, or the request has not finished."""
 
     def add(self, delta: OutputDelta, text: TokenText | None = None) -> None:
         """Fold one delta in; ``outputs[delta.index]`` must exist. ``text`` decodes the tokens of logprobs."""
@@ -203,4 +235,5 @@ class RequestOutput(msgspec.Struct, kw_only=True):
             sample.finish_reason, sample.stop_reason = delta.finish_reason, delta.stop_reason
             self.error = delta.error or self.error
             self.times = delta.times or self.times
+            self.attention = most_computed(self.attention, delta.attention)
             self.finished = all(output.finish_reason is not None for output in self.outputs)

@@ -165,6 +165,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Number of most likely tokens to report at each prompt position. -1: the whole vocabulary."""
     structured_outputs: Annotated[StructuredOutputsParams | None, OptionSpec(metavar="JSON")] = None
     """What the output must be: exactly one of json, json_object, regex, choice and grammar, with options."""
+    sparse_prefill: Annotated[bool | None, OptionSpec(default="as --sparse-prefill says")] = None
+    """Attend sparsely in the prompt: false computes it densely; true needs a server that was started with --sparse-prefill, or
+    a model with elastic attention."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     detokenize: bool = True

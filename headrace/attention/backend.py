@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from headrace.attention.sparse_rows import SparseRows
 from headrace.cache.layer import LayerCache as LayerCache
 from headrace.model_spec import AttentionSpec
 from headrace.model_spec.kv import FP8_KV
@@ -43,6 +44,8 @@ class StepMetadata:
     """Host mirrors are upper bounds: the step may be captured in a CUDA graph, and replayed for other rows."""
     visible_ends: torch.Tensor | None = None
     """``[T]`` int32 on the device, for layers that pass it on in ``AttentionInputs``; None: no token sees behind itself."""
+    sparse: SparseRows | None = None
+    """The last rows, which attend sparsely in the layers that can; None: there are none."""
 
     @property
     def num_rows(self) -> int:
@@ -66,6 +69,10 @@ class StepMetadata:
     def single_query(self) -> bool:
         """Whether each row has one token."""
         return bool((self.query_counts == 1).all())
+
+    def densely(self) -> StepMetadata:
+        """The same with all rows attending densely."""
+        return dataclasses.replace(self, sparse=None)
 
     def rows(self, first: int, end: int) -> StepMetadata:
         """Rows ``first`` to ``end`` as views. Tokens keep their places in the packed batch."""
@@ -202,6 +209,11 @@ class AttentionBackend(abc.ABC):
     def workspaces(self) -> list[torch.Tensor]:
         """Tensors kept from step to step. Backends may share them."""
         return self.scratch.tensors
+
+    @property
+    def usual(self) -> AttentionBackend:
+        """The backend of steps in which no row attends sparsely."""
+        return self
 
     @property
     def step(self) -> StepMetadata:

@@ -21,8 +21,10 @@ from headrace.attention.flashinfer.kernels import Compiling, Kernel, compile_ahe
 from headrace.attention.mla import MLABackend
 from headrace.attention.native import NativeAttention
 from headrace.attention.reference import ReferenceAttention
+from headrace.attention.sparse import SparsePrefillAttention, WithSparsePrompts
 from headrace.attention.torch_cpu import TorchAttention
 from headrace.attention.triton import InvariantAttention, TritonAttention
+from headrace.config import SparseConfig
 from headrace.errors import ConfigError
 from headrace.model_spec import AttentionSpec, ModelFacts
 
@@ -196,21 +198,30 @@ def begin_compiling(specs: Sequence[AttentionSpec], names: Sequence[str], device
     return compile_ahead(wanted)
 
 
-def create_for(specs: Sequence[AttentionSpec], names: Sequence[str], device: str, dtype: str) -> list[AttentionBackend]:
+def create_for(
+    specs: Sequence[AttentionSpec], names: Sequence[str], device: str, dtype: str, sparse: SparseConfig | None = None
+) -> list[AttentionBackend]:
     """Creates the backend of each layer: one instance per name, and one per MLA geometry.
 
     Args:
         names: the backend of each layer.
+        sparse: how prompts attend in the layers that can attend sparsely; None: all attend densely.
 
     Raises:
         ConfigError: there is no such backend, or none that can run a layer's uncompressed prompts.
     """
     by_key: dict[object, AttentionBackend] = {}
     backends = []
+    prompts = None if sparse is None else SparsePrefillAttention(sparse)
     for spec, name in zip(specs, names, strict=True):
-        key = (name, spec.mla, spec.num_heads, spec.v_head_dim, spec.rotary_dim) if spec.mla is not None else name
+        wraps = prompts is not None and sparse is not None and sparse.heads[spec.layer] > 0
+        # An instance plans one set of rows a step: layers that attend sparsely have their own.
+        key: object = (name, wraps)
+        if spec.mla is not None:
+            key = (name, spec.mla, spec.num_heads, spec.v_head_dim, spec.rotary_dim)
         if key not in by_key:
-            by_key[key] = create(name) if spec.mla is None else _mla(spec, name, device, dtype)
+            usual = create(name) if spec.mla is None else _mla(spec, name, device, dtype)
+            by_key[key] = WithSparsePrompts(usual, prompts) if wraps and prompts is not None else usual
         backends.append(by_key[key])
     return backends
 

@@ -42,7 +42,8 @@ A line that ends with \\ goes on in the next one. Ctrl-C stops a reply."""
 
 
 @command(
-    args=ENGINE_OPTIONS, sampling=SAMPLING_OPTIONS.without("n", "logprobs", "logprobs_mode", "prompt_logprobs", "detokenize")
+    args=ENGINE_OPTIONS,
+    sampling=SAMPLING_OPTIONS.without("n", "logprobs", "logprobs_mode", "prompt_logprobs", "detokenize", "sparse_prefill"),
 )
 def chat(
     args: EngineArgs,

@@ -42,7 +42,8 @@ RESTART_POLL_SECONDS = 0.2
 PROMPTS = functools.partial(typer.Option, rich_help_panel="Prompts and results")
 
 
-@command(args=ENGINE_OPTIONS.changed("model", positional=False), sampling=SAMPLING_OPTIONS)
+# The engine has an option of the name sparse_prefill, which says how prompts attend.
+@command(args=ENGINE_OPTIONS.changed("model", positional=False), sampling=SAMPLING_OPTIONS.without("sparse_prefill"))
 def run(
     args: EngineArgs,
     sampling: dict[str, Any],

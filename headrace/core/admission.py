@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from headrace.config import SchedulerConfig
 from headrace.core.request import Request
+from headrace.core.sparse import SparsePrompt
 from headrace.errors import QueueFullError, RequestError
 from headrace.kv import KVCacheManager
 
@@ -16,7 +17,8 @@ def check_request(request: Request, config: SchedulerConfig, kv: KVCacheManager,
         QueueFullError: the queue is full.
     """
     _check_items(request, config)
-    _check_cache(request, kv)
+    _check_sparse(request, config)
+    _check_cache(request, config, kv)
     n = request.sampling.n
     if n > config.max_queue_len:
         raise RequestError(f"n is {n}, and the queue holds at most {config.max_queue_len} sequences (max_queue_len)", "n")
@@ -51,8 +53,21 @@ def _check_items(request: Request, config: SchedulerConfig) -> None:
         previous_end = item.end
 
 
-def _check_cache(request: Request, kv: KVCacheManager) -> None:
+def _check_sparse(request: Request, config: SchedulerConfig) -> None:
+    if not request.sampling.sparse_prefill:
+        return
+    if config.sparse is None:
+        raise RequestError(
+            "sparse_prefill is true, and prompts of this server attend densely (--sparse-prefill)", "sparse_prefill"
+        )
+    if request.items:
+        raise RequestError("sparse_prefill is for prompts of text: images and other items attend densely", "sparse_prefill")
+
+
+def _check_cache(request: Request, config: SchedulerConfig, kv: KVCacheManager) -> None:
     longest = max((item.end - item.start for item in request.items if item.atomic), default=1)
+    if sparse := SparsePrompt.of(request, config.sparse):
+        longest = sparse.least(0)
     # Samples fork up to a block before the prompt's end, and window groups keep what the fork sees until then.
     fork = kv.block_size if request.sampling.n > 1 else 0
     if reason := kv.too_small_for(len(request.prompt_token_ids), longest + fork):

@@ -16,6 +16,8 @@ class StepBudget:
     """Part of ``tokens`` kept for decoding sequences later in the order, so that a long prompt ahead does not stall them."""
     prefill: int | None = None
     """Tokens left for prefill while sequences decode, whose next tokens wait for the end of the step; None: no limit."""
+    pieces: int = 0
+    """Tokens left for prompts that are computed in one piece, whatever ``tokens`` says; other prefill takes from it too."""
     blocks_short: bool = False
     """A running sequence waits for KV blocks: no waiting sequence is admitted."""
 
@@ -25,7 +27,10 @@ class StepBudget:
         free = max(self.tokens - self.reserved, min(self.tokens, 1))
         return free if self.prefill is None else min(free, self.prefill)
 
-    def spend(self, tokens: int, *, decoding: bool) -> None:
-        self.tokens -= tokens
-        if self.prefill is not None and not decoding:
-            self.prefill = max(0, self.prefill - tokens)
+    def spend(self, tokens: int, *, decoding: bool, whole: bool = False) -> None:
+        """``whole``: a prompt in one piece, which may be longer than ``tokens``; what is reserved is not spent on it."""
+        self.tokens -= min(tokens, max(0, self.tokens - self.reserved)) if whole else tokens
+        if not decoding:
+            self.pieces = max(0, self.pieces - tokens)
+            if self.prefill is not None:
+                self.prefill = max(0, self.prefill - tokens)

@@ -39,6 +39,9 @@ class NewSequence(msgspec.Struct, frozen=True, array_like=True):
     media: tuple[ItemInputs, ...] = ()
     """The content of each of ``items``."""
     rope: RopePositions | None = None
+    sparse: bytes | None = None
+    """None: its prompt attends densely. Else the classes that the model's router gave to its heads, where they are known;
+    empty: they are not, or there is no router."""
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):
@@ -65,7 +68,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="step"):
     """Slots whose sequence finished, was aborted or was preempted since the last plan."""
     new: tuple[NewSequence, ...]
     rows: tuple[Row, ...]
-    """Decode rows first, then prefill rows: every row index of the step refers to this order."""
+    """Decode rows first, then prefill rows, last those that attend sparsely: every row index of the step refers to this
+    order."""
     num_decode_rows: int
     """Rows past their prefill. The last chunk of a prompt is prefill even if it has one token."""
     moves: tuple[tuple[int, int, int], ...] = ()
@@ -114,6 +118,16 @@ class SamplePlan(msgspec.Struct, frozen=True, array_like=True, tag="sample"):
         return bool(self.rows)
 
 
+class SparseOutcome(msgspec.Struct, frozen=True, array_like=True):
+    """What a row that attends sparsely came to."""
+
+    decision: bytes
+    """Classes ``[layers, kv_heads]`` that the router gave to the heads in this step; empty: it gave none."""
+    kept: list[int]
+    """Per layer, pairs of a query block and a key block that were attended, over all query heads; 0 in a layer that cannot
+    attend sparsely."""
+
+
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """Output of one step, by sequence."""
 
@@ -134,6 +148,8 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """Whether the model ran as a CUDA graph (True) or eagerly (False); None: it did not run."""
     padding_tokens: int = 0
     """Padding tokens computed to fill a CUDA graph."""
+    sparse: dict[int, SparseOutcome] = {}
+    """seq_id -> of rows that attend sparsely."""
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable
@@ -11,14 +12,15 @@ import msgspec
 from headrace.config import CacheConfig, SchedulerConfig
 from headrace.core.admission import check_request
 from headrace.core.budget import StepBudget
-from headrace.core.items import affordable_length, chunk_length, least_chunk
+from headrace.core.items import affordable_length
 from headrace.core.ordered import OrderedSequences
-from headrace.core.plan import StepPlan, StepResult
+from headrace.core.plan import SparseOutcome, StepPlan, StepResult
 from headrace.core.policies import running_order, waiting_order
 from headrace.core.request import Request
 from headrace.core.results import collect_tokens, keep_prompt_logprobs
 from headrace.core.sequence import Sequence, SequenceUpdate, Status
 from headrace.core.slots import Slots
+from headrace.core.sparse import Decisions, SparsePrompt
 from headrace.core.step import InFlightRow, InFlightStep, StepBuilder
 from headrace.errors import EngineError, RequestError
 from headrace.kv import KVCacheManager
@@ -55,6 +57,7 @@ class Scheduler:
         """Updates of sequences that failed while a step was planned; the next ``update`` returns them."""
         self._starved: Sequence | None = None
         """A sequence whose next atomic item did not fit in the rest of the token budget: it goes first in the next step."""
+        self._decisions = Decisions()
         self._counters = EngineStats()
         self._clock = clock
 
@@ -123,6 +126,7 @@ class Scheduler:
             self.config.max_num_encoder_tokens,
             reserved=num_decoding,
             prefill=self.config.max_prefill_tokens_beside_decode if num_decoding else None,
+            pieces=self.config.sparse.max_exact_tokens if self.config.sparse else 0,
         )
         step = StepBuilder(budget, self.kv.moves)
         if self._starved is not None:
@@ -238,12 +242,15 @@ class Scheduler:
 
     def _chunk(self, seq: Sequence, start: int, budget: StepBudget) -> int:
         """Length of the prefill chunk from ``start`` that the budget allows; may be 0."""
+        if seq.whole(start):
+            # A step without other prefill has room for it.
+            return seq.cut(start, seq.num_tokens, budget.pieces)
         limit = budget.spendable
-        if not seq.items:
-            return min(seq.num_tokens - start, limit)
-        chunk = chunk_length(start, seq.num_tokens, limit, seq.items)
-        if chunk == 0 and self._starved is None and least_chunk(start, seq.items) > max(1, limit):
+        chunk = seq.cut(start, seq.num_tokens, limit)
+        if chunk == 0 and self._starved is None and seq.least_chunk(start) > max(1, limit):
             self._starved = seq
+        if not seq.items:
+            return chunk
         # Encoder work needs no such precedence: only sequences earlier in the order spend it, once for each item.
         return affordable_length(start, chunk, seq.items, seq.num_encoded, budget.encoder_tokens)
 
@@ -256,9 +263,9 @@ class Scheduler:
             room = self.kv.room(seq.blocks, start)
             if room >= wanted:
                 return wanted
-            least = 1 if seq.decoding else least_chunk(start, seq.items)
+            least = 1 if seq.decoding else seq.least_chunk(start)
             if room >= least:
-                return chunk_length(start, start + wanted, room, seq.items)
+                return seq.cut(start, start + wanted, room)
             if self.kv.room(seq.blocks, start, pending=True) >= least or not self._make_room(seq, step):
                 step.budget.blocks_short = True
                 return 0
@@ -291,12 +298,14 @@ class Scheduler:
         seq.status = Status.PREEMPTED
         seq.num_computed = seq.num_collected = seq.num_encoded = 0
         seq.preemption_epoch += 1
+        if seq.sparse is not None:
+            seq.sparse.restart()
         self._waiting.add(seq)
         self._counters.num_preemptions += 1
 
     def _fail(self, seq: Sequence) -> None:
         """Ends a sequence that cannot continue although the whole cache is available to it."""
-        reason = self.kv.too_small_for(seq.num_tokens, least_chunk(seq.num_computed, seq.items))
+        reason = self.kv.too_small_for(seq.num_tokens, seq.least_chunk(seq.num_computed))
         error = Failure(f"the KV cache is too small to continue this sequence: {reason or 'it has the whole cache already'}")
         self.fail(seq, error)
 
@@ -311,16 +320,18 @@ class Scheduler:
         if seq.num_in_flight:
             return False  # Just preempted: steps in flight still return tokens for it.
         forked = seq.blocks.capacity > 0
+        if seq.whole(0) and seq.prompt_logprobs is None:
+            self._recall(seq)
         hit = None if forked else self.kv.no_hit() if seq.prompt_logprobs is not None else self.kv.match(seq.blocks)
         start = seq.blocks.capacity if hit is None else hit.num_tokens
-        if not self.kv.fits(seq.blocks, hit, seq.num_tokens, least_chunk(start, seq.items)):
+        if not self.kv.fits(seq.blocks, hit, seq.num_tokens, seq.least_chunk(start)):
             return self._blocks_missing(seq)
         chunk = self._chunk(seq, start, step.budget)
         if chunk == 0:
             return False
         if hit is not None:
             self.kv.attach(seq.blocks, hit)
-        chunk = chunk_length(start, start + chunk, self.kv.room(seq.blocks, start), seq.items)
+        chunk = seq.cut(start, start + chunk, self.kv.room(seq.blocks, start))
         new_blocks = self.kv.allocate(seq.blocks, start + chunk)
         if not chunk or new_blocks is None:
             raise EngineError(f"{seq!r} was admitted without blocks for its first chunk")
@@ -380,6 +391,8 @@ class Scheduler:
                 seq.first_token_at = self._clock()
             update, stop = collect_tokens(seq, token_ids, result.logprobs.get(seq.seq_id))
             self._counters.generation_tokens += len(update.token_ids)
+        if seq.sparse is not None and seq.seq_id in result.sparse:
+            self._keep_sparse(seq, seq.sparse, row, result.sparse[seq.seq_id])
         if row.preemption_epoch == seq.preemption_epoch:
             self._advance(row, row.num_logits - len(token_ids or ()))
         if update is not None and stop is not None:
@@ -396,13 +409,34 @@ class Scheduler:
         if seq.siblings and seq.num_collected >= seq.num_prompt:
             self._fork_siblings(seq)
 
+    # ------------------------------------------------------------------ sparse prompts
+
+    def _recall(self, seq: Sequence) -> None:
+        """Takes over the decision of an equal prompt, which is what KV of its prefix is found by."""
+        decision = None if seq.sparse is None else self._decisions.find(seq.sparse, self.kv.generation)
+        if decision is not None and seq.sparse is not None:
+            seq.sparse.decision = decision
+            self.kv.identify(seq.blocks, seq.sparse.identity)
+
+    def _keep_sparse(self, seq: Sequence, sparse: SparsePrompt, row: InFlightRow, outcome: SparseOutcome) -> None:
+        if outcome.decision and sparse.decide(row.start, outcome.decision):
+            self.kv.identify(seq.blocks, sparse.identity)
+            if self.kv.caching:
+                self._decisions.keep(sparse, self.kv.generation)
+        if row.preemption_epoch == seq.preemption_epoch:
+            sparse.count_blocks(row.start, row.end, outcome.kept)
+
     # ------------------------------------------------------------------ samples of one request
 
     def _make_sequence(self, request: Request, index: int, first: Sequence | None = None) -> Sequence:
         seq_id = self._next_seq_id
         self._next_seq_id += 1
-        blocks = self.kv.open(seq_id, request.prompt_token_ids.copy(), request.cache_identity)
-        return Sequence(seq_id, request, index, blocks, self.config.max_model_len, first)
+        sparse = SparsePrompt.of(request, self.config.sparse)
+        identity = request.cache_identity
+        if sparse is not None:
+            identity = dataclasses.replace(identity, attention_mode=sparse.config.name, sparse=sparse.identity)
+        blocks = self.kv.open(seq_id, request.prompt_token_ids.copy(), identity)
+        return Sequence(seq_id, request, index, blocks, self.config.max_model_len, first, sparse)
 
     def _lead(self, seq: Sequence, siblings: list[Sequence]) -> None:
         """Queues a sequence. Its siblings wait outside the queue until it has computed the prompt."""
@@ -414,6 +448,9 @@ class Scheduler:
         boundary = self.kv.fork_boundary(seq.blocks, seq.num_prompt)
         siblings, seq.siblings = seq.siblings, []
         for sibling in siblings:
+            if seq.sparse is not None and sibling.sparse is not None:
+                sibling.sparse.decision = seq.sparse.decision
+                self.kv.identify(sibling.blocks, sibling.sparse.identity)
             if boundary and self.kv.can_fork(seq.blocks, boundary):
                 self.kv.fork(seq.blocks, sibling.blocks, boundary)
             self._waiting.add(sibling)

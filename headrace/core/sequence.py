@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import enum
 
+from headrace.core.items import chunk_length, least_chunk
 from headrace.core.matcher import Matcher
 from headrace.core.request import Request
+from headrace.core.sparse import SparsePrompt
 from headrace.kv import Item, SequenceBlocks
 from headrace.outputs import Failure, FinishReason, RequestTimes, TokenLogprobs
 
@@ -40,6 +42,8 @@ class Sequence:
     max_model_len: dataclasses.InitVar[int]
     first: dataclasses.InitVar[Sequence | None] = None
     """Another sample of the request."""
+    sparse: SparsePrompt | None = None
+    """None: its prompt attends densely."""
     stop_token_ids: frozenset[int] = dataclasses.field(init=False)
     """Of the request: its samples share the set."""
     token_ids: list[int] = dataclasses.field(init=False)
@@ -103,6 +107,24 @@ class Sequence:
     def ready(self) -> bool:
         """False while its constraint is being compiled."""
         return self.matcher is not None or self.request.constraint is None
+
+    def cut(self, start: int, end: int, limit: int) -> int:
+        """Length of a chunk from ``start``: at most ``limit`` tokens of ``[start, end)``; 0 if what cannot be cut is longer."""
+        if self.sparse is not None:
+            return self.sparse.cut(start, end, limit)
+        return chunk_length(start, end, limit, self.items)
+
+    def least_chunk(self, start: int) -> int:
+        """Smallest length of a chunk from ``start``."""
+        return least_chunk(start, self.items) if self.sparse is None else self.sparse.least(start)
+
+    def whole(self, start: int) -> bool:
+        """Whether the chunk from ``start`` must be one piece, beyond a step's budget of tokens if need be."""
+        return self.sparse is not None and self.sparse.whole(start)
+
+    def is_sparse(self, start: int) -> bool:
+        """Whether the row from ``start`` attends sparsely. No row has tokens of both kinds."""
+        return self.sparse is not None and start < self.num_prompt
 
     @property
     def decoding(self) -> bool:

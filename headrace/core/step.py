@@ -52,6 +52,8 @@ class StepBuilder:
         self._new: list[NewSequence] = []
         self._decode: list[Row] = []
         self._prefill: list[Row] = []
+        self._sparse: list[Row] = []
+        """Prefill rows that attend sparsely."""
 
     def __bool__(self) -> bool:
         return bool(self.in_flight)
@@ -77,6 +79,7 @@ class StepBuilder:
                 items=tuple(request.items[index] for index in needed),
                 media=tuple(request.media[index] for index in needed),
                 rope=request.rope,
+                sparse=None if seq.sparse is None else seq.sparse.decision or b"",
             )
         )
 
@@ -85,13 +88,13 @@ class StepBuilder:
         start, end = seq.num_computed, seq.num_computed + num_tokens
         num_logits = int(end == seq.num_tokens)
         row = Row(seq.seq_id, seq.slot, start, num_tokens, num_logits, new_blocks)
-        (self._decode if seq.decoding else self._prefill).append(row)
+        (self._decode if seq.decoding else self._sparse if seq.is_sparse(start) else self._prefill).append(row)
         self.in_flight.append(InFlightRow(seq, seq.preemption_epoch, start, end, num_logits))
         if num_logits and seq.request.constraint is not None:
             self.constrained.append(seq)
         self.scheduled.add(seq.seq_id)
         self._moves_before[seq.seq_id] = len(self._moves)
-        self.budget.spend(num_tokens, decoding=seq.decoding)
+        self.budget.spend(num_tokens, decoding=seq.decoding, whole=seq.whole(start))
         if seq.items and start < seq.num_prompt:
             self.budget.encoder_tokens -= encoder_cost(start, end, seq.items, seq.num_encoded)
             seq.num_encoded = end
@@ -100,7 +103,7 @@ class StepBuilder:
         seq.num_in_flight += 1
 
     def build(self, step: int, released: tuple[int, ...], moves: tuple[Move, ...] = ()) -> StepPlan:
-        rows = self._decode + self._prefill
+        rows = self._decode + self._prefill + self._sparse
         if moves:
             rows = [self._moved(row, moves) for row in rows]
         return StepPlan(step, released, tuple(self._new), tuple(rows), len(self._decode), moves)

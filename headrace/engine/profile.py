@@ -9,11 +9,16 @@ import torch
 
 from headrace.attention.backend import AttentionBackend, LayerCache, StepMetadata, distinct, workspace_bytes
 from headrace.attention.context import ForwardContext
+from headrace.attention.sparse_rows import SparseRows
 from headrace.cache.planes import allocate
 from headrace.config import EngineConfig
+from headrace.core.plan import NewSequence, Row, StepPlan
 from headrace.models.interface import Model, ModelInputs
 from headrace.resolve.memory import CUDA_SLACK
 from headrace.runner.build import make_backends
+from headrace.runner.slots import RowArrays
+from headrace.runner.sparse import SparseTables
+from headrace.sampling_params import SamplingParams
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +75,20 @@ def _largest_step(model: Model, config: EngineConfig, caches: list[LayerCache], 
 
     Their KV goes nowhere, and what they see is the null block's.
     """
-    tokens, longest = config.scheduler.max_num_batched_tokens, config.scheduler.max_model_len
+    step, positions = largest_step(config)
+    for backend in distinct(backends):
+        backend.plan(step)
+    hidden = model(ModelInputs(torch.zeros_like(positions), positions), ForwardContext(step, caches, backends))
+    logits = model.logits(hidden[: min(config.scheduler.max_num_seqs, len(positions))])
+    # The sampler's own copy, where rows ask for logprobs.
+    logits.clone()
+
+
+def largest_step(config: EngineConfig) -> tuple[StepMetadata, torch.Tensor]:
+    """The step with most tokens, and their positions. Its prompts attend sparsely where prompts may."""
+    tokens, longest = config.scheduler.most_tokens, config.scheduler.max_model_len
+    if config.sparse is not None and config.sparse.routed:
+        longest = min(longest, config.sparse.max_exact_tokens)
     starts = np.append(np.arange(0, tokens, longest), tokens)
     lengths = np.diff(starts)
     rows, width = len(lengths), -(-int(lengths.max()) // config.cache.block_size)
@@ -86,10 +104,19 @@ def _largest_step(model: Model, config: EngineConfig, caches: list[LayerCache], 
         block_tables=(table,) * len(config.cache.groups),
         query_start_host=starts,
         seq_lens_host=lengths,
+        sparse=_sparse_rows(config, lengths.tolist(), device),
     )
-    for backend in distinct(backends):
-        backend.plan(step)
-    hidden = model(ModelInputs(torch.zeros_like(positions), positions), ForwardContext(step, caches, backends))
-    logits = model.logits(hidden[: min(config.scheduler.max_num_seqs, tokens)])
-    # The sampler's own copy, where rows ask for logprobs.
-    logits.clone()
+    return step, positions
+
+
+def _sparse_rows(config: EngineConfig, lengths: list[int], device: torch.device) -> SparseRows | None:
+    """Whole prompts of the given lengths; None: they attend densely."""
+    if config.sparse is None or len(lengths) > config.scheduler.max_num_seqs:
+        return None
+    tables = SparseTables(config, config.sparse, device)
+    sampling = SamplingParams()
+    # Of a prompt, the tables read its length alone.
+    prompts = [NewSequence(slot, slot, [], length, sampling, 0, 0, [], None, sparse=b"") for slot, length in enumerate(lengths)]
+    tables.take(prompts)
+    rows = tuple(Row(slot, slot, 0, length, 0, ()) for slot, length in enumerate(lengths))
+    return tables.rows(RowArrays(StepPlan(0, (), (), rows, 0)))

@@ -1,8 +1,8 @@
 """Ownership of KV blocks and the prefix cache. No tensors."""
 
 from headrace.kv.block_pool import NULL_BLOCK, BlockPool
-from headrace.kv.identity import CacheIdentity, Item
+from headrace.kv.identity import CacheIdentity, Item, SparseIdentity
 from headrace.kv.manager import KVCacheManager, SequenceBlocks
 from headrace.kv.prefix_cache import Hit
 
-__all__ = ["NULL_BLOCK", "BlockPool", "CacheIdentity", "Hit", "Item", "KVCacheManager", "SequenceBlocks"]
+__all__ = ["NULL_BLOCK", "BlockPool", "CacheIdentity", "Hit", "Item", "KVCacheManager", "SequenceBlocks", "SparseIdentity"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from array import array
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -24,6 +25,27 @@ class Item(msgspec.Struct, frozen=True, array_like=True):
     """Cost of encoding it, from a step's encoder budget; 0: it needs no encoder."""
 
 
+class SparseIdentity(NamedTuple):
+    """What the KV of a prompt that attends sparsely depends on, beside the mode's name.
+
+    Key blocks are selected for whole blocks of queries. So a token's KV depends on the prompt's tokens up to the end of its
+    block of the sparse grid; and tokens behind the prompt attend densely.
+    """
+
+    block: int
+    """Tokens of a block of the sparse grid."""
+    prompt_len: int
+    decision: bytes | None
+    """Of the model's router; None: not known yet."""
+
+    def border(self, end: int) -> int:
+        """The end of the tokens that the KV of tokens up to ``end`` depends on."""
+        return min(-(-end // self.block) * self.block, self.prompt_len)
+
+    def uncut(self, boundary: int) -> bool:
+        return boundary % self.block == 0 or boundary >= self.prompt_len
+
+
 @dataclasses.dataclass(frozen=True)
 class CacheIdentity:
     """Everything that a sequence's KV depends on besides its token ids. Block keys derive from the two.
@@ -40,10 +62,18 @@ class CacheIdentity:
     """Name of the attention mode that computes the KV, where a model has several."""
     items: tuple[Item, ...] = ()
     """Items of the prompt: ascending, disjoint."""
+    sparse: SparseIdentity | None = None
+    """None: the prompt attends densely."""
+
+    @property
+    def known(self) -> bool:
+        """False while the KV depends on what is not known yet: then its blocks have no keys."""
+        return self.sparse is None or self.sparse.decision is not None
 
     def root(self) -> bytes:
         """The payload of the key that precedes every first block."""
-        return msgspec.msgpack.encode((self.cache_salt, self.weight_version, self.adapter, self.attention_mode))
+        decision = None if self.sparse is None else self.sparse.decision
+        return msgspec.msgpack.encode((self.cache_salt, self.weight_version, self.adapter, self.attention_mode, decision))
 
     def block(self, token_ids: Sequence[int], start: int, end: int) -> bytes:
         """The payload of the key of the block of tokens ``[start, end)``.
@@ -55,8 +85,14 @@ class CacheIdentity:
             if start <= item.start < end:
                 behind = token_ids[end : item.end] if item.bidirectional else []
                 payload += msgspec.msgpack.encode((item.start, item.end, item.bidirectional, item.content_hash, behind))
+        if self.sparse is not None:
+            border = self.sparse.border(end)
+            ends_here = border < -(-end // self.sparse.block) * self.sparse.block
+            payload += msgspec.msgpack.encode((token_ids[end:border], border if ends_here else None))
         return payload
 
     def uncut(self, boundary: int) -> bool:
-        """True if no atomic item lies on both sides of ``boundary``."""
+        """True if a sequence can start at ``boundary``: it cuts no atomic item and no block of the sparse grid."""
+        if self.sparse is not None and not self.sparse.uncut(boundary):
+            return False
         return not any(item.atomic and item.start < boundary < item.end for item in self.items)

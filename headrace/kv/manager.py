@@ -8,7 +8,7 @@ from headrace.config import CacheConfig
 from headrace.errors import EngineError
 from headrace.kv.block_pool import NULL_BLOCK
 from headrace.kv.block_regions import BlockRegions
-from headrace.kv.identity import CacheIdentity
+from headrace.kv.identity import CacheIdentity, SparseIdentity
 from headrace.kv.prefix_cache import Hit, KeyChain, find_hit, first_visible_block
 from headrace.model_spec import CacheGroup
 
@@ -91,7 +91,7 @@ class KVCacheManager:
 
         The prefix is shorter than the sequence, so that its last token is computed, and never ends inside an atomic item.
         """
-        if not self.caching:
+        if not self.caching or not blocks.identity.known:
             return self.no_hit()
         keys = self._current_keys(blocks)
         most = (len(blocks.token_ids) - 1) // self.block_size
@@ -129,7 +129,11 @@ class KVCacheManager:
         if blocks.capacity:
             raise EngineError(f"sequence {blocks.seq_id} holds KV blocks already")
         self._sequences[blocks.seq_id] = blocks
-        self._current_keys(blocks)
+        if blocks.identity.known:
+            self._current_keys(blocks)
+        else:
+            blocks.identity = dataclasses.replace(blocks.identity, weight_version=self._weight_version)
+            blocks.keys, blocks.generation = None, self._generation
         blocks.num_published = hit.num_tokens // self.block_size
         self._share(blocks, hit)
 
@@ -319,7 +323,7 @@ class KVCacheManager:
         return (window - 1 + chunk + self.block_size - 2) // self.block_size + 1
 
     def _uncut_boundary(self, boundary: int, identity: CacheIdentity) -> int:
-        """The last block boundary up to ``boundary`` that cuts no atomic item."""
+        """The last block boundary up to ``boundary`` at which a sequence can start."""
         while not identity.uncut(boundary):
             boundary -= self.block_size
         return boundary
@@ -340,6 +344,17 @@ class KVCacheManager:
             blocks.keys = KeyChain(blocks.identity, blocks.token_ids, self.block_size)
             blocks.generation = self._generation
         return blocks.keys
+
+    @property
+    def generation(self) -> int:
+        """Rises when cached prefixes are forgotten."""
+        return self._generation
+
+    def identify(self, blocks: SequenceBlocks, sparse: SparseIdentity) -> None:
+        """What the sequence's KV depends on is known now: from here on its blocks have keys."""
+        blocks.identity = dataclasses.replace(blocks.identity, sparse=sparse)
+        if blocks.generation == self._generation and blocks.capacity:
+            blocks.keys = KeyChain(blocks.identity, blocks.token_ids, self.block_size)
 
     def _publish(self, blocks: SequenceBlocks, full: int) -> None:
         if blocks.generation != self._generation or blocks.keys is None:

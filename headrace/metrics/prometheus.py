@@ -28,6 +28,7 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 _LATENCY = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, 300.0, 600.0)
 _TOKEN = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
 _COUNTS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
+_SHARES = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 _METHODS = frozenset({"GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH"})
 
 
@@ -94,6 +95,12 @@ class ServerMetrics:
         )
         self.prompt_tokens = histogram("request_prompt_tokens", "Prompt tokens of a sequence", _COUNTS, "")
         self.generation_tokens = histogram("request_generation_tokens", "Output tokens of a sequence", _COUNTS, "")
+        self.attention_density = histogram(
+            "request_attention_density",
+            "Share of dense attention's blocks that a prompt which attends sparsely attends to",
+            _SHARES,
+            "",
+        )
         self.outcomes = Counter(
             "headrace_requests",
             "Generation requests that ended, by endpoint and outcome.",
@@ -158,5 +165,7 @@ class GenerationObserver:
                 share = (now - last) / len(delta.token_ids)
                 for _ in delta.token_ids:
                     self._metrics.inter_token.observe(share)
+        if delta.attention is not None and delta.attention.density is not None and delta.index == 0:
+            self._metrics.attention_density.observe(delta.attention.density)
         if delta.times is not None:
             self._metrics.observe_finished(delta.times, self._prompt_tokens[prompt], self._generated[key])

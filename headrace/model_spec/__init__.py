@@ -2,6 +2,7 @@
 
 from headrace.model_spec.arena import Arena
 from headrace.model_spec.attention import AttentionSpec, MLASpec, Mode
+from headrace.model_spec.elastic import DENSE, ELASTIC_MODES, HEAD_TYPES, POOLED, SELECTED, STREAMING, ElasticSpec, HeadMode
 from headrace.model_spec.foreign import AnySpec, ForeignSpec
 from headrace.model_spec.kv import CacheGroup, LayerKV, Plane, block_sizes, cache_groups, layer_kv
 from headrace.model_spec.mlp import CLAMPED_SWIGLU, DenseSpec, MlpSpec, MoeSpec
@@ -15,8 +16,13 @@ __all__ = [
     "CLAMPED_SWIGLU",
     "AttentionSpec",
     "CacheGroup",
+    "DENSE",
     "DenseSpec",
+    "ELASTIC_MODES",
+    "ElasticSpec",
     "ForeignSpec",
+    "HEAD_TYPES",
+    "HeadMode",
     "MLASpec",
     "LayerKV",
     "MlpSpec",
@@ -24,9 +30,12 @@ __all__ = [
     "ModelFacts",
     "ModelSpec",
     "MoeSpec",
+    "POOLED",
     "Plane",
     "RopeSpec",
     "VisionSpec",
+    "SELECTED",
+    "STREAMING",
     "block_sizes",
     "cache_groups",
     "layer_kv",

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from headrace.errors import ConfigError, ContradictionError
 from headrace.model_spec.attention import AttentionSpec
+from headrace.model_spec.elastic import ElasticSpec
 from headrace.model_spec.mlp import MlpSpec
 from headrace.model_spec.vision import VisionSpec
 
@@ -30,6 +31,8 @@ class ModelFacts:
     """The dtype the checkpoint says it was saved in."""
     vision: VisionSpec | None = None
     """None: the model reads text alone."""
+    elastic: ElasticSpec | None = None
+    """None: the model has no router."""
 
     def __post_init__(self) -> None:
         if [layer.layer for layer in self.layers] != list(range(len(self.layers))):

@@ -29,6 +29,7 @@ from headrace.layers.mlp import GatedMLP
 from headrace.layers.norm import RMSNorm
 from headrace.model_spec import AttentionSpec
 from headrace.models.decoder import Decoder, DecoderAttention, DecoderLayer
+from headrace.models.paw import PawAttention, PawLayer
 from headrace.quant.native import NativeMethod
 
 _GEOMETRY = frozenset(
@@ -60,7 +61,9 @@ class FusedLayers:
         self._angles = (ctypes.c_void_p * len(layers))()
 
     def takes(self, ctx: ForwardContext) -> bool:
-        """Returns whether the call supports the step's caches and backends."""
+        """Returns whether the call supports the step, its caches and its backends."""
+        if ctx.step.sparse is not None:
+            return False
         if ctx.caches is not self._caches or ctx.backends is not self._backends:
             self._bind(ctx)
         return self._bound
@@ -69,7 +72,7 @@ class FusedLayers:
         self._caches, self._backends = ctx.caches, ctx.backends
         own = [(ctx.caches[index], ctx.backends[index]) for index in range(len(self._structs))]
         self._bound = all(
-            type(backend) is NativeAttention and cache.rows.dtype == self._dtype and cache.rows[0].is_contiguous()
+            type(backend.usual) is NativeAttention and cache.rows.dtype == self._dtype and cache.rows[0].is_contiguous()
             for cache, backend in own
         )
         for struct, (cache, _) in zip(self._structs, own, strict=True):
@@ -140,10 +143,12 @@ def refusals(decoder: Decoder) -> list[str]:
 
 
 def _objections(layer: torch.nn.Module, dtype: torch.dtype) -> list[str]:
-    if type(layer) is not DecoderLayer:
+    if not isinstance(layer, DecoderLayer) or type(layer) not in (DecoderLayer, PawLayer):
         return ["it is not a plain decoder layer"]
     attention, mlp, reasons = layer.self_attn, layer.mlp, []
-    if type(attention) is not DecoderAttention or type(attention.attention) is not Attention:
+    # A router works in steps with sparse rows alone, which the call does not take.
+    known = type(attention) in (DecoderAttention, PawAttention)
+    if not isinstance(attention, DecoderAttention) or not known or type(attention.attention) is not Attention:
         return ["its attention has projections of its own kind"]
     reasons += [f"its attention has {name}" for name in _beyond(attention.spec)]
     if type(mlp) is not GatedMLP or mlp.act_mul is not silu_mul:

@@ -19,6 +19,7 @@ from headrace.models import (
     llama,
     mimo_v2_flash,
     mistral,
+    paw,
     qwen2,
     qwen3,
     qwen3_moe,
@@ -48,6 +49,7 @@ _FAMILIES: tuple[Family, ...] = (
     ernie4_5_moe.FAMILY,
     deepseek_v2.FAMILY,
     deepseek_v3.FAMILY,
+    *paw.FAMILIES,
 )
 _BY_ARCHITECTURE = {architecture: family for family in _FAMILIES for architecture in family.architectures}
 _BY_TYPE = {kind: family for family in _FAMILIES for kind in family.model_types}

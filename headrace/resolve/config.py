@@ -10,6 +10,7 @@ from headrace.resolve.arguments import note_gpu_arguments, note_grammar_backend
 from headrace.resolve.facts import DecisionLog, DeviceFacts
 from headrace.resolve.memory import KVPlan, check_slots, estimated_room
 from headrace.resolve.model import compute_dtype, gguf_types, kv_dtype, quantization, with_rope_factors
+from headrace.resolve.sparse import sparse, with_yarn_factor
 from headrace.sources.files import ModelFiles
 
 
@@ -30,7 +31,7 @@ def resolve(
     log = DecisionLog(files.decisions)
     if not device.cuda:
         note_gpu_arguments(args, log)
-    model = with_rope_factors(args, model, log)
+    model = with_yarn_factor(args, with_rope_factors(args, model, log), log)
     types = gguf_types(files)
     dtype = compute_dtype(args, model, types, device, log)
     packed = quantization(args, model, types, dtype, device, log)
@@ -39,6 +40,7 @@ def resolve(
     backends = schedule.attention(args, model, device, dtype, cache_dtype, log)
     room = estimated_room(args, model, dtype, packed, device) if kv_room is None else kv_room
     cache, max_model_len = KVPlan(args, model, cache_dtype, num_seqs, num_batched, room, device.cuda).choose(log)
+    prompts = sparse(args, model, device.device, dtype, cache_dtype, num_batched, max_model_len, log)
     check_slots(args, num_seqs, max_model_len, len(cache.groups), room)
     depth = schedule.pipeline_depth(args, device, log)
     num_threads = args.num_threads or device.num_cores
@@ -57,7 +59,10 @@ def resolve(
             policy=args.policy,
             pipeline_depth=depth,
             max_num_encoder_tokens=schedule.encoder_tokens(args, model, max_model_len),
-            max_prefill_tokens_beside_decode=schedule.prefill_beside_decode(args, device, num_threads, log),
+            max_prefill_tokens_beside_decode=schedule.prefill_beside_decode(
+                args, device, num_threads, 1 if prompts is None else prompts.block, log
+            ),
+            sparse=prompts,
         ),
         device=device.device,
         dtype=dtype,

@@ -41,11 +41,11 @@ def batch(args: EngineArgs, device: DeviceFacts, log: DecisionLog) -> tuple[int,
     return seqs, tokens
 
 
-def prefill_beside_decode(args: EngineArgs, device: DeviceFacts, num_threads: int, log: DecisionLog) -> int | None:
-    """Prompt tokens of a step while sequences generate; None: no limit."""
+def prefill_beside_decode(args: EngineArgs, device: DeviceFacts, num_threads: int, least: int, log: DecisionLog) -> int | None:
+    """Prompt tokens of a step while sequences generate, ``least`` or more; None: no limit."""
     if args.max_prefill_tokens_beside_decode is not None or device.cuda:
         return args.max_prefill_tokens_beside_decode
-    tokens = CPU_PREFILL_PER_THREAD * num_threads
+    tokens = max(least, CPU_PREFILL_PER_THREAD * num_threads)
     log.note("max_prefill_tokens_beside_decode", tokens, "a prompt takes little longer in such chunks, and streams go on")
     return tokens
 

@@ -20,7 +20,7 @@ def make_caches(config: EngineConfig) -> list[LayerCache]:
 
 def make_backends(config: EngineConfig) -> list[AttentionBackend]:
     """The attention of each layer. Raises ConfigError for an unknown name."""
-    return create_for(config.model.layers, config.attention_backends, config.device, config.dtype)
+    return create_for(config.model.layers, config.attention_backends, config.device, config.dtype, config.sparse)
 
 
 def make_media(config: EngineConfig, encoder: VisionEncoder | None) -> MediaTables | None:

@@ -11,6 +11,7 @@ import torch
 
 from headrace.attention.backend import AttentionBackend, LayerCache, StepMetadata, distinct
 from headrace.attention.context import ForwardContext
+from headrace.attention.sparse_rows import SparseRows
 from headrace.config import EngineConfig
 from headrace.errors import EngineError
 from headrace.kernels.inputs import LogitsInputs, RowTensors, logits_inputs, step_inputs
@@ -156,8 +157,13 @@ class ForwardPass:
         self._tables, self._buffers, self._media = tables, buffers, media
         self.to_plan = distinct(backends)
 
-    def __call__(self, bounds: Bounds, media: StepMedia | None = None) -> torch.Tensor:
-        """Runs the rows that have been sent; returns ``[T, hidden]``. ``media``: None: there are no tokens of items."""
+    def __call__(self, bounds: Bounds, media: StepMedia | None = None, sparse: SparseRows | None = None) -> torch.Tensor:
+        """Runs the rows that have been sent; returns ``[T, hidden]``.
+
+        Args:
+            media: None: there are no tokens of items.
+            sparse: None: every row attends densely.
+        """
         tables, rows = self._tables, self._buffers.rows(bounds.num_rows)
         max_queries = max(int(np.diff(bounds.query_start).max()), 1)
         given = step_inputs(
@@ -181,6 +187,7 @@ class ForwardPass:
             seq_lens_host=bounds.seq_lens,
             bounded=bounds.captured,
             visible_ends=None if media is None else media.visible_ends,
+            sparse=sparse,
         )
         for backend in self.to_plan:
             backend.plan(step)

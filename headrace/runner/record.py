@@ -36,6 +36,7 @@ class Header(msgspec.Struct, frozen=True):
 def fingerprint(config: EngineConfig) -> dict[str, str]:
     """What must be equal for plans to mean the same, each part by its name."""
     scheduler = config.scheduler
+    attention = [*dict.fromkeys(config.attention_backends), *([config.sparse.name] if config.sparse is not None else [])]
     return {
         "model": _digest(dataclasses.asdict(config.model)),
         "cache": _digest(dataclasses.asdict(config.cache)),
@@ -43,7 +44,7 @@ def fingerprint(config: EngineConfig) -> dict[str, str]:
         "max_num_seqs": str(scheduler.max_num_seqs),
         "dtype": config.dtype,
         "quantization": config.quantization,
-        "attention_backends": ", ".join(dict.fromkeys(config.attention_backends)),
+        "attention_backends": ", ".join(attention),
     }
 
 

@@ -26,6 +26,7 @@ from headrace.runner.graphs import GraphCount, StepGraphs
 from headrace.runner.inputs import Bounds, ForwardPass, StepBuffers
 from headrace.runner.record import Recorder
 from headrace.runner.slots import RowArrays, SlotTables
+from headrace.runner.sparse import SparseResults, SparseTables
 from headrace.sampling.device import to_host
 from headrace.sampling.feature import Indices, LogitsRows
 from headrace.sampling.logprobs import Measured, measure_in_slices
@@ -57,6 +58,8 @@ class StepHandle:
     replayed: bool | None = None
     """As ``StepResult.replayed``, and so is ``padding_tokens``."""
     padding_tokens: int = 0
+    sparse: SparseResults | None = None
+    """None: no row attends sparsely."""
     # Of the draw:
     outcome: torch.Tensor | None = None
     """As ``LogitsInputs.outcome``. None: the step has not been sampled."""
@@ -102,6 +105,7 @@ class ModelRunner:
         self.recorder = make_recorder(config) if recorder is None else recorder
         with torch.inference_mode():
             self.slots = SlotTables(config, self.device)
+            self._sparse = None if config.sparse is None else SparseTables(config, config.sparse, self.device)
             self.sampler = Sampler(config.scheduler.max_num_seqs, model.spec.vocab_size, self.device, token_bytes)
             self._buffers = StepBuffers(config, self.device)
             self.media = make_media(config, encoder)
@@ -166,7 +170,9 @@ class ModelRunner:
         )
         media, failed = (None, {}) if self.media is None else self.media.gather(rows)
         self._refused |= failed
-        shape = None if self._graphs is None or wants_logprobs or media is not None else self._graphs.shape_of(rows)
+        sparse = None if self._sparse is None else self._sparse.rows(rows)
+        eager = self._graphs is None or wants_logprobs or media is not None or sparse is not None
+        shape = None if self._graphs is None or eager else self._graphs.shape_of(rows)
         step.stopwatch.mark()
         if shape is not None and self._graphs is not None:
             step.num_places = shape.rows
@@ -176,7 +182,9 @@ class ModelRunner:
         else:
             step.num_places = len(rows)
             step.places = self._buffers.send(rows, rows.num_decode_rows, len(rows))
-            hidden = self._forward(Bounds.of(rows), media)
+            hidden = self._forward(Bounds.of(rows), media, sparse)
+            if self._sparse is not None and sparse is not None:
+                step.sparse = self._sparse.results(rows, sparse)
             step.prompt_logprobs = self._measure_prompts(plan, hidden)
         step.replayed = shape is not None
         step.refused = self._refusals(plan)
@@ -263,6 +271,7 @@ class ModelRunner:
             sample,
             step.replayed,
             step.padding_tokens,
+            {} if step.sparse is None else step.sparse.outcomes(),
         )
 
     def _errors(self, step: StepHandle, rows: RowArrays, outcome: npt.NDArray[np.int32]) -> dict[int, Failure]:
@@ -291,7 +300,7 @@ class ModelRunner:
         return [
             ("KV cache", sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())),
             ("attention workspaces", workspace_bytes(self._forward.to_plan)),
-            ("slots", self.slots.nbytes + self._buffers.nbytes),
+            ("slots", self.slots.nbytes + self._buffers.nbytes + (0 if self._sparse is None else self._sparse.nbytes)),
             ("penalty histograms", self.sampler.nbytes),
             *([] if self.media is None else [("features of pictures", self.media.nbytes)]),
             ("CUDA graphs", 0 if self._graphs is None else self._graphs.nbytes),
@@ -320,6 +329,8 @@ class ModelRunner:
         self.slots.take(known)
         if self.media is not None:
             self.media.take(known)
+        if self._sparse is not None:
+            self._sparse.take(known)
         for seq in known:
             try:
                 self.sampler.add(seq.slot, seq)

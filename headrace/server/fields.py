@@ -27,6 +27,8 @@ _TEXT: tuple[Endpoint, ...] = ("completions",)
 _MESSAGES: tuple[Endpoint, ...] = ("messages",)
 _RESPONSES: tuple[Endpoint, ...] = ("responses",)
 _COUNTED: tuple[Endpoint, ...] = ("messages", "count_tokens")
+_NAMED = ("temperature", "top_p", "sparse_prefill")
+"""Extras of responses that are not vLLM's."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,7 +99,13 @@ FIELDS: tuple[FieldRule, ...] = (
     ),
     *_declared("SGLang", _BOTH, "regex ebnf json_schema", ConstraintFields),
     *_declared("llama.cpp", _BOTH, "grammar", ConstraintFields),
-    *_declared("headrace", _BOTH, "logprobs_mode", SamplingParams),
+    *_declared("headrace", _BOTH, "logprobs_mode sparse_prefill", SamplingParams),
+    *_applied(
+        "headrace",
+        _BOTH,
+        return_attention_report="Add attention, how the prompt attended, to the answer or to its last chunk; needs one prompt.",
+    ),
+    *_declared("headrace", _RESPONSES, "sparse_prefill", SamplingParams),
     *_declared("vLLM", _BOTH, "cache_salt priority", Request),
     *_applied(
         "OpenAI",
@@ -160,7 +168,7 @@ FIELDS: tuple[FieldRule, ...] = (
     *_declared(
         "vLLM",
         _RESPONSES,
-        " ".join(name for name in f"{EXTRAS} stop min_tokens".split() if name not in ("temperature", "top_p")),
+        " ".join(name for name in f"{EXTRAS} stop min_tokens".split() if name not in _NAMED),
         SamplingParams,
     ),
     *_declared("vLLM", _RESPONSES, "cache_salt priority", Request),

@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect
 from headrace.core.request import Request
 from headrace.errors import EngineDeadError, EngineError, RequestError
 from headrace.metrics.prometheus import GenerationObserver
-from headrace.outputs import OutputDelta, RequestTimes
+from headrace.outputs import AttentionReport, OutputDelta, RequestTimes, most_computed
 from headrace.server.errors import ApiError
 from headrace.server.state import Serving
 
@@ -56,6 +56,7 @@ class Generation:
         self._prompts = {request.request_id: index for index, request in enumerate(requests)}
         self._cached = [0] * len(requests)
         self._times: RequestTimes | None = None
+        self._attention: AttentionReport | None = None
         self._stream: Any = None
         self._first: Piece | None = None
 
@@ -125,9 +126,17 @@ class Generation:
             "tokens_per_second": 1000 * self.completion_tokens / total if total else None,
         }
 
+    @property
+    def attention(self) -> AttentionReport:
+        """How the prompt attended, after the last delta, if there is one prompt."""
+        return self._attention or AttentionReport(mode="dense")
+
     def _note(self, piece: Piece) -> None:
         delta = piece.delta
         self._times = delta.times or self._times
+        if delta.attention is not None:
+            self._attention = most_computed(self._attention, delta.attention)
+            self._serving.reports.add(delta.request_id, delta.attention)
         self.completion_tokens += len(delta.token_ids)
         self.reasoning_tokens += sum(event.tokens for event in delta.events)
         self._cached[piece.prompt] = max(self._cached[piece.prompt], delta.num_cached_tokens)

@@ -84,6 +84,7 @@ class GenerationBody(SampledBody):
 
     return_token_ids: bool = False
     return_metrics: bool = False
+    return_attention_report: bool = False
     stream_options: StreamOptions | None = None
 
 
@@ -112,7 +113,7 @@ class ChatBody(GenerationBody):
 
 EXTRAS = (
     "temperature top_p top_k min_p seed frequency_penalty presence_penalty repetition_penalty logit_bias stop_token_ids "
-    "bad_words allowed_token_ids ignore_eos"
+    "bad_words allowed_token_ids ignore_eos sparse_prefill"
 )
 """Sampling parameters that every protocol takes by the same names."""
 

@@ -77,7 +77,11 @@ class ChunkAnswer(Answer):
         if body.return_metrics and generation.num_choices != 1:
             message = f"return_metrics needs one choice, and this request makes {generation.num_choices}"
             raise ApiError(400, message, param="return_metrics", code="invalid_value")
+        if body.return_attention_report and len(generation.requests) != 1:
+            message = f"return_attention_report needs one prompt, and this request has {len(generation.requests)}"
+            raise ApiError(400, message, param="return_attention_report", code="invalid_value")
         options = body.stream_options
+        self._include_attention = body.return_attention_report
         self._model = model
         self._generation = generation
         self._include_usage = options is not None and options.include_usage
@@ -116,8 +120,11 @@ class ChunkAnswer(Answer):
         return [{**self._head, "choices": [], "usage": self.usage(), **self.metrics()}] if self._include_usage else []
 
     def metrics(self) -> dict[str, Any]:
-        """The request's times, for the answer or its last event, if they are wanted."""
-        return {"metrics": self._generation.timing} if self._include_metrics else {}
+        """The request's times and how it attended, for the answer or its last event, if they are wanted."""
+        wanted: dict[str, Any] = {"metrics": self._generation.timing} if self._include_metrics else {}
+        if self._include_attention:
+            wanted["attention"] = msgspec.to_builtins(self._generation.attention)
+        return wanted
 
 
 async def respond(request: Request, serving: Serving, generation: Generation, answer: Answer, *, stream: bool) -> Response:

@@ -7,6 +7,7 @@ import hashlib
 import logging
 import secrets
 import time
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ import headrace
 from headrace.engine.garbage import freeze_gc
 from headrace.errors import EngineDeadError, EngineError
 from headrace.metrics.prometheus import ServerMetrics
+from headrace.outputs import AttentionReport, most_computed
 from headrace.sampling_params import SamplingParams
 from headrace.server.body import BodyBudget
 from headrace.server.errors import ApiError, first_line, shown, unavailable
@@ -60,6 +62,7 @@ class Serving:
         self.num_in_flight = 0
         self.responses = ResponseStore(settings)
         self.features = FeatureStore(settings)
+        self.reports = AttentionReports()
         self.secret = secrets.token_bytes(32)
         """Signs what clients keep for the server."""
         self.late_system: bool | None = None
@@ -142,6 +145,23 @@ class Serving:
     async def until_stopped(self) -> None:
         await self.stopped.wait()
         raise EngineDeadError("the server is shutting down")
+
+
+class AttentionReports:
+    """How the last requests attended, by their ids: of the ``most`` that attended sparsely."""
+
+    def __init__(self, most: int = 256) -> None:
+        self._most = most
+        self._by_id: OrderedDict[str, AttentionReport] = OrderedDict()
+
+    def add(self, request_id: str, report: AttentionReport) -> None:
+        self._by_id[request_id] = most_computed(self._by_id.get(request_id), report) or report
+        self._by_id.move_to_end(request_id)
+        if len(self._by_id) > self._most:
+            self._by_id.popitem(last=False)
+
+    def get(self, request_id: str) -> AttentionReport | None:
+        return self._by_id.get(request_id)
 
 
 class ServedModel:

@@ -132,9 +132,10 @@ class _Loader:
     def _check_shape(self, name: str, expected: tuple[int, ...]) -> None:
         stored = self._checkpoint.tensors[name]
         if stored.shape != expected:
+            why = self._table.explanation(name)
             raise ConfigError(
                 f"{name} ({stored.origin}) has the shape {list(stored.shape)}, but the model's configuration means "
-                f"{list(expected)}",
+                f"{list(expected)}{f': {why}' if why else ''}",
                 "model",
             )
 

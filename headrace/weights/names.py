@@ -87,6 +87,7 @@ class NameTable:
         self._instead: dict[str, dict[str, Target]] = {}
         self._ignorable = [re.compile(pattern) for pattern in ignorable]
         self._elsewhere: list[dict[str, str]] = []
+        self._explained: list[tuple[re.Pattern[str], str]] = []
         self._moved: dict[str, str] = {}
         self._transposable: dict[str, tuple[int, ...]] = {}
 
@@ -135,6 +136,14 @@ class NameTable:
         """
         self._elsewhere.append(dict(prefixes))
 
+    def explain(self, pattern: str, text: str) -> None:
+        """Adds to the error of a tensor of another shape, where its name matches in full, which other models have it."""
+        self._explained.append((re.compile(pattern), text))
+
+    def explanation(self, name: str) -> str:
+        """What is to be said of a tensor of another shape; empty: nothing."""
+        return next((text for pattern, text in self._explained if pattern.fullmatch(name)), "")
+
     def chosen(self, names: Collection[str]) -> NameTable:
         """Returns the table for a checkpoint with these names, with its alternative tensors and prefixes."""
         for prefixes in self._elsewhere:
@@ -142,6 +151,7 @@ class NameTable:
                 return self._under(prefixes).chosen(names)
         table = NameTable()
         table._ignorable, table._ties, table._moved = self._ignorable, self._ties, self._moved
+        table._explained = self._explained
         for parameter, usual in self._names.items():
             others = self._instead.get(parameter, {})
             other = next((name for name in others if name in names), None)
@@ -158,7 +168,7 @@ class NameTable:
     def _under(self, prefixes: Mapping[str, str]) -> NameTable:
         """Returns the table with other prefixes."""
         table = NameTable()
-        table._ignorable, table._moved = self._ignorable, dict(prefixes)
+        table._ignorable, table._moved, table._explained = self._ignorable, dict(prefixes), self._explained
         for name, part in self._parts.items():
             table._insert(_move(name, prefixes), part)
         table._transposable = {_move(name, prefixes): shape for name, shape in self._transposable.items()}

@@ -39,6 +39,8 @@ OTHER: dict[str, tuple[list[str], Any]] = {
     "top_p": (["0.25"], 0.25),
     "min_p": (["0.25"], 0.25),
     "gpu_memory_utilization": (["0.25"], 0.25),
+    "sparse_threshold": (["0.25"], 0.25),
+    "elastic_max_exact_tokens": (["512"], 512),
     "tls_cert": ([__file__], Path(__file__)),
     "tls_key": ([__file__], Path(__file__)),
 }

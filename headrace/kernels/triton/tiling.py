@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 
 import torch
 
@@ -176,6 +177,17 @@ def invariant_tiling(geometry: Geometry, *, max_seq_len: int, split_tokens: int)
     block_n, num_stages = _keys(geometry, block_m, 64)
     split_tokens = -(-split_tokens // block_n) * block_n
     return Tiling(block_m // heads, heads, block_n, max(1, -(-max_seq_len // split_tokens)), split_tokens, 4, num_stages)
+
+
+def block_tiling(geometry: Geometry, block: int) -> Tiling:
+    """Tiles of one head's queries, where both these and keys come in blocks of ``block``, a power of two from 16 on.
+
+    With a block's number to load besides, what takes a conversion has registers for 64 keys and not for 128.
+    """
+    block_m = min(block, geometry.max_block_m)
+    block_n, num_warps = _shape(geometry, block_m, sys.maxsize)
+    block_n, num_stages = _keys(geometry, block_m, min(block_n, block, 64 if geometry.converts else block))
+    return Tiling(block_m, 1, block_n, 1, 0, num_warps, num_stages)
 
 
 def _keys(geometry: Geometry, block_m: int, block_n: int) -> tuple[int, int]:

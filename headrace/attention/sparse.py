@@ -1,0 +1,240 @@
+"""Block-sparse attention in prompts: the backend of rows that attend sparsely, and its composition with a layer's usual one."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from headrace.attention.backend import (
+    NO_MODES,
+    AttentionBackend,
+    AttentionInputs,
+    Modes,
+    ReplayLengths,
+    Scratch,
+    StepMetadata,
+)
+from headrace.attention.sparse_rows import SparseRows
+from headrace.config import SparseConfig
+from headrace.kernels.sparse_prefill import (
+    BlockMeans,
+    block_means,
+    estimate,
+    first_query_blocks,
+    select,
+    select_mean,
+    sparse_prefill_attention,
+)
+from headrace.model_spec import DENSE, SELECTED, STREAMING, AttentionSpec
+
+_DTYPES = ("bfloat16", "float16", "float32")
+
+
+class SparsePrefillAttention(AttentionBackend):
+    """Attends by the type of each head: to all keys, to selected blocks, or to the first and the nearest blocks.
+
+    All rows and heads of a layer run in the same launches, and nothing waits for the device.
+    """
+
+    name = "sparse"
+
+    def __init__(self, config: SparseConfig, scratch: Scratch | None = None) -> None:
+        super().__init__(scratch)
+        self._config = config
+        self._types: torch.Tensor | None = None
+        """``[2]`` int8: the types of heads that the router answers 0 and 1."""
+        self._query_start = self._first_blocks = torch.empty(0)
+        """Of the planned rows, as if their tokens were the whole batch."""
+
+    @classmethod
+    def supports(
+        cls, spec: AttentionSpec, device: str, dtype: str, kv_dtype: str | None = None, modes: Modes = NO_MODES
+    ) -> list[str]:
+        reasons = super().supports(spec, device, dtype, kv_dtype, modes)
+        if spec.mla is not None:
+            reasons.append("it keeps compressed KV")
+        if spec.window is not None:
+            reasons.append("it has a sliding window")
+        if spec.sinks:
+            reasons.append("it has sinks")
+        if spec.soft_cap is not None:
+            reasons.append("it has a soft cap")
+        if spec.kv_source is not None:
+            reasons.append(f"it reads the KV of layer {spec.kv_source}")
+        if dtype not in _DTYPES:
+            reasons.append(f"sparse prefill computes in {', '.join(_DTYPES)}, not in {dtype}")
+        return reasons
+
+    def plan(self, step: StepMetadata) -> None:
+        super().plan(step)
+        self._query_start = step.query_start - int(step.query_start_host[0])
+        self._first_blocks = first_query_blocks(self._query_start, self._config.block).long()
+
+    @property
+    def rows(self) -> SparseRows:
+        """Raises ValueError if the planned step has none."""
+        if self.step.sparse is None:
+            raise ValueError("the step has no rows that attend sparsely")
+        return self.step.sparse
+
+    def run(self, inputs: AttentionInputs) -> torch.Tensor:
+        q, cache, _, _, _ = inputs
+        step, spec, rows, out = self.step, cache.spec, self.rows, self.output(inputs)
+        own, out_own = q[step.tokens], out[step.tokens]
+        types = self._types_of(rows, spec, q.device)
+        mask, means = self._select(own, inputs, types)
+        sparse_prefill_attention(
+            own,
+            cache.keys,
+            cache.values,
+            step.block_tables[cache.group],
+            self._query_start,
+            step.seq_lens,
+            types,
+            mask,
+            max_seq_len=int(step.seq_lens_host.max()),
+            scale=spec.scale,
+            sink_blocks=self._config.sink_blocks,
+            local_blocks=self._config.local_blocks,
+            means=means,
+            k_scale=cache.k_scale,
+            v_scale=cache.v_scale,
+            block=self._config.block,
+            out=out_own,
+        )
+        rows.kept[spec.layer] = self._kept(rows, types, mask)
+        return out.flatten(1)
+
+    def _types_of(self, rows: SparseRows, spec: AttentionSpec, device: torch.device) -> torch.Tensor:
+        """``[R, num_heads]`` int8"""
+        if self._config.types is None:
+            return torch.full((len(rows.slots), spec.num_heads), SELECTED, dtype=torch.int8, device=device)
+        if self._types is None:
+            self._types = torch.tensor(self._config.types, dtype=torch.int8, device=device)
+        classes = rows.classes_of(spec.layer, spec.num_kv_heads)
+        return self._types[classes.long()].repeat_interleave(spec.group_size, dim=1)
+
+    def _select(
+        self, q: torch.Tensor, inputs: AttentionInputs, types: torch.Tensor
+    ) -> tuple[torch.Tensor | None, BlockMeans | None]:
+        """``[N, num_heads, Kb]`` bool: the key blocks of each query block; and means of those that are left out."""
+        config, step, cache = self._config, self.step, inputs.cache
+        if config.types is not None and SELECTED not in config.types:
+            return None, None
+        table, longest = step.block_tables[cache.group], int(step.seq_lens_host.max())
+        if config.selector == "mean":
+            means = block_means(
+                cache.keys,
+                cache.values,
+                table,
+                step.seq_lens,
+                max_seq_len=longest,
+                dtype=q.dtype,
+                block=config.block,
+                k_scale=cache.k_scale,
+                v_scale=cache.v_scale,
+            )
+            return select_mean(
+                q,
+                means.keys,
+                self._query_start,
+                step.seq_lens,
+                types,
+                scale=cache.spec.scale,
+                alpha=config.threshold,
+                sink_blocks=config.sink_blocks,
+                local_blocks=config.local_blocks,
+                block=config.block,
+            ), means
+        sums = estimate(
+            q,
+            cache.keys,
+            table,
+            self._query_start,
+            step.seq_lens,
+            types,
+            max_seq_len=longest,
+            scale=cache.spec.scale,
+            stride=config.stride,
+            norm=config.norm,
+            block=config.block,
+            k_scale=cache.k_scale,
+        )
+        chosen = select(
+            sums, self._query_start, step.seq_lens, types, num_tokens=len(q), threshold=config.threshold, block=config.block
+        )
+        return chosen, None
+
+    def _kept(self, rows: SparseRows, types: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """``[R]`` int64: pairs of blocks that are attended, over all heads."""
+        kept = (types == DENSE).sum(1) * rows.pairs + (types == STREAMING).sum(1) * rows.streamed
+        if mask is None:
+            return kept
+        by_place = torch.nn.functional.pad(mask.sum((1, 2)).cumsum(0), (1, 0))
+        ends = torch.cat((self._first_blocks[1:], self._first_blocks.new_full((1,), len(mask))))
+        return kept + by_place[ends] - by_place[self._first_blocks]
+
+
+class WithSparsePrompts(AttentionBackend):
+    """Splits a step between a layer's usual backend and the one of rows that attend sparsely, which are its last.
+
+    A step without such rows is the usual backend's alone, in a CUDA graph too.
+    """
+
+    def __init__(self, usual: AttentionBackend, sparse: SparsePrefillAttention) -> None:
+        super().__init__(usual.scratch)
+        self.name = usual.name
+        self.modes = usual.modes
+        self.capturable = usual.capturable
+        self.plans_replays = usual.plans_replays
+        self._usual, self.sparse = usual, sparse
+        self._active: list[AttentionBackend] = [usual]
+
+    def plan(self, step: StepMetadata) -> None:
+        super().plan(step)
+        if step.sparse is None:
+            self._active = [self._usual]
+            self._usual.plan(step)
+            return
+        self._active = [self.sparse]
+        self.sparse.plan(step.rows(step.sparse.first, step.num_rows))
+        if step.sparse.first:
+            self._active.append(self._usual)
+            self._usual.plan(step.rows(0, step.sparse.first).densely())
+
+    def run(self, inputs: AttentionInputs) -> torch.Tensor:
+        if len(self._active) == 1:
+            return self._active[0].run(inputs)
+        out = self.output(inputs)
+        inputs = inputs._replace(out=out)
+        for backend in self._active:
+            backend.run(inputs)
+        return out.flatten(1)
+
+    @property
+    def usual(self) -> AttentionBackend:
+        return self._usual
+
+    @property
+    def graph_version(self) -> int:
+        return self._usual.graph_version
+
+    def prepare_replay(self, lengths: ReplayLengths) -> None:
+        self._usual.prepare_replay(lengths)
+
+    def reserve(self, device: torch.device) -> None:
+        self._usual.reserve(device)
+
+    @property
+    def workspaces(self) -> list[torch.Tensor]:
+        return [*self._usual.workspaces, *self.sparse.workspaces]
+
+
+def streamed_pairs(start: np.ndarray, end: np.ndarray, block: int, sink: int, local: int) -> np.ndarray:
+    """Pairs of a query block and a key block that a streaming head attends to in the tokens ``[start, end)``."""
+    return np.array([_streamed(first // block, -(-last // block), sink, local) for first, last in zip(start, end, strict=True)])
+
+
+def _streamed(first: int, last: int, sink: int, local: int) -> int:
+    own = np.arange(first + 1, last + 1)
+    return int(np.minimum(own, sink + local).sum())

@@ -1,0 +1,171 @@
+"""Whether and how prompts attend sparsely, and which layers can."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from headrace.attention.sparse import SparsePrefillAttention
+from headrace.config import EngineArgs, SparseConfig
+from headrace.errors import ConfigError
+from headrace.model_spec import AnySpec, ElasticSpec, RopeSpec
+from headrace.resolve.facts import DecisionLog
+
+MIN_TOKENS = 8192
+MAX_EXACT_TOKENS = 131_072
+THRESHOLD = {"xattn": 0.9, "mean": 0.1}
+SINK_BLOCKS, LOCAL_BLOCKS = 2, 4
+"""Blocks that the mean selector keeps in any case: 256 and 512 tokens."""
+_ELASTIC = "elastic attention"
+_OPTIONS = ("sparse_threshold", "sparse_min_tokens", "elastic_max_exact_tokens")
+
+
+def sparse(
+    args: EngineArgs,
+    model: AnySpec,
+    device: str,
+    dtype: str,
+    kv_dtype: str,
+    num_batched: int,
+    max_model_len: int,
+    log: DecisionLog,
+) -> SparseConfig | None:
+    """None: every prompt attends densely.
+
+    Raises:
+        ConfigError: it cannot be as the arguments say; names the parameter.
+    """
+    elastic = model.elastic
+    if args.sparse_prefill == "off" or (args.sparse_prefill == "auto" and elastic is None):
+        _refuse_without_effect(args)
+        if elastic is not None:
+            log.note(_ELASTIC, "off", "sparse_prefill off: every prompt attends densely, against what the router would decide")
+        return None
+    if args.deterministic:
+        raise ConfigError(
+            "deterministic is for dense attention: which blocks are selected may depend on the batch by rounding; set "
+            "sparse_prefill off",
+            "sparse_prefill",
+        )
+    config = _training_free(args) if args.sparse_prefill != "auto" or elastic is None else _routed(args, elastic, max_model_len)
+    if num_batched < config.block:
+        raise ConfigError(
+            f"sparse prefill takes chunks of {config.block} tokens: max_num_batched_tokens is {num_batched}",
+            "max_num_batched_tokens",
+        )
+    config = dataclasses.replace(config, heads=_heads(args, model, config, device, dtype, kv_dtype, log))
+    _note(args, config, elastic, log)
+    return config
+
+
+def _refuse_without_effect(args: EngineArgs) -> None:
+    for name in _OPTIONS:
+        if getattr(args, name) is not None:
+            raise ConfigError(f"{name} has no effect: prompts of this model attend densely (sparse_prefill)", name)
+
+
+def _routed(args: EngineArgs, spec: ElasticSpec, max_model_len: int) -> SparseConfig:
+    most = args.elastic_max_exact_tokens
+    if most is not None and most < 2 * spec.block:
+        raise ConfigError(
+            f"elastic_max_exact_tokens {most} is less than two blocks of {spec.block} tokens", "elastic_max_exact_tokens"
+        )
+    return SparseConfig(
+        selector="xattn",
+        types=spec.types,
+        heads=(),
+        threshold=spec.threshold if args.sparse_threshold is None else args.sparse_threshold,
+        min_tokens=args.sparse_min_tokens or 0,
+        max_exact_tokens=most or max(2 * spec.block, min(MAX_EXACT_TOKENS, max_model_len)),
+        block=spec.block,
+        stride=spec.stride,
+        norm=spec.norm,
+        sink_blocks=spec.sink_blocks,
+        local_blocks=spec.local_blocks,
+    )
+
+
+def _training_free(args: EngineArgs) -> SparseConfig:
+    selector = "mean" if args.sparse_prefill == "mean" else "xattn"
+    if args.elastic_max_exact_tokens is not None:
+        raise ConfigError(
+            f"elastic_max_exact_tokens is for a model's own router, and sparse_prefill is {args.sparse_prefill}",
+            "elastic_max_exact_tokens",
+        )
+    return SparseConfig(
+        selector="mean" if selector == "mean" else "xattn",
+        types=None,
+        heads=(),
+        threshold=THRESHOLD[selector] if args.sparse_threshold is None else args.sparse_threshold,
+        min_tokens=MIN_TOKENS if args.sparse_min_tokens is None else args.sparse_min_tokens,
+        max_exact_tokens=0,
+        block=ElasticSpec.block,
+        stride=ElasticSpec.stride,
+        norm=ElasticSpec.norm,
+        sink_blocks=SINK_BLOCKS,
+        local_blocks=LOCAL_BLOCKS,
+    )
+
+
+def _heads(
+    args: EngineArgs, model: AnySpec, config: SparseConfig, device: str, dtype: str, kv_dtype: str, log: DecisionLog
+) -> tuple[int, ...]:
+    """As ``SparseConfig.heads``."""
+    reasons = [SparsePrefillAttention.supports(spec, device, dtype, kv_dtype) for spec in model.layers]
+    if all(reasons):
+        raise ConfigError(f"no layer of this model can attend sparsely: {reasons[0][0]}", "sparse_prefill")
+    if config.routed and any(reasons):
+        layer = next(index for index, why in enumerate(reasons) if why)
+        raise ConfigError(
+            f"layer {layer} cannot attend as its router decides: {reasons[layer][0]}; set sparse_prefill off", "sparse_prefill"
+        )
+    for why in dict.fromkeys(tuple(each) for each in reasons if each):
+        dense = [index for index, each in enumerate(reasons) if tuple(each) == why]
+        log.note("sparse_prefill", f"{len(dense)} of {len(reasons)} layers stay dense", "; ".join(why))
+    return tuple(0 if why else spec.num_heads for spec, why in zip(model.layers, reasons, strict=True))
+
+
+def _note(args: EngineArgs, config: SparseConfig, elastic: ElasticSpec | None, log: DecisionLog) -> None:
+    count, total = sum(heads > 0 for heads in config.heads), len(config.heads)
+    where = "every layer" if count == total else f"{count} of {total} layers"
+    if config.routed and elastic is not None:
+        log.note(
+            _ELASTIC,
+            f"{elastic.retrieval_mode} and {elastic.toggle_type} heads",
+            f"{where}: the model's router decides for each prompt; threshold {config.threshold}",
+        )
+        if args.elastic_max_exact_tokens is None:
+            why = "prompts up to this length are routed as a whole, in one step; longer ones in segments"
+            log.note("elastic_max_exact_tokens", config.max_exact_tokens, why)
+        return
+    why = f"{where}, prompts from {config.min_tokens} tokens on, threshold {config.threshold}"
+    log.note("sparse_prefill", config.selector, why)
+
+
+def with_yarn_factor(args: EngineArgs, model: AnySpec, log: DecisionLog) -> AnySpec:
+    """The model with the factor of YaRN that the arguments ask for.
+
+    Raises:
+        ConfigError: they ask for what the model's config does not say.
+    """
+    ropes: set[RopeSpec] = {layer.rope for layer in model.layers if layer.rope is not None and layer.rope.kind == "yarn"}
+    if not ropes:
+        if args.yarn_factor != "checkpoint":
+            raise ConfigError(f"yarn_factor {args.yarn_factor} is for models with YaRN, and this one has none", "yarn_factor")
+        return model
+    other: dict[RopeSpec | None, RopeSpec] = {}
+    for rope in ropes:
+        fields = rope.parameters
+        positions = fields["max_position_embeddings"] / fields["original_max_position_embeddings"]
+        factor = fields.get("factor") or positions
+        if args.yarn_factor == "positions":
+            why = f"max_position_embeddings / original_max_position_embeddings; the config's factor is {fields.get('factor')}"
+            log.note("rotary embedding", f"yarn, factor {positions:g}", why)
+            other[rope] = dataclasses.replace(rope, parameters={**fields, "factor": positions})
+        elif model.elastic is not None:
+            same = "the positions say the same" if factor == positions else f"the positions mean {positions:g} (yarn_factor)"
+            log.note("rotary embedding", f"yarn, factor {factor:g}", f"the config's; {same}")
+    if not other:
+        return model
+    layers = tuple(dataclasses.replace(each, rope=other.get(each.rope, each.rope)) for each in model.layers)
+    longest = min(int(rope.parameters["max_position_embeddings"]) for rope in ropes)
+    return dataclasses.replace(model, layers=layers, max_position=min(model.max_position, longest))

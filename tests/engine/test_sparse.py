@@ -1,0 +1,69 @@
+"""Sparse prompts through whole engines: any implementation of a model, and requests that a server cannot serve."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runner.harness import prompt
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+from headrace.engine.llm import LLM
+from headrace.errors import RequestError
+from headrace.sampling_params import SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True, logprobs=1)
+SIZES: dict[str, Any] = {
+    "vocab_size": 160,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+}
+
+
+def saved(folder: Path, kind: str) -> Path:
+    torch.manual_seed(3)
+    model: Any = LlamaForCausalLM(LlamaConfig(**SIZES))
+    if kind == "mistral":
+        model = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=40))
+    for parameter in model.parameters():
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+    return folder
+
+
+def engine(folder: Path, **options: Any) -> LLM:
+    defaults = {"skip_tokenizer_init": True, "dtype": "float32", "device": "cpu", "kv_cache_memory": 2**24}
+    return LLM(str(folder), **defaults | options)
+
+
+def test_every_implementation_attends_alike(tmp_path: Path) -> None:
+    """The selector lives in the attention backend, so transformers' module of a model gives what headrace's gives."""
+    folder, asked = saved(tmp_path, "llama"), {"prompt_token_ids": prompt(5, 700)}
+    found = []
+    for impl in ("native", "transformers"):
+        with engine(folder, model_impl=impl, sparse_prefill="xattn", sparse_threshold=0.5, sparse_min_tokens=200) as llm:
+            (output,) = llm.generate([asked], GREEDY)
+            (short,) = llm.generate([{"prompt_token_ids": prompt(5, 199)}], GREEDY)
+        assert output.attention is not None and 0.2 < (output.attention.density or 0) < 0.95
+        assert short.attention is None
+        found.append((output.outputs[0].token_ids, output.attention.layers, output.outputs[0].cumulative_logprob))
+    assert found[0][0] == found[1][0]
+    assert found[0][1] == pytest.approx(found[1][1]) and found[0][2] == pytest.approx(found[1][2], abs=1e-3)
+
+
+def test_layers_that_cannot_stay_dense_and_are_named(tmp_path: Path) -> None:
+    folder = saved(tmp_path, "mistral")
+    with pytest.raises(Exception, match=r"no layer of this model can attend sparsely: it has a sliding window"):
+        engine(folder, sparse_prefill="xattn")
+    with (
+        engine(folder) as llm,
+        pytest.raises(RequestError, match=r"prompts of this server attend densely \(--sparse-prefill\)") as caught,
+    ):
+        llm.generate([{"prompt_token_ids": [3, 4]}], GREEDY.replace({"sparse_prefill": True}))
+    assert caught.value.param == "sparse_prefill"

@@ -1,0 +1,212 @@
+"""PawQwen3 and PawLlama: their configurations, their checkpoints, and the options that concern them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from runner.harness import prompt
+from runner.sparse_world import BLOCK, MAX_LEN, Reference, SparseWorld, elastic, model, spec_of
+from safetensors.torch import save_file
+from transformers import LlamaConfig, Qwen3Config
+
+from headrace.config import EngineArgs
+from headrace.engine.llm import LLM
+from headrace.errors import ConfigError
+from headrace.models import registry
+from headrace.models.fused import FusedLayers, _objections
+from headrace.resolve.facts import DecisionLog
+from headrace.resolve.sparse import sparse, with_yarn_factor
+from headrace.sampling_params import SamplingParams
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["PawQwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 160,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": MAX_LEN,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "retrieval_mode": "xattn",
+    "toggle_type": "streaming",
+    "sink_size": 1,
+    "local_window_size": BLOCK + 1,
+    "pooling_mode": "ctx_q",
+    "use_softmax": True,
+    "enable_ada_sparsity": True,
+    "xattn_stride": 16,
+    "xattn_threshold": 0.6,
+    "xattn_norm": 1,
+    "block_size": BLOCK,
+    "suggested_sparsity": 0.5,
+    "topk_k": 2048,
+    "erank_analysis_path": None,
+}
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    """A checkpoint of the tiny model, with what training leaves in it."""
+    made, table = model(spec_of(elastic_spec=elastic("xattn", "streaming"))), None
+    table, parameters = registry.name_table(made.spec), dict(made.named_parameters())
+    found = {name: part.view(parameters[part.parameter]).contiguous().clone() for name, part in table.items()}
+    for layer in range(2):
+        here = f"model.layers.{layer}.self_attn"
+        found[f"{here}.mask_allocator.log_temp"] = torch.zeros(())
+        found[f"{here}.attn_mask_log_alphas"] = torch.zeros(3)
+    found["model.layers.0.self_attn.mask_allocator.task_embedding.weight"] = torch.zeros(4, 16)
+    found["model.sparsity_lambda_1"] = found["model.sparsity_lambda_2"] = torch.zeros(1)
+    found["model.sparsity_lambda1_task"] = torch.zeros(5)
+    return {name: tensor.clone() for name, tensor in found.items()}
+
+
+def write(folder: Path, weights: dict[str, torch.Tensor], **changes: Any) -> Path:
+    (folder / "config.json").write_text(json.dumps(CONFIG | changes))
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+def engine(folder: Path, **options: Any) -> LLM:
+    return LLM(str(folder), skip_tokenizer_init=True, dtype="float32", device="cpu", kv_cache_memory=2**24, **options)
+
+
+def test_a_checkpoint_is_served(tmp_path: Path) -> None:
+    tokens = prompt(60, 450)
+    world = SparseWorld(elastic=elastic("xattn", "streaming"))
+    expected, _ = Reference(world).generate(tokens, 4)
+    trace = Reference(world)(tokens, len(tokens))
+    greedy = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    with engine(write(tmp_path, tensors())) as llm:
+        notes = {note.name: note for note in llm.info.decisions}
+        assert notes["elastic attention"].value == "xattn and streaming heads"
+        (output,) = llm.generate([{"prompt_token_ids": tokens}], greedy)
+        (dense,) = llm.generate([{"prompt_token_ids": tokens}], greedy.replace({"sparse_prefill": False}))
+    assert output.outputs[0].token_ids == expected
+    report = output.attention
+    assert report is not None and dense.attention is None
+    assert (report.mode, report.exact, report.block, report.threshold) == ("elastic", True, BLOCK, 0.6)
+    names = [["streaming", "xattn"][answer] for layer in trace.classes for one in layer for answer in one]
+    assert [kind for layer in report.head_types[0] for kind in layer] == names
+    pairs = len(trace.blocks[0]) * report.computed
+    assert report.layers == pytest.approx([int(blocks.sum()) / pairs for blocks in trace.blocks])
+    assert report.density == pytest.approx(sum(int(blocks.sum()) for blocks in trace.blocks) / (2 * pairs))
+
+
+def test_flux_checkpoints_are_refused(tmp_path: Path) -> None:
+    weights = tensors()
+    for layer in range(2):
+        here = f"model.layers.{layer}.self_attn.mask_allocator"
+        weights[f"{here}.cls_feat_extractor.0.weight"] = torch.zeros(128, 16)
+        weights[f"{here}.cls_feat_extractor.0.bias"] = torch.zeros(128)
+    with pytest.raises(ConfigError, match=r"cls_feat_extractor\.0\..* Flux Attention"):
+        engine(write(tmp_path, weights))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("toggle_type", "full"),
+        ("toggle_type", "triangle"),
+        ("toggle_type", 3),
+        ("pooling_mode", "first_token"),
+        ("use_softmax", False),
+        ("enable_ada_sparsity", False),
+        ("block_size", 96),
+        ("block_size", "128"),
+        ("xattn_stride", 12),
+        ("xattn_stride", 256),
+        ("xattn_threshold", 1.5),
+        ("xattn_threshold", 0),
+        ("xattn_norm", -1),
+        ("sink_size", -1),
+        ("local_window_size", 0),
+        ("local_window_size", 2**40),
+    ],
+)
+def test_fields_are_checked(field: str, value: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        registry.model_spec(Qwen3Config(**CONFIG | {field: value}))
+    assert caught.value.param == field
+
+
+def test_fields_that_are_absent_have_the_values_of_training() -> None:
+    config = LlamaConfig(
+        vocab_size=160, hidden_size=32, num_attention_heads=2, num_hidden_layers=1, architectures=["PawLlamaForCausalLM"]
+    )
+    spec = registry.model_spec(config)
+    assert spec.elastic is not None and (spec.architecture, spec.qk_norm) == ("PawLlamaForCausalLM", False)
+    assert spec.elastic.types == (-1, 0)
+    assert (spec.elastic.sink_blocks, spec.elastic.local_blocks, spec.elastic.block) == (1, 16, 128)
+    assert (spec.elastic.stride, spec.elastic.norm, spec.elastic.threshold) == (16, 1.0, 0.9)
+
+
+def test_plain_models_have_no_router() -> None:
+    spec = registry.model_spec(Qwen3Config(**CONFIG | {"architectures": ["Qwen3ForCausalLM"]}))
+    assert spec.elastic is None and spec.architecture == "Qwen3ForCausalLM"
+
+
+def test_the_factor_of_yarn_is_read_both_ways() -> None:
+    scaling = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 128}
+    spec = registry.model_spec(Qwen3Config(**CONFIG | {"rope_scaling": scaling, "max_position_embeddings": 832}))
+    factors = {}
+    for choice in ("checkpoint", "positions"):
+        log = DecisionLog()
+        chosen = with_yarn_factor(EngineArgs(yarn_factor=choice), spec, log)  # type: ignore[arg-type]
+        rope = chosen.layers[0].rope
+        assert rope is not None
+        factors[choice] = (rope.parameters["factor"], chosen.max_position)
+        assert [note.name for note in log.entries] == ["rotary embedding"]
+    assert factors == {"checkpoint": (8.0, 1024), "positions": (6.5, 832)}
+    with pytest.raises(ConfigError, match="yarn_factor"):
+        with_yarn_factor(EngineArgs(yarn_factor="positions"), spec_of(), DecisionLog())
+
+
+def resolved(spec: Any = None, batched: int = 2048, **options: Any) -> Any:
+    args = EngineArgs(**options)
+    return sparse(args, spec or spec_of(), "cpu", "float32", "float32", batched, MAX_LEN, DecisionLog())
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"sparse_threshold": 0.5}, "sparse_threshold"),
+        ({"sparse_prefill": "off", "sparse_min_tokens": 5}, "sparse_min_tokens"),
+        ({"sparse_prefill": "xattn", "deterministic": True}, "sparse_prefill"),
+        ({"sparse_prefill": "mean", "elastic_max_exact_tokens": 512}, "elastic_max_exact_tokens"),
+        ({"sparse_prefill": "xattn", "batched": 100}, "max_num_batched_tokens"),
+        ({"spec": spec_of(elastic_spec=elastic(block=256)), "elastic_max_exact_tokens": 300}, "elastic_max_exact_tokens"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(options: dict[str, Any], param: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolved(**options)
+    assert caught.value.param == param
+
+
+def test_what_is_decided() -> None:
+    assert resolved() is None
+    free = resolved(sparse_prefill="xattn")
+    assert (free.selector, free.types, free.threshold, free.min_tokens, free.block) == ("xattn", None, 0.9, 8192, 128)
+    routed = resolved(spec_of(elastic_spec=elastic()))
+    assert (routed.types, routed.threshold, routed.min_tokens, routed.max_exact_tokens) == ((1, 0), 0.6, 0, MAX_LEN)
+    assert resolved(spec_of(elastic_spec=elastic()), sparse_threshold=0.8).threshold == 0.8
+    assert resolved(spec_of(elastic_spec=elastic()), sparse_prefill="off") is None
+    assert resolved(spec_of(elastic_spec=elastic()), sparse_prefill="mean").types is None
+
+
+def test_the_native_call_of_all_layers_takes_routers() -> None:
+    """It declines steps with sparse rows instead."""
+    (layer, *_) = model(spec_of(elastic_spec=elastic())).layers
+    assert not any("kind" in why or "plain" in why for why in _objections(layer, torch.float32))
+    step: Any = SimpleNamespace(step=SimpleNamespace(sparse=object()))
+    assert not object.__new__(FusedLayers).takes(step)

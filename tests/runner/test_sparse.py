@@ -1,0 +1,298 @@
+"""Sparse prompts end to end: the engine comes to what an independent forward comes to, however it schedules the work."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from headrace.core.plan import StepResult
+from headrace.core.request import Request
+from headrace.errors import ConfigError
+from headrace.model_spec import ELASTIC_MODES
+from headrace.runner.record import replay
+
+from .harness import Engine, Outcomes, alone, prompt, request, same
+from .sparse_world import Reference, SparseWorld, elastic
+
+
+def outcome(world: SparseWorld, tokens: list[int], count: int = 4) -> tuple[Engine, list[int], torch.Tensor]:
+    """Greedy tokens, and the log-probabilities of the first one's position by token."""
+    engine = Engine(world)  # type: ignore[arg-type]
+    engine.add(request("r", tokens, max_tokens=count, eos=(), logprobs=-1))
+    (sample,) = engine.run()["r"]
+    first = sample.logprobs[0]
+    row = torch.empty(len(set(first.token_ids)), dtype=torch.float64)
+    for token, logprob in zip(first.token_ids, first.logprobs, strict=True):
+        row[token] = logprob
+    return engine, sample.token_ids, row
+
+
+def decisions(engine: Engine) -> list[list[list[int]]]:
+    """Per layer and segment, the classes of heads that the router gave."""
+    parts = [bytearray(outcome.decision) for result in engine.results for outcome in result.sparse.values()]
+    segments = torch.stack([torch.frombuffer(part, dtype=torch.int8).view(2, 3) for part in parts])
+    return segments.transpose(0, 1).tolist()
+
+
+@pytest.mark.parametrize("modes", ELASTIC_MODES)
+@pytest.mark.parametrize("architecture", ["PawQwen3ForCausalLM", "PawLlamaForCausalLM"])
+def test_elastic_attention_is_what_it_is_described_as(modes: tuple[str, str], architecture: str) -> None:
+    world = SparseWorld(elastic=elastic(*modes), architecture=architecture)
+    tokens = prompt(3, 500)
+    reference = Reference(world)
+    expected, first = reference.generate(tokens, 4)
+    trace = reference(tokens, len(tokens))
+    engine, found, row = outcome(world, tokens)
+    assert decisions(engine) == trace.classes
+    assert len({answer for layer in trace.classes for one in layer for answer in one}) == 2, "there are heads of both classes"
+    assert found == expected
+    torch.testing.assert_close(row, first, atol=1e-4, rtol=0)
+    ((result,),) = [list(result.sparse.values()) for result in engine.results if result.sparse]
+    assert result.kept == [int(blocks.sum()) for blocks in trace.blocks]
+
+
+MODES: dict[str, SparseWorld] = {
+    "elastic": SparseWorld(elastic=elastic("xattn", "streaming")),
+    "xattn": SparseWorld(selector="xattn"),
+    "mean": SparseWorld(selector="mean", threshold=0.6),
+}
+"""A router with two kinds of sparse heads, and both selectors that need no training."""
+EXACT = ["elastic", "xattn", "mean"]
+
+
+def traffic() -> list[Request]:
+    """Sparse prompts of many lengths, prompts that stay dense, and samples of one prompt."""
+    lengths = [130, 500, 64, 3, 257, 320]
+    requests = [request(f"r{i}", prompt(20 + i, length), max_tokens=5, logprobs=2) for i, length in enumerate(lengths)]
+    requests.append(request("dense", prompt(30, 300), max_tokens=6, logprobs=2, sparse_prefill=False))
+    requests.append(request("samples", prompt(31, 200), max_tokens=5, n=2, temperature=0.9, logprobs=2))
+    requests.append(request("logprobs", prompt(32, 150), max_tokens=2, prompt_logprobs=1))
+    return requests
+
+
+@functools.cache
+def expected(mode: str) -> Outcomes:
+    return alone(MODES[mode], traffic())  # type: ignore[arg-type]
+
+
+def run(world: SparseWorld, requests: Sequence[Request], **options: Any) -> tuple[Engine, Outcomes]:
+    engine = Engine(world)  # type: ignore[arg-type]
+    engine.add(*requests)
+    return engine, engine.run(**options)
+
+
+@pytest.mark.parametrize("mode", EXACT)
+def test_company_changes_nothing(mode: str) -> None:
+    requests = traffic()
+    random.Random(5).shuffle(requests)
+    same(run(MODES[mode], requests)[1], expected(mode))
+    # Arrivals one by one: prompts beside sequences that decode.
+    same(run(dataclasses.replace(MODES[mode], depth=2), [], arrivals=requests)[1], expected(mode))
+
+
+@pytest.mark.parametrize("mode", EXACT)
+@pytest.mark.parametrize("budget", [64, 150])
+def test_chunks_change_nothing(mode: str, budget: int) -> None:
+    _, found = run(dataclasses.replace(MODES[mode], max_num_batched_tokens=budget), traffic())
+    same(found, expected(mode))
+
+
+@pytest.mark.parametrize("mode", EXACT)
+def test_preemption_changes_nothing(mode: str) -> None:
+    chance = random.Random(3)
+    engine = Engine(dataclasses.replace(MODES[mode], caching=mode == "mean"))  # type: ignore[arg-type]
+    engine.add(*traffic())
+
+    def preempt(step: int) -> None:
+        running = [seq for seq in engine.scheduler._running if seq.seq_id]
+        if running and chance.random() < 0.6:
+            engine.scheduler._preempt(chance.choice(running))
+
+    same(engine.run(before_step=preempt), expected(mode))
+    assert engine.scheduler.stats().num_preemptions > 5
+
+
+@pytest.mark.parametrize("mode", EXACT)
+def test_cache_hits_change_nothing(mode: str) -> None:
+    engine = Engine(dataclasses.replace(MODES[mode], caching=True))  # type: ignore[arg-type]
+    engine.add(*traffic())
+    first = engine.run()
+    again = [msgspec.structs.replace(each, request_id=f"{each.request_id}+") for each in traffic()]
+    engine.add(*again)
+    second = {name.removesuffix("+"): found for name, found in engine.run().items() if name.endswith("+")}
+    same({name: found for name, found in first.items() if not name.endswith("+")}, expected(mode))
+    same(second, expected(mode))
+    stats = engine.scheduler.stats()
+    assert stats.prefix_hit_tokens >= 448 + 256 + 256 + 192, "prompts of 500, 320, 257 and 200 tokens start from the cache"
+
+
+def in_turn(world: SparseWorld, requests: Sequence[Request]) -> tuple[list[int], Outcomes]:
+    """Serves requests one after the other; returns the prompt tokens that each found in the cache."""
+    engine, hits = Engine(dataclasses.replace(world, caching=True)), []  # type: ignore[arg-type]
+    for each in requests:
+        before = engine.scheduler.stats().prefix_hit_tokens
+        engine.add(each)
+        engine.run()
+        hits.append(engine.scheduler.stats().prefix_hit_tokens - before)
+    return hits, engine.outcomes
+
+
+@pytest.mark.parametrize("mode", ["xattn", "mean"])
+def test_kv_is_shared_by_whole_blocks_of_the_sparse_grid(mode: str) -> None:
+    """Blocks were selected for all queries of a block: those behind a common prefix change its KV, in the cache's smaller
+    blocks too."""
+    common = prompt(40, 3 * 64 + 40)
+    one, other = common + prompt(41, 100), common + prompt(42, 100)
+    requests = [request(name, tokens, max_tokens=4, logprobs=2) for name, tokens in (("a", one), ("b", other), ("c", other))]
+    hits, found = in_turn(MODES[mode], requests)
+    assert hits == [0, 192, 320]
+    same(found, alone(MODES[mode], requests))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("length", "page"), [(200, 16), (192, 64)])
+def test_generated_tokens_are_not_taken_for_a_prompt(length: int, page: int) -> None:
+    """They attended densely, and the prompt's last block ended before them."""
+    world = dataclasses.replace(MODES["xattn"], page=page, num_blocks=200)
+    first = request("first", prompt(43, length), max_tokens=70, eos=(), logprobs=0)
+    (answer,) = alone(world, [first])["first"]  # type: ignore[arg-type]
+    follow = request("follow", first.prompt_token_ids + answer.token_ids + prompt(44, 10), max_tokens=4, logprobs=2)
+    hits, found = in_turn(world, [first, follow])
+    assert hits == [0, 192]
+    same(found, alone(world, [first, follow]))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mode", EXACT)
+def test_dense_and_sparse_kv_never_mix(mode: str) -> None:
+    tokens = prompt(45, 300)
+    requests = [
+        request(name, tokens, max_tokens=4, logprobs=2, sparse_prefill=sparse)
+        for name, sparse in (("dense", False), ("sparse", None), ("dense again", False), ("sparse again", True))
+    ]
+    hits, found = in_turn(MODES[mode], requests)
+    assert hits == [0, 0, 288, 256]
+    same(found, alone(MODES[mode], requests))  # type: ignore[arg-type]
+    assert found["dense"][0].logprobs != found["sparse"][0].logprobs
+
+
+def test_routed_kv_is_found_by_equal_prompts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = prompt(46, 300)
+    requests = [
+        request("a", tokens, max_tokens=3, logprobs=2),
+        request("longer", [*tokens, 9], max_tokens=3, logprobs=2),
+        request("equal", tokens, max_tokens=3, logprobs=2),
+    ]
+    hits, found = in_turn(MODES["elastic"], requests)
+    assert hits == [0, 0, 256]
+    same(found, alone(MODES["elastic"], requests))  # type: ignore[arg-type]
+    # A decision that is forgotten takes the KV with it.
+    monkeypatch.setattr("headrace.core.sparse._DECISIONS_KEPT", 1)
+    hits, found = in_turn(MODES["elastic"], requests)
+    assert hits == [0, 0, 0]
+
+
+def dense(requests: Sequence[Request]) -> list[Request]:
+    return [
+        msgspec.structs.replace(each, sampling=msgspec.structs.replace(each.sampling, sparse_prefill=False))
+        for each in requests
+    ]
+
+
+@pytest.mark.parametrize(
+    "world",
+    [
+        SparseWorld(elastic=elastic("full", "full")),
+        SparseWorld(elastic=elastic("xattn", "xattn", threshold=1.0)),
+        SparseWorld(selector="xattn", threshold=1.0),
+        SparseWorld(selector="xattn", min_tokens=2000),
+        SparseWorld(elastic=elastic("full", "streaming", local_blocks=16)),
+    ],
+    ids=["full", "threshold 1, routed", "threshold 1", "short prompts", "a window over all"],
+)
+def test_nothing_left_out_is_dense_attention(world: SparseWorld) -> None:
+    same(run(world, traffic())[1], run(world, dense(traffic()))[1])
+
+
+@pytest.mark.parametrize("length", [700, 383, 384])
+def test_long_prompts_are_routed_in_segments(length: int) -> None:
+    """Of 192 tokens here; the last one may be longer by less than a block."""
+    world = SparseWorld(elastic=elastic("xattn", "streaming"), max_exact_tokens=256)
+    tokens, borders = prompt(50, length), {700: [192, 384, 576], 383: [192], 384: [192]}[length]
+    reference = Reference(world)
+    expected, first = reference.generate(tokens, 3, borders)
+    trace = reference(tokens, len(tokens), borders=borders)
+    engine, found, row = outcome(world, tokens, 3)
+    assert decisions(engine) == trace.classes
+    assert found == expected
+    torch.testing.assert_close(row, first, atol=1e-4, rtol=0)
+
+
+def test_segments_keep_the_invariants() -> None:
+    world = SparseWorld(elastic=elastic("xattn", "streaming"), max_exact_tokens=256)
+    baseline = alone(world, traffic())  # type: ignore[arg-type]
+    small = dataclasses.replace(world, caching=True, depth=2, max_num_batched_tokens=100, num_blocks=110)
+    engine, found = run(small, traffic())
+    same(found, baseline)
+    engine.add(*(msgspec.structs.replace(each, request_id=f"{each.request_id}+") for each in traffic()))
+    same({name.removesuffix("+"): each for name, each in engine.run().items() if name.endswith("+")}, baseline)
+    assert engine.scheduler.stats().prefix_hit_tokens > 0
+
+
+def test_steps_stay_within_their_bound() -> None:
+    """Prompts that are routed as a whole take no more tokens a step than the bound that memory is measured with."""
+    world = dataclasses.replace(MODES["elastic"], max_exact_tokens=600, max_num_batched_tokens=100, depth=2)
+    engine = Engine(world)  # type: ignore[arg-type]
+    most, plans, schedule = world.config().scheduler.most_tokens, [], engine.scheduler.schedule
+
+    def watched() -> Any:
+        plans.append(schedule())
+        return plans[-1]
+
+    engine.scheduler.schedule = watched  # type: ignore[method-assign]
+    engine.add(*traffic(), *dense([request(f"d{i}", prompt(i, 300), max_tokens=4) for i in range(3)]))
+    engine.run()
+    sizes = [plan.num_tokens for plan in plans if plan is not None]
+    assert most == 600 + 8 and 500 <= max(sizes) <= most
+
+
+@pytest.mark.parametrize("mode", EXACT)
+def test_abort_at_any_step_frees_every_block(mode: str) -> None:
+    for last in range(0, 12, 2):
+        engine = Engine(dataclasses.replace(MODES[mode], caching=True, max_num_batched_tokens=192, depth=2))  # type: ignore[arg-type]
+        engine.add(*traffic())
+
+        def abort(step: int, at: int = last, engine: Engine = engine) -> None:
+            if step == at:
+                for each in traffic():
+                    engine.scheduler.abort(each.request_id)
+
+        engine.run(before_step=abort)  # Checks that no block is left.
+
+
+@pytest.mark.parametrize("mode", EXACT)
+def test_a_reused_slot_is_as_new(mode: str) -> None:
+    same(run(dataclasses.replace(MODES[mode], max_num_seqs=1), traffic())[1], expected(mode))
+
+
+@pytest.mark.parametrize("mode", EXACT)
+def test_a_replay_is_the_run(mode: str, tmp_path: Path) -> None:
+    path = tmp_path / "plans"
+    world = dataclasses.replace(MODES[mode], record=str(path), caching=True, max_num_seqs=3)
+    engine, _ = run(world, traffic())
+    engine.runner.close()
+    replayed = list(replay(path, dataclasses.replace(world, record=None).runner()))
+    assert [strip(result) for result in replayed] == [strip(result) for result in engine.results]
+    other = dataclasses.replace(world, record=None, selector="xattn", elastic=None, threshold=0.5)
+    with pytest.raises(ConfigError, match="attention_backends"):
+        replay(path, other.runner())
+
+
+def strip(result: StepResult) -> StepResult:
+    return msgspec.structs.replace(result, forward_seconds=0.0, sample_seconds=0.0)

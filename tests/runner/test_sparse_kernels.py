@@ -1,0 +1,109 @@
+"""Sparse prompts by the kernels of GPUs, interpreted here, and beside steps that are captured as graphs."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+
+import pytest
+import torch
+
+from headrace.attention.backend import StepMetadata, distinct
+from headrace.attention.context import ForwardContext
+from headrace.attention.sparse import SparsePrefillAttention, WithSparsePrompts
+from headrace.core.request import Request
+from headrace.engine.profile import largest_step
+from headrace.kernels import gpu
+from headrace.models.capture import no_host_sync
+from headrace.models.interface import ModelInputs
+from headrace.runner.build import make_backends, make_caches
+from headrace.runner.runner import ModelRunner
+
+from .harness import Engine, alone, prompt, request, same, token_bytes
+from .sparse_world import SparseWorld, model
+from .test_graphs import DeviceAttention, Immediate
+from .test_sparse import EXACT, MODES, expected, run, traffic
+
+pytestmark = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="the kernels need Triton")
+
+
+def few() -> list[Request]:
+    """Interpreted kernels take their time."""
+    return [
+        request("sparse", prompt(70, 150), max_tokens=3, logprobs=2),
+        request("dense", prompt(71, 40), max_tokens=3, logprobs=2, sparse_prefill=False),
+        request("short", prompt(72, 70), max_tokens=3, logprobs=2),
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", EXACT)
+def test_the_kernels_of_gpus_say_the_same(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = alone(MODES[mode], few())  # type: ignore[arg-type]
+    monkeypatch.setattr(gpu, "takes", lambda x: True)
+    same(run(dataclasses.replace(MODES[mode], backend="triton"), few())[1], wanted)
+
+
+def test_steps_with_sparse_rows_are_no_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those without any are, in the same engine."""
+    world = MODES["elastic"]
+    assert world.sparse is not None
+    requests = [request(f"r{i}", prompt(80 + i, 70), max_tokens=4) for i in range(2)]
+    wanted = alone(MODES["elastic"], requests)  # type: ignore[arg-type]
+    monkeypatch.setattr("headrace.runner.runner.StepGraphs", Immediate)
+    config = dataclasses.replace(world.config(), graph_rows=(1, 2), graph_prompt_tokens=(256,))
+    backends = [WithSparsePrompts(DeviceAttention(), SparsePrefillAttention(world.sparse))] * 2
+    runner = ModelRunner(model(world.spec), config, token_bytes(), backends=backends)
+    graphs = runner._graphs
+    assert isinstance(graphs, Immediate)
+    graphs.models, graphs.draws = [], []
+    while (count := runner.capture_next()).captured < count.total:
+        pass
+    engine = Engine(world, runner)  # type: ignore[arg-type]
+    engine.add(*requests)
+    with torch.inference_mode():
+        same(engine.run(), wanted)
+    assert [result.replayed for result in engine.results] == [False, True, True, True]
+
+
+@pytest.mark.parametrize(("mode", "most", "lengths"), [("elastic", 400, [400, 8]), ("xattn", 0, [1024])])
+def test_memory_is_measured_with_the_largest_step(mode: str, most: int, lengths: list[int]) -> None:
+    """Of a router, the longest prompt that it sees as a whole, beside all sequences that decode."""
+    world = dataclasses.replace(MODES[mode], max_exact_tokens=most, max_num_batched_tokens=300 if most else 1024)
+    config = world.config()
+    step, positions = largest_step(config)
+    assert step.query_counts.tolist() == lengths and len(positions) == config.scheduler.most_tokens
+    assert step.sparse is not None and step.sparse.first == 0
+    assert (step.sparse.routed is not None) == (mode == "elastic")
+    model(world.spec)(ModelInputs(torch.zeros_like(positions), positions), context(world, step))
+    assert int(step.sparse.kept.min()) > 0
+    dense = dataclasses.replace(config, scheduler=dataclasses.replace(config.scheduler, sparse=None))
+    assert largest_step(dense)[0].sparse is None and dense.scheduler.most_tokens == dense.scheduler.max_num_batched_tokens
+
+
+def context(world: SparseWorld, step: StepMetadata) -> ForwardContext:
+    config = world.config()
+    backends = make_backends(config)
+    for backend in distinct(backends):
+        backend.plan(step)
+    return ForwardContext(step, make_caches(config), backends)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("mode", EXACT)
+def test_a_gpu_says_the_same_and_its_layers_do_not_wait(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = dataclasses.replace(MODES[mode], backend="triton", device="cuda", depth=2, caching=True)
+    engine = Engine(world)  # type: ignore[arg-type]
+    engine.add(*traffic())
+    same(engine.run(), expected(mode))
+    forward = engine.runner._forward._model.forward  # type: ignore[attr-defined]
+
+    def watched(*args: object) -> torch.Tensor:
+        with no_host_sync():
+            return forward(*args)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(engine.runner._forward._model, "forward", watched)
+    other = Engine(world, engine.runner)  # type: ignore[arg-type]
+    other.add(*traffic())
+    same(other.run(), expected(mode))

@@ -5,7 +5,7 @@ from headrace.model_spec.attention import AttentionSpec, MLASpec, Mode
 from headrace.model_spec.foreign import AnySpec, ForeignSpec
 from headrace.model_spec.kv import CacheGroup, LayerKV, Plane, block_sizes, cache_groups, layer_kv
 from headrace.model_spec.mlp import CLAMPED_SWIGLU, DenseSpec, MlpSpec, MoeSpec
-from headrace.model_spec.model import ModelFacts, ModelSpec
+from headrace.model_spec.model import ModelFacts, ModelSpec, Shard
 from headrace.model_spec.rope import RopeSpec
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "MoeSpec",
     "Plane",
     "RopeSpec",
+    "Shard",
     "block_sizes",
     "cache_groups",
     "layer_kv",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from headrace.errors import ConfigError
+from headrace.layers.linear import connect
 from headrace.model_spec import ModelSpec
 from headrace.models import (
     deepseek_v2,
@@ -21,9 +22,11 @@ from headrace.models import (
     qwen3,
     qwen3_moe,
 )
+from headrace.models.cuts import shard_table
 from headrace.models.decoder import Decoder
 from headrace.models.family import Family
 from headrace.models.hf_config import HFConfig
+from headrace.parallel.group import ALONE, Group
 from headrace.quant.formats import checkpoint_format
 from headrace.weights.names import NameTable
 
@@ -92,11 +95,19 @@ def _family_of(spec: ModelSpec) -> Family:
     return _BY_ARCHITECTURE[spec.architecture]
 
 
-def build(spec: ModelSpec, dtype: str, device: str | torch.device) -> Decoder:
-    """Builds the model with its parameters allocated and uninitialised."""
-    return _family_of(spec).decoder(spec, getattr(torch, dtype), device).eval()
+def build(spec: ModelSpec, dtype: str, device: str | torch.device, group: Group = ALONE) -> Decoder:
+    """Builds the model, or the part of it that the spec describes, with its parameters allocated and uninitialised.
+
+    Args:
+        group: the ranks that have the other parts.
+    """
+    model = _family_of(spec).decoder(spec, getattr(torch, dtype), device).eval()
+    connect(model, group)
+    return model
 
 
 def name_table(spec: ModelSpec) -> NameTable:
-    """Maps checkpoint names, as Hugging Face saves a causal language model, to parameters."""
-    return _family_of(spec).names(build(spec, "float32", "meta"))
+    """Maps checkpoint names, as Hugging Face saves a causal language model, to parameters, or to what a rank holds of them."""
+    whole = build(spec.whole, "float32", "meta")
+    table = _family_of(spec).names(whole)
+    return table if spec.shard is None else shard_table(table, whole, spec.shard, spec.mlps)

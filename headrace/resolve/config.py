@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from headrace.config import EngineArgs, EngineConfig, SchedulerConfig
 from headrace.errors import ConfigError
 from headrace.model_spec import AnySpec
@@ -28,6 +30,10 @@ def resolve(
     if args.num_kv_blocks is not None and args.kv_cache_memory is not None:
         raise ConfigError("give num_kv_blocks or kv_cache_memory, not both: each says how large the cache is", "num_kv_blocks")
     log = DecisionLog(files.decisions)
+    ranks = args.tensor_parallel_size
+    if not device.cuda:
+        # Ranks on GPUs have memory of their own.
+        device = dataclasses.replace(device, available_memory=device.available_memory // ranks)
     if not device.cuda:
         note_gpu_arguments(args, log)
     model = with_rope_factors(args, model, log)
@@ -41,9 +47,10 @@ def resolve(
     cache, max_model_len = KVPlan(args, model, cache_dtype, num_seqs, num_batched, room, device.cuda).choose(log)
     check_slots(args, num_seqs, max_model_len, len(cache.groups), room)
     depth = schedule.pipeline_depth(args, device, log)
-    num_threads = args.num_threads or device.num_cores
-    if args.num_threads is None:
-        log.note("num_threads", num_threads, "the physical cores that this process may use")
+    num_threads = max(1, (args.num_threads or device.num_cores) // ranks)
+    if args.num_threads is None or ranks > 1:
+        cores = "the physical cores that this process may use" if args.num_threads is None else f"{args.num_threads} threads"
+        log.note("num_threads", num_threads, cores if ranks == 1 else f"the share of a rank in {cores}")
     note_grammar_backend(args, log)
     return EngineConfig(
         args=args,

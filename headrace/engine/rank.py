@@ -48,7 +48,7 @@ class Rank:
         self._rank = start.rank
         self._agreement = PipeAgreement(connection, start.size)
         device = environment.probe(start.args.device).device
-        group = join_group(start.rank, start.size, Path(start.store), device)
+        group = join_group(start.rank, start.size, Path(start.store), device, ordered=start.args.deterministic)
         source = FileSource(start.args, self._agreement, group)
         loaded = load_executor(source, source.frontend(), Timeline())
         if not isinstance(loaded.executor, LocalExecutor):

@@ -77,7 +77,7 @@ def connect(model: nn.Module, group: Group) -> None:
     """Makes the model's modules communicate with those of the other ranks: each that does so has an attribute ``group``."""
     for module in model.modules():
         if hasattr(module, "group"):
-            module.group = group
+            module.group = group  # type: ignore[assignment]
 
 
 def make_invariant(model: object) -> None:

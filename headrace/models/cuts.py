@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -90,7 +90,7 @@ def _inputs(path: str, module: Linear, cut: Cut, shard: Shard) -> dict[str, Para
     return {f"{path}.weight": _ranges(1, [cut])} | _once(f"{path}.bias", module.bias, shard)
 
 
-def _once(name: str, bias: torch.Tensor | None, shard: Shard) -> Mapping[str, ParameterCut]:
+def _once(name: str, bias: torch.Tensor | None, shard: Shard) -> dict[str, ParameterCut]:
     return {} if bias is None or shard.rank == 0 else {name: ParameterCut(0, (), len(bias))}
 
 

@@ -105,13 +105,13 @@ class ThreadGroup:
 class GlooGroup:
     """Ranks that are processes of this machine, on CPUs."""
 
-    def __init__(self, rank: int, size: int, store: dist.Store) -> None:
+    def __init__(self, rank: int, size: int, store: Any) -> None:
         self.rank = rank
         self.size = size
-        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1", lazy_init=False)]  # type: ignore[call-arg]
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1", lazy_init=False)]
         options._timeout = _TIMEOUT
-        self._group: Any = dist.ProcessGroupGloo(store, rank, size, options)  # type: ignore[call-arg]
+        self._group: Any = dist.ProcessGroupGloo(store, rank, size, options)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return ordered_sum(self.all_gather(x))
@@ -124,18 +124,22 @@ class GlooGroup:
 
 
 class NcclGroup:
-    """Ranks that are processes with a GPU each. Collectives are launched on the current stream, and may be captured."""
+    """Ranks that are processes with a GPU each. The current stream waits for collectives, which may be captured with it."""
 
-    def __init__(self, rank: int, size: int, store: dist.Store) -> None:
+    def __init__(self, rank: int, size: int, store: Any, *, ordered: bool = False) -> None:
         self.rank = rank
         self.size = size
+        self._ordered = ordered
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = _TIMEOUT
         self._group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
         # The communicator is made by the first collective, which must not be one that is captured.
+        self.all_gather(torch.zeros(1, device="cuda"))
         self.all_reduce(torch.zeros(1, device="cuda"))
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        if self._ordered:
+            return ordered_sum(self.all_gather(x))
         x = x.contiguous()
         if x.numel():
             self._group.allreduce([x]).wait()
@@ -148,12 +152,13 @@ class NcclGroup:
         return gathered
 
 
-def join_group(rank: int, size: int, store: Path, device: str) -> Group:
+def join_group(rank: int, size: int, store: Path, device: str, *, ordered: bool = False) -> Group:
     """Waits for all ranks.
 
     Args:
         store: a file that does not exist yet, in a folder of this user's alone, the same for all ranks.
         device: cpu or cuda.
+        ordered: on GPUs too, sums are those of the ranks in their order. NCCL's own order depends on the number of rows.
     """
-    file = dist.FileStore(str(store), size)
-    return NcclGroup(rank, size, file) if device == "cuda" else GlooGroup(rank, size, file)
+    file: Any = dist.FileStore(str(store), size)  # type: ignore[attr-defined]
+    return NcclGroup(rank, size, file, ordered=ordered) if device == "cuda" else GlooGroup(rank, size, file)

@@ -73,7 +73,8 @@ def load_weights(
 @contextmanager
 def _open(model: nn.Module, table: NameTable, files: ModelFiles, seed: int) -> Iterator[Checkpoint]:
     with ExitStack() as stack:
-        spec: ModelSpec = model.spec  # type: ignore[assignment]
+        own: ModelSpec = model.spec  # type: ignore[assignment]
+        spec = own.whole
         if files.kind == "safetensors":
             checkpoint = _open_safetensors(files, spec, next(model.parameters()).device)
             stack.callback(checkpoint.close)

@@ -92,7 +92,7 @@ class Part:
             return dataclasses.replace(layout, wrapped=False).take(read(Slice(axis, self.ranges)))
         order = torch.tensor(layout.rows())
         wanted = torch.cat([order[start:stop] for start, stop in self.ranges])
-        stored, place = wanted.unique(return_inverse=True)
+        stored, place = wanted.unique(return_inverse=True)  # type: ignore[no-untyped-call]
         held = read(Slice(axis, _ranges(stored)))
         held = held.mT if layout.transposed else held
         return held.index_select(self.axis, place.to(held.device))

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from multiprocessing import Pipe
@@ -214,6 +217,32 @@ def test_ranks_that_ask_different_questions_are_out_of_step() -> None:
 
     with pytest.raises(EngineError, match="out of step: they sent done and least"):
         executor_of(least, done).gather()
+
+
+def test_a_rank_that_ends_while_nothing_is_asked_of_it_is_noticed() -> None:
+    ours, theirs = Pipe()
+    rank = subprocess.Popen([sys.executable, "-c", ""])
+    executor = MultiprocessExecutor([ours], [rank])
+    assert not select.select(executor.sentinels(), [], [], 0)[0]
+    executor.check()
+    theirs.close()
+    assert select.select(executor.sentinels(), [], [], 0)[0]
+    with pytest.raises(EngineError, match="rank 0 ended with status 0"):
+        executor.check()
+
+
+def test_ranks_that_do_not_finish_a_step_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.engine.multiprocess._LOOK_SECONDS", 0.01)
+
+    def silent(connection: Connection) -> None:
+        connection.recv()
+
+    def answering(connection: Connection) -> None:
+        connection.send(("done", None))
+        connection.recv()
+
+    with pytest.raises(EngineError, match=r"rank 1 did not finish a step within 0\.05 s"):
+        executor_of(answering, silent).gather(0.05)
 
 
 def test_what_went_wrong_in_a_rank_is_told() -> None:

@@ -6,9 +6,11 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from models.families import CASES, pair
+from quant.blocks import Type, random_blocks
 from safetensors.torch import save_file
 
 from headrace.errors import ConfigError
@@ -27,7 +29,7 @@ from headrace.weights.safetensors import SafetensorsCheckpoint
 from headrace.weights.scaled import ScaledCheckpoint
 from headrace.weights.update import WeightUpdate
 
-from .models import config, files, spec, tensors, write_safetensors
+from .models import config, files, spec, tensors, write_gguf, write_safetensors
 
 
 @pytest.fixture
@@ -197,6 +199,32 @@ def test_packed_matrices_are_cut_before_they_are_packed(quantization: str, tmp_p
     ranks = [packed(part_of(spec(hf_config), rank, 2)) for rank in range(2)]
     unpacked = [_unpacked(one) for one in (whole, *ranks)]
     check_parts(unpacked[0], unpacked[1:])
+
+
+@pytest.mark.parametrize("quantization", ["none", "int4"])
+@pytest.mark.parametrize("kind", [Type.Q4_1, Type.Q6_K, Type.BF16], ids=lambda kind: kind.name)
+def test_matrices_of_gguf_are_cut(kind: Type, quantization: str, tmp_path: Path) -> None:
+    """Whose rows of q and k are in another order than the model's, and codes in blocks."""
+    hf_config = config(tie_word_embeddings=True)
+
+    def encode(name: str, rows: np.ndarray) -> tuple[np.ndarray, Type]:
+        if kind == Type.BF16:
+            return torch.from_numpy(np.ascontiguousarray(rows)).bfloat16().view(torch.uint8).numpy(), kind
+        return random_blocks(kind, *rows.shape, seed=len(name)), kind
+
+    path = write_gguf(tmp_path / "m.gguf", "llama", tensors(hf_config), encode)
+
+    def loaded(model: Decoder) -> Decoder:
+        load(model, hf_config, "gguf", [path], quantization=quantization)
+        return model
+
+    whole = loaded(registry.build(spec(hf_config), "float32", "cpu"))
+    ranks = [loaded(part_of(spec(hf_config), rank, 2)) for rank in range(2)]
+    if quantization == "none":
+        check_parts(whole, ranks)
+    else:
+        unpacked = [_unpacked(one) for one in (whole, *ranks)]
+        check_parts(unpacked[0], unpacked[1:])
 
 
 def _unpacked(model: Decoder) -> Decoder:

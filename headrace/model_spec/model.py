@@ -72,6 +72,8 @@ class Shard:
     """First row of the output head that the rank holds."""
     vocab_rows: int
     """Rows that it holds, as many as any rank; those at and beyond ``vocab_size`` are padding."""
+    whole_experts: bool
+    """Ranks were asked to hold whole experts."""
     cut_embedding: bool
     """The rank holds these rows of the token embedding too; False: all of it."""
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from headrace.layers.linear import FusedLinear, Linear
+from headrace.layers.linear import FusedLinear, Linear, RowParallelLinear
 from headrace.layers.mlp import GatedMLP
 from headrace.layers.moe import Experts
 from headrace.model_spec import DenseSpec, MoeSpec, Shard
@@ -96,3 +96,9 @@ def _once(name: str, bias: torch.Tensor | None, shard: Shard) -> dict[str, Param
 
 def _ranges(axis: int, cuts: Sequence[Cut]) -> ParameterCut:
     return ParameterCut(axis, tuple((cut.start, cut.stop) for cut in cuts))
+
+
+def num_sums(model: Decoder) -> int:
+    """Sums over ranks in a step: of modules that hold a part of the inputs, of the experts, or of the vocabulary."""
+    parallel = [module for module in model.modules() if isinstance(module, RowParallelLinear | Experts)]
+    return len(parallel) + (model.embed_tokens.start is not None)

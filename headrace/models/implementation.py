@@ -10,6 +10,7 @@ from headrace.errors import ConfigError, ContradictionError
 from headrace.model_spec import AnySpec, ModelSpec
 from headrace.models import registry
 from headrace.models.capture import one_line
+from headrace.models.cuts import num_sums
 from headrace.models.fused import fuse
 from headrace.models.interface import Model
 from headrace.parallel.group import ALONE, Group
@@ -49,13 +50,12 @@ def choose(args: EngineArgs, files: ModelFiles, group: Group = ALONE) -> Impleme
     """
     chosen = _choose(args, files)
     sizes = ParallelSizes(args.tensor_parallel_size, args.enable_expert_parallel)
-    if sizes.tensor == 1:
+    if sizes.tensor == 1 or not isinstance(chosen, _Native):
         return chosen
-    if not isinstance(chosen, _Native):
-        raise TypeError(f"{type(chosen).__name__} cannot be cut")
     spec = shard_model(chosen.spec, group.rank, sizes)
-    decisions = (*chosen.decisions, *(Decision(*line) for line in describe(spec)))
-    return _Native(spec, decisions, group)
+    sums = num_sums(registry.build(spec, "float32", "meta"))
+    exchanged = Decision("sums over ranks", f"{sums} a step", f"of {spec.hidden_size:,} numbers for each token")
+    return _Native(spec, (*chosen.decisions, *(Decision(*line) for line in describe(spec)), exchanged), group)
 
 
 def _choose(args: EngineArgs, files: ModelFiles) -> Implementation:

@@ -108,7 +108,7 @@ class GlooGroup:
     def __init__(self, rank: int, size: int, store: Any) -> None:
         self.rank = rank
         self.size = size
-        options = dist.ProcessGroupGloo._Options()
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1", lazy_init=False)]
         options._timeout = _TIMEOUT
         self._group: Any = dist.ProcessGroupGloo(store, rank, size, options)

@@ -44,6 +44,15 @@ def shard_model(spec: ModelSpec, rank: int, sizes: ParallelSizes) -> ModelSpec:
         raise ConfigError(f"{error.message}; sizes that work: {works}", "tensor_parallel_size") from error
 
 
+def largest(spec: ModelSpec) -> ModelSpec:
+    """The part of the rank that holds the most, where ``spec`` is that of any rank."""
+    shard = spec.shard
+    if shard is None:
+        return spec
+    # Where experts do not divide, the last rank has one more than others.
+    return shard_model(shard.whole, shard.size - 1, ParallelSizes(shard.size, shard.whole_experts))
+
+
 def workable_sizes(spec: ModelSpec) -> list[int]:
     """Every number of ranks that the model can be dealt to."""
     return [size for size in range(1, MOST_RANKS + 1) if _works(spec, ParallelSizes(size))]
@@ -69,6 +78,7 @@ def _shard(spec: ModelSpec, rank: int, sizes: ParallelSizes) -> ModelSpec:
         whole=spec,
         vocab_start=rank * rows,
         vocab_rows=rows,
+        whole_experts=sizes.whole_experts,
         cut_embedding=spec.tie_word_embeddings or large,
     )
     layers = tuple(shard_attention(layer, size) for layer in spec.layers)

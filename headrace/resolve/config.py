@@ -8,7 +8,7 @@ from headrace.config import EngineArgs, EngineConfig, SchedulerConfig
 from headrace.errors import ConfigError
 from headrace.model_spec import AnySpec
 from headrace.resolve import schedule
-from headrace.resolve.arguments import note_gpu_arguments, note_grammar_backend
+from headrace.resolve.arguments import note_expert_parallel, note_gpu_arguments, note_grammar_backend
 from headrace.resolve.facts import DecisionLog, DeviceFacts
 from headrace.resolve.memory import KVPlan, check_slots, estimated_room
 from headrace.resolve.model import compute_dtype, gguf_types, kv_dtype, quantization, with_rope_factors
@@ -36,6 +36,7 @@ def resolve(
         device = dataclasses.replace(device, available_memory=device.available_memory // ranks)
     if not device.cuda:
         note_gpu_arguments(args, log)
+    note_expert_parallel(args, model, log)
     model = with_rope_factors(args, model, log)
     types = gguf_types(files)
     dtype = compute_dtype(args, model, types, device, log)

@@ -234,15 +234,18 @@ def test_a_rank_that_ends_while_nothing_is_asked_of_it_is_noticed() -> None:
 def test_ranks_that_do_not_finish_a_step_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.engine.multiprocess._LOOK_SECONDS", 0.01)
 
+    over = threading.Event()
+
     def silent(connection: Connection) -> None:
-        connection.recv()
+        over.wait()
 
     def answering(connection: Connection) -> None:
         connection.send(("done", None))
-        connection.recv()
+        over.wait()
 
     with pytest.raises(EngineError, match=r"rank 1 did not finish a step within 0\.05 s"):
         executor_of(answering, silent).gather(0.05)
+    over.set()
 
 
 def test_what_went_wrong_in_a_rank_is_told() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from thread_ranks import ThreadAgreement, on_ranks
 
 from headrace.config import EngineArgs
+from headrace.engine import environment
 from headrace.engine.loader import LoadedEngine, load_engine
 from headrace.engine.source import FileSource
 from headrace.errors import ConfigError
@@ -122,11 +124,9 @@ def test_ranks_with_other_arguments_are_refused(folder: Path) -> None:
         on_ranks(2, one)
 
 
-def test_the_least_memory_of_all_ranks_counts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_least_memory_of_all_ranks_counts(folder: Path) -> None:
     """Block numbers are the same on all ranks."""
-    from headrace.engine import environment
-
-    probe, least = environment.probe, 2**21
+    least = 2**21
 
     class Less(ThreadAgreement):
         def least(self, number: int) -> int:
@@ -137,10 +137,47 @@ def test_the_least_memory_of_all_ranks_counts(folder: Path, monkeypatch: pytest.
         engine = load_engine(FileSource(args, Less(group), group))
         return engine.config.cache.nbytes, engine.config.scheduler.max_model_len
 
-    assert probe("cpu").available_memory > 2 * least
+    assert environment.probe("cpu").available_memory > 2 * least
     found = on_ranks(2, one)
     assert found[0] == found[1]
     assert found[0][0] < least // 2
+
+
+def test_ranks_with_other_numbers_of_experts_have_equal_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = dataclasses.replace(environment.probe("cpu"), available_memory=200 * 2**20)
+    monkeypatch.setattr(environment, "probe", lambda device: here)
+    experts = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 4096,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "max_position_embeddings": 2**17,
+    }
+    write_config(tmp_path, **experts)
+
+    def served(engine: LoadedEngine) -> tuple[int, list[int]]:
+        engine.core.add(engine.inputs.request({"prompt_token_ids": [1, 2, 3]}, SamplingParams(max_tokens=5), request_id="x"))
+        tokens = []
+        while engine.core.has_work():
+            tokens += [token for delta in engine.core.step() for token in delta.token_ids]
+        return engine.config.cache.nbytes, tokens
+
+    # A quarter of what is free is the cache's: a rank with more weights must not come to another size.
+    options = {"enable_expert_parallel": True, "num_kv_blocks": None, "max_model_len": "auto"}
+    (alone,) = on_engines(tmp_path, 1, served, **options)
+    ranks = on_engines(tmp_path, 2, served, **options)
+    assert ranks[0] == ranks[1]
+    assert ranks[0][1] == alone[1]
+
+
+def test_experts_apart_without_effect_are_said_to_be(folder: Path) -> None:
+    (config,) = on_engines(folder, 1, lambda engine: engine.config, enable_expert_parallel=True)
+    (line,) = (decision for decision in config.decisions if decision.name == "enable_expert_parallel")
+    assert (line.value, line.reason) == ("no effect", "there is one rank, which holds all experts")
 
 
 def test_foreign_models_are_refused(folder: Path) -> None:

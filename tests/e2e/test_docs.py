@@ -79,11 +79,17 @@ def trainer(_: Path) -> Iterator[tuple[dict[str, Any], dict[str, str]]]:
     assert names["report"].passed  # type: ignore[attr-defined]
 
 
+@contextlib.contextmanager
+def two_ranks(checkpoint: Path) -> Iterator[tuple[dict[str, Any], dict[str, str]]]:
+    yield {}, {'LLM("Qwen/Qwen3-8B"': f'LLM({str(checkpoint)!r}, device="cpu", num_kv_blocks=16, num_threads=2'}
+
+
 CONTEXTS: dict[str, Context] = {
     "api.md": trained_model,
     "architecture.md": one_step,
     "foreign-models.md": foreign_layer,
     "megatron.md": trainer,
+    "parallel.md": two_ranks,
     "structured-output.md": trained_model,
 }
 

@@ -160,14 +160,23 @@ class EngineArgs:
     """Weight quantisation. auto keeps a quantised GGUF file quantised where a packed CPU kernel supports it, and leaves
     other checkpoints as they are. int8 and int4 quantise any checkpoint while it loads and report the error. none gives
     exact results."""
+    tensor_parallel_size: Annotated[
+        int, OptionSpec(min=1, max=64, flags=("--tensor-parallel-size", "-tp", "--tp"), metavar="INTEGER")
+    ] = 1
+    """Number of ranks that compute each step together: processes with a GPU each, or with a share of the CPU's threads. Each
+    holds a part of every layer and of the KV cache. Native models only; the heads of every layer must divide among them.
+    `headrace doctor` shows what a rank holds."""
+    enable_expert_parallel: Annotated[bool, OptionSpec(flags=("--enable-expert-parallel",))] = False
+    """With several ranks, give each of them whole experts of a mixture, also where it could hold a slice of every expert.
+    Slices keep ranks equally busy; whole experts multiply larger matrices."""
     seed: Annotated[int, OptionSpec(min=0, max=INT64_MAX)] = 0
     """Seed for requests without a seed, and for dummy weights. Two engines with the same seed that get the same requests in
     the same order generate the same tokens."""
     num_threads: Annotated[int | None, OptionSpec(min=1, max=1024, default="the physical cores that this process may use")] = (
         None
     )
-    """CPU threads for the model's kernels. More threads than physical cores are slower; use fewer where other programs
-    share the machine."""
+    """CPU threads for the model's kernels, of all ranks together. More threads than physical cores are slower; use fewer where
+    other programs share the machine."""
     max_model_len: Annotated[
         int | Literal["auto"] | None,
         OptionSpec(

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+import headrace
 from headrace.attention import select
 from headrace.attention.flashinfer.kernels import Compiling
 from headrace.config import Decision, EngineArgs, EngineConfig
@@ -59,15 +60,10 @@ class LoadedEngine:
     executor: Executor[Any]
 
 
-def load_engine(
-    source: ModelSource, timeline: Timeline | None = None, *, num_ranks: int = 1, capture_seconds: float = 20.0
-) -> LoadedEngine:
+def load_engine(source: ModelSource, timeline: Timeline | None = None, *, capture_seconds: float = 20.0) -> LoadedEngine:
     """Finds the model, resolves the configuration, loads, allocates, and serves warm-up requests.
 
-    Sets the number of torch's threads in this process.
-
-    Args:
-        num_ranks: processes that run the model, each all of it; 1: this one.
+    The model runs in this process, whose number of torch's threads is set, or in those of tensor-parallel ranks.
 
     Raises:
         ConfigError: the arguments cannot work with this model on this machine.
@@ -75,12 +71,13 @@ def load_engine(
     args, timeline = source.args, timeline or Timeline()
     with timeline.phase("tokenizer"):
         frontend = source.frontend()
-    if num_ranks == 1:
+    if args.tensor_parallel_size == source.group.size:
         loaded = load_executor(source, frontend, timeline)
     else:
+        source.implementation(frontend.files)  # Refuses a model that cannot be cut before any process is started.
         with timeline.phase("ranks") as phase:
-            loaded = start_ranks(args, num_ranks)
-            phase.detail = f"{num_ranks} processes"
+            loaded = start_ranks(args, args.tensor_parallel_size)
+            phase.detail = f"{args.tensor_parallel_size} processes"
     config, executor, tokenizer = loaded.config, loaded.executor, frontend.tokenizer
     if config.graph_rows:
         seconds = capture_seconds if args.graph_capture_seconds is None else args.graph_capture_seconds
@@ -140,7 +137,8 @@ def load_executor(source: ModelSource, frontend: Frontend, timeline: Timeline) -
     # Before the graphs, which may have them within: captured without, they would be captured again.
     if kernels:
         with timeline.phase("FlashInfer") as phase:
-            phase.detail = _await_kernels(kernels, args.wait_for_kernels)
+            # Ranks capture the same graphs at the same time, so none may find a kernel ready before the others do.
+            phase.detail = _await_kernels(kernels, args.wait_for_kernels or source.group.size > 1)
     weights = [MemoryLine(line.name, line.nbytes, line.detail) for line in report.memory]
     if encoder is not None:
         weights.append(MemoryLine("vision encoder", encoder.nbytes))
@@ -153,7 +151,7 @@ def _check_alike(ranks: Agreement, config: EngineConfig) -> None:
     """Raises ConfigError if processes that share the model would take other steps."""
     # These do not change which steps are taken. Layers are not compared: processes may have other numbers of heads.
     args = dataclasses.replace(config.args, record_steps=None, num_threads=None)
-    parts = (args, config.cache.nbytes, config.scheduler, config.dtype, config.model.vocab_size)
+    parts = (headrace.__version__, args, config.cache.nbytes, config.scheduler, config.dtype, config.model.vocab_size)
     if not ranks.alike(repr(parts).encode()):
         raise ConfigError(
             "the processes that share the model must make their engines with the same arguments", "tensor_parallel"

@@ -69,6 +69,27 @@ def _check_source(spec: AttentionSpec, index: int, layers: Sequence[AttentionSpe
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Shard:
+    """Which part of a model a ``ModelSpec`` describes: that of one tensor-parallel rank.
+
+    The spec's layers and MLPs are the rank's own; ``hidden_size`` and ``vocab_size`` are the whole model's.
+    """
+
+    rank: int
+    size: int
+    """Ranks that there are."""
+    whole: ModelSpec
+    vocab_start: int
+    """First row of the output head that the rank holds."""
+    vocab_rows: int
+    """Rows that it holds, as many as any rank; those at and beyond ``vocab_size`` are padding."""
+    whole_experts: bool
+    """Ranks were asked to hold whole experts."""
+    cut_embedding: bool
+    """The rank holds these rows of the token embedding too; False: all of it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelSpec(ModelFacts):
     """A decoder-only model: what every family has. One with facts of its own adds them in a subclass.
 
@@ -89,8 +110,20 @@ class ModelSpec(ModelFacts):
     """q and k are RMS-normed a head before they are rotated."""
     logit_soft_cap: float | None = None
     """logits = logit_soft_cap * tanh(logits / logit_soft_cap), of the head."""
+    shard: Shard | None = None
+    """The part of a tensor-parallel rank that this describes; None: the whole model."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if len(self.mlps) != len(self.layers):
             raise ConfigError(f"there are {len(self.mlps)} MLPs for {len(self.layers)} layers", "mlps")
+
+    @property
+    def head_rows(self) -> int:
+        """Outputs of the output head that is built."""
+        return self.vocab_size if self.shard is None else self.shard.vocab_rows
+
+    @property
+    def whole(self) -> ModelSpec:
+        """The whole model that this is a part of, or itself."""
+        return self if self.shard is None else self.shard.whole

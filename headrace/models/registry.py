@@ -7,6 +7,7 @@ import dataclasses
 import torch
 
 from headrace.errors import ConfigError
+from headrace.layers.linear import connect
 from headrace.model_spec import ModelSpec
 from headrace.models import (
     deepseek_v2,
@@ -26,9 +27,11 @@ from headrace.models import (
     qwen_vl,
     vision,
 )
+from headrace.models.cuts import shard_table
 from headrace.models.decoder import Decoder
 from headrace.models.family import Family
 from headrace.models.hf_config import HFConfig, text_part
+from headrace.parallel.group import ALONE, Group
 from headrace.quant.formats import checkpoint_format
 from headrace.weights.names import NameTable
 
@@ -104,12 +107,21 @@ def _family_of(spec: ModelSpec) -> Family:
     return _BY_ARCHITECTURE[spec.architecture]
 
 
-def build(spec: ModelSpec, dtype: str, device: str | torch.device) -> Decoder:
-    """Builds the model with its parameters allocated and uninitialised."""
-    return _family_of(spec).decoder(spec, getattr(torch, dtype), device).eval()
+def build(spec: ModelSpec, dtype: str, device: str | torch.device, group: Group = ALONE) -> Decoder:
+    """Builds the model, or the part of it that the spec describes, with its parameters allocated and uninitialised.
+
+    Args:
+        group: the ranks that have the other parts.
+    """
+    model = _family_of(spec).decoder(spec, getattr(torch, dtype), device).eval()
+    connect(model, group)
+    return model
 
 
 def name_table(spec: ModelSpec) -> NameTable:
-    """Maps checkpoint names, as Hugging Face saves a causal language model, to parameters."""
-    table = _family_of(spec).names(build(spec, "float32", "meta"))
-    return table if spec.vision is None else vision.with_vision_names(table)
+    """Maps checkpoint names, as Hugging Face saves a causal language model, to parameters, or to what a rank holds of them."""
+    whole = build(spec.whole, "float32", "meta")
+    table = _family_of(spec).names(whole)
+    if spec.vision is not None:
+        table = vision.with_vision_names(table)
+    return table if spec.shard is None else shard_table(table, whole, spec.shard, spec.mlps)

@@ -176,6 +176,10 @@ class StepGraphs:
                 self._failure = eager_reason(error, self._model)
         return self.count()
 
+    def stop_capturing(self, reason: str) -> None:
+        """Captures nothing more, as after a capture that failed."""
+        self._failure = self._failure or reason
+
     def forward(self, shape: Shape, query_start: np.ndarray, places: np.ndarray, ends: np.ndarray) -> None:
         """Runs the model for the rows that have been sent as ``shape``.
 

@@ -133,6 +133,10 @@ class ModelRunner:
             raise EngineError(f"step {self._unsampled.step} has not been sampled")
         return GraphCount(0, 0) if self._graphs is None else self._graphs.capture_next()
 
+    def stop_capturing(self, reason: str) -> None:
+        if self._graphs is not None:
+            self._graphs.stop_capturing(reason)
+
     def graphs(self) -> GraphCount:
         return GraphCount(0, 0) if self._graphs is None else self._graphs.count()
 

@@ -89,12 +89,17 @@ def pictures(checkpoint: Path) -> Iterator[tuple[dict[str, Any], dict[str, str]]
     assert len(names["output"].outputs[0].token_ids) > 0
 
 
+def two_ranks(checkpoint: Path) -> Iterator[tuple[dict[str, Any], dict[str, str]]]:
+    yield {}, {'LLM("Qwen/Qwen3-8B"': f'LLM({str(checkpoint)!r}, device="cpu", num_kv_blocks=16, num_threads=2'}
+
+
 CONTEXTS: dict[str, Context] = {
     "api.md": trained_model,
     "architecture.md": one_step,
     "foreign-models.md": foreign_layer,
     "megatron.md": trainer,
     "multimodal.md": pictures,
+    "parallel.md": two_ranks,
     "structured-output.md": trained_model,
 }
 

@@ -23,6 +23,7 @@ KVCacheDType = Literal["auto", "fp8_e4m3"]
 Policy = Literal["fcfs", "priority"]
 SparsePrefill = Literal["auto", "off", "xattn", "mean"]
 YarnFactor = Literal["checkpoint", "positions"]
+RoutingPolicy = Literal["prefix", "least-tokens", "round-robin", "random", "session"]
 GenerationConfig = Literal["auto", "vllm"]
 Device = Literal["auto", "cpu", "cuda"]
 MMEncoder = Literal["auto", "none"]
@@ -224,6 +225,18 @@ class EngineArgs:
     policy: Policy = "fcfs"
     """Order of waiting requests. fcfs: first come, first served. priority: the lowest `priority` field of the request
     first, then first come, first served."""
+    data_parallel_size: Annotated[int, OptionSpec(min=1, max=1024, flags=("--data-parallel-size", "-dp"))] = 1
+    """Number of replicas of the engine behind one server, each a process with a model and a cache of its own: replica i runs
+    on CUDA device i. On a CPU they share the cores and the memory, so that more than one rarely pays."""
+    dp_routing_policy: RoutingPolicy = "prefix"
+    """Which replica gets a request. prefix: the lowest product of prompt tokens that it would have to compute, behind cached
+    prefixes, and of sequences that it would run. least-tokens: the one that holds the fewest tokens. session: always the same
+    for requests with the same X-Session-ID header. round-robin and random: for comparisons."""
+    dp_queue_timeout: Annotated[
+        float | None, OptionSpec(above=0.0, max=_MAX_SECONDS, default="no limit", metavar="SECONDS")
+    ] = None
+    """Seconds that a request may wait until a replica has room for it; then it is refused with HTTP 429. Only with
+    --data-parallel-size above 1."""
     attention_backend: Annotated[str, OptionSpec(metavar="NAME")] = "auto"
     """Attention kernels. auto chooses the fastest backend that supports each layer; the start-up report gives the reason.
     flashinfer uses FlashInfer for decode rows and CUDA graphs too. reference is slow, for comparisons."""
@@ -366,6 +379,12 @@ class EngineArgs:
             counts = nested(MediaCounts, self.limit_mm_per_prompt, "limit_mm_per_prompt")
             object.__setattr__(self, "limit_mm_per_prompt", counts)
         check(self, ConfigError)
+        if self.data_parallel_size == 1 and self.dp_queue_timeout is not None:
+            raise ConfigError(
+                "dp_queue_timeout limits the wait for a replica, and there is one (data_parallel_size is 1), whose own queue "
+                "has no time limit",
+                "dp_queue_timeout",
+            )
         named = {self.grammar_backend, self.structured_outputs_config.backend} - {"auto"}
         if len(named) > 1:
             raise ConfigError(

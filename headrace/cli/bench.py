@@ -1,4 +1,4 @@
-"""``headrace bench``: latency, throughput, serve."""
+"""``headrace bench``: latency, throughput, serve, calibrate."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def latency(
         report = asyncio.run(measure(tell))
     spent = report["engine_seconds"]
     total = sum(spent.values()) or 1.0
-    _emit(
+    emit(
         report,
         [
             distributions_table(f"Latency: {load.name}, {report['requests']} requests", report["milliseconds"]),
@@ -234,7 +234,7 @@ def throughput(
                 tell=tell,
                 save=save,
             )
-    _emit(report, bench.tables(report), as_json, output)
+    emit(report, bench.tables(report), as_json, output)
     errors = report.get("errors", {})
     for engine, error in errors.items():
         print_error(f"{engine}: {error}")
@@ -323,7 +323,7 @@ def serve(
     with _status(f"asking {url}") as tell:
         report = asyncio.run(bench.run(load, tell=tell))
     counts, rates = report["requests"], report["rates"]
-    _emit(
+    emit(
         report,
         [
             table("Requests", list(counts), [[f"{value:,}" for value in counts.values()]]),
@@ -337,6 +337,34 @@ def serve(
         print_error(f"{count} x {error}")
     if not counts["succeeded"]:
         raise typer.Exit(EXIT_FAILURE)
+
+
+@app.command("calibrate")
+@command(args=ENGINE_OPTIONS)
+def calibrate(
+    args: EngineArgs,
+    seconds: Annotated[float, HOW(min=1.0, max=86_400, help="Seconds of random traffic.")] = 60.0,
+    seed: Annotated[int, HOW(min=0, help="Seed of the traffic.")] = 0,
+    as_json: AsJson = False,
+    output: Output = None,
+) -> None:
+    """Measure how long the engine's steps take under random traffic, for `headrace simulate`.
+
+    A fifth of the steps is held out; the report has the error of the fitted times on them.
+    """
+    import msgspec
+
+    from headrace.bench import calibrate as bench
+    from headrace.bench.report import table
+
+    with _status("calibrating") as tell:
+        calibration = bench.run(args, seconds, seed=seed, tell=tell)
+    rows = [
+        [kind, f"{error['steps']:,.0f}", *(f"{error[name]:+.1%}" for name in ("mean_error", "p90_error", "total_error"))]
+        for kind, error in calibration.errors.items()
+    ]
+    header = ["steps", "held out", "mean error", "p90 error", "error of the sum"]
+    emit(msgspec.to_builtins(calibration), [table(f"Step times of {calibration.model}", header, rows)], as_json, output)
 
 
 def _encoder(args: EngineArgs) -> tuple[Encoder | None, int]:
@@ -369,7 +397,8 @@ def _status(text: str) -> Iterator[Callable[[str], None]]:
         yield status.update
 
 
-def _emit(report: dict[str, Any], tables: Sequence[RenderableType], as_json: bool, output: Path | None) -> None:
+def emit(report: dict[str, Any], tables: Sequence[RenderableType], as_json: bool, output: Path | None) -> None:
+    """Prints a report as tables or as JSON, and writes it to a file."""
     from headrace.bench.report import as_json as encoded
 
     if output is not None:

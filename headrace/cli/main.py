@@ -13,6 +13,7 @@ from headrace.cli.config import app as config_app
 from headrace.cli.doctor import doctor
 from headrace.cli.run import run
 from headrace.cli.serve import serve
+from headrace.cli.simulate import simulate
 
 app = typer.Typer(
     name="headrace",
@@ -43,4 +44,5 @@ app.command("run")(run)
 app.command("chat")(chat)
 app.add_typer(bench_app, name="bench")
 app.command("doctor")(doctor)
+app.command("simulate")(simulate)
 app.add_typer(config_app, name="config")

@@ -205,7 +205,7 @@ async def _run_all(
     try:
         await llm.start()
         with progress_bar.bar:
-            window = min(AHEAD * llm.info.max_num_seqs, args.max_queue_len)
+            window = min(AHEAD * llm.info.max_num_seqs * args.data_parallel_size, args.max_queue_len)
             async with contextlib.aclosing(_outcomes(llm, sampling, iter(jobs), window, unordered)) as outcomes:
                 async for job, result in outcomes:
                     error = _error(result)

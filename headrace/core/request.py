@@ -82,6 +82,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """A lower value runs first under --policy priority."""
     cache_salt: Annotated[str | None, OptionSpec(min=1, max=256)] = None
     """Cached prefixes are shared only among requests with the same salt."""
+    session: str | None = None
+    """Requests of one session go to the same replica under --dp-routing-policy session."""
     parse: ParseOptions | None = None
     """None: the answer is text."""
     items: tuple[Item, ...] = ()

@@ -21,6 +21,7 @@ from headrace.engine.info import EngineInfo, Progress
 from headrace.engine.inputs import InputProcessor, Prompt, check_params
 from headrace.engine.loader import LoadedEngine, load_engine
 from headrace.engine.progress import ProgressBar
+from headrace.engine.replicated import ReplicatedCore, ReplicatedEngine
 from headrace.engine.source import FileSource
 from headrace.engine.streams import failed, new_output
 from headrace.engine.timeline import Timeline
@@ -111,7 +112,13 @@ class LLM:
 
     def _start(self, args: EngineArgs, external: ExternalModel | None, on_progress: Callable[[Progress], None] | None) -> None:
         self.args = args
-        self._loaded: LoadedEngine | None = load_engine(external or FileSource(args.for_whole_outputs()), Timeline(on_progress))
+        self._loaded: LoadedEngine | ReplicatedEngine | None
+        if args.data_parallel_size == 1:
+            self._loaded = load_engine(external or FileSource(args.for_whole_outputs()), Timeline(on_progress))
+        elif external is None:
+            self._loaded = ReplicatedEngine(args.for_whole_outputs(), on_progress)
+        else:
+            raise ConfigError("the model that was handed over runs in this process, and there alone", "data_parallel_size")
         self._external = external
         self._pid = os.getpid()
         self._lock = threading.RLock()
@@ -264,7 +271,7 @@ class LLM:
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes. False if there is no prefix cache."""
         with self._exclusive() as engine:
-            return engine.core.scheduler.kv.reset_prefix_cache()
+            return engine.core.reset_prefix_cache()
 
     def update_weights(self, tensors: Named) -> int:
         """New weights, after a trainer's step: written where the weights are, and no KV from before is found again.
@@ -290,7 +297,7 @@ class LLM:
                 weight was packed to few bits when it was loaded. Names the weight; nothing was written.
             EngineError: requests are running; or writing failed, and the engine cannot be used any more.
         """
-        with self._exclusive() as engine:
+        with self._exclusive_local() as engine:
             engine.core.drain()
             try:
                 count = engine.executor.update_weights(tensors)
@@ -309,7 +316,7 @@ class LLM:
         Raises:
             EngineError: requests are running.
         """
-        with self._exclusive() as engine:
+        with self._exclusive_local() as engine:
             engine.core.weights_changed()
 
     def parity(self, tell: Callable[[str], None] = lambda what: None) -> Parity:
@@ -337,13 +344,13 @@ class LLM:
                 "parity is of models that were handed over: one from files is compared by `headrace doctor MODEL --parity`",
                 "model",
             )
-        with self._exclusive() as engine:
+        with self._exclusive_local() as engine:
             return measure_external(self._external, engine.config.scheduler.max_model_len, tell)
 
     def check_integrity(self) -> None:
         """Raises: EngineError: the block pool is inconsistent."""
         with self._exclusive() as engine:
-            engine.core.scheduler.check_integrity()
+            engine.core.check_integrity()
 
     def close(self) -> None:
         """Frees the model and the cache, once running calls are done. The LLM cannot be used any more."""
@@ -364,7 +371,7 @@ class LLM:
     # Parts
 
     @property
-    def _engine(self) -> LoadedEngine:
+    def _engine(self) -> LoadedEngine | ReplicatedEngine:
         if os.getpid() != self._pid:
             # The threads of torch's kernels exist in the parent alone: a step would wait for them for ever.
             raise EngineError(
@@ -376,7 +383,7 @@ class LLM:
         return self._loaded
 
     @contextlib.contextmanager
-    def _exclusive(self) -> Iterator[LoadedEngine]:
+    def _exclusive(self) -> Iterator[LoadedEngine | ReplicatedEngine]:
         """The engine, while no other thread uses it.
 
         Raises:
@@ -387,6 +394,18 @@ class LLM:
             if self._unusable is not None:
                 raise EngineError(self._unusable)
             yield self._engine
+
+    @contextlib.contextmanager
+    def _exclusive_local(self) -> Iterator[LoadedEngine]:
+        """As ``_exclusive``. Raises ConfigError if replicas run in processes of their own."""
+        with self._exclusive() as engine:
+            if isinstance(engine, ReplicatedEngine):
+                raise ConfigError(
+                    "weights are updated in the engine of the calling process: a replica in a process of its own would come "
+                    "back with the weights of its files when it is restarted",
+                    "data_parallel_size",
+                )
+            yield engine
 
     def _params(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
@@ -416,12 +435,13 @@ class LLM:
             return with_template(tokenizer, chat_template)
         return load_tokenizer(self._engine.files, self.args.tokenizer, chat_template, tokenizer.renderer)
 
-    def _follow(self, external: ExternalModel, requests: list[Request]) -> None:
+    def _follow(self, external: ExternalModel, engine: LoadedEngine, requests: list[Request]) -> None:
         """Checks that all processes got the same requests, and reacts to changed or moved weights."""
         external.agree(requests)
-        if self._engine.config.cache.enable_prefix_caching and external.look():
+        config = engine.config
+        if config.cache.enable_prefix_caching and external.look():
             self.weights_changed()
-        if self._engine.config.graph_rows and external.watch.moved():
+        if config.graph_rows and external.watch.moved():
             raise EngineError(
                 "weights of the model are in other memory than when CUDA graphs were captured: make a new LLM, or set "
                 "enforce_eager"
@@ -430,8 +450,8 @@ class LLM:
     def _run(self, requests: list[Request], progress: bool) -> list[RequestOutput]:
         outputs = {request.request_id: new_output(request) for request in requests}
         with self._exclusive() as engine:
-            if self._external is not None:
-                self._follow(self._external, requests)
+            if self._external is not None and isinstance(engine, LoadedEngine):
+                self._follow(self._external, engine, requests)
             text = engine.tokenizer.token_text if engine.tokenizer is not None else None
             try:
                 progress_bar = ProgressBar(len(requests), shown=progress)
@@ -450,7 +470,9 @@ class LLM:
         return list(outputs.values())
 
     @staticmethod
-    def _deltas(core: EngineCore, requests: list[Request], interrupted: threading.Event) -> Iterator[OutputDelta]:
+    def _deltas(
+        core: EngineCore | ReplicatedCore, requests: list[Request], interrupted: threading.Event
+    ) -> Iterator[OutputDelta]:
         """Runs the engine until every request has ended; adds requests as its queue has room."""
         waiting = iter(requests)
         request = next(waiting, None)

@@ -109,7 +109,7 @@ def load_executor(source: ModelSource, frontend: Frontend, timeline: Timeline) -
     """
     args, files = source.args, frontend.files
     with timeline.phase("config"):
-        device = environment.probe(args.device)
+        device = environment.share(environment.probe(args.device), args.data_parallel_size)
         device = dataclasses.replace(device, available_memory=source.ranks.least(device.available_memory))
         chosen = source.implementation(files)
         files = dataclasses.replace(files, decisions=(*files.decisions, *chosen.decisions))

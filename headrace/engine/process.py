@@ -177,9 +177,9 @@ class EngineLoop:
             return
         try:
             if message.name == "reset_prefix_cache":
-                value = self._core.scheduler.kv.reset_prefix_cache()
+                value = self._core.reset_prefix_cache()
             else:
-                self._core.scheduler.check_integrity()
+                self._core.check_integrity()
                 value = True
         except Exception as error:
             logger.exception("%s failed", message.name)
@@ -216,6 +216,10 @@ def serve(folder: Path, load: Load) -> int:
         timeline = Timeline(lambda progress: channel.send(Starting(progress)), start.origin)
         timeline.mark("command", "interpreter and options", at=process_start())
         timeline.mark("imports", "the engine's process")
+        if start.args.data_parallel_size > 1:
+            from headrace.engine.environment import take_device
+
+            take_device(start.args, start.replica)
         core, info = load(start.args, timeline)
         freeze_gc()
         channel.send(Ready(info, core.stats()))

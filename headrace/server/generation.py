@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMappi
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
+import msgspec
 from starlette.requests import ClientDisconnect
 
 from headrace.core.request import Request
@@ -59,6 +60,10 @@ class Generation:
         self._attention: AttentionReport | None = None
         self._stream: Any = None
         self._first: Piece | None = None
+
+    def of_session(self, session: str) -> None:
+        """Names the session that the requests belong to. Before they begin."""
+        self.requests = [msgspec.structs.replace(request, session=session) for request in self.requests]
 
     async def begin(self) -> None:
         """Wait for the first delta, so that an error before it still gets its HTTP status."""

@@ -51,6 +51,7 @@ class Serving:
             headrace.__version__,
             settings.metrics_compat,
             lambda: None if self._facts is None else self._facts.name,
+            None if llm.replicas is None else llm.replicas.reported,
         )
         self.failure: Exception | None = None
         """Why the engine could not start."""
@@ -102,7 +103,7 @@ class Serving:
         health = self.llm.health()
         if health.ok and self.loading:
             return False, "the engine is starting"
-        return health.ok, first_line(health.reason)
+        return health.ok, "" if health.ok else first_line(health.reason)
 
     def check_live(self) -> None:
         """Raises: ApiError 503 if the server cannot serve again: its engine did not start, or died repeatedly."""

@@ -20,6 +20,7 @@ PACKAGES: list[set[str]] = [
     {"core"},
     {"text", "sources"},
     {"constrain"},
+    {"sim"},
     # Below this line torch is allowed.
     {"parallel"},
     {"kernels"},
@@ -39,7 +40,7 @@ PACKAGES: list[set[str]] = [
 ]
 """Lowest layer first; packages of one set may import each other."""
 
-TORCH_LINE = PACKAGES.index({"constrain"})
+TORCH_LINE = PACKAGES.index({"sim"})
 LAYER = {package: layer for layer, packages in enumerate(PACKAGES) for package in packages}
 
 

@@ -7,7 +7,7 @@ import itertools
 import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -72,6 +72,12 @@ class Watched(Executor[Any]):
 
     def graphs(self) -> GraphCount:
         return self._executor.graphs()
+
+    def sentinels(self) -> Sequence[int]:
+        return self._executor.sentinels()
+
+    def check(self) -> None:
+        self._executor.check()
 
     def close(self) -> None:
         self._executor.close()

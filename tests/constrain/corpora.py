@@ -18,6 +18,7 @@ from constrain.words import accepts, matcher, walk
 from headrace.errors import RequestError
 
 _WALKS = 3
+_ROOT = {"properties", "type", "$ref", "definitions", "anyOf", "oneOf", "allOf"}
 
 
 @dataclasses.dataclass
@@ -41,8 +42,8 @@ class Table:
         refused = sum(self.refused.values())
         keywords = ", ".join(f"{name} {count}" for name, count in self.refused.most_common(12))
         return (
-            f"{self.schemas} schemas: {refused} refused, {self.right} right, {self.narrowed} narrower, {len(self.wrong)} wrong; "
-            f"{self.instances} instances\nrefused by keyword: {keywords}"
+            f"{self.schemas} schemas: {refused} refused, {self.right} right, {self.narrowed} narrower, "
+            f"{len(self.wrong)} wrong; {self.instances} instances\nrefused by keyword: {keywords}"
         )
 
 

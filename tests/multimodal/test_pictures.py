@@ -136,6 +136,8 @@ def test_pictures_equal_transformers(kind: str) -> None:
     (text,) = generate(engine(own.folder, limit_mm_per_prompt={"image": 0, "video": 0}), "text alone")
     assert text.outputs[0].token_ids == outputs[-1].outputs[0].token_ids
     own.llm.check_integrity()
+    decisions = {line.name: line.value for line in own.llm.info.decisions}
+    assert (decisions["vision encoder"], decisions["image processor"]) == ("transformers", own.llm.inputs.multimodal.backend)  # type: ignore[union-attr]
 
 
 @of(QWEN)

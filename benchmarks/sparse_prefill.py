@@ -5,10 +5,10 @@
     python benchmarks/sparse_prefill.py --sweep               # other tiles, at the longest length
     python benchmarks/sparse_prefill.py --fp8 --output x.json # a cache in e4m3; the results in a file too
 
-One layer of 32 query heads and 8 KV heads of 128 channels, one prompt, blocks of 16 tokens in any order. Dense is FlashInfer's
-fa3 where it is installed, else the dense heads of the same kernel; the table says which. Masks are random, with the first block
-and the query block's own, at each density of the causal triangle, and what the selectors keep of structured inputs.
-Before timing, results are compared with PyTorch's attention, and calls are checked not to wait for the device.
+One layer of 32 query heads and 8 KV heads of 128 channels; one prompt, in blocks of 16 tokens that lie in any order. Dense is
+FlashInfer's fa3 where it is installed, else the dense heads of the same kernel; the table says which. Masks are random, with
+the first block and the query block's own, at each density of the causal triangle, and what the selectors keep of structured
+inputs. Before timing, results are compared with PyTorch's attention, and calls are checked not to wait for the device.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from headrace.kernels.triton.sparse_estimate import EstimateTiling
 from headrace.kernels.triton.tiling import Tiling
 
 CUDA = torch.device("cuda")
-PAGE = 16
 DENSITIES = (0.1, 0.2, 0.4, 0.7)
 THRESHOLD, ALPHA = 0.9, 0.1
 SINK, LOCAL = 1, 16
@@ -76,14 +75,15 @@ class Prompt:
     head_dim: int
     v_head_dim: int
     fp8: bool
+    page: int
 
     def __post_init__(self) -> None:
         torch.manual_seed(0)
-        pages = -(-self.length // PAGE)
+        pages = -(-self.length // self.page)
         q, keys = self._structured()
-        values = torch.randn(pages * PAGE, self.kv_heads, self.v_head_dim, device=CUDA, dtype=torch.bfloat16)
+        values = torch.randn(pages * self.page, self.kv_heads, self.v_head_dim, device=CUDA, dtype=torch.bfloat16)
         order = torch.randperm(pages, device=CUDA)
-        paged = [side.view(pages, PAGE, self.kv_heads, -1)[order] for side in (keys, values)]
+        paged = [side.view(pages, self.page, self.kv_heads, -1)[order] for side in (keys, values)]
         self.scales: dict[str, torch.Tensor] = {}
         if self.fp8:
             (paged[0], k_scale), (paged[1], v_scale) = (quantize(side) for side in paged)
@@ -101,12 +101,12 @@ class Prompt:
 
     def _structured(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries and keys of passages of 256 tokens: a query looks at its own and at a few others."""
-        pages = -(-self.length // PAGE)
-        passages = -(-pages * PAGE // 256)
+        pages = -(-self.length // self.page)
+        passages = -(-pages * self.page // 256)
         topics = torch.randn(passages, self.kv_heads, self.head_dim, device=CUDA)
-        passage = torch.arange(pages * PAGE, device=CUDA) // 256
-        keys = topics[passage] + 0.5 * torch.randn(pages * PAGE, self.kv_heads, self.head_dim, device=CUDA)
-        looked_at = torch.minimum((torch.rand(pages * PAGE, device=CUDA) ** 2 * (passage + 1)).long(), passage)
+        passage = torch.arange(pages * self.page, device=CUDA) // 256
+        keys = topics[passage] + 0.5 * torch.randn(pages * self.page, self.kv_heads, self.head_dim, device=CUDA)
+        looked_at = torch.minimum((torch.rand(pages * self.page, device=CUDA) ** 2 * (passage + 1)).long(), passage)
         q = (topics[passage] + topics[looked_at]).repeat_interleave(self.heads // self.kv_heads, dim=1)
         q = q + 0.5 * torch.randn_like(q)
         return q[: self.length].bfloat16(), keys.bfloat16()
@@ -244,8 +244,8 @@ def flashinfer_dense(made: Prompt) -> Callable[[], object] | None:
     wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(space, "NHD", backend="fa3")
     pages = made.table.shape[1]
     first = torch.tensor([0, pages], dtype=torch.int32, device=CUDA)
-    last = torch.tensor([(made.length - 1) % PAGE + 1], dtype=torch.int32, device=CUDA)
-    where = (made.starts, first, made.table[0], last, made.heads, made.kv_heads, made.head_dim, PAGE)
+    last = torch.tensor([(made.length - 1) % made.page + 1], dtype=torch.int32, device=CUDA)
+    where = (made.starts, first, made.table[0], last, made.heads, made.kv_heads, made.head_dim, made.page)
     try:
         wrapper.plan(*where, head_dim_vo=made.v_head_dim, causal=True, q_data_type=torch.bfloat16)
         wrapper.run(made.q, (made.keys, made.values))
@@ -347,6 +347,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="few lengths, densities and repeats")
     parser.add_argument("--sweep", action="store_true", help="time other tiles, at the longest length")
     parser.add_argument("--fp8", action="store_true", help="a cache in e4m3")
+    parser.add_argument("--page", type=int, default=16, help="tokens of a block of the cache")
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)

@@ -52,8 +52,8 @@ from headrace.model_spec import AttentionSpec, MoeSpec, layer_kv
 from headrace.model_spec.kv import FP8_KV
 
 BF16 = torch.bfloat16
-SPARSE = (((128, 128), BF16), ((128, 128), torch.uint8), ((192, 128), BF16), ((64, 64), BF16))
-"""Of sparse prefill: widths of keys and values, the stored type."""
+SPARSE = (((128, 128), BF16, False), ((128, 128), torch.uint8, True), ((192, 128), BF16, False))
+"""Of sparse prefill: widths of keys and values, the stored type, whether blocks that are left out count with their means."""
 SHAPES = ((128, 128, 1), (128, 128, 512), (192, 128, 1), (192, 128, 512), (80, 40, 5), (256, 256, 512))
 """Of attention: widths of keys and values, queries of a row."""
 UNALIGNED = (32, 20)
@@ -272,14 +272,13 @@ def sparse(resources: Resources) -> None:
         rows = (starts, starts[1:], types)
         sums = sparse_estimate.estimate(q, keys, table, *rows, scale=1.0, **longest, **of_keys)
         mask = sparse_select.select(sums, *rows, num_tokens=2048, threshold=0.9)
-        sparse_select.select(sums, *rows, num_tokens=2048, threshold=0.9, quirk=True)
         means = sparse_means.block_means(keys, values, table, starts[1:], dtype=BF16, **longest, **scales)
         sparse_means.select_mean(q, means.keys, *rows, scale=1.0, full_from=starts[1:])
-        for given, of_means in ((None, None), (mask, None), (mask, means)):
-            sparse_attention.sparse_prefill_attention(
-                q, keys, values, table, *rows, given, scale=1.0, sink_blocks=1, local_blocks=16, means=of_means, **longest,
-                **scales,
-            )  # fmt: skip
+        sparse_attention.sparse_prefill_attention(
+            q, keys, values, table, *rows, mask, scale=1.0, sink_blocks=1, local_blocks=16, means=means if corrected else None,
+            **longest, **scales,
+        )  # fmt: skip
+    sparse_select.select(sums, *rows, num_tokens=2048, threshold=0.9, quirk=True)
     head_routing.pool_keys(torch.zeros(200, 2, 128, dtype=BF16), starts)
     shapes = [(512, 128), (512,), (128, 512), (128,)] * 2 + [(2, 128), (2,)]
     head_routing.route(torch.zeros(1, 2, 128), RouterWeights(*(torch.zeros(shape) for shape in shapes)))

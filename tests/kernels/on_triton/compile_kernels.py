@@ -254,13 +254,7 @@ def sparse(resources: Resources) -> None:
         module.resources = lambda device: resources
     starts, table = torch.tensor([0, 2048], dtype=torch.int32), torch.zeros(1, 8192, dtype=torch.int32)
     types, longest = torch.ones(1, 8, dtype=torch.int8), {"max_seq_len": 1 << 17}
-    for widths, stored in (
-        ((128, 128), BF16),
-        ((128, 128), torch.uint8),
-        ((192, 128), BF16),
-        ((96, 96), BF16),
-        ((64, 64), BF16),
-    ):
+    for widths, stored, corrected in SPARSE:
         q = torch.zeros(2048, 8, widths[0], dtype=BF16)
         if stored == torch.uint8:
             spec = AttentionSpec(layer=0, num_heads=8, num_kv_heads=2, head_dim=widths[0], v_head_dim=widths[1], scale=1.0)

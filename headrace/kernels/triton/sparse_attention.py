@@ -334,7 +334,7 @@ def _check_blocks(
     rows, places, num_heads, kv_heads, width = sizes
     if width > MAX_BLOCKS:
         raise ValueError(f"{width} key blocks are too many: at most {MAX_BLOCKS} can be numbered")
-    expected = {"types": (types, (rows, num_heads))}
+    expected: dict[str, tuple[torch.Tensor, tuple[int, ...]]] = {"types": (types, (rows, num_heads))}
     if mask is not None:
         expected["mask"] = (mask, (places, num_heads, width))
     if means is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 import torch
 
@@ -30,6 +32,14 @@ from headrace.model_spec import DENSE, SELECTED, STREAMING, AttentionSpec
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
+class Watch(Protocol):
+    """Gets what one row attends to."""
+
+    def __call__(self, layer: int, first: int, attended: torch.Tensor) -> None:
+        """``attended [heads, Qb, Kb]`` bool on the host: of the prompt's blocks of queries from number ``first`` on."""
+        ...
+
+
 class SparsePrefillAttention(AttentionBackend):
     """Attends by the type of each head: to all keys, to selected blocks, or to the first and the nearest blocks.
 
@@ -45,6 +55,8 @@ class SparsePrefillAttention(AttentionBackend):
         """``[2]`` int8: the types of heads that the router answers 0 and 1."""
         self._query_start = self._first_blocks = torch.empty(0)
         """Of the planned rows, as if their tokens were the whole batch."""
+        self.watch: Watch | None = None
+        """Looks at what the first row attends to, for explanations: waits for the device."""
 
     @classmethod
     def supports(
@@ -103,6 +115,8 @@ class SparsePrefillAttention(AttentionBackend):
             out=out_own,
         )
         rows.kept[spec.layer] = self._kept(rows, types, mask)
+        if self.watch is not None:
+            self._show(self.watch, spec.layer, types[0].tolist(), mask)
         return out.flatten(1)
 
     def _types_of(self, rows: SparseRows, spec: AttentionSpec, device: torch.device) -> torch.Tensor:
@@ -164,6 +178,20 @@ class SparsePrefillAttention(AttentionBackend):
             sums, self._query_start, step.seq_lens, types, num_tokens=len(q), threshold=config.threshold, block=config.block
         )
         return chosen, None
+
+    def _show(self, watch: Watch, layer: int, types: list[int], mask: torch.Tensor | None) -> None:
+        config, step = self._config, self.step
+        tokens, length = int(step.query_counts[0]), int(step.seq_lens_host[0])
+        first, end = (length - tokens) // config.block, -(-length // config.block)
+        queries, keys = torch.arange(first, end)[:, None], torch.arange(end)
+        causal = keys <= queries
+        streamed = causal & ((keys < config.sink_blocks) | (keys > queries - config.local_blocks))
+        selected = None if mask is None else mask[: end - first, :, :end].transpose(0, 1).cpu()
+        shown = [
+            selected[head] if kind == SELECTED and selected is not None else causal if kind == DENSE else streamed
+            for head, kind in enumerate(types)
+        ]
+        watch(layer, first, torch.stack(shown))
 
     def _kept(self, rows: SparseRows, types: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """``[R]`` int64: pairs of blocks that are attended, over all heads."""

@@ -12,6 +12,7 @@ from headrace.cli.chat import chat
 from headrace.cli.config import app as config_app
 from headrace.cli.doctor import doctor
 from headrace.cli.encode import encode
+from headrace.cli.explain import explain
 from headrace.cli.run import run
 from headrace.cli.serve import serve
 from headrace.cli.simulate import simulate
@@ -47,4 +48,5 @@ app.add_typer(bench_app, name="bench")
 app.command("encode")(encode)
 app.command("doctor")(doctor)
 app.command("simulate")(simulate)
+app.command("explain")(explain)
 app.add_typer(config_app, name="config")

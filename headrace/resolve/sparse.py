@@ -38,8 +38,7 @@ def sparse(
     elastic = model.elastic
     if args.sparse_prefill == "off" or (args.sparse_prefill == "auto" and elastic is None):
         _refuse_without_effect(args)
-        if elastic is not None:
-            log.note(_ELASTIC, "off", "sparse_prefill off: every prompt attends densely, against what the router would decide")
+        _note_off(model, device, dtype, kv_dtype, log)
         return None
     if args.deterministic:
         raise ConfigError(
@@ -62,6 +61,18 @@ def sparse(
     config = dataclasses.replace(config, heads=_heads(args, model, config, device, dtype, kv_dtype, log))
     _note(args, config, elastic, log)
     return config
+
+
+def _note_off(model: AnySpec, device: str, dtype: str, kv_dtype: str, log: DecisionLog) -> None:
+    """Says which layers could attend sparsely."""
+    if model.elastic is not None:
+        log.note(_ELASTIC, "off", "sparse_prefill off: every prompt attends densely, whatever the router would decide")
+        return
+    reasons = [SparsePrefillAttention.supports(spec, device, dtype, kv_dtype) for spec in model.layers]
+    could = sum(not each for each in reasons)
+    why = "; ".join(dict.fromkeys(each[0] for each in reasons if each))
+    rest = "" if could == len(reasons) else f", not the others: {why}" if could else f": {why}"
+    log.note("sparse_prefill", "off", f"{could} of {len(reasons)} layers could attend sparsely in prompts{rest}")
 
 
 def _refuse_without_effect(args: EngineArgs) -> None:

@@ -121,6 +121,11 @@ class ModelRunner:
         self._graphs = self._make_graphs()
         self._slice = max(1, _LOGITS_BYTES // (4 * model.spec.vocab_size))
 
+    @property
+    def backends(self) -> Sequence[AttentionBackend]:
+        """The attention of each layer."""
+        return self._backends
+
     def _make_graphs(self) -> StepGraphs | None:
         if not self.config.graph_rows or any(not backend.capturable for backend in self._forward.to_plan):
             return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,12 +11,19 @@ from typing import Any
 
 import pytest
 import torch
+from engine.tiny import write_tokenizer
+from PIL import Image
 from runner.harness import prompt
 from runner.sparse_world import BLOCK, MAX_LEN, Reference, SparseWorld, elastic, model, spec_of
 from safetensors.torch import save_file
 from transformers import LlamaConfig, Qwen3Config
+from typer.testing import CliRunner
 
+from headrace.cli import heatmap
+from headrace.cli.heatmap import page, png
+from headrace.cli.main import app
 from headrace.config import EngineArgs
+from headrace.engine.explain import explain
 from headrace.engine.llm import LLM
 from headrace.errors import ConfigError
 from headrace.model_spec import ModelSpec, VisionSpec
@@ -218,3 +226,50 @@ def test_the_native_call_of_all_layers_takes_routers() -> None:
     assert not any("kind" in why or "plain" in why for why in _objections(layer, torch.float32))
     step: Any = SimpleNamespace(step=SimpleNamespace(sparse=object()))
     assert not object.__new__(FusedLayers).takes(step)
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_prompt_is_explained(tmp_path: Path, chunked: bool) -> None:
+    """Routed in one piece; or selected in chunks, whose rows are put together."""
+    tokens = prompt(61, 450)
+    world = SparseWorld(selector="xattn") if chunked else SparseWorld(elastic=elastic("xattn", "streaming"))
+    options: dict[str, Any] = {"sparse_prefill": "xattn", "sparse_threshold": 0.6, "max_num_batched_tokens": 128}
+    options |= {"sparse_min_tokens": 0, "max_num_seqs": 4}
+    if chunked:
+        world = dataclasses.replace(world, grid=128)
+    blocks = Reference(world)(tokens, len(tokens)).blocks
+    with engine(write(tmp_path, tensors()), enable_prefix_caching=False, **(options if chunked else {})) as llm:
+        found = explain(llm, {"prompt_token_ids": tokens}, layer=1, head=4)
+        with pytest.raises(ConfigError, match="no layer 2"):
+            explain(llm, {"prompt_token_ids": tokens}, layer=2)
+    assert found.blocks == [row.nonzero().flatten().tolist() for row in blocks[1][4]]
+    causal = len(found.blocks) * (len(found.blocks) + 1) // 2
+    for densities, layer in zip(found.heads, blocks, strict=True):
+        assert densities == pytest.approx([int(head.sum()) / causal for head in layer])
+    picture = Image.open(io.BytesIO(png(found))).convert("RGB")
+    colours = {colour for _, colour in picture.getcolors(10**6) or ()}
+    assert {heatmap.colour(density) for row in found.heads for density in row} <= colours
+    text = page(found)
+    assert "data:image/png;base64," in text and ("streaming" in text) == (not chunked)
+
+
+def test_a_dense_prompt_has_nothing_to_explain(tmp_path: Path) -> None:
+    with (
+        engine(write(tmp_path, tensors()), sparse_prefill="off") as llm,
+        pytest.raises(ConfigError, match="attend densely"),
+    ):
+        explain(llm, {"prompt_token_ids": [3, 4]})
+
+
+def test_the_command_explains(tmp_path: Path) -> None:
+    write_tokenizer(write(tmp_path, tensors()))
+    text = tmp_path / "prompt.txt"
+    text.write_text("abc " * 40)
+    words = ["explain", str(tmp_path), "--prompt-file", str(text), "--png", str(tmp_path / "a.png"), "--html"]
+    words += [str(tmp_path / "a.html"), "--json", "--device", "cpu", "--kv-cache-memory", "16MiB"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert (found["prompt_tokens"], found["report"]["mode"], len(found["heads"])) == (160, "elastic", 2)
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG") and "<img" in (tmp_path / "a.html").read_text()
+    assert CliRunner().invoke(app, ["explain", str(tmp_path)]).exit_code == 2

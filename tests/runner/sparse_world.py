@@ -96,6 +96,8 @@ class SparseWorld:
     depth: int = 1
     record: str | None = None
     page: int = PAGE
+    grid: int = BLOCK
+    """Tokens of a block of a selector that needs no training."""
     backend: str = "torch"
     device: str = "cpu"
 
@@ -105,7 +107,7 @@ class SparseWorld:
 
     @property
     def sparse(self) -> SparseConfig | None:
-        shape: dict[str, Any] = {"block": BLOCK, "stride": 16, "norm": 1.0, "sink_blocks": 1, "local_blocks": 2}
+        shape: dict[str, Any] = {"block": self.grid, "stride": 16, "norm": 1.0, "sink_blocks": 1, "local_blocks": 2}
         if self.elastic is not None:
             given = self.elastic
             shape = {
@@ -195,6 +197,7 @@ class Reference:
     ) -> Trace:
         """``classes``: of the router; None: as it answers. ``borders``: ends of segments of the prompt but the last."""
         w, spec = self.weights, self.world.spec
+        grid = BLOCK if self.world.sparse is None else self.world.sparse.block
         x = w["embed_tokens.weight"][torch.tensor(list(tokens))]
         trace = Trace(torch.empty(0), [], [])
         for index, layer in enumerate(spec.layers):
@@ -214,12 +217,12 @@ class Reference:
             k, v = (part.repeat_interleave(layer.group_size, 0) for part in (k, v))
             blocks = torch.cat(
                 [
-                    self._blocks(q, k, prompt_len, own, layer)[:, start // BLOCK : -(-end // BLOCK)]
+                    self._blocks(q, k, prompt_len, own, layer)[:, start // grid : -(-end // grid)]
                     for own, (start, end) in zip(answers, segments, strict=True)
                 ],
                 dim=1,
             )
-            out = self._attend(q, k, v, blocks, prompt_len, layer.scale)
+            out = self._attend(q, k, v, blocks, prompt_len, layer.scale, grid)
             x = x + out.transpose(0, 1).reshape(len(x), -1) @ w[f"{here}.self_attn.o_proj.weight"].T
             h = self._norm(x, w[f"{here}.post_attention_layernorm.weight"])
             gate, up = (h @ w[f"{here}.mlp.gate_up_proj.weight"].T).chunk(2, dim=1)
@@ -270,7 +273,7 @@ class Reference:
     def _blocks(self, q: torch.Tensor, k: torch.Tensor, prompt: int, answers: list[int], layer: AttentionSpec) -> torch.Tensor:
         """``[heads, Qb, Kb]``: which blocks of the prompt's keys each block of its queries attends to."""
         sparse = self.world.sparse
-        count = -(-prompt // BLOCK)
+        count = -(-prompt // (BLOCK if sparse is None else sparse.block))
         blocks = torch.ones(count, count, dtype=torch.bool).tril().repeat(layer.num_heads, 1, 1)
         if sparse is None:
             return blocks
@@ -304,11 +307,11 @@ class Reference:
 
     @staticmethod
     def _attend(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: torch.Tensor, prompt: int, scale: float
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: torch.Tensor, prompt: int, scale: float, grid: int
     ) -> torch.Tensor:
         total = q.shape[1]
         seen = torch.ones(len(q), total, total, dtype=torch.bool).tril()
-        wide = blocks.repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2)[:, :prompt, :prompt]
+        wide = blocks.repeat_interleave(grid, 1).repeat_interleave(grid, 2)[:, :prompt, :prompt]
         seen[:, :prompt, :prompt] &= wide
         return (q @ k.mT * scale).masked_fill(~seen, -torch.inf).softmax(-1) @ v
 

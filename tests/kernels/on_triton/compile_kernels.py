@@ -1,6 +1,6 @@
 """Compiles the kernels for a GPU that need not be there: the interpreter takes code that the compiler refuses.
 
-    python compile_kernels.py 90
+    python compile_kernels.py 90            # or with "sparse": those of sparse prefill, with "rest": all others
 
 prints a JSON line for each compiled kernel: its name, the bytes of shared memory that a program takes; of attention, for which
 widths, and whether it has Hopper's asynchronous products; and of one that is launched before the kernel before is complete,
@@ -22,11 +22,13 @@ from triton.runtime.jit import JITFunction
 
 from headrace.cache.fp8 import Fp8LayerCache
 from headrace.kernels import support
+from headrace.kernels.head_routing import RouterWeights
 from headrace.kernels.inputs import LogitsInputs, RowTensors
 from headrace.kernels.support import NATIVE_FP8_SM, Resources
 from headrace.kernels.triton import (
     activation,
     fp8,
+    head_routing,
     inputs,
     kv_cache,
     linear,
@@ -40,12 +42,18 @@ from headrace.kernels.triton import (
     qkv,
     router,
     sample,
+    sparse_attention,
+    sparse_estimate,
+    sparse_means,
+    sparse_select,
     tiling,
 )
 from headrace.model_spec import AttentionSpec, MoeSpec, layer_kv
 from headrace.model_spec.kv import FP8_KV
 
 BF16 = torch.bfloat16
+SPARSE = (((128, 128), BF16, False), ((128, 128), torch.uint8, True), ((192, 128), BF16, False))
+"""Of sparse prefill: widths of keys and values, the stored type, whether blocks that are left out count with their means."""
 SHAPES = ((128, 128, 1), (128, 128, 512), (192, 128, 1), (192, 128, 512), (80, 40, 5), (256, 256, 512))
 """Of attention: widths of keys and values, queries of a row."""
 UNALIGNED = (32, 20)
@@ -88,7 +96,7 @@ def compile_only(capability: int) -> None:
     JITFunction.run = compiled
     support.compute_capability = lambda device: capability
     native = fp8.NATIVE if capability >= NATIVE_FP8_SM else fp8.BITS
-    for module in (paged_attention, kv_cache, qkv):
+    for module in (paged_attention, kv_cache, qkv, sparse_attention, sparse_estimate, sparse_means):
         module.mode = lambda device: native
 
 
@@ -240,6 +248,36 @@ def products() -> None:
             matmul.matmul_by_head(x, turned, torch.zeros(4, 16, 512, dtype=dtype))
 
 
+def sparse(resources: Resources) -> None:
+    """Prompts of 2048 tokens, for rows of up to 131072."""
+    for module in (sparse_attention, sparse_estimate, sparse_means):
+        module.resources = lambda device: resources
+    starts, table = torch.tensor([0, 2048], dtype=torch.int32), torch.zeros(1, 8192, dtype=torch.int32)
+    types, longest = torch.ones(1, 8, dtype=torch.int8), {"max_seq_len": 1 << 17}
+    for widths, stored, corrected in SPARSE:
+        q = torch.zeros(2048, 8, widths[0], dtype=BF16)
+        if stored == torch.uint8:
+            spec = AttentionSpec(layer=0, num_heads=8, num_kv_heads=2, head_dim=widths[0], v_head_dim=widths[1], scale=1.0)
+            cache = fp8_cache(spec)
+            keys, values, scales = cache.keys, cache.values, {"k_scale": cache.k_scale, "v_scale": cache.v_scale}
+        else:
+            (keys, values), scales = torch.split(torch.zeros(4, 16, 2, sum(widths), dtype=BF16), list(widths), dim=3), {}
+        of_keys = {name: scale for name, scale in scales.items() if name == "k_scale"}
+        rows = (starts, starts[1:], types)
+        sums = sparse_estimate.estimate(q, keys, table, *rows, scale=1.0, **longest, **of_keys)
+        mask = sparse_select.select(sums, *rows, num_tokens=2048, threshold=0.9)
+        means = sparse_means.block_means(keys, values, table, starts[1:], dtype=BF16, **longest, **scales)
+        sparse_means.select_mean(q, means.keys, *rows, scale=1.0, full_from=starts[1:])
+        sparse_attention.sparse_prefill_attention(
+            q, keys, values, table, *rows, mask, scale=1.0, sink_blocks=1, local_blocks=16, means=means if corrected else None,
+            **longest, **scales,
+        )  # fmt: skip
+    sparse_select.select(sums, *rows, num_tokens=2048, threshold=0.9, quirk=True)
+    head_routing.pool_keys(torch.zeros(200, 2, 128, dtype=BF16), starts)
+    shapes = [(512, 128), (512,), (128, 512), (128,)] * 2 + [(2, 128), (2,)]
+    head_routing.route(torch.zeros(1, 2, 128), RouterWeights(*(torch.zeros(shape) for shape in shapes)))
+
+
 def aside() -> None:
     """Sizes that are no multiples of 16, at addresses that are none."""
     x, weight, bias = (torch.zeros(size + 1, dtype=BF16)[1:] for size in (4 * 101, 33 * 101, 33))
@@ -247,11 +285,15 @@ def aside() -> None:
 
 
 if __name__ == "__main__":
-    asked = int(sys.argv[1])
+    asked, part = int(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else "all"
     compile_only(asked)
-    attention(Resources(132, (227 if asked >= 90 else 163) << 10))
-    others()
-    mixtures()
-    compressed()
-    products()
-    aside()
+    device = Resources(132, (227 if asked >= 90 else 163) << 10)
+    if part != "sparse":
+        attention(device)
+        others()
+        mixtures()
+        compressed()
+        products()
+        aside()
+    if part != "rest":
+        sparse(device)

@@ -9,6 +9,7 @@ from headrace.attention.sparse import SparsePrefillAttention, WithSparsePrompts
 from headrace.engine.executor import LocalExecutor
 from headrace.engine.inputs import Prompt
 from headrace.engine.llm import LLM
+from headrace.engine.replicated import ReplicatedEngine
 from headrace.errors import ConfigError, RequestError
 from headrace.outputs import AttentionReport
 from headrace.sampling_params import SamplingParams
@@ -69,7 +70,10 @@ def explain(llm: LLM, prompt: Prompt, *, layer: int = 0, head: int = 0) -> Expla
         ConfigError: the engine's prompts attend densely, or there is no such layer or head.
         RequestError: the prompt cannot be computed, or is too short to attend sparsely.
     """
-    config, executor = llm._engine.config, llm._engine.executor
+    engine = llm._engine
+    if isinstance(engine, ReplicatedEngine):
+        raise ConfigError("explain watches one engine in this process: leave data_parallel_size at 1", "data_parallel_size")
+    config, executor = engine.config, engine.executor
     if config.sparse is None:
         raise ConfigError("the prompts of this engine attend densely: set sparse_prefill", "sparse_prefill")
     layers = config.model.layers

@@ -78,10 +78,11 @@ class ServerSettings:
     max_bytes_in_flight: Annotated[int, OptionSpec(min=1, size=True, default="128MiB")] = 128 * 2**20
     """Maximum size of all request bodies that are being received or decoded, counted as they arrive. While it is reached,
     bodies above 64KiB are refused with HTTP 503; one alone is always taken."""
-    max_json_values: Annotated[int | None, OptionSpec(min=1)] = None
+    max_json_values: Annotated[
+        int | None, OptionSpec(min=1, default="400000, or twice the model's context length if that is more")
+    ] = None
     """Maximum number of JSON values in a request body, estimated from its punctuation: a string, a list or an object counts
-    as four numbers or more. It bounds the time for which decoding a body holds up other requests. Default: 400000, or twice
-    the model's context length if that is more."""
+    as four numbers or more. It bounds the time for which decoding a body holds up other requests."""
     max_header_bytes: Annotated[int, OptionSpec(min=1, size=True, default="64KiB")] = 64 * 2**10
     """Maximum size of a request's line and headers together."""
     max_url_bytes: Annotated[int, OptionSpec(min=1, size=True, default="8KiB")] = 8 * 2**10

@@ -18,8 +18,9 @@ import msgspec
 
 from headrace.config import StructuredOutputsConfig
 from headrace.constrain.compiler import compiled
-from headrace.constrain.compose import AnswerPlan, HeldTool, compose
+from headrace.constrain.compose import AnswerPlan, compose
 from headrace.constrain.limits import make_pool
+from headrace.constrain.parameters import HeldTool
 from headrace.constrain.schema import Schema, SchemaError, SchemaOptions, narrow, refusal, subschemas
 from headrace.constrain.structural import structural_grammar
 from headrace.constrain.vocabulary import GrammarVocabulary

@@ -14,6 +14,7 @@ from formats import (
     TEMPLATES,
     UNMARKED,
     choice,
+    environment,
     events,
     fold,
     machine,
@@ -27,6 +28,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.outputs import Call, Event, Message
+from headrace.text.chat import normalize
 from headrace.text.parse.engine import Parser
 from headrace.text.parse.format import TEXT_SINKS, Machine, Mark, State
 
@@ -122,6 +124,35 @@ def test_round_trip_and_any_cutting(name: str, tokens: bool) -> None:
             assert plain(whole) == plain(wanted), text
 
     check()
+
+
+@pytest.mark.parametrize("calls", [0, 2])
+@pytest.mark.parametrize("name", NAMES)
+def test_an_answer_sent_back_is_a_prefix_of_the_next_prompt(name: str, calls: int) -> None:
+    """What the model wrote, read, sent back by a client and rendered again: the prefix cache finds all of it."""
+    arguments = ['{"city": "Köln", "count": 3, "tags": ["a", "b"]}', '{"flag": true}']
+    made = [Call(f"call_{place}", TOOLS[0]["function"]["name"], arguments[place], True) for place in range(calls)]
+    content = "" if name == "pythonic" and calls else "Let me see."
+    answer = written(name, Message("why", content, made))
+    found = message(machine(name), list(answer), TYPES)
+    sent = {
+        "role": "assistant",
+        "content": found.content or None,
+        "reasoning_content": found.reasoning,
+        "tool_calls": [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in found.calls
+        ],
+    }
+    results = [{"role": "tool", "tool_call_id": call.id, "content": "ok"} for call in found.calls]
+    user = {"role": "user", "content": "How is it?"}
+    after = [{name: value for name, value in turn.items() if value not in (None, [])} for turn in (user, sent, *results)]
+    history = normalize(after, strict=True)
+    for turn in history:
+        turn["tool_calls"] = [call["function"] for call in turn.get("tool_calls") or []]
+    template = environment().from_string(TEMPLATES[name])
+    prompt = template.render(messages=[user], add_generation_prompt=True)
+    assert template.render(messages=history, add_generation_prompt=True).startswith(prompt + answer)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from headrace.config import EngineConfig
@@ -13,6 +13,7 @@ from headrace.engine.profile import Profile
 from headrace.errors import ConfigError, EngineError
 from headrace.models.interface import Model
 from headrace.models.update import weight_update
+from headrace.models.vision import VISION_NAME
 from headrace.parallel.agreement import Agreement
 from headrace.resolve import DeviceFacts
 from headrace.runner.graphs import GraphCount
@@ -100,10 +101,12 @@ class LocalExecutor(Executor[StepHandle]):
         return self.runner.collect(handle)
 
     def update_weights(self, tensors: Named) -> int:
+        pairs = list(tensors.items() if isinstance(tensors, Mapping) else tensors)
         update: WeightUpdate | None = None
         refusal: ConfigError | None = None
         try:
-            update = weight_update(self.model, tensors)
+            self._refuse_encoder(name for name, _ in pairs)
+            update = weight_update(self.model, pairs)
         except ConfigError as error:
             refusal = error
         # Refused in one process, refused in all: nothing is written anywhere.
@@ -113,6 +116,14 @@ class LocalExecutor(Executor[StepHandle]):
             return update.write()
         except Exception as error:
             raise EngineError(f"an update of weights was cut short: {type(error).__name__}: {error}") from error
+
+    def _refuse_encoder(self, names: Iterable[str]) -> None:
+        """Raises ConfigError for a weight of the vision encoder, which would keep its old values."""
+        if self.runner.media is None or not self.runner.media.has_encoder:
+            return
+        for name in names:
+            if VISION_NAME.fullmatch(name):
+                raise ConfigError(f"{name} is of the vision encoder, which is not updated: leave it out", "tensors")
 
     def memory(self) -> list[tuple[str, int]]:
         return self.runner.memory()

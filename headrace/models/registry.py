@@ -30,7 +30,7 @@ from headrace.models import (
 from headrace.models.cuts import shard_table
 from headrace.models.decoder import Decoder
 from headrace.models.family import Family
-from headrace.models.hf_config import HFConfig, text_part
+from headrace.models.hf_config import HFConfig
 from headrace.parallel.group import ALONE, Group
 from headrace.quant.formats import checkpoint_format
 from headrace.weights.names import NameTable
@@ -66,8 +66,6 @@ def supported() -> list[str]:
 def find(hf_config: HFConfig) -> Family | None:
     """Returns the native family of a configuration, None if there is none."""
     architectures = getattr(hf_config, "architectures", None)
-    if hf_config.model_type in vision.WRAPPERS:
-        return _BY_TYPE.get(hf_config.get_text_config(decoder=True).model_type)
     if not architectures:
         return _BY_TYPE.get(hf_config.model_type)
     return next((_BY_ARCHITECTURE[name] for name in architectures if name in _BY_ARCHITECTURE), None)
@@ -87,8 +85,7 @@ def model_spec(hf_config: HFConfig) -> ModelSpec:
             f"architecture {' / '.join(map(str, named))} is not supported; supported are: {', '.join(supported())}", "model"
         )
     checkpoint_format(hf_config)
-    spec = family.model_spec(text_part(hf_config) if hf_config.model_type in vision.WRAPPERS else hf_config)
-    return dataclasses.replace(spec, vision=vision.vision_spec(hf_config))
+    return dataclasses.replace(family.model_spec(hf_config), vision=vision.vision_spec(hf_config))
 
 
 def to_transformers_fields(hf_config: HFConfig) -> HFConfig:

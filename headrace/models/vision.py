@@ -15,15 +15,11 @@ from headrace.models.hf_config import HFConfig
 from headrace.weights.names import NameTable
 
 _QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-WRAPPERS = frozenset({"llava", "mistral3", "internvl", "idefics3", "smolvlm"})
-"""Models whose text part is the family that ``text_config`` names."""
-_PARTS = "visual|vision_tower|vision_model|multi_modal_projector|connector"
-VISION_NAME = re.compile(rf"(?:model\.)?(?:{_PARTS})\..*")
+VISION_NAME = re.compile(r"(?:model\.)?(?:visual|vision_tower|multi_modal_projector)\..*")
 """Checkpoint names of the vision part."""
 _PREFIXES = (
     {"model.": "model.language_model."},
     {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
-    {"model.": "model.text_model."},
 )
 """Where checkpoints keep the text part, now and formerly."""
 
@@ -38,7 +34,7 @@ def vision_spec(config: HFConfig) -> VisionSpec | None:
         return VisionSpec(model_type=kind, deepstack_layers=levels)
     if kind == "gemma3":
         return VisionSpec(model_type=kind, bidirectional=True)
-    return VisionSpec(model_type=kind) if kind in WRAPPERS else None
+    return None
 
 
 def with_vision_names(table: NameTable) -> NameTable:

@@ -77,6 +77,10 @@ class MediaTables:
         self._delta: npt.NDArray[np.int64] = np.zeros(len(self.delta), dtype=np.int64)
 
     @property
+    def has_encoder(self) -> bool:
+        return self._encoder is not None
+
+    @property
     def nbytes(self) -> int:
         return self.cache.nbytes + self.delta.nbytes
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from headrace import LLM, SamplingParams
 from headrace.core.request import Request
-from headrace.errors import RequestError
+from headrace.errors import ConfigError, RequestError
 from headrace.multimodal.items import array_of
 from headrace.outputs import RequestOutput
 
@@ -262,3 +262,12 @@ def test_checkpoints_with_the_modules_names_are_read(kind: str, tmp_path: Path) 
     prompt = prompts(kind)["two"]
     (found,), (expected,) = generate(engine(tmp_path), prompt), generate(own.llm, prompt)
     assert found.outputs[0].token_ids == expected.outputs[0].token_ids
+
+
+def test_an_update_has_no_weights_of_the_encoder() -> None:
+    """They would keep their old values."""
+    own = served("qwen2_5_vl")
+    state = own.theirs.state_dict()
+    with pytest.raises(ConfigError, match=r"model\.visual\.\S+ is of the vision encoder"):
+        own.llm.update_weights(state)
+    assert own.llm.update_weights({name: tensor for name, tensor in state.items() if ".visual." not in name}) > 20

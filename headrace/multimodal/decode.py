@@ -166,7 +166,7 @@ def _taken(frames: Iterator[Any], wanted: list[int], fps: float, limits: DecodeL
         raise DecodeError("has no frame that can be decoded")
     facts = VideoFacts(fps, index + 1, indices, (index + 1) / fps)
     _, height, width, _ = taken.shape
-    return Decoded(len(indices), height, width, memoryview(taken[: len(indices)]).cast("B"), facts)
+    return Decoded(len(indices), height, width, taken[: len(indices)].data.cast("B"), facts)
 
 
 def sample_indices(total: int, most: int) -> list[int]:

@@ -137,6 +137,8 @@ def _of_part(error: RequestError, parts: Sequence[MediaPart]) -> RequestError:
     """An error of the engine's gate, which counts media by modality, as one of the conversation's part."""
     named = re.match(r"multi_modal_data\.(image|video)(?:_embeds)?\[(\d+)\]", error.param or "")
     if named is None:
+        if (error.param or "").startswith("multi_modal_data"):  # the template has not written a placeholder for each
+            error.param = "messages"
         return error
     part = [part for part in parts if part.modality == named[1]][int(named[2])]
     error.message = error.message.replace(named[0], part.param)

@@ -14,6 +14,7 @@ from multimodal.media import clip, noise, picture, real_picture
 from multimodal.test_feature_file import save, tensors
 from multimodal.test_media import data_url
 
+from headrace.errors import RequestError
 from headrace.multimodal.feature_file import read_features
 from headrace.multimodal.media import MediaLoader
 from headrace.server.batch import BatchAnswer, answered
@@ -211,6 +212,14 @@ def test_too_many_media_at_once(api: Api, media: MediaLoader) -> None:
         answer = api.post("/v1/chat/completions", user(image()))
     assert answer.status_code == 429
     assert "Retry-After" in answer.headers
+
+
+def test_a_template_without_a_placeholder(api: Api, llm: SeeingLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def prepare(*args: Any, **options: Any) -> Any:
+        raise RequestError("the prompt has 0 placeholders for 1 images", "multi_modal_data.image")
+
+    monkeypatch.setattr(llm.processor, "prepare", prepare)
+    assert "0 placeholders" in refused(api, user(image()), "messages")
 
 
 def test_features_in_the_message(api: Api, llm: SeeingLLM) -> None:

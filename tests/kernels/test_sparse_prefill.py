@@ -215,6 +215,8 @@ def test_attention(rows: Rows, with_means: bool) -> None:
         if (length - queries) % 16:
             made.types[row] = made.types[row].clamp(max=0)
     mask = selected(made, random_sums(made, 16, ties=False), 0.4, block=16)
+    # Any mask will do, also one without a query block's own keys.
+    mask[len(mask) // 2 :, 1] = False
     means = averages(made, block=16) if with_means else None
     expected = naive_attention(made, mask, 16, means)
     torch.testing.assert_close(attended(made, mask, block=16, means=means), expected, atol=1e-10, rtol=1e-10)
@@ -234,12 +236,12 @@ def test_threshold_one_is_dense_attention() -> None:
 
 
 def test_a_query_that_sees_no_key_comes_out_as_zero() -> None:
-    """With no sinks, what begins within a block looks for its neighbours behind itself."""
-    made = problem([(3, 20)], heads=1, types=(-1,))
-    options = {"max_seq_len": 20, "scale": 1.0, "sink_blocks": 0, "local_blocks": 1, "block": 16}
-    assert not sparse_prefill_attention(*made.cache, None, **options).any()
-    given = torch.full((3, 1, 16), 7.0)
-    assert sparse_prefill_attention(*made.cache, None, **options, out=given) is given and not given.any()
+    """With no sinks, what begins within a block looks for its neighbours behind itself: positions 3 to 18 in block 1."""
+    made = problem([(20, 23)], heads=1, types=(-1,))
+    options = {"max_seq_len": 23, "scale": 1.0, "sink_blocks": 0, "local_blocks": 1, "block": 16}
+    out = torch.full((20, 1, 16), 7.0)
+    assert sparse_prefill_attention(*made.cache, None, **options, out=out) is out
+    assert out.isfinite().all() and out.flatten(1).any(1).nonzero().flatten().tolist() == [13, 14, 15]
 
 
 def test_block_sparse_heads_need_a_mask() -> None:

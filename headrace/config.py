@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from headrace.errors import ConfigError
 from headrace.model_spec import AnySpec, Arena, CacheGroup, block_sizes
-from headrace.options import CACHE, DEBUGGING, INT32_MAX, INT64_MAX, LIMITS, MODEL, SCHEDULING, OptionSpec, check, nested
+from headrace.options import CACHE, DEBUGGING, INT32_MAX, INT64_MAX, LIMITS, MEDIA, MODEL, SCHEDULING, OptionSpec, check, nested
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["none", "auto", "int8", "int4"]
@@ -23,8 +23,10 @@ KVCacheDType = Literal["auto", "fp8_e4m3"]
 Policy = Literal["fcfs", "priority"]
 SparsePrefill = Literal["auto", "off", "xattn", "mean"]
 YarnFactor = Literal["checkpoint", "positions"]
+RoutingPolicy = Literal["prefix", "least-tokens", "round-robin", "random", "session"]
 GenerationConfig = Literal["auto", "vllm"]
 Device = Literal["auto", "cpu", "cuda"]
+MMEncoder = Literal["auto", "none"]
 GrammarBackend = Literal["auto", "guidance", "llguidance"]
 """Names of one backend: vLLM's, and the library's, which is SGLang's too."""
 MAX_NUM_SEQS = 65_536
@@ -84,6 +86,23 @@ class StructuredOutputsConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class MediaCounts:
+    """How many media a prompt of a multimodal model may have, by modality.
+
+    Raises:
+        ConfigError: a value is of another type or out of range; the error names the field.
+    """
+
+    image: Annotated[int, OptionSpec(min=0, max=INT32_MAX)] = 32
+    """Maximum number of pictures in a prompt."""
+    video: Annotated[int, OptionSpec(min=0, max=INT32_MAX)] = 4
+    """Maximum number of videos in a prompt."""
+
+    def __post_init__(self) -> None:
+        check(self, ConfigError)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineArgs:
     """Everything a user may set about an engine. None means that headrace chooses, and the start-up report says why.
 
@@ -96,6 +115,7 @@ class EngineArgs:
             "model": MODEL,
             "max_model_len": CACHE,
             "max_num_seqs": SCHEDULING,
+            "limit_mm_per_prompt": MEDIA,
             "max_logprobs": LIMITS,
             "step_timeout": DEBUGGING,
         }
@@ -141,14 +161,23 @@ class EngineArgs:
     """Weight quantisation. auto keeps a quantised GGUF file quantised where a packed CPU kernel supports it, and leaves
     other checkpoints as they are. int8 and int4 quantise any checkpoint while it loads and report the error. none gives
     exact results."""
+    tensor_parallel_size: Annotated[
+        int, OptionSpec(min=1, max=64, flags=("--tensor-parallel-size", "-tp", "--tp"), metavar="INTEGER")
+    ] = 1
+    """Number of ranks that compute each step together: processes with a GPU each, or with a share of the CPU's threads. Each
+    holds a part of every layer and of the KV cache. Native models only; the heads of every layer must divide among them.
+    `headrace doctor` shows what a rank holds."""
+    enable_expert_parallel: Annotated[bool, OptionSpec(flags=("--enable-expert-parallel",))] = False
+    """With several ranks, give each of them whole experts of a mixture, also where it could hold a slice of every expert.
+    Slices keep ranks equally busy; whole experts multiply larger matrices."""
     seed: Annotated[int, OptionSpec(min=0, max=INT64_MAX)] = 0
     """Seed for requests without a seed, and for dummy weights. Two engines with the same seed that get the same requests in
     the same order generate the same tokens."""
     num_threads: Annotated[int | None, OptionSpec(min=1, max=1024, default="the physical cores that this process may use")] = (
         None
     )
-    """CPU threads for the model's kernels. More threads than physical cores are slower; use fewer where other programs
-    share the machine."""
+    """CPU threads for the model's kernels, of all ranks together. More threads than physical cores are slower; use fewer where
+    other programs share the machine."""
     max_model_len: Annotated[
         int | Literal["auto"] | None,
         OptionSpec(
@@ -196,6 +225,18 @@ class EngineArgs:
     policy: Policy = "fcfs"
     """Order of waiting requests. fcfs: first come, first served. priority: the lowest `priority` field of the request
     first, then first come, first served."""
+    data_parallel_size: Annotated[int, OptionSpec(min=1, max=1024, flags=("--data-parallel-size", "-dp"))] = 1
+    """Number of replicas of the engine behind one server, each a process with a model and a cache of its own: replica i runs
+    on CUDA device i. On a CPU they share the cores and the memory, so that more than one rarely pays."""
+    dp_routing_policy: RoutingPolicy = "prefix"
+    """Which replica gets a request. prefix: the lowest product of prompt tokens that it would have to compute, behind cached
+    prefixes, and of sequences that it would run. least-tokens: the one that holds the fewest tokens. session: always the same
+    for requests with the same X-Session-ID header. round-robin and random: for comparisons."""
+    dp_queue_timeout: Annotated[
+        float | None, OptionSpec(above=0.0, max=_MAX_SECONDS, default="no limit", metavar="SECONDS")
+    ] = None
+    """Seconds that a request may wait until a replica has room for it; then it is refused with HTTP 429. Only with
+    --data-parallel-size above 1."""
     attention_backend: Annotated[str, OptionSpec(metavar="NAME")] = "auto"
     """Attention kernels. auto chooses the fastest backend that supports each layer; the start-up report gives the reason.
     flashinfer uses FlashInfer for decode rows and CUDA graphs too. reference is slow, for comparisons."""
@@ -239,6 +280,49 @@ class EngineArgs:
     ] = None
     """Time limit for capturing CUDA graphs before the engine takes requests, in seconds, most useful sizes first. A server
     captures the others while it is idle; a step without a graph launches its kernels one by one."""
+    limit_mm_per_prompt: Annotated[MediaCounts, OptionSpec(metavar="JSON", default='{"image": 32, "video": 4}')] = MediaCounts()
+    """Maximum number of pictures and videos in a prompt of a multimodal model, as a JSON object such as {"image": 8}; 0 refuses
+    them."""
+    mm_encoder: MMEncoder = "auto"
+    """Vision encoder of a multimodal model. auto loads it. none leaves it out, which saves its memory: prompts then bring
+    features that were encoded elsewhere."""
+    max_num_encoder_tokens: Annotated[int | None, OptionSpec(min=1, default="what one prompt may have")] = None
+    """Maximum number of tokens whose pictures and videos are encoded in one step. A smaller value keeps the time between tokens
+    even while pictures arrive; a picture or video with more tokens is refused."""
+    mm_processor_cache_bytes: Annotated[int, OptionSpec(min=0, size=True, default="256MiB")] = 2**28
+    """Memory for pictures and videos that were resized and normalised, which prompts with the same ones share."""
+    mm_encoder_cache_bytes: Annotated[int, OptionSpec(min=0, size=True, default="256MiB")] = 2**28
+    """Device memory for features of pictures and videos that no running prompt needs, kept for prompts with the same ones."""
+    allowed_media_domains: Annotated[tuple[str, ...], OptionSpec(min=1, max=253, metavar="NAME", default="any")] = ()
+    """Host name, such as images.example.com, from which media may be fetched; URLs and redirects with another name are refused.
+    Repeatable. With it or without, connections are made to public addresses alone."""
+    allowed_media_path: Annotated[str | None, OptionSpec(min=1, metavar="DIRECTORY", default="none")] = None
+    """Directory whose files clients may name by file:// URLs, with those in its subdirectories. Every client can read every
+    picture and video in it."""
+    media_timeout: Annotated[float, OptionSpec(above=0.0, max=_MAX_SECONDS, metavar="SECONDS")] = 10.0
+    """Seconds in which a medium must be fetched from its URL, redirects included."""
+    max_media_bytes: Annotated[int, OptionSpec(min=1, size=True, default="64MiB")] = 2**26
+    """Maximum size of one picture or video as it is fetched, read or sent. What is sent within a request is bounded by the size
+    of the request's body too."""
+    max_media_bytes_in_flight: Annotated[int, OptionSpec(min=1, size=True, default="1GiB")] = 2**30
+    """Maximum size of all media that are being fetched and decoded, with their pixels. Requests with further media are refused
+    with HTTP 429 meanwhile; one alone is always taken."""
+    max_image_pixels: Annotated[int, OptionSpec(min=1, max=2**31 - 1, metavar="PIXELS")] = 50_000_000
+    """Maximum number of pixels, width times height, of a picture or of a frame of a video. A larger one is refused before it is
+    decoded: a file of a few kilobytes may hold gigabytes of pixels."""
+    num_video_frames: Annotated[int, OptionSpec(min=1, max=65_536)] = 32
+    """Frames taken of a video, evenly from the first to the last; all where it has no more. More of them show more of what
+    moves, and take more tokens."""
+    max_video_pixels: Annotated[int, OptionSpec(min=1, max=2**33, metavar="PIXELS")] = 100_000_000
+    """Maximum number of pixels of the frames taken of a video together."""
+    max_video_seconds: Annotated[float, OptionSpec(above=0.0, max=_MAX_SECONDS, metavar="SECONDS")] = 3600.0
+    """Maximum length of a video."""
+    media_decode_seconds: Annotated[float, OptionSpec(above=0.0, max=_MAX_SECONDS, metavar="SECONDS")] = 20.0
+    """Processor time that decoding one picture or video may take. Raise it for long videos: all of their frames are decoded."""
+    media_decode_memory: Annotated[int, OptionSpec(min=1, size=True, default="1GiB")] = 2**30
+    """Memory that decoding one picture or video may take, in a process of its own."""
+    media_workers: Annotated[int | None, OptionSpec(min=1, max=256, default="half of the cores, at most 4")] = None
+    """Processes that decode pictures and videos. They start with the first ones."""
     max_logprobs: Annotated[int, OptionSpec(min=-1)] = 20
     """Largest `logprobs` and `prompt_logprobs` of a request; -1: no limit. High values slow each step and enlarge responses."""
     max_bad_words_num: Annotated[int, OptionSpec(min=0)] = _from_environment("HEADRACE_MAX_BAD_WORDS_NUM", 16)
@@ -291,7 +375,16 @@ class EngineArgs:
         if isinstance(self.structured_outputs_config, dict):
             config = nested(StructuredOutputsConfig, self.structured_outputs_config, "structured_outputs_config")
             object.__setattr__(self, "structured_outputs_config", config)
+        if isinstance(self.limit_mm_per_prompt, dict):
+            counts = nested(MediaCounts, self.limit_mm_per_prompt, "limit_mm_per_prompt")
+            object.__setattr__(self, "limit_mm_per_prompt", counts)
         check(self, ConfigError)
+        if self.data_parallel_size == 1 and self.dp_queue_timeout is not None:
+            raise ConfigError(
+                "dp_queue_timeout limits the wait for a replica, and there is one (data_parallel_size is 1), whose own queue "
+                "has no time limit",
+                "dp_queue_timeout",
+            )
         named = {self.grammar_backend, self.structured_outputs_config.backend} - {"auto"}
         if len(named) > 1:
             raise ConfigError(

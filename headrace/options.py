@@ -38,12 +38,13 @@ _NAMED = {INT32_MAX: "2^31 - 1", INT64_MAX: "2^63 - 1", -INT64_MAX - 1: "-2^63",
 MODEL = "Model"
 CACHE = "Memory and cache"
 SCHEDULING = "Scheduling"
+MEDIA = "Pictures and videos"
 SAMPLING = "Sampling"
 LIMITS = "Sampling limits"
 SERVER = "Server"
 SECURITY = "Security"
 DEBUGGING = "Debugging"
-PANELS = (MODEL, CACHE, SCHEDULING, SAMPLING, LIMITS, SERVER, SECURITY, DEBUGGING)
+PANELS = (MODEL, CACHE, SCHEDULING, MEDIA, SAMPLING, LIMITS, SERVER, SECURITY, DEBUGGING)
 """Sections of a command's help, in their order."""
 
 

@@ -31,6 +31,8 @@ class Failure(msgspec.Struct, array_like=True, frozen=True):
     """The request asks for what cannot be: the client's fault (HTTP 400), not the engine's (500)."""
     code: str | None = None
     """With ``client``, the kind of mistake."""
+    param: str | None = None
+    """With ``client``, the parameter at fault."""
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True):
@@ -165,7 +167,8 @@ class OutputDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     client_error: bool = False
     """As ``Failure.client``, of ``error``."""
     error_code: str | None = None
-    """As ``Failure.code``, of ``error``."""
+    error_param: str | None = None
+    """As ``Failure.code`` and ``Failure.param``, of ``error``."""
     times: RequestTimes | None = None
     """With the delta that finishes the sequence."""
     attention: AttentionReport | None = None

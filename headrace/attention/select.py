@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from headrace.attention.backend import NO_MODES, AttentionBackend, Modes, Scratch
+from headrace.attention.backend import NO_MODES, VISIBLE_ENDS, AttentionBackend, Modes, Scratch
 from headrace.attention.compose import ByRowClass
 from headrace.attention.flashinfer.attention import (
     FlashInferBackend,
@@ -26,7 +26,7 @@ from headrace.attention.torch_cpu import TorchAttention
 from headrace.attention.triton import InvariantAttention, TritonAttention
 from headrace.config import SparseConfig
 from headrace.errors import ConfigError
-from headrace.model_spec import AttentionSpec
+from headrace.model_spec import AttentionSpec, ModelFacts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +107,11 @@ def register(
     order.insert(place, entry)
     _ENTRIES.clear()
     _ENTRIES.update({each.name: each for each in order})
+
+
+def modes_of(model: ModelFacts) -> Modes:
+    """Modes that all layers of a model need."""
+    return frozenset({VISIBLE_ENDS}) if model.vision is not None and model.vision.bidirectional else NO_MODES
 
 
 def names() -> list[str]:

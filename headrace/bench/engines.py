@@ -7,6 +7,7 @@ import runpy
 from pathlib import Path
 from typing import Any, Protocol
 
+from headrace.bench.constrained import Constrained, constraint_of
 from headrace.bench.workloads import Workload
 from headrace.config import EngineArgs
 from headrace.engine.info import EngineInfo
@@ -87,11 +88,12 @@ def check_length(engine: str, wanted: int, generated: int) -> None:
 class HeadraceEngine:
     """headrace through its offline API."""
 
-    def __init__(self, args: EngineArgs, temperature: float = 0.0) -> None:
+    def __init__(self, args: EngineArgs, temperature: float = 0.0, constrain: Constrained | None = None) -> None:
         from headrace.engine.llm import LLM
 
         self._llm = LLM(**vars(args))
         self._temperature = temperature
+        self._constrain = constrain
 
     @property
     def info(self) -> EngineInfo:
@@ -99,8 +101,14 @@ class HeadraceEngine:
 
     def generate(self, load: Workload) -> None:
         params = [
-            SamplingParams(temperature=self._temperature, ignore_eos=True, max_tokens=length, detokenize=False)
-            for length in load.output_lens
+            SamplingParams(
+                temperature=self._temperature,
+                ignore_eos=True,
+                max_tokens=length,
+                detokenize=False,
+                structured_outputs=None if self._constrain is None else constraint_of(index),
+            )
+            for index, length in enumerate(load.output_lens)
         ]
         results = self._llm.generate([{"prompt_token_ids": prompt} for prompt in load.prompts], params)
         for result, length in zip(results, load.output_lens, strict=True):

@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from headrace.bench.report import Exchange, facts, load_average, totals
+from headrace.bench.report import facts, load_average
 from headrace.bench.workloads import Workload
 from headrace.errors import EngineError
+from headrace.metrics.exchanges import Exchange, totals
 from headrace.sampling_params import SamplingParams
 
 if TYPE_CHECKING:

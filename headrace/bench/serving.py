@@ -16,8 +16,9 @@ from urllib.parse import urlsplit
 import httpx
 
 from headrace.bench.client import CONNECT_SECONDS, authorization, base_url, chat_events, first_model
-from headrace.bench.report import Exchange, facts, load_average, totals
+from headrace.bench.report import facts, load_average
 from headrace.errors import ConfigError, EngineError, RequestError
+from headrace.metrics.exchanges import Exchange, totals
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

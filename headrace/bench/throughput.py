@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 from rich.table import Table
 
+from headrace.bench.constrained import Constrained
 from headrace.bench.engines import OURS, BenchEngine, BenchJob, HeadraceEngine, create
 from headrace.bench.report import facts, load_average, table
 from headrace.bench.workloads import Encoder, Workload, prose, random_tokens
@@ -115,6 +116,7 @@ def run(
     loads: Sequence[Workload],
     *,
     temperature: float,
+    constrain: Constrained | None = None,
     repetitions: int | None,
     tell: Callable[[str], None],
     save: Callable[[dict[str, Any]], None],
@@ -123,6 +125,7 @@ def run(
 
     Args:
         temperature: 0 is greedy.
+        constrain: what holds every output; None: nothing does.
         repetitions: None: two or three, by the workload's size.
         save: called with the report so far after every row.
 
@@ -135,12 +138,13 @@ def run(
     import headrace.engine.llm  # noqa: F401
 
     imported = time.perf_counter()
-    engine = HeadraceEngine(args, temperature)
+    engine = HeadraceEngine(args, temperature, constrain)
     ready = time.perf_counter()
     report: dict[str, Any] = {
         "benchmark": "workloads",
         "model": Path(args.model).name if args.model else engine.info.model,
         "temperature": temperature,
+        "constrained": constrain,
         "startup": {
             "seconds": ready - imported,
             "import_seconds": imported - start,

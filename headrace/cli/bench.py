@@ -1,4 +1,4 @@
-"""``headrace bench``: latency, throughput, serve."""
+"""``headrace bench``: latency, throughput, serve, calibrate."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from headrace.bench.constrained import Constrained
 from headrace.cli.errors import EXIT_FAILURE, print_error
 from headrace.cli.options import ENGINE_OPTIONS, Group, command
 from headrace.cli.startup import plain_width
@@ -120,7 +121,7 @@ def latency(
         report = asyncio.run(measure(tell))
     spent = report["engine_seconds"]
     total = sum(spent.values()) or 1.0
-    _emit(
+    emit(
         report,
         [
             distributions_table(f"Latency: {load.name}, {report['requests']} requests", report["milliseconds"]),
@@ -163,6 +164,10 @@ def throughput(
         float | None,
         HOW(min=0.0, help="Sampling temperature, without --compare.", show_default="0: greedy"),
     ] = None,
+    constrain: Annotated[
+        Constrained | None,
+        HOW(help="Hold every output to lines of JSON of one of four schemas, without --compare. Needs a tokenizer."),
+    ] = None,
     repetitions: Annotated[
         int | None,
         HOW(min=1, help="Repetitions of each workload; the best one counts.", show_default="3; of large workloads 2"),
@@ -185,6 +190,7 @@ def throughput(
         _refuse("it applies to transformers, and needs --compare transformers", {"--reference-dtype": reference_dtype})
     if compare:
         _refuse("engines are compared greedily: it cannot be combined with --compare", {"--temperature": temperature})
+        _refuse("headrace alone is measured with constraints: leave out --compare", {"--constrain": constrain})
     else:
         _refuse("it limits the processes of a comparison, and needs --compare", {"--timeout": timeout})
     from headrace.bench import throughput as bench
@@ -198,6 +204,7 @@ def throughput(
             raise ConfigError(f"there is no engine {engine!r} to compare with; there are {', '.join(OTHERS)}", "--compare")
     encoder, vocab_size = _encoder(args)
     if encoder is None:
+        _refuse("the model has no tokenizer, which constraints need", {"--constrain": constrain})
         args = dataclasses.replace(args, skip_tokenizer_init=True)
     if workload:
         names = [name.strip() for entry in workload for name in entry.split(",") if name.strip()]
@@ -218,8 +225,16 @@ def throughput(
             jobs = [BenchJob(engine=e, args=args, reference_dtype=dtype, num_threads=threads, loads=loads) for e in engines]
             report = bench.compare(jobs, repetitions or 3, timeout=timeout or _TIMEOUT, tell=tell)
         else:
-            report = bench.run(args, loads, temperature=temperature or 0.0, repetitions=repetitions, tell=tell, save=save)
-    _emit(report, bench.tables(report), as_json, output)
+            report = bench.run(
+                args,
+                loads,
+                temperature=temperature or 0.0,
+                constrain=constrain,
+                repetitions=repetitions,
+                tell=tell,
+                save=save,
+            )
+    emit(report, bench.tables(report), as_json, output)
     errors = report.get("errors", {})
     for engine, error in errors.items():
         print_error(f"{engine}: {error}")
@@ -308,7 +323,7 @@ def serve(
     with _status(f"asking {url}") as tell:
         report = asyncio.run(bench.run(load, tell=tell))
     counts, rates = report["requests"], report["rates"]
-    _emit(
+    emit(
         report,
         [
             table("Requests", list(counts), [[f"{value:,}" for value in counts.values()]]),
@@ -322,6 +337,34 @@ def serve(
         print_error(f"{count} x {error}")
     if not counts["succeeded"]:
         raise typer.Exit(EXIT_FAILURE)
+
+
+@app.command("calibrate")
+@command(args=ENGINE_OPTIONS)
+def calibrate(
+    args: EngineArgs,
+    seconds: Annotated[float, HOW(min=1.0, max=86_400, help="Seconds of random traffic.")] = 60.0,
+    seed: Annotated[int, HOW(min=0, help="Seed of the traffic.")] = 0,
+    as_json: AsJson = False,
+    output: Output = None,
+) -> None:
+    """Measure how long the engine's steps take under random traffic, for `headrace simulate`.
+
+    A fifth of the steps is held out; the report has the error of the fitted times on them.
+    """
+    import msgspec
+
+    from headrace.bench import calibrate as bench
+    from headrace.bench.report import table
+
+    with _status("calibrating") as tell:
+        calibration = bench.run(args, seconds, seed=seed, tell=tell)
+    rows = [
+        [kind, f"{error['steps']:,.0f}", *(f"{error[name]:+.1%}" for name in ("mean_error", "p90_error", "total_error"))]
+        for kind, error in calibration.errors.items()
+    ]
+    header = ["steps", "held out", "mean error", "p90 error", "error of the sum"]
+    emit(msgspec.to_builtins(calibration), [table(f"Step times of {calibration.model}", header, rows)], as_json, output)
 
 
 def _encoder(args: EngineArgs) -> tuple[Encoder | None, int]:
@@ -354,7 +397,8 @@ def _status(text: str) -> Iterator[Callable[[str], None]]:
         yield status.update
 
 
-def _emit(report: dict[str, Any], tables: Sequence[RenderableType], as_json: bool, output: Path | None) -> None:
+def emit(report: dict[str, Any], tables: Sequence[RenderableType], as_json: bool, output: Path | None) -> None:
+    """Prints a report as tables or as JSON, and writes it to a file."""
     from headrace.bench.report import as_json as encoded
 
     if output is not None:

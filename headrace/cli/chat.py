@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import dataclasses
 import json
+import mimetypes
 import queue
 import threading
 from collections.abc import Coroutine
@@ -33,6 +35,7 @@ HELP = """\
 /help            this list
 /reset           forget the conversation, keep the system message
 /system [TEXT]   set the system message (without TEXT: remove it); begins a new conversation
+/image FILE      show a picture with the next message; several make several
 /save FILE       write the conversation as JSON
 /quit            leave (so does the end of the input)
 A line that ends with \\ goes on in the next one. Ctrl-C stops a reply."""
@@ -136,6 +139,8 @@ class Conversation:
         self.failed = False
         """A message has had no whole reply, or a command has failed."""
         self.messages: Messages = []
+        self._pictures: list[dict[str, Any]] = []
+        """Parts of the next message."""
         self._reset()
 
     def run(self) -> None:
@@ -151,6 +156,7 @@ class Conversation:
 
     def _reset(self) -> None:
         self.messages = [{"role": "system", "content": self._system}] if self._system else []
+        self._pictures = []
 
     def _read(self) -> str | None:
         """One message, joined from lines that end with a backslash; None at the end of the input."""
@@ -182,6 +188,8 @@ class Conversation:
         elif word == "/system":
             self._system = rest or None
             self._reset()
+        elif word == "/image":
+            self._show(rest)
         elif word == "/save":
             self._save(rest)
         else:
@@ -191,6 +199,20 @@ class Conversation:
     def _fail(self, message: str) -> None:
         print_error(message)
         self.failed = True
+
+    def _show(self, name: str) -> None:
+        """Keeps a picture for the next message."""
+        if not name:
+            self._fail("/image needs the name of a file")
+            return
+        kind = mimetypes.guess_type(name)[0] or "application/octet-stream"
+        try:
+            data = Path(name).expanduser().read_bytes()
+        except (OSError, ValueError, RuntimeError) as error:
+            self._fail(f"cannot read {name}: {error}")
+            return
+        url = f"data:{kind};base64,{base64.b64encode(data).decode()}"
+        self._pictures.append({"type": "image_url", "image_url": {"url": url}})
 
     def _save(self, name: str) -> None:
         if not name:
@@ -202,8 +224,10 @@ class Conversation:
             self._fail(f"cannot write {name}: {error}")
 
     def _turn(self, text: str) -> None:
-        """One message and its reply. The start of a stopped reply is kept; a refused message is dropped."""
-        self.messages.append({"role": "user", "content": text})
+        """One message and its reply. The start of a stopped reply is kept; a refused message is dropped, with its pictures."""
+        pictures, self._pictures = self._pictures, []
+        content = [*pictures, {"type": "text", "text": text}] if pictures else text
+        self.messages.append({"role": "user", "content": content})
         try:
             reply = self._stream()
         except (RequestError, EngineError) as error:

@@ -14,6 +14,7 @@ from headrace.cli.doctor import doctor
 from headrace.cli.explain import explain
 from headrace.cli.run import run
 from headrace.cli.serve import serve
+from headrace.cli.simulate import simulate
 
 app = typer.Typer(
     name="headrace",
@@ -45,4 +46,5 @@ app.command("chat")(chat)
 app.add_typer(bench_app, name="bench")
 app.command("doctor")(doctor)
 app.command("explain")(explain)
+app.command("simulate")(simulate)
 app.add_typer(config_app, name="config")

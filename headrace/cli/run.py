@@ -205,7 +205,7 @@ async def _run_all(
     try:
         await llm.start()
         with progress_bar.bar:
-            window = min(AHEAD * llm.info.max_num_seqs, args.max_queue_len)
+            window = min(AHEAD * llm.info.max_num_seqs * args.data_parallel_size, args.max_queue_len)
             async with contextlib.aclosing(_outcomes(llm, sampling, iter(jobs), window, unordered)) as outcomes:
                 async for job, result in outcomes:
                     error = _error(result)
@@ -311,7 +311,7 @@ async def _generate(llm: AsyncLLM, sampling: dict[str, Any], job: PromptJob) -> 
     params = llm.inputs.default_sampling.replace(sampling | job.sampling)
     prompt: Any = {job.kind: job.content}
     if job.kind == "messages":
-        prompt = llm.inputs.chat_prompt(job.content)
+        prompt = await llm.inputs.chat_prompt_async(job.content)
     for _ in range(ATTEMPTS):
         try:
             result: RequestOutput | None = None

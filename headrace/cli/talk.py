@@ -50,8 +50,8 @@ class EngineTalker:
 
     async def reply(self, messages: Messages) -> AsyncIterator[str]:
         params = self._llm.inputs.default_sampling.replace(self._sampling)
-        prompt = self._llm.inputs.chat_prompt(messages)
-        request = self._llm.inputs.request(prompt, params, request_id=f"chat-{uuid.uuid4().hex}")
+        prompt = await self._llm.inputs.chat_prompt_async(messages)
+        request = await self._llm.inputs.request_async(prompt, params, request_id=f"chat-{uuid.uuid4().hex}")
         async with await self._llm.add(request) as stream:
             async for delta in stream:
                 if delta.error:

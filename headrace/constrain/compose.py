@@ -9,31 +9,20 @@ import dataclasses
 import functools
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal
 
 import msgspec
 
-from headrace.constrain.lark import Lark, regex, spelled
+from headrace.constrain.lark import spelled
+from headrace.constrain.parameters import CUSTOM_INPUT, HeldTool, Hold, Parameters
 from headrace.errors import RequestError
-from headrace.text.answers import AnswerFormats, types_of
+from headrace.text.answers import AnswerFormats
 from headrace.text.parse.format import Choice, Format, Reasoning, Vocabulary, Written
 
 Opening = Literal["start", "reasoning", "content"]
 """Where an answer begins: anywhere, in reasoning that the prompt has opened, or behind it."""
-Hold = Callable[[Any, "HeldTool"], str]
-"""The grammar of a schema that a tool's call holds, in llguidance's serialised form. Raises RequestError."""
-
-
-class HeldTool(msgspec.Struct, frozen=True):
-    """A tool whose calls a grammar holds."""
-
-    name: str
-    parameters: str | None
-    """JSON Schema of the arguments, as text; None: any object."""
-    param: str
-    """Where the request says so."""
-    strict: bool = False
 
 
 class CallRules(msgspec.Struct, frozen=True):
@@ -48,11 +37,32 @@ class CallRules(msgspec.Struct, frozen=True):
     """What asks for the grammar."""
 
 
-def held_tools(tools: Sequence[Mapping[str, Any]], where: str = "tools", *, always: bool = False) -> tuple[HeldTool, ...]:
-    """Checked tools as grammars hold them. ``always``: their arguments are held also without ``strict``."""
+class TextGrammar(msgspec.Struct, frozen=True):
+    """What holds the text of a tool's calls."""
+
+    syntax: Literal["lark", "regex"]
+    definition: str
+
+
+def held_tools(
+    tools: Sequence[Mapping[str, Any]],
+    where: str = "tools",
+    *,
+    always: bool = False,
+    grammars: Mapping[str, TextGrammar] = MappingProxyType({}),
+) -> tuple[HeldTool, ...]:
+    """Checked tools as grammars hold them.
+
+    Args:
+        always: their arguments are held also without ``strict``.
+        grammars: of the tools whose calls have a text, by name.
+    """
     held = []
     for index, tool in enumerate(tools):
         function, inner = tool["function"], f"{where}[{index}]" if where == "functions" else f"{where}[{index}].function"
+        if (grammar := grammars.get(function["name"])) is not None:
+            held.append(_held_text(function["name"], grammar, f"{where}[{index}].format.definition"))
+            continue
         strict, parameters = bool(function.get("strict")), None
         if strict or always:
             # A function without parameters has none.
@@ -61,9 +71,18 @@ def held_tools(tools: Sequence[Mapping[str, Any]], where: str = "tools", *, alwa
     return tuple(held)
 
 
+def _held_text(name: str, grammar: TextGrammar, param: str) -> HeldTool:
+    if grammar.syntax == "lark":
+        return HeldTool(name, None, param, True, grammar.definition)
+    text = {"type": "string", "pattern": f"^(?:{grammar.definition})$"}
+    schema = {"type": "object", "properties": {CUSTOM_INPUT: text}, "required": [CUSTOM_INPUT], "additionalProperties": False}
+    return HeldTool(name, json.dumps(schema), param, True)
+
+
 def strict_at(tools: Sequence[HeldTool]) -> str | None:
     """Where a request first says that a tool is strict."""
-    return next((tool.param.removesuffix("parameters") + "strict" for tool in tools if tool.strict), None)
+    found = next((tool.param for tool in tools if tool.strict), None)
+    return found if found is None or found.endswith("definition") else found.removesuffix("parameters") + "strict"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,18 +164,13 @@ def compose(plan: AnswerPlan, answer: str | None, hold: Hold) -> str:
     return _Composer(plan, hold).grammar(answer)
 
 
-_PARTS = re.compile("(NAME|INDEX|ARGUMENTS|PARAMETERS|KEY|VALUE|STRING)")
 _INDEX = "/[0-9]{1,3}/"
-_ANY_KEY = "/[A-Za-z_][A-Za-z0-9_.\\-]{0,63}/"
-_ANNOTATIONS = frozenset({"title", "description", "default", "examples", "deprecated", "nullable", "type", "anyOf"})
-_STRING_KEYWORDS = frozenset({"enum", "const", "pattern", "minLength", "maxLength"})
 
 
-class _Composer(Lark):
+class _Composer(Parameters):
     def __init__(self, plan: AnswerPlan, hold: Hold) -> None:
-        super().__init__(plan.vocabulary.tokens)
+        super().__init__(plan.vocabulary.tokens, plan.choice.tools, hold)
         self._plan = plan
-        self._hold = hold
 
     def grammar(self, answer: str | None) -> str:
         held = None if answer is None else self.sub(answer)
@@ -205,7 +219,7 @@ class _Composer(Lark):
         return f"{self.literal(before)} {expression}" if before else expression
 
     def _body(self, held: str | None, tools: Format, rules: CallRules) -> str:
-        calls = self._calls(tools, rules)
+        calls = self._calls(tools.written, rules)
         if rules.required:
             return calls
         if held is not None:
@@ -217,16 +231,22 @@ class _Composer(Lark):
         text = self.text(spelled_out, list(tools.lead))
         if tools.lead:
             return f"{text} | {calls}"
-        (opening,) = {mark for mark in marks if tools.written[0].first.startswith(mark)}
-        if opening in spelled_out:
-            return f"{text} | {self.lazy(opening, spelled_out)} {self._calls(tools, rules, without=opening)}"
-        return f"{text} ({calls})?"
+        forms: dict[str, list[Written]] = {}
+        for written in tools.written:
+            forms.setdefault(next(mark for mark in marks if written.first.startswith(mark)), []).append(written)
+        each = []
+        for opening, group in forms.items():
+            if opening in spelled_out:
+                each.append(f"{self.lazy(opening, spelled_out)} ({self._calls(group, rules, without=opening)})")
+            else:
+                each.append(f"{text} ({self._calls(group, rules)})")
+        return " | ".join([text, *each])
 
     # Calls
 
-    def _calls(self, tools: Format, rules: CallRules, without: str = "") -> str:
+    def _calls(self, forms: Sequence[Written], rules: CallRules, without: str = "") -> str:
         """``without``: a marker that they begin with, and that is read already."""
-        return " | ".join(self._written(written, rules, without) for written in tools.written)
+        return " | ".join(self._written(written, rules, without) for written in forms)
 
     def _written(self, written: Written, rules: CallRules, without: str) -> str:
         begin = written.begin.removeprefix(without) if written.begin else ""
@@ -242,141 +262,19 @@ class _Composer(Lark):
         name = f"call{len(self.rules)}"
         each = []
         for tool in rules.tools:
+            if not re.fullmatch(written.names, tool.name):
+                name = self._plan.choice.tools.name if self._plan.choice.tools is not None else ""
+                message = f"the name {tool.name} cannot be held in this model's format of tool calls, {name}"
+                raise RequestError(f"{tool.param}: {message}", tool.param, code="unsupported_schema")
             each.append(self._filled(call, {"NAME": tool.name}, functools.partial(self._part, written, tool)))
         self.rules.append(f"{name}: " + "\n | ".join(each))
         return name
-
-    def _filled(self, template: str, texts: Mapping[str, str], expression: Callable[[str], str]) -> str:
-        """A template with its capital parts: as text, or as an expression."""
-        found, run = [], ""
-        for part in _PARTS.split(template):
-            if part in texts or not _PARTS.fullmatch(part):
-                run += texts.get(part, part)
-                continue
-            found += [self.literal(run), expression(part)]
-            run = ""
-        return " ".join([*found, self.literal(run)])
 
     def _part(self, written: Written, tool: HeldTool, part: str) -> str:
         if part == "INDEX":
             return _INDEX
         if part == "ARGUMENTS":
-            return self.sub(self._hold(self._arguments(tool), tool))
+            if tool.lark is not None:
+                return self._text_object(tool)
+            return self.sub(self._hold.schema(self._arguments(tool), tool))
         return self._parameters(written, tool)
-
-    def _arguments(self, tool: HeldTool) -> Any:
-        schema = {} if tool.parameters is None else json.loads(tool.parameters)
-        if schema.get("type", "object") != "object":
-            raise RequestError(f"{tool.param}: type must be object", tool.param, code="unsupported_schema")
-        return {"type": "object", **schema}
-
-    # Raw parameters
-
-    def _parameters(self, written: Written, tool: HeldTool) -> str:
-        schema = self._arguments(tool)
-        if tool.parameters is None:
-            return f"({self._parameter(written, None, {}, tool, schema)})*"
-        known = _ANNOTATIONS | {"properties", "required", "additionalProperties", "$defs", "definitions", "$schema", "strict"}
-        if (other := next((name for name in schema if name not in known), None)) is not None:
-            raise self._refused(f"#/{other}", other, tool)
-        properties, required = schema.get("properties", {}), schema.get("required", [])
-        if not isinstance(properties, dict) or not isinstance(required, list) or not {*required} <= properties.keys():
-            raise self._refused("#/required", "properties and required that do not fit together", tool)
-        self._hold({**schema, "type": "object"}, tool)  # says what no format can hold, with its place
-        return " ".join(
-            self._parameter(written, key, value, tool, schema) if key in required
-            else f"({self._parameter(written, key, value, tool, schema)})?"
-            for key, value in properties.items()
-        )  # fmt: skip
-
-    def _parameter(self, written: Written, key: str | None, schema: Any, tool: HeldTool, root: Any) -> str:
-        before, _, after = written.parameter.partition("VALUE")
-        types = types_of(schema, root)
-        flags = {"STRING": "true" if key is None or types == {"string"} or not types else "false"}
-        if key is None:
-            opening = self._filled(before, flags, lambda part: self.terminal(_ANY_KEY))
-        else:
-            opening = self.literal(self._texts(before, {"KEY": key, **flags}))
-        return f"{opening} {self._value(schema, types, root, after, tool, key, written)}"
-
-    def _texts(self, template: str, texts: Mapping[str, str]) -> str:
-        return "".join(texts.get(part, part) for part in _PARTS.split(template))
-
-    def _value(
-        self, schema: Any, types: frozenset[str], root: Any, after: str, tool: HeldTool, key: str | None, written: Written
-    ) -> str:
-        if types and "string" not in types:
-            shared = {name: root[name] for name in ("$defs", "definitions") if name in root}
-            return f"{self.sub(self._hold({**shared, **schema}, tool))} {self.literal(after)}"
-        place = f"#/properties/{key}"
-        if types == {"string"}:
-            terms, empty = self._string_terms(_followed(schema, root), place, tool)
-        elif types and "STRING" in written.parameter:
-            raise self._refused(place, "a parameter of several types", tool)
-        elif not _free(schema):
-            raise self._refused(place, "a parameter of several types with further keywords", tool)
-        else:
-            terms, empty = ["/(?s:.*)/"], True
-        first, *rest = spelled(after, self.tokens)
-        if isinstance(first, int):
-            terminal = self.terminal(" & ".join(terms))
-            return f"{terminal}{'?' if empty else ''} {self.pieces([first, *rest])}"
-        closing = next(mark for state in self._states() if state.sink == "value" for mark in state.on)
-        terms.append(f"~/(?s:.*){regex(closing.text)}(?s:.*)/")
-        value = " & ".join(terms)
-        return f"{self.terminal(f'({value}) {json.dumps(first)}')} {self.pieces(rest)}"
-
-    def _string_terms(self, schema: Any, place: str, tool: HeldTool) -> tuple[list[str], bool]:
-        """Terms of a terminal that all hold for the raw text, and whether it may be empty."""
-        unknown = next((name for name in schema if name not in _ANNOTATIONS | _STRING_KEYWORDS), None)
-        if unknown is not None or "anyOf" in schema:
-            raise self._refused(f"{place}/{unknown or 'anyOf'}", unknown or "anyOf", tool)
-        least, most = schema.get("minLength", 0), schema.get("maxLength")
-        terms, empty = [f"/(?s:.{{{least},{'' if most is None else most}}})/"], least == 0
-        values = [schema["const"]] if "const" in schema else schema.get("enum")
-        if values is not None:
-            values = [value for value in values if isinstance(value, str)]
-            terms.append("(" + " | ".join(f"/{regex(value)}/" for value in values) + ")")
-            empty = empty and "" in values
-        if "pattern" in schema:
-            pattern = schema["pattern"]
-            begins, ends = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith("\\$")
-            inner = pattern[begins : len(pattern) - ends]
-            if re.search(r"(?<!\\)\|", inner) and (begins or ends):
-                raise self._refused(f"{place}/pattern", "a pattern with ^ or $ in a part of it", tool)
-            inner = inner.replace("/", "\\/") if "\\/" not in inner else inner
-            terms.append(f"/{'' if begins else '(?s:.*)'}({inner}){'' if ends else '(?s:.*)'}/")
-            empty = False
-        return terms, empty
-
-    def _refused(self, place: str, what: str, tool: HeldTool) -> RequestError:
-        tools = self._plan.choice.tools
-        name = tools.name if tools is not None else "none"
-        message = f"the schema at {place}: {what} cannot be held in this model's format of tool calls, {name}"
-        return RequestError(f"{tool.param}: {message}", tool.param, code="unsupported_schema")
-
-    def _states(self) -> list[Any]:
-        tools = self._plan.choice.tools
-        return [] if tools is None else list(tools.states.values())
-
-
-def _followed(schema: Any, root: Any) -> Any:
-    """The schema that a bare $ref stands for."""
-    for _ in range(8):
-        reference = schema.get("$ref")
-        if not isinstance(reference, str) or not reference.startswith("#/"):
-            break
-        target = root
-        for name in reference[2:].split("/"):
-            target = target.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(target, dict) else None
-        if not isinstance(target, dict):
-            break
-        schema = {**target, **{name: value for name, value in schema.items() if name != "$ref"}}
-    return schema
-
-
-def _free(schema: Any) -> bool:
-    """Whether a schema says nothing but types."""
-    if not isinstance(schema, dict):
-        return schema is True
-    return schema.keys() <= _ANNOTATIONS and all(_free(branch) for branch in schema.get("anyOf", ()))

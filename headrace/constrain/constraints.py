@@ -158,7 +158,7 @@ class Constraints:
 
 
 def _failure(message: str) -> Failure:
-    return Failure(f"structured_outputs: {message}", client=True, code=GRAMMAR_ERROR)
+    return Failure(f"structured_outputs: {message}", client=True, code=GRAMMAR_ERROR, param="structured_outputs")
 
 
 def _end_tokens(seq: EngineSequence) -> set[int]:

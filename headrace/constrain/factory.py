@@ -18,8 +18,9 @@ import msgspec
 
 from headrace.config import StructuredOutputsConfig
 from headrace.constrain.compiler import compiled
-from headrace.constrain.compose import AnswerPlan, HeldTool, compose
+from headrace.constrain.compose import AnswerPlan, compose
 from headrace.constrain.limits import make_pool
+from headrace.constrain.parameters import HeldTool
 from headrace.constrain.schema import Schema, SchemaError, SchemaOptions, narrow, refusal, subschemas
 from headrace.constrain.structural import structural_grammar
 from headrace.constrain.vocabulary import GrammarVocabulary
@@ -44,6 +45,7 @@ _GBNF_RULES = 1000
 """Its converter takes time with the square of their number."""
 _WRITING = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern", "strict")
 """Fields of StructuredOutputsParams that say how JSON is written."""
+_GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 _EMBEDDED = re.compile(r"%json\s*(?=[{\[])")
 
 
@@ -109,7 +111,7 @@ class GrammarFactory:
     def _composed(self, params: StructuredOutputsParams | None, plan: AnswerPlan) -> Constraint:
         answer = None if params is None else self.constraint(params)
         kind = "tools" if plan.rules is not None else answer.kind if answer is not None else "thinking_token_budget"
-        grammar = compose(plan, None if answer is None else answer.grammar, self._held)
+        grammar = compose(plan, None if answer is None else answer.grammar, _Hold(self))
         problem = self._problem(grammar, named=True)
         if problem:
             param = (
@@ -121,13 +123,6 @@ class GrammarFactory:
             )
             raise _refused(f"{param}: the grammar of the answer cannot be held: {problem}", param)
         return Constraint(kind, grammar)
-
-    def _held(self, schema: Any, tool: HeldTool) -> str:
-        """The grammar of a schema of a tool's arguments."""
-        try:
-            return self.constraint(StructuredOutputsParams(json=schema, strict=tool.strict)).grammar
-        except RequestError as error:
-            raise RequestError(f"{tool.param}: {error.message}", tool.param, code=error.code) from None
 
     def _checked(self, params: StructuredOutputsParams | None) -> Constraint:
         if params is None:
@@ -217,7 +212,7 @@ class GrammarFactory:
         from llguidance import LLMatcher
 
         text = params.grammar or ""
-        if "::=" in text:
+        if _GBNF.search(text):
             return _from_gbnf(text)
         for found in _EMBEDDED.finditer(text):
             try:
@@ -267,6 +262,25 @@ class GrammarFactory:
 
     def _problem_of(self, schema: dict[str, Any], params: StructuredOutputsParams, shared: dict[str, Any]) -> str:
         return self._problem(self._json_grammar({**shared, **schema}, params))
+
+
+class _Hold:
+    """Holds what tools ask for."""
+
+    def __init__(self, factory: GrammarFactory) -> None:
+        self._factory = factory
+
+    def schema(self, schema: Any, tool: HeldTool) -> str:
+        return self._held(tool, json=schema, strict=tool.strict)
+
+    def lark(self, tool: HeldTool) -> str:
+        return self._held(tool, grammar=tool.lark)
+
+    def _held(self, tool: HeldTool, **content: Any) -> str:
+        try:
+            return self._factory.constraint(StructuredOutputsParams(**content)).grammar
+        except RequestError as error:
+            raise RequestError(f"{tool.param}: {error.message}", tool.param, code=error.code) from None
 
 
 def _key(params: StructuredOutputsParams | None, plan: AnswerPlan | None) -> bytes:

@@ -67,6 +67,11 @@ class Lark:
         self.rules.append(f"{name}: {expression}")
         return name
 
+    def rule(self, expression: str) -> str:
+        name = f"rule{len(self.rules)}"
+        self.rules.append(f"{name}: {expression}")
+        return name
+
     def sub(self, grammar: str) -> str:
         name = f"g{hashlib.sha256(grammar.encode()).hexdigest()[:16]}"
         # llguidance leaves Lark as it is.

@@ -166,16 +166,16 @@ class _Tags(Lark):
                 continue
             before = self.lazy(trigger, texts) if trigger in texts else f"{self.text(texts)} {self.literal(trigger)}"
             steps.append(f"{before} ({rest})")
-        step = self._rule(" | ".join(steps))
+        step = self.rule(" | ".join(steps))
         text, once = self.text(texts), self._flag(node, "stop_after_first", place)
         if self._flag(node, "at_least_one", place):
-            first = self._rule(" | ".join(self._tag(tag, where, depth) for where, tag in tags))
+            first = self.rule(" | ".join(self._tag(tag, where, depth) for where, tag in tags))
             return first if once else f"{first} {step}* {text}"
         return f"({step} | {text})" if once else f"{step}* {text}"
 
     def _separated(self, node: dict[str, Any], place: str, depth: int) -> str:
         tags = self._tags_of(node, place, depth)
-        tag = self._rule(" | ".join(self._tag(tag, where, depth) for where, tag in tags))
+        tag = self.rule(" | ".join(self._tag(tag, where, depth) for where, tag in tags))
         separator = self._text_of(node, "separator", place, empty=True)
         several = tag if self._flag(node, "stop_after_first", place) else f"{tag} ({self.literal(separator)} {tag})*"
         return several if self._flag(node, "at_least_one", place) else f"({several})?"
@@ -197,11 +197,6 @@ class _Tags(Lark):
             return self.sub(self._hold(**content))
         except RequestError as error:
             raise RequestError(f"structural_tag at {place}: {error.message}", _PARAM, code=error.code) from None
-
-    def _rule(self, expression: str) -> str:
-        name = f"rule{len(self.rules)}"
-        self.rules.append(f"{name}: {expression}")
-        return name
 
     def _text_of(self, node: dict[str, Any], name: str, place: str, *, empty: bool = False) -> str:
         value = node[name]

@@ -10,7 +10,9 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from headrace.core.media import ItemInputs, RopePositions
 from headrace.core.request import BadWordsTable
+from headrace.kv import Item
 from headrace.outputs import Failure, TokenLogprobs
 from headrace.sampling_params import SamplingParams
 
@@ -32,6 +34,11 @@ class NewSequence(msgspec.Struct, frozen=True, array_like=True):
     bad_words: BadWordsTable | None
     constrained: bool = False
     """Each of its logits rows needs a mask."""
+    items: tuple[Item, ...] = ()
+    """Those that end behind its cached prefix, with features to be computed or added."""
+    media: tuple[ItemInputs, ...] = ()
+    """The content of each of ``items``."""
+    rope: RopePositions | None = None
     sparse: bytes | None = None
     """None: its prompt attends densely. Else the classes that the model's router gave to its heads, where they are known;
     empty: they are not, or there is no router."""
@@ -75,6 +82,10 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="step"):
         return sum(row.num_tokens for row in self.rows)
 
 
+_SAMPLED = 61
+"""Every so many bytes of a mask are hashed."""
+
+
 class SamplePlan(msgspec.Struct, frozen=True, array_like=True, tag="sample"):
     """Inputs of a step's sampling that were unknown when its model was launched. May be empty."""
 
@@ -87,9 +98,21 @@ class SamplePlan(msgspec.Struct, frozen=True, array_like=True, tag="sample"):
     @classmethod
     def of(cls, step: int, masks: Mapping[int, Sequence[bytes]]) -> SamplePlan:
         """Builds a plan from seq_id -> a mask for each of its logits rows. Equal masks are stored once."""
-        index: dict[bytes, int] = {}
-        rows = {seq_id: tuple(index.setdefault(mask, len(index)) for mask in by_row) for seq_id, by_row in masks.items()}
-        return cls(step, tuple(index), rows)
+        found: list[bytes] = []
+        alike: dict[bytes, list[int]] = {}
+
+        def place(mask: bytes) -> int:
+            # Hashing megabytes of masks takes longer than copying them; comparing two that differ ends early.
+            places = alike.setdefault(mask[::_SAMPLED], [])
+            for index in places:
+                if found[index] == mask:
+                    return index
+            places.append(len(found))
+            found.append(mask)
+            return places[-1]
+
+        rows = {seq_id: tuple(map(place, by_row)) for seq_id, by_row in masks.items()}
+        return cls(step, tuple(found), rows)
 
     def __bool__(self) -> bool:
         return bool(self.rows)

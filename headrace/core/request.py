@@ -6,6 +6,7 @@ from typing import Annotated
 
 import msgspec
 
+from headrace.core.media import ItemInputs, RopePositions
 from headrace.kv import CacheIdentity, Item
 from headrace.options import INT64_MAX, OptionSpec
 from headrace.sampling_params import SamplingParams
@@ -81,10 +82,16 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """A lower value runs first under --policy priority."""
     cache_salt: Annotated[str | None, OptionSpec(min=1, max=256)] = None
     """Cached prefixes are shared only among requests with the same salt."""
+    session: str | None = None
+    """Requests of one session go to the same replica under --dp-routing-policy session."""
     parse: ParseOptions | None = None
     """None: the answer is text."""
     items: tuple[Item, ...] = ()
     """Items of the prompt: ascending, disjoint."""
+    media: tuple[ItemInputs, ...] = ()
+    """The content of each of ``items``; empty: their features need no input."""
+    rope: RopePositions | None = None
+    """None: rotary positions are those of the tokens."""
     arrival_time: float = 0.0
     """``time.monotonic()`` on the engine's host."""
 

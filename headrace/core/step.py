@@ -63,6 +63,7 @@ class StepBuilder:
         request, sampling = seq.request, seq.request.sampling
         if sampling.prompt_logprobs is not None and seq.prompt_logprobs is None:
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
+        needed = [index for index in range(len(request.media)) if request.items[index].end > seq.num_computed]
         self._new.append(
             NewSequence(
                 seq_id=seq.seq_id,
@@ -75,6 +76,9 @@ class StepBuilder:
                 eos_token_ids=request.eos_token_ids,
                 bad_words=request.bad_words,
                 constrained=request.constraint is not None,
+                items=tuple(request.items[index] for index in needed),
+                media=tuple(request.media[index] for index in needed),
+                rope=request.rope,
                 sparse=None if seq.sparse is None else seq.sparse.decision or b"",
             )
         )

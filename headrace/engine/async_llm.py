@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
@@ -29,6 +29,7 @@ from headrace.engine.messages import (
     StepDeltas,
 )
 from headrace.engine.quarantine import Quarantine
+from headrace.engine.replicas import ReplicaSet
 from headrace.engine.spawn import COMMAND, Spawned
 from headrace.engine.streams import Inbox, OutputStream, new_output
 from headrace.engine.supervisor import EngineSupervisor, Health
@@ -39,6 +40,7 @@ from headrace.outputs import OutputDelta, RequestOutput
 from headrace.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from headrace.sources.files import ModelFiles
     from headrace.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("headrace.engine")
@@ -47,7 +49,8 @@ T = TypeVar("T")
 
 
 class AsyncLLM:
-    """Client of one engine process, which it starts, watches and restarts. Belongs to the event loop that started it.
+    """Client of one engine process, or of ``data_parallel_size`` replicas, which it starts, watches and restarts. Belongs to
+    the event loop that started it.
 
     ::
 
@@ -71,9 +74,10 @@ class AsyncLLM:
         first start, started before; None: ``start`` starts it."""
         self.args = args or EngineArgs()
         self._chat_template = chat_template
-        self.stats = EngineStats()
-        """As of at most ``STATS_SECONDS`` ago, and exact while the engine is idle. Counters restart at 0 with the engine."""
-        self._supervisor = EngineSupervisor(self.args, self, on_progress=on_progress, command=self.command, spawned=spawned)
+        self._stats = EngineStats()
+        single = self.args.data_parallel_size == 1
+        make: type[EngineSupervisor] | type[ReplicaSet] = EngineSupervisor if single else ReplicaSet
+        self._supervisor = make(self.args, self, on_progress=on_progress, command=self.command, spawned=spawned)
         self._quarantine = Quarantine(self.args.quarantine_seconds)
         self._inboxes: dict[str, Inbox] = {}
         self._calls: dict[int, tuple[ControlName, asyncio.Future[bool]]] = {}
@@ -100,7 +104,9 @@ class AsyncLLM:
             # Both read the model's files, each for its own process.
             loading = asyncio.to_thread(load_frontend, self.args, self._chat_template, prepared=True)
             frontend, info = await asyncio.gather(loading, self._supervisor.start())
-            self._inputs = frontend.inputs(self.args, vocab_size=info.vocab_size, max_model_len=info.max_model_len)
+            self._inputs = frontend.inputs(
+                self.args, vocab_size=info.vocab_size, max_model_len=info.max_model_len, media=info.media
+            )
             self._frontend = frontend
             if self._inputs.answers is not None:
                 # Rendered here, not in the first request's time.
@@ -157,9 +163,24 @@ class AsyncLLM:
         return _started(self._inputs)
 
     @property
+    def files(self) -> ModelFiles:
+        return _started(self._frontend).files
+
+    @property
     def tokenizer(self) -> Tokenizer | None:
         """None with ``skip_tokenizer_init``."""
         return _started(self._frontend).tokenizer
+
+    @property
+    def stats(self) -> EngineStats:
+        """As of at most ``STATS_SECONDS`` ago, and exact while the engine is idle. Counters restart at 0 with the engine;
+        those of several replicas are sums, which do not."""
+        return self._stats if isinstance(self._supervisor, EngineSupervisor) else self._supervisor.stats
+
+    @property
+    def replicas(self) -> ReplicaSet | None:
+        """None: there is one engine."""
+        return self._supervisor if isinstance(self._supervisor, ReplicaSet) else None
 
     @property
     def engine_pid(self) -> int | None:
@@ -244,6 +265,8 @@ class AsyncLLM:
         running = [request_id for request_id in request_ids if request_id in self._inboxes]
         if running and self.health().ok:
             logger.debug("abort %s", running)
+            for request_id in running:
+                self._inboxes[request_id].bound.add(request_id)
             self._supervisor.send(Abort(running))
 
     # Calls
@@ -297,13 +320,14 @@ class AsyncLLM:
                 for delta in deltas:
                     self._deliver(delta)
             case Stats(stats) | Ready(_, stats):
-                self.stats = stats
+                self._stats = stats
             case Accepted(request_id):
                 if (inbox := self._inboxes.get(request_id)) is not None:
-                    inbox.accept()
+                    inbox.accept(request_id)
             case Rejected(request_id, kind, text, param):
                 if (inbox := self._inboxes.pop(request_id, None)) is not None:
-                    inbox.reject(request_id, _rejection(kind, text, param))
+                    # A replica may refuse what another one had accepted: its reader must see the end.
+                    inbox.lost(request_id, _rejection(kind, text, param))
             case ControlReply(call, value, error):
                 _, reply = self._calls.get(call, (None, None))
                 if reply is None or reply.done():
@@ -313,20 +337,37 @@ class AsyncLLM:
                 else:
                     reply.set_exception(EngineError(error))
 
-    def on_lost(self, reason: str, *, died: bool) -> None:
-        inboxes, self._inboxes = self._inboxes, {}
-        suspects = [inbox.requests[request_id] for request_id, inbox in inboxes.items() if died]
+    def on_lost(self, reason: str, *, died: bool, request_ids: Collection[str] | None = None) -> None:
+        lost = {name: self._inboxes[name] for name in (request_ids or ()) if name in self._inboxes}
+        if request_ids is None:
+            lost = self._inboxes.copy()
+        suspects = [inbox.requests[request_id] for request_id, inbox in lost.items() if died]
         refusals = self._quarantine.died(suspects)
         if refusals:
             logger.error("refused for %g s: %s", self.args.quarantine_seconds, ", ".join(refusals))
-        for request_id, inbox in inboxes.items():
+        for request_id, inbox in lost.items():
             refusal = refusals.get(request_id)
-            lost = EngineDeadError(reason) if refusal is None else RequestError(f"{reason}; {refusal}", code=refusal.code)
-            inbox.lost(request_id, lost)
+            if died and request_ids is not None and refusal is None and self._run_again(request_id, inbox):
+                continue
+            error = EngineDeadError(reason) if refusal is None else RequestError(f"{reason}; {refusal}", code=refusal.code)
+            del self._inboxes[request_id]
+            inbox.lost(request_id, error)
+        if request_ids is not None:
+            return
         for _, reply in self._calls.values():
             if not reply.done():
                 reply.set_exception(EngineDeadError(reason))
-        self.stats = EngineStats()
+        self._stats = EngineStats()
+
+    def _run_again(self, request_id: str, inbox: Inbox) -> bool:
+        """Sends a request that was lost with its replica to another one. False: it cannot run again, or no replica runs."""
+        if request_id in inbox.bound:
+            return False
+        try:
+            self._supervisor.send(AddRequest(inbox.requests[request_id]))
+        except EngineDeadError:
+            return False
+        return True
 
     def pending(self) -> list[str]:
         return [*self._inboxes, *(name for name, _ in self._calls.values())]
@@ -339,7 +380,7 @@ class AsyncLLM:
         if delta.request_id not in inbox.open:
             del self._inboxes[delta.request_id]
             if delta.finish_reason in ("stop", "length"):
-                self._supervisor.served()
+                self._supervisor.served(delta.request_id)
                 self._quarantine.served(inbox.requests[delta.request_id])
 
 

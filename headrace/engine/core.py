@@ -142,6 +142,14 @@ class EngineCore:
         self.executor.capture_next()
         return True
 
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prefixes. False: prefix caching is disabled."""
+        return self.scheduler.kv.reset_prefix_cache()
+
+    def check_integrity(self) -> None:
+        """Raises: EngineError: the block pool or the queues are inconsistent."""
+        self.scheduler.check_integrity()
+
     def drain(self) -> None:
         """Waits for steps in flight, so that weights may be written.
 

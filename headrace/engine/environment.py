@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import os
 import platform
@@ -11,6 +12,7 @@ import psutil
 import torch
 
 import headrace
+from headrace.config import EngineArgs
 from headrace.engine import wait
 from headrace.errors import ConfigError
 from headrace.kernels import native
@@ -32,6 +34,33 @@ def probe(device: str = "auto") -> DeviceFacts:
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device is cuda, but PyTorch finds no CUDA device here", "device")
     return _cuda() if device != "cpu" and torch.cuda.is_available() else _host()
+
+
+def take_device(args: EngineArgs, replica: int) -> None:
+    """Makes a replica's CUDA device the current one of this process. Every device stays visible: hiding the others would keep
+    processes from mapping each other's memory.
+
+    Raises:
+        ConfigError: there are fewer devices than replicas.
+    """
+    if args.device == "cpu" or not torch.cuda.is_available():
+        return
+    count = torch.cuda.device_count()
+    if args.data_parallel_size > count:
+        raise ConfigError(
+            f"data_parallel_size is {args.data_parallel_size}, and there are {count} CUDA devices: each replica needs its own",
+            "data_parallel_size",
+        )
+    torch.cuda.set_device(replica)
+
+
+def share(device: DeviceFacts, replicas: int) -> DeviceFacts:
+    """The part of a CPU's cores and memory that one of several replicas has."""
+    if device.cuda or replicas == 1:
+        return device
+    return dataclasses.replace(
+        device, num_cores=max(1, device.num_cores // replicas), available_memory=device.available_memory // replicas
+    )
 
 
 def _cuda() -> DeviceFacts:

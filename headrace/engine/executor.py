@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar
 
 from headrace.config import EngineConfig
@@ -58,6 +59,14 @@ class Executor(Protocol[Handle]):
 
     def graphs(self) -> GraphCount: ...
 
+    def sentinels(self) -> Sequence[int]:
+        """File descriptors, one of which can be read once the executor has failed while no call to it is under way."""
+        ...
+
+    def check(self) -> None:
+        """Raises EngineError if the executor has failed."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -111,8 +120,18 @@ class LocalExecutor(Executor[StepHandle]):
     def capture_next(self) -> GraphCount:
         return self.runner.capture_next()
 
+    def stop_capturing(self, reason: str) -> None:
+        """For a rank of which another could not capture a graph."""
+        self.runner.stop_capturing(reason)
+
     def graphs(self) -> GraphCount:
         return self.runner.graphs()
+
+    def sentinels(self) -> Sequence[int]:
+        return ()
+
+    def check(self) -> None:
+        pass
 
     def close(self) -> None:
         self.runner.close()

@@ -19,11 +19,15 @@ from headrace.errors import ConfigError, RequestError
 from headrace.models.fallback.megatron_load import LiveMegatron, live_megatron
 from headrace.models.fallback.megatron_watch import WeightWatch
 from headrace.parallel.agreement import Agreement
+from headrace.parallel.group import ALONE, Group
 from headrace.sources.files import ModelFiles
 from headrace.text import chat
 from headrace.text.tokenizer import Tokenizer, load_tokenizer
 
-_OF_FILES = ("model", "revision", "load_format", "trust_remote_code", "skip_tokenizer_init", "quantization")
+_OF_FILES = (
+    *("model", "revision", "load_format", "trust_remote_code", "skip_tokenizer_init", "quantization"),
+    *("tensor_parallel_size", "enable_expert_parallel"),
+)
 """Engine arguments about loading or converting a model, which do not apply to a live one."""
 
 
@@ -39,6 +43,11 @@ class ExternalModel:
     @property
     def ranks(self) -> Agreement:
         return self.live.described.ranks
+
+    @property
+    def group(self) -> Group:
+        """Megatron's layers communicate in the trainer's groups."""
+        return ALONE
 
     def frontend(self) -> Frontend:
         return self.parts
@@ -103,7 +112,7 @@ def with_template(tokenizer: Tokenizer, chat_template: str) -> Tokenizer:
     """Copies a tokenizer with another chat template, given as text or as a path."""
     hf = copy.copy(tokenizer.hf)
     hf.chat_template = chat.read_template(chat_template)
-    chat.check_template(hf.chat_template)
+    chat.parsed_template(hf.chat_template)
     return Tokenizer(hf, vocab_size=tokenizer.vocab_size, eos_token_ids=tokenizer.eos_token_ids, renderer=tokenizer.renderer)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -12,12 +14,21 @@ from headrace.constrain.compiler import GrammarCompiler
 from headrace.constrain.constraints import Constraints
 from headrace.constrain.factory import GrammarFactory
 from headrace.constrain.vocabulary import GrammarVocabulary
+from headrace.core.media import MediaFacts, Modality
 from headrace.engine.info import DecisionLine, EngineInfo
 from headrace.engine.inputs import InputProcessor
+from headrace.errors import ConfigError
+from headrace.limited_process import ProcessLimits
 from headrace.sources.files import ModelFiles, find_model
 from headrace.text.answers import AnswerFormats
-from headrace.text.templates import TemplateLimits, TemplateRenderer
+from headrace.text.templates import TemplateRenderer
 from headrace.text.tokenizer import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from headrace.multimodal.media import MediaLoader
+    from headrace.multimodal.processor import MultiModalProcessor
+
+logger = logging.getLogger("headrace.engine")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,8 +55,11 @@ class Frontend:
         compiler = None if vocabulary is None else GrammarCompiler(vocabulary, args.structured_outputs_config)
         return Constraints(compiler, vocab_size, lockstep=lockstep)
 
-    def inputs(self, args: EngineArgs, *, vocab_size: int, max_model_len: int) -> InputProcessor:
-        """For an engine that has resolved its vocabulary and context length."""
+    def inputs(
+        self, args: EngineArgs, *, vocab_size: int, max_model_len: int, media: MediaFacts | None = None
+    ) -> InputProcessor:
+        """For an engine that has resolved its vocabulary and context length. ``media``: None: it reads text alone."""
+        multimodal = None if media is None else self._multimodal(args, media)
         return InputProcessor(
             vocab_size=vocab_size,
             max_model_len=max_model_len,
@@ -56,7 +70,30 @@ class Frontend:
             grammars=GrammarFactory(args.structured_outputs_config, self._grammars(args, vocab_size)),
             answers=self.answers(args),
             max_prompt_chars=args.max_prompt_chars,
+            multimodal=multimodal,
+            media=None if multimodal is None else self._media_loader(args),
         )
+
+    def _media_loader(self, args: EngineArgs) -> MediaLoader:
+        from headrace.multimodal.media import MediaLoader
+
+        return MediaLoader(args)
+
+    def _multimodal(self, args: EngineArgs, media: MediaFacts) -> MultiModalProcessor | None:
+        """None, with a warning: the model's files have no processor that can be used."""
+        from headrace.multimodal.families import media_rules
+        from headrace.multimodal.processor import MultiModalProcessor
+
+        if self.tokenizer is None:
+            return None
+        counts = args.limit_mm_per_prompt
+        try:
+            rules = media_rules(media.model_type, self.files.directory, self.files.config)
+        except ConfigError as error:
+            logger.warning("pictures and videos are refused: %s", error.message)
+            return None
+        limits: dict[Modality, int] = {"image": counts.image, "video": counts.video}
+        return MultiModalProcessor(rules, self.tokenizer, media, limits, args.mm_processor_cache_bytes)
 
     def answers(self, args: EngineArgs) -> AnswerFormats | None:
         """Raises: ConfigError: the model has no format of the name that was given."""
@@ -82,7 +119,7 @@ def load_frontend(args: EngineArgs, chat_template: str | None = None, *, prepare
         ConfigError: there is no such model or tokenizer, or they cannot be read.
     """
     files = find_model(args)
-    renderer = TemplateRenderer(TemplateLimits(args.max_template_seconds, args.max_template_memory))
+    renderer = TemplateRenderer(ProcessLimits(args.max_template_seconds, args.max_template_memory))
     tokenizer = None if args.skip_tokenizer_init else load_tokenizer(files, args.tokenizer, chat_template, renderer)
     if prepared and tokenizer is not None:
         tokenizer.prepare()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from headrace.core.media import MediaFacts
+
 
 class Progress(msgspec.Struct, frozen=True, array_like=True):
     """Progress of a start-up."""
@@ -76,5 +78,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     memory: list[MemoryLine]
     layers: list[LayerLine]
     decisions: list[DecisionLine]
+    media: MediaFacts | None = None
+    """None: the model reads text alone."""
     environment: dict[str, str] = {}
     """Versions, CPU or GPU name, threads, instruction sets."""

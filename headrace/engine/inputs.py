@@ -9,7 +9,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, TypeVar, cast
 
 import msgspec
 
@@ -19,12 +19,16 @@ from headrace.constrain.factory import GrammarFactory
 from headrace.core.request import BadWordsTable, Constraint, ParseOptions, Request
 from headrace.errors import ConfigError, RequestError
 from headrace.kv import Item
+from headrace.multimodal.items import MultiModalData
 from headrace.options import Option, OptionSpec, check_value, options, shown
 from headrace.sampling_params import MAX_SEED, SamplingParams
 from headrace.text.bad_words import check_bad_words, compile_bad_words
+from headrace.text.content import ConversationMedia
 from headrace.text.stops import check_stops
 
 if TYPE_CHECKING:
+    from headrace.multimodal.media import MediaLoader
+    from headrace.multimodal.processor import MultiModalProcessor, PreparedPrompt
     from headrace.text.answers import AnswerFormats
     from headrace.text.tokenizer import Tokenizer
 
@@ -39,7 +43,20 @@ class TextPrompt(TypedDict):
     prompt: str
 
 
-Prompt = str | TokensPrompt | TextPrompt
+class MultiModalPrompt(TypedDict):
+    """A prompt with media: ``prompt`` or ``prompt_token_ids`` with a placeholder for each."""
+
+    prompt: NotRequired[str]
+    prompt_token_ids: NotRequired[list[int]]
+    multi_modal_data: MultiModalData | Mapping[str, Any]
+    """As ``MultiModalData.of`` takes it."""
+    mm_processor_kwargs: NotRequired[Mapping[str, Any]]
+    """Options of the model's processor."""
+    add_special_tokens: NotRequired[bool]
+    """False: ``prompt`` is a rendered conversation, whatever the call says."""
+
+
+Prompt = str | TokensPrompt | TextPrompt | MultiModalPrompt
 
 T = TypeVar("T")
 
@@ -53,6 +70,7 @@ _LEAST_PROMPT_CHARS = 1 << 20
 _GENERATION_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
+_PROMPT_PARTS = {"prompt", "prompt_token_ids", "multi_modal_data", "mm_processor_kwargs", "add_special_tokens"}
 _PROMPT_TEXT = Option(None, "prompt", OptionSpec(), str, False)
 
 
@@ -71,9 +89,11 @@ class InputProcessor:
         grammars: GrammarFactory | None = None,
         max_prompt_chars: int | None = None,
         answers: AnswerFormats | None = None,
+        multimodal: MultiModalProcessor | None = None,
+        media: MediaLoader | None = None,
     ) -> None:
         """``generation_config``: as in ``ModelFiles``. ``max_prompt_chars``: of ``EngineArgs``. ``answers``: None: answers are
-        not parsed.
+        not parsed. ``media``: loads what conversations refer to, for ``multimodal``.
 
         Raises:
             ConfigError: the model's generation config holds a value that no request may have.
@@ -82,6 +102,9 @@ class InputProcessor:
         self.max_model_len = max_model_len
         self.tokenizer = tokenizer
         self.answers = answers
+        self.multimodal = multimodal
+        """None: the model reads text alone."""
+        self.media = media
         self.default_sampling = _sampling_defaults(generation_config)
         """What a caller who gives no sampling parameters gets."""
         tokenizer_eos = tokenizer.eos_token_ids if tokenizer is not None else []
@@ -110,8 +133,8 @@ class InputProcessor:
 
     def chat_prompt(
         self, messages: Any, tokenizer: Tokenizer | None = None, *, add_special_tokens: bool = False, **options: Any
-    ) -> TokensPrompt:
-        """Normalise, render and tokenise a conversation.
+    ) -> TokensPrompt | MultiModalPrompt:
+        """Normalise, render and tokenise a conversation. Loads its media, and waits for them: ``chat_prompt_async`` does not.
 
         Args:
             tokenizer: one with another chat template.
@@ -121,8 +144,26 @@ class InputProcessor:
         Raises:
             RequestError: the messages cannot be rendered, or are longer than the context.
         """
-        text = (tokenizer or self._need_tokenizer("messages")).render_chat(messages, **options)
-        return {"prompt": text, "prompt_token_ids": self.encode(text, add_special_tokens, "messages")}
+        tokenizer = tokenizer or self._need_tokenizer("messages")
+        if self.multimodal is None or self.media is None:
+            text = tokenizer.render_chat(messages, **options)
+            return {"prompt": text, "prompt_token_ids": self.encode(text, add_special_tokens, "messages")}
+        media = ConversationMedia(self.multimodal.neutral)
+        text = tokenizer.render_chat(messages, media=media, **options)
+        if not media.parts:
+            return {"prompt": text, "prompt_token_ids": self.encode(text, add_special_tokens, "messages")}
+        data = self.media.load(media.parts)
+        return {"prompt": text, "multi_modal_data": data, "add_special_tokens": add_special_tokens}
+
+    async def chat_prompt_async(self, messages: Any, **options: Any) -> TokensPrompt | MultiModalPrompt:
+        """As ``chat_prompt``, in a thread where it may take long."""
+        make = functools.partial(self.chat_prompt, messages, **options)
+        return make() if self.multimodal is None else await asyncio.to_thread(make)
+
+    def prompt_token_ids(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
+        """The tokens of a prompt, placeholders of media expanded. Raises: RequestError: as ``request``."""
+        media = self._media(prompt, add_special_tokens)
+        return self._tokens(prompt, add_special_tokens)[1] if media is None else media.token_ids
 
     def encode(self, text: str, add_special_tokens: bool = True, param: str = "prompt") -> list[int]:
         """Tokens of a prompt. Raises RequestError if it cannot fit in the context, if possible before it is tokenised."""
@@ -152,6 +193,7 @@ class InputProcessor:
         if params.structured_outputs is not None or plan is not None:
             await self._grammars.prepare(params.structured_outputs, plan)
         slow = bool(params.bad_words) or (isinstance(text, str) and len(text) > _INLINE_CHARACTERS)
+        slow |= isinstance(prompt, dict) and "multi_modal_data" in prompt
         return await self.in_thread(make) if slow else make()
 
     def request(
@@ -177,7 +219,16 @@ class InputProcessor:
             TypeError: ``params`` is something else.
         """
         check_params(params)
-        text, tokens = self._tokens(prompt, add_special_tokens)
+        media = self._media(prompt, add_special_tokens)
+        if media is None:
+            text, tokens = self._tokens(prompt, add_special_tokens)
+        else:
+            text, tokens, items = (
+                cast("MultiModalPrompt", prompt).get("prompt"),
+                self._checked_tokens(media.token_ids),
+                media.items,
+            )
+        rope = None if media is None else media.rope
         self._check_sampling(params)
         declared = options(Request)
         for name, value in (("request_id", request_id), ("priority", priority), ("cache_salt", cache_salt)):
@@ -187,7 +238,7 @@ class InputProcessor:
             prompt_token_ids=tokens,
             # The constraint says it all, and need not travel twice.
             sampling=params if params.structured_outputs is None else params.replace({"structured_outputs": None}),
-            max_tokens=self._max_tokens(len(tokens), params),
+            max_tokens=self._max_tokens(len(tokens), params, max(0, rope.delta) if rope is not None else 0),
             seed=params.seed if params.seed is not None else self._seeds.randint(0, MAX_SEED),
             eos_token_ids=self.eos_token_ids,
             bad_words=self._compiled_bad_words(params),
@@ -196,6 +247,8 @@ class InputProcessor:
             priority=priority,
             cache_salt=cache_salt,
             items=tuple(items),
+            media=() if media is None else media.media,
+            rope=rope,
             parse=parse,
             arrival_time=time.monotonic(),
         )
@@ -208,19 +261,30 @@ class InputProcessor:
             return prompt, self._checked_tokens(self.encode(prompt, add_special_tokens))
         if not isinstance(prompt, dict):
             raise RequestError(f"a prompt must be a string or a dict, not {shown(prompt)}", "prompt")
-        unknown = sorted(map(str, set(prompt) - {"prompt", "prompt_token_ids"}))
-        if unknown:
-            raise RequestError(f"a prompt has no part named {unknown[0]!r}", "prompt")
-        text, tokens = prompt.get("prompt"), prompt.get("prompt_token_ids")
-        if text is not None:
-            check_value(_PROMPT_TEXT, text, RequestError)
+        text, tokens = _prompt_parts(prompt)
         if tokens is None:
-            if text is None:
-                raise RequestError("a prompt needs 'prompt' or 'prompt_token_ids'", "prompt")
-            return text, self._checked_tokens(self.encode(text, add_special_tokens))
-        if not isinstance(tokens, list) or not set(map(type, tokens)) <= {int}:
-            raise RequestError("prompt_token_ids must be a list of token ids", "prompt_token_ids")
+            return text, self._checked_tokens(self.encode(text or "", add_special_tokens))
         return text, self._checked_tokens(tokens)
+
+    def _media(self, prompt: Prompt, add_special_tokens: bool) -> PreparedPrompt | None:
+        """A prompt with media, its placeholders expanded; None: it has none."""
+        if not isinstance(prompt, dict) or not prompt.get("multi_modal_data"):
+            if isinstance(prompt, dict) and prompt.get("mm_processor_kwargs"):
+                raise RequestError("mm_processor_kwargs are for prompts with multi_modal_data", "mm_processor_kwargs")
+            return None
+        text, tokens = _prompt_parts(prompt)
+        prompt = cast("MultiModalPrompt", prompt)
+        if self.multimodal is None:
+            raise RequestError("this engine reads text alone: the model has no vision part that it uses", "multi_modal_data")
+        data, kwargs = MultiModalData.of(prompt["multi_modal_data"]), prompt.get("mm_processor_kwargs") or {}
+        if not isinstance(kwargs, Mapping):
+            raise RequestError(f"mm_processor_kwargs must be a dict, not {shown(kwargs)}", "mm_processor_kwargs")
+        if tokens is None:
+            self.check_length(text or "", "prompt")
+        elif tokens:
+            self._checked_tokens(tokens)
+        special = prompt.get("add_special_tokens", add_special_tokens)
+        return self.multimodal.prepare(tokens if tokens is not None else text or "", data, kwargs, add_special_tokens=special)
 
     def _checked_tokens(self, tokens: list[int]) -> list[int]:
         if not tokens:
@@ -237,9 +301,14 @@ class InputProcessor:
             raise RequestError(f"token id {wrong} is not in the vocabulary, which has {self.vocab_size} tokens", "prompt")
         return tokens
 
-    def _max_tokens(self, num_prompt: int, params: SamplingParams) -> int:
-        """What the request may generate: as asked, or the rest of the context."""
-        rest = self.max_model_len - num_prompt
+    def _max_tokens(self, num_prompt: int, params: SamplingParams, ahead: int) -> int:
+        """What the request may generate: as asked, or the rest of the context. Rotary positions are ``ahead`` of the tokens."""
+        rest = self.max_model_len - num_prompt - ahead
+        if rest < 1:
+            raise _too_long(
+                f"the prompt's videos end at rotary position {num_prompt + ahead}, and the context is {self.max_model_len}",
+                "multi_modal_data",
+            )
         if params.max_tokens is not None and params.max_tokens > rest:
             raise _too_long(
                 f"{num_prompt} tokens of prompt and max_tokens {params.max_tokens} make "
@@ -336,6 +405,21 @@ class InputProcessor:
             while len(self._bad_words) > _BAD_WORDS_CACHED:
                 self._bad_words.popitem(last=False)
         return table
+
+
+def _prompt_parts(prompt: Any) -> tuple[str | None, list[int] | None]:
+    """Text and tokens of a dict, of which at least one is there."""
+    unknown = sorted(map(str, set(prompt) - _PROMPT_PARTS))
+    if unknown:
+        raise RequestError(f"a prompt has no part named {unknown[0]!r}", "prompt")
+    text, tokens = prompt.get("prompt"), prompt.get("prompt_token_ids")
+    if text is not None:
+        check_value(_PROMPT_TEXT, text, RequestError)
+    if tokens is None and text is None:
+        raise RequestError("a prompt needs 'prompt' or 'prompt_token_ids'", "prompt")
+    if tokens is not None and (not isinstance(tokens, list) or not set(map(type, tokens)) <= {int}):
+        raise RequestError("prompt_token_ids must be a list of token ids", "prompt_token_ids")
+    return text, tokens
 
 
 def check_params(params: object, where: str = "sampling_params") -> None:

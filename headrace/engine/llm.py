@@ -13,13 +13,15 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
 from headrace.config import EngineArgs
-from headrace.constrain.compose import AnswerPlan, CallRules, held_tools, strict_at
+from headrace.constrain.choice import read_choice, rules_of
+from headrace.constrain.compose import AnswerPlan
 from headrace.core.request import ParseOptions, Request
 from headrace.engine.core import EngineCore
 from headrace.engine.info import EngineInfo, Progress
 from headrace.engine.inputs import InputProcessor, Prompt, check_params
 from headrace.engine.loader import LoadedEngine, load_engine
 from headrace.engine.progress import ProgressBar
+from headrace.engine.replicated import ReplicatedCore, ReplicatedEngine
 from headrace.engine.source import FileSource
 from headrace.engine.streams import failed, new_output
 from headrace.engine.timeline import Timeline
@@ -29,6 +31,7 @@ from headrace.options import shown
 from headrace.outputs import OutputDelta, RequestOutput
 from headrace.sampling_params import SamplingParams
 from headrace.text.answers import AnswerFormats
+from headrace.text.effort import EffortVariables
 from headrace.text.tokenizer import Tokenizer, load_tokenizer
 from headrace.text.tools import checked_tools
 from headrace.weights.update import Named
@@ -109,7 +112,13 @@ class LLM:
 
     def _start(self, args: EngineArgs, external: ExternalModel | None, on_progress: Callable[[Progress], None] | None) -> None:
         self.args = args
-        self._loaded: LoadedEngine | None = load_engine(external or FileSource(args.for_whole_outputs()), Timeline(on_progress))
+        self._loaded: LoadedEngine | ReplicatedEngine | None
+        if args.data_parallel_size == 1:
+            self._loaded = load_engine(external or FileSource(args.for_whole_outputs()), Timeline(on_progress))
+        elif external is None:
+            self._loaded = ReplicatedEngine(args.for_whole_outputs(), on_progress)
+        else:
+            raise ConfigError("the model that was handed over runs in this process, and there alone", "data_parallel_size")
         self._external = external
         self._pid = os.getpid()
         self._lock = threading.RLock()
@@ -166,6 +175,10 @@ class LLM:
         *,
         chat_template: str | None = None,
         tools: list[dict[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        parallel_tool_calls: bool = True,
+        reasoning_effort: str | None = None,
+        thinking_token_budget: int | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -180,6 +193,8 @@ class LLM:
             tools: functions that the model may call, as in OpenAI's API. Answers are then parsed, where the model's format is
                 known: each sample's ``message`` has the reasoning, the content and the calls, and its ``text`` the content. So
                 are answers with structured output behind reasoning. Functions with ``strict`` get valid arguments.
+            tool_choice, parallel_tool_calls, reasoning_effort: as in OpenAI's API.
+            thinking_token_budget: tokens of reasoning at most.
             chat_template_kwargs: further variables for the template.
             progress, use_tqdm: as for ``generate``.
 
@@ -190,6 +205,12 @@ class LLM:
         tokenizer = self._chat_tokenizer(chat_template)
         tools = None if tools is None else checked_tools(tools)
         answers = self._answers(tokenizer)
+        choice = read_choice(tool_choice, tools or ())
+        if thinking_token_budget is not None and thinking_token_budget < 0:
+            raise RequestError("thinking_token_budget must be a number of tokens", "thinking_token_budget")
+        variables = dict(chat_template_kwargs or {})
+        if reasoning_effort is not None:
+            variables |= (answers.efforts if answers is not None else EffortVariables()).set_by(reasoning_effort)
         single = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Any = [messages] if single else messages
         prompts: list[Prompt] = []
@@ -200,20 +221,20 @@ class LLM:
                 tools=tools,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
-                chat_template_kwargs=chat_template_kwargs,
+                chat_template_kwargs=variables,
             )
             prompts.append(prompt)
 
         def shaped(prompt: Any, params: SamplingParams) -> _Shape:
             if answers is None:
                 return None, None
-            held = held_tools(tools or ())
-            strict = strict_at(held)
-            param = strict or "structured_outputs"
-            rules = CallRules(held, param=param) if held and (strict or params.structured_outputs) else None
-            plan = self.inputs.answer_plan(prompt["prompt"], params, rules, answers=answers)
-            parsed = tools or (plan is not None and not plan.plain)
-            return answers.options(prompt["prompt"], tools or [], calls=bool(tools)) if parsed else None, plan
+            offered = tools if tools is not None and choice.mode != "none" else []
+            content = params.structured_outputs is not None
+            rules = rules_of(offered, choice, content=content, parallel=parallel_tool_calls) if offered else None
+            text = prompt["prompt"]
+            plan = self.inputs.answer_plan(text, params, rules, budget=thinking_token_budget, answers=answers)
+            parsed = offered or (plan is not None and not plan.plain)
+            return answers.options(text, offered, calls=bool(offered), parallel=parallel_tool_calls) if parsed else None, plan
 
         return self._generate(prompts, sampling_params, _shown(progress, use_tqdm), shaped)
 
@@ -250,7 +271,7 @@ class LLM:
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes. False if there is no prefix cache."""
         with self._exclusive() as engine:
-            return engine.core.scheduler.kv.reset_prefix_cache()
+            return engine.core.reset_prefix_cache()
 
     def update_weights(self, tensors: Named) -> int:
         """New weights, after a trainer's step: written where the weights are, and no KV from before is found again.
@@ -276,7 +297,7 @@ class LLM:
                 weight was packed to few bits when it was loaded. Names the weight; nothing was written.
             EngineError: requests are running; or writing failed, and the engine cannot be used any more.
         """
-        with self._exclusive() as engine:
+        with self._exclusive_local() as engine:
             engine.core.drain()
             try:
                 count = engine.executor.update_weights(tensors)
@@ -295,7 +316,7 @@ class LLM:
         Raises:
             EngineError: requests are running.
         """
-        with self._exclusive() as engine:
+        with self._exclusive_local() as engine:
             engine.core.weights_changed()
 
     def parity(self, tell: Callable[[str], None] = lambda what: None) -> Parity:
@@ -323,13 +344,13 @@ class LLM:
                 "parity is of models that were handed over: one from files is compared by `headrace doctor MODEL --parity`",
                 "model",
             )
-        with self._exclusive() as engine:
+        with self._exclusive_local() as engine:
             return measure_external(self._external, engine.config.scheduler.max_model_len, tell)
 
     def check_integrity(self) -> None:
         """Raises: EngineError: the block pool is inconsistent."""
         with self._exclusive() as engine:
-            engine.core.scheduler.check_integrity()
+            engine.core.check_integrity()
 
     def close(self) -> None:
         """Frees the model and the cache, once running calls are done. The LLM cannot be used any more."""
@@ -350,7 +371,7 @@ class LLM:
     # Parts
 
     @property
-    def _engine(self) -> LoadedEngine:
+    def _engine(self) -> LoadedEngine | ReplicatedEngine:
         if os.getpid() != self._pid:
             # The threads of torch's kernels exist in the parent alone: a step would wait for them for ever.
             raise EngineError(
@@ -362,7 +383,7 @@ class LLM:
         return self._loaded
 
     @contextlib.contextmanager
-    def _exclusive(self) -> Iterator[LoadedEngine]:
+    def _exclusive(self) -> Iterator[LoadedEngine | ReplicatedEngine]:
         """The engine, while no other thread uses it.
 
         Raises:
@@ -373,6 +394,18 @@ class LLM:
             if self._unusable is not None:
                 raise EngineError(self._unusable)
             yield self._engine
+
+    @contextlib.contextmanager
+    def _exclusive_local(self) -> Iterator[LoadedEngine]:
+        """As ``_exclusive``. Raises ConfigError if replicas run in processes of their own."""
+        with self._exclusive() as engine:
+            if isinstance(engine, ReplicatedEngine):
+                raise ConfigError(
+                    "weights are updated in the engine of the calling process: a replica in a process of its own would come "
+                    "back with the weights of its files when it is restarted",
+                    "data_parallel_size",
+                )
+            yield engine
 
     def _params(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
@@ -402,12 +435,13 @@ class LLM:
             return with_template(tokenizer, chat_template)
         return load_tokenizer(self._engine.files, self.args.tokenizer, chat_template, tokenizer.renderer)
 
-    def _follow(self, external: ExternalModel, requests: list[Request]) -> None:
+    def _follow(self, external: ExternalModel, engine: LoadedEngine, requests: list[Request]) -> None:
         """Checks that all processes got the same requests, and reacts to changed or moved weights."""
         external.agree(requests)
-        if self._engine.config.cache.enable_prefix_caching and external.look():
+        config = engine.config
+        if config.cache.enable_prefix_caching and external.look():
             self.weights_changed()
-        if self._engine.config.graph_rows and external.watch.moved():
+        if config.graph_rows and external.watch.moved():
             raise EngineError(
                 "weights of the model are in other memory than when CUDA graphs were captured: make a new LLM, or set "
                 "enforce_eager"
@@ -416,8 +450,8 @@ class LLM:
     def _run(self, requests: list[Request], progress: bool) -> list[RequestOutput]:
         outputs = {request.request_id: new_output(request) for request in requests}
         with self._exclusive() as engine:
-            if self._external is not None:
-                self._follow(self._external, requests)
+            if self._external is not None and isinstance(engine, LoadedEngine):
+                self._follow(self._external, engine, requests)
             text = engine.tokenizer.token_text if engine.tokenizer is not None else None
             try:
                 progress_bar = ProgressBar(len(requests), shown=progress)
@@ -436,7 +470,9 @@ class LLM:
         return list(outputs.values())
 
     @staticmethod
-    def _deltas(core: EngineCore, requests: list[Request], interrupted: threading.Event) -> Iterator[OutputDelta]:
+    def _deltas(
+        core: EngineCore | ReplicatedCore, requests: list[Request], interrupted: threading.Event
+    ) -> Iterator[OutputDelta]:
         """Runs the engine until every request has ended; adds requests as its queue has room."""
         waiting = iter(requests)
         request = next(waiting, None)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+import headrace
 from headrace.attention import select
 from headrace.attention.flashinfer.kernels import Compiling
 from headrace.config import Decision, EngineArgs, EngineConfig
@@ -27,6 +28,7 @@ from headrace.engine.profile import measure
 from headrace.engine.report import engine_info
 from headrace.engine.source import FileSource, ModelSource
 from headrace.engine.timeline import Timeline
+from headrace.engine.vision import load_vision, with_vision
 from headrace.errors import ConfigError
 from headrace.layers.linear import make_invariant
 from headrace.parallel.agreement import Agreement
@@ -58,15 +60,10 @@ class LoadedEngine:
     executor: Executor[Any]
 
 
-def load_engine(
-    source: ModelSource, timeline: Timeline | None = None, *, num_ranks: int = 1, capture_seconds: float = 20.0
-) -> LoadedEngine:
+def load_engine(source: ModelSource, timeline: Timeline | None = None, *, capture_seconds: float = 20.0) -> LoadedEngine:
     """Finds the model, resolves the configuration, loads, allocates, and serves warm-up requests.
 
-    Sets the number of torch's threads in this process.
-
-    Args:
-        num_ranks: processes that run the model, each all of it; 1: this one.
+    The model runs in this process, whose number of torch's threads is set, or in those of tensor-parallel ranks.
 
     Raises:
         ConfigError: the arguments cannot work with this model on this machine.
@@ -74,12 +71,13 @@ def load_engine(
     args, timeline = source.args, timeline or Timeline()
     with timeline.phase("tokenizer"):
         frontend = source.frontend()
-    if num_ranks == 1:
+    if args.tensor_parallel_size == source.group.size:
         loaded = load_executor(source, frontend, timeline)
     else:
+        source.implementation(frontend.files)  # Refuses a model that cannot be cut before any process is started.
         with timeline.phase("ranks") as phase:
-            loaded = start_ranks(args, num_ranks)
-            phase.detail = f"{num_ranks} processes"
+            loaded = start_ranks(args, args.tensor_parallel_size)
+            phase.detail = f"{args.tensor_parallel_size} processes"
     config, executor, tokenizer = loaded.config, loaded.executor, frontend.tokenizer
     if config.graph_rows:
         seconds = capture_seconds if args.graph_capture_seconds is None else args.graph_capture_seconds
@@ -96,9 +94,10 @@ def load_engine(
     core = EngineCore(scheduler, executor, outputs, constraints, pipeline_depth=config.scheduler.pipeline_depth)
     with timeline.phase("warm-up"):
         core.warm_up(_warm_up_requests(config))
-    inputs = frontend.inputs(args, vocab_size=config.model.vocab_size, max_model_len=config.scheduler.max_model_len)
     memory = ledger(loaded.weights, config, executor.memory(), loaded.profile)
-    info = with_formats(engine_info(frontend.files, config, loaded.device, timeline.phases, memory), inputs.answers)
+    info = engine_info(frontend.files, config, loaded.device, timeline.phases, memory)
+    inputs = frontend.inputs(args, vocab_size=info.vocab_size, max_model_len=info.max_model_len, media=info.media)
+    info = with_formats(info, inputs.answers)
     return LoadedEngine(core, inputs, info, config, frontend.files, tokenizer, executor)
 
 
@@ -110,7 +109,7 @@ def load_executor(source: ModelSource, frontend: Frontend, timeline: Timeline) -
     """
     args, files = source.args, frontend.files
     with timeline.phase("config"):
-        device = environment.probe(args.device)
+        device = environment.share(environment.probe(args.device), args.data_parallel_size)
         device = dataclasses.replace(device, available_memory=source.ranks.least(device.available_memory))
         chosen = source.implementation(files)
         files = dataclasses.replace(files, decisions=(*files.decisions, *chosen.decisions))
@@ -120,6 +119,7 @@ def load_executor(source: ModelSource, frontend: Frontend, timeline: Timeline) -
     with timeline.phase("weights") as phase:
         model, report = chosen.load(files, config, phase.bytes)
         phase.detail = f"{report.num_tensors:,} tensors, {report.nbytes_read:,} bytes read"
+    encoder, why_encoder = load_vision(files, config, timeline)
     if args.deterministic:
         make_invariant(model)
     profile = None
@@ -129,15 +129,19 @@ def load_executor(source: ModelSource, frontend: Frontend, timeline: Timeline) -
             room = source.ranks.least(profile.room)
             config = resolve(args, files, config.model, device, kv_room=room)
             phase.detail = f"{room:,} bytes left for KV cache"
+    config = with_vision(config, encoder, why_encoder)
     _check_alike(source.ranks, config)
     with timeline.phase("cache"):
         token_bytes = None if frontend.tokenizer is None else frontend.tokenizer.token_bytes
-        executor = LocalExecutor(model, ModelRunner(model, config, token_bytes), source.ranks)
+        executor = LocalExecutor(model, ModelRunner(model, config, token_bytes, encoder=encoder), source.ranks)
     # Before the graphs, which may have them within: captured without, they would be captured again.
     if kernels:
         with timeline.phase("FlashInfer") as phase:
-            phase.detail = _await_kernels(kernels, args.wait_for_kernels)
+            # Ranks capture the same graphs at the same time, so none may find a kernel ready before the others do.
+            phase.detail = _await_kernels(kernels, args.wait_for_kernels or source.group.size > 1)
     weights = [MemoryLine(line.name, line.nbytes, line.detail) for line in report.memory]
+    if encoder is not None:
+        weights.append(MemoryLine("vision encoder", encoder.nbytes))
     decisions = (*config.decisions, *report.decisions)
     config = dataclasses.replace(config, quantization=report.quantization, decisions=decisions)
     return Loaded(executor, config, device, weights, profile)
@@ -147,7 +151,7 @@ def _check_alike(ranks: Agreement, config: EngineConfig) -> None:
     """Raises ConfigError if processes that share the model would take other steps."""
     # These do not change which steps are taken. Layers are not compared: processes may have other numbers of heads.
     args = dataclasses.replace(config.args, record_steps=None, num_threads=None)
-    parts = (args, config.cache.nbytes, config.scheduler, config.dtype, config.model.vocab_size)
+    parts = (headrace.__version__, args, config.cache.nbytes, config.scheduler, config.dtype, config.model.vocab_size)
     if not ranks.alike(repr(parts).encode()):
         raise ConfigError(
             "the processes that share the model must make their engines with the same arguments", "tensor_parallel"

@@ -27,6 +27,8 @@ class Start(msgspec.Struct, frozen=True, array_like=True, tag=True):
     log_level: int
     origin: float
     """When the start-up began, on ``timeline.clock``."""
+    replica: int = 0
+    """Number of this engine among the ``args.data_parallel_size`` replicas."""
 
 
 class AddRequest(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -1,37 +1,63 @@
-"""MultiprocessExecutor: rank processes that build the same engine and run the same stream of messages.
+"""MultiprocessExecutor: processes of tensor-parallel ranks that run the same stream of messages.
 
-Every rank gets each message in the same bytes and holds all of the model. Results are rank 0's; the others send a digest of
-theirs, so that ranks that differ are noticed at the step where they do.
+Every rank gets each message in the same bytes and holds its part of the model. Results are rank 0's; the others send a digest
+of theirs, so that ranks that differ are noticed at the step where they do. This process has no rank, and so is never in a
+collective that a lost rank leaves unfinished: it notices the loss, ends the others and raises EngineError.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
 import pickle
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import msgspec
+import psutil
+import torch
 
 from headrace.config import EngineArgs
 from headrace.core.plan import SamplePlan, StepPlan, StepResult, encode_plan
 from headrace.engine.executor import Executor, Loaded
+from headrace.engine.spawn import PrivateFolder, child_environment
 from headrace.errors import ConfigError, EngineError
 from headrace.runner.graphs import GraphCount
 from headrace.weights.update import Named
 
 _END_SECONDS = 5.0
+_LOOK_SECONDS = 1.0
+"""How often ranks that do not answer are looked at."""
+_STOPPED_LOOKS = 3
+"""A rank that was stopped (SIGSTOP) at so many looks on end has failed."""
+_WITHOUT_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+"""Not every machine has multicast over NVLink, and libraries that try it without fail or hang."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RankStart:
+    """The first message to a rank."""
+
+    args: EngineArgs
+    rank: int
+    size: int
+    store: str
+    """A file by which the ranks find each other."""
+    by_main_thread: bool
+    """The thread that started the rank lives as long as its process."""
 
 
 def digest(result: StepResult) -> bytes:
     """Of what ranks must agree on in a step."""
     agreed = (result.step, result.seq_ids, result.token_ids, sorted(result.errors))
-    return hashlib.blake2b(msgspec.msgpack.encode(agreed), digest_size=8).digest()
+    return hashlib.blake2b(msgspec.msgpack.encode(agreed), digest_size=4).digest()
 
 
 class PipeAgreement:
@@ -56,11 +82,34 @@ class PipeAgreement:
 
 
 class MultiprocessExecutor(Executor[int]):
-    """``headrace.engine.rank`` is the other end. A rank that fails or ends breaks the executor: EngineError."""
+    """``headrace.engine.rank`` is the other end. A rank that fails or ends breaks the executor: EngineError.
 
-    def __init__(self, connections: Sequence[Connection], processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    Args:
+        step_timeout: seconds in which every rank answers for a step.
+        folder: the ranks' own, removed with them.
+    """
+
+    def __init__(
+        self,
+        connections: Sequence[Connection],
+        processes: Sequence[subprocess.Popen[bytes]],
+        *,
+        step_timeout: float | None = None,
+        folder: PrivateFolder | None = None,
+    ) -> None:
         self._connections = list(connections)
         self.processes = list(processes)
+        self._step_timeout = step_timeout
+        self._folder = folder
+
+    def add(self, connection: Connection, command: Sequence[str], descriptor: int, environment: Mapping[str, str]) -> None:
+        """Starts a rank that inherits the file descriptor, the other end of the connection."""
+        self._connections.append(connection)
+        try:
+            process = subprocess.Popen(command, pass_fds=(descriptor,), stdin=subprocess.DEVNULL, env=environment)
+        except OSError as error:
+            raise EngineError(f"rank {len(self.processes)} cannot be started: {error}") from error
+        self.processes.append(process)
 
     def execute(self, plan: StepPlan) -> int:
         self.send(("plan", encode_plan(plan)))
@@ -70,18 +119,30 @@ class MultiprocessExecutor(Executor[int]):
         self.send(("plan", encode_plan(plan)))
 
     def collect(self, handle: int) -> StepResult:
-        replies = self._call("collect", handle)
+        self.send(("collect", handle))
+        replies = self.gather(self._step_timeout)
         for rank, (found, _) in enumerate(replies):
             if found != replies[0][0]:
-                raise EngineError(f"ranks 0 and {rank} sampled different tokens in step {handle}")
+                raise self._broken(self._difference(handle, rank))
         return msgspec.msgpack.decode(replies[0][1], type=StepResult)
+
+    def _difference(self, step: int, rank: int) -> str:
+        """Where the results of a step differ on two ranks."""
+        told = f"ranks 0 and {rank} differ at step {step}"
+        tokens = self._call("tokens", step)
+        (seq_ids, ours, _), (others, theirs, _) = tokens[0], tokens[rank]
+        rows = [row for row, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]]
+        if seq_ids != others or not rows:
+            return f"{told}: they have other rows or errors"
+        row = rows[0]
+        return f"{told}, row {row} (sequence {seq_ids[row]}): they sampled {ours[row]} and {theirs[row]}"
 
     def update_weights(self, tensors: Named) -> int:
         pairs = list(tensors.items() if isinstance(tensors, Mapping) else tensors)
         return int(self._call("update_weights", pairs)[0])
 
     def memory(self) -> list[tuple[str, int]]:
-        """Of one rank: all hold the same."""
+        """Of rank 0: all hold about the same."""
         return list(self._call("memory")[0])
 
     def capture_next(self) -> GraphCount:
@@ -95,16 +156,28 @@ class MultiprocessExecutor(Executor[int]):
         counts: list[GraphCount] = self._call(name)
         return min(counts)
 
+    def sentinels(self) -> Sequence[int]:
+        return [connection.fileno() for connection in self._connections]
+
+    def check(self) -> None:
+        for ready in wait(self._connections, 0):
+            self._receive(next(rank for rank, one in enumerate(self._connections) if one is ready))
+            raise self._broken("a rank sent a message that it was not asked for")
+
     def close(self) -> None:
         """Ends the ranks, by force if they do not end by themselves."""
         for connection in self._connections:
             connection.close()  # A rank ends when its connection does.
+        deadline = time.monotonic() + _END_SECONDS
         for process in self.processes:
             try:
-                process.wait(_END_SECONDS)
+                process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        if self._folder is not None:
+            self._folder.remove()
+            self._folder = None
 
     def _call(self, name: str, payload: object = None) -> list[Any]:
         """Every rank's answer to a message."""
@@ -121,14 +194,14 @@ class MultiprocessExecutor(Executor[int]):
                 self._receive(rank)  # Why it ended, if it could say so.
                 raise self._lost(rank) from None
 
-    def gather(self) -> list[Any]:
-        """The next answer of every rank. What ranks ask of each other meanwhile is answered."""
+    def gather(self, timeout: float | None = None) -> list[Any]:
+        """The next answer of every rank. What ranks ask of each other meanwhile is answered.
+
+        Args:
+            timeout: seconds in which they must answer; None: no limit, but they must run.
+        """
         while True:
-            replies: dict[int, tuple[str, Any]] = {}
-            while len(replies) < len(self._connections):
-                for ready in wait([one for rank, one in enumerate(self._connections) if rank not in replies]):
-                    rank = next(rank for rank, one in enumerate(self._connections) if one is ready)
-                    replies[rank] = self._receive(rank)
+            replies = self._replies(timeout)
             kinds, values = {kind for kind, _ in replies.values()}, [replies[rank][1] for rank in sorted(replies)]
             if "config" in kinds:
                 raise ConfigError(*next(value for kind, value in replies.values() if kind == "config"))
@@ -139,8 +212,37 @@ class MultiprocessExecutor(Executor[int]):
             elif kinds == {"alike"}:
                 answer = len(set(values)) == 1
             else:
-                raise EngineError(f"ranks are out of step: they sent {' and '.join(sorted(kinds))}")
+                raise self._broken(f"ranks are out of step: they sent {' and '.join(sorted(kinds))}")
             self.send(answer)
+
+    def _replies(self, timeout: float | None) -> dict[int, tuple[str, Any]]:
+        replies: dict[int, tuple[str, Any]] = {}
+        waited, stopped = 0.0, 0
+        while missing := {one: rank for rank, one in enumerate(self._connections) if rank not in replies}:
+            ready = wait(list(missing), _LOOK_SECONDS)
+            for connection in ready:
+                rank = missing[connection]  # type: ignore[index]
+                replies[rank] = self._receive(rank)
+            if ready:
+                continue
+            # Counted in looks: time in which this process itself stood still says nothing of the ranks.
+            waited += _LOOK_SECONDS
+            standing = [rank for rank in missing.values() if self._is_stopped(rank)]
+            stopped = stopped + 1 if standing else 0
+            if stopped >= _STOPPED_LOOKS:
+                raise self._broken(f"rank {standing[0]} was stopped by a signal")
+            if timeout is not None and waited >= timeout:
+                ranks = " and ".join(str(rank) for rank in sorted(missing.values()))
+                raise self._broken(f"rank {ranks} did not finish a step within {timeout:g} s")
+        return replies
+
+    def _is_stopped(self, rank: int) -> bool:
+        if rank >= len(self.processes):
+            return False
+        try:
+            return bool(psutil.Process(self.processes[rank].pid).status() == psutil.STATUS_STOPPED)
+        except psutil.Error:
+            return False
 
     def _receive(self, rank: int) -> tuple[str, Any]:
         try:
@@ -148,37 +250,63 @@ class MultiprocessExecutor(Executor[int]):
         except (EOFError, OSError):
             raise self._lost(rank) from None
         if kind == "failed":
-            raise EngineError(f"rank {rank}: {value}")
+            raise self._broken(f"rank {rank}: {value}")
         return kind, value
 
     def _lost(self, rank: int) -> EngineError:
         try:
             status = self.processes[rank].wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
-            return EngineError(f"rank {rank} closed its connection")
-        return EngineError(f"rank {rank} ended with {f'signal {-status}' if status < 0 else f'status {status}'}")
+            return self._broken(f"rank {rank} closed its connection")
+        return self._broken(f"rank {rank} ended with {f'signal {-status}' if status < 0 else f'status {status}'}")
+
+    def _broken(self, why: str) -> EngineError:
+        """Ends all ranks, which may wait for each other."""
+        for process in self.processes:
+            process.kill()
+        return EngineError(why)
 
 
 def start_ranks(args: EngineArgs, size: int) -> Loaded:
-    """Starts ``size`` processes that each load the model that ``args`` name.
+    """Starts ``size`` processes that each load their part of the model that ``args`` name.
 
     Raises:
         ConfigError: the model cannot be loaded, or the ranks do not come to the same configuration.
         EngineError: a rank failed.
     """
-    connections, processes = [], []
-    for _ in range(size):
-        ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "headrace.engine.rank", str(theirs.fileno())]
-        processes.append(subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL))
-        theirs.close()
-        connections.append(Connection(ours.detach()))
-    executor = MultiprocessExecutor(connections, processes)
+    environments = [_environment(args, rank, size) for rank in range(size)]
     try:
+        folder = PrivateFolder()
+    except OSError as error:
+        raise EngineError(f"the ranks cannot be started: {error}") from error
+    executor = MultiprocessExecutor([], [], step_timeout=args.step_timeout, folder=folder)
+    try:
+        for environment in environments:
+            ours, theirs = socket.socketpair()
+            with theirs:
+                command = [sys.executable, "-P", "-m", "headrace.engine.rank", str(theirs.fileno())]
+                executor.add(Connection(ours.detach()), command, theirs.fileno(), environment)
         silent = dataclasses.replace(args, record_steps=None)
-        executor.send(*((args if rank == 0 else silent, rank, size) for rank in range(size)))
+        main = threading.current_thread() is threading.main_thread()
+        store = str(folder.path / "ranks")
+        executor.send(*(RankStart(args if rank == 0 else silent, rank, size, store, main) for rank in range(size)))
         config, device, weights, profile = executor.gather()[0]
     except BaseException:
         executor.close()
         raise
     return Loaded(executor, config, device, weights, profile)
+
+
+def _environment(args: EngineArgs, rank: int, size: int) -> dict[str, str]:
+    """A rank's: on GPUs its own is the first that it sees, so that its number there is 0, and the others follow."""
+    environment = _WITHOUT_MULTICAST | child_environment()
+    if args.device == "cpu" or not torch.cuda.is_available():
+        return environment
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
+    if len(names) < size:
+        raise ConfigError(
+            f"tensor_parallel_size {size} needs as many GPUs, and {len(names)} can be used here", "tensor_parallel_size"
+        )
+    others = [name for index, name in enumerate(names[:size]) if index != rank]
+    return environment | {"CUDA_VISIBLE_DEVICES": ",".join((names[rank], *others))}

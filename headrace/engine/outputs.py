@@ -234,6 +234,7 @@ class SequenceText:
             error=error.message if error is not None else None,
             client_error=error is not None and error.client,
             error_code=error.code if error is not None else None,
+            error_param=error.param if error is not None else None,
             times=self._times() if finish is not None else None,
             attention=self._sequence.sparse.report() if finish is not None and self._sequence.sparse is not None else None,
         )

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -81,6 +81,13 @@ class Channel:
         """Waits for a message."""
         return decode_to_engine(self._socket.recv())
 
+    def wait(self, descriptors: Sequence[int]) -> None:
+        """Waits for a message, or until one of the file descriptors can be read."""
+        poller = zmq.Poller()
+        for source in (self._socket, *descriptors):
+            poller.register(source, zmq.POLLIN)
+        poller.poll()
+
     def waiting(self) -> bool:
         """Whether a message can be received at once."""
         return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
@@ -109,6 +116,10 @@ class EngineLoop:
             while self._running and (channel.waiting() or not core.has_work()):
                 if not channel.waiting() and core.idle():
                     self._report()
+                    continue
+                if not channel.waiting() and (sentinels := core.executor.sentinels()):
+                    channel.wait(sentinels)
+                    core.executor.check()
                     continue
                 ended += self._handle(channel.receive())
                 if ended and not core.has_work():
@@ -166,9 +177,9 @@ class EngineLoop:
             return
         try:
             if message.name == "reset_prefix_cache":
-                value = self._core.scheduler.kv.reset_prefix_cache()
+                value = self._core.reset_prefix_cache()
             else:
-                self._core.scheduler.check_integrity()
+                self._core.check_integrity()
                 value = True
         except Exception as error:
             logger.exception("%s failed", message.name)
@@ -184,7 +195,7 @@ class EngineLoop:
 
 def serve(folder: Path, load: Load) -> int:
     """Builds the engine that the first message specifies, and runs it. Returns the exit status."""
-    _outlive_terminal_signals()
+    outlive_terminal_signals()
     _die_with_parent(folder)
     remove_abandoned_folders()
     try:
@@ -205,6 +216,10 @@ def serve(folder: Path, load: Load) -> int:
         timeline = Timeline(lambda progress: channel.send(Starting(progress)), start.origin)
         timeline.mark("command", "interpreter and options", at=process_start())
         timeline.mark("imports", "the engine's process")
+        if start.args.data_parallel_size > 1:
+            from headrace.engine.environment import take_device
+
+            take_device(start.args, start.replica)
         core, info = load(start.args, timeline)
         freeze_gc()
         channel.send(Ready(info, core.stats()))
@@ -229,7 +244,14 @@ def _lacks_resources(error: Exception) -> bool:
     return isinstance(error, (OSError, MemoryError)) or (torch is not None and isinstance(error, torch.OutOfMemoryError))
 
 
-def _outlive_terminal_signals() -> None:
+def kill_with_parent() -> None:
+    """Lets the system kill this process when the thread that started it ends, also while it is stopped (Linux)."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+def outlive_terminal_signals() -> None:
     """The client decides when the engine ends: a signal to the whole group must not cut the requests it still drains."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -237,9 +259,7 @@ def _outlive_terminal_signals() -> None:
 
 def _die_with_parent(folder: Path) -> None:
     """Ends this process when the client is gone, also when the interpreter is stuck in a kernel (Linux)."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    kill_with_parent()
 
     def watch() -> None:
         while os.read(0, 4096):

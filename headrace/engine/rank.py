@@ -1,68 +1,126 @@
-"""One rank's process: ``python -m headrace.engine.rank FD``. It ends when the connection of that file descriptor closes."""
+"""One tensor-parallel rank's process: ``python -m headrace.engine.rank FD``.
+
+It ends when the connection of that file descriptor closes, also while it waits for a rank that is gone.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
-import signal
+import select
 import sys
+import threading
+import time
+from collections import deque
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from headrace.core.plan import StepPlan, decode_plan
-from headrace.engine.executor import Executor
+from headrace.core.plan import StepPlan, StepResult, decode_plan
+from headrace.engine import environment
+from headrace.engine.executor import LocalExecutor
 from headrace.engine.loader import load_executor
-from headrace.engine.multiprocess import PipeAgreement, digest
+from headrace.engine.multiprocess import PipeAgreement, RankStart, digest
+from headrace.engine.process import kill_with_parent, outlive_terminal_signals
 from headrace.engine.source import FileSource
 from headrace.engine.timeline import Timeline
 from headrace.errors import ConfigError
+from headrace.parallel.group import join_group
+
+_GRACE_SECONDS = 0.5
+"""In which the main thread may end by itself once the connection has closed."""
+_KEPT = 32
+"""Results that are kept for the question which row differs."""
 
 
-def serve(connection: Connection) -> None:
-    """Loads the model of the first message, then executes each message. Raises EOFError when the connection closes."""
-    args, rank, size = connection.recv()
-    source = FileSource(args, PipeAgreement(connection, size))
-    loaded = load_executor(source, source.frontend(), Timeline())
-    connection.send(("done", (loaded.config, loaded.device, loaded.weights, loaded.profile)))
-    handles: dict[int, Any] = {}
-    try:
-        while True:
-            name, payload = connection.recv()
-            _handle(connection, rank, loaded.executor, handles, name, payload)
-    finally:
-        loaded.executor.close()
+class Rank:
+    """Executes the messages of the process that started it, in their order. Each rank gets the same."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        start = connection.recv()
+        if not isinstance(start, RankStart):
+            raise TypeError(f"the first message was {type(start).__name__}, not RankStart")
+        if start.by_main_thread:
+            kill_with_parent()
+        self._rank = start.rank
+        self._agreement = PipeAgreement(connection, start.size)
+        device = environment.probe(start.args.device).device
+        group = join_group(start.rank, start.size, Path(start.store), device, ordered=start.args.deterministic)
+        source = FileSource(start.args, self._agreement, group)
+        loaded = load_executor(source, source.frontend(), Timeline())
+        if not isinstance(loaded.executor, LocalExecutor):
+            raise TypeError(f"a rank has one runner, not a {type(loaded.executor).__name__}")
+        self._executor = loaded.executor
+        self._handles: dict[int, Any] = {}
+        self._results: deque[StepResult] = deque(maxlen=_KEPT)
+        connection.send(("done", (loaded.config, loaded.device, loaded.weights, loaded.profile)))
+
+    def run(self) -> None:
+        """Raises EOFError when the connection closes."""
+        try:
+            while True:
+                self._handle(*self._connection.recv())
+        finally:
+            self._executor.close()
+
+    def _handle(self, name: str, payload: Any) -> None:
+        match name:
+            case "plan":
+                plan = decode_plan(payload)
+                if isinstance(plan, StepPlan):
+                    self._handles[plan.step] = self._executor.execute(plan)
+                else:
+                    self._executor.sample(self._handles[plan.step], plan)
+            case "collect":
+                result = self._executor.collect(self._handles.pop(payload))
+                self._results.append(result)
+                self._done((digest(result), b"" if self._rank else msgspec.msgpack.encode(result)))
+            case "tokens":
+                kept = next((result for result in self._results if result.step == payload), None)
+                self._done(None if kept is None else (kept.seq_ids, kept.token_ids, sorted(kept.errors)))
+            case "update_weights":
+                try:
+                    self._done(self._executor.update_weights(payload))
+                except ConfigError as error:
+                    self._connection.send(("config", (error.message, error.param)))
+            case "capture_next":
+                count = self._executor.capture_next()
+                if self._agreement.any(bool(count.failure)):
+                    self._executor.stop_capturing("another rank could not capture a CUDA graph")
+                self._done(self._executor.graphs())
+            case "memory" | "graphs":
+                self._done(getattr(self._executor, name)())
+            case _:
+                raise ValueError(f"unknown message {name}")
+
+    def _done(self, value: object) -> None:
+        self._connection.send(("done", value))
 
 
-def _handle(
-    connection: Connection, rank: int, executor: Executor[Any], handles: dict[int, Any], name: str, payload: Any
-) -> None:
-    match name:
-        case "plan":
-            plan = decode_plan(payload)
-            if isinstance(plan, StepPlan):
-                handles[plan.step] = executor.execute(plan)
-            else:
-                executor.sample(handles[plan.step], plan)
-        case "collect":
-            result = executor.collect(handles.pop(payload))
-            connection.send(("done", (digest(result), b"" if rank else msgspec.msgpack.encode(result))))
-        case "update_weights":
-            try:
-                connection.send(("done", executor.update_weights(payload)))
-            except ConfigError as error:
-                connection.send(("config", (error.message, error.param)))
-        case "memory" | "capture_next" | "graphs":
-            connection.send(("done", getattr(executor, name)()))
-        case _:
-            raise ValueError(f"unknown message {name}")
+def _end_with(descriptor: int) -> None:
+    """Ends this process once the other end of the connection is closed."""
+
+    def watch() -> None:
+        poll = select.poll()
+        poll.register(descriptor, 0)  # Hang-ups are reported in any case.
+        poll.poll()
+        time.sleep(_GRACE_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    connection = Connection(int(sys.argv[1]))
+    outlive_terminal_signals()
+    logging.basicConfig(level=logging.WARNING, format=f"%(asctime)s %(levelname)s rank {os.getpid()} %(name)s: %(message)s")
+    descriptor = int(sys.argv[1])
+    connection = Connection(descriptor)
+    _end_with(descriptor)
     try:
-        serve(connection)
+        Rank(connection).run()
     except EOFError:
         return
     except ConfigError as error:

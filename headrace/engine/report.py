@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from headrace.attention import select
 from headrace.config import EngineConfig
+from headrace.core.media import MediaFacts
 from headrace.engine import environment
 from headrace.engine.info import DecisionLine, EngineInfo, LayerLine, MemoryLine, StartupPhase
 from headrace.model_spec import layer_kv
@@ -39,6 +40,24 @@ def engine_info(
         layers=_layer_lines(config),
         decisions=[DecisionLine(decision.name, decision.value, decision.reason) for decision in config.decisions],
         environment=environment.describe(device, config.num_threads),
+        media=_media_facts(config),
+    )
+
+
+def _media_facts(config: EngineConfig) -> MediaFacts | None:
+    """None: the model reads text alone."""
+    model, vision = config.model, config.model.vision
+    if vision is None:
+        return None
+    return MediaFacts(
+        model_type=vision.model_type,
+        hidden_size=model.hidden_size,
+        deepstack_layers=vision.deepstack_layers,
+        bidirectional=vision.bidirectional,
+        sectioned_rope=model.sectioned_rope,
+        max_position=model.max_position,
+        max_model_len=config.scheduler.max_model_len,
+        has_encoder=config.scheduler.max_num_encoder_tokens > 0,
     )
 
 
@@ -46,7 +65,8 @@ def _layer_lines(config: EngineConfig) -> list[LayerLine]:
     lines = []
     for spec, backend in zip(config.model.layers, config.attention_backends, strict=True):
         requested = backend if config.args.deterministic else config.args.attention_backend
-        choice = select.choose(spec, config.device, config.dtype, config.cache.dtype, requested=requested)
+        modes = select.modes_of(config.model)
+        choice = select.choose(spec, config.device, config.dtype, config.cache.dtype, modes, requested)
         if config.args.deterministic:
             choice = choice._replace(why=DETERMINISTIC)
         geometry = {name: getattr(spec, name) for name in _GEOMETRY}

@@ -9,6 +9,7 @@ from headrace.config import EngineArgs
 from headrace.engine.frontend import Frontend, load_frontend
 from headrace.models.implementation import Implementation, choose
 from headrace.parallel.agreement import Agreement, Alone
+from headrace.parallel.group import ALONE, Group
 from headrace.sources.files import ModelFiles
 
 
@@ -21,6 +22,11 @@ class ModelSource(Protocol):
     @property
     def ranks(self) -> Agreement:
         """The processes that build the same engine at the same time."""
+        ...
+
+    @property
+    def group(self) -> Group:
+        """The tensor-parallel ranks of which this process is one; alone, where the model communicates by itself."""
         ...
 
     def frontend(self) -> Frontend:
@@ -38,9 +44,10 @@ class FileSource:
 
     args: EngineArgs
     ranks: Agreement = dataclasses.field(default_factory=Alone)
+    group: Group = ALONE
 
     def frontend(self) -> Frontend:
         return load_frontend(self.args)
 
     def implementation(self, files: ModelFiles) -> Implementation:
-        return choose(self.args, files)
+        return choose(self.args, files, self.group)

@@ -107,7 +107,7 @@ def spawn(command: Sequence[str] = COMMAND, origin: float | None = None) -> Spaw
         folder = PrivateFolder()
         try:
             arguments = [*command, str(folder.path)]
-            process = subprocess.Popen(arguments, stdin=subprocess.PIPE, start_new_session=True, env=_environment())
+            process = subprocess.Popen(arguments, stdin=subprocess.PIPE, start_new_session=True, env=child_environment())
         except BaseException:
             folder.remove()
             raise
@@ -116,7 +116,7 @@ def spawn(command: Sequence[str] = COMMAND, origin: float | None = None) -> Spaw
     return Spawned(process, folder, begin)
 
 
-def _environment() -> dict[str, str]:
+def child_environment() -> dict[str, str]:
     """Ours, so that the child finds the same headrace."""
     home = str(Path(headrace.__file__).resolve().parent.parent)
     path = os.environ.get("PYTHONPATH")

@@ -25,12 +25,14 @@ class Inbox:
         """request id -> samples that have not finished; a request without any is not there."""
         self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when the engine has taken all requests, or refused one."""
-        self._num_unanswered = len(requests)
+        self._unanswered = set(self.requests)
+        self.bound: set[str] = set()
+        """Requests that no other replica can run again: their reader has seen a part, or has left."""
         self._reader: asyncio.Future[None] | None = None
 
-    def accept(self) -> None:
-        self._num_unanswered -= 1
-        if not self._num_unanswered and not self.accepted.done():
+    def accept(self, request_id: str) -> None:
+        self._unanswered.discard(request_id)
+        if not self._unanswered and not self.accepted.done():
             self.accepted.set_result(None)
 
     def reject(self, request_id: str, error: HeadraceError) -> None:
@@ -41,6 +43,7 @@ class Inbox:
             self.accepted.exception()
 
     def put(self, delta: OutputDelta) -> None:
+        self.bound.add(delta.request_id)
         if delta.finish_reason is not None and (samples := self.open.get(delta.request_id)) is not None:
             samples.discard(delta.index)
             if not samples:
@@ -118,10 +121,16 @@ class OutputStream:
 
 def failed(request: Request, error: HeadraceError) -> Iterator[OutputDelta]:
     """The last delta of each sample of a request that ends with an error."""
-    client = isinstance(error, RequestError)
+    at_fault = error if isinstance(error, RequestError) else None
     for index in range(request.sampling.n):
         yield OutputDelta(
-            request_id=request.request_id, index=index, finish_reason="error", error=str(error), client_error=client
+            request_id=request.request_id,
+            index=index,
+            finish_reason="error",
+            error=str(error),
+            client_error=at_fault is not None,
+            error_code=None if at_fault is None else at_fault.code,
+            error_param=None if at_fault is None else at_fault.param,
         )
 
 

@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 import zmq
@@ -56,8 +56,11 @@ class Client(Protocol):
     def on_message(self, message: FromEngine) -> None:
         """A message other than those of the start-up and the end."""
 
-    def on_lost(self, reason: str, *, died: bool) -> None:
-        """The engine is gone; nothing that was sent to it will be answered. ``died``: it was not closed."""
+    def on_lost(self, reason: str, *, died: bool, request_ids: Collection[str] | None = None) -> None:
+        """The engine is gone; nothing that was sent to it will be answered. ``died``: it was not closed.
+
+        ``request_ids``: another replica runs, and these requests alone were sent to the one that is gone.
+        """
 
     def pending(self) -> list[str]:
         """Ids of requests and names of calls that await the engine."""
@@ -83,8 +86,10 @@ class EngineSupervisor:
         on_progress: Callable[[Progress], None] | None = None,
         command: Sequence[str],
         spawned: Spawned | None = None,
+        replica: int = 0,
     ) -> None:
         self._args = args
+        self._replica = replica
         self._client = client
         self._on_progress = on_progress
         self._command = command
@@ -147,6 +152,10 @@ class EngineSupervisor:
         return self._state == "failed"
 
     @property
+    def state(self) -> State:
+        return self._state
+
+    @property
     def pid(self) -> int | None:
         """Of the process that runs now."""
         return self._engine_process.pid if self._engine_process is not None else None
@@ -162,7 +171,7 @@ class EngineSupervisor:
         if self._engine_process is not None:
             self._engine_process.send(message)
 
-    def served(self) -> None:
+    def served(self, request_id: str) -> None:
         """A request came to its end: whatever kills the engine next, it is no crash loop yet."""
         self._deaths = 0
 
@@ -219,7 +228,7 @@ class EngineSupervisor:
         engine_process = self._engine_process = EngineProcess(spawned, context, self._on_message)
         watchdog: asyncio.Task[Death] | None = None
         try:
-            engine_process.send(Start(self._args, logging.getLogger("headrace").getEffectiveLevel(), spawned.origin))
+            engine_process.send(self._start_message(spawned.origin))
             watchdog = asyncio.create_task(self._watch(engine_process), name="engine-watchdog")
             status = await asyncio.shield(engine_process.exited)
             # A stuck process may end while its stacks are dumped: that is not the cause.
@@ -229,6 +238,9 @@ class EngineSupervisor:
                 watchdog.cancel()
             self._engine_process = None
             engine_process.close()
+
+    def _start_message(self, origin: float) -> Start:
+        return Start(self._args, logging.getLogger("headrace").getEffectiveLevel(), origin, self._replica)
 
     async def _watch(self, engine_process: EngineProcess) -> Death:
         """Kills the engine when it is stuck."""

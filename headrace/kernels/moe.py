@@ -85,6 +85,12 @@ def check_route(logits: torch.Tensor, spec: MoeSpec, correction_bias: torch.Tens
         raise ValueError(f"correction_bias must be [{spec.num_experts}] float32")
 
 
+def held_experts(experts: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """Numbers the experts ``[start, stop)`` of one rank from 0 on; all others become the number behind the last."""
+    own = experts - start
+    return own.where((own >= 0) & (own < stop - start), stop - start)
+
+
 def moe_mlp(
     x: torch.Tensor,
     experts: torch.Tensor,
@@ -104,12 +110,12 @@ def moe_mlp(
 
     Args:
         x: ``[T, hidden]``, last axis contiguous.
-        experts: ``[T, top_k]`` int32.
+        experts: ``[T, top_k]`` int32; of a spec that holds some experts, as ``held_experts`` numbers them.
         weights: ``[T, top_k]`` float32.
-        gate_up: ``[num_experts, 2 * intermediate_size, hidden]`` of x's dtype, contiguous: an expert's gate, then its up.
-        down: ``[num_experts, hidden, intermediate_size]`` likewise.
-        gate_up_bias: ``[num_experts, 2 * intermediate_size]``
-        down_bias: ``[num_experts, hidden]``
+        gate_up: ``[num_held, 2 * intermediate_size, hidden]`` of x's dtype, contiguous: an expert's gate, then its up.
+        down: ``[num_held, hidden, intermediate_size]`` likewise.
+        gate_up_bias: ``[num_held, 2 * intermediate_size]``
+        down_bias: ``[num_held, hidden]``
         plus: ``[T, hidden]`` of x's dtype, contiguous: what is added to the rounded sum.
         invariant: a token comes out bitwise the same in any batch; on a GPU.
 
@@ -120,7 +126,7 @@ def moe_mlp(
         ValueError: a tensor does not fit the others.
     """
     tokens, hidden = x.shape
-    count, inner = spec.num_experts, spec.intermediate_size
+    count, inner = spec.num_held, spec.intermediate_size
     expected: list[tuple[str, torch.Tensor | None, tuple[int, ...], torch.dtype]] = [
         ("experts", experts, (tokens, spec.top_k), torch.int32),
         ("weights", weights, (tokens, spec.top_k), torch.float32),
@@ -141,8 +147,9 @@ def moe_mlp(
     # Choices sorted by expert, then an expert at a time: experts without tokens cost nothing.
     flat = experts.flatten().long()
     order = flat.argsort(stable=True)
-    counts = torch.bincount(flat, minlength=spec.num_experts).tolist()
-    weighted = x.new_empty(tokens * spec.top_k, x.shape[1])
+    counts = torch.bincount(flat, minlength=spec.num_held).tolist()[: spec.num_held]
+    shape = tokens * spec.top_k, x.shape[1]
+    weighted = x.new_empty(shape) if spec.held is None else x.new_zeros(shape)
     factors = weights.flatten().unsqueeze(1)
     start = 0
     for expert, count in enumerate(counts):

@@ -10,6 +10,7 @@ from torch import nn
 from headrace.errors import ConfigError
 from headrace.layers.embedding import Embedding
 from headrace.layers.method import LinearMethod, UnquantizedMethod
+from headrace.parallel.group import ALONE, Group
 
 
 class Linear(nn.Module):
@@ -58,6 +59,25 @@ class FusedLinear(Linear):
     ) -> None:
         super().__init__(in_features, sum(parts.values()), bias=bias, dtype=dtype, device=device)
         self.parts = dict(parts)
+
+
+class RowParallelLinear(Linear):
+    """A matrix whose inputs are dealt to tensor-parallel ranks: the sum over ranks is the product with the whole.
+
+    Its bias is that of rank 0, and zeros on the others.
+    """
+
+    group: Group = ALONE
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.group.all_reduce(self.method.apply(self, x))
+
+
+def connect(model: nn.Module, group: Group) -> None:
+    """Makes the model's modules communicate with those of the other ranks: each that does so has an attribute ``group``."""
+    for module in model.modules():
+        if hasattr(module, "group"):
+            module.group = group  # type: ignore[assignment]
 
 
 def make_invariant(model: object) -> None:

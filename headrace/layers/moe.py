@@ -6,10 +6,11 @@ import torch
 from torch import nn
 
 from headrace.errors import ConfigError
-from headrace.kernels.moe import GATES, route, router_logits
+from headrace.kernels.moe import GATES, held_experts, route, router_logits
 from headrace.layers.method import ExpertsMethod
 from headrace.layers.mlp import GatedMLP
 from headrace.model_spec import MoeSpec
+from headrace.parallel.group import ALONE, Group
 
 
 def _empty(*shape: int, dtype: torch.dtype, device: str | torch.device) -> nn.Parameter:
@@ -40,19 +41,21 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """The experts' weights, stacked."""
+    """The experts' weights, stacked. A tensor-parallel rank has a slice of each expert, or some of the experts; the sum over
+    ranks is then part of the result."""
 
+    group: Group = ALONE
     gate_up_proj: nn.Parameter
-    """``[num_experts, 2 * intermediate_size, hidden]``: an expert's gate, then its up."""
+    """``[num_held, 2 * intermediate_size, hidden]``: an expert's gate, then its up."""
     down_proj: nn.Parameter
-    """``[num_experts, hidden, intermediate_size]``"""
+    """``[num_held, hidden, intermediate_size]``"""
 
     def __init__(self, hidden_size: int, spec: MoeSpec, *, dtype: torch.dtype, device: str | torch.device) -> None:
         super().__init__()
         if spec.act not in GATES:
             raise ConfigError(f"hidden_act {spec.act!r} is not one of {', '.join(GATES)}", "hidden_act")
         self.spec = spec
-        count, inner = spec.num_experts, spec.intermediate_size
+        count, inner = spec.num_held, spec.intermediate_size
         self.shapes = {"gate_up_proj": (count, 2 * inner, hidden_size), "down_proj": (count, hidden_size, inner)}
         self.method = ExpertsMethod()
         self.method.allocate(self, dtype, device)
@@ -67,8 +70,11 @@ class Experts(nn.Module):
     def forward(
         self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, plus: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """``[T, hidden] -> [T, hidden]``; experts and weights as a Router gives them. ``plus`` of the same shape is added."""
-        return self.method.apply(self, x, experts, weights, plus)
+        """``[T, hidden] -> [T, hidden]``; experts and weights as a Router gives them. ``plus`` of the same shape is added, each
+        rank its own."""
+        if self.spec.held is not None:
+            experts = held_experts(experts, *self.spec.held)
+        return self.group.all_reduce(self.method.apply(self, x, experts, weights, plus))
 
 
 class MoeMLP(nn.Module):
@@ -80,7 +86,7 @@ class MoeMLP(nn.Module):
         self.experts = Experts(hidden_size, spec, dtype=dtype, device=device)
         self.shared_experts: GatedMLP | None = None
         if spec.shared is not None:
-            self.shared_experts = GatedMLP(hidden_size, spec.shared, dtype=dtype, device=device)
+            self.shared_experts = GatedMLP(hidden_size, spec.shared, partial=True, dtype=dtype, device=device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[T, hidden] -> [T, hidden]``"""

@@ -27,6 +27,9 @@ class RotaryTable:
         self.rotary_dim = rotary_dim
         self._frequencies, self.attention_factor = frequencies(rope, rotary_dim)
         self._table = torch.empty(0, rotary_dim, dtype=torch.float32, device=device)
+        self.sectioned = bool(rope.sections)
+        self._section_of = torch.tensor(_section_of(rope) * 2, dtype=torch.int64, device=device)
+        """``[rotary_dim]``: column of the table -> its section."""
 
     def reserve(self, length: int) -> None:
         """Makes positions ``[0, length)`` ready. The table's address changes when it grows."""
@@ -39,8 +42,24 @@ class RotaryTable:
         self._table = table.to(self._table.device)
 
     def __call__(self, positions: torch.Tensor) -> torch.Tensor:
-        """``[T]`` int64 ``-> [T, rotary_dim]``: a token's cosines, then its sines. Positions must be reserved."""
-        return self._table.index_select(0, positions)
+        """``[T]`` or ``[3, T]`` int64 ``-> [T, rotary_dim]``: a token's cosines, then its sines. Positions must be reserved.
+
+        Positions of rank 2 are those in time, height and width, of which each angle takes the one of its section.
+        """
+        if positions.dim() == 1:
+            return self._table.index_select(0, positions)
+        return self._table.gather(0, positions.index_select(0, self._section_of).T)
+
+
+def _section_of(rope: RopeSpec) -> list[int]:
+    """Angle -> its section: of time (0), height (1) and width (2)."""
+    if not rope.interleaved:
+        return [section for section, size in enumerate(rope.sections) for _ in range(size)]
+    angles = [0] * sum(rope.sections)
+    for section, size in list(enumerate(rope.sections))[1:]:
+        for angle in range(section, 3 * size, 3):
+            angles[angle] = section
+    return angles
 
 
 def frequencies(rope: RopeSpec, rotary_dim: int) -> tuple[Frequencies, float]:

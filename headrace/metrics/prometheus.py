@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter as Counts
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -54,10 +55,62 @@ class EngineCollector(Collector):
             yield family
 
 
+class ReplicaReport(NamedTuple):
+    """What the metrics need of one replica."""
+
+    up: bool
+    stats: EngineStats
+    accepted: int
+    """Requests that it has accepted."""
+    expected_hit_tokens: int
+    true_hit_tokens: int
+    wrong_hit_tokens: int
+
+
+class ReplicaCollector(Collector):
+    """Exports the EngineStats of each replica with the label ``replica``, under names of their own: the names without it are
+    the sums. Counters restart at 0 with the replica, those of routing with the server."""
+
+    def __init__(self, reports: Callable[[], Sequence[ReplicaReport]]) -> None:
+        self._reports = reports
+
+    def collect(self) -> Iterator[Metric]:
+        reports = self._reports()
+        fields = options(EngineStats)
+        for field, name in GAUGES.items():
+            yield _by_replica(GaugeMetricFamily, name, fields[field].help, [getattr(one.stats, field) for one in reports])
+        for field, name in COUNTERS.items():
+            yield _by_replica(CounterMetricFamily, name, fields[field].help, [getattr(one.stats, field) for one in reports])
+        usage = "Fraction of the replica's KV blocks owned by sequences, 0 to 1, at its last report."
+        yield _by_replica(GaugeMetricFamily, "headrace_kv_cache_usage_ratio", usage, [one.stats.kv_usage for one in reports])
+        up = "1 while the replica takes requests, else 0."
+        yield _by_replica(GaugeMetricFamily, "headrace_up", up, [float(one.up) for one in reports])
+        for field, text in _ROUTING.items():
+            yield _by_replica(CounterMetricFamily, f"headrace_{field}", text, [getattr(one, field) for one in reports])
+
+
+_ROUTING = {
+    "accepted": "Requests that the replica accepted.",
+    "expected_hit_tokens": "Prompt tokens that the router expected in the replica's prefix cache, counted at the first token.",
+    "true_hit_tokens": "Prompt tokens that were in the replica's prefix cache, counted at the first token.",
+    "wrong_hit_tokens": "Differences between expected and true hits in tokens, added up.",
+}
+
+
+def _by_replica(
+    family: type[GaugeMetricFamily] | type[CounterMetricFamily], name: str, text: str, values: Sequence[float]
+) -> Metric:
+    metric = family(name.replace("headrace_", "headrace_replica_", 1), text, labels=["replica"])
+    for replica, value in enumerate(values):
+        metric.add_metric([str(replica)], value)
+    return metric
+
+
 class ServerMetrics:
     """The metrics of one server, in their own registry. ``stats`` returns the engine's latest statistics.
 
     ``compat``: whose names the metrics get too; ``model_name`` returns the model's, for their label, or None while it loads.
+    ``replicas`` returns the report of each replica; None: there is one engine.
     """
 
     def __init__(
@@ -66,12 +119,15 @@ class ServerMetrics:
         version: str,
         compat: MetricsCompat | None = None,
         model_name: Callable[[], str | None] = lambda: None,
+        replicas: Callable[[], Sequence[ReplicaReport]] | None = None,
     ) -> None:
         self.registry = registry = CollectorRegistry()
         self._compat = CollectorRegistry()
         if compat is not None:
             self._compat.register(VLLMNames(registry, model_name))
         registry.register(EngineCollector(stats))
+        if replicas is not None:
+            registry.register(ReplicaCollector(replicas))
         ProcessCollector(registry=registry)
 
         def histogram(name: str, text: str, buckets: Sequence[float] = _LATENCY, unit: str = "_seconds") -> Histogram:

@@ -79,6 +79,18 @@ class EngineStats(msgspec.Struct, kw_only=True):
             counters[name] = {key: count for key, count in new.items() if count}
         return msgspec.structs.replace(self, **counters)
 
+    def counters(self) -> EngineStats:
+        """The same counters, and gauges of 0."""
+        return msgspec.structs.replace(self, **dict.fromkeys(GAUGES, 0))
+
+    def plus(self, other: EngineStats) -> EngineStats:
+        """The sums of two engines' counters and gauges."""
+        sums: dict[str, Any] = {name: getattr(self, name) + getattr(other, name) for name in (*GAUGES, *COUNTERS)}
+        for name in LABELLED_COUNTERS:
+            mine, others = getattr(self, name), getattr(other, name)
+            sums[name] = {key: mine.get(key, 0) + others.get(key, 0) for key in {**mine, **others}}
+        return EngineStats(**sums)
+
 
 GAUGES = {
     "num_running": "headrace_requests_running",

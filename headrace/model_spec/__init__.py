@@ -6,8 +6,9 @@ from headrace.model_spec.elastic import DENSE, ELASTIC_MODES, HEAD_TYPES, POOLED
 from headrace.model_spec.foreign import AnySpec, ForeignSpec
 from headrace.model_spec.kv import CacheGroup, LayerKV, Plane, block_sizes, cache_groups, layer_kv
 from headrace.model_spec.mlp import CLAMPED_SWIGLU, DenseSpec, MlpSpec, MoeSpec
-from headrace.model_spec.model import ModelFacts, ModelSpec
+from headrace.model_spec.model import ModelFacts, ModelSpec, Shard
 from headrace.model_spec.rope import RopeSpec
+from headrace.model_spec.vision import VisionSpec
 
 __all__ = [
     "AnySpec",
@@ -32,8 +33,10 @@ __all__ = [
     "POOLED",
     "Plane",
     "RopeSpec",
+    "VisionSpec",
     "SELECTED",
     "STREAMING",
+    "Shard",
     "block_sizes",
     "cache_groups",
     "layer_kv",

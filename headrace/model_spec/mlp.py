@@ -76,6 +76,8 @@ class MoeSpec:
     least_sum: float = 1e-20
     """A sum below this counts as this."""
     routed_scale: float = 1.0
+    held: tuple[int, int] | None = None
+    """The experts ``[start, stop)`` whose matrices a tensor-parallel rank holds; None: all. The router has all in any case."""
 
     def __post_init__(self) -> None:
         for name in ("num_experts", "top_k", "intermediate_size", "num_groups", "top_groups"):
@@ -107,11 +109,16 @@ class MoeSpec:
         """Experts of a group."""
         return self.num_experts // self.num_groups
 
+    @property
+    def num_held(self) -> int:
+        """Experts whose matrices are here."""
+        return self.num_experts if self.held is None else self.held[1] - self.held[0]
+
     def matrices(self, hidden_size: int) -> list[tuple[int, int]]:
         """(outputs, inputs) of every matrix."""
         expert = [(2 * self.intermediate_size, hidden_size), (hidden_size, self.intermediate_size)]
         shared = [] if self.shared is None else self.shared.matrices(hidden_size)
-        return [(self.num_experts, hidden_size), *expert * self.num_experts, *shared]
+        return [(self.num_experts, hidden_size), *expert * self.num_held, *shared]
 
 
 MlpSpec = DenseSpec | MoeSpec

@@ -9,6 +9,7 @@ from headrace.errors import ConfigError, ContradictionError
 from headrace.model_spec.attention import AttentionSpec
 from headrace.model_spec.elastic import ElasticSpec
 from headrace.model_spec.mlp import MlpSpec
+from headrace.model_spec.vision import VisionSpec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,6 +29,8 @@ class ModelFacts:
     """Longest context the model was made for."""
     dtype: str = "float32"
     """The dtype the checkpoint says it was saved in."""
+    vision: VisionSpec | None = None
+    """None: the model reads text alone."""
     elastic: ElasticSpec | None = None
     """None: the model has no router."""
 
@@ -37,6 +40,11 @@ class ModelFacts:
         for layer in self.layers:
             if layer.kv_source is not None:
                 _check_source(layer, layer.kv_source, self.layers)
+
+    @property
+    def sectioned_rope(self) -> bool:
+        """Whether a token has several rotary positions."""
+        return any(layer.rope is not None and layer.rope.sections for layer in self.layers)
 
     @property
     def num_layers(self) -> int:
@@ -61,6 +69,27 @@ def _check_source(spec: AttentionSpec, index: int, layers: Sequence[AttentionSpe
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Shard:
+    """Which part of a model a ``ModelSpec`` describes: that of one tensor-parallel rank.
+
+    The spec's layers and MLPs are the rank's own; ``hidden_size`` and ``vocab_size`` are the whole model's.
+    """
+
+    rank: int
+    size: int
+    """Ranks that there are."""
+    whole: ModelSpec
+    vocab_start: int
+    """First row of the output head that the rank holds."""
+    vocab_rows: int
+    """Rows that it holds, as many as any rank; those at and beyond ``vocab_size`` are padding."""
+    whole_experts: bool
+    """Ranks were asked to hold whole experts."""
+    cut_embedding: bool
+    """The rank holds these rows of the token embedding too; False: all of it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelSpec(ModelFacts):
     """A decoder-only model: what every family has. One with facts of its own adds them in a subclass.
 
@@ -81,8 +110,20 @@ class ModelSpec(ModelFacts):
     """q and k are RMS-normed a head before they are rotated."""
     logit_soft_cap: float | None = None
     """logits = logit_soft_cap * tanh(logits / logit_soft_cap), of the head."""
+    shard: Shard | None = None
+    """The part of a tensor-parallel rank that this describes; None: the whole model."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if len(self.mlps) != len(self.layers):
             raise ConfigError(f"there are {len(self.mlps)} MLPs for {len(self.layers)} layers", "mlps")
+
+    @property
+    def head_rows(self) -> int:
+        """Outputs of the output head that is built."""
+        return self.vocab_size if self.shard is None else self.shard.vocab_rows
+
+    @property
+    def whole(self) -> ModelSpec:
+        """The whole model that this is a part of, or itself."""
+        return self if self.shard is None else self.shard.whole

@@ -14,5 +14,9 @@ class RopeSpec:
     theta: float
     kind: str = "default"
     parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
+    sections: tuple[int, ...] = ()
+    """Of M-RoPE: how many of the angles follow the token's position in time, height and width; empty: there is one position."""
+    interleaved: bool = False
+    """The angles of the sections take turns, instead of following each other."""
     long_factors: bool = False
     """Of longrope: every sequence turns by the factors for contexts beyond the length the model was trained for."""

@@ -18,7 +18,7 @@ from headrace.attention.context import ForwardContext
 from headrace.attention.layer import Attention
 from headrace.errors import ConfigError
 from headrace.layers.embedding import Embedding
-from headrace.layers.linear import FusedLinear, Linear
+from headrace.layers.linear import FusedLinear, Linear, RowParallelLinear
 from headrace.layers.mlp import GatedMLP
 from headrace.layers.moe import MoeMLP
 from headrace.layers.norm import RMSNorm, UnitRMSNorm
@@ -26,6 +26,7 @@ from headrace.layers.rotary import RotaryTable
 from headrace.model_spec import AttentionSpec, ModelSpec, MoeSpec, RopeSpec
 from headrace.model_spec.projection import input_matrices
 from headrace.models.interface import ModelInputs
+from headrace.parallel.group import ALONE, Group, gather_columns
 
 
 class DecoderAttention(nn.Module):
@@ -39,7 +40,7 @@ class DecoderAttention(nn.Module):
         self.spec = spec
         parts = {f"{matrix.name}_proj": matrix.size for matrix in input_matrices(spec)}
         self.qkv_proj = FusedLinear(model.hidden_size, parts, bias=model.attention_bias, dtype=dtype, device=device)
-        self.o_proj = Linear(spec.out_size, model.hidden_size, bias=model.output_bias, dtype=dtype, device=device)
+        self.o_proj = RowParallelLinear(spec.out_size, model.hidden_size, bias=model.output_bias, dtype=dtype, device=device)
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         if model.qk_norm:
@@ -118,15 +119,19 @@ class Decoder(nn.Module):
     layer_class: type[DecoderLayer] = DecoderLayer
     norm_class: type[RMSNorm] = RMSNorm
     """Class of the final norm."""
+    group: Group = ALONE
+    """The tensor-parallel ranks, of which each has a model of its part."""
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: str | torch.device) -> None:
         super().__init__()
         self.spec = spec
-        self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, dtype=dtype, device=device)
+        shard = spec.shard if spec.shard is not None and spec.shard.cut_embedding else None
+        rows, start = (spec.vocab_size, None) if shard is None else (shard.vocab_rows, shard.vocab_start)
+        self.embed_tokens = Embedding(rows, spec.hidden_size, start=start, dtype=dtype, device=device)
         self.layers = nn.ModuleList(self.layer_class(spec, index, dtype, device) for index in range(spec.num_layers))
         self.norm = self.norm_class(spec.hidden_size, spec.norm_eps, dtype=dtype, device=device)
         self.lm_head = Linear(
-            spec.hidden_size, spec.vocab_size, dtype=dtype, device="meta" if spec.tie_word_embeddings else device
+            spec.hidden_size, spec.head_rows, dtype=dtype, device="meta" if spec.tie_word_embeddings else device
         )
         self.lm_head.out_dtype = torch.float32
         if spec.tie_word_embeddings:
@@ -161,7 +166,7 @@ class Decoder(nn.Module):
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[N, hidden] -> [N, vocab]`` float32."""
-        logits: torch.Tensor = self.lm_head(hidden).float()
+        logits = gather_columns(self.group, self.lm_head(hidden).float(), self.spec.vocab_size)
         cap = self.spec.logit_soft_cap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
@@ -197,7 +202,7 @@ class RopeAngles:
         if inputs.rope_positions is not None:
             # Their maximum is known only on the device.
             positions, longest = inputs.rope_positions, self._max_position
-            if positions.dim() != 1:
+            if positions.dim() != 1 and not all(table.sectioned for table in self._tables):
                 raise ValueError(f"rope_positions have rank {positions.dim()}; this model's rope takes rank 1")
         for table in self._tables:
             table.reserve(longest)

@@ -16,7 +16,7 @@ from torch import nn
 from headrace.attention.context import ForwardContext
 from headrace.attention.mla import MLAAttention
 from headrace.errors import ConfigError
-from headrace.layers.linear import FusedLinear, Linear
+from headrace.layers.linear import FusedLinear, Linear, RowParallelLinear
 from headrace.layers.norm import RMSNorm
 from headrace.model_spec import AttentionSpec, MLASpec, ModelSpec, MoeSpec, RopeSpec
 from headrace.model_spec.projection import halves, of_heads
@@ -74,7 +74,7 @@ class MLASelfAttention(nn.Module):
             self.q_a_layernorm = RMSNorm(rank, _INNER_EPS, dtype=dtype, device=device)
             self.q_b_proj = Linear(rank, spec.q_size, dtype=dtype, device=device)
             self.q_b_proj.stored_rows = {"q_b_proj": q_rows}
-        self.o_proj = Linear(spec.out_size, model.hidden_size, bias=model.output_bias, dtype=dtype, device=device)
+        self.o_proj = RowParallelLinear(spec.out_size, model.hidden_size, bias=model.output_bias, dtype=dtype, device=device)
         self.attention = MLAAttention(spec)
 
     def forward(self, x: torch.Tensor, cos_sin: torch.Tensor | None, ctx: ForwardContext) -> torch.Tensor:

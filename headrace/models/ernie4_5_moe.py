@@ -26,7 +26,7 @@ class ErnieMoeDecoder(ErnieDecoder):
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: str | torch.device) -> None:
         super().__init__(spec, dtype, device)
         if spec.output_bias:
-            self.lm_head.bias = nn.Parameter(torch.empty(spec.vocab_size, dtype=dtype, device=device), requires_grad=False)
+            self.lm_head.bias = nn.Parameter(torch.empty(spec.head_rows, dtype=dtype, device=device), requires_grad=False)
 
 
 def model_spec(config: HFConfig) -> ModelSpec:

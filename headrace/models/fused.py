@@ -137,6 +137,8 @@ def fuse(decoder: Decoder) -> Decision | None:
 def refusals(decoder: Decoder) -> list[str]:
     """Returns why the layers cannot run in one call; empty: they can."""
     dtype = decoder.norm.weight.dtype
+    if decoder.group.size > 1:
+        return ["tensor-parallel ranks sum after each of them"]
     if dtype not in DTYPES:
         return [f"the native kernels do not compute in {str(dtype).removeprefix('torch.')}"]
     return [f"layer {index}: {why}" for index, layer in enumerate(decoder.layers) for why in _objections(layer, dtype)]

@@ -186,42 +186,53 @@ def layer_types(config: HFConfig) -> list[str | None]:
     return per_layer(type(config).from_dict(fields), "layer_types")
 
 
-def rope_specs(config: HFConfig) -> list[RopeSpec]:
+def rope_specs(config: HFConfig, *, sections: bool = False) -> list[RopeSpec]:
     """Each layer's rotary embedding, in transformers 5's manner (``rope_parameters``, one set or one for each of the
     ``layer_types``) or the older (``rope_theta``, ``rope_scaling``).
+
+    Args:
+        sections: the family has M-RoPE; others refuse it.
 
     Raises:
         ConfigError: it is not of a kind we know, or a layer's type has none; the message names the layer.
     """
     parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     if not any(isinstance(value, dict) for value in parameters.values()):
-        return [_rope_spec(config, parameters, "rope_parameters")] * _num_layers(config)
+        return [_rope_spec(config, parameters, "rope_parameters", sections)] * _num_layers(config)
     by_type: dict[str, RopeSpec] = {}
     specs = []
     for layer, kind in enumerate(kind or "full_attention" for kind in layer_types(config)):
         if not isinstance(parameters.get(kind), dict):
             raise ConfigError(f"layer {layer}: rope_parameters has no set for {kind}", "rope_parameters")
         if kind not in by_type:
-            by_type[kind] = _rope_spec(config, parameters[kind], f"rope_parameters.{kind}")
+            by_type[kind] = _rope_spec(config, parameters[kind], f"rope_parameters.{kind}", sections)
         specs.append(by_type[kind])
     return specs
 
 
-def _rope_spec(config: HFConfig, fields: Mapping[str, Any], where: str) -> RopeSpec:
+def _rope_spec(config: HFConfig, fields: Mapping[str, Any], where: str, sections: bool) -> RopeSpec:
     parameters = {name: value for name, value in fields.items() if value is not None}
     kind = parameters.pop("rope_type", parameters.pop("type", "default"))
     parameters.pop("type", None)
     usual = getattr(config, "default_theta", None)
     theta = parameters.pop("rope_theta", None) or getattr(config, "rope_theta", None)
     theta = theta or (usual if isinstance(usual, int | float) else 10000.0)
-    if parameters.get("mrope_section"):
+    mrope = parameters.pop("mrope_section", None) or ()
+    interleaved = bool(parameters.pop("mrope_interleaved", False))
+    if mrope and not sections:
         raise ConfigError(f"{where}.mrope_section is not supported", "rope_parameters")
+    if mrope and (len(mrope) != 3 or not all(is_integer(size, 1) for size in mrope)):
+        raise ContradictionError(
+            f"{where}.mrope_section must be three whole numbers above 0, not {shown(mrope)}", "rope_parameters"
+        )
+    if kind == "mrope" and mrope:
+        kind = "default"
     parameters.setdefault("max_position_embeddings", required(config, "max_position_embeddings"))
     if kind in ("llama3", "yarn"):
         parameters.setdefault("original_max_position_embeddings", parameters["max_position_embeddings"])
     if not is_number(theta) or not theta > 1:
         raise ConfigError(f"{where}.rope_theta must be a number above 1, not {shown(theta)}", "rope_parameters")
-    rope = RopeSpec(float(theta), kind, parameters)
+    rope = RopeSpec(float(theta), kind, parameters, sections=tuple(mrope), interleaved=interleaved)
     factors = parameters.get("short_factor")
     frequencies(rope, 2 * len(factors) if isinstance(factors, list) and factors else 2)
     return rope
@@ -281,7 +292,11 @@ def _check_windows(config: HFConfig, layers: Sequence[AttentionSpec]) -> None:
 
 
 def attention_specs(
-    config: HFConfig, *, windows: Sequence[int | None] | None = None, partial_rotary: float | None = None
+    config: HFConfig,
+    *,
+    windows: Sequence[int | None] | None = None,
+    partial_rotary: float | None = None,
+    sections: bool = False,
 ) -> tuple[AttentionSpec, ...]:
     """Returns the geometry of every layer. A family sets its own fields with ``dataclasses.replace``.
 
@@ -289,6 +304,7 @@ def attention_specs(
         windows: each layer's; None: none has one.
         partial_rotary: the ``partial_rotary_factor`` of a family that rotates so much of a head's channels, where the config
             gives none; None: the family rotates all and refuses to do less.
+        sections: as in ``rope_specs``.
 
     Raises:
         ConfigError: a layer's numbers do not fit together; the message names it.
@@ -316,7 +332,7 @@ def attention_specs(
             rope=rope,
             window=None if windows is None else windows[layer],
         )
-        for layer, rope in enumerate(rope_specs(config))
+        for layer, rope in enumerate(rope_specs(config, sections=sections))
     )
 
 
@@ -333,6 +349,11 @@ def _rotary_dim(layer: int, head_dim: int, rope: RopeSpec, partial: float | None
     if not isinstance(share, int | float) or not 0 < share <= 1:
         raise ConfigError(f"layer {layer}: partial_rotary_factor {share!r} is no share of a head", "rope_parameters")
     width = head_dim if rope.kind == "proportional" else int(head_dim * share)
+    if rope.sections and 2 * sum(rope.sections) != width:
+        raise ContradictionError(
+            f"layer {layer}: mrope_section {list(rope.sections)} sums to {sum(rope.sections)}, not half of {width} channels",
+            "rope_parameters",
+        )
     if width % 2 or not width:
         what = f"head_dim {head_dim}" if width == head_dim else f"{share} of head_dim {head_dim}, which is {width},"
         raise ConfigError(f"layer {layer}: {what} is odd, which cannot be rotated", "head_dim")

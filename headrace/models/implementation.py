@@ -10,8 +10,11 @@ from headrace.errors import ConfigError, ContradictionError
 from headrace.model_spec import AnySpec, ModelSpec
 from headrace.models import registry
 from headrace.models.capture import one_line
+from headrace.models.cuts import num_sums
 from headrace.models.fused import fuse
 from headrace.models.interface import Model
+from headrace.parallel.group import ALONE, Group
+from headrace.parallel.layout import ParallelSizes, describe, shard_model
 from headrace.sources.files import ModelFiles
 from headrace.sources.plain_config import in_transformers
 from headrace.weights.load import Progress, load_weights
@@ -34,14 +37,28 @@ class Implementation(Protocol):
         ...
 
 
-def choose(args: EngineArgs, files: ModelFiles) -> Implementation:
+def choose(args: EngineArgs, files: ModelFiles, group: Group = ALONE) -> Implementation:
     """Chooses the implementation of a model: the requested one; for ``auto`` the native one if it supports the model, else that
     of transformers.
+
+    Args:
+        group: the tensor-parallel ranks that have a part each; alone, what is chosen is that of rank 0, to be described.
 
     Raises:
         ConfigError: the implementation does not support the model; names the reason, and the layer if one layer is the reason.
         ContradictionError: the configuration contradicts itself.
     """
+    chosen = _choose(args, files)
+    sizes = ParallelSizes(args.tensor_parallel_size, args.enable_expert_parallel)
+    if sizes.tensor == 1 or not isinstance(chosen, _Native):
+        return chosen
+    spec = shard_model(chosen.spec, group.rank, sizes)
+    sums = num_sums(registry.build(spec, "float32", "meta"))
+    exchanged = Decision("sums over ranks", f"{sums} a step", f"of {spec.hidden_size:,} numbers for each token")
+    return _Native(spec, (*chosen.decisions, *(Decision(*line) for line in describe(spec)), exchanged), group)
+
+
+def _choose(args: EngineArgs, files: ModelFiles) -> Implementation:
     impl, config = args.model_impl, files.config
     if files.kind == "megatron":
         return _megatron(args, files)
@@ -119,7 +136,16 @@ def _refuse_other_geometry(meant: ModelSpec, seen: AnySpec) -> None:
                 )
 
 
+def _refuse_ranks(args: EngineArgs, whose: str) -> None:
+    if args.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"tensor_parallel_size {args.tensor_parallel_size} is for native models: {whose} modules are not cut",
+            "tensor_parallel_size",
+        )
+
+
 def _transformers(args: EngineArgs, files: ModelFiles, why: str) -> Implementation:
+    _refuse_ranks(args, "transformers'")
     # Imported late: native models do not need it.
     from headrace.models.fallback.load import describe
 
@@ -129,6 +155,7 @@ def _transformers(args: EngineArgs, files: ModelFiles, why: str) -> Implementati
 
 
 def _megatron(args: EngineArgs, files: ModelFiles) -> Implementation:
+    _refuse_ranks(args, "Megatron-core's")
     from headrace.models.fallback.megatron_checkpoint import stored_megatron
 
     if args.model_impl not in ("auto", "megatron"):
@@ -141,9 +168,10 @@ def _megatron(args: EngineArgs, files: ModelFiles) -> Implementation:
 class _Native:
     spec: ModelSpec
     decisions: tuple[Decision, ...]
+    group: Group = ALONE
 
     def load(self, files: ModelFiles, config: EngineConfig, progress: Progress) -> tuple[Model, LoadReport]:
-        model = registry.build(self.spec, config.dtype, config.device)
+        model = registry.build(self.spec, config.dtype, config.device, self.group)
         table = registry.name_table(self.spec)
         seed = config.args.seed
         report = load_weights(model, table, files, quantization=config.quantization, seed=seed, progress=progress)

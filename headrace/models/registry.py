@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
 from headrace.errors import ConfigError
+from headrace.layers.linear import connect
 from headrace.model_spec import ModelSpec
 from headrace.models import (
     deepseek_v2,
@@ -21,10 +24,14 @@ from headrace.models import (
     qwen2,
     qwen3,
     qwen3_moe,
+    qwen_vl,
+    vision,
 )
+from headrace.models.cuts import shard_table
 from headrace.models.decoder import Decoder
 from headrace.models.family import Family
-from headrace.models.hf_config import HFConfig
+from headrace.models.hf_config import HFConfig, text_part
+from headrace.parallel.group import ALONE, Group
 from headrace.quant.formats import checkpoint_format
 from headrace.weights.names import NameTable
 
@@ -38,6 +45,9 @@ _FAMILIES: tuple[Family, ...] = (
     gpt_oss.FAMILY,
     mimo_v2_flash.FAMILY,
     qwen3_moe.FAMILY,
+    qwen_vl.QWEN2_VL,
+    qwen_vl.QWEN3_VL,
+    qwen_vl.QWEN3_VL_MOE,
     ernie4_5.FAMILY,
     ernie4_5_moe.FAMILY,
     deepseek_v2.FAMILY,
@@ -56,6 +66,8 @@ def supported() -> list[str]:
 def find(hf_config: HFConfig) -> Family | None:
     """Returns the native family of a configuration, None if there is none."""
     architectures = getattr(hf_config, "architectures", None)
+    if hf_config.model_type in vision.WRAPPERS:
+        return _BY_TYPE.get(hf_config.get_text_config(decoder=True).model_type)
     if not architectures:
         return _BY_TYPE.get(hf_config.model_type)
     return next((_BY_ARCHITECTURE[name] for name in architectures if name in _BY_ARCHITECTURE), None)
@@ -75,7 +87,8 @@ def model_spec(hf_config: HFConfig) -> ModelSpec:
             f"architecture {' / '.join(map(str, named))} is not supported; supported are: {', '.join(supported())}", "model"
         )
     checkpoint_format(hf_config)
-    return family.model_spec(hf_config)
+    spec = family.model_spec(text_part(hf_config) if hf_config.model_type in vision.WRAPPERS else hf_config)
+    return dataclasses.replace(spec, vision=vision.vision_spec(hf_config))
 
 
 def to_transformers_fields(hf_config: HFConfig) -> HFConfig:
@@ -94,11 +107,21 @@ def _family_of(spec: ModelSpec) -> Family:
     return _BY_ARCHITECTURE[spec.architecture]
 
 
-def build(spec: ModelSpec, dtype: str, device: str | torch.device) -> Decoder:
-    """Builds the model with its parameters allocated and uninitialised."""
-    return _family_of(spec).decoder(spec, getattr(torch, dtype), device).eval()
+def build(spec: ModelSpec, dtype: str, device: str | torch.device, group: Group = ALONE) -> Decoder:
+    """Builds the model, or the part of it that the spec describes, with its parameters allocated and uninitialised.
+
+    Args:
+        group: the ranks that have the other parts.
+    """
+    model = _family_of(spec).decoder(spec, getattr(torch, dtype), device).eval()
+    connect(model, group)
+    return model
 
 
 def name_table(spec: ModelSpec) -> NameTable:
-    """Maps checkpoint names, as Hugging Face saves a causal language model, to parameters."""
-    return _family_of(spec).names(build(spec, "float32", "meta"))
+    """Maps checkpoint names, as Hugging Face saves a causal language model, to parameters, or to what a rank holds of them."""
+    whole = build(spec.whole, "float32", "meta")
+    table = _family_of(spec).names(whole)
+    if spec.vision is not None:
+        table = vision.with_vision_names(table)
+    return table if spec.shard is None else shard_table(table, whole, spec.shard, spec.mlps)

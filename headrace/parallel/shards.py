@@ -75,6 +75,9 @@ def shard_attention(spec: AttentionSpec, size: int) -> AttentionSpec:
     where = f"layer {spec.layer}"
     if size < 1 or spec.num_heads % size:
         raise ConfigError(f"{where}: {spec.num_heads} query heads cannot be dealt to {size} ranks", "tensor_parallel_size")
+    if spec.mla is not None:
+        # All heads share the latent, which every rank keeps.
+        return dataclasses.replace(spec, num_heads=spec.num_heads // size)
     if spec.num_kv_heads % size and size % spec.num_kv_heads:
         raise ConfigError(f"{where}: {spec.num_kv_heads} KV heads cannot be dealt to {size} ranks", "tensor_parallel_size")
     return dataclasses.replace(spec, num_heads=spec.num_heads // size, num_kv_heads=max(1, spec.num_kv_heads // size))
@@ -83,12 +86,24 @@ def shard_attention(spec: AttentionSpec, size: int) -> AttentionSpec:
 def attention_cuts(spec: AttentionSpec, rank: int, size: int) -> dict[str, Cut]:
     """By matrix (q, gate, k, v, o) and ``sinks``: what the rank holds of the layer, each by its own heads and width.
 
-    Norms of q and k, and the bias of o_proj, which is added once, are not cut.
+    A layer with a latent KV has q, o and ``kv_b``, the projection from the latent. Norms of q and k, and the bias of o_proj,
+    which is added once, are not cut.
     """
     local = shard_attention(spec, size)
     if not 0 <= rank < size:
         raise ConfigError(f"rank {rank} is not one of {size}", "tensor_parallel_size")
     first = rank * local.num_heads
+    if (mla := spec.mla) is not None:
+        widths = {"q": mla.head_dim, "kv_b": mla.head_dim - spec.rotary_dim + mla.v_head_dim, "o": mla.v_head_dim}
+        return {
+            name: _heads(
+                Matrix(name, spec.num_heads, width),
+                Matrix(name, local.num_heads, width),
+                first,
+                "inputs" if name == "o" else "outputs",
+            )
+            for name, width in widths.items()
+        }
     kv_first = rank * spec.num_kv_heads // size
     cuts = {}
     for matrix, mine in zip(input_matrices(spec), input_matrices(local), strict=True):

@@ -6,6 +6,7 @@ import dataclasses
 from importlib import metadata
 
 from headrace.config import EngineArgs
+from headrace.model_spec import AnySpec, ModelSpec, MoeSpec
 from headrace.resolve.facts import DecisionLog
 
 _FOR_GPUS = {
@@ -21,6 +22,15 @@ def note_gpu_arguments(args: EngineArgs, log: DecisionLog) -> None:
     for field in dataclasses.fields(args):
         if (why := _FOR_GPUS.get(field.name)) and (value := getattr(args, field.name)) != field.default:
             log.note(field.name, "no effect", f"{value} was asked for, but {why}")
+
+
+def note_expert_parallel(args: EngineArgs, model: AnySpec, log: DecisionLog) -> None:
+    if not args.enable_expert_parallel:
+        return
+    if args.tensor_parallel_size == 1:
+        log.note("enable_expert_parallel", "no effect", "there is one rank, which holds all experts")
+    elif not isinstance(model, ModelSpec) or not any(isinstance(mlp, MoeSpec) for mlp in model.mlps):
+        log.note("enable_expert_parallel", "no effect", "the model has no experts")
 
 
 def note_grammar_backend(args: EngineArgs, log: DecisionLog) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from headrace.config import EngineArgs, EngineConfig, SchedulerConfig
 from headrace.errors import ConfigError
 from headrace.model_spec import AnySpec
 from headrace.resolve import schedule
-from headrace.resolve.arguments import note_gpu_arguments, note_grammar_backend
+from headrace.resolve.arguments import note_expert_parallel, note_gpu_arguments, note_grammar_backend
 from headrace.resolve.facts import DecisionLog, DeviceFacts
 from headrace.resolve.memory import KVPlan, check_slots, estimated_room
 from headrace.resolve.model import compute_dtype, gguf_types, kv_dtype, quantization, with_rope_factors
@@ -29,8 +31,13 @@ def resolve(
     if args.num_kv_blocks is not None and args.kv_cache_memory is not None:
         raise ConfigError("give num_kv_blocks or kv_cache_memory, not both: each says how large the cache is", "num_kv_blocks")
     log = DecisionLog(files.decisions)
+    ranks = args.tensor_parallel_size
+    if not device.cuda:
+        # Ranks on GPUs have memory of their own.
+        device = dataclasses.replace(device, available_memory=device.available_memory // ranks)
     if not device.cuda:
         note_gpu_arguments(args, log)
+    note_expert_parallel(args, model, log)
     model = with_yarn_factor(args, with_rope_factors(args, model, log), log)
     types = gguf_types(files)
     dtype = compute_dtype(args, model, types, device, log)
@@ -43,9 +50,10 @@ def resolve(
     prompts = sparse(args, model, device.device, dtype, cache_dtype, num_batched, max_model_len, log)
     check_slots(args, num_seqs, max_model_len, len(cache.groups), room)
     depth = schedule.pipeline_depth(args, device, log)
-    num_threads = args.num_threads or device.num_cores
-    if args.num_threads is None:
-        log.note("num_threads", num_threads, "the physical cores that this process may use")
+    num_threads = max(1, (args.num_threads or device.num_cores) // ranks)
+    if args.num_threads is None or ranks > 1:
+        cores = "the physical cores that this process may use" if args.num_threads is None else f"{args.num_threads} threads"
+        log.note("num_threads", num_threads, cores if ranks == 1 else f"the share of a rank in {cores}")
     note_grammar_backend(args, log)
     return EngineConfig(
         args=args,
@@ -58,6 +66,7 @@ def resolve(
             max_queue_len=args.max_queue_len,
             policy=args.policy,
             pipeline_depth=depth,
+            max_num_encoder_tokens=schedule.encoder_tokens(args, model, max_model_len),
             max_prefill_tokens_beside_decode=schedule.prefill_beside_decode(
                 args, device, num_threads, 1 if prompts is None else prompts.block, log
             ),

@@ -6,8 +6,9 @@ import typing
 
 from headrace.config import CacheConfig, EngineArgs
 from headrace.errors import ConfigError
-from headrace.model_spec import AnySpec, Arena, CacheGroup, block_sizes, cache_groups
+from headrace.model_spec import AnySpec, Arena, CacheGroup, ModelSpec, block_sizes, cache_groups
 from headrace.models.size import weight_bytes
+from headrace.parallel.layout import largest
 from headrace.resolve.facts import DecisionLog, DeviceFacts
 
 CUDA_SLACK = 2 << 30
@@ -24,7 +25,8 @@ KV_SHARE_MOST = 0.8
 
 def estimated_room(args: EngineArgs, model: AnySpec, dtype: str, quantization: str, device: DeviceFacts) -> int:
     """Bytes left for KV beside the weights, before these are there."""
-    weights = weight_bytes(model, dtype, quantization)
+    # Ranks must come to the same size of the cache, so each counts the weights of the one that holds the most.
+    weights = weight_bytes(largest(model) if isinstance(model, ModelSpec) else model, dtype, quantization)
     if weights > device.available_memory:
         raise ConfigError(
             f"the model's configuration means {weights:,} bytes of weights, and {device.available_memory:,} are free",

@@ -59,7 +59,8 @@ def attention(
             "deterministic",
         )
     requested = _invariant_attention(args, device) if args.deterministic else args.attention_backend
-    choices = [select.choose(spec, device.device, dtype, kv_dtype, requested=requested) for spec in model.layers]
+    modes = select.modes_of(model)
+    choices = [select.choose(spec, device.device, dtype, kv_dtype, modes, requested) for spec in model.layers]
     if args.deterministic:
         choices = [choice._replace(why=DETERMINISTIC) for choice in choices]
     for choice, count in Counter(choices).items():
@@ -82,6 +83,13 @@ def _invariant_attention(args: EngineArgs, device: DeviceFacts) -> str:
             "deterministic",
         )
     return "invariant"
+
+
+def encoder_tokens(args: EngineArgs, model: AnySpec, max_model_len: int) -> int:
+    """Encoder work of a step: what one prompt may have, unless it was limited. 0: there is no encoder."""
+    if model.vision is None or args.mm_encoder == "none":
+        return 0
+    return args.max_num_encoder_tokens or max_model_len
 
 
 def pipeline_depth(args: EngineArgs, device: DeviceFacts, log: DecisionLog) -> int:

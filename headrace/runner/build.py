@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import torch
+
 from headrace.attention.backend import AttentionBackend, LayerCache
 from headrace.attention.select import create_for
 from headrace.cache.planes import allocate
 from headrace.config import EngineConfig
+from headrace.models.vision import VisionEncoder
+from headrace.runner.media import MediaTables
 from headrace.runner.record import Recorder
 
 
@@ -17,6 +21,20 @@ def make_caches(config: EngineConfig) -> list[LayerCache]:
 def make_backends(config: EngineConfig) -> list[AttentionBackend]:
     """The attention of each layer. Raises ConfigError for an unknown name."""
     return create_for(config.model.layers, config.attention_backends, config.device, config.dtype, config.sparse)
+
+
+def make_media(config: EngineConfig, encoder: VisionEncoder | None) -> MediaTables | None:
+    """Items of the slots' sequences; None: the model reads text alone."""
+    if config.model.vision is None:
+        return None
+    return MediaTables(
+        config.model,
+        encoder,
+        config.scheduler.max_num_seqs,
+        getattr(torch, config.dtype),
+        torch.device(config.device),
+        config.args.mm_encoder_cache_bytes,
+    )
 
 
 def make_recorder(config: EngineConfig) -> Recorder | None:

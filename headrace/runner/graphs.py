@@ -23,6 +23,7 @@ from headrace.models.capture import eager_reason, no_host_sync
 from headrace.models.interface import Model
 from headrace.runner.inputs import PROMPT_ROWS, Bounds, ForwardPass, StepBuffers
 from headrace.runner.slots import RowArrays, SlotTables
+from headrace.sampling.masks import HostMasks
 from headrace.sampling.sampler import Sampler
 
 _BESIDE = (0, 8, 32, 64, 128, 256)
@@ -52,6 +53,8 @@ class SampleShape:
     logits_rows: int
     filters: bool
     """Tokens are drawn from what top_k, top_p and min_p keep, where rows ask for it, which takes a dozen kernels more."""
+    masked: bool = False
+    """Rows may have token masks."""
 
 
 AnyShape = TypeVar("AnyShape", Shape, SampleShape)
@@ -102,6 +105,9 @@ class StepGraphs:
         self._logits_rows = tuple(
             size for size in self._decode_rows if size <= 8 or size == most or size % (16 if size <= 64 else 32) == 0
         )
+        # Which mask each logits row has, and the masks.
+        self._words = -(-model.spec.vocab_size // 32)
+        self._masks = torch.full((most * (1 + self._words),), -1, dtype=torch.int32, device=self._device)
         self._captured: dict[Shape | SampleShape, Captured] = {}
         self._num_shapes = sum(1 for _ in self.shapes())
         self._pool: Any = None
@@ -120,6 +126,8 @@ class StepGraphs:
                 yield SampleShape(rows, filters=False)
         yield from (SampleShape(rows, filters=True) for rows in reversed(self._logits_rows))
         yield from (Shape(rows, tokens) for rows in self._beside for tokens in reversed(self._prompt_tokens))
+        for filters in (False, True):
+            yield from (SampleShape(rows, filters, masked=True) for rows in reversed(self._logits_rows))
 
     def shape_of(self, rows: RowArrays) -> Shape | None:
         """The smallest captured shape that has room for the rows; None: there is none.
@@ -137,13 +145,15 @@ class StepGraphs:
             return None
         return self._first([Shape(beside[0], room[0])])
 
-    def sample_shape_of(self, rows: RowArrays) -> SampleShape | None:
+    def sample_shape_of(self, rows: RowArrays, masks: HostMasks | None) -> SampleShape | None:
         """The smallest captured shape that draws all that the rows ask for; None: there is none."""
         slots = rows.slots[rows.sampled]
-        if not len(slots) or rows.num_logits_rows != len(slots) or not self._sampler.plain(slots):
+        if not len(slots) or rows.num_logits_rows != len(slots) or (masks is not None and masks.allows_nothing):
             return None
-        filters = self._sampler.filters(slots)
-        return self._first(SampleShape(size, filters) for size in _from(self._logits_rows, len(slots)))
+        if not self._sampler.plain(slots, None if masks is None else masks.which >= 0):
+            return None
+        filters, masked = self._sampler.filters(slots), masks is not None
+        return self._first(SampleShape(size, filters, masked) for size in _from(self._logits_rows, len(slots)))
 
     def count(self) -> GraphCount:
         edition = self._edition
@@ -166,6 +176,10 @@ class StepGraphs:
                 self._failure = eager_reason(error, self._model)
         return self.count()
 
+    def stop_capturing(self, reason: str) -> None:
+        """Captures nothing more, as after a capture that failed."""
+        self._failure = self._failure or reason
+
     def forward(self, shape: Shape, query_start: np.ndarray, places: np.ndarray, ends: np.ndarray) -> None:
         """Runs the model for the rows that have been sent as ``shape``.
 
@@ -181,8 +195,10 @@ class StepGraphs:
                 backend.prepare_replay(ReplayLengths(shape.decode_rows, shape.tokens, query_start.copy(), lengths))
         self._captured[shape].replay()
 
-    def sample(self, shape: SampleShape) -> None:
+    def sample(self, shape: SampleShape, masks: HostMasks | None) -> None:
         """Draws from the logits inputs, and advances the slots."""
+        if masks is not None:
+            masks.copy_to(self._masks, self._logits_rows[-1])
         self._captured[shape].replay()
 
     @property
@@ -214,6 +230,7 @@ class StepGraphs:
             self._buffers.clear(shape.rows)
         else:
             self._buffers.logits().slots.fill_(-1)
+            self._masks[: self._logits_rows[-1]].fill_(-1)
 
     def _run(self, shape: Shape | SampleShape) -> None:
         """Everything that a replay does."""
@@ -229,8 +246,12 @@ class StepGraphs:
         given, asked, tables = self._buffers.logits(), self._sampler.sampling_state, self._tables
         slots, positions = given.slots[: shape.logits_rows], given.positions[: shape.logits_rows]
         kernels = gpu.kernels("sample")
+        logits = self._model.logits(given.hidden[: shape.logits_rows])
+        if shape.masked:
+            most = self._logits_rows[-1]
+            gpu.kernels("mask").apply_masks(logits, self._masks[most:].view(most, -1), self._masks[: shape.logits_rows])
         kernels.sample(
-            self._model.logits(given.hidden[: shape.logits_rows]),
+            logits,
             asked.temperatures,
             asked.keys,
             positions,

@@ -16,6 +16,7 @@ from headrace.config import EngineConfig
 from headrace.errors import EngineError
 from headrace.kernels.inputs import LogitsInputs, RowTensors, logits_inputs, step_inputs
 from headrace.models.interface import Model, ModelInputs
+from headrace.runner.media import MediaTables, StepMedia
 from headrace.runner.slots import RowArrays, SlotTables
 
 PAD_SLOT = -1
@@ -150,13 +151,19 @@ class ForwardPass:
         backends: Sequence[AttentionBackend],
         tables: SlotTables,
         buffers: StepBuffers,
+        media: MediaTables | None = None,
     ) -> None:
         self._model, self._caches, self._backends = model, caches, backends
-        self._tables, self._buffers = tables, buffers
+        self._tables, self._buffers, self._media = tables, buffers, media
         self.to_plan = distinct(backends)
 
-    def __call__(self, bounds: Bounds, sparse: SparseRows | None = None) -> torch.Tensor:
-        """Runs the rows that have been sent; returns ``[T, hidden]``."""
+    def __call__(self, bounds: Bounds, media: StepMedia | None = None, sparse: SparseRows | None = None) -> torch.Tensor:
+        """Runs the rows that have been sent; returns ``[T, hidden]``.
+
+        Args:
+            media: None: there are no tokens of items.
+            sparse: None: every row attends densely.
+        """
         tables, rows = self._tables, self._buffers.rows(bounds.num_rows)
         max_queries = max(int(np.diff(bounds.query_start).max()), 1)
         given = step_inputs(
@@ -179,15 +186,35 @@ class ForwardPass:
             query_start_host=bounds.query_start,
             seq_lens_host=bounds.seq_lens,
             bounded=bounds.captured,
+            visible_ends=None if media is None else media.visible_ends,
             sparse=sparse,
         )
         for backend in self.to_plan:
             backend.plan(step)
-        hidden = self._model(ModelInputs(given.ids, given.positions), ForwardContext(step, self._caches, self._backends))
+        inputs = ModelInputs(given.ids, given.positions)
+        if self._media is not None and self._media.sectioned:
+            rope = given.positions + self._media.delta[_token_slots(rows, bounds.num_tokens)]
+            inputs = dataclasses.replace(inputs, rope_positions=rope)
+        if media is not None:
+            inputs = dataclasses.replace(
+                inputs,
+                inputs_embeds=media.inputs_embeds,
+                embeds_mask=media.embeds_mask,
+                extras=media.extras,
+                rope_positions=media.rope_positions if media.rope_positions is not None else inputs.rope_positions,
+            )
+        hidden = self._model(inputs, ForwardContext(step, self._caches, self._backends))
         out = self._buffers.logits(hidden)
         single = max_queries == 1 and bounds.num_tokens == bounds.num_rows
         logits_inputs(hidden, rows, given.seq_lens, tables.num_computed, out, single=single)
         return hidden
+
+
+def _token_slots(rows: RowTensors, num_tokens: int) -> torch.Tensor:
+    """``[T]`` int64: the slot of each token; any slot for tokens of no row."""
+    tokens = torch.arange(num_tokens, dtype=torch.int32, device=rows.slots.device)
+    row = torch.searchsorted(rows.query_start[1:], tokens, right=True).clamp_(max=len(rows.slots) - 1)
+    return rows.slots[row].long().clamp_(min=0)
 
 
 def _aligned(count: int) -> int:

@@ -18,8 +18,9 @@ from headrace.core.plan import NewSequence, SamplePlan, StepPlan, StepResult
 from headrace.errors import EngineError, RequestError
 from headrace.kernels.transfer import upload
 from headrace.models.interface import Model
+from headrace.models.vision import VisionEncoder
 from headrace.outputs import Failure, TokenLogprobs
-from headrace.runner.build import make_backends, make_caches, make_recorder
+from headrace.runner.build import make_backends, make_caches, make_media, make_recorder
 from headrace.runner.clock import Stopwatch
 from headrace.runner.graphs import GraphCount, StepGraphs
 from headrace.runner.inputs import Bounds, ForwardPass, StepBuffers
@@ -29,7 +30,7 @@ from headrace.runner.sparse import SparseResults, SparseTables
 from headrace.sampling.device import to_host
 from headrace.sampling.feature import Indices, LogitsRows
 from headrace.sampling.logprobs import Measured, measure_in_slices
-from headrace.sampling.masks import TokenMasks
+from headrace.sampling.masks import HostMasks
 from headrace.sampling.sampler import FAULTS, NOT_FINITE, Sampler
 from headrace.text.vocab import TokenBytes
 
@@ -78,6 +79,7 @@ class ModelRunner:
         caches: the KV of each layer; None: allocated as the config says.
         backends: the attention of each layer, where layers may share one; None: those that the config names.
         recorder: gets each plan before it is executed; None: as the config says.
+        encoder: of pictures and videos; None: the model has none, or is used without.
 
     Raises:
         ConfigError: what the config names cannot be made.
@@ -92,6 +94,7 @@ class ModelRunner:
         caches: Sequence[LayerCache] | None = None,
         backends: Sequence[AttentionBackend] | None = None,
         recorder: Recorder | None = None,
+        encoder: VisionEncoder | None = None,
     ) -> None:
         self.config = config
         self.device = torch.device(config.device)
@@ -105,7 +108,8 @@ class ModelRunner:
             self._sparse = None if config.sparse is None else SparseTables(config, config.sparse, self.device)
             self.sampler = Sampler(config.scheduler.max_num_seqs, model.spec.vocab_size, self.device, token_bytes)
             self._buffers = StepBuffers(config, self.device)
-        self._forward = ForwardPass(model, self._caches, self._backends, self.slots, self._buffers)
+            self.media = make_media(config, encoder)
+        self._forward = ForwardPass(model, self._caches, self._backends, self.slots, self._buffers, self.media)
         self._unsampled: StepHandle | None = None
         """Executed, and not sampled yet."""
         self._prompt_logprobs: dict[int, NewSequence] = {}
@@ -133,6 +137,10 @@ class ModelRunner:
         if self._unsampled is not None:
             raise EngineError(f"step {self._unsampled.step} has not been sampled")
         return GraphCount(0, 0) if self._graphs is None else self._graphs.capture_next()
+
+    def stop_capturing(self, reason: str) -> None:
+        if self._graphs is not None:
+            self._graphs.stop_capturing(reason)
 
     def graphs(self) -> GraphCount:
         return GraphCount(0, 0) if self._graphs is None else self._graphs.count()
@@ -169,8 +177,11 @@ class ModelRunner:
         wants_logprobs = self._prompt_logprobs and any(
             slot in self._prompt_logprobs for slot in rows.slots[~rows.decode].tolist()
         )
+        media, failed = (None, {}) if self.media is None else self.media.gather(rows)
+        self._refused |= failed
         sparse = None if self._sparse is None else self._sparse.rows(rows)
-        shape = None if self._graphs is None or wants_logprobs or sparse is not None else self._graphs.shape_of(rows)
+        eager = self._graphs is None or wants_logprobs or media is not None or sparse is not None
+        shape = None if self._graphs is None or eager else self._graphs.shape_of(rows)
         step.stopwatch.mark()
         if shape is not None and self._graphs is not None:
             step.num_places = shape.rows
@@ -180,13 +191,15 @@ class ModelRunner:
         else:
             step.num_places = len(rows)
             step.places = self._buffers.send(rows, rows.num_decode_rows, len(rows))
-            hidden = self._forward(Bounds.of(rows), sparse)
+            hidden = self._forward(Bounds.of(rows), media, sparse)
             if self._sparse is not None and sparse is not None:
                 step.sparse = self._sparse.results(rows, sparse)
             step.prompt_logprobs = self._measure_prompts(plan, hidden)
         step.replayed = shape is not None
         step.refused = self._refusals(plan)
         self.slots.end(rows)
+        if self.media is not None:
+            self.media.advance(rows)
 
     @torch.inference_mode()
     def sample(self, step: StepHandle, plan: SamplePlan) -> None:
@@ -203,17 +216,18 @@ class ModelRunner:
         rows = step.rows
         if rows is None:
             return
-        shape = None if self._graphs is None or plan else self._graphs.sample_shape_of(rows)
+        masks = HostMasks.of(plan, rows.seq_ids[rows.row_of], self._model.spec.vocab_size) if rows.num_logits_rows else None
+        shape = None if self._graphs is None else self._graphs.sample_shape_of(rows, masks)
         if shape is None:
             step.stopwatch.mark()
             if rows.num_logits_rows:
-                self._draw(step, rows, plan)
+                self._draw(step, rows, masks)
         elif self._graphs is not None:
-            self._graphs.sample(shape)
+            self._graphs.sample(shape, masks)
         step.outcome = self._buffers.fetch(max(step.num_places, rows.num_logits_rows))
         step.stopwatch.mark()
 
-    def _draw(self, step: StepHandle, rows: RowArrays, plan: SamplePlan) -> None:
+    def _draw(self, step: StepHandle, rows: RowArrays, masks: HostMasks | None) -> None:
         """All that rows may ask of the sampler, kernel by kernel."""
         count, row, given = rows.num_logits_rows, rows.row_of, self._buffers.logits()
         slots, slots_device, positions = rows.slots[row], given.slots[:count], given.positions[:count]
@@ -222,7 +236,7 @@ class ModelRunner:
         sampled = self.sampler.sample(
             self._model.logits(given.hidden[:count]),
             LogitsRows(slots, lengths - self.slots.prompt_len[slots], slots_device, positions, row),
-            TokenMasks.of(plan, rows.seq_ids[row], self._model.spec.vocab_size, self.device),
+            None if masks is None else masks.upload(self.device),
         )
         self.slots.append(rows, slots_device, positions, sampled.tokens, sampled.counts)
         torch.sub(sampled.tokens, sampled.faults, out=given.outcome[:count, 0])
@@ -297,6 +311,7 @@ class ModelRunner:
             ("attention workspaces", workspace_bytes(self._forward.to_plan)),
             ("slots", self.slots.nbytes + self._buffers.nbytes + (0 if self._sparse is None else self._sparse.nbytes)),
             ("penalty histograms", self.sampler.nbytes),
+            *([] if self.media is None else [("features of pictures", self.media.nbytes)]),
             ("CUDA graphs", 0 if self._graphs is None else self._graphs.nbytes),
         ]
 
@@ -315,17 +330,21 @@ class ModelRunner:
             self.sampler.remove(slot)
             self._prompt_logprobs.pop(slot, None)
             self._refused.pop(slot, None)
+            if self.media is not None:
+                self.media.release(slot)
         if not plan.new:
             return
         known = [self._with_known_tokens(seq) for seq in plan.new]
         self.slots.take(known)
+        if self.media is not None:
+            self.media.take(known)
         if self._sparse is not None:
             self._sparse.take(known)
         for seq in known:
             try:
                 self.sampler.add(seq.slot, seq)
             except RequestError as error:
-                self._refused[seq.slot] = Failure(error.message, client=True)
+                self._refused[seq.slot] = Failure(error.message, client=True, code=error.code, param=error.param)
             except Exception as error:
                 logger.exception("sequence %d cannot be sampled", seq.seq_id)
                 self._refused[seq.slot] = Failure(f"the request cannot be sampled: {type(error).__name__}: {error}")

@@ -11,13 +11,12 @@ import torch
 from headrace.core.plan import NewSequence, SamplePlan
 from headrace.errors import EngineError
 from headrace.kernels.mask import apply_masks
-from headrace.kernels.transfer import upload
 from headrace.sampling.feature import Feature, Indices, LogitsRows
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenMasks:
-    """The masks of one step's logits rows."""
+    """The masks of one step's logits rows, on the device."""
 
     masks: torch.Tensor
     """``[M, ceil(vocab / 32)]`` int32: a set bit allows the token."""
@@ -26,9 +25,22 @@ class TokenMasks:
     host_which: npt.NDArray[np.int32]
     """``which`` on the host."""
 
+    def apply(self, logits: torch.Tensor) -> None:
+        """Bans tokens of ``logits [N, vocab]`` in place."""
+        apply_masks(logits, self.masks, self.which)
+
+
+@dataclasses.dataclass(frozen=True)
+class HostMasks:
+    """The masks of one step's logits rows, on the host: ``which`` and then ``masks``, for a single transfer."""
+
+    words: int
+    which: npt.NDArray[np.int32]
+    masks: tuple[bytes, ...]
+
     @classmethod
-    def of(cls, plan: SamplePlan, seq_ids: Indices, vocab_size: int, device: torch.device) -> TokenMasks | None:
-        """Uploads the masks of a plan; returns None if it has none.
+    def of(cls, plan: SamplePlan, seq_ids: Indices, vocab_size: int) -> HostMasks | None:
+        """The masks of a plan; None if it has none.
 
         Args:
             seq_ids: ``[N]``: the sequence of each logits row.
@@ -48,14 +60,31 @@ class TokenMasks:
         if any(len(mask) != 4 * words for mask in plan.masks):
             sizes = sorted({len(mask) for mask in plan.masks})
             raise EngineError(f"token masks have {sizes} bytes; a vocabulary of {vocab_size} needs {4 * words}")
-        # A single transfer for masks and indices.
-        sent = upload(np.concatenate((np.frombuffer(b"".join(plan.masks), dtype="<i4"), which)), device)
-        count = words * len(plan.masks)
-        return cls(sent[:count].view(-1, words), sent[count:], which)
+        return cls(words, which, plan.masks)
 
-    def apply(self, logits: torch.Tensor) -> None:
-        """Bans tokens of ``logits [N, vocab]`` in place."""
-        apply_masks(logits, self.masks, self.which)
+    @property
+    def allows_nothing(self) -> bool:
+        """Whether one of the masks bans every token."""
+        nothing = bytes(4 * self.words)
+        return any(mask == nothing for mask in self.masks)
+
+    def upload(self, device: torch.device) -> TokenMasks:
+        sent = self._joined(len(self.which), device).to(device, non_blocking=True)
+        rows = len(self.which)
+        return TokenMasks(sent[rows:].view(-1, self.words), sent[:rows], self.which)
+
+    def copy_to(self, buffer: torch.Tensor, rows: int) -> None:
+        """Writes the masks into a buffer whose first ``rows`` numbers are ``which``: -1 where there is no logits row."""
+        joined = self._joined(rows, buffer.device)
+        buffer[: len(joined)].copy_(joined, non_blocking=True)
+
+    def _joined(self, rows: int, device: torch.device) -> torch.Tensor:
+        """In memory that the device can read."""
+        host = torch.empty(rows + self.words * len(self.masks), dtype=torch.int32, pin_memory=device.type == "cuda")
+        padding = np.full(rows - len(self.which), -1, dtype=np.int32)
+        masks = (np.frombuffer(mask, dtype="<i4") for mask in self.masks)
+        np.concatenate([self.which, padding, *masks], out=host.numpy())
+        return host
 
 
 class Constrained(Feature):
@@ -65,6 +94,10 @@ class Constrained(Feature):
         if seq.constrained:
             self.use(slot)
         return seq.constrained
+
+    def holds(self, slots: Indices) -> npt.NDArray[np.bool_]:
+        """Which of the slots have a constrained sequence."""
+        return self._uses[slots]
 
     def check(self, rows: LogitsRows, masks: TokenMasks | None) -> None:
         """Raises: EngineError: a row of a constrained sequence has no mask."""

@@ -11,6 +11,7 @@ import dataclasses
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from headrace.core.plan import NewSequence
@@ -92,9 +93,14 @@ class Sampler:
         self._num_features = np.zeros(num_slots, dtype=np.int64)
         """slot -> number of features that apply to its sequence."""
 
-    def plain(self, slots: Indices) -> bool:
-        """True if no feature applies to any of the slots: sampling uses the model's logits unchanged."""
-        return not self._num_features[slots].any()
+    def plain(self, slots: Indices, masked: npt.NDArray[np.bool_] | None = None) -> bool:
+        """True if no feature applies to any of the slots: sampling uses the model's logits unchanged.
+
+        Args:
+            masked: ``[N]`` bool: the slots whose logits have token masks; constraints need nothing else.
+        """
+        features = self._num_features[slots]
+        return not (features if masked is None else features - (self._constrained.holds(slots) & masked)).any()
 
     def filters(self, slots: Indices) -> bool:
         """True if top_k, top_p or min_p restrict any of the slots."""

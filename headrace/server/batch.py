@@ -62,11 +62,11 @@ async def _begun(state: Serving, url: str, body: dict[str, Any], request_id: str
     match url:
         case "/v1/chat/completions":
             chat = parsed_body(body, ChatBody, "chat")
-            generation = await chat_generation(state, chat, request_id)
+            generation = await chat_generation(state, chat, request_id, find=None)
             return generation, ChatAnswer(chat, state, generation, request_id)
         case "/v1/completions":
             return await completion_answer(state, parsed_body(body, CompletionBody, "completions"), request_id)
         case "/v1/responses":
-            return await responses_answer(state, parsed_body(body, ResponsesBody, "responses"), request_id)
+            return await responses_answer(state, parsed_body(body, ResponsesBody, "responses"), request_id, None)
         case _:
-            return await messages_answer(state, parsed_body(body, MessagesBody, "messages"), request_id)
+            return await messages_answer(state, parsed_body(body, MessagesBody, "messages"), request_id, None)

@@ -27,9 +27,9 @@ class BodyBudget:
         self.used = 0
 
     @contextmanager
-    def body(self) -> Iterator[Body]:
-        """A body whose bytes count until the block is left."""
-        body = Body(self._settings, self)
+    def body(self, max_bytes: int, max_values: int | None = None) -> Iterator[Body]:
+        """A body whose bytes count until the block is left. ``max_values``: of JSON; None: it is something else."""
+        body = Body(self, max_bytes, max_values)
         try:
             yield body
         finally:
@@ -46,12 +46,11 @@ class BodyBudget:
 class Body:
     """The bytes of one body as they arrive."""
 
-    def __init__(self, settings: ServerSettings, budget: BodyBudget) -> None:
+    def __init__(self, budget: BodyBudget, max_bytes: int, max_values: int | None) -> None:
         self.data = bytearray()
         self.charged = 0
         self._num_values = 0
-        self._settings = settings
-        self._budget = budget
+        self._budget, self._max_bytes, self._max_values = budget, max_bytes, max_values
 
     async def read(self, request: Request) -> None:
         """Raises: ApiError: 413 too large, at once by its Content-Length, or too many values; 503 no room for it."""
@@ -61,28 +60,32 @@ class Body:
             size = len(self.data) + len(chunk)
             self._check_size(size)
             # Decoding holds the interpreter's lock, so no thread could do it for the event loop: it must be short.
-            self._num_values += num_values(chunk)
-            if self._num_values > self._settings.max_json_values:
-                message = f"the body has more than {self._settings.max_json_values} JSON values"
-                raise ApiError(413, message, code="too_many_values")
+            if self._max_values is not None:
+                self._num_values += num_values(chunk)
+                if self._num_values > self._max_values:
+                    message = f"the body has more than {self._max_values} JSON values (max_json_values)"
+                    raise ApiError(413, message, code="too_many_values")
             self._budget.charge(self, max(0, size - _SMALL_BODY) - self.charged)
             self.data += chunk
 
     def _check_size(self, size: int) -> None:
-        if size > self._settings.max_body_bytes:
-            message = f"the body is larger than {self._settings.max_body_bytes} bytes"
+        if size > self._max_bytes:
+            message = f"the body is larger than {self._max_bytes} bytes"
             raise ApiError(413, message, code="body_too_large")
 
 
-async def json_object(request: Request, settings: ServerSettings, budget: BodyBudget) -> dict[str, Any]:
+async def json_object(request: Request, settings: ServerSettings, budget: BodyBudget, max_values: int) -> dict[str, Any]:
     """The body as a dict. Fields that are null are left out: null means default everywhere in OpenAI's API.
+
+    Args:
+        max_values: JSON values that it may have.
 
     Raises:
         ApiError: 415 not JSON by its headers; 413 too large; 503 no room for it; 400 not UTF-8, not JSON (NaN and numbers
             out of range among it), too many values, nested too deeply, or not an object.
     """
     _check_content_type(request)
-    with budget.body() as body:
+    with budget.body(settings.max_body_bytes, max_values) as body:
         await body.read(request)
         value = _decode(body.data)
     if not isinstance(value, dict):
@@ -90,11 +93,16 @@ async def json_object(request: Request, settings: ServerSettings, budget: BodyBu
     return {name: item for name, item in value.items() if item is not None}
 
 
-def _check_content_type(request: Request) -> None:
+def check_content_encoding(request: Request) -> None:
+    """Raises: ApiError 415: the body is compressed."""
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.lower() != "identity":
         message = f"Content-Encoding {shown(encoding)!r} is not supported: send the body as it is"
         raise ApiError(415, message, param="Content-Encoding")
+
+
+def _check_content_type(request: Request) -> None:
+    check_content_encoding(request)
     given = request.headers.get("content-type", "")
     if len(given) > _MAX_CONTENT_TYPE:
         raise ApiError(415, f"Content-Type is longer than {_MAX_CONTENT_TYPE} characters", param="Content-Type")

@@ -144,6 +144,7 @@ FIELDS: tuple[FieldRule, ...] = (
         "vLLM",
         _CHAT,
         chat_template_kwargs="Further variables for the chat template.",
+        mm_processor_kwargs="Options of the model's processor of pictures and videos, such as min_pixels and max_pixels.",
         add_generation_prompt="End the prompt with the start of the assistant's turn. Default: true.",
         continue_final_message="Continue the last message instead of starting a new turn.",
         thinking_token_budget="Number of tokens of reasoning at most; then its end is forced. -1 (default): no limit.",
@@ -157,6 +158,7 @@ FIELDS: tuple[FieldRule, ...] = (
         parallel_tool_calls="false: the answer ends with its first call.",
         functions="Older name of tools: a list of functions.",
         function_call="Older name of tool_choice.",
+        reasoning_effort="none, minimal, low, medium, high, xhigh or max, as far as the chat template has variables for it.",
     ),
     *_applied("SGLang", _CHAT, separate_reasoning="false: leave reasoning in the content, as the model writes it."),
     *_applied(
@@ -182,7 +184,7 @@ FIELDS: tuple[FieldRule, ...] = (
         include="List of message.output_text.logprobs and reasoning.encrypted_content. Others belong to tools that it does "
         "not run and have no effect.",
         text="Object with format (text, json_object or json_schema) and verbosity, as in chat.",
-        tools="Functions, and custom tools whose format is text. Others: see --unsupported-tools.",
+        tools="Functions, and custom tools, whose format may be text or a grammar. Others: see --unsupported-tools.",
         tool_choice="As in chat: auto (default), none, required, a function or custom tool, allowed_tools.",
         parallel_tool_calls="false: the answer ends with its first call.",
         max_tool_calls="Repeated in the response; it counts tools that the server would run.",
@@ -300,7 +302,6 @@ FIELDS: tuple[FieldRule, ...] = (
     ),
     _other("refused", "audio", "the model answers in text", None, ""),
     _other("refused", "prediction", "predicted outputs are not served", None, ""),
-    _other("refused", "reasoning_effort", "the model has no such setting", Literal["none"], '"none"'),
     _other("refused", "verbosity", "the model has no such setting", Literal["medium"], '"medium"'),
     _other("refused", "web_search_options", "the server searches nothing", None, ""),
     _other("refused", "moderation", "the server moderates nothing", None, ""),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
+import msgspec
 from starlette.requests import ClientDisconnect
 
 from headrace.core.request import Request
@@ -59,6 +61,10 @@ class Generation:
         self._stream: Any = None
         self._first: Piece | None = None
 
+    def of_session(self, session: str) -> None:
+        """Names the session that the requests belong to. Before they begin."""
+        self.requests = [msgspec.structs.replace(request, session=session) for request in self.requests]
+
     async def begin(self) -> None:
         """Wait for the first delta, so that an error before it still gets its HTTP status."""
         self._first = await self.next()
@@ -96,9 +102,18 @@ class Generation:
             "prompt_tokens": prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(self._cached)},
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached), **self._media_tokens},
             "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
         }
+
+    @functools.cached_property
+    def _media_tokens(self) -> dict[str, int]:
+        """Tokens of pictures and videos in the prompts; empty: there are none."""
+        counts: dict[str, int] = {}
+        for media in (media for request in self.requests for media in request.media):
+            name = f"{media.modality}_tokens"
+            counts[name] = counts.get(name, 0) + media.num_rows
+        return {"image_tokens": 0, "video_tokens": 0, **counts} if counts else {}
 
     @property
     def timing(self) -> dict[str, float | None] | None:
@@ -134,8 +149,7 @@ class Generation:
         if delta.finish_reason == "error":
             message = delta.error or "the engine failed on this request"
             if delta.client_error:
-                param = None if delta.error_code is None else "structured_outputs"
-                raise RequestError(message, param, code=delta.error_code)
+                raise RequestError(message, delta.error_param, code=delta.error_code)
             # If the engine is not healthy, it failed itself and will be restarted.
             raise EngineError(message) if self._serving.llm.health().ok else EngineDeadError(message)
         if delta.finish_reason == "abort":

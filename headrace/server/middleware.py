@@ -21,7 +21,7 @@ logger = logging.getLogger("headrace.server")
 
 CLIENT_GONE = 499
 """The status in log and metrics of a request whose client went before the answer."""
-OPEN_PATHS = frozenset({"/health", "/live", "/ping", "/version", "/metrics"})
+OPEN_PATHS = frozenset({"/health", "/ready", "/live", "/ping", "/version", "/metrics"})
 _QUIET = OPEN_PATHS
 _GENERATES = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"})
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
@@ -84,6 +84,10 @@ class Observe:
             )  # fmt: skip
 
 
+TENANT = "headrace.tenant"
+"""Key of the scope: whose request it is, where the server has API keys."""
+
+
 class ApiKeys:
     """Answers 401 unless the request has one of the keys, which are compared in constant time."""
 
@@ -92,24 +96,29 @@ class ApiKeys:
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and not self._known(Headers(scope=scope)):
+        known = self._known(Headers(scope=scope)) if scope["type"] == "http" else None
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and known is None:
             message = "this server needs an API key that it knows: send 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
             headers = {"WWW-Authenticate": "Bearer"}
             error = ApiError(401, message, code="invalid_api_key", headers=headers)
             await error.response(scope)(scope, receive, send)
             return
+        if known is not None:
+            scope[TENANT] = known
         await self._app(scope, receive, send)
 
-    def _known(self, headers: Headers) -> bool:
+    def _known(self, headers: Headers) -> str | None:
+        """The digest of the key, if the request has one that is known."""
         scheme, _, key = headers.get("authorization", "").partition(" ")
         given = [key.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")]
-        matches = False
+        found = None
         for key in filter(None, given):
             # ASGI headers are bytes, which Headers reads as latin-1.
             digest = hashlib.sha256(key.encode("latin-1")).digest()
             for known in self._digests:
-                matches |= hmac.compare_digest(digest, known)
-        return matches
+                if hmac.compare_digest(digest, known):
+                    found = known.hex()
+        return found
 
 
 class HeadAsGet:

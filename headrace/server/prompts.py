@@ -5,16 +5,22 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, NamedTuple
 
 from headrace.core.request import Request
 from headrace.engine.inputs import Prompt
+from headrace.errors import RequestError
+from headrace.multimodal.media import FindFeatures
 from headrace.options import INT32_MAX
 from headrace.server.errors import ApiError
 from headrace.server.sampling import limit
 from headrace.server.schema import ChatBody, CompletionBody, TokenizeBody
 from headrace.server.state import Serving
+from headrace.text.answers import AnswerFormats
+from headrace.text.content import ConversationMedia, MediaPart
+from headrace.text.effort import EffortVariables
 
 
 def parse_prompts(value: Any, most: int) -> list[str | list[int]]:
@@ -82,26 +88,102 @@ def _wrong(where: str, expected: str) -> ApiError:
     return ApiError(400, f"{where} must be {expected}", param=where, code="invalid_type")
 
 
-async def render_messages(serving: Serving, body: ChatBody | TokenizeBody, tools: Sequence[Mapping[str, Any]] = ()) -> str:
-    """The prompt text of a conversation. Raises: RequestError (400), naming the message and its field at fault."""
+class RenderedChat(NamedTuple):
+    """A conversation as the chat template writes it."""
+
+    text: str
+    media: Sequence[MediaPart]
+    """In the order of their placeholders in the text."""
+    kwargs: Mapping[str, Any]
+    """``mm_processor_kwargs``"""
+
+    @asynccontextmanager
+    async def prompt(self, serving: Serving, find: FindFeatures | None) -> AsyncIterator[Prompt]:
+        """The engine's prompt, its media loaded for as long as the block lasts. Errors of media name their parts.
+
+        Args:
+            find: finds uploaded features.
+
+        Raises:
+            RequestError: a medium cannot be had, or exceeds a limit.
+            QueueFullError: there is no room for them now.
+        """
+        loader = serving.llm.inputs.media
+        if not self.media or loader is None:
+            yield self.text
+            return
+        async with loader.loaded(self.media, find) as data:
+            try:
+                yield {"prompt": self.text, "multi_modal_data": data, "mm_processor_kwargs": self.kwargs}
+            except RequestError as error:
+                raise _of_part(error, self.media) from None
+
+    async def token_ids(self, serving: Serving, find: FindFeatures | None, *, add_special_tokens: bool = False) -> list[int]:
+        """The tokens of the prompt. Raises: as ``prompt``."""
+        inputs = serving.llm.inputs
+        inputs.check_length(self.text, "messages")
+        async with self.prompt(serving, find) as prompt:
+            if isinstance(prompt, str):
+                tokenizer = need_tokenizer(serving, "messages")
+                encode = functools.partial(tokenizer.encode, add_special_tokens=add_special_tokens, param="messages")
+                ids: list[int] = await inputs.in_thread(lambda: encode(prompt))
+                return ids
+            return await inputs.in_thread(lambda: inputs.prompt_token_ids(prompt, add_special_tokens=add_special_tokens))
+
+
+def _of_part(error: RequestError, parts: Sequence[MediaPart]) -> RequestError:
+    """An error of the engine's gate, which counts media by modality, as one of the conversation's part."""
+    named = re.match(r"multi_modal_data\.(image|video)(?:_embeds)?\[(\d+)\]", error.param or "")
+    if named is None:
+        return error
+    part = [part for part in parts if part.modality == named[1]][int(named[2])]
+    error.message = error.message.replace(named[0], part.param)
+    error.param = (error.param or "").replace(named[0], part.param)
+    error.args = (error.message,)
+    return error
+
+
+async def render_messages(
+    serving: Serving, body: ChatBody | TokenizeBody, tools: Sequence[Mapping[str, Any]] = ()
+) -> RenderedChat:
+    """The prompt of a conversation. Raises: RequestError (400), naming the message and its field at fault."""
     if isinstance(body.messages, list):
         limit("messages", len(body.messages), serving.settings.max_messages)
-    for name in ("messages", "chat_template_kwargs"):
+    for name in ("messages", "chat_template_kwargs", "mm_processor_kwargs"):
         _check_values(name, getattr(body, name), serving.settings.max_chat_values)
     _check_values("tools", list(tools), serving.settings.max_chat_values)
     messages, answers = body.messages, serving.llm.inputs.answers
     if answers is not None and answers.tools is not None and answers.tools.ids == "alphanumeric9":
         messages = _with_short_ids(messages)
+    processor = serving.llm.inputs.multimodal
+    media = None if processor is None else ConversationMedia(processor.neutral)
+    if processor is None and body.mm_processor_kwargs:
+        message = "mm_processor_kwargs is not supported: the model reads text alone"
+        raise ApiError(400, message, param="mm_processor_kwargs", code="unsupported_parameter")
     render = functools.partial(
         need_tokenizer(serving, "messages").render_chat,
         messages,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
-        chat_template_kwargs=body.chat_template_kwargs,
+        chat_template_kwargs={**_effort_variables(body, answers), **body.chat_template_kwargs},
         strict=True,
         **({"tools": tools} if tools else {}),
+        **({"media": media} if media is not None else {}),
     )
-    return await serving.llm.inputs.in_thread(render)
+    text = await serving.llm.inputs.in_thread(render)
+    return RenderedChat(text, () if media is None else media.parts, body.mm_processor_kwargs)
+
+
+def _effort_variables(body: ChatBody | TokenizeBody, answers: AnswerFormats | None) -> dict[str, Any]:
+    """The chat template's variables that reasoning_effort sets. Raises RequestError."""
+    if not isinstance(body, ChatBody) or body.reasoning_effort is None:
+        return {}
+    variables = (answers.efforts if answers is not None else EffortVariables()).set_by(body.reasoning_effort)
+    for name, value in variables.items():
+        if body.chat_template_kwargs.get(name, value) != value:
+            message = f"reasoning_effort {body.reasoning_effort} and chat_template_kwargs.{name} contradict each other"
+            raise RequestError(message, "reasoning_effort", code="invalid_value")
+    return variables
 
 
 def _check_values(name: str, value: Any, most: int) -> None:

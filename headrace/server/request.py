@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from headrace.server.body import json_object
 from headrace.server.errors import validation_error
 from headrace.server.fields import Endpoint, applied_fields
+from headrace.server.middleware import TENANT
 from headrace.server.schema import RequestBody, SampledBody
 from headrace.server.state import Serving
 
@@ -23,7 +24,7 @@ async def checked_body(request: Request, serving: Serving, kind: type[B], endpoi
         ApiError: 503 while the engine does not serve; else 400, 413 or 415, naming what is wrong, or 503 for want of memory.
     """
     serving.check_ready()
-    return parsed_body(await json_object(request, serving.settings, serving.bodies), kind, endpoint)
+    return parsed_body(await json_object(request, serving.settings, serving.bodies, serving.max_json_values), kind, endpoint)
 
 
 def parsed_body(fields: dict[str, Any], kind: type[B], endpoint: Endpoint | None = None) -> B:
@@ -34,6 +35,11 @@ def parsed_body(fields: dict[str, Any], kind: type[B], endpoint: Endpoint | None
         return kind.model_validate(fields)
     except ValidationError as error:
         raise validation_error(error) from None
+
+
+def tenant(request: Request) -> str:
+    """Whose uploads a request sees: those of its API key, or everyone's where there are no keys."""
+    return str(request.scope.get(TENANT, ""))
 
 
 def body_schema(kind: type[RequestBody]) -> dict[str, Any]:

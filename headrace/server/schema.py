@@ -95,6 +95,7 @@ class ChatBody(GenerationBody):
     max_completion_tokens: Annotated[Any, WithJsonSchema(_SAMPLING["max_tokens"].json_schema())] = None
     add_special_tokens: bool = False
     chat_template_kwargs: dict[str, Any] = {}
+    mm_processor_kwargs: dict[str, Any] = {}
     add_generation_prompt: bool | None = None
     """None: unless the final message is continued."""
     continue_final_message: bool = False
@@ -103,6 +104,7 @@ class ChatBody(GenerationBody):
     parallel_tool_calls: bool = True
     functions: Tools = None
     function_call: Annotated[Any, WithJsonSchema(_choice_schema("none", "auto"))] = None
+    reasoning_effort: str | None = None
     thinking_token_budget: int | None = None
     include_reasoning: bool = True
     separate_reasoning: bool = True
@@ -218,6 +220,7 @@ class TokenizeBody(RequestBody):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = {}
+    mm_processor_kwargs: dict[str, Any] = {}
     return_token_strs: bool = False
 
 

@@ -58,9 +58,9 @@ class ServerSettings:
     api_keys: Annotated[
         tuple[str, ...], OptionSpec(min=1, flags=("--api-key",), default="no key is needed", metavar="KEY", secret=True)
     ] = dataclasses.field(default_factory=_api_keys, metadata={"environment": "HEADRACE_API_KEY"})
-    """API key, which clients send as a bearer token; /health, /live, /ping, /version and /metrics need none. Repeatable, so
-    that keys can be rotated. Prefer the environment variable HEADRACE_API_KEY (comma-separated): other users of the machine can
-    read a command line."""
+    """API key, which clients send as a bearer token; /health, /ready, /live, /ping, /version and /metrics need none.
+    Repeatable, so that keys can be rotated. Prefer the environment variable HEADRACE_API_KEY (comma-separated): other users of
+    the machine can read a command line."""
     cors_origins: Annotated[tuple[str, ...], OptionSpec(flags=("--cors-origin",), metavar="ORIGIN")] = ()
     """Web origin whose pages may call the API from a browser, such as https://chat.example.com. Repeatable; * for all."""
     cors_credentials: bool = False
@@ -78,9 +78,10 @@ class ServerSettings:
     max_bytes_in_flight: Annotated[int, OptionSpec(min=1, size=True, default="128MiB")] = 128 * 2**20
     """Maximum size of all request bodies that are being received or decoded, counted as they arrive. While it is reached,
     bodies above 64KiB are refused with HTTP 503; one alone is always taken."""
-    max_json_values: Annotated[int, OptionSpec(min=1)] = 1_000_000
+    max_json_values: Annotated[int | None, OptionSpec(min=1)] = None
     """Maximum number of JSON values in a request body, estimated from its punctuation: a string, a list or an object counts
-    as four numbers or more. It bounds the time for which decoding a body holds up other requests."""
+    as four numbers or more. It bounds the time for which decoding a body holds up other requests. Default: 400000, or twice
+    the model's context length if that is more."""
     max_header_bytes: Annotated[int, OptionSpec(min=1, size=True, default="64KiB")] = 64 * 2**10
     """Maximum size of a request's line and headers together."""
     max_url_bytes: Annotated[int, OptionSpec(min=1, size=True, default="8KiB")] = 8 * 2**10
@@ -115,6 +116,9 @@ class ServerSettings:
     enable_auto_tool_choice: bool = True
     """Look for tool calls in the answers to requests that offer tools. Without it, such requests are refused unless they set
     tool_choice to none."""
+    exclude_tools_when_tool_choice_none: bool = False
+    """Leave tools out of the prompt where tool_choice is none. Without it the model is shown them, so that turns of a
+    conversation share their prefix in the cache."""
     responses_store: bool = True
     """Keep responses of /v1/responses in memory, unless a request says store: false, so that clients may get them again and
     continue them by previous_response_id."""
@@ -124,6 +128,13 @@ class ServerSettings:
     """Maximum size of all stored responses. Each holds the conversation that led to it."""
     responses_store_ttl: Annotated[float, OptionSpec(above=0.0, metavar="SECONDS")] = 86400.0
     """Seconds for which a response is stored."""
+    max_feature_bytes: Annotated[int, OptionSpec(min=1, size=True, default="64MiB")] = 2**26
+    """Maximum size of one upload of features to /v1/features."""
+    features_bytes: Annotated[int, OptionSpec(min=1, size=True, default="1GiB")] = 2**30
+    """Maximum size of all uploaded features. Each API key has an equal share, and further uploads are refused while it is used
+    up."""
+    features_ttl: Annotated[float, OptionSpec(above=0.0, metavar="SECONDS")] = 3600.0
+    """Seconds for which uploaded features are kept."""
     unsupported_tools: UnsupportedTools = "refuse"
     """What becomes of tools that the server would have to run itself, such as web search, in requests to /v1/responses and
     /v1/messages: refuse the request, or skip the tool, as agents need that send such tools always."""

@@ -24,6 +24,8 @@ from headrace.server.state import ServedModel, Serving
 logger = logging.getLogger("headrace.server")
 _encode = msgspec.json.Encoder().encode
 PING_SECONDS = 15.0
+SESSION_HEADER = "x-session-id"
+"""Names the session of a request for --dp-routing-policy session."""
 
 
 class Answer(abc.ABC):
@@ -129,6 +131,8 @@ class ChunkAnswer(Answer):
 
 async def respond(request: Request, serving: Serving, generation: Generation, answer: Answer, *, stream: bool) -> Response:
     """The response to a request whose generation has not begun."""
+    if (session := request.headers.get(SESSION_HEADER)) is not None:
+        generation.of_session(session)
     if stream:
         try:
             await cancel_on_disconnect(serving, request.receive, generation.begin())

@@ -23,6 +23,7 @@ from headrace.outputs import AttentionReport, most_computed
 from headrace.sampling_params import SamplingParams
 from headrace.server.body import BodyBudget
 from headrace.server.errors import ApiError, first_line, shown, unavailable
+from headrace.server.features import FeatureStore
 from headrace.server.logprobs import TokenTexts
 from headrace.server.settings import ServerSettings
 from headrace.server.store import ResponseStore
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
     from headrace.engine.async_llm import AsyncLLM
 
 logger = logging.getLogger("headrace.server")
+
+_MAX_JSON_VALUES = 400_000
+"""Decoding as many numbers takes about 20 ms."""
 
 
 class Serving:
@@ -47,6 +51,7 @@ class Serving:
             headrace.__version__,
             settings.metrics_compat,
             lambda: None if self._facts is None else self._facts.name,
+            None if llm.replicas is None else llm.replicas.reported,
         )
         self.failure: Exception | None = None
         """Why the engine could not start."""
@@ -57,6 +62,7 @@ class Serving:
         self.draining = False
         self.num_in_flight = 0
         self.responses = ResponseStore(settings)
+        self.features = FeatureStore(settings)
         self.reports = AttentionReports()
         self.secret = secrets.token_bytes(32)
         """Signs what clients keep for the server."""
@@ -97,7 +103,7 @@ class Serving:
         health = self.llm.health()
         if health.ok and self.loading:
             return False, "the engine is starting"
-        return health.ok, first_line(health.reason)
+        return health.ok, "" if health.ok else first_line(health.reason)
 
     def check_live(self) -> None:
         """Raises: ApiError 503 if the server cannot serve again: its engine did not start, or died repeatedly."""
@@ -117,6 +123,11 @@ class Serving:
             self.check_ready()
             self._facts = ServedModel(self.llm, self.settings)
         return self._facts
+
+    @property
+    def max_json_values(self) -> int:
+        """How many JSON values a request body may have: by default enough for a prompt of token ids."""
+        return self.settings.max_json_values or max(_MAX_JSON_VALUES, 2 * self.model.max_model_len)
 
     @contextmanager
     def in_flight(self) -> Iterator[None]:

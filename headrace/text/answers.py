@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from headrace.core.request import ParseOptions
 from headrace.errors import RequestError
+from headrace.text.effort import EffortVariables
 from headrace.text.parse.arguments import type_of
 from headrace.text.parse.engine import Parser
 from headrace.text.parse.format import Format, Machine
@@ -29,13 +30,20 @@ class AnswerFormats:
         self.recognised = recognise(
             template, self.vocabulary, tools=tools, reasoning=reasoning, response_template=tokenizer.response_template
         )
-        texts = template.values() if isinstance(template, dict) else [template or ""]
-        self.renders_tools = any(re.search(r"\btools\b", text) for text in texts)
+        self._templates = list(template.values()) if isinstance(template, dict) else [template or ""]
+        self.renders_tools = any(re.search(r"\btools\b", text) for text in self._templates)
         """Whether the chat template shows tools to the model."""
 
     @property
     def tools(self) -> Format | None:
         return self.recognised.choice.tools
+
+    @functools.cached_property
+    def efforts(self) -> EffortVariables:
+        """What reasoning_effort sets of the chat template's variables."""
+        choice = self.recognised.choice
+        reasons = choice.reasoning is not None or (choice.tools is not None and choice.tools.whole)
+        return EffortVariables.of(self._templates, reasons=reasons)
 
     def decisions(self) -> list[tuple[str, str, str]]:
         """Name, value and reason of each format."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,11 +11,13 @@ import msgspec
 
 from headrace.errors import ConfigError, RequestError
 from headrace.options import shown
+from headrace.text.content import ConversationMedia, content_of, missing, no_others, unsupported, wrong_type
 from headrace.text.fast_tokenizer import FastTokenizer
 from headrace.text.template_messages import TemplateJob
 from headrace.text.templates import TemplateRenderer
 
 if TYPE_CHECKING:
+    from jinja2.nodes import Template
     from transformers import PreTrainedTokenizerFast
 
 _MAX_TEMPLATE_BYTES = 1 << 20
@@ -27,8 +29,6 @@ _RESERVED = frozenset(
     }
 )
 """What ``chat_template_kwargs`` may not set: it is the renderer's, or has a parameter of its own."""
-_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-"""Type of a text part -> its field."""
 _ROLES = {
     "system": "system",
     "developer": "system",
@@ -69,8 +69,12 @@ def read_template(source: str) -> str:
     return template
 
 
-def check_template(template: str) -> None:
-    """Raises ConfigError if a template is not valid Jinja. Parses it only: Jinja's compiler computes the constants in it."""
+def parsed_template(template: str) -> Template:
+    """The syntax tree of a template. Nothing is compiled: Jinja's compiler computes the constants in it.
+
+    Raises:
+        ConfigError: it is not valid Jinja.
+    """
     import jinja2
     from jinja2.ext import Extension
     from jinja2.nodes import Node, Scope
@@ -88,7 +92,7 @@ def check_template(template: str) -> None:
     if len(template) > _MAX_TEMPLATE_BYTES:
         raise ConfigError(f"the chat template has more than {_MAX_TEMPLATE_BYTES} characters", "chat_template")
     try:
-        jinja2.Environment(extensions=["jinja2.ext.loopcontrols", Generation]).parse(template)
+        return jinja2.Environment(extensions=["jinja2.ext.loopcontrols", Generation]).parse(template)
     except jinja2.TemplateSyntaxError as error:
         raise ConfigError(
             f"the chat template is not valid Jinja: line {error.lineno}: {error.message}", "chat_template"
@@ -107,12 +111,13 @@ def render(
     continue_final_message: bool,
     template_kwargs: Mapping[str, Any],
     strict: bool,
+    media: ConversationMedia | None = None,
 ) -> str:
     """Render messages with the tokenizer's chat template, in Jinja's sandbox and within the renderer's limits.
 
     Args:
         add_generation_prompt: None: unless the final message is continued.
-        strict: as in ``normalize``.
+        strict, media: as in ``normalize``.
 
     Raises:
         RequestError: there is no template, it refuses these messages, or they are malformed; the parameter is
@@ -123,21 +128,23 @@ def render(
         raise RequestError("this model has no chat template: give the server one, or send a plain prompt", "messages")
     for name in template_kwargs:
         if name in _RESERVED:
-            raise _unsupported(f"chat_template_kwargs.{name}", "the server sets it")
+            raise unsupported(f"chat_template_kwargs.{name}", "the server sets it")
     if add_generation_prompt is None:
         add_generation_prompt = not continue_final_message
     if continue_final_message and add_generation_prompt:
         raise RequestError("continue_final_message and add_generation_prompt exclude each other", "continue_final_message")
     if tools is not None and not all(isinstance(tool, Mapping) for tool in tools):
         raise RequestError("tools must be a list of objects", "tools")
-    normalized = normalize(messages, strict=strict)
+    normalized = normalize(messages, strict=strict, media=media)
+    if media is not None:
+        tools, template_kwargs = media.neutralised(tools), media.neutralised(template_kwargs)
     last = normalized[-1]
     if continue_final_message and _ROLES.get(last["role"], "assistant") != "assistant":
         message = (
             f"continue_final_message continues a message of the assistant, and the last one has the role {shown(last['role'])}"
         )
         raise RequestError(message, "continue_final_message", code="invalid_value")
-    if continue_final_message and not last["content"]:
+    if continue_final_message and last["content"] in ("", [], [{"type": "text", "text": ""}]):
         raise RequestError("continue_final_message needs text in the last message", "continue_final_message")
     job = TemplateJob(
         template=_template(templates, bool(tools)),
@@ -173,12 +180,13 @@ def _template(templates: str | dict[str, str], tools: bool) -> str:
     return found
 
 
-def normalize(messages: Any, *, strict: bool = False) -> list[dict[str, Any]]:
-    """Check messages and convert them to what templates take: content is one string, tool call arguments are objects.
+def normalize(messages: Any, *, strict: bool = False, media: ConversationMedia | None = None) -> list[dict[str, Any]]:
+    """Check messages and convert them to what templates take: content as in ``content_of``, tool call arguments are objects.
 
-    Text parts are joined by newlines. An assistant's message may lack content.
+    An assistant's message may lack content.
 
     Args:
+        media: gets the media; no text of the result spells a placeholder. None: the model reads text alone.
         strict: accept the roles and fields of OpenAI's API that this server documents, and no others. Otherwise any role and
             field is handed to the template.
 
@@ -187,17 +195,17 @@ def normalize(messages: Any, *, strict: bool = False) -> list[dict[str, Any]]:
     """
     if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence) or not messages:
         raise RequestError("messages must be a list of at least one message", "messages", code="invalid_value")
-    return [_message(f"messages[{index}]", message, strict) for index, message in enumerate(messages)]
+    return [_message(f"messages[{index}]", message, strict, media) for index, message in enumerate(messages)]
 
 
-def _message(where: str, message: Any, strict: bool) -> dict[str, Any]:
+def _message(where: str, message: Any, strict: bool, media: ConversationMedia | None) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise _wrong_type(where, "an object")
+        raise wrong_type(where, "an object")
     out = _documented(where, message) if strict else dict(message)
     if "role" not in out:
-        raise _missing(f"{where}.role")
+        raise missing(f"{where}.role")
     if not isinstance(out["role"], str):
-        raise _wrong_type(f"{where}.role", "a string")
+        raise wrong_type(f"{where}.role", "a string")
     if strict:
         if out["role"] not in _ROLES:
             why = f"{where}.role is {shown(out['role'])}, and must be one of {', '.join(_ROLES)}"
@@ -209,11 +217,13 @@ def _message(where: str, message: Any, strict: bool) -> dict[str, Any]:
     content = out.get("content")
     if content is None:
         if out["role"] != "assistant" or (strict and not out.get("tool_calls")):
-            raise _missing(f"{where}.content")
+            raise missing(f"{where}.content")
         content = ""
-    out["content"] = content if isinstance(content, str) else _joined(f"{where}.content", content, strict)
+    out["content"] = content_of(f"{where}.content", content, strict, media)
+    if media is not None:
+        out = media.neutralised(out)
     if out.get("tool_calls"):
-        out["tool_calls"] = [_tool_call(f"{where}.tool_calls[{i}]", call) for i, call in enumerate(out["tool_calls"])]
+        out["tool_calls"] = [_tool_call(f"{where}.tool_calls[{i}]", call, media) for i, call in enumerate(out["tool_calls"])]
     return out
 
 
@@ -225,27 +235,27 @@ def _check_answer(where: str, out: dict[str, Any]) -> None:
     reasoning = next((out[name] for name in _REASONING if name in out), None)
     if reasoning is not None:
         if not isinstance(reasoning, str):
-            raise _wrong_type(f"{where}.{next(name for name in _REASONING if name in out)}", "a string")
+            raise wrong_type(f"{where}.{next(name for name in _REASONING if name in out)}", "a string")
         out |= dict.fromkeys(_REASONING, reasoning)
     if (old := out.pop("function_call", None)) is not None:
         _check_function(f"{where}.function_call", old)
         out["tool_calls"] = [{"id": "call_0", "type": "function", "function": old}]
     calls = out.get("tool_calls", [])
     if not isinstance(calls, list):
-        raise _wrong_type(f"{where}.tool_calls", "a list of tool calls")
+        raise wrong_type(f"{where}.tool_calls", "a list of tool calls")
     for index, call in enumerate(calls):
         place = f"{where}.tool_calls[{index}]"
         _check_function(f"{place}.function", call.get("function") if isinstance(call, Mapping) else None)
         if not isinstance(call.get("id", ""), str):
-            raise _wrong_type(f"{place}.id", "a string")
+            raise wrong_type(f"{place}.id", "a string")
 
 
 def _check_function(where: str, function: Any) -> None:
     if not isinstance(function, Mapping):
-        raise _wrong_type(where, "an object with a name and arguments")
+        raise wrong_type(where, "an object with a name and arguments")
     for name in ("name", "arguments"):
         if not isinstance(function.get(name), str):
-            raise _wrong_type(f"{where}.{name}", "a string")
+            raise wrong_type(f"{where}.{name}", "a string")
 
 
 def _documented(where: str, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -253,45 +263,19 @@ def _documented(where: str, message: Mapping[str, Any]) -> dict[str, Any]:
     out = {name: value for name, value in message.items() if value is not None}
     for name, why in _UNSERVED.items():
         if out.pop(name, None):
-            raise _unsupported(f"{where}.{name}", why)
-    _no_others(where, out, _FIELDS)
+            raise unsupported(f"{where}.{name}", why)
+    no_others(where, out, _FIELDS)
     for name in ("name", "tool_call_id"):
         if not isinstance(out.get(name, ""), str):
-            raise _wrong_type(f"{where}.{name}", "a string")
+            raise wrong_type(f"{where}.{name}", "a string")
     return out
 
 
-def _joined(where: str, content: Any, strict: bool) -> str:
-    """A list of text parts as one string."""
-    if not isinstance(content, Sequence):
-        raise _wrong_type(where, "a string or a list of content parts")
-    return "\n".join(_text(f"{where}[{index}]", part, strict) for index, part in enumerate(content))
-
-
-def _text(where: str, part: Any, strict: bool) -> str:
-    if isinstance(part, str) and not strict:
-        return part
-    if not isinstance(part, Mapping):
-        raise _wrong_type(where, "an object")
-    kind = part.get("type")
-    if not isinstance(kind, str):
-        raise _wrong_type(f"{where}.type", "a string")
-    field = None if strict and kind != "text" else _TEXT_PARTS.get(kind)
-    if field is None:
-        raise _unsupported(f"{where}.type", f"the model reads text, not {shown(kind)}")
-    if not isinstance(part.get(field), str):
-        raise _wrong_type(f"{where}.{field}", "a string")
-    if strict:
-        # A cache breakpoint marks what may be cached; here everything may.
-        _no_others(where, part, {"type", "text", "prompt_cache_breakpoint"})
-    return str(part[field])
-
-
-def _tool_call(where: str, call: Any) -> dict[str, Any]:
+def _tool_call(where: str, call: Any, media: ConversationMedia | None) -> dict[str, Any]:
     """A tool call with its arguments, which travel as JSON text, as an object."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
-        raise _wrong_type(where, "a tool call with a function")
+        raise wrong_type(where, "a tool call with a function")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         path = f"{where}.function.arguments"
@@ -301,6 +285,8 @@ def _tool_call(where: str, call: Any) -> dict[str, Any]:
             raise RequestError(f"{path} is not JSON: {error}", path, code="invalid_value") from error
         if not isinstance(arguments, dict):
             raise RequestError(f"{path} is not a JSON object", path, code="invalid_value")
+        if media is not None:  # JSON may spell a placeholder with escapes
+            arguments = media.neutralised(arguments)
         arguments = _Arguments(arguments, function["arguments"])
     return {**call, "function": {**function, "arguments": arguments}}
 
@@ -323,21 +309,3 @@ def _with_text_arguments(messages: list[dict[str, Any]]) -> list[dict[str, Any]]
         {**message, "tool_calls": [as_text(call) for call in message["tool_calls"]]} if message.get("tool_calls") else message
         for message in messages
     ]
-
-
-def _no_others(where: str, given: Mapping[str, Any], known: Collection[str]) -> None:
-    if unknown := sorted(given.keys() - known):
-        path = f"{where}.{shown(unknown[0])[1:-1]}"
-        raise RequestError(f"{path} is not a parameter that this server knows", path, code="unknown_parameter")
-
-
-def _missing(path: str) -> RequestError:
-    return RequestError(f"{path} is missing", path, code="missing_required_parameter")
-
-
-def _wrong_type(path: str, accepted: str) -> RequestError:
-    return RequestError(f"{path} must be {accepted}", path, code="invalid_type")
-
-
-def _unsupported(path: str, why: str) -> RequestError:
-    return RequestError(f"{path} is not supported: {why}", path, code="unsupported_parameter")

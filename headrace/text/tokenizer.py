@@ -12,6 +12,7 @@ from headrace.errors import ConfigError, EngineError, RequestError
 from headrace.sources.files import ModelFiles
 from headrace.sources.locate import is_gguf
 from headrace.text import chat
+from headrace.text.content import ConversationMedia
 from headrace.text.fast_tokenizer import FastTokenizer, from_directory, from_transformers
 from headrace.text.pieces import decoder_rules, token_bytes
 from headrace.text.templates import TemplateRenderer
@@ -153,6 +154,7 @@ class Tokenizer:
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         strict: bool = False,
+        media: ConversationMedia | None = None,
     ) -> str:
         """Render ``messages`` as a prompt with the chat template; ``chat_template_kwargs`` are further variables for it.
 
@@ -168,6 +170,7 @@ class Tokenizer:
             continue_final_message=continue_final_message,
             template_kwargs=chat_template_kwargs or {},
             strict=strict,
+            media=media,
         )
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
@@ -209,7 +212,7 @@ def load_tokenizer(
         hf.chat_template = chat.read_template(chat_template)
     templates = hf.chat_template or ()
     for template in templates.values() if isinstance(templates, dict) else [templates] if templates else []:
-        chat.check_template(template)
+        chat.parsed_template(template)
     vocab_size = getattr(files.config.get_text_config(), "vocab_size", None)
     eos_token_ids = files.generation_config["eos_token_id"]
     return Tokenizer(hf, vocab_size=vocab_size, eos_token_ids=eos_token_ids, renderer=renderer)

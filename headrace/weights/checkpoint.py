@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 from headrace.quant.stored import Codes
+from headrace.weights.names import Slice
 
 DUMMY_STD = 0.02
 
@@ -33,8 +34,8 @@ class Checkpoint(Protocol):
         """By Hugging Face's name."""
         ...
 
-    def read(self, name: str) -> torch.Tensor:
-        """Reads the tensor in a float dtype; it may be a read-only view of the file."""
+    def read(self, name: str, where: Slice | None = None) -> torch.Tensor:
+        """Reads the tensor, or a part of it, in a float dtype; it may be a read-only view of the file."""
         ...
 
     def codes(self, name: str) -> Codes | None:
@@ -57,7 +58,11 @@ class DummyCheckpoint:
         self._seed = seed
         self._device = device
 
-    def read(self, name: str) -> torch.Tensor:
+    def read(self, name: str, where: Slice | None = None) -> torch.Tensor:
+        whole = self._make(name)
+        return whole if where is None else where.of(whole)
+
+    def _make(self, name: str) -> torch.Tensor:
         shape = self.tensors[name].shape
         if name.endswith("norm.weight"):
             return torch.ones(shape, device=self._device)

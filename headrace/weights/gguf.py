@@ -25,6 +25,7 @@ from headrace.quant import gguf_blocks
 from headrace.quant.groups import GroupCodes
 from headrace.sources.gguf import Metadata, open_gguf
 from headrace.weights.checkpoint import StoredTensor
+from headrace.weights.names import Slice
 
 Type = GGMLQuantizationType
 READABLE = frozenset(
@@ -69,7 +70,11 @@ class GGUFCheckpoint:
             self._stored[name] = tensor
             self.tensors[name] = StoredTensor(shape, kind.name, int(tensor.n_bytes), f"{file.name} as {tensor.name}")
 
-    def read(self, name: str) -> torch.Tensor:
+    def read(self, name: str, where: Slice | None = None) -> torch.Tensor:
+        whole = self._read(name)
+        return whole if where is None else where.of(whole)
+
+    def _read(self, name: str) -> torch.Tensor:
         tensor, shape = self._stored[name], self.tensors[name].shape
         if tensor.tensor_type in _PLAIN:
             flat = np.array(tensor.data).reshape(-1).view(np.uint8)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Literal
 
 import torch
 from torch import nn
@@ -17,13 +20,14 @@ from headrace.kernels import native
 from headrace.layers.linear import Linear
 from headrace.layers.moe import Experts
 from headrace.model_spec import ModelSpec
+from headrace.parallel.shards import Cut
 from headrace.quant.convert import Conversion, Converter
 from headrace.quant.formats import checkpoint_format
 from headrace.quant.packed import PackedMethod
-from headrace.quant.stored import StoredMatrix
+from headrace.quant.stored import Codes, StoredMatrix
 from headrace.sources.files import ModelFiles
 from headrace.weights.checkpoint import Checkpoint, DummyCheckpoint
-from headrace.weights.names import NameTable
+from headrace.weights.names import NameTable, Slice
 from headrace.weights.report import LoadReport, WeightMemory
 from headrace.weights.safetensors import SafetensorsCheckpoint
 from headrace.weights.scaled import ScaledCheckpoint
@@ -69,7 +73,8 @@ def load_weights(
 @contextmanager
 def _open(model: nn.Module, table: NameTable, files: ModelFiles, seed: int) -> Iterator[Checkpoint]:
     with ExitStack() as stack:
-        spec: ModelSpec = model.spec  # type: ignore[assignment]
+        own: ModelSpec = model.spec  # type: ignore[assignment]
+        spec = own.whole
         if files.kind == "safetensors":
             checkpoint = _open_safetensors(files, spec, next(model.parameters()).device)
             stack.callback(checkpoint.close)
@@ -105,7 +110,7 @@ class _Loader:
         self._parameters = dict(model.named_parameters())
         self._progress = progress or (lambda done, total: None)
         self._done = 0
-        self._total = sum(stored.nbytes for stored in checkpoint.tensors.values())
+        self._total = sum(self._nbytes(name) for name in checkpoint.tensors)
 
     def check(self) -> None:
         """Checks that every tensor has a target of its shape and every parameter has its tensors, before reading any."""
@@ -127,7 +132,7 @@ class _Loader:
             self._check_shape(name, part.stored_shape(self._parameters[part.parameter]))
         for name in tensors:
             if tied := self._table.tied(name):
-                self._check_shape(name, tuple(self._parameters[tied].shape))
+                self._check_shape(name, self._table.tied_part(name).stored_shape(self._parameters[tied]))
 
     def _check_shape(self, name: str, expected: tuple[int, ...]) -> None:
         stored = self._checkpoint.tensors[name]
@@ -173,17 +178,21 @@ class _Loader:
         """``experts``: whose matrix it is; None: it is no matrix."""
         for name in self._table.names(parameter):
             part = self._table.part(name)
-            if part is not None and experts is not None:
-                experts.method.load(experts, parameter.rpartition(".")[2], self._stored(name), part.index, part.start)
-            elif part is not None:
-                part.fill(self._parameters[parameter], self._checkpoint.read(name))
+            if part is None or part.empty:
+                continue
+            if experts is not None:
+                (stored,) = self._stored(name, split=False)
+                experts.method.load(experts, parameter.rpartition(".")[2], stored, part.index, part.start)
+            else:
+                held = part.read(partial(self._checkpoint.read, name))
+                part.view(self._parameters[parameter]).copy_(held)
             self._read(name)
 
     def _load(self, path: str, layer: Linear) -> None:
         """Loads the weights in the layer's present format."""
         if self._parameters.get(f"{path}.weight") is layer.weight:
             names = self._table.names(f"{path}.weight")
-            layer.method.load(layer, [self._stored(name) for name in names])
+            layer.method.load(layer, [part for name in names for part in self._stored(name)])
             for name in names:
                 self._read(name)
 
@@ -194,7 +203,7 @@ class _Loader:
 
         @torch.no_grad()
         def convert(path: str) -> Conversion:
-            stored = [self._stored(name) for name in self._table.names(of[path])]
+            stored = [part for name in self._table.names(of[path]) for part in self._stored(name)]
             return converter.convert(path, linears[path], stored, is_head=path == HEAD)
 
         conversions = {}
@@ -207,12 +216,29 @@ class _Loader:
                         self._read(name)
         return conversions
 
-    def _stored(self, name: str) -> StoredMatrix:
-        checkpoint, part = self._checkpoint, self._table.part(name)
-        kind, layout = checkpoint.tensors[name].kind, None if part is None else part.layout
-        if layout is None:
-            return StoredMatrix(kind, lambda: checkpoint.read(name), lambda: checkpoint.codes(name))
-        return StoredMatrix(kind, lambda: layout.take(checkpoint.read(name)))
+    def _stored(self, name: str, *, split: bool = True) -> list[StoredMatrix]:
+        """The matrix of a tensor, or the parts that a rank holds of it; without ``split``, these as one matrix of floats."""
+        checkpoint, target = self._checkpoint, self._table.part(name)
+        kind = checkpoint.tensors[name].kind
+        if target is None or (target.layout is None and target.part is None):
+            return [StoredMatrix(kind, lambda: checkpoint.read(name), lambda: checkpoint.codes(name))]
+        part = target.part
+        if target.layout is not None or part is None or not split:
+            return [StoredMatrix(kind, lambda: target.read(partial(checkpoint.read, name)))]
+        along: Literal["outputs", "inputs"] = "outputs" if part.axis == 0 else "inputs"
+        parts = [self._cut(name, part.axis, Cut(along, start, stop, part.shape[part.axis])) for start, stop in part.ranges]
+        if part.padding:
+            padding = dataclasses.replace(part, ranges=())
+            parts.append(StoredMatrix(kind, lambda: padding.read(partial(checkpoint.read, name), None)))
+        return parts
+
+    def _cut(self, name: str, axis: int, cut: Cut) -> StoredMatrix:
+        def codes() -> Codes | None:
+            whole = self._checkpoint.codes(name)
+            return None if whole is None else whole.cut(cut)
+
+        where = Slice(axis, ((cut.start, cut.stop),))
+        return StoredMatrix(self._checkpoint.tensors[name].kind, lambda: self._checkpoint.read(name, where), codes)
 
     def _check_ties(self) -> None:
         """Checks that a tied tensor in the checkpoint equals what it is tied to."""
@@ -221,7 +247,8 @@ class _Loader:
             if parameter is None:
                 continue
             value = self._parameters[parameter]
-            if not torch.equal(self._checkpoint.read(name).to(value.dtype), value):
+            stored = self._table.tied_part(name).read(partial(self._checkpoint.read, name))
+            if not torch.equal(stored.to(value.dtype), value):
                 raise ConfigError(
                     f"the model's configuration ties {name} to {parameter}, but the checkpoint's two differ: "
                     "set tie_word_embeddings to false in its config.json",
@@ -229,8 +256,13 @@ class _Loader:
                 )
             self._read(name)
 
+    def _nbytes(self, name: str) -> int:
+        """Bytes to read of a tensor."""
+        target = self._table.tied_part(name) if self._table.tied(name) else self._table.part(name)
+        return int(self._checkpoint.tensors[name].nbytes * (1.0 if target is None else target.share))
+
     def _read(self, name: str) -> None:
-        self._done += self._checkpoint.tensors[name].nbytes
+        self._done += self._nbytes(name)
         self._progress(min(self._done, self._total), self._total)
 
 

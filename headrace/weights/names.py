@@ -8,6 +8,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 
+ReadSlice = Callable[["Slice | None"], torch.Tensor]
+"""Reads a part of a stored tensor, or with None all of it."""
 IGNORABLE = (r".*\.rotary_emb\.inv_freq",)
 """Checkpoint names, in full, of what can be computed."""
 
@@ -46,6 +48,75 @@ class StoredLayout:
 
 
 @dataclasses.dataclass(frozen=True)
+class Slice:
+    """Ranges ``[start, stop)`` of a stored tensor along one axis, ascending."""
+
+    axis: int
+    ranges: tuple[tuple[int, int], ...]
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The ranges, one behind the other."""
+        parts = [tensor.narrow(self.axis, start, stop - start) for start, stop in self.ranges]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=self.axis)
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What a tensor-parallel rank holds of a matrix or vector: ranges along one axis, and zeros behind them."""
+
+    shape: tuple[int, ...]
+    """Of the whole."""
+    axis: int
+    ranges: tuple[tuple[int, int], ...]
+    padding: int = 0
+
+    def read(self, read: ReadSlice, layout: StoredLayout | None) -> torch.Tensor:
+        """Reads the part of a stored tensor, and no more where the layout allows it."""
+        if not self.ranges:
+            return torch.zeros(self._shape(self.padding))
+        if layout is None:
+            held = read(Slice(self.axis, self.ranges))
+        elif layout.wrapped:
+            held = Slice(self.axis, self.ranges).of(layout.take(read(None)))
+        else:
+            held = self._read_in_layout(read, layout)
+        if not self.padding:
+            return held
+        return torch.cat((held, held.new_zeros(self._shape(self.padding))), dim=self.axis)
+
+    def _read_in_layout(self, read: ReadSlice, layout: StoredLayout) -> torch.Tensor:
+        axis, last = self.axis, len(self.shape) - 1
+        if layout.transposed and axis >= last - 1:
+            axis = last if axis == last - 1 else last - 1
+        if layout.rows is None or layout.axis != self.axis:
+            return dataclasses.replace(layout, wrapped=False).take(read(Slice(axis, self.ranges)))
+        order = torch.tensor(layout.rows())
+        wanted = torch.cat([order[start:stop] for start, stop in self.ranges])
+        stored, place = wanted.unique(return_inverse=True)  # type: ignore[no-untyped-call]
+        held = read(Slice(axis, _ranges(stored)))
+        held = held.mT if layout.transposed else held
+        return held.index_select(self.axis, place.to(held.device))
+
+    def _shape(self, size: int) -> tuple[int, ...]:
+        return (*self.shape[: self.axis], size, *self.shape[self.axis + 1 :])
+
+
+def _ranges(ascending: torch.Tensor) -> tuple[tuple[int, int], ...]:
+    """Ascending numbers as ranges ``[start, stop)``."""
+    breaks = (ascending.diff() != 1).nonzero().flatten() + 1
+    return tuple((int(run[0]), int(run[-1]) + 1) for run in ascending.tensor_split(breaks))
+
+
+@dataclasses.dataclass(frozen=True)
+class ParameterCut:
+    """What one rank holds of a parameter: ranges along one axis, and zeros behind them."""
+
+    axis: int
+    ranges: tuple[tuple[int, int], ...]
+    padding: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
 class Target:
     """The target of a checkpoint's tensor: rows ``[start, stop)`` of a parameter, or all of it (``stop`` None)."""
 
@@ -56,6 +127,8 @@ class Target:
     """The index into a parameter that stacks several matrices, such as experts; None: the parameter is not stacked."""
     layout: StoredLayout | None = None
     """None: the checkpoint's tensor has the layout of the rows it fills."""
+    part: Part | None = None
+    """What of the checkpoint's tensor, in the layout of the parameter, goes there; None: all of it."""
 
     def view(self, parameter: torch.Tensor) -> torch.Tensor:
         """Returns a view of the target rows."""
@@ -64,12 +137,65 @@ class Target:
 
     def stored_shape(self, parameter: torch.Tensor) -> tuple[int, ...]:
         """Returns the shape that the checkpoint's tensor must have."""
-        shape = tuple(self.view(parameter).shape)
+        shape = tuple(self.view(parameter).shape) if self.part is None else self.part.shape
         return shape if self.layout is None else self.layout.stored_shape(shape)
 
     def fill(self, parameter: torch.Tensor, stored: torch.Tensor) -> None:
         """Copies the checkpoint's tensor to the target rows."""
-        self.view(parameter).copy_(stored if self.layout is None else self.layout.take(stored))
+        if not self.empty:
+            self.view(parameter).copy_(self.take(stored))
+
+    def take(self, stored: torch.Tensor) -> torch.Tensor:
+        """Converts the checkpoint's tensor to what goes to the target rows."""
+        return self.read(lambda where: stored if where is None else where.of(stored))
+
+    def read(self, read: ReadSlice) -> torch.Tensor:
+        """Reads what goes to the target rows, and no more where the layout allows it."""
+        if self.part is not None:
+            return self.part.read(read, self.layout)
+        stored = read(None)
+        return stored if self.layout is None else self.layout.take(stored)
+
+    @property
+    def share(self) -> float:
+        """Of the checkpoint's tensor, what goes there."""
+        if self.part is None:
+            return 1.0
+        return sum(stop - start for start, stop in self.part.ranges) / self.part.shape[self.part.axis]
+
+    @property
+    def empty(self) -> bool:
+        """Nothing of the checkpoint's tensor goes there, nor anything in its place."""
+        return self.part is not None and not self.part.ranges and not self.part.padding
+
+    def cut(self, cut: ParameterCut, shape: tuple[int, ...]) -> Target:
+        """The target in what a rank holds of the parameter, which is of ``shape`` as a whole."""
+        axis, shape = cut.axis, tuple(self.view(torch.empty(shape, device="meta")).shape)
+        if self.index is not None:
+            if axis == 0:
+                return self._cut_stack(cut, shape)
+            axis -= 1
+        if self.stop is None or axis != 0:
+            return dataclasses.replace(self, part=Part(shape, axis, cut.ranges, cut.padding))
+        at, first, ranges = 0, None, []
+        for start, stop in cut.ranges:
+            low, high = max(start, self.start), min(stop, self.stop)
+            if low < high:
+                first = at + low - start if first is None else first
+                ranges.append((low - self.start, high - self.start))
+            at += stop - start
+        first = first or 0
+        count = sum(stop - start for start, stop in ranges)
+        return dataclasses.replace(self, start=first, stop=first + count, part=Part(shape, axis, tuple(ranges)))
+
+    def _cut_stack(self, cut: ParameterCut, shape: tuple[int, ...]) -> Target:
+        """Of a parameter that stacks matrices, a rank holds some."""
+        at, index = 0, self.index or 0
+        for start, stop in cut.ranges:
+            if start <= index < stop:
+                return dataclasses.replace(self, index=at + index - start)
+            at += stop - start
+        return dataclasses.replace(self, start=0, stop=0, index=None, part=Part(shape, 0, ()))
 
 
 class NameTable:
@@ -89,6 +215,7 @@ class NameTable:
         self._elsewhere: list[dict[str, str]] = []
         self._explained: list[tuple[re.Pattern[str], str]] = []
         self._moved: dict[str, str] = {}
+        self._transposable: dict[str, tuple[int, ...]] = {}
 
     def add(self, name: str, parameter: str, index: int | None = None, layout: StoredLayout | None = None) -> None:
         """The tensor ``name`` is the whole of ``parameter``, or of ``parameter[index]``."""
@@ -119,6 +246,15 @@ class NameTable:
         """
         self._instead.setdefault(parameter, {})[name] = Target(parameter, layout=layout)
 
+    def ignore(self, pattern: re.Pattern[str]) -> None:
+        """Names that match in full carry nothing to load."""
+        self._ignorable.append(pattern)
+
+    def transposable(self, name: str, parameter: str, shape: tuple[int, ...]) -> None:
+        """The tensor ``name`` is all of ``parameter``, of this shape or transposed, as the checkpoint's own shape shows."""
+        self._transposable[name] = shape
+        self._insert(name, Target(parameter, layout=StoredLayout(transposed=True)))
+
     def elsewhere(self, prefixes: Mapping[str, str]) -> None:
         """In the checkpoint of a larger model, names that begin with a key of ``prefixes`` may begin with its value.
 
@@ -147,7 +283,10 @@ class NameTable:
             other = next((name for name in others if name in names), None)
             if other is None:
                 for name in usual:
-                    table._insert(name, self._parts[name])
+                    part, plain = self._parts[name], self._transposable.get(name)
+                    if plain is not None and isinstance(names, Mapping) and name in names and names[name].shape == plain:
+                        part = dataclasses.replace(part, layout=None)
+                    table._insert(name, part)
             else:
                 table._insert(other, others[other])
         return table
@@ -158,10 +297,37 @@ class NameTable:
         table._ignorable, table._moved, table._explained = self._ignorable, dict(prefixes), self._explained
         for name, part in self._parts.items():
             table._insert(_move(name, prefixes), part)
+        table._transposable = {_move(name, prefixes): shape for name, shape in self._transposable.items()}
         table._ties = {_move(name, prefixes): parameter for name, parameter in self._ties.items()}
         table._instead = {
             parameter: {_move(name, prefixes): part for name, part in others.items()}
             for parameter, others in self._instead.items()
+        }
+        return table
+
+    def sharded(self, cuts: Mapping[str, ParameterCut], shapes: Mapping[str, tuple[int, ...]]) -> NameTable:
+        """Returns the table for what a rank holds.
+
+        Args:
+            cuts: by parameter; those without one are held whole.
+            shapes: of the whole parameters.
+        """
+
+        def cut(part: Target) -> Target:
+            own = cuts.get(part.parameter)
+            return part if own is None else part.cut(own, shapes[part.parameter])
+
+        table = NameTable()
+        table._ignorable, table._ties, table._moved, table._elsewhere = (
+            self._ignorable,
+            self._ties,
+            self._moved,
+            self._elsewhere,
+        )
+        for name, part in self._parts.items():
+            table._insert(name, cut(part))
+        table._instead = {
+            parameter: {name: cut(part) for name, part in others.items()} for parameter, others in self._instead.items()
         }
         return table
 
@@ -187,6 +353,10 @@ class NameTable:
         """Returns whether a checkpoint's tensor of this name is skipped."""
         usual = _move(name, {theirs: ours for ours, theirs in self._moved.items()})
         return any(pattern.fullmatch(one) for pattern in self._ignorable for one in (name, usual))
+
+    def tied_part(self, name: str) -> Target:
+        """Returns the target of the tensor that the tied one must equal."""
+        return self._parts[self._names[self._ties[name]][0]]
 
     def names(self, parameter: str) -> list[str]:
         """The checkpoint's tensors that make up ``parameter``, from its first row to its last.

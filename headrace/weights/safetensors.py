@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from headrace.errors import ConfigError
 from headrace.weights.checkpoint import StoredTensor
+from headrace.weights.names import Slice
 
 _FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
 """The float types and their bytes. Integers need a number format that interprets them."""
@@ -28,6 +29,8 @@ class SafetensorsCheckpoint:
 
     def __init__(self, files: Sequence[Path]) -> None:
         self.tensors: dict[str, StoredTensor] = {}
+        self.nbytes_read = 0
+        """Bytes of tensors that have been read."""
         self._handles: dict[str, Any] = {}
         self._stack = ExitStack()
         try:
@@ -51,7 +54,7 @@ class SafetensorsCheckpoint:
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{file} cannot be read: {error}", "model") from error
 
-    def read(self, name: str) -> torch.Tensor:
+    def read(self, name: str, where: Slice | None = None) -> torch.Tensor:
         stored = self.tensors[name]
         if stored.kind not in _FLOATS:
             raise ConfigError(
@@ -59,11 +62,18 @@ class SafetensorsCheckpoint:
                 f"{', '.join(_FLOATS)} are",
                 "model",
             )
-        return self.raw(name)
+        return self.raw(name, where)
 
-    def raw(self, name: str) -> torch.Tensor:
-        """Reads the stored tensor in its own type, for number formats that interpret it."""
-        tensor: torch.Tensor = self._handles[name].get_tensor(name)
+    def raw(self, name: str, where: Slice | None = None) -> torch.Tensor:
+        """Reads the stored tensor, or a part of it, in its own type, for number formats that interpret it."""
+        handle = self._handles[name]
+        if where is None:
+            tensor: torch.Tensor = handle.get_tensor(name)
+        else:
+            before, stored = (slice(None),) * where.axis, handle.get_slice(name)
+            parts = [stored[(*before, slice(start, stop))] for start, stop in where.ranges]
+            tensor = parts[0] if len(parts) == 1 else torch.cat(parts, dim=where.axis)
+        self.nbytes_read += tensor.nbytes
         return tensor
 
     def codes(self, name: str) -> None:

@@ -10,6 +10,7 @@ import torch
 from headrace.errors import ConfigError
 from headrace.quant.float_codes import MicroscaledCodes, TileCodes
 from headrace.weights.checkpoint import StoredTensor
+from headrace.weights.names import Slice
 from headrace.weights.safetensors import SafetensorsCheckpoint
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
@@ -65,19 +66,47 @@ class ScaledCheckpoint:
         self._scale_of[name] = scale
         return scale
 
-    def read(self, name: str) -> torch.Tensor:
-        codes = self.codes(name)
-        return self._inner.read(name) if codes is None else codes.dequantize()
+    def read(self, name: str, where: Slice | None = None) -> torch.Tensor:
+        if name not in self._scale_of:
+            return self._inner.read(name, where)
+        if where is None:
+            return self._codes(name, None).dequantize()
+        parts = [self._read_range(name, where.axis, *range_) for range_ in where.ranges]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=where.axis)
 
     def codes(self, name: str) -> TileCodes | MicroscaledCodes | None:
-        scale = self._scale_of.get(name)
-        if scale is None:
-            return None
+        return self._codes(name, None) if name in self._scale_of else None
+
+    def _read_range(self, name: str, axis: int, start: int, stop: int) -> torch.Tensor:
+        """Reads the range with the whole of those numbers at its ends that share a scale."""
+        size = self._shared(name, axis)
+        first, last = start // size * size, min(-(-stop // size) * size, self.tensors[name].shape[axis])
+        return self._codes(name, (axis, first, last)).dequantize().narrow(axis, start - first, stop - start)
+
+    def _shared(self, name: str, axis: int) -> int:
+        """How many numbers along an axis share a scale."""
         if self.tensors[name].kind == "MXFP4":
-            return MicroscaledCodes(self._inner.raw(name).to(self._device), self._inner.raw(scale).to(self._device))
+            return 2 * self._inner.tensors[name].shape[-1] if axis == len(self.tensors[name].shape) - 1 else 1
+        return self._tiling(name)[axis]
+
+    def _codes(self, name: str, where: tuple[int, int, int] | None) -> TileCodes | MicroscaledCodes:
+        """Codes of the whole, or of a range (axis, start, stop) that splits no numbers with a common scale."""
+        values = scales = None
+        if where is not None:
+            axis, start, stop = where
+            size = self._shared(name, axis)
+            scales = Slice(axis, ((start // size, -(-stop // size)),))
+            # Numbers of MXFP4 lie in blocks, along an axis of their own.
+            values = scales if self.tensors[name].kind == "MXFP4" else Slice(axis, ((start, stop),))
+        scale = self._inner.raw(self._scale_of[name], scales).to(self._device)
+        if self.tensors[name].kind == "MXFP4":
+            return MicroscaledCodes(self._inner.raw(name, values).to(self._device), scale)
+        return TileCodes(self._inner.read(name, values).to(self._device), scale, self._tiling(name))
+
+    def _tiling(self, name: str) -> tuple[int, int]:
         if self._tile is None:
             raise ValueError(f"{name} has scales of tiles whose size is not known")
-        return TileCodes(self._inner.read(name).to(self._device), self._inner.read(scale).to(self._device), self._tile)
+        return self._tile
 
     def close(self) -> None:
         self._inner.close()

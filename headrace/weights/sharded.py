@@ -15,7 +15,7 @@ from headrace.model_spec import DenseSpec, ModelSpec
 from headrace.model_spec.projection import GROUPED, grouped_rows, input_matrices
 from headrace.parallel.shards import Cut, attention_cuts, dense_cuts, join, shard_attention
 from headrace.weights.checkpoint import StoredTensor
-from headrace.weights.names import StoredLayout
+from headrace.weights.names import Slice, StoredLayout
 from headrace.weights.safetensors import SafetensorsCheckpoint
 
 _RANK_FILE = re.compile(r"model-rank-(\d+)-part-\d+\.safetensors")
@@ -86,7 +86,11 @@ class ShardedCheckpoint:
             shape = (*shape[:axis], size, *shape[axis + 1 :])
         return dataclasses.replace(parts[0], shape=shape, nbytes=nbytes)
 
-    def read(self, name: str) -> torch.Tensor:
+    def read(self, name: str, where: Slice | None = None) -> torch.Tensor:
+        whole = self._join(name)
+        return whole if where is None else where.of(whole)
+
+    def _join(self, name: str) -> torch.Tensor:
         whole = self._wholes[name]
         if not whole.segments:
             return self._ranks[0].read(name)

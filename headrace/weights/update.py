@@ -47,7 +47,8 @@ class WeightUpdate:
                 _check(name, tensor, part.stored_shape(parameter))
                 self._places.append((part, parameter, tensor))
             elif (tied := table.tied(name)) is not None:
-                _check_tie(name, tensor, tied, values.get(table.names(tied)[0]), _held(parameters, tied, name))
+                held, place = _held(parameters, tied, name), table.tied_part(name)
+                _check_tie(name, tensor, place, values.get(table.names(tied)[0]), held)
             elif not table.ignored(name):
                 raise ConfigError(f"the model has no weight {name} to update", "tensors")
 
@@ -79,12 +80,14 @@ def _check(name: str, tensor: object, expected: tuple[int, ...]) -> None:
         raise ConfigError(f"{name} has the shape {list(expected)}, the update {list(tensor.shape)}", "tensors")
 
 
-def _check_tie(name: str, tensor: torch.Tensor, tied: str, other: torch.Tensor | None, held: torch.Tensor) -> None:
+def _check_tie(name: str, tensor: torch.Tensor, tied: Target, other: torch.Tensor | None, held: torch.Tensor) -> None:
     """Checks that a tied tensor equals its target in the update (``other``) or in the model."""
-    _check(name, tensor, tuple(held.shape))
-    will_be = held if other is None or other.shape != held.shape else other
-    if not torch.equal(tensor.to(held.device, held.dtype), will_be.to(held.device, held.dtype)):
-        raise ConfigError(f"the model ties {name} to {tied}, and the update gives it another value", "tensors")
+    expected = tied.stored_shape(held)
+    _check(name, tensor, expected)
+    own = tied.take(tensor).to(held.device, held.dtype)
+    will_be = held if other is None or other.shape != expected else tied.take(other).to(held.device, held.dtype)
+    if not torch.equal(own, will_be):
+        raise ConfigError(f"the model ties {name} to {tied.parameter}, and the update gives it another value", "tensors")
 
 
 def _named(dtype: torch.dtype) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 
-from headrace.bench.report import as_json, distribution, facts
+from headrace.bench.report import as_json, facts
+from headrace.metrics.exchanges import distribution
 
 
 def test_distribution_is_in_milliseconds() -> None:

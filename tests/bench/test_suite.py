@@ -15,10 +15,14 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from headrace.bench import throughput
+from headrace.bench.constrained import constraint_of
 from headrace.bench.engines import HeadraceEngine
 from headrace.bench.workloads import RANDOM_WORKLOADS, Workload
 from headrace.cli.main import app
-from headrace.config import EngineArgs
+from headrace.config import EngineArgs, StructuredOutputsConfig
+from headrace.constrain.compiler import compiled
+from headrace.constrain.factory import GrammarFactory
+from headrace.constrain.vocabulary import GrammarVocabulary
 from headrace.errors import EngineError
 from headrace.metrics.stats import EngineStats
 
@@ -177,3 +181,18 @@ def test_options_that_apply_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> No
     assert temperature == 0.5 and plain[0].loads == loads
     assert [len(prompt) for prompt in loads[0].prompts] == [20, 20]
     assert set(loads[0].output_lens) == {7}
+
+
+def test_constrained_outputs_have_the_workloads_length() -> None:
+    """Every grammar compiles, and goes on behind a line."""
+    vocabulary, config = GrammarVocabulary.of_bytes(), StructuredOutputsConfig()
+    factory = GrammarFactory(config, vocabulary)
+    lines = ['{"name": "a", "age": 1}', '{"tags": ["a", "b", "c", "d"]}', '{"kind": "a", "text": "x"}', '{"on": true}']
+    for index, line in enumerate(lines):
+        matcher = compiled(factory.constraint(constraint_of(index)).grammar, vocabulary, config)
+        assert matcher.advance([*f"{line}\n{line}\n".encode()]) is None and matcher.accepting and not matcher.ended
+
+
+def test_constraints_are_refused_where_they_do_not_apply(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["bench", "throughput", "--constrain", "json-schema", "--compare", "transformers"])
+    assert result.exit_code != 0 and "--constrain" in result.output

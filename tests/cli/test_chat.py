@@ -43,7 +43,8 @@ class Echo:
         if self._error:
             raise self._error
         try:
-            for letter in messages[-1]["content"]:
+            content = messages[-1]["content"]
+            for letter in content if isinstance(content, str) else content[-1]["text"]:
                 yield letter
             if self._hang:
                 await asyncio.sleep(60)
@@ -93,6 +94,23 @@ def test_commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytes
     assert json.loads(saved.read_text())[0] == {"role": "system", "content": "be kind"}
     said = capsys.readouterr().err
     assert "name of a file" in said and "there is no /nonsense" in said and "/reset" in said
+
+
+def test_pictures_go_with_the_next_message(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    talker = Echo()
+    for name in ("a.png", "b.unknown"):
+        (tmp_path / name).write_bytes(b"abc")
+    lines = [f"/image {tmp_path}/a.png", f"/image {tmp_path}/b.unknown", "one", "two"]
+    converse([*lines, "/image", f"/image {tmp_path}/c.png", f"/image {tmp_path}/a.png", "/reset", "three"], monkeypatch, talker)
+    urls = ["data:image/png;base64,YWJj", "data:application/octet-stream;base64,YWJj"]
+    pictures = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    assert talker.asked[0][0]["content"] == [*pictures, {"type": "text", "text": "one"}]
+    assert talker.asked[1][-1]["content"] == "two"
+    assert talker.asked[2] == [{"role": "user", "content": "three"}]
+    said = capsys.readouterr().err
+    assert "name of a file" in said and "cannot read" in said
 
 
 def test_a_stopped_reply_is_kept_as_far_as_it_went(monkeypatch: pytest.MonkeyPatch) -> None:

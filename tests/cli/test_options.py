@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from headrace.cli.main import app
 from headrace.cli.options import ENGINE_OPTIONS, SAMPLING_OPTIONS, Group, command, int_or_auto
 from headrace.cli.serve import SERVER_OPTIONS
-from headrace.config import EngineArgs, StructuredOutputsConfig
+from headrace.config import EngineArgs, MediaCounts, StructuredOutputsConfig
 from headrace.errors import ConfigError, RequestError
 from headrace.options import Option
 from headrace.sampling_params import SamplingParams, StructuredOutputsParams
@@ -33,6 +33,7 @@ OTHER: dict[str, tuple[list[str], Any]] = {
     "allowed_token_ids": (["1,2,3"], [1, 2, 3]),
     "stop_token_ids": (["4,5"], [4, 5]),
     "structured_outputs": (['{"regex": "[ab]+"}'], StructuredOutputsParams(regex="[ab]+")),
+    "limit_mm_per_prompt": (['{"image": 2}'], MediaCounts(image=2)),
     "structured_outputs_config": (['{"max_depth": 9}'], StructuredOutputsConfig(max_depth=9)),
     "temperature": (["0.25"], 0.25),
     "top_p": (["0.25"], 0.25),

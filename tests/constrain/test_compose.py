@@ -8,12 +8,14 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
+from text.parse.formats import HERMES, INLINE, NAMED
 
 from headrace.config import StructuredOutputsConfig
 from headrace.constrain.compiler import compiled
-from headrace.constrain.compose import AnswerPlan, CallRules, HeldTool, Opening, thought_of
+from headrace.constrain.compose import AnswerPlan, CallRules, HeldTool, Opening, TextGrammar, held_tools, thought_of
 from headrace.constrain.factory import GrammarFactory
 from headrace.constrain.lark import spelled
 from headrace.constrain.matcher import GrammarMatcher
@@ -24,14 +26,15 @@ from headrace.sampling_params import StructuredOutputsParams
 from headrace.text.answers import types_of
 from headrace.text.parse.engine import Parser
 from headrace.text.parse.format import Choice, Machine, Vocabulary
-from headrace.text.parse.formats import TOOL_FORMATS, reasoning_format, tool_format
+from headrace.text.parse.formats import TOOL_FORMATS, hf, reasoning_format, tool_format
 from headrace.text.vocab import TokenBytes
 
 jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is not installed: pip install 'headrace[dev]'")
 
 EOS = 256
 WORDS = [b'{"', b'": ', b'",', b", ", b'"}', b"}}", b"name", b"add", b"the ", b"\n\n", b"12", b"</", "é".encode()]
-FORMATS = [format.name for format in TOOL_FORMATS if format.written]
+RESPONSE_TEMPLATES = {"hf-hermes": HERMES, "hf-named": NAMED, "hf-inline": INLINE}
+FORMATS = [*(format.name for format in TOOL_FORMATS), *RESPONSE_TEMPLATES]
 THINKS = {"mistral": "mistral", "openai": ""}
 CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 8}}, "required": ["city"]}
 
@@ -40,7 +43,7 @@ class World:
     """One format over a vocabulary of bytes in which its markers are tokens, or are not."""
 
     def __init__(self, name: str, tokens: bool) -> None:
-        tools = tool_format(name)
+        tools = tool_format(name) or hf.load(RESPONSE_TEMPLATES[name]).tools
         assert tools is not None
         self.opening: Opening = "start" if tools.whole else "content"
         """Without reasoning, where that is possible."""
@@ -216,7 +219,7 @@ def test_an_answer_or_calls(name: str, tokens: bool) -> None:
             jsonschema.validate(json.loads(message.content or ""), CITY)
 
 
-RAW = [format.name for format in TOOL_FORMATS if format.written and format.written[0].parameter]
+RAW = [*(format.name for format in TOOL_FORMATS if format.written[0].parameter), "hf-named", "hf-inline"]
 
 
 @pytest.mark.parametrize("tokens", [True, False])
@@ -230,14 +233,94 @@ def test_raw_values_keep_to_their_schema(name: str, tokens: bool) -> None:
         "point": {"type": "object", "properties": {"x": {"$ref": "#/$defs/unit"}}, "required": ["x"]},
         "on": {"type": "boolean"},
         "size": {"type": "number", "minimum": 1, "maximum": 2},
+        "names": {"type": "array", "items": {"type": "string", "maxLength": 3}, "minItems": 1, "maxItems": 3},
+        "maybe": {
+            "type": ["object", "boolean"],
+            "properties": {"k": {"type": "null"}, "l": {"const": True}},
+            "required": ["l"],
+        },
+        "tree": {"$ref": "#/$defs/tree"},
     }
-    schema = {"type": "object", "properties": properties, "required": [*properties], "$defs": {"unit": {"enum": ["a", "b\n<"]}}}
+    tree = {"type": "array", "items": {"$ref": "#/$defs/tree"}, "maxItems": 2}
+    definitions = {"unit": {"enum": ["a", "b\n<"]}, "tree": tree}
+    schema = {"type": "object", "properties": properties, "required": [*properties], "$defs": definitions}
     tool = HeldTool("f", json.dumps(schema), "tools[0].function.parameters")
     made = world(name, tokens)
     for seed in range(4):
         drawn = made.draw(made.matcher(None, CallRules((tool,), required=True, parallel=False)), seed)
         (call,) = made.parsed(drawn, [tool]).calls
         jsonschema.validate(json.loads(call.arguments), schema | {"additionalProperties": False})
+
+
+PATCH = r"""
+start: "*** Begin" LF hunk{1,3} end   // codex's, in short
+hunk: "*** Add: " FILE LF add{0,3} -> added
+    | "*** Delete: " FILE LF
+FILE: /(.{1,8})/
+add: ("+" | "-") /(.{0,8})/ LF
+end: "*** End" LF?
+%import common.LF
+"""
+
+
+@pytest.mark.parametrize(("name", "tokens"), WORLDS)
+def test_the_text_of_a_custom_tool_is_of_its_grammar(name: str, tokens: bool) -> None:
+    made = world(name, tokens)
+    for syntax, definition in (("lark", PATCH), ("regex", r'a+|x[\s"\\b]{2,5}x')):
+        grammar = TextGrammar(syntax, definition)  # type: ignore[arg-type]
+        tools = held_tools([{"function": {"name": "patch"}}], grammars={"patch": grammar})
+        given = {"grammar" if syntax == "lark" else "regex": definition}
+        for seed in range(3):
+            matcher = made.matcher(None, CallRules(tools, required=True, parallel=False))
+            drawn = made.draw(matcher, seed, most=20_000)
+            (call,) = made.parsed(drawn, [msgspec.structs.replace(tools[0], parameters=TEXT)], broken=True).calls
+            text = json.loads(call.arguments)["input"]
+            accepts = made.matcher(given, None)
+            assert accepts.advance([*text.encode()]) is None and accepts.accepting, text
+
+
+TEXT = '{"properties": {"input": {"type": "string"}}}'
+
+
+@pytest.mark.parametrize("part", ["%ignore /x/", "/a/i", "/[[:alpha:]]/", '%json {"type": "null"}', "~/a/", "/a(?=b)/"])
+def test_grammars_of_texts_that_cannot_stand_in_json_are_refused(part: str) -> None:
+    definition = f'start: "a"\n{part}' if part.startswith("%ig") else f"start: {part}"
+    tools = held_tools([{"function": {"name": "patch"}}], grammars={"patch": TextGrammar("lark", definition)})
+    with pytest.raises(RequestError) as found:
+        world("hermes").matcher(None, CallRules(tools, required=True))
+    assert found.value.param == "tools[0].format.definition"
+
+
+@pytest.mark.parametrize(
+    ("name", "call", "accepted"),
+    [
+        ("pythonic", '[f(on=True, tags=["a"], at={"x": None})]', True),
+        ("pythonic", '[f(on=true, tags=["a"], at={"x": null})]', False),
+        ("pythonic", "[f(tags=[])]", True),
+        ("pythonic", "[f(on=False, )]", False),
+        ("gemma4", '<|tool_call>call:f{on:true,tags:[<|"|>a<|"|>],at:{x:null}}<tool_call|>', True),
+        ("gemma4", '<|tool_call>call:f{on:true,tags:["a"],at:{"x":null}}<tool_call|>', False),
+        ("hf-named", "<call>call:f{tags:[<q>a<q>,<q>b<q>]}</call>", True),
+        ("jamba", '<tool_calls>[\n    {"name": "f", "arguments": {"tags":[]}}\n]</tool_calls>', True),
+        ("hf-inline", "<tool_call>\n<function=f>\n<parameter=tags>\n[]\n</parameter>\n</function>\n</tool_call>", False),
+        ("hf-inline", "<tool_call>\n<function=f><parameter=tags>\n[]\n</parameter></function>\n</tool_call>", True),
+    ],
+)
+def test_calls_are_written_as_the_format_writes_them(name: str, call: str, accepted: bool) -> None:
+    at = {"type": "object", "properties": {"x": {"type": "null"}}, "required": ["x"]}
+    properties = {"on": {"type": "boolean"}, "tags": {"type": "array", "items": {"type": "string"}}, "at": at}
+    tool = HeldTool("f", json.dumps({"properties": properties}), "tools[0].function.parameters")
+    made = world(name, tokens=False)
+    matcher = made.matcher(None, CallRules((tool,), required=True))
+    assert (matcher.advance([*call.encode()]) is None and matcher.accepting) is accepted
+
+
+def test_names_that_a_format_cannot_write_are_refused() -> None:
+    for name, key in (("1f", "a"), ("f", "a b")):
+        tool = HeldTool(name, json.dumps({"properties": {key: {}}}), "tools[0].function.parameters")
+        with pytest.raises(RequestError, match="pythonic") as found:
+            world("pythonic").matcher(None, CallRules((tool,), required=True))
+        assert found.value.param == tool.param
 
 
 @pytest.mark.parametrize("keywords", [{"format": "date"}, {"type": ["string", "integer"], "minimum": 3}])

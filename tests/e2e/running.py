@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import signal
 import socket
@@ -46,13 +47,15 @@ class Server:
         raise TimeoutError(f"not healthy after {timeout} s:\n{self.log.read_text()[-4000:]}")
 
 
-def start_server(log: Path, *arguments: str) -> Server:
+def start_server(log: Path, *arguments: str, temporary: Path | None = None) -> Server:
+    """``temporary``: the folder of its temporary files."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "headrace.cli", "serve", "--port", str(port), *arguments]
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+        environment = os.environ | ({} if temporary is None else {"TMPDIR": str(temporary)})
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment)
     return Server(process, f"http://127.0.0.1:{port}", log)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+import tiny_vision
 import torch
 import typer
 from engine import tiny
@@ -79,11 +80,26 @@ def trainer(_: Path) -> Iterator[tuple[dict[str, Any], dict[str, str]]]:
     assert names["report"].passed  # type: ignore[attr-defined]
 
 
+@contextlib.contextmanager
+def pictures(checkpoint: Path) -> Iterator[tuple[dict[str, Any], dict[str, str]]]:
+    folder = checkpoint.parent / "pictures"
+    tiny_vision.save("qwen2_5_vl", folder)
+    names: dict[str, Any] = {}
+    yield names, {'"Qwen/Qwen2.5-VL-7B-Instruct"': f"{str(folder)!r}, num_kv_blocks=64, max_model_len=512"}
+    assert len(names["output"].outputs[0].token_ids) > 0
+
+
+def two_ranks(checkpoint: Path) -> Iterator[tuple[dict[str, Any], dict[str, str]]]:
+    yield {}, {'LLM("Qwen/Qwen3-8B"': f'LLM({str(checkpoint)!r}, device="cpu", num_kv_blocks=16, num_threads=2'}
+
+
 CONTEXTS: dict[str, Context] = {
     "api.md": trained_model,
     "architecture.md": one_step,
     "foreign-models.md": foreign_layer,
     "megatron.md": trainer,
+    "multimodal.md": pictures,
+    "parallel.md": two_ranks,
     "structured-output.md": trained_model,
 }
 

@@ -81,6 +81,12 @@ class FakeRunner:
     def graphs(self) -> GraphCount:
         return GraphCount(0, 0)
 
+    def sentinels(self) -> tuple[int, ...]:
+        return ()
+
+    def check(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from multiprocessing import Pipe
@@ -21,6 +24,7 @@ from headrace.engine.loader import LoadedEngine, load_engine
 from headrace.engine.multiprocess import MultiprocessExecutor, PipeAgreement, digest, start_ranks
 from headrace.engine.source import FileSource
 from headrace.errors import ConfigError, EngineError
+from headrace.outputs import TokenLogprobs
 from headrace.sampling_params import SamplingParams
 
 from .tiny import VOCAB, write_config
@@ -52,7 +56,10 @@ def args_of(folder: Path, **changes: Any) -> EngineArgs:
     return EngineArgs(**values | changes)
 
 
-def served(engine: LoadedEngine) -> dict[str, dict[int, tuple[list[int], list[dict[int, float]]]]]:
+Served = dict[str, dict[int, tuple[list[int], list[TokenLogprobs]]]]
+
+
+def served(engine: LoadedEngine) -> Served:
     """Tokens and logprobs of each sample."""
     core, found = engine.core, {name: {} for name in PROMPTS}
     for name, prompt in PROMPTS.items():
@@ -67,7 +74,7 @@ def served(engine: LoadedEngine) -> dict[str, dict[int, tuple[list[int], list[di
 
 @pytest.fixture(scope="module")
 def ranks(folder: Path) -> Iterator[LoadedEngine]:
-    engine = load_engine(FileSource(args_of(folder)), num_ranks=2)
+    engine = load_engine(FileSource(args_of(folder, tensor_parallel_size=2)))
     yield engine
     engine.core.close()
 
@@ -76,14 +83,26 @@ def empty(step: int) -> StepPlan:
     return StepPlan(step, (), (), (), 0)
 
 
+def close(found: Served, expected: Served) -> None:
+    """Equal tokens, and logprobs but for the order of sums."""
+    for name, samples in expected.items():
+        for index, (tokens, logprobs) in samples.items():
+            assert found[name][index][0] == tokens
+            for ours, theirs in zip(found[name][index][1], logprobs, strict=True):
+                assert (ours.token_ids, ours.rank) == (theirs.token_ids, theirs.rank)
+                assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
+
+
 def test_ranks_serve_what_one_process_serves(folder: Path, ranks: LoadedEngine) -> None:
     alone = load_engine(FileSource(args_of(folder)))
     expected = served(alone)
-    assert served(ranks) == expected
+    close(served(ranks), expected)
     assert len(expected["shared"]) == 2
-    assert ranks.executor.memory() == alone.executor.memory()
-    assert [line.name for line in ranks.info.memory] == [line.name for line in alone.info.memory]
-    assert ranks.info.decisions == alone.info.decisions
+    assert [layer.num_heads for layer in ranks.info.layers] == [2, 2]
+    assert [layer.num_heads for layer in alone.info.layers] == [4, 4]
+    assert ranks.info.num_blocks == alone.info.num_blocks
+    (cache,) = (line.nbytes for line in ranks.info.memory if line.name == "KV cache")
+    assert 2 * cache == next(line.nbytes for line in alone.info.memory if line.name == "KV cache")
     # An empty plan is a step as any other, between steps that are not.
     for executor in (alone.executor, ranks.executor):
         handles = []
@@ -93,7 +112,7 @@ def test_ranks_serve_what_one_process_serves(folder: Path, ranks: LoadedEngine) 
         for step, handle in zip((1000, 1001), handles, strict=True):
             result = executor.collect(handle)
             assert (result.step, result.seq_ids, result.token_ids, result.errors) == (step, [], [], {})
-    assert served(ranks) == served(alone)
+    close(served(ranks), served(alone))
 
 
 def test_new_weights_reach_every_rank(folder: Path, ranks: LoadedEngine) -> None:
@@ -107,17 +126,18 @@ def test_new_weights_reach_every_rank(folder: Path, ranks: LoadedEngine) -> None
         engine.core.weights_changed()
     after = served(ranks)
     assert after != before
-    assert after == served(alone)
+    close(after, served(alone))
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_loaded_is_refused_as_in_one_process(folder: Path) -> None:
     with pytest.raises(ConfigError, match="max_model_len 100000 is longer") as refused:
-        load_engine(FileSource(args_of(folder, max_model_len=100000)), num_ranks=2)
+        load_engine(FileSource(args_of(folder, max_model_len=100000, tensor_parallel_size=2)))
     assert refused.value.param == "max_model_len"
 
 
 def test_a_killed_rank_ends_the_engine(folder: Path) -> None:
-    engine = load_engine(FileSource(args_of(folder)), num_ranks=2)
+    engine = load_engine(FileSource(args_of(folder, tensor_parallel_size=2)))
     executor: MultiprocessExecutor = engine.executor  # type: ignore[assignment]
     engine.core.add(engine.inputs.request({"prompt_token_ids": [1, 2, 3]}, PARAMS["greedy"], request_id="x"))
     engine.core.step()
@@ -138,41 +158,44 @@ def test_a_start_that_fails_leaves_no_process(folder: Path, monkeypatch: pytest.
 # The protocol, with ranks that are threads
 
 
-Rank = Callable[[Connection], None]
+RankThread = Callable[[Connection], None]
 
 
-def executor_of(*ranks: Rank) -> MultiprocessExecutor:
+def executor_of(*ranks: RankThread) -> MultiprocessExecutor:
     pairs = [Pipe() for _ in ranks]
     for rank, (_, theirs) in zip(ranks, pairs, strict=True):
         threading.Thread(target=rank, args=(theirs,), daemon=True).start()
     return MultiprocessExecutor([ours for ours, _ in pairs], [])
 
 
-def sampling(*tokens: int) -> Rank:
-    """A rank that samples these, one a step."""
+def sampling(*tokens: int) -> RankThread:
+    """A rank that samples these in the second of two rows, one a step."""
 
     def serve(connection: Connection) -> None:
         for step, token in enumerate(tokens):
             while connection.recv()[0] != "collect":
                 pass
-            result = StepResult(step, [4], [[token]])
+            result = StepResult(step, [4, 9], [[1], [token]])
             connection.send(("done", (digest(result), msgspec.msgpack.encode(result))))
+        assert connection.recv() == ("tokens", len(tokens) - 1)
+        connection.send(("done", (result.seq_ids, result.token_ids, [])))
 
     return serve
 
 
 def test_ranks_that_sample_other_tokens_are_noticed() -> None:
-    executor = executor_of(sampling(5, 6, 7), sampling(5, 6, 8))
+    executor = executor_of(sampling(5, 6, 7), sampling(5, 6, 7), sampling(5, 6, 8))
     for step, token in enumerate((5, 6)):
-        assert executor.collect(executor.execute(empty(step))).token_ids == [[token]]
-    with pytest.raises(EngineError, match="ranks 0 and 1 sampled different tokens in step 2"):
+        assert executor.collect(executor.execute(empty(step))).token_ids == [[1], [token]]
+    why = r"ranks 0 and 2 differ at step 2, row 1 \(sequence 9\): they sampled \[7\] and \[8\]"
+    with pytest.raises(EngineError, match=why):
         executor.collect(executor.execute(empty(2)))
 
 
 def test_ranks_agree_through_the_executor() -> None:
     found: list[list[object]] = [[], []]
 
-    def asking(index: int, number: int, value: bytes) -> Rank:
+    def asking(index: int, number: int, value: bytes) -> RankThread:
         def serve(connection: Connection) -> None:
             ranks = PipeAgreement(connection, 2)
             found[index] += [ranks.least(number), ranks.any(index == 1), ranks.any(False)]
@@ -194,6 +217,35 @@ def test_ranks_that_ask_different_questions_are_out_of_step() -> None:
 
     with pytest.raises(EngineError, match="out of step: they sent done and least"):
         executor_of(least, done).gather()
+
+
+def test_a_rank_that_ends_while_nothing_is_asked_of_it_is_noticed() -> None:
+    ours, theirs = Pipe()
+    rank = subprocess.Popen([sys.executable, "-c", ""])
+    executor = MultiprocessExecutor([ours], [rank])
+    assert not select.select(executor.sentinels(), [], [], 0)[0]
+    executor.check()
+    theirs.close()
+    assert select.select(executor.sentinels(), [], [], 0)[0]
+    with pytest.raises(EngineError, match="rank 0 ended with status 0"):
+        executor.check()
+
+
+def test_ranks_that_do_not_finish_a_step_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.engine.multiprocess._LOOK_SECONDS", 0.01)
+
+    over = threading.Event()
+
+    def silent(connection: Connection) -> None:
+        over.wait()
+
+    def answering(connection: Connection) -> None:
+        connection.send(("done", None))
+        over.wait()
+
+    with pytest.raises(EngineError, match=r"rank 1 did not finish a step within 0\.05 s"):
+        executor_of(answering, silent).gather(0.05)
+    over.set()
 
 
 def test_what_went_wrong_in_a_rank_is_told() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import signal
 import threading
@@ -196,6 +197,20 @@ def test_chat_with_tools_parses_the_answer(llm: LLM) -> None:
     strict = [{"type": "function", "function": {"name": "f", "strict": True, "parameters": {"not": {}}}}]
     with pytest.raises(RequestError) as caught:
         llm.chat(conversation[:1], greedy(), tools=strict, chat_template=template)
+    with pytest.raises(RequestError, match=r"tool_choice.function.name"):
+        llm.chat(conversation, greedy(), tools=tools, tool_choice={"type": "function", "function": {"name": "g"}}, **options)
+    one = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
+    held = [{"type": "function", "function": {"name": "f", "parameters": one}}]
+    forced: dict[str, Any] = {"tool_choice": "required", "parallel_tool_calls": False, "chat_template": template}
+    (called,) = llm.chat(conversation[:1], greedy(max_tokens=100), tools=held, **forced)
+    assert called.outputs[0].message is not None and called.outputs[0].finish_reason == "stop"
+    assert [json.loads(call.arguments) for call in called.outputs[0].message.calls] == [{"a": 1}]
+    (free,) = llm.chat(conversation, greedy(max_tokens=4), tools=tools, tool_choice="none", **options)
+    assert free.outputs[0].message is None
+    with pytest.raises(RequestError, match="reasoning_effort high"):
+        llm.chat(conversation, greedy(), reasoning_effort="high")
+    with pytest.raises(RequestError, match="thinking_token_budget"):
+        llm.chat(conversation, greedy(), thinking_token_budget=-1)
     assert caught.value.param == "tools[0].function.parameters"
     assert {"tool calls", "reasoning"} <= {decision.name for decision in llm.info.decisions}
 

@@ -9,6 +9,7 @@ import pytest
 from headrace.core.request import Request
 from headrace.engine import quarantine
 from headrace.engine.quarantine import Quarantine
+from headrace.engine.streams import failed
 from headrace.errors import RequestError
 from headrace.sampling_params import SamplingParams
 
@@ -76,3 +77,14 @@ def test_memory_is_bounded_and_zero_seconds_refuse_nothing(clock: Clock, monkeyp
         never.died([request()])
     assert len(one) == 3 and len(never) == 0 and not refused(never, request())
     assert one.died([request(tokens=(9,))]) and not one.died([request(tokens=(0,))])
+
+
+def test_a_refusal_reaches_the_client_of_a_request_in_flight_with_its_code(clock: Clock) -> None:
+    one = Quarantine(60.0, clock)
+    suspect = request(n=2)
+    one.died([suspect])
+    (refusal,) = one.died([suspect]).values()
+    deltas = list(failed(suspect, refusal))
+    assert [(delta.index, delta.client_error, delta.error_code) for delta in deltas] == [
+        (i, True, "quarantined") for i in (0, 1)
+    ]

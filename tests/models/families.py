@@ -21,10 +21,18 @@ from transformers import (
     MistralForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
 )
 
 from headrace.models import registry
@@ -75,6 +83,14 @@ def with_images4(**values: object) -> Gemma4Config:
     return Gemma4Config(text_config=values, vision_config=vision)
 
 
+def with_pictures(config_class: Callable[..., PretrainedConfig], **vision: object) -> Callable[..., PretrainedConfig]:
+    return lambda **values: config_class(text_config=values, vision_config=vision)
+
+
+QWEN2_VISION = {"depth": 1, "embed_dim": 16, "num_heads": 2, "hidden_size": 48, "mlp_ratio": 2}
+QWEN25_VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 20, "num_heads": 2, "out_hidden_size": 48}
+QWEN3_VISION = QWEN25_VISION | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+QWEN3_VL = {"head_dim": 16} | rope("default", mrope_section=[4, 2, 2])
 LLAMA3 = rope("llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
 CASES: dict[str, tuple[type[PreTrainedModel], Callable[..., PretrainedConfig], dict]] = {
     "llama": (LlamaForCausalLM, LlamaConfig, {}),
@@ -162,6 +178,25 @@ CASES: dict[str, tuple[type[PreTrainedModel], Callable[..., PretrainedConfig], d
         GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0},
     ),
 }
+CASES |= {
+    "qwen2-vl": (
+        Qwen2VLForConditionalGeneration,
+        with_pictures(Qwen2VLConfig, **QWEN2_VISION),
+        rope("default", mrope_section=[1, 1, 2]),
+    ),
+    "qwen2.5-vl": (
+        Qwen2_5_VLForConditionalGeneration,
+        with_pictures(Qwen2_5_VLConfig, **QWEN25_VISION),
+        rope("default", mrope_section=[1, 1, 2]),
+    ),
+    "qwen3-vl": (Qwen3VLForConditionalGeneration, with_pictures(Qwen3VLConfig, **QWEN3_VISION), QWEN3_VL),
+    "qwen3-vl-moe": (
+        Qwen3VLMoeForConditionalGeneration,
+        with_pictures(Qwen3VLMoeConfig, **QWEN3_VISION),
+        QWEN3_VL | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    ),
+}
+"""Of text alone: ``test_pictures`` has the others."""
 CASES |= mixtures.CASES
 
 

@@ -11,6 +11,7 @@ from rules.source import PACKAGE, ROOT, Module, imports, modules
 PACKAGES: list[set[str]] = [
     {"errors"},
     {"options"},
+    {"limited_process"},
     {"sampling_params", "outputs"},
     {"model_spec"},
     {"config"},
@@ -19,6 +20,7 @@ PACKAGES: list[set[str]] = [
     {"core"},
     {"text", "sources"},
     {"constrain"},
+    {"sim"},
     # Below this line torch is allowed.
     {"parallel"},
     {"kernels"},
@@ -27,6 +29,7 @@ PACKAGES: list[set[str]] = [
     {"layers", "quant"},
     {"weights"},
     {"models"},
+    {"multimodal"},
     {"sampling"},
     {"runner"},
     {"resolve"},
@@ -37,7 +40,7 @@ PACKAGES: list[set[str]] = [
 ]
 """Lowest layer first; packages of one set may import each other."""
 
-TORCH_LINE = PACKAGES.index({"constrain"})
+TORCH_LINE = PACKAGES.index({"sim"})
 LAYER = {package: layer for layer, packages in enumerate(PACKAGES) for package in packages}
 
 

@@ -15,15 +15,17 @@ import torch
 from cache_config import cache_holding
 
 from headrace.config import EngineArgs, EngineConfig, SchedulerConfig
+from headrace.core.media import ItemInputs
 from headrace.core.plan import SamplePlan, StepPlan, StepResult
 from headrace.core.request import Request
 from headrace.core.scheduler import Scheduler
 from headrace.core.sequence import SequenceUpdate
-from headrace.model_spec import AttentionSpec, DenseSpec, ModelSpec, RopeSpec, cache_groups
+from headrace.model_spec import AttentionSpec, DenseSpec, ModelSpec, RopeSpec, VisionSpec, cache_groups
 from headrace.model_spec.kv import FP8_KV
 from headrace.models.decoder import Decoder
 from headrace.models.gemma4 import Gemma4Spec
 from headrace.models.registry import build
+from headrace.models.vision import EncodedItem, device_tensor
 from headrace.outputs import Failure, TokenLogprobs
 from headrace.runner.runner import ModelRunner
 from headrace.sampling_params import SamplingParams
@@ -107,6 +109,35 @@ FAMILIES |= {
     ),
 }
 """Few heads: on the CPU it is the oracle that attends, a head at a time."""
+_MROPE = RopeSpec(10000.0, sections=(1, 1, 2))
+WITH_MEDIA: dict[str, ModelSpec] = {
+    "positions in three sections": _spec(
+        [dataclasses.replace(_layer(i, window=window), rope=_MROPE) for i, window in enumerate((None, 9))],
+        vision=VisionSpec(model_type="of tests", deepstack_layers=1),
+    ),
+    "both ways": _spec(
+        [_layer(0, window=6), _layer(1), _layer(2, window=6)], vision=VisionSpec(model_type="of tests", bidirectional=True)
+    ),
+}
+"""Models that read pictures: ``test_media_invariants``."""
+SPECS = FAMILIES | WITH_MEDIA
+
+
+class Encoder:
+    """Squashes its input. Counts what it encodes."""
+
+    nbytes = 0
+
+    def __init__(self) -> None:
+        self.num_encoded = 0
+
+    def encode(self, items: Sequence[ItemInputs]) -> list[EncodedItem]:
+        self.num_encoded += len(items)
+        pixels = [device_tensor(item.tensors["pixels"], torch.device("cpu")) for item in items]
+        return [
+            EncodedItem(each.tanh(), each.cos()[None] if "deep" in item.tensors else None)
+            for each, item in zip(pixels, items, strict=True)
+        ]
 
 
 @functools.cache
@@ -134,7 +165,7 @@ def model(family: str, device: str = "cpu") -> Decoder:
 def _model(family: str, device: str) -> Decoder:
     """Random weights whose outputs wander instead of repeating themselves."""
     generator = torch.Generator().manual_seed(len(family))
-    decoder = build(FAMILIES[family], "float32", "cpu")
+    decoder = build(SPECS[family], "float32", "cpu")
     for name, parameter in decoder.named_parameters():
         if "norm" in name or name.endswith("layer_scalar"):
             parameter.data.uniform_(0.8, 1.2, generator=generator)
@@ -144,7 +175,7 @@ def _model(family: str, device: str) -> Decoder:
     decoder.embed_tokens.weight.data.normal_(0.0, 1.0, generator=generator)
     if device == "cpu":
         return decoder
-    elsewhere = build(FAMILIES[family], "float32", device)
+    elsewhere = build(SPECS[family], "float32", device)
     elsewhere.load_state_dict(decoder.state_dict())
     return elsewhere
 
@@ -164,7 +195,7 @@ class World:
     record: str | None = None
 
     def config(self) -> EngineConfig:
-        spec = FAMILIES[self.family]
+        spec = SPECS[self.family]
         in_fp8 = self.family.endswith(IN_FP8)
         kv_dtype = FP8_KV if in_fp8 else "float32"
         groups = cache_groups(spec.layers, kv_dtype)
@@ -186,6 +217,7 @@ class World:
                 max_queue_len=1000,
                 policy="fcfs",
                 pipeline_depth=self.depth,
+                max_num_encoder_tokens=MAX_LEN if spec.vision is not None else 0,
             ),
             device=self.device,
             dtype="float32",
@@ -196,7 +228,8 @@ class World:
         )
 
     def runner(self) -> ModelRunner:
-        return ModelRunner(model(self.family, self.device), self.config(), token_bytes())
+        encoder = Encoder() if self.family in WITH_MEDIA else None
+        return ModelRunner(model(self.family, self.device), self.config(), token_bytes(), encoder=encoder)
 
 
 def request(name: str, prompt: Sequence[int], *, eos: Sequence[int] = (EOS,), seed: int = 7, **sampling: Any) -> Request:

@@ -7,19 +7,22 @@ import importlib.util
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
 from headrace.attention.backend import AttentionBackend, AttentionInputs, StepMetadata
 from headrace.core.plan import NewSequence, SamplePlan
 from headrace.core.request import Request
+from headrace.errors import EngineError
 from headrace.kernels.paged_attention import paged_attention
 from headrace.runner.graphs import Captured, SampleShape, Shape, StepGraphs
 from headrace.runner.inputs import PROMPT_ROWS
 from headrace.runner.runner import ModelRunner
 from headrace.sampling.feature import LogitsRows
+from headrace.sampling.sampler import NOTHING_ALLOWED
 
-from .harness import Engine, Outcomes, World, model, prompt, request, same, serve, token_bytes
+from .harness import VOCAB, Engine, Outcomes, World, model, prompt, request, same, serve, token_bytes
 from .plans import blocks_for, new, plan, row
 from .test_invariants import FEATURES
 
@@ -185,7 +188,7 @@ def test_shapes_that_are_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_masks_behind_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model is replayed; the sampler draws for a step with masks, and a graph for the next."""
+    """A step with masks is drawn by a graph of its own."""
     made, graphs = runner(World(), monkeypatch)
     tokens = [4, 5, 6]
     words = bytes([0, 1 << 3, 0, 0]) + bytes(16)
@@ -199,7 +202,39 @@ def test_masks_behind_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
             made.sample(handle, SamplePlan.of(step, {7: [words]} if step == 2 else {}))
             tokens += made.collect(handle).token_ids[0]
     assert tokens[4] == 11 and len(tokens) == 6
-    assert len(graphs.models) == 3 and len(graphs.draws) == 2
+    assert len(graphs.models) == 3
+    assert [shape.masked for shape in graphs.draws] == [False, True, False]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_masked_rows_beside_others_are_drawn_as_kernel_by_kernel(monkeypatch: pytest.MonkeyPatch, temperature: float) -> None:
+    """Three constrained rows of which two share a mask, and one without; then one that may sample nothing."""
+    replayed, graphs = runner(World(), monkeypatch)
+    eager = ModelRunner(model(World().family), World().config(), token_bytes())
+    some, other = (np.array([7 << place + number for number in range(VOCAB // 32)], dtype=np.uint32) for place in (3, 9))
+    masks = {1: some.tobytes(), 2: other.tobytes(), 3: some.tobytes()}
+    found = []
+    for made in (replayed, eager):
+        news = [new(seq, seq, [4, 5, 6 + seq], temperature=temperature, seed=seq) for seq in range(4)]
+        news = [msgspec.structs.replace(each, constrained=each.seq_id in masks) for each in news]
+        results = []
+        with torch.inference_mode():
+            rows = [row(seq, seq, 0, 3, blocks_for(8, first=3 * seq)) for seq in range(4)]
+            handle = made.execute(plan(*rows, new=news, step=1))
+            made.sample(handle, SamplePlan.of(1, {seq: [mask] for seq, mask in masks.items()}))
+            results.append(made.collect(handle))
+            rows = [row(seq, seq, 3, 1, []) for seq in range(4)]
+            handle = made.execute(plan(*rows, decode=4, step=2))
+            nothing = masks | {2: bytes(len(masks[2]))}
+            made.sample(handle, SamplePlan.of(2, {seq: [mask] for seq, mask in nothing.items()}))
+            results.append(made.collect(handle))
+            handle = made.execute(plan(*[row(seq, seq, 4, 1, []) for seq in range(4)], decode=4, step=3))
+            with pytest.raises(EngineError, match="no token mask"):
+                made.sample(handle, SamplePlan(3))
+        found.append([(result.token_ids, result.errors) for result in results])
+    assert found[0] == found[1]
+    assert [shape.masked for shape in graphs.draws] == [True], "a mask that bans all is sampled kernel by kernel"
+    assert [*found[0][1][1].values()] == [NOTHING_ALLOWED]
 
 
 class Forcing:
@@ -250,7 +285,9 @@ def test_the_most_useful_graphs_come_first(monkeypatch: pytest.MonkeyPatch) -> N
     assert isinstance(graphs, Immediate)
     graphs.models, graphs.draws = [], []
     order = list(graphs.shapes())
-    assert order[:2] == [Shape(6, 0), SampleShape(6, False)] and all(isinstance(shape, Shape) for shape in order[-4:])
+    masked = [shape for shape in order if isinstance(shape, SampleShape) and shape.masked]
+    assert order[:2] == [Shape(6, 0), SampleShape(6, False)] and order[-len(masked) :] == masked
+    assert all(isinstance(shape, Shape) for shape in order[: -len(masked)][-4:])
     assert [made.capture_next()[:2] for _ in range(2)] == [(1, len(order)), (2, len(order))]
     engine = Engine(World(), made)
     requests = [request("r", prompt(1, 4), max_tokens=3, ignore_eos=True)]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from headrace.config import SamplingLimits
+from headrace.config import EngineArgs, SamplingLimits
 from headrace.core.request import Request
 from headrace.engine.info import EngineInfo, LayerLine
 from headrace.engine.inputs import InputProcessor
@@ -168,6 +168,9 @@ class FakeLLM:
         if self.start_error is not None:
             raise self.start_error
         self._health = Health(True, "")
+
+    replicas = None
+    args = EngineArgs()
 
     def serving(self) -> None:
         self.served_at = time.monotonic()
@@ -332,6 +335,7 @@ class _Sample:
                 error=str(token),
                 client_error=client,
                 error_code=getattr(token, "code", None),
+                error_param=getattr(token, "param", None),
             )
         self._count += 1
         if self._count == 1:

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -299,7 +300,7 @@ def test_the_cost_of_wrong_items_does_not_grow_with_their_number(
     api: Api, path: str, start: bytes, item: bytes, end: bytes
 ) -> None:
     """An error for each of them would take hundreds of bytes."""
-    count = 50_000
+    count = 20_000
     items = b",".join(item % i if b"%d" in item else item for i in range(count))
     tracemalloc.start()
     found = error(api.post(path, content=start + items + end, headers={"content-type": "application/json"}))
@@ -307,6 +308,15 @@ def test_the_cost_of_wrong_items_does_not_grow_with_their_number(
     tracemalloc.stop()
     assert len(found["message"]) < 500
     assert peak < 350 * count, peak
+
+
+def test_a_prompt_of_the_whole_context_as_token_ids_is_never_too_many_values() -> None:
+    llm = FakeLLM()
+    body = {"prompt": [1] * 500_000, "max_tokens": 1}
+    refused = Api(llm).complete(**body)
+    assert "400000 JSON values" in error(refused, 413)["message"]
+    llm.info = msgspec.structs.replace(llm.info, max_model_len=500_000)
+    assert error(Api(llm).complete(**body))["code"] == "context_length_exceeded"
 
 
 def test_every_limit_is_documented() -> None:

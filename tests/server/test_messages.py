@@ -178,7 +178,7 @@ def test_thinking_reaches_the_template(api: Make) -> None:
         ({"mcp_servers": []}, "mcp_servers"),
         ({"service_tier": "priority"}, "service_tier"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "content[0].type: 'image'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "content[0].source"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "messages[0].content[0].type: 'tool_use'"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "y": 1}]}]}, "`y`"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),

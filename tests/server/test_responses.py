@@ -80,6 +80,21 @@ def test_what_max_output_tokens_cuts_is_incomplete(api: Make) -> None:
         assert [item["status"] for item in response["output"]] == ["incomplete"]
 
 
+def patch_tool(syntax: str, definition: str) -> dict[str, Any]:
+    grammar = {"type": "grammar", "syntax": syntax, "definition": definition}
+    return {"tools": [{"type": "custom", "name": "patch", "format": grammar}]}
+
+
+def test_the_text_of_a_custom_tool_streams_as_it_comes(api: Make) -> None:
+    text = 'a "b"\n\\ü 😀\x01'
+    call = "<tool_call>\n" + json.dumps({"name": "patch", "arguments": {"input": text}}) + "\n</tool_call>"
+    body = {"input": "Hi", "stream": True, "tools": [{"type": "custom", "name": "patch"}]}
+    found = named_events(api(call).post(URL, body))
+    deltas = [event["delta"] for event in found if event["type"] == "response.custom_tool_call_input.delta"]
+    assert "".join(deltas) == text and len(deltas) > 5
+    assert found[-1]["response"]["output"][0]["input"] == text
+
+
 def test_custom_tools_get_one_string(api: Make) -> None:
     call = '<tool_call>\n{"name": "patch", "arguments": {"input": "a \\"b\\"\\n"}}\n</tool_call>'
     response = answered(api, call, tools=[{"type": "custom", "name": "patch", "description": "Edits."}])
@@ -220,7 +235,7 @@ def test_the_store_stays_in_its_bounds() -> None:
         ({"input": [7]}, "input[0]"),
         ({"input": [{"type": "message", "role": "tool", "content": "x"}]}, "input[0].role"),
         ({"input": [{"type": "mcp_call"}]}, "input[0].type"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
         ({"input": [{"role": "user", "content": "x", "colour": 1}]}, "input[0]"),
         ({"input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "{"}]}, "input"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
@@ -232,7 +247,12 @@ def test_the_store_stays_in_its_bounds() -> None:
         ({"conversation": "c"}, "conversation"),
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"tools": [{"type": "web_search"}]}, "tools[0]"),
-        ({"tools": [{"type": "custom", "name": "p", "format": {"type": "grammar"}}]}, "tools[0].format.type"),
+        ({"tools": [{"type": "custom", "name": "p", "format": {"type": "grammar"}}]}, "tools[0].format"),
+        (patch_tool("gbnf", "x"), "tools[0].format.syntax"),
+        (patch_tool("lark", "start: nowhere"), "tools[0].format.definition"),
+        (patch_tool("lark", "start: /a/i"), "tools[0].format.definition"),
+        (patch_tool("lark", f'start: "{"x" * 2**20}"'), "tools[0].format.definition"),
+        (patch_tool("regex", "a(?=b)"), "tools[0].format.definition"),
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice.type"),
         ({"tool_choice": "some"}, "tool_choice"),

@@ -302,3 +302,29 @@ def test_a_loop_of_two_tools_with_the_openai_client(made: Tokenizer, stream: boo
     assert called == ["add", "now"]
     assert choice.message.content == "3 at noon" and choice.finish_reason == "stop"
     assert "<|im_start|>tool\n3" in (llm.seen[-1].prompt or "")
+
+
+def test_an_effort_reaches_the_prompt_in_every_protocol(api: Make) -> None:
+    """The template of these tests opens <think> only where enable_thinking is true."""
+    say = [{"role": "user", "content": "hi"}]
+    on = {"chat_template_kwargs": {"enable_thinking": True}}
+    for effort, body, param in (
+        ("none", {"messages": say, **on, "reasoning_effort": "none"}, "reasoning_effort"),
+        ("high", {"messages": say, "reasoning_effort": "high"}, "reasoning_effort"),
+    ):
+        found = error(api("x").post("/v1/chat/completions", body))
+        assert found["param"] == param and effort in found["message"]
+    assert api("x").chat(reasoning_effort="none").status_code == 200
+    found = error(api("x").post("/v1/responses", {"input": "hi", "reasoning": {"effort": "high"}}))
+    assert found["param"] == "reasoning.effort"
+    answer = api("x").post("/v1/messages", {"messages": say, "max_tokens": 5, "output_config": {"effort": "high"}})
+    assert answer.status_code == 400 and "output_config.effort" in answer.json()["error"]["message"]
+
+
+def test_tools_stay_in_the_prompt_where_no_call_is_wanted_unless_the_server_leaves_them_out(made: Tokenizer) -> None:
+    lengths = []
+    for exclude in (False, True):
+        llm = ScriptedLLM(made, ("x",))
+        answer = Api(llm, ServerSettings(exclude_tools_when_tool_choice_none=exclude)).chat(tools=[TOOL], tool_choice="none")
+        lengths.append(answer.json()["usage"]["prompt_tokens"])
+    assert lengths[0] > lengths[1]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import tempfile
 import time
 from collections.abc import Iterator
@@ -47,8 +46,9 @@ class Holdings:
 class SoakedServer:
     """The server under attack."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Server, temporary: Path) -> None:
         self.server = server
+        self._temporary = temporary
         self.url = server.url
         self._process = psutil.Process(server.process.pid)
 
@@ -89,7 +89,7 @@ class SoakedServer:
                 blocks=int(self.server.metric("headrace_kv_blocks_used")),
                 running=int(self.server.metric("headrace_requests_running")),
                 waiting=int(self.server.metric("headrace_requests_waiting")),
-                temporary_files=len(os.listdir(tempfile.gettempdir())),
+                temporary_files=len(list(self._temporary.iterdir())),
             )
             if best is not None and (found.descriptors, found.threads) >= (best.descriptors, best.threads):
                 return best
@@ -105,10 +105,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def soaked(folder: Path, tmp_path: Path) -> Iterator[SoakedServer]:
-    server = start_server(tmp_path / "log.txt", str(folder), "--device", "cpu", "--dtype", "float32", "--num-kv-blocks", "600")
+    # Unix sockets are in it, whose paths must be short.
+    with tempfile.TemporaryDirectory() as temporary:
+        yield from _soaked(folder, tmp_path / "log.txt", Path(temporary))
+
+
+def _soaked(folder: Path, log: Path, temporary: Path) -> Iterator[SoakedServer]:
+    options = ("--device", "cpu", "--dtype", "float32", "--num-kv-blocks", "600")
+    server = start_server(log, str(folder), *options, temporary=temporary)
     try:
         server.wait_healthy()
-        yield SoakedServer(server)
+        yield SoakedServer(server, temporary)
         assert stop_server(server) == 0
         assert "Traceback" not in server.log.read_text()
     finally:

@@ -15,8 +15,9 @@ import pytest
 import vocabularies
 
 from headrace.errors import ConfigError, RequestError
-from headrace.text.chat import check_template, normalize, read_template
-from headrace.text.templates import TemplateLimits, TemplateRenderer
+from headrace.limited_process import ProcessLimits
+from headrace.text.chat import normalize, parsed_template, read_template
+from headrace.text.templates import TemplateRenderer
 from headrace.text.tokenizer import Tokenizer
 
 TEMPLATE = (
@@ -34,7 +35,7 @@ HELLO = [{"role": "user", "content": "hello"}]
 @pytest.fixture(scope="module")
 def renderer() -> TemplateRenderer:
     """Its process takes a second to start."""
-    return TemplateRenderer(TemplateLimits(seconds=0.5, memory=2**27))
+    return TemplateRenderer(ProcessLimits(seconds=0.5, memory=2**27))
 
 
 @pytest.fixture
@@ -176,7 +177,7 @@ DOUBLED = "{% set ns = namespace(x='x') %}{% for i in range(60) %}{% set ns.x = 
 )
 def test_no_template_takes_all_the_time_or_memory(tokenizer: Tokenizer, template: str, why: str) -> None:
     """At a request, or while it is compiled; the next request is served."""
-    check_template(template)
+    parsed_template(template)
     tokenizer.hf.chat_template = template
     start = time.monotonic()
     assert why in refused(tokenizer, "messages", HELLO)
@@ -186,6 +187,7 @@ def test_no_template_takes_all_the_time_or_memory(tokenizer: Tokenizer, template
 
 
 def test_a_renderer_that_is_dropped_leaves_no_process() -> None:
+    gc.collect()  # renderers of other tests
     renderer = TemplateRenderer()
     tokenizer = Tokenizer(vocabularies.byte_level(), renderer=renderer)
     tokenizer.hf.chat_template = TEMPLATE
@@ -224,12 +226,12 @@ def test_operators_templates(tmp_path: Path) -> None:
 
 
 def test_templates_that_are_not_jinja_are_the_operators_fault() -> None:
-    check_template(TEMPLATE)
-    check_template("{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% break %}{% endfor %}")
-    check_template("{{ raise_exception('never pleased') }}")
+    parsed_template(TEMPLATE)
+    parsed_template("{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% break %}{% endfor %}")
+    parsed_template("{{ raise_exception('never pleased') }}")
     for broken in ("{% for %}", "{{ x | }}", "{% if %}", "{{" + "(" * 100_000, "x" * 2**21):
         with pytest.raises(ConfigError, match=r"not valid Jinja|more than"):
-            check_template(broken)
+            parsed_template(broken)
 
 
 def test_prepared_messages_are_copies() -> None:

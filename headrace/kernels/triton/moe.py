@@ -362,22 +362,28 @@ def _down(
 @triton.jit
 def _sum_choices(
     weighted,
+    experts,
     plus,
     out,
+    EXPERTS: tl.constexpr,
     WIDTH: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
     PLUS: tl.constexpr,
+    SOME: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The sum of a token's experts for a block of channels, in the order of choice."""
+    """The sum of a token's experts for a block of channels, in the order of choice. Expert EXPERTS has written nothing."""
     begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     present = channel < WIDTH
     total = tl.zeros([BLOCK], tl.float32)
     for choice in tl.static_range(TOP_K):
-        part = tl.load(weighted + (token * TOP_K + choice) * WIDTH + channel, mask=present, other=0.0)
+        used = present
+        if SOME:
+            used = present & (tl.load(experts + token * TOP_K + choice) < EXPERTS)
+        part = tl.load(weighted + (token * TOP_K + choice) * WIDTH + channel, mask=used, other=0.0)
         total += part.to(tl.float32)
     if PLUS:
         added = tl.load(plus + token * WIDTH + channel, mask=present, other=0.0).to(tl.float32)
@@ -410,7 +416,7 @@ def moe_mlp(
     ``tiling`` replaces the one chosen by size.
     """
     tokens, hidden = x.shape
-    inner, count, choices = spec.intermediate_size, spec.num_experts, experts.numel()
+    inner, count, choices = spec.intermediate_size, spec.num_held, experts.numel()
     if not choices:
         return torch.empty_like(x)
     device = x.device
@@ -471,18 +477,27 @@ def moe_mlp(
         **shared,
         **_launch(second),
     )
-    total = torch.empty(tokens, hidden, dtype=x.dtype, device=device)
+    return _sum(out, experts, plus, spec)
+
+
+def _sum(weighted: torch.Tensor, experts: torch.Tensor, plus: torch.Tensor | None, spec: MoeSpec) -> torch.Tensor:
+    """``[T * top_k, hidden] -> [T, hidden]``"""
+    tokens, hidden = len(experts), weighted.shape[1]
+    total = torch.empty(tokens, hidden, dtype=weighted.dtype, device=weighted.device)
     block = min(_BLOCK, triton.next_power_of_2(hidden))
     _sum_choices[(tokens, triton.cdiv(hidden, block))](
-        out,
+        weighted,
+        experts,
         total if plus is None else plus,
         total,
+        EXPERTS=spec.num_held,
+        SOME=spec.held is not None,
         WIDTH=hidden,
         TOP_K=spec.top_k,
         BLOCK=block,
         PLUS=plus is not None,
         num_warps=max(block // 256, 1),
-        **options(device),
+        **options(weighted.device),
     )
     return total
 

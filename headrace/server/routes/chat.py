@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from headrace.constrain.compose import TextGrammar
+from headrace.multimodal.media import FindFeatures
 from headrace.outputs import Event, Message, OutputDelta
 from headrace.server.generation import Generation, Piece, named
 from headrace.server.logprobs import JSONArray, chat_logprobs, prompt_logprobs
 from headrace.server.prompts import check_prompt_logprobs, render_messages
-from headrace.server.request import body_schema, checked_body
+from headrace.server.request import body_schema, checked_body, tenant
 from headrace.server.sampling import chat_names, chat_params, thinking_budget
 from headrace.server.schema import ChatBody
 from headrace.server.shape.parts import events_of
@@ -32,12 +35,25 @@ async def chat_completions(request: Request) -> Response:
     body = await checked_body(request, state, ChatBody, "chat")
     request_id = f"chatcmpl-{uuid.uuid4().hex}"
     request.scope["headrace.engine_id"] = request_id
-    generation = await chat_generation(state, body, request_id)
+    generation = await chat_generation(state, body, request_id, find=state.features.finder(tenant(request)))
     return await respond(request, state, generation, ChatAnswer(body, state, generation, request_id), stream=body.stream)
 
 
-async def chat_generation(state: Serving, body: ChatBody, request_id: str, room: int | None = None) -> Generation:
-    """The generation of a conversation. ``room``: most tokens to generate, fewer where the context ends before.
+async def chat_generation(
+    state: Serving,
+    body: ChatBody,
+    request_id: str,
+    *,
+    find: FindFeatures | None,
+    room: int | None = None,
+    grammars: Mapping[str, TextGrammar] = MappingProxyType({}),
+) -> Generation:
+    """The generation of a conversation.
+
+    Args:
+        find: finds uploaded features; None: there are none.
+        room: most tokens to generate, fewer where the context ends before.
+        grammars: of tools whose calls have a text, by name.
 
     Raises:
         ApiError, RequestError: 4xx, naming the field of the chat request.
@@ -46,8 +62,9 @@ async def chat_generation(state: Serving, body: ChatBody, request_id: str, room:
     with named(chat_names(body)):
         params = chat_params(body, state)
         answers = state.llm.inputs.answers
-        tools = offered(body, answers, state.settings)
-        prompt = await render_messages(state, body, tools.schemas)
+        tools = offered(body, answers, state.settings, grammars)
+        rendered = await render_messages(state, body, tools.schemas)
+        prompt = rendered.text
         parse = answers and answers.options(
             prompt,
             tools.schemas,
@@ -57,16 +74,17 @@ async def chat_generation(state: Serving, body: ChatBody, request_id: str, room:
             stop_in_reasoning=body.stop_in_reasoning,
         )
         plan = state.llm.inputs.answer_plan(prompt, params, tools.rules, budget=thinking_budget(body))
-        engine_request = await state.llm.inputs.request_async(
-            prompt,
-            params,
-            parse=parse,
-            plan=plan,
-            add_special_tokens=body.add_special_tokens,
-            request_id=request_id,
-            priority=body.priority,
-            cache_salt=body.cache_salt,
-        )
+        async with rendered.prompt(state, find) as full:
+            engine_request = await state.llm.inputs.request_async(
+                full,
+                params,
+                parse=parse,
+                plan=plan,
+                add_special_tokens=body.add_special_tokens,
+                request_id=request_id,
+                priority=body.priority,
+                cache_salt=body.cache_salt,
+            )
     check_prompt_logprobs(state, [engine_request], copies=1)
     if room is not None:
         engine_request = msgspec.structs.replace(engine_request, max_tokens=min(engine_request.max_tokens, room))

@@ -7,10 +7,11 @@ import uuid
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from headrace.multimodal.media import FindFeatures
 from headrace.server.errors import JSON
 from headrace.server.generation import Generation
 from headrace.server.prompts import need_tokenizer, render_messages
-from headrace.server.request import body_schema, checked_body, parsed_body
+from headrace.server.request import body_schema, checked_body, parsed_body, tenant
 from headrace.server.routes.chat import chat_generation
 from headrace.server.schema import ChatBody, CountTokensBody, MessagesBody
 from headrace.server.shape.messages import NAMES, MessagesAnswer, chat_fields
@@ -29,15 +30,18 @@ async def messages(request: Request) -> Response:
     body = await checked_body(request, state, MessagesBody, "messages")
     message_id = f"msg_{uuid.uuid4().hex}"
     request.scope["headrace.engine_id"] = message_id
-    generation, answer = await messages_answer(state, body, message_id)
+    find = state.features.finder(tenant(request))
+    generation, answer = await messages_answer(state, body, message_id, find)
     return await respond(request, state, generation, answer, stream=body.stream)
 
 
-async def messages_answer(state: Serving, body: MessagesBody, message_id: str) -> tuple[Generation, MessagesAnswer]:
-    """Raises: ApiError, RequestError: 4xx, naming the field at fault."""
+async def messages_answer(
+    state: Serving, body: MessagesBody, message_id: str, find: FindFeatures | None
+) -> tuple[Generation, MessagesAnswer]:
+    """``find``: as in ``chat_generation``. Raises: ApiError, RequestError: 4xx, naming the field at fault."""
     with renamed(NAMES):
         chat = parsed_body(await chat_fields(body, state), ChatBody, "chat")
-        generation = await chat_generation(state, chat, message_id, room=body.max_tokens)
+        generation = await chat_generation(state, chat, message_id, find=find, room=body.max_tokens)
     return generation, MessagesAnswer(body, state, generation, message_id)
 
 
@@ -47,10 +51,9 @@ async def count_tokens(request: Request) -> Response:
     state = serving(request)
     body = await checked_body(request, state, CountTokensBody, "count_tokens")
     state.model.check_name(body.model)
-    tokenizer, inputs = need_tokenizer(state, "messages"), state.llm.inputs
+    need_tokenizer(state, "messages")
     with renamed(NAMES):
         chat = parsed_body(await chat_fields(body, state), ChatBody, "chat")
-        prompt = await render_messages(state, chat, offered(chat, inputs.answers, state.settings).schemas)
-        inputs.check_length(prompt, "messages")
-    tokens = await inputs.in_thread(lambda: tokenizer.encode(prompt, add_special_tokens=False, param="messages"))
+        rendered = await render_messages(state, chat, offered(chat, state.llm.inputs.answers, state.settings).schemas)
+        tokens = await rendered.token_ids(state, state.features.finder(tenant(request)))
     return JSON({"input_tokens": len(tokens)})

@@ -9,9 +9,10 @@ import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from headrace.multimodal.media import FindFeatures
 from headrace.server.errors import JSON, ApiError, shown
 from headrace.server.generation import Generation
-from headrace.server.request import body_schema, checked_body, parsed_body
+from headrace.server.request import body_schema, checked_body, parsed_body, tenant
 from headrace.server.routes.chat import chat_generation
 from headrace.server.schema import ChatBody, ResponsesBody
 from headrace.server.shape.responses import NAMES, ResponsesAnswer, conversation
@@ -31,12 +32,15 @@ async def responses(request: Request) -> Response:
     body = await checked_body(request, state, ResponsesBody, "responses")
     response_id = f"resp_{uuid.uuid4().hex}"
     request.scope["headrace.engine_id"] = response_id
-    generation, answer = await responses_answer(state, body, response_id)
+    find = state.features.finder(tenant(request))
+    generation, answer = await responses_answer(state, body, response_id, find)
     return await respond(request, state, generation, answer, stream=body.stream)
 
 
-async def responses_answer(state: Serving, body: ResponsesBody, response_id: str) -> tuple[Generation, ResponsesAnswer]:
-    """Raises: ApiError, RequestError: 4xx, naming the field at fault."""
+async def responses_answer(
+    state: Serving, body: ResponsesBody, response_id: str, find: FindFeatures | None
+) -> tuple[Generation, ResponsesAnswer]:
+    """``find``: as in ``chat_generation``. Raises: ApiError, RequestError: 4xx, naming the field at fault."""
     if body.store and not state.responses.on:
         message = "store: this server keeps no responses (--no-responses-store)"
         raise ApiError(400, message, param="store", code="unsupported_parameter")
@@ -45,7 +49,7 @@ async def responses_answer(state: Serving, body: ResponsesBody, response_id: str
     with renamed(NAMES):
         read = conversation(body, state)
         chat = parsed_body(read.chat, ChatBody, "chat")
-        generation = await chat_generation(state, chat, response_id)
+        generation = await chat_generation(state, chat, response_id, find=find, grammars=read.grammars)
     stored = state.responses.on and body.store is not False
 
     def keep(response: dict[str, Any]) -> None:

@@ -1,14 +1,21 @@
-"""GET /health, /live, /ping, /version, /metrics: for operators, without an API key."""
+"""GET /health, /ready, /live, /ping, /version, /metrics: for operators, without an API key. GET /server_info, with one."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
+from typing import Any
+
+import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 import headrace
+from headrace.core.routing import Decision
+from headrace.engine.replicas import ReplicaStatus
 from headrace.metrics.prometheus import CONTENT_TYPE
-from headrace.server.errors import JSON
-from headrace.server.state import serving
+from headrace.server.errors import JSON, first_line, unavailable
+from headrace.server.state import Serving, serving
 
 router = APIRouter()
 
@@ -17,9 +24,29 @@ router = APIRouter()
 @router.get("/ping")
 @router.post("/ping")
 async def health(request: Request) -> Response:
-    """200 if requests are served; else 503 with the reason."""
-    serving(request).check_ready()
-    return JSON({"status": "ok"})
+    """200 if requests are served; else 503 with the reason. Of several replicas, says how many are up."""
+    state = serving(request)
+    state.check_ready()
+    return JSON({"status": "ok"} | _counted(state))
+
+
+@router.get("/ready")
+async def ready(request: Request) -> Response:
+    """200 if requests are served, and by every replica; else 503 with the reason."""
+    state = serving(request)
+    state.check_ready()
+    if reason := state.llm.health().reason:
+        raise unavailable(first_line(reason), state.settings.retry_after)
+    return JSON({"status": "ok"} | _counted(state))
+
+
+def _counted(state: Serving) -> dict[str, Any]:
+    """The replicas that are up, where there are several."""
+    replicas = state.llm.replicas
+    if replicas is None:
+        return {}
+    status = replicas.status()
+    return {"replicas": {"up": sum(not one.reason for one in status), "total": len(status)}}
 
 
 @router.get("/live")
@@ -32,6 +59,46 @@ async def live(request: Request) -> Response:
 @router.get("/version")
 async def version() -> Response:
     return JSON({"version": headrace.__version__})
+
+
+@router.get("/server_info")
+async def server_info(request: Request) -> Response:
+    """What serves here: the model, the engine's arguments, and each replica with its load and the latest routing decisions."""
+    state = serving(request)
+    state.check_ready()
+    info, args = state.llm.info, state.llm.args
+    answer = {
+        "version": headrace.__version__,
+        "model": info.model,
+        "device": info.device,
+        "data_parallel_size": args.data_parallel_size,
+        "engine_args": msgspec.to_builtins(args, enc_hook=str),
+    }
+    if (replicas := state.llm.replicas) is not None:
+        answer["dp_routing_policy"] = args.dp_routing_policy
+        answer["replicas"] = [_replica(status) for status in replicas.status()]
+        answer["routing"] = [_decision(decision) for decision in replicas.decisions()]
+    return JSON(answer)
+
+
+def _replica(status: ReplicaStatus) -> dict[str, Any]:
+    stats = status.stats
+    return {
+        "replica": status.replica,
+        "state": status.state,
+        "reason": first_line(status.reason),
+        "pid": status.pid,
+        "device": None if status.info is None else status.info.environment.get("device", status.info.device),
+        "running": stats.num_running,
+        "waiting": stats.num_waiting,
+        "kv_cache_usage": round(stats.kv_usage, 4),
+        "accepted": status.routing.accepted,
+    }
+
+
+def _decision(decision: Decision) -> dict[str, Any]:
+    scores = [score if math.isfinite(score) else None for score in decision.scores]
+    return dataclasses.asdict(decision) | {"scores": scores, "waited": round(decision.waited, 6)}
 
 
 @router.get("/metrics")

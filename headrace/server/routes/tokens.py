@@ -9,13 +9,13 @@ from starlette.responses import Response
 
 from headrace.server.errors import JSON, ApiError
 from headrace.server.prompts import need_tokenizer, render_messages
-from headrace.server.request import body_schema, checked_body
+from headrace.server.request import body_schema, checked_body, tenant
 from headrace.server.sampling import limit
 from headrace.server.schema import DetokenizeBody, TokenizeBody
 from headrace.server.state import serving
 
 router = APIRouter()
-_OF_MESSAGES = {"add_generation_prompt", "continue_final_message", "chat_template_kwargs"}
+_OF_MESSAGES = {"add_generation_prompt", "continue_final_message", "chat_template_kwargs", "mm_processor_kwargs"}
 
 
 @router.post("/tokenize", openapi_extra=body_schema(TokenizeBody))
@@ -28,20 +28,20 @@ async def tokenize(request: Request) -> Response:
         raise ApiError(400, "give either prompt or messages", param="prompt", code="invalid_value")
     tokenizer, inputs, texts = need_tokenizer(state, "prompt"), state.llm.inputs, state.model.texts
     if body.messages is not None:
-        param, text = "messages", await render_messages(state, body)
+        rendered, special = await render_messages(state, body), bool(body.add_special_tokens)
+        ids = await rendered.token_ids(state, state.features.finder(tenant(request)), add_special_tokens=special)
     else:
-        param, text = "prompt", body.prompt or ""
+        text, special = body.prompt or "", body.add_special_tokens is not False
         for name in sorted(body.model_fields_set & _OF_MESSAGES):
             raise ApiError(400, f"{name} needs messages", param=name, code="invalid_value")
-    inputs.check_length(text, param)
-    special = body.add_special_tokens if body.add_special_tokens is not None else param == "prompt"
+        inputs.check_length(text, "prompt")
+        ids = await inputs.in_thread(lambda: tokenizer.encode(text, add_special_tokens=special, param="prompt"))
 
-    def tokens() -> dict[str, Any]:
-        ids = tokenizer.encode(text, add_special_tokens=special, param=param)
-        answer = {"count": len(ids), "max_model_len": state.model.max_model_len, "tokens": ids}
-        return answer | {"token_strs": [texts.text(token) for token in ids]} if body.return_token_strs else answer
+    def answer() -> dict[str, Any]:
+        shaped = {"count": len(ids), "max_model_len": state.model.max_model_len, "tokens": ids}
+        return shaped | {"token_strs": [texts.text(token) for token in ids]} if body.return_token_strs else shaped
 
-    return JSON(await inputs.in_thread(tokens))
+    return JSON(await inputs.in_thread(answer))
 
 
 @router.post("/detokenize", openapi_extra=body_schema(DetokenizeBody))

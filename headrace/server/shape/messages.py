@@ -17,7 +17,7 @@ from headrace.server.generation import Generation, Piece
 from headrace.server.prompts import need_tokenizer
 from headrace.server.schema import CountTokensBody, MessagesBody
 from headrace.server.shape.parts import Part, Parts, Step, events_of
-from headrace.server.shape.turns import Turns, checked, json_text, served_tools
+from headrace.server.shape.turns import ContentPart, Turns, checked, image_part, json_text, served_tools
 from headrace.server.sse import Answer, named_event
 from headrace.server.state import Serving
 
@@ -49,6 +49,19 @@ class Text(_Block, tag="text", kw_only=True):
     citations: list[Any] | None = None
 
 
+class Base64Source(_Strict, tag_field="type", tag="base64", kw_only=True):
+    media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp", "image/bmp"]
+    data: str
+
+
+class URLSource(_Strict, tag_field="type", tag="url", kw_only=True):
+    url: str
+
+
+class Image(_Block, tag="image", kw_only=True):
+    source: Base64Source | URLSource
+
+
 class ToolUse(_Block, tag="tool_use", kw_only=True):
     id: str
     name: str
@@ -59,7 +72,7 @@ class ToolUse(_Block, tag="tool_use", kw_only=True):
 
 class ToolResult(_Block, tag="tool_result", kw_only=True):
     tool_use_id: str
-    content: str | list[Text] | None = None
+    content: str | list[Text | Image] | None = None
     is_error: bool | None = None
     toolset_name: None = None
 
@@ -78,7 +91,7 @@ class _Turn(_Strict, tag_field="role", kw_only=True):
 
 
 class UserTurn(_Turn, tag="user", kw_only=True):
-    content: str | list[Text | ToolResult]
+    content: str | list[Text | Image | ToolResult]
 
 
 class AssistantTurn(_Turn, tag="assistant", kw_only=True):
@@ -148,7 +161,9 @@ async def chat_fields(body: MessagesBody | CountTokensBody, state: Serving) -> d
     variables = dict(body.chat_template_kwargs)
     if body.thinking is not None:
         thinking = checked(body.thinking, ThinkingEnabled | ThinkingAdaptive | ThinkingDisabled, "thinking")
-        variables["enable_thinking"] = not isinstance(thinking, ThinkingDisabled)
+        answers = state.llm.inputs.answers
+        switch = answers.efforts.switch if answers is not None else None
+        variables[switch or "enable_thinking"] = not isinstance(thinking, ThinkingDisabled)
         if isinstance(thinking, ThinkingEnabled):
             fields["thinking_token_budget"] = _budget(thinking, body)
     config = checked(body.output_config or {}, OutputConfig, "output_config")
@@ -184,15 +199,15 @@ def _turns(body: MessagesBody | CountTokensBody, keep_client_headers: bool, late
         system += [text for turn in given if isinstance(turn, SystemTurn) for text in _texts(turn.content)]
     if system := [text for text in system if text]:
         turns.say("system", system)
-    for turn in given:
+    for index, turn in enumerate(given):
         if isinstance(turn, SystemTurn):
             if late:
                 turns.say("system", _texts(turn.content))
         elif isinstance(turn.content, str):
             turns.say(_role(turn), [turn.content])
         else:
-            for block in turn.content:
-                _add(turns, _role(turn), block)
+            for place, block in enumerate(turn.content):
+                _add(turns, _role(turn), block, f"messages[{index}].content[{place}]")
     return turns.messages
 
 
@@ -200,19 +215,36 @@ def _role(turn: UserTurn | AssistantTurn) -> str:
     return "user" if isinstance(turn, UserTurn) else "assistant"
 
 
-def _add(turns: Turns, role: str, block: Text | ToolUse | ToolResult | Thinking | RedactedThinking) -> None:
+def _add(turns: Turns, role: str, block: Text | Image | ToolUse | ToolResult | Thinking | RedactedThinking, where: str) -> None:
     match block:
         case Text():
             turns.say(role, [block.text])
+        case Image():
+            turns.say(role, [_image(block, where)])
         case ToolUse():
             turns.call(block.id, block.name, json_text(block.input))
         case Thinking():
             turns.think(block.thinking)
         case ToolResult():
-            text = "\n".join(_texts(block.content))
-            turns.result(block.tool_use_id, f"Error: {text}" if block.is_error else text)
+            given = [block.content or ""] if not isinstance(block.content, list) else block.content
+            parts = [_content(part, f"{where}.content[{index}]") for index, part in enumerate(given)]
+            if block.is_error:
+                parts = [f"Error: {parts[0]}", *parts[1:]] if parts and isinstance(parts[0], str) else ["Error: ", *parts]
+            turns.result(block.tool_use_id, parts)
         case RedactedThinking():
             pass  # Only its author can read it.
+
+
+def _content(part: str | Text | Image, where: str) -> ContentPart:
+    if isinstance(part, Image):
+        return _image(part, where)
+    return part if isinstance(part, str) else part.text
+
+
+def _image(block: Image, where: str) -> ContentPart:
+    source = block.source
+    url = source.url if isinstance(source, URLSource) else f"data:{source.media_type};base64,{source.data}"
+    return image_part(url, f"{where}.source")
 
 
 def _texts(content: str | list[Text] | None) -> list[str]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
@@ -69,6 +72,46 @@ class Parts:
     def has_call(self) -> bool:
         """Whether a call is complete."""
         return any(part.ended for part in self.all)
+
+
+class PartialText:
+    """A string of an object whose JSON text comes in pieces: what is known of it so far."""
+
+    def __init__(self, name: str) -> None:
+        self.text = ""
+        self._name = name
+        self._opening = re.compile(rf'\s*\{{\s*"{name}"\s*:\s*"')
+        self._opened = self._closed = False
+        self._rest = ""
+
+    def add(self, piece: str) -> str:
+        """The text that this piece adds."""
+        self._rest += piece
+        if not self._opened and (found := self._opening.match(self._rest)) is not None:
+            self._opened, self._rest = True, self._rest[found.end() :]
+        if not self._opened or self._closed or (whole := _CHARACTERS.match(self._rest)) is None:
+            return ""
+        self._rest = self._rest[whole.end() :]
+        self._closed = self._rest.startswith('"')
+        more: str = json.loads(f'"{whole[0]}"', strict=False)
+        self.text += more
+        return more
+
+    def finish(self, text: str) -> str:
+        """What is missing at the end, of the whole JSON text: all of it, where it is no such object."""
+        whole = self.text if self._opened else text
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            found = json.loads(text, strict=False)[self._name]
+            whole = str(found).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        more = whole.removeprefix(self.text)
+        self.text += more
+        return more
+
+
+_CHARACTERS = re.compile(
+    r'(?:[^"\\]|\\u(?:[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(?![dD][89a-fA-F])[0-9a-fA-F]{4})|\\["\\/bfnrt])+'
+)
+"""Whole characters of a JSON string."""
 
 
 def events_of(delta: OutputDelta) -> Sequence[Event]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import hmac
-import json
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,14 +12,16 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from headrace.constrain.compose import TextGrammar
+from headrace.constrain.parameters import CUSTOM_INPUT
 from headrace.errors import RequestError
 from headrace.outputs import OutputDelta
 from headrace.server.errors import ApiError, shown
 from headrace.server.generation import Generation, Piece
 from headrace.server.logprobs import chat_logprobs
 from headrace.server.schema import ResponsesBody
-from headrace.server.shape.parts import Part, Parts, Step, events_of
-from headrace.server.shape.turns import Turns, checked, json_text, served_tools
+from headrace.server.shape.parts import Part, PartialText, Parts, Step, events_of
+from headrace.server.shape.turns import ContentPart, Turns, checked, image_part, json_text, served_tools
 from headrace.server.sse import Answer, named_event
 from headrace.server.state import Serving
 
@@ -39,8 +40,6 @@ NAMES = {
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED = "reasoning.encrypted_content"
 _SEAL_BYTES = 32
-_CUSTOM_INPUT = "input"
-"""The one parameter of a custom tool, as the model sees it."""
 
 
 class _Strict(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -61,6 +60,14 @@ class InputText(_Tagged, tag="input_text", kw_only=True):
     prompt_cache_breakpoint: dict[str, Any] | None = None
 
 
+class InputImage(_Tagged, tag="input_image", kw_only=True):
+    image_url: str
+    detail: Literal["auto", "low", "high", "original"] | None = None
+    """A hint by which others choose a size; here the model's processor does."""
+    file_id: None = None
+    prompt_cache_breakpoint: dict[str, Any] | None = None
+
+
 class OutputText(_Tagged, tag="output_text", kw_only=True):
     text: str
     annotations: list[Any] | None = None
@@ -78,7 +85,7 @@ class ReasoningText(_Tagged, tag="reasoning_text", kw_only=True):
 
 class Message(_Item, tag="message", kw_only=True):
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[InputText | OutputText | Refusal]
+    content: str | list[InputText | InputImage | OutputText | Refusal]
     phase: str | None = None
 
 
@@ -91,7 +98,7 @@ class FunctionCall(_Item, tag="function_call", kw_only=True):
 
 class FunctionCallOutput(_Item, tag="function_call_output", kw_only=True):
     call_id: str
-    output: str | list[InputText | OutputText]
+    output: str | list[InputText | InputImage | OutputText]
     name: str | None = None
 
 
@@ -103,7 +110,7 @@ class CustomToolCall(_Item, tag="custom_tool_call", kw_only=True):
 
 class CustomToolCallOutput(_Item, tag="custom_tool_call_output", kw_only=True):
     call_id: str
-    output: str | list[InputText | OutputText]
+    output: str | list[InputText | InputImage | OutputText]
 
 
 class Reasoning(_Item, tag="reasoning", kw_only=True):
@@ -126,10 +133,15 @@ class TextFormat(_Tagged, tag="text", kw_only=True):
     pass
 
 
+class GrammarFormat(_Tagged, tag="grammar", kw_only=True):
+    syntax: Literal["lark", "regex"]
+    definition: str
+
+
 class CustomTool(_Tagged, tag="custom", kw_only=True):
     name: str
     description: str | None = None
-    format: TextFormat | None = None
+    format: TextFormat | GrammarFormat | None = None
 
 
 class JSONObject(_Tagged, tag="json_object", kw_only=True):
@@ -174,6 +186,8 @@ class Conversation(NamedTuple):
     """The fields of a chat request."""
     custom: frozenset[str]
     """Names of custom tools."""
+    grammars: dict[str, TextGrammar]
+    """Of the custom tools that have one."""
     input_items: list[dict[str, Any]]
     """Of this request, each with an id."""
     history: list[dict[str, Any]]
@@ -185,12 +199,13 @@ class Conversation(NamedTuple):
 def conversation(body: ResponsesBody, state: Serving) -> Conversation:
     """Raises: ApiError, RequestError: 4xx, naming the place at fault."""
     given = _given_items(body.input, state)
-    history = [*_earlier(body, state), *given]
+    earlier = _earlier(body, state)
+    history = [*earlier, *given]
     turns = Turns()
     if body.instructions is not None:
         turns.say("system", [body.instructions])
-    for item in checked(history, list[Item], "input"):
-        _add(turns, item, state)
+    for index, item in enumerate(checked(history, list[Item], "input"), -len(earlier)):
+        _add(turns, item, state, f"input[{index}]" if index >= 0 else "previous_response_id")
     kept, skipped = served_tools(body.tools, lambda tool: tool.get("type") in ("function", "custom"), state.settings)
     tools = [checked(tool, FunctionTool | CustomTool, place) for place, tool in kept]
     text = checked(body.text or {}, TextConfig, "text")
@@ -216,6 +231,11 @@ def conversation(body: ResponsesBody, state: Serving) -> Conversation:
     return Conversation(
         {name: value for name, value in fields.items() if value is not None},
         frozenset(tool.name for tool in tools if isinstance(tool, CustomTool)),
+        {
+            tool.name: TextGrammar(tool.format.syntax, tool.format.definition)
+            for tool in tools
+            if isinstance(tool, CustomTool) and isinstance(tool.format, GrammarFormat)
+        },
         given,
         history,
         [tool for _, tool in kept],
@@ -255,18 +275,16 @@ def _earlier(body: ResponsesBody, state: Serving) -> list[dict[str, Any]]:
     return entry.items()
 
 
-def _add(turns: Turns, item: Item, state: Serving) -> None:
+def _add(turns: Turns, item: Item, state: Serving, where: str) -> None:
     match item:
         case Message():
-            texts = item.content if isinstance(item.content, str) else [_text(part) for part in item.content]
-            turns.say(item.role, [texts] if isinstance(texts, str) else texts, merge=item.role == "assistant")
+            turns.say(item.role, _content(item.content, f"{where}.content"), merge=item.role == "assistant")
         case FunctionCall():
             turns.call(item.call_id, item.name, item.arguments)
         case CustomToolCall():
-            turns.call(item.call_id, item.name, json_text({_CUSTOM_INPUT: item.input}))
+            turns.call(item.call_id, item.name, json_text({CUSTOM_INPUT: item.input}))
         case FunctionCallOutput() | CustomToolCallOutput():
-            output = item.output
-            turns.result(item.call_id, output if isinstance(output, str) else "\n".join(map(_text, output)))
+            turns.result(item.call_id, _content(item.output, f"{where}.output"))
         case Reasoning():
             if item.content:
                 turns.think("".join(part.text for part in item.content))
@@ -274,14 +292,25 @@ def _add(turns: Turns, item: Item, state: Serving) -> None:
                 turns.think(unsealed(item.encrypted_content, state.secret))
 
 
-def _text(part: InputText | OutputText | Refusal) -> str:
+def _content(
+    content: str | Sequence[InputText | InputImage | OutputText] | Sequence[InputText | InputImage | OutputText | Refusal],
+    where: str,
+) -> list[ContentPart]:
+    if isinstance(content, str):
+        return [content]
+    return [_part(part, f"{where}[{index}]") for index, part in enumerate(content)]
+
+
+def _part(part: InputText | InputImage | OutputText | Refusal, where: str) -> ContentPart:
+    if isinstance(part, InputImage):
+        return image_part(part.image_url, where)
     return part.refusal if isinstance(part, Refusal) else part.text
 
 
 def _function(tool: FunctionTool | CustomTool) -> dict[str, Any]:
     function: dict[str, Any] = {"name": tool.name, "description": tool.description}
     if isinstance(tool, CustomTool):
-        text = {"type": "object", "properties": {_CUSTOM_INPUT: {"type": "string"}}, "required": [_CUSTOM_INPUT]}
+        text = {"type": "object", "properties": {CUSTOM_INPUT: {"type": "string"}}, "required": [CUSTOM_INPUT]}
         function["parameters"] = text
     else:
         function |= {"parameters": tool.parameters, "strict": tool.strict}
@@ -348,15 +377,9 @@ class _OutputItem:
             self.kind = "custom_tool_call"
         self.id = new_id(self.kind)
         self.logprobs: list[Any] = []
+        self.input = PartialText(CUSTOM_INPUT)
+        """Of a custom tool's call."""
         self.status = "in_progress"
-
-    @property
-    def input(self) -> str:
-        """Of a custom tool's call: the one string; of a broken call, what there is."""
-        try:
-            return str(json.loads(self.part.text)[_CUSTOM_INPUT])
-        except (ValueError, KeyError, TypeError):
-            return self.part.text
 
 
 class ResponsesAnswer(Answer):
@@ -414,6 +437,8 @@ class ResponsesAnswer(Answer):
                 item.status = self._ended(part)
             if self._streams:
                 yield from _EVENTS[what](self, item, text, logprobs)
+            elif item.custom:
+                item.input.add(text) if what == "gain" else item.input.finish(part.text)
 
     def _ended(self, part: Part) -> str:
         """The status of a part that has ended: the last one may have been cut off."""
@@ -432,21 +457,23 @@ class ResponsesAnswer(Answer):
                 yield self._event("response.reasoning_text.delta", **_place(item), delta=text)
             case "content":
                 yield self._event("response.output_text.delta", **_place(item), delta=text, logprobs=logprobs)
-            case "call" if not item.custom:
-                place = {"item_id": item.id, "output_index": item.part.index}
-                yield self._event("response.function_call_arguments.delta", **place, delta=text)
+            case "call" if item.custom:
+                if more := item.input.add(text):
+                    yield self._event("response.custom_tool_call_input.delta", **_call_place(item), delta=more)
+            case "call":
+                yield self._event("response.function_call_arguments.delta", **_call_place(item), delta=text)
 
     def _done(self, item: _OutputItem, text: str, logprobs: list[Any]) -> Iterator[dict[str, Any]]:
-        text, place = item.part.text, {"item_id": item.id, "output_index": item.part.index}
+        text, place = item.part.text, _call_place(item)
         match item.part.kind:
             case "reasoning":
                 yield self._event("response.reasoning_text.done", **_place(item), text=text)
             case "content":
                 yield self._event("response.output_text.done", **_place(item), text=text, logprobs=item.logprobs)
             case "call" if item.custom:
-                # The string is inside of JSON text, which is whole only now.
-                yield self._event("response.custom_tool_call_input.delta", **place, delta=item.input)
-                yield self._event("response.custom_tool_call_input.done", **place, input=item.input)
+                if more := item.input.finish(text):
+                    yield self._event("response.custom_tool_call_input.delta", **place, delta=more)
+                yield self._event("response.custom_tool_call_input.done", **place, input=item.input.text)
             case "call":
                 name = item.part.name
                 yield self._event("response.function_call_arguments.done", **place, name=name, arguments=text)
@@ -494,7 +521,7 @@ class ResponsesAnswer(Answer):
         part = item.part
         head = {"id": item.id, "type": item.kind}
         if item.custom:
-            return {**head, "call_id": part.id, "name": part.name, "input": "" if empty else item.input}
+            return {**head, "call_id": part.id, "name": part.name, "input": "" if empty else item.input.text}
         head["status"] = item.status
         if part.kind == "call":
             return {**head, "call_id": part.id, "name": part.name, "arguments": "" if empty else part.text}
@@ -521,6 +548,10 @@ class ResponsesAnswer(Answer):
 
 
 _EVENTS = {"start": ResponsesAnswer._started, "gain": ResponsesAnswer._gained, "end": ResponsesAnswer._done}
+
+
+def _call_place(item: _OutputItem) -> dict[str, Any]:
+    return {"item_id": item.id, "output_index": item.part.index}
 
 
 def _place(item: _OutputItem) -> dict[str, Any]:

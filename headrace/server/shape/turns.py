@@ -14,9 +14,12 @@ from headrace.errors import RequestError
 from headrace.options import shown
 from headrace.server.errors import ApiError
 from headrace.server.settings import ServerSettings
+from headrace.text.content import PlacedPart
 
 logger = logging.getLogger("headrace.server")
 T = TypeVar("T")
+ContentPart = str | dict[str, Any]
+"""A text, or a part of a chat message."""
 
 
 class Turns:
@@ -25,9 +28,9 @@ class Turns:
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
 
-    def say(self, role: str, texts: Sequence[str], *, merge: bool = True) -> None:
+    def say(self, role: str, parts: Sequence[ContentPart], *, merge: bool = True) -> None:
         """``merge``: with the last message, if it has the same role."""
-        parts = [{"type": "text", "text": text} for text in texts]
+        parts = [_part(part) for part in parts]
         if merge and self.messages and self.messages[-1]["role"] == role:
             self.messages[-1]["content"] += parts
         else:
@@ -42,12 +45,24 @@ class Turns:
         function = {"name": name, "arguments": arguments}
         self._answer().setdefault("tool_calls", []).append({"id": identity, "type": "function", "function": function})
 
-    def result(self, identity: str, text: str) -> None:
-        self.messages.append({"role": "tool", "tool_call_id": identity, "content": text})
+    def result(self, identity: str, parts: Sequence[ContentPart]) -> None:
+        """Text parts are joined by newlines, unless there are others among them."""
+        texts = [part for part in parts if isinstance(part, str)]
+        content = "\n".join(texts) if len(texts) == len(parts) else [_part(part) for part in parts]
+        self.messages.append({"role": "tool", "tool_call_id": identity, "content": content})
 
     def _answer(self) -> dict[str, Any]:
         self.say("assistant", ())
         return self.messages[-1]
+
+
+def _part(part: ContentPart) -> dict[str, Any]:
+    return {"type": "text", "text": part} if isinstance(part, str) else part
+
+
+def image_part(url: str, where: str) -> PlacedPart:
+    """A picture, which the request has at ``where``."""
+    return PlacedPart({"type": "image_url", "image_url": {"url": url}}, where)
 
 
 def checked(value: Any, kind: Any, where: str) -> Any:

@@ -23,8 +23,11 @@ _JSON = re.compile('[^"{}\\[\\]\ud800-\udfff]+')
 _STRING = re.compile('[^"\\\\\x00-\x1f\ud800-\udfff]+')
 _WORD = re.compile(r"\w+")
 _PYTHON = re.compile("[^\"'\\\\{}\\[\\](),\ud800-\udfff]+")
-_BARE = re.compile('[^{}\\[\\],:"\x00\ud800-\udfff]+')
+_BARE = re.compile('[^{}\\[\\],:"\ud800-\udfff]+')
 _SURROGATE = re.compile("[\ud800-\udfff]")
+QUOTE = "\udfff"
+"""Stands for a quote marker: decoded text never contains it."""
+_QUOTES = (QUOTE, '"')
 _CLOSERS = {"{": "}", "[": "]", "(": ")"}
 
 Scanner = Generator[re.Pattern[str], str, None]
@@ -339,7 +342,7 @@ def literal(text: str) -> str:
 
 
 def quoted_object(host: Host) -> Scanner:
-    """``{key: value}`` with bare keys, and strings between quote markers, which come as NUL."""
+    """``{key: value}`` with bare keys, and strings between quote markers, which come as QUOTE."""
     piece = yield from _next()
     if piece != "{":
         raise Broken
@@ -352,16 +355,16 @@ def quoted_object(host: Host) -> Scanner:
 
     word = ""
     while True:
-        if piece in "{}[],:" or piece in '\0"':
+        if piece in "{}[],:" or piece in _QUOTES:
             if word.strip():
                 bare = word.strip()
                 if piece != ":" and not valid(bare):
                     bare = dumps(bare)
                 put(dumps(bare) if piece == ":" else bare)
             word = ""
-        if piece in '\0"':
+        if piece in _QUOTES:
             put('"')
-            yield from _quoted_text(put) if piece == "\0" else _string_text(put)
+            yield from _quoted_text(put) if piece == QUOTE else _string_text(put)
             put('"')
         elif piece in _CLOSERS:
             closers.append(_CLOSERS[piece])
@@ -385,8 +388,8 @@ def quoted_object(host: Host) -> Scanner:
 
 
 def _quoted_text(write: Callable[[str], None]) -> Scanner:
-    run = re.compile("[^\0]+")
-    while (piece := (yield run)) != "\0":
+    run = re.compile(f"[^{QUOTE}]+")
+    while (piece := (yield run)) != QUOTE:
         write(escaped(piece))
 
 
@@ -396,7 +399,6 @@ SCANNERS: Mapping[str, Callable[[Host], Scanner]] = {
     "python": python_calls,
     "quoted": quoted_object,
 }
-QUOTE = "\0"
 
 
 # Raw values

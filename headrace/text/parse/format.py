@@ -67,6 +67,22 @@ class Reasoning:
 
 
 @dataclasses.dataclass(frozen=True)
+class Literals:
+    """How a format writes values that are neither JSON nor raw text."""
+
+    member: str
+    """A member of an object, with KEY and VALUE."""
+    joint: str
+    """Between members and items."""
+    words: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """JSON's true, false and null -> the format's."""
+    quote: str = ""
+    """The marker around strings; empty: they are JSON's."""
+    keys: str = r"[^\x00-\x1f\"\\]+"
+    """What the keys of objects must match."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Written:
     """How a model was trained to write calls, for the grammars that hold it to them.
 
@@ -81,6 +97,13 @@ class Written:
     end: str = ""
     """After the last."""
     parameter: str = ""
+    joint: str = ""
+    """Between parameters."""
+    keys: str = r"[^\x00-\x1f<>\"]+"
+    """What the names of parameters must match, and ``names`` those of tools."""
+    names: str = ".+"
+    literals: Literals | None = None
+    """How the values of parameters are written. None: strings as raw text, others as JSON."""
     optional: str = ""
     """A marker that may come before all of it."""
     several: bool = True
@@ -118,13 +141,26 @@ class Format:
     """What is written before content."""
 
 
-def marked(name: str, scan: str, openings: tuple[str, ...], closing: str = "", hints: tuple[str, ...] = ()) -> Format:
-    """Calls that a scanner reads as a whole, between markers or after one. ``hints``: one of them is enough."""
+def marked(
+    name: str,
+    scan: str,
+    openings: tuple[str, ...],
+    closing: str = "",
+    hints: tuple[str, ...] = (),
+    written: tuple[Written, ...] = (),
+) -> Format:
+    """Calls that a scanner reads as a whole, between markers or after one.
+
+    Args:
+        hints: One of them is enough.
+        written: Without markers; they are added.
+    """
     states = {"call": State("scan", scan=scan, then="close" if closing else "after")}
     if closing:
         states["close"] = State("space", (Mark(closing, "after"),))
     opens = tuple(Mark(opening, "call") for opening in openings)
-    return Format(name, hints=tuple((hint,) for hint in hints or openings), opens=opens, states=states)
+    forms = tuple(dataclasses.replace(form, begin=openings[0] + form.begin, end=form.end + closing) for form in written)
+    return Format(name, hints=tuple((hint,) for hint in hints or openings), opens=opens, states=states, written=forms)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -143,6 +143,21 @@ def test_few_choices_have_a_tile_each(tokens: int, plus: bool, device: torch.dev
     torch.testing.assert_close(got.cpu(), expected, atol=bound * expected.abs().max().item(), rtol=bound)
 
 
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_experts_of_other_ranks_add_nothing(tokens: int, device: torch.device) -> None:
+    """The parts of the ranks that hold some experts each add up to what one with all of them computes."""
+    spec = MoeSpec(num_experts=9, top_k=4, intermediate_size=20, bias=True)
+    x, experts, weights, gate_up, down, _, *biases = operands(spec, tokens, 40, torch.float32)
+    expected, total = ref.moe_mlp(x, experts, weights, gate_up, down, spec, *biases), torch.zeros(tokens, 40)
+    for held in ((0, 2), (2, 3), (3, 9)):
+        own = ref.held_experts(experts, *held)
+        parts = [part[slice(*held)].contiguous() for part in (gate_up, down)]
+        part = [x, own, weights, *parts, dataclasses.replace(spec, held=held), *(b[slice(*held)].contiguous() for b in biases)]
+        check(part, device)
+        total += ref.moe_mlp(*part)
+    torch.testing.assert_close(total, expected)
+
+
 def test_plus_of_another_shape(device: torch.device) -> None:
     given = [v.to(device) if isinstance(v, torch.Tensor) else v for v in operands(SPEC, 3, 40, torch.float32)]
     for plus in (torch.zeros(3, 39), torch.zeros(3, 40).half(), torch.zeros(40, 3).T):

@@ -42,6 +42,51 @@ _GEMMA = (
 )
 _DEEPSEEK = "<｜tool▁calls▁begin｜>{}<｜tool▁calls▁end｜>"
 
+HERMES: dict[str, Any] = {
+    "start_anchor": "<|im_start|>assistant\n",
+    "defaults": {"role": "assistant"},
+    "fields": {
+        "thinking": {"open": "<think>", "close": "</think>"},
+        "content": {},
+        "tool_calls": {
+            "open": "<tool_call>",
+            "close": "</tool_call>",
+            "content": "json",
+            "repeats": True,
+            "transform": {"type": "function", "function": "{content}"},
+        },
+    },
+}
+NAMED: dict[str, Any] = {
+    "start_anchor": "<turn>model\n",
+    "fields": {
+        "content": {},
+        "tool_calls": {
+            "open_pattern": r"<call>call:(?P<name>\w+)",
+            "close": "</call>",
+            "content": "json",
+            "content_args": {"unquoted_keys": True, "string_delims": [["<q>", "<q>"]]},
+            "repeats": True,
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+        },
+    },
+}
+INLINE: dict[str, Any] = {
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "content": {},
+        "tool_calls": {
+            "open_pattern": r"<tool_call>\s*<function=(?P<name>\w+)>",
+            "close_pattern": r"</function>\s*</tool_call>",
+            "content": "xml-inline",
+            "content_args": {"tag_pattern": r"<parameter=(?P<key>\w+)>\s*(?P<value>.*?)\s*</parameter>"},
+            "repeats": True,
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+        },
+    },
+}
+"""Response templates of checkpoints, as ``NAMED`` and ``INLINE``."""
+
 TEMPLATES: dict[str, str] = {
     "hermes": _template(_each("\n<tool_call>\n" + _JSON + "\n</tool_call>")),
     "qwen3_coder": _template(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import vocabularies
-from formats import TEMPLATES, environment, machine, message
+from formats import HERMES, INLINE, NAMED, TEMPLATES, environment, machine, message
 from transformers.utils.chat_parsing import parse_response
 
 from headrace.engine.parsed_text import Parsing
@@ -19,49 +19,6 @@ from headrace.text.parse.recognise import recognise, vocabulary_of
 from headrace.text.tokenizer import Tokenizer
 
 NOTHING = Vocabulary({})
-HERMES: dict[str, Any] = {
-    "start_anchor": "<|im_start|>assistant\n",
-    "defaults": {"role": "assistant"},
-    "fields": {
-        "thinking": {"open": "<think>", "close": "</think>"},
-        "content": {},
-        "tool_calls": {
-            "open": "<tool_call>",
-            "close": "</tool_call>",
-            "content": "json",
-            "repeats": True,
-            "transform": {"type": "function", "function": "{content}"},
-        },
-    },
-}
-NAMED: dict[str, Any] = {
-    "start_anchor": "<turn>model\n",
-    "fields": {
-        "content": {},
-        "tool_calls": {
-            "open_pattern": r"<call>call:(?P<name>\w+)",
-            "close": "</call>",
-            "content": "json",
-            "content_args": {"unquoted_keys": True, "string_delims": [["<q>", "<q>"]]},
-            "repeats": True,
-            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
-        },
-    },
-}
-INLINE: dict[str, Any] = {
-    "start_anchor": "<|im_start|>assistant\n",
-    "fields": {
-        "content": {},
-        "tool_calls": {
-            "open_pattern": r"<tool_call>\s*<function=(?P<name>\w+)>",
-            "close_pattern": r"</function>\s*</tool_call>",
-            "content": "xml-inline",
-            "content_args": {"tag_pattern": r"<parameter=(?P<key>\w+)>\s*(?P<value>.*?)\s*</parameter>"},
-            "repeats": True,
-            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
-        },
-    },
-}
 
 
 @pytest.mark.parametrize("name", sorted(TEMPLATES))

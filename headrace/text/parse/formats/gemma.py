@@ -1,7 +1,8 @@
 """``<|tool_call>call:F{k:<|"|>v<|"|>}<tool_call|>``."""
 
-from headrace.text.parse.format import Format, Mark, State
+from headrace.text.parse.format import Format, Literals, Mark, State, Written
 
+_KEYS = r"[^\s{}\[\],:\"<>]+"
 FORMATS = (
     Format(
         "gemma4",
@@ -13,5 +14,14 @@ FORMATS = (
             "arguments": State("scan", (Mark('<|"|>', ""),), scan="quoted", then="close"),
             "close": State("space", (Mark("<tool_call|>", "after"),)),
         },
+        written=(
+            Written(
+                "<|tool_call>call:NAME{PARAMETERS}<tool_call|>",
+                parameter="KEY:VALUE",
+                joint=",",
+                keys=_KEYS,
+                literals=Literals("KEY:VALUE", ",", quote='<|"|>', keys=_KEYS),
+            ),
+        ),
     ),
 )

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from headrace.text.parse.format import Choice, Format, Mark, Reasoning, State
+from headrace.text.parse.format import Choice, Format, Literals, Mark, Reasoning, State, Written
 
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _PATTERN = re.compile(
@@ -38,14 +39,23 @@ def _calls(field: Mapping[str, Any], wrap: tuple[str, ...]) -> Format:
     opens, closes = _anchors(field, "open"), _anchors(field, "close")
     named = any("(name)" in anchor for anchor in opens)
     states: dict[str, State] = {}
+    opening, closing = _spelled(field, "open"), _spelled(field, "close")
+    written = Written("", several=bool(field.get("repeats")))
     ends = tuple(_chain(anchor, "after", states, ends=kind == "xml-inline") for anchor in closes)
     if kind == "json":
-        quotes = {delimiter for pair in options.get("string_delims", ()) for delimiter in pair}
+        quotes = {delimiter: None for pair in options.get("string_delims", ()) for delimiter in pair}
         scan = "quoted" if options.get("unquoted_keys") or quotes else "json" if named else "calls"
         if named != ('"{name}"' in json.dumps(field.get("transform"))):
             raise ValueError("response_template has a transform that no call has")
         states["call"] = State("scan", tuple(Mark(quote, "") for quote in quotes), scan=scan, then="close" if ends else "after")
         states["close"] = State("space", ends)
+        if scan == "quoted":
+            member = "KEY:VALUE" if options.get("unquoted_keys") else '"KEY":VALUE'
+            literals = Literals(member, ",", quote=next(iter(quotes), ""), keys=r"[^\s{}\[\],:\"<>]+")
+            call = "{PARAMETERS}" if named else ""
+            written = replace(written, parameter=member, joint=",", keys=literals.keys, literals=literals)
+        else:
+            call = "ARGUMENTS" if named else '{"name": "NAME", "arguments": ARGUMENTS}'
     elif kind == "xml-inline" and named and ends:
         before, key, between, value, after = _parts(options["tag_pattern"])
         if (key, value) != ("(key)", "(value)"):
@@ -53,9 +63,12 @@ def _calls(field: Mapping[str, Any], wrap: tuple[str, ...]) -> Format:
         states["call"] = State("space", (Mark(before, "key"), *ends))
         states["key"] = State("key", (Mark(between, "value"),))
         states["value"] = State("value", (Mark(after, "call", trim=1),))
+        call, written = "PARAMETERS", replace(written, parameter=_filled(options["tag_pattern"]))
     else:
         raise ValueError(f"response_template has tool calls of content {kind!r}")
-    return Format("hf", opens=tuple(_chain(anchor, "call", states) for anchor in opens), states=states, wrap=wrap)
+    forms = (replace(written, call=opening + call + closing),) if call and opening else ()
+    marks = tuple(_chain(anchor, "call", states) for anchor in opens)
+    return Format("hf", opens=marks, states=states, wrap=wrap, written=forms)
 
 
 def _chain(anchor: list[str], to: str, states: dict[str, State], *, ends: bool = False) -> Mark:
@@ -79,6 +92,26 @@ def _anchors(field: Mapping[str, Any], which: str) -> list[list[str]]:
     if (literals := field.get(which)) is not None:
         return [[text] for text in ([literals] if isinstance(literals, str) else literals)]
     return [_parts(pattern)] if (pattern := field.get(f"{which}_pattern")) is not None else []
+
+
+def _spelled(field: Mapping[str, Any], which: str) -> str:
+    """How a field is opened or closed, for grammars: the first way."""
+    if (literals := field.get(which)) is not None:
+        return literals if isinstance(literals, str) else str(literals[0])
+    return _filled(field.get(f"{which}_pattern", ""))
+
+
+def _filled(pattern: str) -> str:
+    """A pattern as text: groups as the parts of ``Written``, whitespace that may be there as a line break."""
+
+    def text(found: re.Match[str]) -> str:
+        if found["group"]:
+            return found["group"].upper()
+        if found["space"]:
+            return " " if found["space"].startswith(" ") else "\n"
+        return "\n" if found["line"] else found["escaped"] or found["plain"]
+
+    return _PATTERN.sub(text, pattern)
 
 
 def _parts(pattern: str) -> list[str]:

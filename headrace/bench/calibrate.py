@@ -1,0 +1,233 @@
+"""Calibration: measures the steps of an engine under random traffic, and fits a model of their times for the simulator."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from headrace.config import EngineArgs, EngineConfig
+from headrace.core.plan import SamplePlan, StepPlan, StepResult
+from headrace.core.request import Request
+from headrace.engine.core import EngineCore
+from headrace.engine.executor import Executor
+from headrace.engine.loader import LoadedEngine, load_engine
+from headrace.engine.source import FileSource
+from headrace.errors import ConfigError
+from headrace.runner.graphs import GraphCount
+from headrace.sampling_params import SamplingParams
+from headrace.sim.config import Calibration, EngineShape, GroupShape
+from headrace.sim.fit import Fit, MeasuredStep, fit
+from headrace.sim.step_time import features
+from headrace.weights.update import Named
+
+_ROUND_SHARE = 0.04
+"""Of the measuring time that one round has."""
+_LEAST_ROUND = 0.5
+"""Seconds of a round."""
+_PROMPT_SHARE = 0.5
+"""Of a round that prompts are computed in, about."""
+_FIRST_RATE = 500.0
+"""Prompt tokens a second that are assumed before any were measured."""
+_MOST_OUTPUT = 256
+
+
+class Watched(Executor[Any]):
+    """Notes the plan and the device's time of each step, and the time that the caller waits for the device."""
+
+    def __init__(self, executor: Executor[Any]) -> None:
+        self._executor = executor
+        self.waited = 0.0
+        self.done: list[tuple[StepPlan, StepResult]] = []
+        self._plans: dict[int, StepPlan] = {}
+
+    def execute(self, plan: StepPlan) -> Any:
+        self._plans[plan.step] = plan
+        return plan.step, self._executor.execute(plan)
+
+    def sample(self, handle: Any, plan: SamplePlan) -> None:
+        self._executor.sample(handle[1], plan)
+
+    def collect(self, handle: Any) -> StepResult:
+        start = time.perf_counter()
+        result = self._executor.collect(handle[1])
+        self.waited += time.perf_counter() - start
+        self.done.append((self._plans.pop(handle[0]), result))
+        return result
+
+    def update_weights(self, tensors: Named) -> int:
+        return self._executor.update_weights(tensors)
+
+    def memory(self) -> list[tuple[str, int]]:
+        return self._executor.memory()
+
+    def capture_next(self) -> GraphCount:
+        return self._executor.capture_next()
+
+    def graphs(self) -> GraphCount:
+        return self._executor.graphs()
+
+    def sentinels(self) -> Sequence[int]:
+        return self._executor.sentinels()
+
+    def check(self) -> None:
+        self._executor.check()
+
+    def close(self) -> None:
+        self._executor.close()
+
+
+def run(args: EngineArgs, seconds: float, *, seed: int = 0, tell: Callable[[str], None]) -> Calibration:
+    """Measures for ``seconds``.
+
+    Raises:
+        ConfigError: the arguments cannot work, or too few steps were measured.
+    """
+    if args.data_parallel_size > 1:
+        raise ConfigError("one engine is calibrated; the simulator multiplies it", "data_parallel_size")
+    tell("loading the engine")
+    engine = load_engine(FileSource(dataclasses.replace(args, skip_tokenizer_init=True)))
+    try:
+        steps = measure(engine.core, engine.config, seconds, seed=seed, tell=tell)
+    finally:
+        engine.core.close()
+    return calibration(engine, fit(steps, engine.config.graph_rows, seed=seed))
+
+
+def calibration(engine: LoadedEngine, fitted: Fit) -> Calibration:
+    return Calibration(
+        model=engine.info.model,
+        device=engine.info.environment.get("device", engine.info.device),
+        engine=shape(engine.config),
+        step_times=fitted.model,
+        errors={kind: msgspec.to_builtins(error) for kind, error in fitted.errors.items()},
+    )
+
+
+def shape(config: EngineConfig) -> EngineShape:
+    """What of an engine decides its steps."""
+    scheduler, cache = config.scheduler, config.cache
+    return EngineShape(
+        max_model_len=scheduler.max_model_len,
+        max_num_seqs=scheduler.max_num_seqs,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens,
+        block_size=cache.block_size,
+        cache_bytes=cache.nbytes,
+        groups=[GroupShape(group.bytes_per_token, group.window) for group in cache.groups],
+        max_prefill_tokens_beside_decode=scheduler.max_prefill_tokens_beside_decode,
+        pipeline_depth=scheduler.pipeline_depth,
+        policy=scheduler.policy,
+        enable_prefix_caching=cache.enable_prefix_caching,
+    )
+
+
+def measure(
+    core: EngineCore, config: EngineConfig, seconds: float, *, seed: int, tell: Callable[[str], None]
+) -> list[MeasuredStep]:
+    """The steps of random traffic, in rounds of two kinds: one keeps a number of sequences running, whose prompts come between
+    the decode steps of the others; the other starts so many and lets them decode until they end."""
+    traffic = _Traffic(config, seed)
+    executor, watched = core.executor, Watched(core.executor)
+    core.executor = watched
+    steps: list[MeasuredStep] = []
+    start = time.perf_counter()
+    round_seconds = max(_LEAST_ROUND, seconds * _ROUND_SHARE)
+    try:
+        for number in itertools.count():
+            end = min(start + seconds, time.perf_counter() + round_seconds)
+            if time.perf_counter() >= start + seconds:
+                return steps
+            tell(f"{time.perf_counter() - start:.0f} of {seconds:.0f} s, {len(steps)} steps")
+            traffic.begin_round(steps, round_seconds)
+            _round(core, watched, traffic, end, steps, refill=number % 2 == 0, config=config)
+    finally:
+        core.executor = executor
+    return steps
+
+
+def _round(
+    core: EngineCore,
+    watched: Watched,
+    traffic: _Traffic,
+    end: float,
+    steps: list[MeasuredStep],
+    *,
+    refill: bool,
+    config: EngineConfig,
+) -> None:
+    """Runs until ``end``, or until all sequences have ended, and leaves nothing behind."""
+    scheduler, serial = core.scheduler, config.scheduler.pipeline_depth == 1
+    missing = traffic.concurrency
+    while time.perf_counter() < end:
+        for _ in range(missing):
+            core.add(traffic.request())
+        if not core.has_work():
+            break
+        watched.waited = 0.0
+        begin = time.perf_counter()
+        core.step()
+        wall = time.perf_counter() - begin
+        for plan, result in watched.done:
+            device = result.forward_seconds + result.sample_seconds
+            host = wall - device if serial else wall - watched.waited
+            steps.append(MeasuredStep(features(plan, config.graph_rows), len(plan.rows), device, host))
+        watched.done.clear()
+        missing = traffic.concurrency - scheduler.num_running - scheduler.num_waiting if refill else 0
+    for request_id in traffic.names:
+        core.abort(request_id)
+    while core.has_work():
+        core.step()
+    watched.done.clear()
+
+
+class _Traffic:
+    """Random requests within the limits of an engine."""
+
+    def __init__(self, config: EngineConfig, seed: int) -> None:
+        self.names: list[str] = []
+        """Of the round."""
+        self.concurrency = 0
+        self._random = random.Random(seed)
+        self._config = config
+        self._numbers = itertools.count()
+        self._most_prompt = 1
+
+    def begin_round(self, steps: list[MeasuredStep], seconds: float) -> None:
+        """Chooses the number of sequences, and bounds their prompts: computing them takes a part of the round."""
+        self.names.clear()
+        limits = self._config.scheduler
+        self.concurrency = self._log_uniform(1, limits.max_num_seqs)
+        rates = [step.features.prefill_tokens / step.device_seconds for step in steps if step.features.prefill_tokens]
+        rate = sorted(rates)[len(rates) // 2] if rates else _FIRST_RATE
+        affordable = int(rate * seconds * _PROMPT_SHARE / self.concurrency)
+        self._most_prompt = max(1, min(self._longest() - 1, affordable))
+
+    def request(self) -> Request:
+        prompt_len = self._log_uniform(1, self._most_prompt)
+        output = self._log_uniform(1, max(1, min(_MOST_OUTPUT, self._longest() - prompt_len)))
+        number = next(self._numbers)
+        name = f"calibrate-{number}"
+        self.names.append(name)
+        vocab = self._config.model.vocab_size
+        return Request(
+            request_id=name,
+            prompt_token_ids=[self._random.randrange(vocab) for _ in range(prompt_len)],
+            sampling=SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=output, detokenize=False),
+            max_tokens=output,
+            seed=number,
+            arrival_time=time.monotonic(),
+        )
+
+    def _longest(self) -> int:
+        """Of a sequence: a part of the cache, so that several fit."""
+        shares = sum(1 / max(1, blocks - 1) for blocks in self._config.cache.num_blocks)
+        return max(4, min(self._config.scheduler.max_model_len, int(self._config.cache.block_size / shares) // 4))
+
+    def _log_uniform(self, low: int, high: int) -> int:
+        return min(high, max(low, round(low * math.pow(high / low, self._random.random()))))

@@ -1,0 +1,64 @@
+"""Tensors and encoder inputs as bytes, on their way from the process that prepares a prompt to the one that runs the model."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import msgspec
+
+Modality = Literal["image", "video"]
+
+DTYPE_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "uint8": 1}
+
+
+class TensorData(msgspec.Struct, frozen=True, array_like=True):
+    """A contiguous little-endian tensor. ``len(data)`` fits ``dtype`` and ``shape``."""
+
+    dtype: str
+    """One of ``DTYPE_SIZES``."""
+    shape: tuple[int, ...]
+    data: bytes
+
+    @property
+    def fits(self) -> bool:
+        return len(self.data) == DTYPE_SIZES[self.dtype] * math.prod(self.shape)
+
+
+class ItemInputs(msgspec.Struct, frozen=True, array_like=True):
+    """The content of one item of a prompt: inputs of the vision encoder, or features that were encoded elsewhere."""
+
+    modality: Modality
+    runs: tuple[tuple[int, int], ...]
+    """(offset from the item's start, length) of the tokens that take a feature row each, in order."""
+    tensors: dict[str, TensorData]
+    """Inputs of the encoder by name. If encoded: ``features [n, hidden]``, and ``deepstack [levels, n, hidden]`` where used."""
+    encoded: bool = False
+    """``tensors`` are features: the item needs no encoder."""
+
+    @property
+    def num_rows(self) -> int:
+        return sum(length for _, length in self.runs)
+
+
+class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What prompts with media must fit, of an engine whose model reads them."""
+
+    model_type: str
+    hidden_size: int
+    deepstack_layers: int
+    bidirectional: bool
+    sectioned_rope: bool
+    max_position: int
+    max_model_len: int
+    has_encoder: bool
+    """False: prompts bring features."""
+
+
+class RopePositions(msgspec.Struct, frozen=True, array_like=True):
+    """Positions of a prompt in a model whose rotary embedding has several sections (time, height, width)."""
+
+    prompt: bytes
+    """``[3, num_prompt]`` little-endian int32."""
+    delta: int
+    """Rotary position less index of the tokens after the prompt, which have the same position in all sections."""

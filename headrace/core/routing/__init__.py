@@ -1,0 +1,19 @@
+"""Routing: which replica serves a request, and when it is sent. Pure: no clock, no I/O, no process."""
+
+from headrace.core.routing.loads import Capacity, Loads
+from headrace.core.routing.policies import Policy, make_policy
+from headrace.core.routing.prefix_index import STRIDE, prefix_keys
+from headrace.core.routing.router import Binding, Decision, Router, RouterStats
+
+__all__ = [
+    "STRIDE",
+    "Binding",
+    "Capacity",
+    "Decision",
+    "Loads",
+    "Policy",
+    "Router",
+    "RouterStats",
+    "make_policy",
+    "prefix_keys",
+]

@@ -1,0 +1,164 @@
+"""ReplicatedEngine: replicas in processes of their own, for the blocking ``LLM``."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import queue
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from headrace.config import EngineArgs
+from headrace.core.request import Request
+from headrace.engine.async_llm import AsyncLLM
+from headrace.engine.info import EngineInfo, Progress
+from headrace.engine.inputs import InputProcessor
+from headrace.engine.streams import failed
+from headrace.errors import EngineError, RequestError
+from headrace.metrics.stats import EngineStats
+from headrace.options import INT32_MAX
+from headrace.outputs import OutputDelta
+from headrace.sources.files import ModelFiles
+from headrace.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+_CAPTURE_SECONDS = 20.0
+"""As for an engine in the calling process: nobody waits for the first token of one prompt."""
+_STEP_SECONDS = 0.1
+"""Most time that ``ReplicatedCore.step`` waits for a delta, so that an interrupt is noticed."""
+
+
+class ReplicatedCore:
+    """What ``EngineCore`` is to its caller, for several replicas: ``step`` returns what they have sent.
+
+    The client of the replicas runs in an event loop in a thread.
+    """
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        self._llm = llm
+        self._loop = asyncio.new_event_loop()
+        self._arrived: queue.SimpleQueue[OutputDelta | RequestError] = queue.SimpleQueue()
+        self._open: dict[str, int] = {}
+        """Request -> samples that have not ended."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="replicas", daemon=True)
+        self._thread.start()
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Runs work in the loop, and waits for it."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def add(self, request: Request) -> None:
+        """Hands a request to the replicas. A refusal is raised by ``step``."""
+        self._open[request.request_id] = request.sampling.n
+        self._loop.call_soon_threadsafe(self._begin, request)
+
+    def _begin(self, request: Request) -> None:
+        task = self._loop.create_task(self._read(request))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _read(self, request: Request) -> None:
+        try:
+            async with await self._llm.add(request) as stream:
+                async for delta in stream:
+                    self._arrived.put(delta)
+        except RequestError as error:
+            self._arrived.put(error)
+        except EngineError as error:
+            for delta in failed(request, error):
+                self._arrived.put(delta)
+
+    def abort(self, request_id: str) -> None:
+        """Its deltas that are under way are dropped."""
+        if self._open.pop(request_id, None) is not None:
+            self.call(self._llm.abort(request_id))
+
+    def has_work(self) -> bool:
+        return bool(self._open)
+
+    def step(self) -> list[OutputDelta]:
+        """Waits for deltas, a moment.
+
+        Raises:
+            RequestError: a replica refused a request.
+        """
+        deltas: list[OutputDelta] = []
+        try:
+            item = self._arrived.get(timeout=_STEP_SECONDS)
+            while True:
+                if isinstance(item, RequestError):
+                    raise item
+                if item.request_id in self._open:
+                    deltas.append(item)
+                    self._note(item)
+                item = self._arrived.get_nowait()
+        except queue.Empty:
+            return deltas
+
+    def _note(self, delta: OutputDelta) -> None:
+        if delta.finish_reason is not None:
+            self._open[delta.request_id] -= 1
+            if not self._open[delta.request_id]:
+                del self._open[delta.request_id]
+
+    def reset_prefix_cache(self) -> bool:
+        return self.call(self._llm.reset_prefix_cache())
+
+    def check_integrity(self) -> None:
+        """Raises: EngineError."""
+        self.call(self._llm.check_integrity())
+
+    def stats(self) -> EngineStats:
+        return self._llm.stats
+
+    def close(self) -> None:
+        self.call(self._llm.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+async def _start_all(llm: AsyncLLM) -> None:
+    """Waits for every replica: else the first would be dealt all prompts."""
+    await llm.start()
+    while llm.replicas is not None and any(status.state == "starting" for status in llm.replicas.status()):
+        await asyncio.sleep(_STEP_SECONDS)
+
+
+class ReplicatedEngine:
+    """The parts that ``LLM`` needs of its engine, of several replicas.
+
+    Raises:
+        ConfigError, EngineError: as ``AsyncLLM.start``.
+    """
+
+    def __init__(self, args: EngineArgs, on_progress: Callable[[Progress], None] | None) -> None:
+        capture_seconds = _CAPTURE_SECONDS if args.graph_capture_seconds is None else args.graph_capture_seconds
+        # A call hands over all of its prompts at once.
+        args = dataclasses.replace(args, max_queue_len=INT32_MAX, graph_capture_seconds=capture_seconds)
+        self._llm = AsyncLLM(args, on_progress=on_progress)
+        self.core = ReplicatedCore(self._llm)
+        try:
+            self.core.call(_start_all(self._llm))
+        except BaseException:
+            self.core.close()
+            raise
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._llm.info
+
+    @property
+    def inputs(self) -> InputProcessor:
+        return self._llm.inputs
+
+    @property
+    def files(self) -> ModelFiles:
+        return self._llm.files
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self._llm.tokenizer

@@ -1,0 +1,15 @@
+"""VisionSpec: what the engine needs to know of a model that reads pictures and videos."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VisionSpec:
+    model_type: str
+    """Of the whole model, as its configuration names it: says which processor and which encoder it has."""
+    deepstack_layers: int = 0
+    """The first layers whose outputs get features of their own added."""
+    bidirectional: bool = False
+    """Tokens of one picture see each other both ways."""

@@ -1,0 +1,104 @@
+"""What a tensor-parallel rank holds of each parameter of a native model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from headrace.layers.linear import FusedLinear, Linear, RowParallelLinear
+from headrace.layers.mlp import GatedMLP
+from headrace.layers.moe import Experts
+from headrace.model_spec import DenseSpec, MoeSpec, Shard
+from headrace.models.decoder import Decoder
+from headrace.parallel.shards import Cut, attention_cuts, dense_cuts
+from headrace.weights.names import NameTable, ParameterCut
+
+
+def shard_table(table: NameTable, whole: Decoder, shard: Shard, mlps: Sequence[DenseSpec | MoeSpec]) -> NameTable:
+    """The checkpoint names of a rank's parameters.
+
+    Args:
+        table: of the whole model.
+        whole: the whole model, on the meta device.
+        mlps: the rank's own.
+    """
+    shapes = {name: tuple(parameter.shape) for name, parameter in whole.named_parameters()}
+    return table.sharded(parameter_cuts(whole, shard, mlps), shapes)
+
+
+def parameter_cuts(whole: Decoder, shard: Shard, mlps: Sequence[DenseSpec | MoeSpec]) -> dict[str, ParameterCut]:
+    """By parameter, of those that are not held whole."""
+    cuts = _vocabulary_cuts(whole, shard)
+    for index, layer in enumerate(whole.layers):
+        here, spec, mlp = f"layers.{index}", whole.spec.layers[index], mlps[index]
+        matrices = attention_cuts(spec, shard.rank, shard.size)
+        attention = layer.get_submodule("self_attn")
+        for name, module in attention.named_children():
+            if isinstance(module, FusedLinear) and name == "qkv_proj":
+                cuts |= _outputs(f"{here}.self_attn.{name}", module, [matrices[part[: -len("_proj")]] for part in module.parts])
+            elif name == "o_proj" and isinstance(module, Linear):
+                cuts |= _inputs(f"{here}.self_attn.{name}", module, matrices["o"], shard)
+            elif name in ("q_proj", "q_b_proj", "kv_b_proj"):
+                matrix = matrices["kv_b" if name == "kv_b_proj" else "q"]
+                cuts |= _outputs(f"{here}.self_attn.{name}", module, [matrix])
+        if spec.sinks:
+            cuts[f"{here}.self_attn.attention.sinks"] = _ranges(0, [matrices["sinks"]])
+        for path, module in layer.named_modules():
+            if isinstance(module, GatedMLP):
+                cuts |= _dense(f"{here}.{path}", module, shard)
+            elif isinstance(module, Experts) and isinstance(mlp, MoeSpec):
+                cuts |= _experts(f"{here}.{path}", module, mlp, shard)
+    return cuts
+
+
+def _vocabulary_cuts(whole: Decoder, shard: Shard) -> dict[str, ParameterCut]:
+    size = whole.spec.vocab_size
+    start, stop = (min(row, size) for row in (shard.vocab_start, shard.vocab_start + shard.vocab_rows))
+    cut = ParameterCut(0, ((start, stop),) if start < stop else (), shard.vocab_rows - (stop - start))
+    cuts = {f"lm_head.{kind}": cut for kind, _ in whole.lm_head.named_parameters()}
+    return cuts | {"embed_tokens.weight": cut} if shard.cut_embedding else cuts
+
+
+def _dense(path: str, module: GatedMLP, shard: Shard) -> dict[str, ParameterCut]:
+    matrices = dense_cuts(module.spec, shard.rank, shard.size)
+    gate_up = _outputs(f"{path}.gate_up_proj", module.gate_up_proj, [matrices["gate"], matrices["up"]])
+    return gate_up | _inputs(f"{path}.down_proj", module.down_proj, matrices["down"], shard)
+
+
+def _experts(path: str, module: Experts, own: MoeSpec, shard: Shard) -> dict[str, ParameterCut]:
+    if own.held is not None:
+        return {f"{path}.{name}": ParameterCut(0, (own.held,)) for name, _ in module.named_parameters()}
+    width, whole = own.intermediate_size, module.spec.intermediate_size
+    start, stop = shard.rank * width, (shard.rank + 1) * width
+    both = ParameterCut(1, ((start, stop), (whole + start, whole + stop)))
+    cuts = {"gate_up_proj": both, "gate_up_proj_bias": both, "down_proj": ParameterCut(2, ((start, stop),))}
+    cuts |= _once("down_proj_bias", module.down_proj_bias, shard)
+    return {f"{path}.{name}": cuts[name] for name, _ in module.named_parameters() if name in cuts}
+
+
+def _outputs(path: str, module: nn.Module, cuts: Sequence[Cut]) -> dict[str, ParameterCut]:
+    """Of matrices one below the other, each cut by its own width."""
+    starts = [sum(cut.whole for cut in cuts[:index]) for index in range(len(cuts))]
+    ranges = tuple((start + cut.start, start + cut.stop) for start, cut in zip(starts, cuts, strict=True))
+    return {f"{path}.{kind}": ParameterCut(0, ranges) for kind, _ in module.named_parameters(recurse=False)}
+
+
+def _inputs(path: str, module: Linear, cut: Cut, shard: Shard) -> dict[str, ParameterCut]:
+    """Of a matrix whose results are summed over ranks: its bias is rank 0's, and zeros on the others."""
+    return {f"{path}.weight": _ranges(1, [cut])} | _once(f"{path}.bias", module.bias, shard)
+
+
+def _once(name: str, bias: torch.Tensor | None, shard: Shard) -> dict[str, ParameterCut]:
+    return {} if bias is None or shard.rank == 0 else {name: ParameterCut(0, (), len(bias))}
+
+
+def _ranges(axis: int, cuts: Sequence[Cut]) -> ParameterCut:
+    return ParameterCut(axis, tuple((cut.start, cut.stop) for cut in cuts))
+
+
+def num_sums(model: Decoder) -> int:
+    """Sums over ranks in a step: of modules that hold a part of the inputs, of the experts, or of the vocabulary."""
+    parallel = [module for module in model.modules() if isinstance(module, RowParallelLinear | Experts)]
+    return len(parallel) + (model.embed_tokens.start is not None)

@@ -1,0 +1,75 @@
+"""Text parts of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: Qwen2 and Qwen3 with positions in time, height and width."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from headrace.layers.moe import Experts
+from headrace.model_spec import AttentionSpec, ModelSpec, MoeSpec
+from headrace.models.decoder import Decoder
+from headrace.models.family import Family
+from headrace.models.hf_config import (
+    HFConfig,
+    attention_biases,
+    attention_specs,
+    decoder_spec,
+    dense_specs,
+    per_layer,
+    required,
+    text_part,
+    windows_by_type,
+)
+from headrace.models.moe_config import experts_of, mixed_specs
+from headrace.models.names import decoder_names
+from headrace.weights.names import NameTable
+
+_QWEN2 = ("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration")
+_QWEN3 = "Qwen3VLForConditionalGeneration"
+_QWEN3_MOE = "Qwen3VLMoeForConditionalGeneration"
+
+
+def qwen2_spec(config: HFConfig) -> ModelSpec:
+    text = text_part(config)
+    layers = attention_specs(text, windows=windows_by_type(text), sections=True)
+    return decoder_spec(text, _QWEN2[0], layers, dense_specs(text), attention_bias=True)
+
+
+def qwen3_spec(config: HFConfig) -> ModelSpec:
+    text = text_part(config)
+    return decoder_spec(text, _QWEN3, _layers(text), dense_specs(text), qk_norm=True, **attention_biases(text))
+
+
+def qwen3_moe_spec(config: HFConfig) -> ModelSpec:
+    text = text_part(config)
+    moe = MoeSpec(**experts_of(text, "num_experts", "num_experts_per_tok"), normalize=True)
+    dense, step = getattr(text, "mlp_only_layers", None) or [], required(text, "decoder_sparse_step")
+    mlps = mixed_specs(text, moe, lambda layer: layer not in dense and (layer + 1) % step == 0)
+    return decoder_spec(text, _QWEN3_MOE, _layers(text), mlps, qk_norm=True, **attention_biases(text))
+
+
+def _layers(text: HFConfig) -> tuple[AttentionSpec, ...]:
+    """The layers of Qwen3-VL, whose sections of angles always take turns."""
+    layers = attention_specs(text, windows=per_layer(text, "sliding_window"), sections=True)
+    return tuple(
+        layer if layer.rope is None else dataclasses.replace(layer, rope=dataclasses.replace(layer.rope, interleaved=True))
+        for layer in layers
+    )
+
+
+def moe_names(model: Decoder) -> NameTable:
+    return decoder_names(model, experts=_stacked)
+
+
+def _stacked(table: NameTable, theirs: str, ours: str, module: Experts) -> None:
+    """Published checkpoints stack the experts with inputs before outputs, those that transformers saves the other way round."""
+    for kind, parameter in module.named_parameters(recurse=False):
+        table.transposable(f"{theirs}.{kind}", f"{ours}.{kind}", tuple(parameter.shape))
+
+
+QWEN2_VL = Family(
+    architectures=_QWEN2, model_types=("qwen2_vl", "qwen2_5_vl", "qwen2_vl_text", "qwen2_5_vl_text"), model_spec=qwen2_spec
+)
+QWEN3_VL = Family(architectures=(_QWEN3,), model_types=("qwen3_vl", "qwen3_vl_text"), model_spec=qwen3_spec)
+QWEN3_VL_MOE = Family(
+    architectures=(_QWEN3_MOE,), model_types=("qwen3_vl_moe", "qwen3_vl_moe_text"), model_spec=qwen3_moe_spec, names=moe_names
+)

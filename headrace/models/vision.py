@@ -1,0 +1,90 @@
+"""Models that read pictures: the facts of their vision parts, and the names of their checkpoints."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from headrace.core.media import ItemInputs, TensorData
+from headrace.model_spec import VisionSpec
+from headrace.models.hf_config import HFConfig
+from headrace.weights.names import NameTable
+
+_QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+WRAPPERS = frozenset({"llava", "mistral3", "internvl", "idefics3", "smolvlm"})
+"""Models whose text part is the family that ``text_config`` names."""
+_PARTS = "visual|vision_tower|vision_model|multi_modal_projector|connector"
+VISION_NAME = re.compile(rf"(?:model\.)?(?:{_PARTS})\..*")
+"""Checkpoint names of the vision part."""
+_PREFIXES = (
+    {"model.": "model.language_model."},
+    {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
+    {"model.": "model.text_model."},
+)
+"""Where checkpoints keep the text part, now and formerly."""
+
+
+def vision_spec(config: HFConfig) -> VisionSpec | None:
+    """The vision part of a model; None: it reads text alone, or its pictures are not supported."""
+    kind, vision = config.model_type, getattr(config, "vision_config", None)
+    if vision is None:
+        return None
+    if kind in _QWEN:
+        levels = len(getattr(vision, "deepstack_visual_indexes", None) or ())
+        return VisionSpec(model_type=kind, deepstack_layers=levels)
+    if kind == "gemma3":
+        return VisionSpec(model_type=kind, bidirectional=True)
+    return VisionSpec(model_type=kind) if kind in WRAPPERS else None
+
+
+def with_vision_names(table: NameTable) -> NameTable:
+    """Extends the table of a text model to checkpoints that hold it beside a vision part."""
+    table.ignore(VISION_NAME)
+    for prefixes in _PREFIXES:
+        table.elsewhere(prefixes)
+    return table
+
+
+class EncodedItem(NamedTuple):
+    """Features of one item, in the model's dtype."""
+
+    features: torch.Tensor
+    """``[n, hidden]``"""
+    deepstack: torch.Tensor | None = None
+    """``[levels, n, hidden]``, added to the outputs of the first layers."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.features.nbytes + (0 if self.deepstack is None else self.deepstack.nbytes)
+
+
+class VisionEncoder(Protocol):
+    @property
+    def nbytes(self) -> int:
+        """Of its weights."""
+        ...
+
+    def encode(self, items: Sequence[ItemInputs]) -> list[EncodedItem]:
+        """Features of several items. Raises any exception for inputs that it cannot encode."""
+        ...
+
+
+def encoded_item(item: ItemInputs, dtype: torch.dtype, device: torch.device) -> EncodedItem:
+    """The features of an item that was encoded elsewhere."""
+    deep = item.tensors.get("deepstack")
+    return EncodedItem(
+        device_tensor(item.tensors["features"], device).to(dtype),
+        None if deep is None else device_tensor(deep, device).to(dtype),
+    )
+
+
+def device_tensor(data: TensorData, device: torch.device) -> torch.Tensor:
+    """A copy on the device, since the bytes are read-only."""
+    dtype = getattr(torch, data.dtype)
+    if not data.data:
+        return torch.empty(data.shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.frombuffer(bytearray(data.data), np.uint8)).view(dtype).view(data.shape).to(device)

@@ -1,0 +1,176 @@
+"""TransformersEncoder: the vision part of a model, by transformers' own modules, loaded with the checkpoint's weights."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import transformers
+from safetensors import safe_open
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from headrace.core.media import ItemInputs, TensorData
+from headrace.errors import ConfigError
+from headrace.model_spec import VisionSpec
+from headrace.models.capture import one_line
+from headrace.models.vision import VISION_NAME, EncodedItem, device_tensor
+from headrace.sources.files import ModelFiles
+from headrace.sources.plain_config import in_transformers
+
+_FEW_TOKENS = 8
+"""Vocabulary of the text part that transformers builds beside the vision part, and that is thrown away."""
+
+
+class TransformersEncoder:
+    """Encodes the inputs that the model's processor makes of pictures and videos.
+
+    Args:
+        parts: transformers' module with ``get_image_features``.
+    """
+
+    def __init__(self, parts: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+        self._parts, self._dtype, self._device = parts, dtype, device
+
+    @property
+    def nbytes(self) -> int:
+        return sum(parameter.nbytes for parameter in self._parts.parameters())
+
+    @torch.inference_mode()
+    def encode(self, items: Sequence[ItemInputs]) -> list[EncodedItem]:
+        """Encodes several items, those of equal geometry in one call. Attention in the encoders stays inside an item."""
+        groups: dict[object, list[int]] = {}
+        for index, item in enumerate(items):
+            key = tuple((name, tensor.dtype, tensor.shape[1:]) for name, tensor in sorted(item.tensors.items()))
+            groups.setdefault(key, []).append(index)
+        found: dict[int, EncodedItem] = {}
+        for members in groups.values():
+            found.update(zip(members, self._encode([items[index] for index in members]), strict=True))
+        return [found[index] for index in range(len(items))]
+
+    def _encode(self, items: Sequence[ItemInputs]) -> list[EncodedItem]:
+        inputs = {name: torch.cat([self._tensor(item.tensors[name]) for item in items]) for name in items[0].tensors}
+        out = self._parts.get_image_features(**inputs)  # type: ignore[operator]
+        rows = _rows(out.pooler_output).to(self._dtype)
+        counts = [item.num_rows for item in items]
+        if sum(counts) != len(rows):
+            raise ValueError(f"the vision encoder returned {len(rows)} rows for {sum(counts)} tokens")
+        levels = getattr(out, "deepstack_features", None)
+        deep = None if levels is None else torch.stack([_rows(level) for level in levels]).to(self._dtype)
+        ends = list(itertools.accumulate(counts))
+        return [
+            # Copies, so that each is freed when its item is.
+            EncodedItem(rows[end - count : end].clone(), None if deep is None else deep[:, end - count : end].clone())
+            for count, end in zip(counts, ends, strict=True)
+        ]
+
+    def _tensor(self, data: TensorData) -> torch.Tensor:
+        tensor = device_tensor(data, self._device)
+        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+
+
+def _rows(features: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
+    """``[n, hidden]`` of several items, one behind the other."""
+    rows = features if isinstance(features, torch.Tensor) else torch.cat(list(features))
+    return rows.reshape(-1, rows.shape[-1])
+
+
+def load_encoder(files: ModelFiles, spec: VisionSpec, dtype: str, device: str, seed: int) -> TransformersEncoder | None:
+    """Loads the vision part of a model; with random weights where the model's weights are dummies.
+
+    Returns:
+        None: the checkpoint has the text part alone.
+
+    Raises:
+        ConfigError: transformers has no such part, or the checkpoint lacks weights of it.
+    """
+    config = _without_text(in_transformers(files.config))
+    where, torch_dtype = torch.device(device), getattr(torch, dtype)
+    try:
+        factory: Any = _factory(config)
+        if files.kind == "dummy":
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                whole = factory._from_config(config, dtype=torch_dtype)
+        else:
+            state = _vision_weights(files)
+            if not state:
+                return None
+            whole = _read(factory, config, state, torch_dtype)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"transformers cannot build the vision part of {spec.model_type}: {one_line(error)}", "model"
+        ) from error
+    parts = whole if not hasattr(whole, "model") else whole.model
+    parts.language_model = parts.text_model = None
+    return TransformersEncoder(parts.to(where).eval().requires_grad_(False), torch_dtype, where)
+
+
+def _factory(config: PretrainedConfig) -> Any:
+    for name in config.architectures or ():
+        found = getattr(transformers, name, None)
+        if found is not None:
+            return found
+    return transformers.AutoModelForImageTextToText._model_mapping[type(config)]
+
+
+def _without_text(config: PretrainedConfig) -> PretrainedConfig:
+    """The configuration with a text part of almost no weights."""
+    config = copy.deepcopy(config)
+    text = config.get_text_config(decoder=True)
+    for name, value in (("num_hidden_layers", 1), ("vocab_size", _FEW_TOKENS), ("intermediate_size", 8), ("num_experts", 1)):
+        if hasattr(text, name):
+            setattr(text, name, value)
+    if getattr(text, "num_experts_per_tok", None):
+        text.num_experts_per_tok = 1
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:1]
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        for part in (config, text):
+            if isinstance(getattr(part, name, None), int):
+                setattr(part, name, 0)
+    return config
+
+
+def _vision_weights(files: ModelFiles) -> dict[str, torch.Tensor]:
+    state: dict[str, torch.Tensor] = {}
+    for file in files.weight_files:
+        with safe_open(file, framework="pt") as tensors:
+            state.update({name: tensors.get_tensor(name) for name in tensors.keys() if VISION_NAME.fullmatch(name)})  # noqa: SIM118
+    return state
+
+
+def _read(factory: Any, config: PretrainedConfig, state: dict[str, torch.Tensor], dtype: torch.dtype) -> PreTrainedModel:
+    """Builds the model with its vision part's weights. transformers renames those of older checkpoints."""
+    with torch.random.fork_rng(devices=[]), _quietly():
+        model: PreTrainedModel
+        model, info = factory.from_pretrained(None, config=config, state_dict=state, dtype=dtype, output_loading_info=True)
+    missing = [name for name in info["missing_keys"] if VISION_NAME.fullmatch(name)]
+    wrong = [
+        name for name in info["mismatched_keys"] if VISION_NAME.fullmatch(str(name[0] if isinstance(name, tuple) else name))
+    ]
+    if missing or wrong:
+        fault = "lacks" if missing else "has the wrong shape for"
+        raise ConfigError(f"the checkpoint {fault} {(missing or wrong)[0]} of the vision part", "model")
+    return model
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Without transformers' report of the text weights that it does not find."""
+    logging: Any = transformers.logging
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

@@ -1,0 +1,100 @@
+"""The image and video processors of transformers, and the library that they resize pictures with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from headrace.core.media import TensorData
+from headrace.errors import ConfigError, RequestError
+from headrace.multimodal.items import Pixels, tensor_data
+
+_VIDEO = "video_preprocessor_config.json"
+_IMAGE = "preprocessor_config.json"
+_BOTH = "processor_config.json"
+
+Backend = Literal["torchvision", "pil"]
+"""Library that resizes pictures. They round differently, so that results differ."""
+
+
+class ImageProcessor:
+    """transformers' image processor of a model.
+
+    Args:
+        folder: of the model's files.
+
+    Raises:
+        ConfigError: the folder has none that can be read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.backend = _usable_backend()
+        from transformers import AutoImageProcessor
+
+        try:
+            self.hf: Any = AutoImageProcessor.from_pretrained(  # type: ignore[no-untyped-call]
+                folder, backend=self.backend, local_files_only=True
+            )
+        except Exception as error:
+            why = " ".join(str(error).split())[:300]
+            raise ConfigError(f"{folder} has no image processor that can be used: {why}", "model") from error
+
+    def __call__(self, image: Any, where: str, **options: Any) -> dict[str, TensorData]:
+        """What the processor makes of one picture. Raises RequestError for pictures that it cannot process."""
+        try:
+            made = self.hf(images=[image], return_tensors="np" if self.backend == "pil" else "pt", **options)
+        except (ValueError, ZeroDivisionError, TypeError) as error:
+            why = " ".join(str(error).split())[:200]
+            raise RequestError(f"{where} cannot be processed: {why}", where, code="invalid_value") from error
+        return {name: tensor_data(np.asarray(value), where) for name, value in made.items()}
+
+    def fingerprint(self, *others: Any) -> str:
+        """Differs where what the processor makes would."""
+        return json.dumps([self.backend, type(self.hf).__name__, self.hf.to_dict(), *others], sort_keys=True, default=str)
+
+    def resize(self, frames: Pixels, height: int, width: int) -> Pixels:
+        """Frames ``[n, h, w, 3]`` at another size, as transformers resizes those of a video."""
+        from PIL import Image
+
+        if frames.shape[1:3] == (height, width):
+            return frames
+        resample = Image.Resampling(self.hf.resample)
+        if self.backend == "pil":
+            return np.stack([np.asarray(Image.fromarray(frame).resize((width, height), resample)) for frame in frames])
+        import torch
+        from torchvision.transforms.v2 import functional
+        from transformers.image_utils import pil_torch_interpolation_mapping
+
+        mode = pil_torch_interpolation_mapping[resample]
+        first = torch.from_numpy(frames.copy()).permute(0, 3, 1, 2)
+        made: Pixels = functional.resize(first, [height, width], interpolation=mode, antialias=True).permute(0, 2, 3, 1).numpy()
+        return made
+
+
+def _usable_backend() -> Backend:
+    """torchvision where it can be imported, as transformers chooses; else pil."""
+    try:
+        import torchvision  # noqa: F401
+    except (ImportError, RuntimeError):  # RuntimeError: it is for another build of torch.
+        return "pil"
+    return "torchvision"
+
+
+def video_fields(folder: Path) -> dict[str, Any]:
+    """The settings of a model's video processor, in the file that transformers would read; empty: there is none."""
+    both = _read(folder / _BOTH).get("video_processor")
+    fields: dict[str, Any] = both or _read(folder / _VIDEO) or _read(folder / _IMAGE)
+    return fields
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from error
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,94 @@
+"""MediaDecoder: decodes pictures and videos in processes with limits of time and memory."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from queue import LifoQueue
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from headrace.limited_process import EndedProcess, LimitedProcess, ProcessLimits
+from headrace.multimodal.decode import Decoded, DecodeJob, DecodeLimits
+from headrace.multimodal.fetch import refused
+from headrace.multimodal.items import Picture, Video
+
+_MODULE = "headrace.multimodal.decode_worker"
+
+
+class MediaDecoder:
+    """A pool of processes, which start as jobs need them. May be used from several threads and event loops."""
+
+    def __init__(self, limits: DecodeLimits, process: ProcessLimits, workers: int) -> None:
+        self._limits = limits
+        self._process_limits = process
+        self._idle: LifoQueue[LimitedProcess] = LifoQueue()
+        for _ in range(workers):
+            self._idle.put(LimitedProcess(_MODULE, process, "decodes pictures and videos"))
+        self._workers = workers
+        self._threads = ThreadPoolExecutor(workers, "headrace-media")
+
+    async def image(self, data: bytes, param: str) -> Picture:
+        """Raises: RequestError: it is no picture that can be decoded within the limits; names ``param``."""
+        decoded = await asyncio.get_running_loop().run_in_executor(self._threads, self._decode, "image", data, param)
+        from PIL import Image
+
+        return Picture(Image.fromarray(np.frombuffer(decoded.pixels, np.uint8).reshape(decoded.height, decoded.width, 3)))
+
+    async def video(self, data: bytes, param: str) -> Video:
+        """Raises: RequestError: it is no video that can be decoded within the limits; names ``param``."""
+        decoded = await asyncio.get_running_loop().run_in_executor(self._threads, self._decode, "video", data, param)
+        shape = (decoded.frames, decoded.height, decoded.width, 3)
+        return Video(np.frombuffer(decoded.pixels, np.uint8).reshape(shape), _metadata(decoded))
+
+    def close(self) -> None:
+        """Ends the processes, once their jobs are done."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        for _ in range(self._workers):
+            process = self._idle.get()
+            process.close()
+            self._idle.put(process)
+
+    def _decode(self, kind: Literal["image", "video"], data: bytes, param: str) -> Decoded:
+        for package, module in (("pillow", "PIL"), *([("av", "av")] if kind == "video" else [])):
+            if importlib.util.find_spec(module) is None:
+                raise refused(
+                    param, f"{kind}s need the package {package}, which is not installed (pip install 'headrace[vision]')"
+                )
+        job = msgspec.msgpack.encode(DecodeJob(kind, self._limits, memoryview(data)))
+        process = self._idle.get()
+        try:
+            answer = process.call(job)
+        finally:
+            self._idle.put(process)
+        if isinstance(answer, EndedProcess):
+            limit = f"longer than {self._process_limits.seconds:g} seconds (media_decode_seconds)"
+            why = (
+                f"takes {limit} to decode"
+                if answer.out_of_time
+                else f"cannot be decoded: it ended the decoder ({answer.status})"
+            )
+            raise refused(param, why)
+        decoded = msgspec.msgpack.decode(answer, type=Decoded)
+        if decoded.error is not None:
+            raise refused(param, decoded.error)
+        return decoded
+
+
+def _metadata(decoded: Decoded) -> Mapping[str, Any]:
+    facts = decoded.video
+    if facts is None:
+        raise TypeError("a picture has no metadata of a video")
+    return {
+        "fps": facts.fps,
+        "total_num_frames": facts.total_num_frames,
+        "frames_indices": facts.frames_indices,
+        "duration": facts.duration,
+        "width": decoded.width,
+        "height": decoded.height,
+        "do_sample_frames": False,
+    }

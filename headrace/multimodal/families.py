@@ -1,0 +1,27 @@
+"""The processor of a model, by its type."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from headrace.errors import ConfigError
+from headrace.multimodal.gemma3 import Gemma3Rules
+from headrace.multimodal.qwen_vl import Qwen3Rules, Qwen25Rules, QwenRules
+from headrace.multimodal.rules import MediaRules
+
+_RULES: dict[str, Callable[[Path, Any], MediaRules]] = {
+    "qwen2_vl": lambda folder, config: QwenRules(folder, config.vision_config),
+    "qwen2_5_vl": lambda folder, config: Qwen25Rules(folder, config.vision_config),
+    "qwen3_vl": lambda folder, config: Qwen3Rules(folder, config.vision_config),
+    "qwen3_vl_moe": lambda folder, config: Qwen3Rules(folder, config.vision_config),
+    "gemma3": Gemma3Rules,
+}
+
+
+def media_rules(model_type: str, folder: Path, config: Any) -> MediaRules:
+    """Raises: ConfigError: the model has no processor that can be used."""
+    if model_type not in _RULES:
+        raise ConfigError(f"pictures of {model_type} are not supported; supported are: {', '.join(_RULES)}", "model")
+    return _RULES[model_type](folder, config)

@@ -1,0 +1,53 @@
+"""Features of pictures and videos as safetensors: read with the format's own library, after its header is bounded."""
+
+from __future__ import annotations
+
+from headrace.core.media import TensorData
+from headrace.errors import RequestError
+from headrace.multimodal.items import Features, is_finite, split_features
+
+_MAX_HEADER_BYTES = 2**16
+_LENGTH_BYTES = 8
+_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32"}
+
+
+def read_features(data: bytes, param: str) -> Features:
+    """The features of one picture or video: tensors ``features``, ``grid_thw``, and where the model has them ``deepstack`` and
+    ``second_per_grid``, as in ``MultiModalData.of``.
+
+    Raises:
+        RequestError: the bytes are no safetensors, or the tensors are not what they should be; names ``param`` or the tensor.
+    """
+    tensors = _tensors(data, param)
+    found = split_features(tensors, param)
+    if len(found) != 1:
+        raise _wrong(f"{param}.grid_thw", f"has {len(found)} grids; expected one: each picture or video is a part of its own")
+    (features,) = found
+    for name, tensor in (("features", features.rows), ("deepstack", features.deepstack)):
+        if tensor is not None and not is_finite(tensor):
+            raise _wrong(f"{param}.{name}", "has numbers that are not finite")
+    return features
+
+
+def _tensors(data: bytes, param: str) -> dict[str, TensorData]:
+    import safetensors
+
+    size = int.from_bytes(data[:_LENGTH_BYTES], "little")
+    if len(data) < _LENGTH_BYTES or size > len(data) - _LENGTH_BYTES:
+        raise _wrong(param, f"is not safetensors: it has {len(data)} bytes, which do not hold its header")
+    if size > _MAX_HEADER_BYTES:
+        raise _wrong(param, f"has a header of {size} bytes; at most {_MAX_HEADER_BYTES} are allowed")
+    try:
+        found = safetensors.deserialize(data)  # type: ignore[no-untyped-call]
+    except safetensors.SafetensorError as error:
+        raise _wrong(param, f"is not safetensors: {error}") from None
+    tensors = {}
+    for name, tensor in found:
+        if tensor["dtype"] not in _DTYPES:
+            raise _wrong(f"{param}.{name[:64]}", f"has dtype {tensor['dtype']}; expected one of {', '.join(_DTYPES)}")
+        tensors[name] = TensorData(_DTYPES[tensor["dtype"]], tuple(tensor["shape"]), bytes(tensor["data"]))
+    return tensors
+
+
+def _wrong(where: str, what: str) -> RequestError:
+    return RequestError(f"{where} {what}", where, code="invalid_value")

@@ -1,0 +1,335 @@
+"""The media of a prompt, decoded: pictures, videos, and features that were encoded elsewhere.
+
+``MultiModalData`` is what a prompt carries under ``multi_modal_data``; ``MultiModalData.of`` makes one of the dict that vLLM
+documents. Media have been fetched and decoded before (``media.py``): nothing here opens a URL or a path.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.core.media import DTYPE_SIZES, Modality, TensorData
+from headrace.errors import RequestError
+from headrace.options import shown
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+Pixels = npt.NDArray[np.uint8]
+
+VIDEO_METADATA = frozenset(
+    {"fps", "total_num_frames", "frames_indices", "do_sample_frames", "duration", "width", "height", "video_backend"}
+)
+_EMBEDS = ("features", "grid_thw", "deepstack", "second_per_grid")
+_MODALITIES: tuple[Modality, ...] = ("image", "video")
+_MAX_FRAMES = 1 << 16
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Picture:
+    """One picture, upright (EXIF orientation applied) and in mode RGB (alpha composited over white)."""
+
+    image: Image
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Video:
+    """Decoded frames of one video.
+
+    ``metadata`` has ``fps`` (of the file), ``total_num_frames`` and ``frames_indices`` (of the frames given, in the file) where
+    they are known, and ``do_sample_frames``: false for frames that are already a sample.
+    """
+
+    frames: Pixels
+    """``[n, height, width, 3]``, never written to."""
+    metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Features:
+    """The features of one picture or video, encoded elsewhere. Checked against the model by ``MultiModalProcessor``."""
+
+    rows: TensorData
+    """``[n, hidden]``: a row for each token of the language model."""
+    grid: tuple[int, int, int]
+    """Temporal patches, and patches of height and width before they are merged."""
+    deepstack: TensorData | None = None
+    """``[levels, n, hidden]``, for models whose first layers get features too."""
+    second_per_grid: float | None = None
+    """Seconds between temporal patches, for models whose positions depend on them."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MultiModalData:
+    """The media of one prompt, of each modality in the order of its placeholders in the prompt."""
+
+    images: Sequence[Picture | Features] = ()
+    videos: Sequence[Video | Features] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.images or self.videos)
+
+    def items(self) -> Iterator[tuple[Modality, Picture | Video | Features]]:
+        for image in self.images:
+            yield "image", image
+        for video in self.videos:
+            yield "video", video
+
+    @classmethod
+    def of(cls, data: Any) -> MultiModalData:
+        """Makes the media of a prompt of vLLM's dict.
+
+        Args:
+            data: ``{"image": one or a list, "video": one or a list, "image_embeds": {...}, "video_embeds": {...}}`` with PIL
+                pictures or arrays ``[h, w, 3]`` uint8, arrays ``[n, h, w, 3]`` or (array, metadata), and for ``*_embeds``
+                ``{"features": [n, hidden], "grid_thw": [k, 3], "deepstack"?: [levels, n, hidden], "second_per_grid"?: [k]}``.
+
+        Raises:
+            RequestError: names the entry.
+        """
+        if isinstance(data, cls):
+            return data
+        if not isinstance(data, Mapping):
+            raise _wrong("multi_modal_data", f"must be a dict, not {shown(data)}")
+        known = {name for modality in _MODALITIES for name in (modality, f"{modality}_embeds")}
+        if unknown := sorted(map(str, set(data) - known)):
+            raise _wrong("multi_modal_data", f"has no part named {unknown[0]!r}; it may have {', '.join(sorted(known))}")
+        media: dict[Modality, list[Any]] = {}
+        for modality in _MODALITIES:
+            plain, embeds = data.get(modality), data.get(f"{modality}_embeds")
+            if plain is not None and embeds is not None:
+                raise _wrong(
+                    f"multi_modal_data.{modality}_embeds", f"and {modality} in one prompt have no order: give one of them"
+                )
+            read = _picture if modality == "image" else _video
+            where = f"multi_modal_data.{modality}"
+            media[modality] = (
+                split_features(embeds, f"{where}_embeds")
+                if embeds is not None
+                else [read(one, f"{where}[{index}]") for index, one in enumerate(_listed(plain, modality))]
+            )
+        return cls(tuple(media["image"]), tuple(media["video"]))
+
+
+def tensor_data(value: Any, where: str) -> TensorData:
+    """The bytes of a torch tensor or of what numpy takes as an array.
+
+    Raises:
+        RequestError: it is no tensor, or of no dtype that is read; names ``where``.
+    """
+    if isinstance(value, TensorData):
+        return value
+    if type(value).__module__.split(".")[0] == "torch":
+        value = value.detach().cpu().contiguous()
+        dtype = str(value.dtype).removeprefix("torch.")
+        if dtype == "bfloat16":
+            return TensorData(dtype, tuple(value.shape), value.view(value.new_empty(0).short().dtype).numpy().tobytes())
+        value = value.numpy()
+    try:
+        array = np.ascontiguousarray(value)
+    except (ValueError, TypeError, MemoryError) as error:
+        raise _wrong(where, f"must be a tensor, not {shown(value)}") from error
+    if array.dtype.name not in DTYPE_SIZES:
+        raise _wrong(where, f"has dtype {array.dtype.name}; expected one of {', '.join(DTYPE_SIZES)}")
+    return TensorData(array.dtype.name, array.shape, array.tobytes())
+
+
+def split_features(embeds: Any, where: str) -> list[Features]:
+    """Splits the features of several pictures or videos, one after the other, by their grids.
+
+    Only what the split needs is checked here: the sum of the grids. ``merge`` patches make one row; all grids have the same.
+
+    Args:
+        embeds: as in ``MultiModalData.of``; or ``TensorData`` in place of tensors.
+
+    Raises:
+        RequestError: names the part, what was expected and what came.
+    """
+    if not isinstance(embeds, Mapping):
+        raise _wrong(where, f"must be a dict with features and grid_thw, not {shown(embeds)}")
+    if unknown := sorted(map(str, set(embeds) - set(_EMBEDS))):
+        raise _wrong(where, f"has no part named {unknown[0]!r}; it may have {', '.join(_EMBEDS)}")
+    for name in ("features", "grid_thw"):
+        if embeds.get(name) is None:
+            raise _wrong(f"{where}.{name}", "is missing: the features need their grids" if name == "grid_thw" else "is missing")
+    rows = _checked(tensor_data(embeds["features"], f"{where}.features"), 2, f"{where}.features")
+    grids = _grids(tensor_data(embeds["grid_thw"], f"{where}.grid_thw"), f"{where}.grid_thw")
+    deep = embeds.get("deepstack")
+    deepstack = None if deep is None else _checked(tensor_data(deep, f"{where}.deepstack"), 3, f"{where}.deepstack")
+    if deepstack is not None and deepstack.shape[1] != rows.shape[0]:
+        raise _wrong(f"{where}.deepstack", f"has {deepstack.shape[1]} rows, and features has {rows.shape[0]}")
+    seconds = _seconds(embeds.get("second_per_grid"), len(grids), f"{where}.second_per_grid")
+    patches, given = [math.prod(grid) for grid in grids], rows.shape[0]
+    if not given or sum(patches) % given:
+        raise _wrong(f"{where}.features", f"has {given} rows, which do not divide the {sum(patches)} patches of grid_thw")
+    merge = sum(patches) // given
+    ends = np.cumsum([count // merge for count in patches]).tolist()
+    if any(count % merge for count in patches):
+        raise _wrong(
+            f"{where}.features", f"has {given} rows for grids of {patches} patches: not the same number of patches a row"
+        )
+    return [
+        Features(
+            _rows(rows, start, end),
+            grid,
+            None if deepstack is None else _deep_rows(deepstack, start, end),
+            second,
+        )
+        for start, end, grid, second in zip([0, *ends], ends, grids, seconds, strict=False)
+    ]
+
+
+def array_of(tensor: TensorData) -> npt.NDArray[Any]:
+    """A view of a tensor's bytes; bfloat16 as uint16."""
+    dtype = "uint16" if tensor.dtype == "bfloat16" else tensor.dtype
+    return np.frombuffer(tensor.data, dtype=np.dtype(dtype).newbyteorder("<")).reshape(tensor.shape)
+
+
+def is_finite(tensor: TensorData) -> bool:
+    """Whether all numbers of a float tensor are finite."""
+    array = array_of(tensor)
+    if tensor.dtype == "bfloat16":
+        return not bool(((array & 0x7F80) == 0x7F80).any())
+    return bool(np.isfinite(array).all())
+
+
+def _listed(value: Any, modality: Modality) -> Sequence[Any]:
+    if value is None:
+        return ()
+    if isinstance(value, list):
+        return value
+    # A tuple is one video with its metadata, or several media.
+    single = not isinstance(value, tuple) or (modality == "video" and len(value) == 2 and isinstance(value[1], Mapping))
+    return [value] if single else cast("tuple[Any, ...]", value)
+
+
+def _picture(value: Any, where: str) -> Picture:
+    from PIL import Image
+
+    if isinstance(value, Picture):
+        return value
+    if not isinstance(value, Image.Image):
+        pixels = _pixels(value, 3, where)
+        value = Image.fromarray(pixels)
+    return Picture(_rgb(value))
+
+
+def _rgb(image: Image) -> Image:
+    """A picture in mode RGB, transparency composited over white."""
+    from PIL import Image
+
+    if image.mode == "RGB":
+        return image
+    if image.has_transparency_data:
+        rgba = image.convert("RGBA")
+        ground = Image.new("RGBA", image.size, (255, 255, 255, 255))
+        ground.alpha_composite(rgba)
+        image = ground
+    return image.convert("RGB")
+
+
+def _video(value: Any, where: str) -> Video:
+    if isinstance(value, Video):
+        return value
+    metadata: Any = {}
+    if isinstance(value, tuple):
+        if len(value) != 2 or not isinstance(value[1], Mapping):
+            raise _wrong(where, "must be an array of frames, or (array, metadata)")
+        value, metadata = value
+    if isinstance(value, list):
+        value = np.stack([np.asarray(_picture(frame, f"{where}[{index}]").image) for index, frame in enumerate(value)])
+    frames = _pixels(value, 4, where)
+    if not 0 < len(frames) <= _MAX_FRAMES:
+        raise _wrong(where, f"has {len(frames)} frames; expected 1 to {_MAX_FRAMES}")
+    return Video(frames, checked_metadata(metadata, len(frames), f"{where}.metadata"))
+
+
+def checked_metadata(metadata: Mapping[str, Any], num_frames: int, where: str) -> dict[str, Any]:
+    """Metadata of a video with ``num_frames`` frames, with values of the right type. Raises RequestError."""
+    if unknown := sorted(map(str, set(metadata) - VIDEO_METADATA)):
+        raise _wrong(where, f"has no part named {unknown[0]!r}; it may have {', '.join(sorted(VIDEO_METADATA))}")
+    out = {name: value for name, value in metadata.items() if value is not None}
+    fps = out.get("fps")
+    if fps is not None and not (isinstance(fps, int | float) and not isinstance(fps, bool) and 1e-3 <= fps <= 1e4):
+        raise _wrong(f"{where}.fps", f"must be a number from 0.001 to 10000, not {shown(fps)}")
+    total = out.get("total_num_frames")
+    if total is not None and not (type(total) is int and total >= num_frames):
+        raise _wrong(f"{where}.total_num_frames", f"must be a whole number of at least {num_frames}, not {shown(total)}")
+    if not isinstance(out.get("do_sample_frames", False), bool):
+        raise _wrong(f"{where}.do_sample_frames", "must be true or false")
+    if "frames_indices" in out:
+        indices = np.asarray(out["frames_indices"])
+        if indices.shape != (num_frames,) or indices.dtype.kind not in "iu" or indices.min() < 0:
+            raise _wrong(f"{where}.frames_indices", f"must be {num_frames} frame numbers, one for each frame")
+        out["frames_indices"] = indices.tolist()
+    return out
+
+
+def _pixels(value: Any, rank: int, where: str) -> Pixels:
+    if type(value).__module__.split(".")[0] == "torch":
+        value = value.detach().cpu().numpy()
+    array = np.asarray(value)
+    if array.dtype != np.uint8 or array.ndim != rank or array.shape[-1] != 3 or not array.size:
+        shape = "[height, width, 3]" if rank == 3 else "[frames, height, width, 3]"
+        raise _wrong(where, f"must be a uint8 array {shape}, not {array.dtype.name} {list(array.shape)}")
+    return np.ascontiguousarray(array)
+
+
+def _checked(tensor: TensorData, rank: int, where: str) -> TensorData:
+    if tensor.dtype not in ("float32", "float16", "bfloat16"):
+        raise _wrong(where, f"has dtype {tensor.dtype}; expected float32, float16 or bfloat16")
+    if len(tensor.shape) != rank:
+        raise _wrong(where, f"has shape {list(tensor.shape)}; expected {rank} dimensions")
+    if not tensor.fits:
+        raise _wrong(where, f"has {len(tensor.data)} bytes, which is not {tensor.dtype} of shape {list(tensor.shape)}")
+    return tensor
+
+
+def _grids(tensor: TensorData, where: str) -> list[tuple[int, int, int]]:
+    if tensor.dtype not in ("int64", "int32"):
+        raise _wrong(where, f"has dtype {tensor.dtype}; expected int64 or int32")
+    if len(tensor.shape) != 2 or tensor.shape[1] != 3 or not tensor.shape[0]:
+        raise _wrong(where, f"has shape {list(tensor.shape)}; expected [number of items, 3]")
+    if not tensor.fits:
+        raise _wrong(where, f"has {len(tensor.data)} bytes, which is not {tensor.dtype} of shape {list(tensor.shape)}")
+    grids = array_of(tensor)
+    if grids.min() < 1 or grids.max() > 1 << 20:
+        raise _wrong(where, f"must hold numbers from 1 to {1 << 20}, not {grids.min()} to {grids.max()}")
+    return [(int(t), int(h), int(w)) for t, h, w in grids]
+
+
+def _seconds(value: Any, count: int, where: str) -> list[float | None]:
+    if value is None:
+        return [None] * count
+    if isinstance(value, list | tuple) and all(isinstance(second, int | float) for second in value):
+        value = np.asarray(value, dtype=np.float32)
+    tensor = tensor_data(value, where)
+    try:
+        seconds = array_of(tensor).astype(np.float64)
+    except ValueError as error:
+        raise _wrong(
+            where, f"has {len(tensor.data)} bytes, which is not {tensor.dtype} of shape {list(tensor.shape)}"
+        ) from error
+    if tensor.dtype == "bfloat16" or seconds.shape != (count,) or not np.isfinite(seconds).all() or not (seconds > 0).all():
+        raise _wrong(where, f"must be {count} positive numbers, one for each grid")
+    return [float(second) for second in seconds]
+
+
+def _rows(tensor: TensorData, start: int, end: int) -> TensorData:
+    size = DTYPE_SIZES[tensor.dtype] * tensor.shape[1]
+    return TensorData(tensor.dtype, (end - start, tensor.shape[1]), tensor.data[start * size : end * size])
+
+
+def _deep_rows(tensor: TensorData, start: int, end: int) -> TensorData:
+    part = np.ascontiguousarray(array_of(tensor)[:, start:end])
+    return TensorData(tensor.dtype, part.shape, part.tobytes())
+
+
+def _wrong(where: str, what: str) -> RequestError:
+    return RequestError(f"{where} {what}", where, code="invalid_value")

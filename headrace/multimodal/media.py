@@ -1,0 +1,254 @@
+"""MediaLoader: from the media that a conversation refers to, to decoded ones.
+
+A reference is a data: URL, a URL of http or https (``fetch.py``), a file:// URL below the directory that the operator allows, a
+picture in memory, or features that were encoded elsewhere, sent along or uploaded before. Content is decoded in processes with
+limits (``decoder.py``). Nothing behind this opens a URL or a path.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import contextlib
+import dataclasses
+import os
+import stat
+import urllib.parse
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from headrace.config import EngineArgs
+from headrace.core.media import Modality
+from headrace.errors import QueueFullError, RequestError
+from headrace.limited_process import ProcessLimits
+from headrace.multimodal.decode import DecodeLimits
+from headrace.multimodal.decoder import MediaDecoder
+from headrace.multimodal.feature_file import read_features
+from headrace.multimodal.fetch import Fetcher, refused
+from headrace.multimodal.items import Features, MultiModalData, Picture, Video
+from headrace.options import shown
+from headrace.text.content import MediaPart
+
+FindFeatures = Callable[[str, Modality, str], Features]
+"""(id of an upload, what it stands for, parameter) -> its features. Raises RequestError where there are none."""
+_MAX_WORKERS = 4
+
+
+class MediaBudget:
+    """The bytes of media that are fetched and decoded at once, over all requests."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.used = 0
+
+    @contextlib.contextmanager
+    def share(self) -> Any:
+        """One request's part, which ends with the block."""
+        share = _Share(self)
+        try:
+            yield share
+        finally:
+            self.used -= share.charged
+
+    def charge(self, share: _Share, size: int) -> None:
+        """Raises: QueueFullError: other requests have spent the budget."""
+        if self.used > share.charged and self.used + size > self._most:
+            raise QueueFullError("too many pictures and videos are being loaded (max_media_bytes_in_flight): try again later")
+        self.used += size
+        share.charged += size
+
+
+class _Share:
+    def __init__(self, budget: MediaBudget) -> None:
+        self.charged = 0
+        self._budget = budget
+
+    def charge(self, size: int) -> None:
+        self._budget.charge(self, size)
+
+
+class MediaLoader:
+    """Loads the media of prompts. May be used from several event loops, one after the other."""
+
+    def __init__(self, args: EngineArgs, fetcher: Fetcher | None = None) -> None:
+        """``fetcher``: one with another check of addresses, for tests."""
+        limits = DecodeLimits(args.max_image_pixels, args.max_video_pixels, args.max_video_seconds, args.num_video_frames)
+        workers = args.media_workers or max(1, min(_MAX_WORKERS, (os.cpu_count() or 1) // 2))
+        process = ProcessLimits(args.media_decode_seconds, args.media_decode_memory)
+        self.decoder = MediaDecoder(limits, process, workers)
+        self.budget = MediaBudget(args.max_media_bytes_in_flight)
+        self._counts: Mapping[str, int] = dataclasses.asdict(args.limit_mm_per_prompt)
+        self._max_bytes = args.max_media_bytes
+        self._directory = None if args.allowed_media_path is None else Path(args.allowed_media_path)
+        self._fetcher = fetcher or Fetcher(
+            timeout=args.media_timeout, max_bytes=args.max_media_bytes, allowed_domains=args.allowed_media_domains
+        )
+
+    @contextlib.asynccontextmanager
+    async def loaded(self, parts: Sequence[MediaPart], find: FindFeatures | None = None) -> AsyncIterator[MultiModalData]:
+        """The media of one prompt, in the order of ``parts``. What they take of the budget is given back at the block's end.
+
+        Args:
+            find: None: there are no uploads.
+
+        Raises:
+            RequestError: a medium cannot be had, or exceeds a limit; names its part.
+            QueueFullError: there is no room for it now.
+        """
+        self.check_counts(parts)
+        with self.budget.share() as share:
+            # A medium that a conversation shows twice is loaded once.
+            distinct = {(part.modality, _key(part.value)): part for part in reversed(parts)}
+            tasks = {key: asyncio.ensure_future(self._load(part, find, share)) for key, part in distinct.items()}
+            try:
+                for part in parts:  # of several errors, the first part's
+                    await tasks[part.modality, _key(part.value)]
+            finally:
+                for task in tasks.values():
+                    task.cancel()
+                await asyncio.gather(*tasks.values(), return_exceptions=True)
+            media: dict[Modality, list[Any]] = {"image": [], "video": []}
+            for part in parts:
+                media[part.modality].append(tasks[part.modality, _key(part.value)].result())
+            yield MultiModalData(tuple(media["image"]), tuple(media["video"]))
+
+    def load(self, parts: Sequence[MediaPart]) -> MultiModalData:
+        """As ``loaded``, for callers without an event loop of their own; waits for all of the media."""
+
+        async def run() -> MultiModalData:
+            async with self.loaded(parts) as data:
+                return data
+
+        with ThreadPoolExecutor(1, "headrace-media-loop") as thread:  # where an event loop may run, not here
+            return thread.submit(lambda: asyncio.run(run())).result()
+
+    def check_counts(self, parts: Sequence[MediaPart]) -> None:
+        """Raises RequestError where a prompt has more media than it may."""
+        counts: dict[str, int] = {}
+        for part in parts:
+            counts[part.modality] = counts.get(part.modality, 0) + 1
+            if counts[part.modality] > self._counts[part.modality]:
+                most = f"at most {self._counts[part.modality]} {part.modality}s in a prompt (limit_mm_per_prompt)"
+                raise refused(part.param, f"this server takes {most}")
+
+    def close(self) -> None:
+        self.decoder.close()
+
+    async def _load(self, part: MediaPart, find: FindFeatures | None, share: _Share) -> Picture | Video | Features:
+        if part.encoded:
+            return self._features(part, find, share)
+        if not isinstance(part.value, str):
+            return _in_memory(part)
+        data = await self._bytes(part.value, part.param, share)
+        if part.modality == "image":
+            picture = await self.decoder.image(data, part.param)
+            share.charge(3 * picture.image.width * picture.image.height)
+            return picture
+        video = await self.decoder.video(data, part.param)
+        share.charge(video.frames.nbytes)
+        return video
+
+    def _features(self, part: MediaPart, find: FindFeatures | None, share: _Share) -> Features:
+        reference, data = part.value.get("ref"), part.value.get("data")
+        if reference is not None:
+            if find is None:
+                raise refused(part.param, "there are no uploaded features here")
+            return find(reference, part.modality, f"{part.param}.ref")
+        where = f"{part.param}.data"
+        content = self._decoded(data, where)
+        share.charge(len(content))
+        return read_features(content, where)
+
+    async def _bytes(self, url: str, param: str, share: _Share) -> bytes:
+        """The content that a URL names."""
+        scheme = url[:5].lower()
+        if scheme == "data:":
+            head, comma, body = url.partition(",")
+            if not comma or not head.lower().endswith(";base64"):
+                raise refused(param, "a data: URL has the form data:image/png;base64,...")
+            data = self._decoded(body, param)
+        elif scheme == "file:":
+            data = await asyncio.to_thread(self._file, url, param)
+        elif scheme == "http:" or url[:6].lower() == "https:":
+            data = await self._fetcher.fetch(url, param)
+        else:
+            raise refused(param, f"{shown(url)} is not a URL of http, https or data")
+        share.charge(len(data))
+        return data
+
+    def _decoded(self, text: str, param: str) -> bytes:
+        """The bytes of base64."""
+        if len(text) > (self._max_bytes + 2) // 3 * 4:
+            raise refused(param, f"has more than {self._max_bytes} bytes (max_media_bytes)")
+        try:
+            return base64.b64decode(text.encode("ascii"), validate=True)
+        except (binascii.Error, UnicodeEncodeError) as error:
+            raise refused(param, f"is not base64: {error}" if isinstance(error, binascii.Error) else "is not base64") from None
+
+    def _file(self, url: str, param: str) -> bytes:
+        """A file below the allowed directory. Refusals do not tell which other files exist."""
+        if self._directory is None:
+            raise refused(param, "this server reads no files for its clients (allowed_media_path)")
+        try:
+            parsed = urllib.parse.urlsplit(url)
+            path = urllib.parse.unquote(parsed.path, errors="strict")
+            if parsed.netloc not in ("", "localhost") or parsed.query or parsed.fragment:
+                raise ValueError
+            return _read_below(self._directory, path, self._max_bytes)
+        except _TooLargeError:
+            raise refused(param, f"the file has more than {self._max_bytes} bytes (max_media_bytes)") from None
+        except (OSError, ValueError):
+            raise refused(param, f"{shown(url, 128)} is not a file that this server may read") from None
+
+
+class _TooLargeError(Exception):
+    pass
+
+
+def _read_below(directory: Path, path: str, most: int) -> bytes:
+    """A regular file whose real path lies in ``directory``.
+
+    The real path has no symbolic links; it is opened from the directory down without following any, so that nothing put there
+    meanwhile leads elsewhere.
+    """
+    root = os.path.realpath(directory)
+    real = os.path.realpath(path)
+    if not os.path.isabs(path):
+        raise ValueError
+    *folders, name = Path(real).relative_to(root).parts  # ValueError: it lies elsewhere
+    with contextlib.ExitStack() as stack:
+        opened = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+        stack.callback(os.close, opened)
+        for folder in folders:
+            opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=opened)
+            stack.callback(os.close, opened)
+        # A pipe would keep the thread waiting.
+        opened = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=opened)
+        with open(opened, "rb") as file:
+            if not stat.S_ISREG(os.fstat(opened).st_mode):
+                raise ValueError
+            data = file.read(most + 1)
+    if len(data) > most:
+        raise _TooLargeError
+    return data
+
+
+def _in_memory(part: MediaPart) -> Picture | Video:
+    """A picture or video that Python's caller has."""
+    try:
+        data = MultiModalData.of({part.modality: [part.value]})
+    except RequestError as error:
+        message = error.message.replace(f"multi_modal_data.{part.modality}[0]", part.param)
+        raise RequestError(message, part.param, code=error.code) from None
+    item: Picture | Video = (data.images or data.videos)[0]  # type: ignore[assignment]
+    return item
+
+
+def _key(value: Any) -> Any:
+    """Equal for references to the same medium."""
+    if isinstance(value, str):
+        return value
+    return tuple(sorted(value.items())) if isinstance(value, dict) else id(value)

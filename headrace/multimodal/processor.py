@@ -1,0 +1,317 @@
+"""MultiModalProcessor: from a rendered prompt and its media to tokens, items and what the engine needs for them."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from headrace.core.media import ItemInputs, MediaFacts, Modality, RopePositions
+from headrace.errors import RequestError
+from headrace.kv import Item
+from headrace.multimodal.items import Features, MultiModalData, Picture, Video, is_finite
+from headrace.multimodal.positions import Run, rope_positions
+from headrace.multimodal.rules import Expansion, MediaRules, Processed
+from headrace.text.tokenizer import Tokenizer
+
+_BREAK = "\u200b"
+"""Zero-width space: breaks up a placeholder in a user's text."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PreparedPrompt:
+    """A prompt with its placeholders expanded."""
+
+    token_ids: list[int]
+    items: tuple[Item, ...]
+    """Ascending and disjoint."""
+    media: tuple[ItemInputs, ...]
+    """The content of each of ``items``."""
+    rope: RopePositions | None
+    """None: positions are those of the tokens."""
+
+
+class MultiModalProcessor:
+    """What a multimodal model does with media. One per engine; used from several threads.
+
+    ``InputProcessor.multimodal`` has it; None: the model reads text alone.
+
+    Args:
+        limits: modality -> how many a prompt may have; 0: the model does not take it.
+        cache_bytes: memory for processed media, which prompts with equal media share.
+    """
+
+    def __init__(
+        self, rules: MediaRules, tokenizer: Tokenizer, facts: MediaFacts, limits: Mapping[Modality, int], cache_bytes: int
+    ) -> None:
+        self._rules, self._tokenizer, self._facts = rules, tokenizer, facts
+        rules.max_rows = facts.max_model_len
+        self.limits: Mapping[Modality, int] = {
+            modality: count if modality in rules.placeholders else 0 for modality, count in limits.items()
+        }
+        self._cache = _ProcessedCache(cache_bytes)
+        self._ids = {modality: self._id(token) for modality, token in rules.feature_tokens.items()}
+        self._placeholder_ids = {self._id(token): modality for modality, token in rules.placeholders.items()}
+        spelt = {*rules.placeholders.values(), *rules.feature_tokens.values()}
+        self._spelt = re.compile("|".join(map(re.escape, sorted(spelt, key=len, reverse=True))))
+
+    def _id(self, token: str) -> int:
+        found = self._tokenizer.token_to_id(token)
+        if found is None:
+            raise RequestError(f"the tokenizer has no token {token}", "multi_modal_data")
+        return found
+
+    @property
+    def backend(self) -> str:
+        """The library that resizes pictures."""
+        return self._rules.backend
+
+    def neutral(self, text: str) -> str:
+        """Breaks up placeholders spelt in a user's text, which would be counted as media. Call it on every text of a
+        conversation before the chat template renders it."""
+        return self._spelt.sub(lambda match: match[0][0] + _BREAK + match[0][1:], text)
+
+    def image_tokens(self, width: int, height: int) -> int:
+        """Tokens of the language model that a picture of this size takes."""
+        return self._rules.image_rows(width, height)
+
+    def check_features(self, features: Features, modality: Modality, where: str) -> None:
+        """Raises RequestError where features do not fit the model: names the part of ``where``, expected and actual."""
+        if modality not in self._rules.placeholders:
+            raise RequestError(f"{where}: the model takes no {modality}s", where, code="invalid_value")
+        self._features(features, modality, where)
+
+    def prepare(
+        self, prompt: str | list[int], data: MultiModalData, kwargs: Mapping[str, Any], *, add_special_tokens: bool
+    ) -> PreparedPrompt:
+        """Expands the placeholders of a prompt and processes its media; takes long: call it in a thread.
+
+        Args:
+            prompt: text, or token ids, with one placeholder of the model for each medium.
+            kwargs: ``mm_processor_kwargs``: options of the model's processor, such as ``min_pixels``.
+            add_special_tokens: False for rendered chat templates.
+
+        Raises:
+            RequestError: the number of placeholders or of media is wrong, a medium cannot be processed, or features do not fit
+                the model; names the part, what was expected and what came.
+        """
+        options = self._rules.options(kwargs)
+        placed = self._placed(prompt, data)
+        processed = [self._process(medium, modality, options, where) for modality, medium, where in placed]
+        rows = sum(one.expansion.num_rows for own in processed for one in own)
+        if rows >= self._facts.max_model_len:
+            raise RequestError(
+                f"the media of the prompt take {rows} tokens, and the context has {self._facts.max_model_len}",
+                "multi_modal_data",
+                code="context_length_exceeded",
+            )
+        expansions = [[one.expansion for one in own] for own in processed]
+        if isinstance(prompt, str):
+            token_ids = self._expand_text(prompt, expansions, add_special_tokens)
+        else:
+            token_ids = self._expand_ids(prompt, expansions)
+        return self._laid_out(token_ids, [one for own in processed for one in own])
+
+    # Placeholders
+
+    def _placed(self, prompt: str | list[int], data: MultiModalData) -> list[tuple[Modality, Picture | Video | Features, str]]:
+        """The media in the order of their placeholders, each with its name in errors."""
+        by_modality: dict[Modality, Sequence[Any]] = {"image": data.images, "video": data.videos}
+        for modality, media in by_modality.items():
+            if len(media) > self.limits.get(modality, 0):
+                raise RequestError(
+                    f"the prompt has {len(media)} {modality}s; this engine takes at most {self.limits.get(modality, 0)} "
+                    "(limit_mm_per_prompt)",
+                    f"multi_modal_data.{modality}",
+                )
+        order = list(self._marks(prompt))
+        for modality, media in by_modality.items():
+            if order.count(modality) != len(media):
+                raise RequestError(
+                    f"the prompt has {order.count(modality)} placeholders {self._rules.placeholders.get(modality, '')} for "
+                    f"{len(media)} {modality}s: each needs one",
+                    f"multi_modal_data.{modality}",
+                )
+        media_of = {modality: iter(enumerate(media)) for modality, media in by_modality.items()}
+        placed = []
+        for modality in order:
+            index, medium = next(media_of[modality])
+            placed.append((modality, medium, f"multi_modal_data.{modality}[{index}]"))
+        return placed
+
+    def _marks(self, prompt: str | list[int]) -> Iterator[Modality]:
+        """The modality of each placeholder."""
+        if isinstance(prompt, list):
+            yield from (self._placeholder_ids[token] for token in prompt if token in self._placeholder_ids)
+            return
+        of_text = {token: modality for modality, token in self._rules.placeholders.items()}
+        for match in self._spelt.finditer(prompt):
+            if match[0] not in of_text:
+                raise RequestError(
+                    f"the prompt spells {match[0]}, which stands for features of a picture; write {', '.join(of_text)}",
+                    "prompt",
+                )
+            yield of_text[match[0]]
+
+    def _expand_text(self, prompt: str, expansions: Sequence[Sequence[Expansion]], add_special_tokens: bool) -> list[int]:
+        tokens, left = self._rules.feature_tokens, iter(expansions)
+
+        def replaced(match: re.Match[str]) -> str:
+            modality = next(kind for kind, token in self._rules.placeholders.items() if token == match[0])
+            pieces = (piece for expansion in next(left) for piece in expansion.pieces)
+            return "".join(piece if isinstance(piece, str) else tokens[modality] * piece for piece in pieces)
+
+        text = self._spelt.sub(replaced, prompt)
+        return self._tokenizer.encode(text, add_special_tokens, max_tokens=self._facts.max_model_len - 1)
+
+    def _expand_ids(self, prompt: list[int], expansions: Sequence[Sequence[Expansion]]) -> list[int]:
+        left, token_ids = iter(expansions), []
+        for token in prompt:
+            modality = self._placeholder_ids.get(token)
+            if modality is None:
+                token_ids.append(token)
+                continue
+            for piece in (piece for expansion in next(left) for piece in expansion.pieces):
+                token_ids += (
+                    self._tokenizer.encode(piece, add_special_tokens=False)
+                    if isinstance(piece, str)
+                    else [self._ids[modality]] * piece
+                )
+        return token_ids
+
+    # Items
+
+    def _laid_out(self, token_ids: list[int], processed: Sequence[Processed]) -> PreparedPrompt:
+        """Finds the feature tokens of each medium, which come in order."""
+        items, media, runs, position = [], [], [], 0
+        bidirectional = self._facts.bidirectional
+        for one in processed:
+            token, own = self._ids[one.modality], []
+            for block, count in zip(one.expansion.blocks, one.expansion.counts, strict=True):
+                try:
+                    start = token_ids.index(token, position)
+                except ValueError:
+                    start = len(token_ids)
+                if token_ids[start : start + count] != [token] * count:
+                    raise RequestError("the tokens of a placeholder's expansion are not found again in the prompt", "prompt")
+                own.append((start, count))
+                runs.append(Run(start, count, block, one.expansion.interval))
+                position = start + count
+            begin, end = own[0][0], own[-1][0] + own[-1][1]
+            items.append(
+                Item(
+                    begin,
+                    end,
+                    bidirectional,
+                    bidirectional,
+                    one.content_hash,
+                    encoder_tokens=0 if one.encoded else one.expansion.num_rows,
+                )
+            )
+            offsets = tuple((start - begin, count) for start, count in own)
+            media.append(ItemInputs(one.modality, offsets, one.tensors, one.encoded))
+        if sum(map(token_ids.count, set(self._ids.values()))) != sum(run.length for run in runs):
+            raise RequestError("the prompt has more feature tokens than its media", "prompt")
+        rope = rope_positions(len(token_ids), runs) if self._facts.sectioned_rope else None
+        if rope is not None and len(token_ids) + rope.delta >= self._facts.max_position:
+            raise RequestError(
+                f"the rotary positions of the prompt's videos reach {len(token_ids) + rope.delta}; the model's end at "
+                f"{self._facts.max_position}",
+                "multi_modal_data.video",
+                code="context_length_exceeded",
+            )
+        return PreparedPrompt(token_ids, tuple(items), tuple(media), rope)
+
+    # Media
+
+    def _process(
+        self, medium: Picture | Video | Features, modality: Modality, options: Mapping[str, Any], where: str
+    ) -> list[Processed]:
+        if isinstance(medium, Features):
+            return [self._features(medium, modality, where)]
+        if not self._facts.has_encoder:
+            raise RequestError(f"{where}: this engine has no vision encoder (mm_encoder none): send {modality}_embeds", where)
+        key = self._hash(medium, modality, options)
+        found = self._cache.get(key)
+        if found is None:
+            made = self._rules.process(medium, options, where)
+            found = [
+                msgspec.structs.replace(one, content_hash=f"{key}/{index}" if index else key) for index, one in enumerate(made)
+            ]
+            self._cache.put(key, found)
+        return found
+
+    def _hash(self, medium: Picture | Video, modality: Modality, options: Mapping[str, Any]) -> str:
+        """Of everything that the features depend on."""
+        digest = hashlib.blake2b(digest_size=16)
+        parts = (self._rules.fingerprint, modality, sorted(options.items()))
+        digest.update(repr(parts).encode())
+        if isinstance(medium, Picture):
+            digest.update(repr(medium.image.size).encode())
+            digest.update(medium.image.tobytes())
+        else:
+            digest.update(repr((medium.frames.shape, sorted(medium.metadata.items()))).encode())
+            digest.update(medium.frames.tobytes())
+        return digest.hexdigest()
+
+    def _features(self, features: Features, modality: Modality, where: str) -> Processed:
+        """Checks the features of one item against the model."""
+        facts, rows, deep = self._facts, features.rows, features.deepstack
+        where = where.replace(modality, f"{modality}_embeds", 1)
+        if rows.shape[1] != facts.hidden_size:
+            raise _misfit(f"{where}.features", f"hidden size {facts.hidden_size}", rows.shape[1])
+        expansion = self._rules.expansion(features, modality, where)
+        if rows.shape[0] != expansion.num_rows:
+            raise _misfit(f"{where}.features", f"{expansion.num_rows} rows for the grid {list(features.grid)}", rows.shape[0])
+        levels = facts.deepstack_layers
+        if (deep is None) != (levels == 0):
+            raise _misfit(f"{where}.deepstack", f"{levels} levels", "none" if deep is None else deep.shape[0])
+        if deep is not None and deep.shape != (levels, *rows.shape):
+            raise _misfit(f"{where}.deepstack", f"shape {[levels, *rows.shape]}", list(deep.shape))
+        tensors = {"features": rows} if deep is None else {"features": rows, "deepstack": deep}
+        digest = hashlib.blake2b(repr((features.grid, features.second_per_grid)).encode(), digest_size=16)
+        for name, tensor in tensors.items():
+            if not is_finite(tensor):
+                raise _misfit(f"{where}.{name}", "finite numbers", "NaN or infinity")
+            digest.update(repr((name, tensor.dtype, tensor.shape)).encode())
+            digest.update(tensor.data)
+        return Processed(modality, expansion, tensors, encoded=True, content_hash=digest.hexdigest())
+
+
+class _ProcessedCache:
+    """Processed media by content, the least recently used dropped first."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes, self._bytes = max_bytes, 0
+        self._entries: OrderedDict[str, list[Processed]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: str) -> list[Processed] | None:
+        with self._lock:
+            found = self._entries.get(key)
+            if found is not None:
+                self._entries.move_to_end(key)
+            return found
+
+    def put(self, key: str, entry: list[Processed]) -> None:
+        with self._lock:
+            if key in self._entries:
+                return
+            self._entries[key] = entry
+            self._bytes += _nbytes(entry)
+            while self._bytes > self._max_bytes and self._entries:
+                self._bytes -= _nbytes(self._entries.popitem(last=False)[1])
+
+
+def _nbytes(entry: list[Processed]) -> int:
+    return sum(len(tensor.data) for one in entry for tensor in one.tensors.values())
+
+
+def _misfit(where: str, expected: str, actual: Any) -> RequestError:
+    return RequestError(f"{where}: expected {expected}, not {actual}", where, code="invalid_value")

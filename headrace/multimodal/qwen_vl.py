@@ -1,0 +1,251 @@
+"""Pictures and videos of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: patches at the picture's own size, merged two by two."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.core.media import Modality, TensorData
+from headrace.errors import RequestError
+from headrace.multimodal.backend import ImageProcessor, video_fields
+from headrace.multimodal.items import Features, Picture, Video, array_of, tensor_data
+from headrace.multimodal.rules import Expansion, Grid, MediaRules, Processed
+from headrace.multimodal.sampling import Sampled, Sampling
+
+_MOST_RATIO = 200
+OPENAI_CLIP_MEAN = [0.48145466, 0.4578275, 0.40821073]
+OPENAI_CLIP_STD = [0.26862954, 0.26130258, 0.27577711]
+
+
+class QwenRules(MediaRules):
+    """Of Qwen2-VL, whose video frames follow each other one position apart.
+
+    Args:
+        folder: of the model's files.
+        vision: the model's ``vision_config``.
+    """
+
+    placeholders: Mapping[Modality, str] = {"image": "<|image_pad|>", "video": "<|video_pad|>"}
+    feature_tokens = placeholders
+    option_types: ClassVar[Mapping[str, tuple[type, ...]]] = {
+        "min_pixels": (int,),
+        "max_pixels": (int,),
+        "fps": (float, int),
+        "num_frames": (int,),
+        "do_sample_frames": (bool,),
+    }
+    shades: ClassVar[tuple[list[float], list[float]]] = (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD)
+    """Mean and deviation of a video's colours, where its processor's settings have none."""
+    video_size: ClassVar[Mapping[str, int]] = {"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768}
+    sampling: ClassVar[Mapping[str, Any]] = {"do_sample_frames": False, "fps": None, "multiple": 2}
+
+    def __init__(self, folder: Path, vision: Any) -> None:
+        self._process = ImageProcessor(folder)
+        self._images = self._process.hf
+        self.backend = self._process.backend
+        self._video = video_fields(folder)
+        self._merge = int(self._images.merge_size)
+        self._patch = int(self._images.patch_size)
+        self._temporal = int(self._images.temporal_patch_size)
+        self._vision = vision
+        limits = {name: self._video.get(name) for name in ("min_pixels", "max_pixels")}
+        self._video_limits = {name: value for name, value in limits.items() if value is not None}
+        shades = {"image_mean": self.shades[0], "image_std": self.shades[1]}
+        self._video_options = {name: self._video.get(name) or value for name, value in shades.items()}
+        defaults = dict(self.sampling)
+        for name in ("do_sample_frames", "fps", "num_frames", "min_frames", "max_frames"):
+            if self._video.get(name) is not None:
+                defaults[name] = self._video[name]
+        self._sample = Sampling(**{"num_frames": None, "min_frames": 4, "max_frames": 768} | defaults)
+        self.fingerprint = self._process.fingerprint(self._video)
+
+    # One medium
+
+    def process(self, medium: Picture | Video, options: Mapping[str, Any], where: str) -> list[Processed]:
+        if isinstance(medium, Picture):
+            size = self._pixel_limits(dict(self._images.size), options)
+            width, height = medium.image.size
+            tall, wide = self._target(height, width, 1, size, where)
+            self.check_rows(tall * wide // (self._patch * self._merge) ** 2, where)
+            made = self._process(medium.image, where, size=size)
+            return [Processed("image", self._blocks(_grid(made["image_grid_thw"])), made)]
+        sampled = self._sample(medium, options, where)
+        patches, grid = self._video_patches(sampled, options, where)
+        tensors = {"pixel_values": tensor_data(patches, where), "image_grid_thw": _grid_tensor(grid)}
+        seconds = self._temporal / sampled.sampled_fps
+        return [Processed("video", self._video_expansion(grid, seconds, self._times(sampled)), tensors)]
+
+    def _pixel_limits(self, size: dict[str, Any], options: Mapping[str, Any]) -> dict[str, int]:
+        """The least and the most pixels of a resized picture."""
+        least = options.get("min_pixels", size.get("shortest_edge") or size.get("min_pixels"))
+        most = options.get("max_pixels", size.get("longest_edge") or size.get("max_pixels"))
+        return {"shortest_edge": least, "longest_edge": most}
+
+    def _target(self, height: int, width: int, frames: int, size: Mapping[str, int], where: str) -> tuple[int, int]:
+        """The size to which a picture, or each of so many frames, is resized: multiples of merged patches."""
+        factor = self._patch * self._merge
+        if max(height, width) > _MOST_RATIO * min(height, width):
+            raise RequestError(
+                f"{where}: {width}x{height} has sides of a ratio above {_MOST_RATIO}, which this model cannot take",
+                where,
+                code="invalid_value",
+            )
+        return _resized(height, width, factor, size["shortest_edge"], size["longest_edge"])
+
+    def image_rows(self, width: int, height: int) -> int:
+        size = self._pixel_limits(dict(self._images.size), {})
+        tall, wide = self._target(height, width, 1, size, "the picture")
+        return tall * wide // (self._patch * self._merge) ** 2
+
+    # Videos
+
+    def _video_patches(self, sampled: Sampled, options: Mapping[str, Any], where: str) -> tuple[npt.NDArray[np.float32], Grid]:
+        """The patches of a video, as transformers' video processor makes them."""
+        size = {**self.video_size, **(self._video.get("size") or {})}
+        size = self._pixel_limits(size, {**self._video_limits, **options})
+        frames = sampled.frames
+        height, width = frames.shape[1:3]
+        tall, wide = self._target(height, width, len(frames), self._capped(size, len(frames)), where)
+        self.check_rows(len(frames) * tall * wide // self._temporal // (self._patch * self._merge) ** 2, where)
+        frames = self._process.resize(frames, tall, wide)
+        made = [self._process(frame, where, do_resize=False, **self._video_options)["pixel_values"] for frame in frames]
+        # The processor repeats a picture in each frame of a temporal patch.
+        pixels = np.stack([array_of(one).reshape(-1, 3, self._temporal, self._patch**2)[:, :, 0] for one in made])
+        pixels = np.concatenate([pixels, *[pixels[-1:]] * (-len(pixels) % self._temporal)])
+        patches = pixels.reshape(-1, self._temporal, *pixels.shape[1:]).transpose(0, 2, 3, 1, 4)
+        grid = (len(patches), tall // self._patch, wide // self._patch)
+        return np.ascontiguousarray(patches).reshape(math.prod(grid), -1), grid
+
+    def _capped(self, size: dict[str, int], frames: int) -> dict[str, int]:
+        """The limits of pixels where all frames of a video share a budget."""
+        if not self._video.get("cap_pixels_per_frame"):
+            return size
+        factor = self._patch * self._merge
+        budget = int(int(self._video.get("max_video_tokens") or 128_000) * factor * factor * 0.9)
+        most = max(min(size["longest_edge"], budget * self._temporal // frames), int(size["shortest_edge"] * 1.05))
+        return {**size, "longest_edge": most}
+
+    def _times(self, sampled: Sampled) -> list[float]:
+        """Seconds of each temporal patch: the mean of its first and last frame."""
+        indices = list(sampled.indices)
+        indices += [indices[-1]] * (-len(indices) % self._temporal)
+        seconds = [int(index) / sampled.fps for index in indices]
+        return [(seconds[at] + seconds[at + self._temporal - 1]) / 2 for at in range(0, len(seconds), self._temporal)]
+
+    # Tokens
+
+    def _merged(self, grid: Grid) -> Grid:
+        return grid[0], grid[1] // self._merge, grid[2] // self._merge
+
+    def _blocks(self, grid: Grid, interval: float = 1.0) -> Expansion:
+        block = self._merged(grid)
+        return Expansion((math.prod(block),), (block,), interval)
+
+    def _video_expansion(self, grid: Grid, seconds: float, times: list[float]) -> Expansion:
+        """Tokens of a video. ``seconds``: between temporal patches; ``times``: of each."""
+        return self._blocks(grid)
+
+    def expansion(self, features: Features, modality: Modality, where: str) -> Expansion:
+        grid, seconds = features.grid, features.second_per_grid
+        if grid[1] % self._merge or grid[2] % self._merge:
+            raise RequestError(
+                f"{where}.grid_thw: height and width of {list(grid)} must be multiples of {self._merge}",
+                f"{where}.grid_thw",
+                code="invalid_value",
+            )
+        if modality == "image":
+            if grid[0] != 1:
+                raise RequestError(
+                    f"{where}.grid_thw: expected 1 temporal patch of a picture, not {grid[0]}",
+                    f"{where}.grid_thw",
+                    code="invalid_value",
+                )
+            return self._blocks(grid)
+        if seconds is None and self.timed:
+            raise RequestError(
+                f"{where}.second_per_grid is missing: this model's prompts depend on the seconds between temporal patches",
+                f"{where}.second_per_grid",
+                code="invalid_value",
+            )
+        seconds = seconds or 1.0
+        # Frames of a patch are evenly spaced, and its time is the mean of the first and the last.
+        shift = seconds * (self._temporal - 1) / self._temporal / 2
+        return self._video_expansion(grid, seconds, [index * seconds + shift for index in range(grid[0])])
+
+    timed: ClassVar[bool] = False
+    """Prompts depend on the seconds of a video."""
+
+
+class Qwen25Rules(QwenRules):
+    """Of Qwen2.5-VL: temporal patches are as many positions apart as their seconds say."""
+
+    timed = True
+
+    def _video_expansion(self, grid: Grid, seconds: float, times: list[float]) -> Expansion:
+        rate = np.float32(self._vision.tokens_per_second)
+        return self._blocks(grid, float(rate * np.float32(seconds)))
+
+
+class Qwen3Rules(QwenRules):
+    """Of Qwen3-VL: each temporal patch is a picture of its own behind a text that says its seconds."""
+
+    timed = True
+    shades: ClassVar[tuple[list[float], list[float]]] = ([0.5, 0.5, 0.5], [0.5, 0.5, 0.5])
+    video_size: ClassVar[Mapping[str, int]] = {"shortest_edge": 128 * 32 * 32, "longest_edge": 32 * 32 * 768}
+    sampling: ClassVar[Mapping[str, Any]] = {"do_sample_frames": True, "fps": 2, "ends": True}
+
+    def _target(self, height: int, width: int, frames: int, size: Mapping[str, int], where: str) -> tuple[int, int]:
+        if frames == 1:
+            return super()._target(height, width, frames, size, where)
+        factor, least, most = self._patch * self._merge, size["shortest_edge"], size["longest_edge"]
+        if frames < self._temporal:
+            raise RequestError(f"{where} has {frames} frames; expected at least {self._temporal}", where, code="invalid_value")
+        if min(height, width) < factor:
+            scale = max(factor / height, factor / width)
+            height, width = int(height * scale), int(width * scale)
+        super()._target(height, width, 1, size, where)
+        return _resized(height, width, factor, least, most, frames, round(frames / self._temporal) * self._temporal)
+
+    def _capped(self, size: dict[str, int], frames: int) -> dict[str, int]:
+        if not self._video.get("cap_pixels_per_frame"):
+            return size
+        factor = self._patch * self._merge
+        most = int(self._video.get("max_video_tokens") or 768) * factor * factor
+        each = max(min(most, size["longest_edge"] // frames), int(size["shortest_edge"] * 1.05))
+        return {**size, "longest_edge": each * frames}
+
+    def _video_expansion(self, grid: Grid, seconds: float, times: list[float]) -> Expansion:
+        _, tall, wide = self._merged(grid)
+        pieces: list[str | int] = []
+        for time in times:
+            pieces += [f"<{time:.1f} seconds><|vision_start|>", tall * wide, "<|vision_end|>"]
+        return Expansion(tuple(pieces), ((1, tall, wide),) * len(times))
+
+
+def _resized(
+    height: int, width: int, factor: int, least: int, most: int, frames: int = 1, rounded_frames: int = 1
+) -> tuple[int, int]:
+    """The multiples of ``factor`` that are closest to a size and have between ``least`` and ``most`` pixels in all frames."""
+    tall, wide = round(height / factor) * factor, round(width / factor) * factor
+    pixels = frames * height * width
+    if rounded_frames * tall * wide > most:
+        beta = math.sqrt(pixels / most)
+        tall, wide = (max(factor, math.floor(side / beta / factor) * factor) for side in (height, width))
+    elif rounded_frames * tall * wide < least:
+        beta = math.sqrt(least / pixels)
+        tall, wide = (math.ceil(side * beta / factor) * factor for side in (height, width))
+    return tall, wide
+
+
+def _grid(tensor: TensorData) -> Grid:
+    time, height, width = array_of(tensor).reshape(3).tolist()
+    return time, height, width
+
+
+def _grid_tensor(grid: Grid) -> TensorData:
+    return tensor_data(np.array([grid], dtype=np.int64), "grid")

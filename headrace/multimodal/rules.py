@@ -1,0 +1,97 @@
+"""MediaRules: what a family of models does with pictures and videos before they reach its encoder."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import msgspec
+
+from headrace.core.media import Modality, TensorData
+from headrace.errors import RequestError
+from headrace.multimodal.items import Features, Picture, Video
+
+Grid = tuple[int, int, int]
+
+
+class Expansion(msgspec.Struct, frozen=True):
+    """What a placeholder becomes."""
+
+    pieces: tuple[str | int, ...]
+    """Text, and numbers of feature tokens."""
+    blocks: tuple[Grid, ...]
+    """Of each number in ``pieces``, tokens in time, height and width."""
+    interval: float = 1.0
+    """Positions between tokens that follow each other in time."""
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        return tuple(piece for piece in self.pieces if isinstance(piece, int))
+
+    @property
+    def num_rows(self) -> int:
+        return sum(self.counts)
+
+
+class Processed(msgspec.Struct, frozen=True):
+    """One item: a picture, a crop of one, or a video."""
+
+    modality: Modality
+    expansion: Expansion
+    tensors: dict[str, TensorData]
+    """As in ``ItemInputs``."""
+    encoded: bool = False
+    content_hash: str = ""
+
+
+class MediaRules(abc.ABC):
+    """Of one model. Stateless: used from several threads."""
+
+    placeholders: Mapping[Modality, str]
+    """What stands for a medium in a prompt; a token of the vocabulary."""
+    feature_tokens: Mapping[Modality, str]
+    """The token that takes a feature row."""
+    backend: str = "none"
+    """Library that resizes pictures: torchvision, or pil. They round differently."""
+    fingerprint: str = ""
+    """Differs where processed media would."""
+    max_rows: int = 1 << 31
+    """The most that an item may have: what is larger is refused before it is resized."""
+    option_types: ClassVar[Mapping[str, tuple[type, ...]]] = {}
+    """The ``mm_processor_kwargs`` that a request may give."""
+
+    def check_rows(self, rows: int, where: str) -> None:
+        """Raises RequestError for an item that no context holds."""
+        if rows > self.max_rows:
+            raise RequestError(
+                f"{where} would take {rows} tokens, and the context has {self.max_rows}",
+                where,
+                code="context_length_exceeded",
+            )
+
+    def options(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Checks ``mm_processor_kwargs``. Raises RequestError that names one."""
+        for name, value in kwargs.items():
+            where = f"mm_processor_kwargs.{name}"
+            if name not in self.option_types:
+                known = ", ".join(self.option_types) or "none"
+                raise RequestError(f"{where} is not an option of this model's processor; there are: {known}", where)
+            types = self.option_types[name]
+            if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+                raise RequestError(f"{where} must be of type {types[0].__name__}, not {value!r}", where)
+            if isinstance(value, int | float) and not isinstance(value, bool) and not 0 < value <= 1 << 31:
+                raise RequestError(f"{where} must be above 0 and at most {1 << 31}, not {value!r}", where)
+        return dict(kwargs)
+
+    @abc.abstractmethod
+    def process(self, medium: Picture | Video, options: Mapping[str, Any], where: str) -> list[Processed]:
+        """The encoder's inputs: one item, or several that follow each other. Raises RequestError."""
+
+    @abc.abstractmethod
+    def expansion(self, features: Features, modality: Modality, where: str) -> Expansion:
+        """What the placeholder of encoded features becomes. Raises RequestError if the grid is impossible."""
+
+    @abc.abstractmethod
+    def image_rows(self, width: int, height: int) -> int:
+        """Feature rows of a picture."""

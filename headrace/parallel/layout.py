@@ -1,0 +1,161 @@
+"""What each tensor-parallel rank holds of a model: a ModelSpec of its own part. Pure arithmetic on specs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from headrace.errors import ConfigError
+from headrace.model_spec import DenseSpec, MlpSpec, ModelSpec, MoeSpec, Shard
+from headrace.model_spec.kv import DTYPE_BYTES
+from headrace.parallel.shards import shard_attention, shard_dense
+
+VOCAB_MULTIPLE = 64
+"""A rank holds a multiple of this many rows of the output head."""
+SLICE_MULTIPLE = 64
+"""Experts are sliced where each rank gets a multiple of this many channels: whole tiles of the kernels, and whole blocks of
+MXFP4, which share a scale."""
+LARGE_EMBEDDING = 1 << 30
+"""Bytes from which on an untied token embedding is cut too, which costs an all-reduce a step."""
+MOST_RANKS = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class ParallelSizes:
+    """How a model is dealt to ranks."""
+
+    tensor: int = 1
+    whole_experts: bool = False
+    """Each rank holds whole experts, also where it could hold a slice of every one."""
+
+
+def shard_model(spec: ModelSpec, rank: int, sizes: ParallelSizes) -> ModelSpec:
+    """The part of one rank. With one rank it is the model itself.
+
+    Raises:
+        ConfigError: the model cannot be dealt out. Names what cannot, and every size that works.
+    """
+    if sizes.tensor == 1:
+        return spec
+    try:
+        return _shard(spec, rank, sizes)
+    except ConfigError as error:
+        works = ", ".join(map(str, workable_sizes(spec)))
+        raise ConfigError(f"{error.message}; sizes that work: {works}", "tensor_parallel_size") from error
+
+
+def largest(spec: ModelSpec) -> ModelSpec:
+    """The part of the rank that holds the most, where ``spec`` is that of any rank."""
+    shard = spec.shard
+    if shard is None:
+        return spec
+    # Where experts do not divide, the last rank has one more than others.
+    return shard_model(shard.whole, shard.size - 1, ParallelSizes(shard.size, shard.whole_experts))
+
+
+def workable_sizes(spec: ModelSpec) -> list[int]:
+    """Every number of ranks that the model can be dealt to."""
+    return [size for size in range(1, MOST_RANKS + 1) if _works(spec, ParallelSizes(size))]
+
+
+def _works(spec: ModelSpec, sizes: ParallelSizes) -> bool:
+    try:
+        _shard(spec, 0, sizes)
+    except ConfigError:
+        return False
+    return True
+
+
+def _shard(spec: ModelSpec, rank: int, sizes: ParallelSizes) -> ModelSpec:
+    size = sizes.tensor
+    if not 0 <= rank < size:
+        raise ConfigError(f"rank {rank} is not one of {size}", "tensor_parallel_size")
+    rows = -(-spec.vocab_size // (VOCAB_MULTIPLE * size)) * VOCAB_MULTIPLE
+    large = spec.vocab_size * spec.hidden_size * DTYPE_BYTES.get(spec.dtype, 2) >= LARGE_EMBEDDING
+    shard = Shard(
+        rank=rank,
+        size=size,
+        whole=spec,
+        vocab_start=rank * rows,
+        vocab_rows=rows,
+        whole_experts=sizes.whole_experts,
+        cut_embedding=spec.tie_word_embeddings or large,
+    )
+    layers = tuple(shard_attention(layer, size) for layer in spec.layers)
+    mlps = tuple(_shard_mlp(mlp, layer, rank, sizes) for layer, mlp in enumerate(spec.mlps))
+    return dataclasses.replace(spec, layers=layers, mlps=mlps, shard=shard)
+
+
+def _shard_mlp(spec: MlpSpec, layer: int, rank: int, sizes: ParallelSizes) -> MlpSpec:
+    try:
+        if isinstance(spec, DenseSpec):
+            return shard_dense(spec, sizes.tensor)
+        shared = None if spec.shared is None else shard_dense(spec.shared, sizes.tensor)
+    except ConfigError as error:
+        raise ConfigError(f"layer {layer}: {error.message}", error.param) from None
+    if slices_experts(spec, sizes):
+        return dataclasses.replace(spec, intermediate_size=spec.intermediate_size // sizes.tensor, shared=shared)
+    count = spec.num_experts
+    if count < sizes.tensor:
+        raise ConfigError(f"layer {layer}: {count} experts cannot be dealt to {sizes.tensor} ranks", "tensor_parallel_size")
+    held = rank * count // sizes.tensor, (rank + 1) * count // sizes.tensor
+    return dataclasses.replace(spec, held=held, shared=shared)
+
+
+def slices_experts(spec: MoeSpec, sizes: ParallelSizes) -> bool:
+    """Whether each rank holds a slice of every expert, which keeps ranks equally busy; else it holds whole experts."""
+    return not sizes.whole_experts and spec.intermediate_size % (SLICE_MULTIPLE * sizes.tensor) == 0
+
+
+def describe(spec: ModelSpec) -> list[tuple[str, str, str]]:
+    """(name, value, reason) of what a rank holds, for reports. ``spec``: of one rank."""
+    shard = spec.shard
+    if shard is None:
+        return []
+    whole, size = shard.whole, shard.size
+    found = [("tensor parallelism", f"{size} ranks", "every rank computes a part of each layer; sums over ranks join them")]
+    found += _describe_attention(spec, whole, size)
+    found += _describe_mlps(spec, whole)
+    head = f"rows {shard.vocab_rows:,} of {whole.vocab_size:,}"
+    found.append(("output head of a rank", head, f"a multiple of {VOCAB_MULTIPLE}; logits are gathered"))
+    if shard.cut_embedding:
+        why = "it is tied to the output head" if whole.tie_word_embeddings else "it is large"
+        found.append(("token embedding of a rank", head, f"{why}; costs one sum a step"))
+    else:
+        found.append(("token embedding of a rank", "all", "a copy costs less than a sum a step"))
+    return found
+
+
+def _describe_attention(spec: ModelSpec, whole: ModelSpec, size: int) -> list[tuple[str, str, str]]:
+    found = []
+    for own, all_ in _distinct([(a.num_heads, a.num_kv_heads) for a in spec.layers], [_heads(a) for a in whole.layers]):
+        copies = max(1, own[1] * size // all_[1])
+        kept = "each on one rank" if copies == 1 else f"each on {copies} ranks"
+        found.append(("heads of a rank", f"{own[0]} of {all_[0]}", f"{own[1]} of {all_[1]} KV heads, {kept}"))
+    if any(layer.mla is not None for layer in whole.layers):
+        found.append(("latent KV", "on every rank", "heads share it: the KV cache holds no more tokens than that of one rank"))
+    return found
+
+
+def _heads(layer: object) -> tuple[int, int]:
+    return layer.num_heads, layer.num_kv_heads  # type: ignore[attr-defined]
+
+
+def _distinct(
+    own: Sequence[tuple[int, int]], whole: Sequence[tuple[int, int]]
+) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    return list(dict.fromkeys(zip(own, whole, strict=True)))
+
+
+def _describe_mlps(spec: ModelSpec, whole: ModelSpec) -> list[tuple[str, str, str]]:
+    found = []
+    for own, all_ in dict.fromkeys(zip(spec.mlps, whole.mlps, strict=True)):
+        if isinstance(own, DenseSpec) or isinstance(all_, DenseSpec):
+            found.append(("MLP of a rank", f"{own.intermediate_size:,} of {all_.intermediate_size:,} channels", "a slice"))
+        elif own.held is None:
+            value = f"{own.intermediate_size:,} of {all_.intermediate_size:,} channels of each expert"
+            found.append(("experts of a rank", value, "slices of every expert keep the ranks equally busy"))
+        else:
+            why = f"asked for, or {all_.intermediate_size:,} channels do not cut into multiples of {SLICE_MULTIPLE}"
+            found.append(("experts of a rank", f"{own.num_held} of {all_.num_experts}, whole", why))
+    return found

@@ -1,0 +1,123 @@
+"""POST /v1/features, and the uploads that are kept"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from headrace.core.media import Modality
+from headrace.multimodal.feature_file import read_features
+from headrace.multimodal.items import Features
+from headrace.server.body import check_content_encoding, json_object
+from headrace.server.errors import JSON, ApiError, shown
+from headrace.server.features import Upload
+from headrace.server.request import tenant
+from headrace.server.state import Serving, serving
+
+router = APIRouter()
+_BINARY = ("application/octet-stream", "application/safetensors", "application/x-safetensors")
+_SCHEMA: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "application/json": {
+                "schema": {
+                    "type": "object",
+                    "properties": {
+                        "modality": {"enum": ["image", "video"], "default": "image"},
+                        "data": {"type": "string", "description": "safetensors in base64"},
+                    },
+                    "required": ["data"],
+                    "additionalProperties": False,
+                }
+            },
+            "application/octet-stream": {"schema": {"type": "string", "format": "binary"}},
+        },
+    }
+}
+
+
+@router.post("/v1/features", openapi_extra=_SCHEMA)
+async def upload(request: Request) -> Response:
+    """Keeps the features of one picture or video, safetensors, which prompts then name by their id."""
+    state = serving(request)
+    state.check_ready()
+    processor = state.llm.inputs.multimodal
+    if processor is None:
+        raise ApiError(400, "this model reads text alone", param="data", code="unsupported_parameter")
+    data, modality = await _given(request, state)
+
+    def read() -> Features:
+        content = data if isinstance(data, bytes) else _decoded(data, state.settings.max_feature_bytes)
+        features = read_features(content, "data")
+        processor.check_features(features, modality, "data")
+        return features
+
+    features = await state.llm.inputs.in_thread(read)
+    identity = state.features.put(tenant(request), modality, features)
+    return JSON(state.features.described(identity, _kept(request, identity)))
+
+
+@router.get("/v1/features/{feature_id}")
+async def described(request: Request) -> Response:
+    """What is known of an upload."""
+    identity = request.path_params["feature_id"]
+    return JSON(serving(request).features.described(identity, _kept(request, identity)))
+
+
+@router.delete("/v1/features/{feature_id}")
+async def delete(request: Request) -> Response:
+    """Forgets an upload. Requests that have begun keep it until they end."""
+    identity = request.path_params["feature_id"]
+    _kept(request, identity)
+    serving(request).features.delete(tenant(request), identity)
+    return JSON({"id": identity, "object": "features", "deleted": True})
+
+
+async def _given(request: Request, state: Serving) -> tuple[bytes | str, Modality]:
+    """The upload, as bytes or as base64, and what it stands for."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind in _BINARY:
+        check_content_encoding(request)
+        modality: Any = request.query_params.get("modality", "image")
+        _check_modality(modality)
+        with state.bodies.body(state.settings.max_feature_bytes) as body:
+            await body.read(request)
+            return bytes(body.data), modality
+    fields = await json_object(request, state.settings, state.bodies, state.max_json_values)
+    modality, data = fields.pop("modality", "image"), fields.pop("data", None)
+    _check_modality(modality)
+    if fields:
+        name = shown(sorted(fields)[0])
+        raise ApiError(400, f"{name} is not a parameter that this server knows", param=name, code="unknown_parameter")
+    if data is None:
+        raise ApiError(400, "data is missing", param="data", code="missing_required_parameter")
+    if not isinstance(data, str):
+        raise ApiError(400, "data must be safetensors in base64", param="data", code="invalid_type")
+    return data, modality
+
+
+def _check_modality(modality: Any) -> None:
+    if modality not in ("image", "video"):
+        raise ApiError(400, "modality must be image or video", param="modality", code="invalid_value")
+
+
+def _decoded(text: str, most: int) -> bytes:
+    if len(text) > (most + 2) // 3 * 4:
+        raise ApiError(413, f"data has more than {most} bytes (max_feature_bytes)", param="data", code="features_too_large")
+    try:
+        return base64.b64decode(text.encode("ascii"), validate=True)
+    except (binascii.Error, UnicodeEncodeError):
+        raise ApiError(400, "data is not base64", param="data", code="invalid_value") from None
+
+
+def _kept(request: Request, identity: str) -> Upload:
+    found = serving(request).features.get(tenant(request), identity)
+    if found is None:
+        message = f"there are no features {shown(identity)}: they were not uploaded, or are forgotten"
+        raise ApiError(404, message, param="feature_id", code="features_not_found")
+    return found

@@ -1,0 +1,1 @@
+"""Simulation: the real scheduler, cache manager and router under a virtual clock."""

@@ -1,0 +1,175 @@
+"""Fits a StepTimeModel to measured steps by least squares."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from headrace.errors import ConfigError
+from headrace.sim.step_time import KINDS, PROBABILITIES, Curve, KindTimes, StepFeatures, StepKind, StepTimeModel, curve_weights
+
+_KNOTS: dict[StepKind, int] = {"decode": 5, "mixed": 6}
+_LEAST_STEPS = 40
+"""Steps of a kind that a fit needs."""
+_ROUNDS = 8
+"""Of reweighting: outliers count less from one to the next."""
+_OUTLIER = 2.0
+"""Residuals beyond so many median deviations count less."""
+Array = npt.NDArray[np.float64]
+
+
+class MeasuredStep(NamedTuple):
+    features: StepFeatures
+    rows: int
+    device_seconds: float
+    host_seconds: float
+
+
+class KindError(msgspec.Struct, frozen=True):
+    """How well held-out steps of one kind are estimated."""
+
+    steps: int
+    mean_error: float
+    """Mean of the absolute relative errors."""
+    p90_error: float
+    total_error: float
+    """Relative error of the sum of all steps, which decides the throughput."""
+
+
+class Fit(NamedTuple):
+    model: StepTimeModel
+    errors: dict[StepKind, KindError]
+
+
+def fit(steps: Sequence[MeasuredStep], graph_rows: Sequence[int] = (), *, held_out: float = 0.2, seed: int = 0) -> Fit:
+    """Fits to all steps but a random part, on which the errors are measured.
+
+    Raises:
+        ConfigError: there are too few steps of a kind.
+    """
+    shuffled = list(steps)
+    random.Random(seed).shuffle(shuffled)
+    kinds: dict[StepKind, KindTimes] = {}
+    errors: dict[StepKind, KindError] = {}
+    for kind in KINDS:
+        mine = [step for step in shuffled if step.features.kind == kind and step.device_seconds > 0]
+        if len(mine) < _LEAST_STEPS:
+            raise ConfigError(f"{len(mine)} {kind} steps were measured, and a fit needs {_LEAST_STEPS}: measure longer")
+        count = int(len(mine) * held_out)
+        kinds[kind] = _fit_kind(kind, mine[count:])
+        errors[kind] = _error(kinds[kind], mine[:count])
+    host = np.array([[1.0, step.rows] for step in shuffled])
+    host_step, host_row = _least_squares(host, np.array([max(step.host_seconds, 1e-7) for step in shuffled]))
+    model = StepTimeModel(kinds["decode"], kinds["mixed"], float(host_step), float(host_row), list(graph_rows))
+    return Fit(model, errors)
+
+
+def _fit_kind(kind: StepKind, steps: Sequence[MeasuredStep]) -> KindTimes:
+    base = [_base(kind, step.features) for step in steps]
+    knots = _knots(base, _KNOTS[kind])
+    columns = [[*curve_weights(knots, at), *_slopes(kind, step.features)] for at, step in zip(base, steps, strict=True)]
+    seconds = np.array([step.device_seconds for step in steps])
+    found = [float(value) for value in _least_squares(np.array(columns), seconds)]
+    slopes = found[len(knots) :]
+    # A decode step has the first slope alone.
+    context, row, prefill_context = [*slopes, 0.0, 0.0][:3]
+    times = KindTimes(Curve([float(knot) for knot in knots], found[: len(knots)]), context, row, prefill_context)
+    ratios = sorted(step.device_seconds / times.mean(step.features) for step in steps)
+    quantiles = [_rounded(float(value)) for value in np.quantile(ratios, PROBABILITIES)]
+    times = msgspec.structs.replace(times, residuals=tuple(quantiles))
+    # The quantiles keep the tails; their mean must be that of the measured times, or throughput would be off.
+    total = sum(step.device_seconds for step in steps) / sum(times.mean(step.features) for step in steps)
+    drawn = sum(times.factor((place + 0.5) / 1000) for place in range(1000)) / 1000
+    return msgspec.structs.replace(times, residuals=tuple(_rounded(value * total / drawn) for value in quantiles))
+
+
+def _base(kind: StepKind, step: StepFeatures) -> int:
+    return step.decode_rows if kind == "decode" else step.prefill_tokens
+
+
+def _slopes(kind: StepKind, step: StepFeatures) -> list[float]:
+    if kind == "decode":
+        return [step.context_tokens]
+    return [step.context_tokens, step.decode_rows, step.prefill_context]
+
+
+def _knots(values: Sequence[int], count: int) -> list[int]:
+    """From the smallest to the largest value, by equal factors."""
+    low, high = max(1, min(values)), max(1, max(values))
+    points = np.geomspace(low, high, count)
+    return sorted({round(float(point)) for point in points})
+
+
+def _least_squares(columns: Array, seconds: Array) -> Array:
+    """Solves ``columns @ x = seconds`` for ``x >= 0``, in relative errors, with less weight for outliers."""
+    weights = np.ones(len(seconds))
+    solution = np.zeros(columns.shape[1])
+    for _ in range(_ROUNDS):
+        scale = weights / seconds
+        solution = _non_negative(columns * scale[:, None], seconds * scale)
+        errors = np.abs(columns @ solution / seconds - 1.0)
+        bound = _OUTLIER * max(float(np.median(errors)), 1e-6)
+        weights = np.sqrt(np.minimum(1.0, bound / np.maximum(errors, 1e-12)))
+    return np.array([_rounded(float(value)) for value in solution])
+
+
+def _non_negative(matrix: Array, target: Array) -> Array:
+    """Least squares with all unknowns at least 0 (Lawson and Hanson's active sets)."""
+    size = matrix.shape[1]
+    scale = np.linalg.norm(matrix, axis=0)
+    scale[scale == 0] = 1.0
+    gram, right = (matrix / scale).T @ (matrix / scale), (matrix / scale).T @ target
+    active = np.zeros(size, dtype=bool)
+    solution = np.zeros(size)
+    for _ in range(3 * size):
+        gradient = right - gram @ solution
+        gradient[active] = -math.inf
+        if gradient.max(initial=-math.inf) <= 1e-10 * max(1.0, float(np.abs(right).max())):
+            break
+        active[int(gradient.argmax())] = True
+        while True:
+            trial = np.zeros(size)
+            trial[active] = np.linalg.lstsq(gram[np.ix_(active, active)], right[active], rcond=None)[0]
+            negative = active & (trial <= 0)
+            if not negative.any():
+                solution = trial
+                break
+            step = min(solution[i] / (solution[i] - trial[i]) for i in np.flatnonzero(negative))
+            solution = solution + step * (trial - solution)
+            active &= solution > 1e-15
+            solution[~active] = 0.0
+    found: Array = solution / scale
+    return found
+
+
+def _error(times: KindTimes, steps: Sequence[MeasuredStep]) -> KindError:
+    """Of the typical time: half of the residuals lie above the median, half below."""
+    typical = times.factor(0.5)
+    estimates = np.array([times.mean(step.features) for step in steps])
+    seconds = np.array([step.device_seconds for step in steps])
+    errors = np.abs(estimates * typical / seconds - 1.0)
+    mean = sum(times.factor((place + 0.5) / 1000) for place in range(1000)) / 1000
+    total = float(estimates.sum() * mean / seconds.sum() - 1.0)
+    return KindError(len(steps), _rounded(float(errors.mean())), _rounded(float(np.quantile(errors, 0.9))), _rounded(total))
+
+
+def _rounded(value: float) -> float:
+    """To 6 significant digits: what a file shows."""
+    return float(f"{value:.6g}")
+
+
+def numbers(model: StepTimeModel) -> int:
+    """How many numbers the model has."""
+
+    def count(value: Any) -> int:
+        if isinstance(value, dict):
+            return sum(count(part) for name, part in value.items() if name != "graph_rows")
+        return sum(count(part) for part in value) if isinstance(value, (list, tuple)) else 1
+
+    return count(msgspec.to_builtins(model))

@@ -1,0 +1,105 @@
+"""What transformers computes for a prompt with media, and how a token's positions are found by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from tiny_vision import IDS
+from transformers import PreTrainedModel
+
+from headrace.core.media import TensorData
+from headrace.core.request import Request
+from headrace.multimodal.items import array_of
+
+BYTES = 256
+"""Tokens that may be generated: transformers would take a placeholder for a picture that is missing."""
+IMAGE, VIDEO, SOFT = IDS["<|image_pad|>"], IDS["<|video_pad|>"], IDS["<image_soft_token>"]
+
+
+@dataclasses.dataclass
+class Reference:
+    """Greedy tokens and their logprobs."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+
+
+def tensor(data: TensorData) -> torch.Tensor:
+    return torch.from_numpy(array_of(data).copy())
+
+
+def inputs_of(request: Request) -> dict[str, torch.Tensor]:
+    """The arguments of transformers' model beside the token ids."""
+    inputs: dict[str, list[torch.Tensor]] = {}
+    for item in request.media:
+        for name, data in item.tensors.items():
+            if item.modality == "video":
+                name = {"pixel_values": "pixel_values_videos", "image_grid_thw": "video_grid_thw"}[name]
+            inputs.setdefault(name, []).append(tensor(data))
+    return {name: torch.cat(parts) for name, parts in inputs.items()}
+
+
+def positions_by_hand(request: Request, merge: int, rate: float | None, frames_apart: bool, seconds: Sequence[float]) -> list:
+    """Token by token: text counts on, a medium counts by its grid, and text goes on after the highest position so far.
+
+    Args:
+        rate: positions in a second of a video; None: each temporal patch is one further.
+        frames_apart: text stands between the temporal patches of a video, each of which counts as a picture.
+        seconds: between temporal patches, of each video.
+    """
+    media, videos = iter(request.media), iter(seconds)
+    out: list[list[int]] = [[], [], []]
+    left: list[tuple[int, int, int]] = []
+    base, highest, grids = 0, -1, []
+    for token in request.prompt_token_ids:
+        if token in (IMAGE, VIDEO):
+            if not left:
+                if not grids:
+                    item = next(media)
+                    time, tall, wide = tensor(item.tensors["image_grid_thw"])[0].tolist()
+                    step = 1.0 if rate is None or item.modality == "image" else rate * next(videos)
+                    whole = [
+                        (int(t * step), y, x) for t in range(time) for y in range(tall // merge) for x in range(wide // merge)
+                    ]
+                    count = len(whole) // time if frames_apart and item.modality == "video" else len(whole)
+                    grids = [
+                        [(0 if frames_apart else t, y, x) for t, y, x in whole[at : at + count]]
+                        for at in range(0, len(whole), count)
+                    ]
+                left, base = grids.pop(0), highest + 1
+            place = left.pop(0)
+            own = [base + axis for axis in place]
+        else:
+            own = [highest + 1] * 3
+        for axis in range(3):
+            out[axis].append(own[axis])
+        highest = max(highest, *own)
+    return out
+
+
+@torch.no_grad()
+def generated(model: PreTrainedModel, request: Request, steps: int, positions: list | None) -> Reference:
+    """Greedy generation without a cache: every step computes the whole sequence.
+
+    Args:
+        positions: ``[3, prompt]``; None: those of the tokens.
+    """
+    ids, found = list(request.prompt_token_ids), Reference([], [])
+    inputs = inputs_of(request)
+    for _ in range(steps):
+        given = torch.tensor([ids])
+        more: dict[str, torch.Tensor] = {}
+        if positions is None:
+            more["token_type_ids"] = (given == SOFT).int()
+        else:
+            after = np.array(positions).max() + 1 + np.arange(len(ids) - len(positions[0]))
+            more["position_ids"] = torch.tensor([[*axis, *after] for axis in positions])[:, None]
+        logits = model(input_ids=given, use_cache=False, **inputs, **more).logits[0, -1].log_softmax(-1)
+        token = int(logits[:BYTES].argmax())
+        ids.append(token)
+        found.token_ids.append(token)
+        found.logprobs.append(float(logits[token]))
+    return found

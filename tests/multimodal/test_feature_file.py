@@ -1,0 +1,97 @@
+"""Features as safetensors: what is read, and that nothing malformed is."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save
+
+from headrace.errors import RequestError
+from headrace.multimodal.feature_file import read_features
+
+
+def tensors(**changes: Any) -> dict[str, Any]:
+    """Of one picture of 2 x 4 patches, 4 of which make a row. None leaves a tensor out."""
+    good = {"features": np.ones((2, 8), np.float32), "grid_thw": np.array([[1, 2, 4]])} | changes
+    return {name: value for name, value in good.items() if value is not None}
+
+
+def refused(data: bytes, param: str = "") -> str:
+    with pytest.raises(RequestError) as error:
+        read_features(data, "p")
+    assert error.value.param == f"p{param}"
+    return error.value.message
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_features(dtype: Any) -> None:
+    rows = np.arange(16).reshape(2, 8).astype(dtype)
+    found = read_features(save(tensors(features=rows, second_per_grid=np.array([0.5], np.float32))), "p")
+    assert (found.rows.shape, found.grid, found.second_per_grid, found.deepstack) == ((2, 8), (1, 2, 4), 0.5, None)
+    assert found.rows.data == rows.tobytes()
+
+
+def test_deepstack() -> None:
+    found = read_features(save(tensors(deepstack=np.zeros((3, 2, 8), np.float16))), "p")
+    assert found.deepstack is not None
+    assert found.deepstack.shape == (3, 2, 8)
+
+
+def nan(value: float, *shape: int) -> Any:
+    array = np.zeros(shape, np.float32)
+    array.flat[-1] = value
+    return array
+
+
+@pytest.mark.parametrize(
+    ("changes", "param", "expected"),
+    [
+        ({"features": None}, ".features", "missing"),
+        ({"grid_thw": None}, ".grid_thw", "missing"),
+        ({"features": np.ones((2, 8), np.int64)}, ".features", "int64; expected float32, float16 or bfloat16"),
+        ({"features": np.ones((2, 8), np.float64)}, ".features", "F64; expected one of"),
+        ({"features": np.ones(16, np.float32)}, ".features", "expected 2 dimensions"),
+        ({"features": np.ones((2, 2, 8), np.float32)}, ".features", "expected 2 dimensions"),
+        ({"features": np.ones((0, 8), np.float32)}, ".features", "0 rows"),
+        ({"features": np.ones((3, 8), np.float32)}, ".features", "3 rows"),
+        ({"features": nan(np.nan, 2, 8)}, ".features", "not finite"),
+        ({"features": nan(-np.inf, 2, 8)}, ".features", "not finite"),
+        ({"grid_thw": np.array([[1, 2, 4]], np.float32)}, ".grid_thw", "float32; expected int64"),
+        ({"grid_thw": np.array([1, 2, 4])}, ".grid_thw", "expected [number of items, 3]"),
+        ({"grid_thw": np.array([[1, 2, 0]])}, ".grid_thw", "from 1"),
+        ({"grid_thw": np.array([[1, 2, -4]])}, ".grid_thw", "from 1"),
+        ({"grid_thw": np.array([[1, 2, 2**40]])}, ".grid_thw", "from 1"),
+        ({"grid_thw": np.array([[1, 2, 2], [1, 2, 2]])}, ".grid_thw", "2 grids; expected one"),
+        ({"deepstack": np.ones((2, 8), np.float32)}, ".deepstack", "expected 3 dimensions"),
+        ({"deepstack": np.ones((1, 3, 8), np.float32)}, ".deepstack", "3 rows"),
+        ({"deepstack": nan(np.nan, 1, 2, 8)}, ".deepstack", "not finite"),
+        ({"second_per_grid": np.array([0.5, 0.5], np.float32)}, ".second_per_grid", "1 positive"),
+        ({"other": np.ones(2, np.float32)}, "", "no part named 'other'"),
+    ],
+)
+def test_wrong_tensors(changes: dict[str, Any], param: str, expected: str) -> None:
+    assert expected in refused(save(tensors(**changes)), param)
+
+
+def header(text: bytes, data: bytes = b"") -> bytes:
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def test_wrong_bytes() -> None:
+    good = save(tensors())
+    for end in range(len(good)):
+        refused(good[:end])
+    refused(good + b"x")
+    refused(b"\x80\x04\x95\x10\x00\x00\x00\x00\x00\x00\x00\x8c\x08builtins")  # a pickle
+    assert "at most 65536" in refused(header(b" " * 65_537))
+    assert "do not hold" in refused((2**63).to_bytes(8, "little") + b"{}")
+    huge = {"features": {"dtype": "F32", "shape": [2**40, 2**40], "data_offsets": [0, 8]}}
+    for text in (b"[" * 60_000, b"{", b"[]", b"\xff", json.dumps(huge).encode()):
+        refused(header(text, bytes(8)))
+    unknown = {"x" * 1000: {"dtype": "F8_E4M3", "shape": [8], "data_offsets": [0, 8]}}
+    with pytest.raises(RequestError) as error:
+        read_features(header(json.dumps(unknown).encode(), bytes(8)), "p")
+    assert len(error.value.param or "") < 100

@@ -1,0 +1,226 @@
+"""Prompts with pictures and videos get what transformers computes for them, token for token."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_vision
+from PIL import Image
+from transformers import PreTrainedModel
+
+from headrace import LLM, SamplingParams
+from headrace.core.request import Request
+from headrace.errors import RequestError
+from headrace.multimodal.items import array_of
+from headrace.outputs import RequestOutput
+
+from .reference import BYTES, Reference, generated, positions_by_hand
+
+STEPS = 6
+PICTURE, VIDEO = "<|vision_start|><|image_pad|><|vision_end|>", "<|vision_start|><|video_pad|><|vision_end|>"
+RATES: dict[str, float | None] = {"qwen2_vl": None, "qwen2_5_vl": 2.0, "qwen3_vl": None, "qwen3_vl_moe": None}
+QWEN = list(RATES)
+QUICK = ("qwen2_5_vl", "qwen3_vl", "gemma3")
+
+
+def of(kinds: list[str]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("kind", [k if k in QUICK else pytest.param(k, marks=pytest.mark.slow) for k in kinds])
+
+
+@dataclasses.dataclass
+class Served:
+    kind: str
+    folder: Path
+    theirs: PreTrainedModel
+    llm: LLM
+
+    def request(self, prompt: Any) -> Request:
+        return self.llm.inputs.request(prompt, SamplingParams(), request_id="made")
+
+    def expected(self, prompt: Any, seconds: tuple[float, ...] = ()) -> Reference:
+        request = self.request(prompt)
+        positions = None
+        if self.kind in RATES:
+            apart = self.kind.startswith("qwen3")
+            positions = positions_by_hand(request, 2, RATES[self.kind], apart, seconds)
+        return generated(self.theirs, request, STEPS, positions)
+
+
+@functools.cache
+def served(kind: str) -> Served:
+    folder = Path(tempfile.mkdtemp(prefix=f"pictures-{kind}-"))
+    theirs = tiny_vision.save(kind, folder)
+    return Served(kind, folder, theirs, engine(folder))
+
+
+def engine(folder: Path, **changes: Any) -> LLM:
+    fields: dict[str, Any] = {
+        "max_model_len": 512,
+        "num_kv_blocks": 200,
+        "dtype": "float32",
+        "max_num_batched_tokens": 96,
+        "num_threads": 1,
+    }
+    return LLM(model=str(folder), **fields | changes)
+
+
+def picture(width: int, height: int, seed: int = 0) -> Image.Image:
+    pixels = np.random.default_rng(seed + 1000 * width + height).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+def video(frames: int, width: int = 60, height: int = 90, **metadata: Any) -> tuple[np.ndarray, dict[str, Any]]:
+    return np.random.default_rng(frames).integers(0, 256, (frames, height, width, 3), dtype=np.uint8), metadata
+
+
+def generate(llm: LLM, *prompts: Any, **sampling: Any) -> list[RequestOutput]:
+    params = SamplingParams(
+        **{"temperature": 0.0, "max_tokens": STEPS, "logprobs": 0, "allowed_token_ids": list(range(BYTES))} | sampling
+    )
+    return llm.generate(list(prompts), params)
+
+
+def same(output: RequestOutput, expected: Reference) -> None:
+    (sample,) = output.outputs
+    assert sample.token_ids == expected.token_ids
+    found = [next(iter(entry.values())).logprob for entry in sample.logprobs or []]
+    assert found == pytest.approx(expected.logprobs, abs=1e-4)
+
+
+def prompts(kind: str) -> dict[str, Any]:
+    """Each with other pictures."""
+    mark = "<start_of_image>" if kind == "gemma3" else PICTURE
+    own = picture(100, 60, 1)
+    return {
+        "small": {"prompt": f"a{mark}b", "multi_modal_data": {"image": picture(5, 7)}},
+        "odd": {"prompt": f"{mark} what is it?", "multi_modal_data": {"image": [picture(31, 190)]}},
+        "wide": {"prompt": f"say {mark}", "multi_modal_data": {"image": np.asarray(picture(211, 40))}},
+        "two": {"prompt": f"{mark}, and{mark}: which?", "multi_modal_data": {"image": [picture(90, 61), picture(57, 113)]}},
+        "beside": {"prompt": f"{mark}{mark}", "multi_modal_data": {"image": [picture(84, 56), picture(56, 84)]}},
+        "same twice": {"prompt": f"{mark} or {mark}.", "multi_modal_data": {"image": [own, own]}},
+    }
+
+
+def videos(kind: str) -> dict[str, tuple[Any, tuple[float, ...]]]:
+    """Prompt, and seconds between the temporal patches of each video."""
+    spaced = {"fps": 2.0, "do_sample_frames": False}
+    slow = video(7, fps=0.5, do_sample_frames=False)
+    return {
+        "video": ({"prompt": f"see {VIDEO} end", "multi_modal_data": {"video": [video(4, **spaced)]}}, (1.0,)),
+        "slow video": ({"prompt": f"{VIDEO} end", "multi_modal_data": {"video": slow}}, (4.0,)),
+        "mixed": (
+            {
+                "prompt": f"{PICTURE} then {VIDEO} then {PICTURE} then {VIDEO}!",
+                "multi_modal_data": {"image": [picture(60, 60), picture(30, 99)], "video": [slow, video(5, 44, 56, **spaced)]},
+            },
+            (4.0, 1.0),
+        ),
+    }
+
+
+@of([*QWEN, "gemma3"])
+def test_pictures_equal_transformers(kind: str) -> None:
+    """All in one batch, in chunks of pictures and text, beside a prompt of text."""
+    own = served(kind)
+    cases = prompts(kind)
+    outputs = generate(own.llm, *cases.values(), "text alone")
+    for prompt, output in zip(cases.values(), outputs, strict=False):
+        same(output, own.expected(prompt))
+    (text,) = generate(engine(own.folder, limit_mm_per_prompt={"image": 0, "video": 0}), "text alone")
+    assert text.outputs[0].token_ids == outputs[-1].outputs[0].token_ids
+    own.llm.check_integrity()
+
+
+@of(QWEN)
+def test_videos_equal_transformers(kind: str) -> None:
+    own = served(kind)
+    cases = videos(kind)
+    outputs = generate(own.llm, *(prompt for prompt, _ in cases.values()))
+    for (prompt, seconds), output in zip(cases.values(), outputs, strict=True):
+        same(output, own.expected(prompt, seconds))
+
+
+@of([*QWEN, "gemma3"])
+def test_features_give_what_their_pictures_give(kind: str) -> None:
+    """Bit for bit, with an encoder or without."""
+    own = served(kind)
+    without = engine(own.folder, mm_encoder="none", enable_prefix_caching=False)
+    assert "vision encoder" not in {line.name for line in without.info.memory}
+    for name, prompt in prompts(kind).items():
+        own.llm.reset_prefix_cache()
+        (expected,) = generate(own.llm, prompt)
+        (found,) = generate(without, encoded(own, prompt))
+        assert found.prompt_token_ids == expected.prompt_token_ids, name
+        assert found.outputs[0].token_ids == expected.outputs[0].token_ids
+        assert found.outputs[0].logprobs == expected.outputs[0].logprobs
+    with pytest.raises(RequestError, match=r"no vision encoder .* image_embeds"):
+        generate(without, prompts(kind)["small"])
+
+
+@of([kind for kind in QWEN if kind != "qwen2_vl"])
+def test_features_of_a_video_bring_its_seconds(kind: str) -> None:
+    own = served(kind)
+    prompt, (seconds,) = videos(kind)["video"]
+    own.llm.reset_prefix_cache()
+    (expected,) = generate(own.llm, prompt)
+    given = encoded(own, prompt)
+    embeds = given["multi_modal_data"]["video_embeds"]
+    with pytest.raises(RequestError, match="second_per_grid is missing") as caught:
+        generate(own.llm, given)
+    assert caught.value.param == "multi_modal_data.video_embeds[0].second_per_grid"
+    own.llm.reset_prefix_cache()
+    (found,) = generate(own.llm, given | {"multi_modal_data": {"video_embeds": embeds | {"second_per_grid": [seconds]}}})
+    assert found.outputs[0].logprobs == expected.outputs[0].logprobs
+
+
+def encoded(own: Served, prompt: Mapping[str, Any]) -> dict[str, Any]:
+    """The prompt with features in place of its media, all of one modality."""
+    import torch
+
+    request = own.request(prompt)
+    encoder = own.llm._engine.executor.runner.media._encoder  # type: ignore[attr-defined]
+    made = [encoder.encode([item])[0] for item in request.media]
+    grids = [
+        array_of(item.tensors["image_grid_thw"])[0].tolist() if "image_grid_thw" in item.tensors else [1, 4, 4]
+        for item in request.media
+    ]
+    embeds: dict[str, Any] = {"features": torch.cat([one.features for one in made]), "grid_thw": grids}
+    if made[0].deepstack is not None:
+        embeds["deepstack"] = torch.cat([one.deepstack for one in made], dim=1)
+    data = {f"{request.media[0].modality}_embeds": embeds}
+    return {"prompt": prompt["prompt"], "multi_modal_data": data}
+
+
+@of(["qwen2_5_vl", "gemma3"])
+def test_a_cached_prefix_covers_equal_pictures_alone(kind: str) -> None:
+    own = served(kind)
+    mark = "<start_of_image>" if kind == "gemma3" else PICTURE
+    text = "some words before the picture, " + mark + " and quite a few more words behind it"
+    one, other = picture(112, 112, 5), picture(112, 112, 6)
+    own.llm.reset_prefix_cache()
+    first, second, third = (
+        generate(own.llm, {"prompt": text, "multi_modal_data": {"image": each}})[0] for each in (one, one, other)
+    )
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, (len(first.prompt_token_ids or []) - 1) // 16 * 16)
+    (item,) = own.request({"prompt": text, "multi_modal_data": {"image": one}}).items
+    assert third.num_cached_tokens == item.start // 16 * 16 == 32
+    assert first.outputs[0].token_ids == second.outputs[0].token_ids
+    assert third.outputs[0].logprobs != first.outputs[0].logprobs
+    same(third, own.expected({"prompt": text, "multi_modal_data": {"image": other}}))
+
+
+def test_what_a_tower_makes_is_freed_after_use() -> None:
+    own = served("qwen2_5_vl")
+    cache = own.llm._engine.executor.runner.media.cache  # type: ignore[attr-defined]
+    assert cache.num_used == 0 and cache.nbytes > 0
+    none = engine(own.folder, mm_encoder_cache_bytes=0)
+    generate(none, *prompts("qwen2_5_vl").values())
+    cache = none._engine.executor.runner.media.cache  # type: ignore[attr-defined]
+    assert (cache.num_used, cache.nbytes) == (0, 0)

@@ -1,0 +1,171 @@
+"""The simulator: determinism, exact times, failures, routing, and a runner that sleeps."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from headrace.core.scheduler import Scheduler
+from headrace.engine.core import EngineCore
+from headrace.engine.outputs import OutputProcessor
+from headrace.sim.cluster import Simulation
+from headrace.sim.config import Failure, Lengths
+from headrace.sim.step_time import StepTimeModel
+from headrace.sim.traffic import generate, make_request
+
+from .examples import SHAPE, SHARED, TIMES, SleepingExecutor, config, run, traffic
+
+
+def test_the_same_seed_gives_the_same_report_byte_for_byte(tmp_path: Path) -> None:
+    settings = config(
+        replicas=3, traffic=msgspec.structs.replace(SHARED, requests=120), seed=5, failures=[Failure(1, 0.8, 1.0)]
+    )
+    report = json.dumps(run(settings).report())
+    assert report == json.dumps(run(settings).report())
+    assert report != json.dumps(run(msgspec.structs.replace(settings, seed=6)).report())
+    # In another process the hashes of strings differ.
+    file = tmp_path / "config.json"
+    file.write_bytes(msgspec.json.encode(settings))
+    command = [sys.executable, "-m", "headrace.cli", "simulate", "--config", str(file), "--json"]
+    printed = subprocess.run(command, capture_output=True, check=True, env=os.environ | {"PYTHONHASHSEED": "77"}).stdout
+    assert json.dumps(json.loads(printed)) == report
+
+
+def test_the_times_of_one_request_are_those_of_its_steps() -> None:
+    simulation = Simulation(config({"pipeline_depth": 1}, message_seconds=0.25))
+    simulation.run([make_request(0, 10.0, list(range(100)), 3)])
+    (exchange,) = simulation.exchanges.values()
+    mixed = TIMES.mixed.base(100) + TIMES.mixed.prefill_context * 5050
+    host = TIMES.host_step + TIMES.host_row
+    assert exchange.first_token == pytest.approx(0.5 + mixed + host)
+    second, third = (TIMES.decode.base(1) + TIMES.decode.context * tokens + host for tokens in (101, 102))
+    assert exchange.between_tokens == pytest.approx([second, third])
+    assert exchange.whole == pytest.approx(0.5 + mixed + second + third + host) and exchange.error is None
+
+
+def test_the_host_overlaps_with_the_device_in_a_pipeline() -> None:
+    slow_host = msgspec.structs.replace(TIMES, host_step=0.006)
+    seconds = {}
+    for depth in (1, 2):
+        simulation = Simulation(config({"pipeline_depth": depth}, slow_host))
+        simulation.run([make_request(0, 0.0, [1], 101)])
+        seconds[depth] = simulation.now
+    assert seconds[1] == pytest.approx(101 * 0.014, rel=0.02) and seconds[2] == pytest.approx(101 * 0.008, rel=0.02)
+
+
+def test_everything_ends_and_is_counted() -> None:
+    simulation = run(config(replicas=2, traffic=traffic(300)))
+    report = simulation.report()
+    assert report["requests"] == {"sent": 300, "succeeded": 300, "failed": 0} and not report["errors"]
+    assert sum(replica["requests"] for replica in report["by_replica"]) == 300
+    assert report["output_tokens"] == sum(exchange.output_tokens for exchange in simulation.exchanges.values())
+    assert all(len(one.between_tokens) == one.output_tokens - 1 for one in simulation.exchanges.values())
+    for replica in simulation.replicas:
+        replica.scheduler.check_integrity()
+        assert not replica.scheduler.kv.num_used
+    assert not simulation.router.num_queued and simulation.router.loads.rows == [0, 0]
+
+
+def test_a_dead_replica_loses_only_what_it_had_streamed() -> None:
+    settings = config(replicas=3, traffic=traffic(300, rate=150.0), failures=[Failure(1, 0.8, 0.5)])
+    simulation = run(settings)
+    report = simulation.report()
+    lost = report["errors"].get("replica 1 died", 0)
+    assert lost and report["requests"]["failed"] == lost and simulation.num_retried > 0
+    assert all(one.first_token is not None for one in simulation.exchanges.values())
+    assert report["by_replica"][1]["requests"] > 50, "it came back"
+
+
+def test_requests_for_no_replica_are_refused() -> None:
+    simulation = run(config(traffic=traffic(40, rate=40.0), failures=[Failure(0, 0.5, 0.2)]))
+    errors = simulation.report()["errors"]
+    assert errors["no replica is up"] >= 1 and simulation.report()["requests"]["succeeded"] >= 20
+
+
+def test_prefixes_and_load_decide_better_than_turns() -> None:
+    reports = {policy: run(config(replicas=4, routing=policy, traffic=SHARED)).report() for policy in ("prefix", "round-robin")}
+    tail = {policy: report["milliseconds"]["first token"]["p99"] for policy, report in reports.items()}
+    assert tail["prefix"] <= 0.5 * tail["round-robin"], tail
+    rates = {policy: sum(one["prefix_hit_rate"] for one in report["by_replica"]) for policy, report in reports.items()}
+    assert rates["prefix"] > rates["round-robin"]
+
+
+def sleeping(times: StepTimeModel, depth: int) -> tuple[EngineCore, SleepingExecutor]:
+    """A real engine whose runner sleeps."""
+    shape = msgspec.structs.replace(SHAPE, pipeline_depth=depth)
+    executor = SleepingExecutor(times)
+    return EngineCore(
+        Scheduler(shape.scheduler(), shape.cache()), executor, OutputProcessor(None), pipeline_depth=depth
+    ), executor
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_runner_that_sleeps_takes_the_same_steps(depth: int) -> None:
+    """All requests come at once, so what runs beside what does not depend on the machine's speed."""
+    times = msgspec.structs.replace(TIMES, host_step=0.0, host_row=0.0)
+    requests = [make_request(number, 0.0, [number] * (20 + 40 * number), 3 + number % 9) for number in range(40)]
+    simulation = Simulation(config({"pipeline_depth": depth}, times, message_seconds=0.0))
+    # The router would hold some back, and the order of messages decide.
+    for request in requests:
+        simulation.replicas[0].inbox.append(request)
+    end = 0.0
+    while simulation.replicas[0].has_work():
+        end = simulation.replicas[0].step(end).end
+    core, executor = sleeping(times, depth)
+    for request in requests:
+        core.add(request)
+    start = time.perf_counter()
+    while core.has_work():
+        core.step()
+    seconds = time.perf_counter() - start
+    assert (executor.num_steps, executor.num_rows) == (simulation.replicas[0].num_steps, simulation.replicas[0].num_rows)
+    assert 0.999 * end <= seconds <= 3 * end + 1.0, "sleeping takes the simulated time, and what a busy machine adds"
+
+
+@pytest.mark.slow
+def test_a_runner_that_sleeps_takes_the_same_time() -> None:
+    """On an idle machine: requests arrive in real time."""
+    times = StepTimeModel(TIMES.decode, TIMES.mixed)
+    slowed = msgspec.structs.replace(times, decode=_slower(times.decode), mixed=_slower(times.mixed))
+    settings = config({"pipeline_depth": 1}, slowed, message_seconds=0.0, traffic=traffic(120, rate=12.0), seed=3)
+    assert settings.traffic is not None
+    requests = list(generate(settings.traffic, 3, SHAPE.max_model_len))
+    simulation = Simulation(settings)
+    simulation.run(requests)
+    core, _ = sleeping(slowed, 1)
+    start, waiting, first, tokens = time.perf_counter(), list(requests), {}, 0
+    while waiting or core.has_work():
+        now = time.perf_counter() - start
+        while waiting and waiting[0].arrival_time <= now:
+            core.add(waiting.pop(0))
+        if not core.has_work():
+            time.sleep(max(0.0, waiting[0].arrival_time - now))
+            continue
+        for delta in core.step():
+            first.setdefault(delta.request_id, time.perf_counter() - start)
+            tokens += len(delta.token_ids)
+    seconds = time.perf_counter() - start
+    report = simulation.report()
+    assert tokens == report["output_tokens"]
+    assert seconds == pytest.approx(simulation.now, rel=0.03)
+    waits = sorted(first[request.request_id] - request.arrival_time for request in requests)
+    assert waits[60] * 1e3 == pytest.approx(report["milliseconds"]["first token"]["p50"], rel=0.15)
+
+
+def _slower(times: object, factor: float = 4.0) -> object:
+    """Longer steps: what the real host takes beside them counts less."""
+    curve = msgspec.structs.replace(times.base, values=[value * factor for value in times.base.values])
+    return msgspec.structs.replace(times, base=curve)
+
+
+def test_outputs_may_be_as_long_as_the_context() -> None:
+    settings = config({"max_model_len": 64}, traffic=traffic(20, output_tokens=Lengths(5000), input_tokens=Lengths(5000)))
+    report = run(settings).report()
+    assert report["requests"]["succeeded"] == 20 and report["output_tokens"] == 20 * 63

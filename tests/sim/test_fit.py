@@ -1,0 +1,78 @@
+"""Fitting step times: known times are found again, outliers do not spoil them, tails are kept."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+import pytest
+
+from headrace.core.plan import Row, StepPlan
+from headrace.errors import ConfigError
+from headrace.sim.fit import MeasuredStep, fit, numbers
+from headrace.sim.step_time import Curve, StepFeatures, features
+
+from .examples import TIMES
+
+
+def steps(count: int, noise: float = 0.0, spikes: float = 0.0, seed: int = 1) -> list[MeasuredStep]:
+    rng = random.Random(seed)
+    made = []
+    for _ in range(count):
+        rows = round(32 ** rng.random())
+        if rng.random() < 0.5:
+            step = StepFeatures(rows, rows * rng.randrange(50, 2000), 0, 0)
+        else:
+            prompt = round(2048 ** rng.random())
+            step = StepFeatures(rows, rows * rng.randrange(50, 2000), prompt, prompt * rng.randrange(1, 4000))
+        seconds = TIMES.times(step.kind).mean(step) * (1 + noise * rng.gauss(0, 1))
+        if rng.random() < spikes:
+            seconds *= 5
+        made.append(MeasuredStep(step, rows, seconds, TIMES.host_step + TIMES.host_row * rows))
+    return made
+
+
+def test_known_times_are_found_again() -> None:
+    fitted = fit(steps(2000))
+    for kind, error in fitted.errors.items():
+        assert error.mean_error < 0.03 and abs(error.total_error) < 0.02, kind
+    assert fitted.model.host_step == pytest.approx(TIMES.host_step, rel=0.01)
+    assert fitted.model.host_row == pytest.approx(TIMES.host_row, rel=0.01)
+    assert numbers(fitted.model) <= 40
+    assert min(*fitted.model.decode.base.values, *fitted.model.mixed.base.values) >= 0
+
+
+def test_outliers_change_the_tail_and_not_the_middle() -> None:
+    fitted = fit(steps(3000, noise=0.02, spikes=0.03))
+    for kind in ("decode", "mixed"):
+        times, true = fitted.model.times(kind), TIMES.times(kind)
+        for step in (one.features for one in steps(200, seed=9)):
+            if step.kind == kind:
+                assert times.mean(step) * times.factor(0.5) == pytest.approx(true.mean(step), rel=0.12)
+        assert times.factor(0.999) > 3, "the spikes are kept"
+        drawn = sum(times.factor((place + 0.5) / 1000) for place in range(1000)) / 1000
+        assert drawn == pytest.approx(1 + 0.03 * 4, abs=0.1), "and so is the mean"
+
+
+def test_too_few_steps_are_refused() -> None:
+    with pytest.raises(ConfigError, match="measure longer"):
+        fit(steps(50))
+
+
+def test_a_model_survives_its_file() -> None:
+    model = fit(steps(500), [1, 2, 4]).model
+    assert msgspec.json.decode(msgspec.json.encode(model), type=type(model)) == model
+
+
+def test_features_of_a_plan() -> None:
+    rows = (Row(1, 0, 10, 1, 1, ()), Row(2, 1, 20, 1, 1, ()), Row(3, 2, 100, 4, 0, ()))
+    assert features(StepPlan(1, (), (), rows, 2)) == StepFeatures(2, 32, 4, 400 + 10)
+    decode = StepPlan(1, (), (), (*rows[:2], Row(4, 3, 1, 1, 1, ())), 3)
+    assert features(decode, [1, 2, 4]).decode_rows == 4 and features(decode, [1, 2]).decode_rows == 3
+    assert TIMES.device_seconds(StepPlan(1, (3,), (), (), 0)) == 0.0
+
+
+def test_a_curve_is_linear_between_and_beyond_its_knots() -> None:
+    curve = Curve([2, 4, 8], [1.0, 2.0, 6.0])
+    assert [curve(at) for at in (0, 2, 3, 4, 6, 8, 10)] == [1.0, 1.0, 1.5, 2.0, 4.0, 6.0, 8.0]
+    assert Curve([5], [3.0])(100) == 3.0

@@ -1,0 +1,51 @@
+"""Tensor-parallel ranks as threads of one process."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+
+from headrace.parallel.group import ThreadGroup
+
+T = TypeVar("T")
+
+
+def on_ranks(size: int, run: Callable[[ThreadGroup], T]) -> list[T]:
+    """What ``run`` returns on each rank. The first exception that is no consequence of another is raised."""
+
+    def guarded(group: ThreadGroup) -> T | BaseException:
+        try:
+            return run(group)
+        except BaseException as error:
+            group.abort()
+            return error
+
+    with ThreadPoolExecutor(size) as pool:
+        results = list(pool.map(guarded, ThreadGroup.make(size)))
+    errors = [result for result in results if isinstance(result, BaseException)]
+    if errors:
+        raise next((error for error in errors if not isinstance(error, threading.BrokenBarrierError)), errors[0])
+    return results  # type: ignore[return-value]
+
+
+class ThreadAgreement:
+    """``Agreement`` of the threads of a group."""
+
+    def __init__(self, group: ThreadGroup) -> None:
+        self._group = group
+        self.size = group.size
+
+    def any(self, flag: bool) -> bool:
+        return self.least(-int(flag)) < 0
+
+    def least(self, number: int) -> int:
+        return int(self._group.all_gather(torch.tensor(number)).min())
+
+    def alike(self, value: bytes) -> bool:
+        digest = int.from_bytes(hashlib.sha256(value).digest()[:7], "little")
+        return len(self._group.all_gather(torch.tensor(digest)).unique()) == 1

@@ -1,0 +1,264 @@
+"""A tensor-parallel rank reads its part of a checkpoint and no more; the parts of all ranks are the whole."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from models.families import CASES, pair
+from quant.blocks import Type, random_blocks
+from safetensors.torch import save_file
+
+from headrace.errors import ConfigError
+from headrace.layers.linear import Linear
+from headrace.model_spec import ModelSpec
+from headrace.models import registry
+from headrace.models.cuts import parameter_cuts
+from headrace.models.decoder import Decoder
+from headrace.parallel.layout import ParallelSizes, shard_model, workable_sizes
+from headrace.quant.float_codes import TileCodes
+from headrace.weights import load as load_module
+from headrace.weights.load import load_weights
+from headrace.weights.names import Slice
+from headrace.weights.report import LoadReport
+from headrace.weights.safetensors import SafetensorsCheckpoint
+from headrace.weights.scaled import ScaledCheckpoint
+from headrace.weights.update import WeightUpdate
+
+from .models import config, files, spec, tensors, write_gguf, write_safetensors
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[SafetensorsCheckpoint]:
+    """The checkpoints that were opened."""
+    found: list[SafetensorsCheckpoint] = []
+
+    class Counting(SafetensorsCheckpoint):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            found.append(self)
+
+    monkeypatch.setattr(load_module, "SafetensorsCheckpoint", Counting)
+    return found
+
+
+def part_of(whole: ModelSpec, rank: int, size: int) -> Decoder:
+    model = registry.build(shard_model(whole, rank, ParallelSizes(size)), "float32", "cpu")
+    for parameter in model.parameters():
+        parameter.data.fill_(torch.nan)
+    return model
+
+
+def load(model: Decoder, hf_config: Any, kind: str, paths: list[Path], **options: Any) -> LoadReport:
+    return load_weights(model, registry.name_table(model.spec), files(hf_config, kind, paths), **options)
+
+
+def check_parts(whole: Decoder, ranks: list[Decoder]) -> None:
+    """Each parameter of each rank is the cut of the whole one; all cuts together are the whole."""
+    covered: dict[str, torch.Tensor] = {}
+    expected = dict(whole.named_parameters())
+    for rank in ranks:
+        shard = rank.spec.shard
+        assert shard is not None
+        cuts = parameter_cuts(registry.build(whole.spec, "float32", "meta"), shard, rank.spec.mlps)
+        for name, parameter in rank.named_parameters():
+            cut = cuts.get(name)
+            if cut is None:
+                assert torch.equal(parameter, expected[name]), name
+                continue
+            seen = covered.setdefault(name, torch.zeros(expected[name].shape[cut.axis], dtype=torch.bool))
+            at = 0
+            for start, stop in cut.ranges:
+                held = parameter.narrow(cut.axis, at, stop - start)
+                assert torch.equal(held, expected[name].narrow(cut.axis, start, stop - start)), name
+                seen[start:stop] = True
+                at += stop - start
+            assert parameter.shape[cut.axis] == at + cut.padding
+            assert not parameter.narrow(cut.axis, at, cut.padding).any()
+    for name, seen in covered.items():
+        # Rank 0 holds the whole bias of a product that is summed, which has no cut there.
+        assert seen.all() or name.endswith(("o_proj.bias", "down_proj.bias", "down_proj_bias")), name
+
+
+WORKS = [name for name in CASES if name not in ("llama-head-dim", "llama-uneven-narrow-v", "qwen3-uneven")]
+
+
+@pytest.mark.parametrize("name", WORKS)
+def test_ranks_hold_the_parts_of_every_family(name: str, tmp_path: Path, opened: list[SafetensorsCheckpoint]) -> None:
+    theirs, whole = pair(name)
+    size = max(size for size in workable_sizes(whole.spec) if size <= 4)
+    state = {name: tensor.clone() for name, tensor in theirs.state_dict().items() if tensor.dim()}
+    table = registry.name_table(whole.spec).chosen(state)
+    state = {name: tensor for name, tensor in state.items() if table.part(name) or table.tied(name)}
+    save_file({name: tensor.contiguous() for name, tensor in state.items()}, tmp_path / "model.safetensors")
+    ranks, total = [], sum(tensor.nbytes for tensor in state.values())
+    for rank in range(size):
+        model = part_of(whole.spec, rank, size)
+        report = load(model, theirs.config, "safetensors", [tmp_path / "model.safetensors"])
+        assert report.nbytes_read == opened[-1].nbytes_read
+        assert opened[-1].nbytes_read < total
+        ranks.append(model)
+    check_parts(whole, ranks)
+
+
+def test_a_rank_reads_its_share_of_the_bytes(tmp_path: Path, opened: list[SafetensorsCheckpoint]) -> None:
+    hf_config = config(tie_word_embeddings=True, vocab_size=256)
+    weights = tensors(hf_config)
+    paths = write_safetensors(tmp_path, weights, 2)
+    matrices = sum(tensor.nbytes for tensor in weights.values() if tensor.dim() == 2)
+    norms = sum(tensor.nbytes for tensor in weights.values() if tensor.dim() == 1)
+    for rank in (0, 1):
+        seen: list[tuple[int, int]] = []
+
+        def progress(done: int, total: int, seen: list[tuple[int, int]] = seen) -> None:
+            seen.append((done, total))
+
+        report = load(part_of(spec(hf_config), rank, 2), hf_config, "safetensors", paths, progress=progress)
+        assert opened[-1].nbytes_read == report.nbytes_read == matrices // 2 + norms
+        assert seen[-1] == (report.nbytes_read, report.nbytes_read)
+
+
+def test_dummy_weights_are_parts_of_the_same_ones() -> None:
+    hf_config = config(attention_bias=True)
+    whole = registry.build(spec(hf_config), "float32", "cpu")
+    load(whole, hf_config, "dummy", [], seed=3)
+    ranks = [part_of(spec(hf_config), rank, 2) for rank in range(2)]
+    for model in ranks:
+        load(model, hf_config, "dummy", [], seed=3)
+    check_parts(whole, ranks)
+
+
+@pytest.mark.parametrize("tile", [(32, 64), (48, 40)], ids=str)
+def test_tiles_of_fp8_are_cut_with_their_scales(tile: tuple[int, int], tmp_path: Path) -> None:
+    """On the border of two tiles or in the middle of one."""
+    hf_config = config(
+        quantization_config={"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": list(tile)}
+    )
+    held, meant = {}, {}
+    for name, tensor in tensors(hf_config).items():
+        held[name] = meant[name] = tensor
+        if "_proj" in name:
+            held[name] = (tensor * 1000).to(torch.float8_e4m3fn)
+            grid = [-(-size // each) for size, each in zip(tensor.shape, tile, strict=True)]
+            held[name + "_scale_inv"] = torch.rand(grid)
+            meant[name] = TileCodes(held[name], held[name + "_scale_inv"], tile).dequantize()
+    save_file(held, tmp_path / "model.safetensors")
+    whole = registry.build(spec(hf_config), "float32", "cpu")
+    load(whole, hf_config, "safetensors", [tmp_path / "model.safetensors"])
+    for name, parameter in registry.name_table(whole.spec).items():
+        assert torch.equal(parameter.view(dict(whole.named_parameters())[parameter.parameter]), meant[name])
+    ranks = [part_of(spec(hf_config), rank, 2) for rank in range(2)]
+    for model in ranks:
+        load(model, hf_config, "safetensors", [tmp_path / "model.safetensors"])
+    check_parts(whole, ranks)
+
+
+def test_parts_of_scaled_tensors_are_those_of_the_whole(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    held = {
+        "m_blocks": torch.randint(0, 256, (3, 10, 4, 16), dtype=torch.uint8, generator=generator),
+        "m_scales": torch.randint(110, 140, (3, 10, 4), dtype=torch.uint8, generator=generator),
+        "t": torch.randn(21, 34, generator=generator).to(torch.float8_e4m3fn),
+        "t_scale_inv": torch.rand(6, 5, generator=generator),
+    }
+    save_file(held, tmp_path / "a.safetensors")
+    inner = SafetensorsCheckpoint([tmp_path / "a.safetensors"])
+    checkpoint = ScaledCheckpoint(inner, (4, 8))
+    for name, axis, ranges in (
+        ("m_blocks", 0, ((1, 3),)),
+        ("m_blocks", 1, ((0, 2), (7, 10))),
+        ("m_blocks", 2, ((32, 64),)),
+        ("m_blocks", 2, ((5, 40), (100, 128))),
+        ("t", 0, ((4, 8),)),
+        ("t", 0, ((3, 9), (20, 21))),
+        ("t", 1, ((16, 34),)),
+        ("t", 1, ((1, 7), (15, 17))),
+    ):
+        where = Slice(axis, ranges)
+        assert torch.equal(checkpoint.read(name, where), where.of(checkpoint.read(name))), (name, where)
+    before = inner.nbytes_read
+    checkpoint.read("m_blocks", Slice(2, ((32, 64),)))
+    assert inner.nbytes_read - before == (held["m_blocks"].nbytes + held["m_scales"].nbytes) // 4
+
+
+@pytest.mark.parametrize("quantization", ["int4", "int8"])
+def test_packed_matrices_are_cut_before_they_are_packed(quantization: str, tmp_path: Path) -> None:
+    """Groups of inputs stay whole, so that a rank has the codes of the whole matrix."""
+    hf_config = config(tie_word_embeddings=True)
+    paths = write_safetensors(tmp_path, tensors(hf_config))
+
+    def packed(model: Decoder) -> Decoder:
+        load(model, hf_config, "safetensors", paths, quantization=quantization)
+        return model
+
+    whole = packed(registry.build(spec(hf_config), "float32", "cpu"))
+    ranks = [packed(part_of(spec(hf_config), rank, 2)) for rank in range(2)]
+    unpacked = [_unpacked(one) for one in (whole, *ranks)]
+    check_parts(unpacked[0], unpacked[1:])
+
+
+@pytest.mark.parametrize("quantization", ["none", "int4"])
+@pytest.mark.parametrize("kind", [Type.Q4_1, Type.Q6_K, Type.BF16], ids=lambda kind: kind.name)
+def test_matrices_of_gguf_are_cut(kind: Type, quantization: str, tmp_path: Path) -> None:
+    """Whose rows of q and k are in another order than the model's, and codes in blocks."""
+    hf_config = config(tie_word_embeddings=True)
+
+    def encode(name: str, rows: np.ndarray) -> tuple[np.ndarray, Type]:
+        if kind == Type.BF16:
+            return torch.from_numpy(np.ascontiguousarray(rows)).bfloat16().view(torch.uint8).numpy(), kind
+        return random_blocks(kind, *rows.shape, seed=len(name)), kind
+
+    path = write_gguf(tmp_path / "m.gguf", "llama", tensors(hf_config), encode)
+
+    def loaded(model: Decoder) -> Decoder:
+        load(model, hf_config, "gguf", [path], quantization=quantization)
+        return model
+
+    whole = loaded(registry.build(spec(hf_config), "float32", "cpu"))
+    ranks = [loaded(part_of(spec(hf_config), rank, 2)) for rank in range(2)]
+    if quantization == "none":
+        check_parts(whole, ranks)
+    else:
+        unpacked = [_unpacked(one) for one in (whole, *ranks)]
+        check_parts(unpacked[0], unpacked[1:])
+
+
+def _unpacked(model: Decoder) -> Decoder:
+    """The model with the floats that its packed matrices stand for; the head's are its own."""
+    plain = registry.build(dataclasses.replace(model.spec, tie_word_embeddings=False), "float32", "cpu")
+    for path, module in plain.named_modules():
+        if isinstance(module, Linear):
+            module.weight.data.copy_(model.get_submodule(path).method.dequantize(model.get_submodule(path)))  # type: ignore[operator, union-attr]
+    for name, parameter in model.named_parameters():
+        plain.get_parameter(name).data.copy_(parameter)
+    return plain
+
+
+def test_a_cut_through_a_group_of_codes_is_refused(tmp_path: Path) -> None:
+    hf_config = config(intermediate_size=96, hidden_size=64, head_dim=32)
+    paths = write_safetensors(tmp_path, tensors(hf_config))
+    with pytest.raises(ConfigError, match="48 inputs are not a multiple of 32"):
+        load(part_of(spec(hf_config), 0, 2), hf_config, "safetensors", paths, quantization="int4")
+
+
+def test_an_update_reaches_the_part_that_a_rank_holds() -> None:
+    hf_config = config(tie_word_embeddings=True)
+    weights = tensors(hf_config)
+    ranks = [part_of(spec(hf_config), rank, 2) for rank in range(2)]
+    for model in ranks:
+        given = weights | {"lm_head.weight": weights["model.embed_tokens.weight"]}
+        update = WeightUpdate(registry.name_table(model.spec), dict(model.named_parameters()), given)
+        assert update.write() == len(weights)
+        with pytest.raises(ConfigError, match=r"k_proj.weight has the shape \[128, 256\], the update \[64, 256\]"):
+            half = {"model.layers.0.self_attn.k_proj.weight": torch.zeros(64, 256)}
+            WeightUpdate(registry.name_table(model.spec), dict(model.named_parameters()), half)
+        with pytest.raises(ConfigError, match=r"ties lm_head\.weight to embed_tokens\.weight, and the update gives it another"):
+            other = {"lm_head.weight": torch.zeros(96, 256)}
+            WeightUpdate(registry.name_table(model.spec), dict(model.named_parameters()), other)
+    whole = registry.build(spec(hf_config), "float32", "cpu")
+    WeightUpdate(registry.name_table(whole.spec), dict(whole.named_parameters()), weights).write()
+    check_parts(whole, ranks)

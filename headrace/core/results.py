@@ -16,6 +16,8 @@ def collect_tokens(
     for token in token_ids:
         seq.token_ids.append(token)
         num_kept += 1
+        if token not in seq.ending_token_ids and seq.matcher is None and len(seq.token_ids) < seq.max_len:
+            continue
         stop = check_stop(seq)
         if stop is not None:
             num_kept -= stop.error is not None  # A token that the constraint refuses is no output.

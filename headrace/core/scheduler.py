@@ -120,7 +120,8 @@ class Scheduler:
         """
         if len(self._in_flight) >= self.config.pipeline_depth:
             return None
-        num_decoding = sum(seq.decoding for seq in self._running)
+        running = self._running.snapshot()
+        num_decoding = sum([seq.num_computed >= seq.prefill_len for seq in running])
         budget = StepBudget(
             self.config.max_num_batched_tokens,
             self.config.max_num_encoder_tokens,
@@ -128,13 +129,15 @@ class Scheduler:
             prefill=self.config.max_prefill_tokens_beside_decode if num_decoding else None,
             pieces=self.config.sparse.max_exact_tokens if self.config.sparse else 0,
         )
-        step = StepBuilder(budget, self.kv.moves)
+        step = StepBuilder(budget, self.kv.moves, self.kv.no_blocks)
         if self._starved is not None:
             self._schedule_starved(step)
-        for seq in self._running.snapshot():
+        for seq in running:
             if budget.tokens == 0:
                 break
-            if seq.status is Status.RUNNING and seq.seq_id not in step.scheduled:
+            if step.add_next_token(seq):
+                budget.reserved = max(0, budget.reserved - 1)
+            elif seq.status is Status.RUNNING and seq.seq_id not in step.scheduled:
                 decoding = seq.decoding
                 self._continue(seq, step)
                 budget.reserved = max(0, budget.reserved - decoding)
@@ -168,10 +171,11 @@ class Scheduler:
         updates, self._failed = self._failed, []
         tokens = dict(zip(result.seq_ids, result.token_ids, strict=True))
         for row in collected.rows:
-            row.seq.num_in_flight -= 1
-            row.seq.num_placeholders -= row.num_logits
-            if row.seq.status is not Status.FINISHED:
-                update = self._apply(row, tokens.get(row.seq.seq_id), result)
+            seq = row.seq
+            seq.num_in_flight -= 1
+            seq.num_placeholders -= row.num_logits
+            if seq.status is not Status.FINISHED:
+                update = self._apply(row, tokens.get(seq.seq_id), result)
                 if update is not None:
                     updates.append(update)
         counters = self._counters
@@ -376,20 +380,21 @@ class Scheduler:
     def _apply(self, row: InFlightRow, token_ids: list[int] | None, result: StepResult) -> SequenceUpdate | None:
         """Applies the result of one row to its sequence, which is unfinished."""
         seq = row.seq
-        error = result.errors.get(seq.seq_id)
+        error = result.errors.get(seq.seq_id) if result.errors else None
         if error is None and row.num_logits and token_ids is None:
             error = Failure("the step returned no token for this sequence")
         if error is not None:
             self._end(seq, "error", error=error)
             return SequenceUpdate(seq, finish_reason="error", error=error)
-        self._counters.computed_prompt_tokens += max(0, min(row.end, seq.num_prompt) - row.start)
+        if row.start < seq.num_prompt:
+            self._counters.computed_prompt_tokens += min(row.end, seq.num_prompt) - row.start
         if seq.prompt_logprobs is not None:
             keep_prompt_logprobs(seq, row.start, result.prompt_logprobs.get(seq.seq_id, []))
         update, stop = None, None
         if token_ids:
             if seq.first_token_at is None:
                 seq.first_token_at = self._clock()
-            update, stop = collect_tokens(seq, token_ids, result.logprobs.get(seq.seq_id))
+            update, stop = collect_tokens(seq, token_ids, result.logprobs.get(seq.seq_id) if result.logprobs else None)
             self._counters.generation_tokens += len(update.token_ids)
         if seq.sparse is not None and seq.seq_id in result.sparse:
             self._keep_sparse(seq, seq.sparse, row, result.sparse[seq.seq_id])
@@ -404,8 +409,9 @@ class Scheduler:
         """Marks the row's tokens as cached, except the last ``num_rejected``, which steps in flight compute again."""
         seq = row.seq
         seq.num_computed -= num_rejected
-        seq.num_collected += row.end - row.start - num_rejected
-        self.kv.advance(seq.blocks, min(seq.num_collected, len(seq.token_ids)))
+        seq.num_collected = collected = seq.num_collected + row.end - row.start - num_rejected
+        known = len(seq.token_ids)
+        self.kv.advance(seq.blocks, collected if collected < known else known)
         if seq.siblings and seq.num_collected >= seq.num_prompt:
             self._fork_siblings(seq)
 

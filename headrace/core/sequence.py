@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import enum
 
+import msgspec
+
 from headrace.core.items import chunk_length, least_chunk
 from headrace.core.matcher import Matcher
 from headrace.core.request import Request
@@ -46,6 +48,8 @@ class Sequence:
     """None: its prompt attends densely."""
     stop_token_ids: frozenset[int] = dataclasses.field(init=False)
     """Of the request: its samples share the set."""
+    ending_token_ids: frozenset[int] = dataclasses.field(init=False)
+    """These and the end-of-sequence tokens, unless the request ignores them."""
     token_ids: list[int] = dataclasses.field(init=False)
     num_prompt: int = dataclasses.field(init=False)
     max_len: int = dataclasses.field(init=False)
@@ -83,6 +87,8 @@ class Sequence:
     def __post_init__(self, max_model_len: int, first: Sequence | None) -> None:
         stops = self.request.sampling.stop_token_ids
         self.stop_token_ids = frozenset(stops or ()) if first is None else first.stop_token_ids
+        ends = () if self.request.sampling.ignore_eos else self.request.eos_token_ids
+        self.ending_token_ids = self.stop_token_ids.union(ends) if first is None else first.ending_token_ids
         self.token_ids = self.blocks.token_ids
         self.num_prompt = len(self.request.prompt_token_ids)
         self.max_len = min(self.num_prompt + self.request.max_tokens, max_model_len)
@@ -142,12 +148,11 @@ class Sequence:
         )
 
 
-@dataclasses.dataclass(slots=True)
-class SequenceUpdate:
+class SequenceUpdate(msgspec.Struct):
     """The changes that one collected step brought to one sequence."""
 
     seq: Sequence
-    token_ids: list[int] = dataclasses.field(default_factory=list)
+    token_ids: list[int] = []
     """New output tokens, including the one that stops the sequence."""
     logprobs: list[TokenLogprobs] | None = None
     """An entry for each of ``token_ids``; None if not requested."""

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence as Listing
-from typing import NamedTuple
 
 import msgspec
 
 from headrace.core.budget import StepBudget
 from headrace.core.items import encoder_cost
 from headrace.core.plan import NewSequence, Row, StepPlan
-from headrace.core.sequence import Sequence
+from headrace.core.sequence import Sequence, Status
 from headrace.kv.manager import Move, NewBlocks
 
 
-class InFlightRow(NamedTuple):
+class InFlightRow(msgspec.Struct, frozen=True, gc=False):
     """A row of a launched step, kept until the step is collected."""
 
     seq: Sequence
@@ -39,8 +38,10 @@ class InFlightStep:
 class StepBuilder:
     """Collects the rows of one step and subtracts their cost from its budget."""
 
-    def __init__(self, budget: StepBudget, moves: Listing[Move] = ()) -> None:
+    def __init__(self, budget: StepBudget, moves: Listing[Move] = (), no_blocks: NewBlocks = ((),)) -> None:
+        """``no_blocks``: what a row appends to the block tables whose sequence has all of its blocks."""
         self.budget = budget
+        self._no_blocks = no_blocks
         self.in_flight: list[InFlightRow] = []
         self.constrained: list[Sequence] = []
         self.scheduled: set[int] = set()
@@ -48,7 +49,8 @@ class StepBuilder:
         self._moves = moves
         """Moves of KV blocks so far; the list grows while the step is built."""
         self._moves_before: dict[int, int] = {}
-        """seq_id -> number of moves made before its row was added, whose effect the row's blocks show."""
+        """seq_id -> number of moves made before its row was added, whose effect the row's blocks show. Rows without blocks are
+        not there."""
         self._new: list[NewSequence] = []
         self._decode: list[Row] = []
         self._prefill: list[Row] = []
@@ -83,6 +85,33 @@ class StepBuilder:
             )
         )
 
+    def add_next_token(self, seq: Sequence) -> bool:
+        """Adds the row of a decoding sequence that has room for its last token. False: nothing was done, ``add_row`` decides.
+
+        Most rows are such. The result is that of ``add_row``, at a third of its cost.
+        """
+        start, num_known = seq.num_computed, len(seq.token_ids)
+        end = start + 1
+        if (
+            start < seq.prefill_len
+            or end != num_known + seq.num_placeholders
+            or end >= seq.max_len
+            or end > seq.blocks.capacity
+            or seq.status is not Status.RUNNING
+            or seq.seq_id in self.scheduled
+            or seq.request.constraint is not None
+        ):
+            return False
+        seq_id = seq.seq_id
+        self._decode.append(Row(seq_id, seq.slot, start, 1, 1, self._no_blocks))
+        self.in_flight.append(InFlightRow(seq, seq.preemption_epoch, start, end, 1))
+        self.scheduled.add(seq_id)
+        self.budget.tokens -= 1
+        seq.num_computed = end
+        seq.num_placeholders += 1
+        seq.num_in_flight += 1
+        return True
+
     def add_row(self, seq: Sequence, num_tokens: int, new_blocks: NewBlocks) -> None:
         """Adds a row and advances the sequence over it."""
         start, end = seq.num_computed, seq.num_computed + num_tokens
@@ -110,6 +139,8 @@ class StepBuilder:
 
     def _moved(self, row: Row, moves: tuple[Move, ...]) -> Row:
         """Applies to a row's blocks the moves made after the row was added."""
+        if row.seq_id not in self._moves_before:
+            return row
         tables = [list(blocks) for blocks in row.new_blocks]
         for group, source, target in moves[self._moves_before[row.seq_id] :]:
             tables[group] = [target if block == source else block for block in tables[group]]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import msgspec
 import torch
 
-from headrace.attention.sparse import WithSparsePrompts
+from headrace.attention.sparse import SparsePrefillAttention, WithSparsePrompts
 from headrace.engine.executor import LocalExecutor
 from headrace.engine.inputs import Prompt
 from headrace.engine.llm import LLM
-from headrace.engine.loader import LoadedEngine
+from headrace.engine.replicated import ReplicatedEngine
 from headrace.errors import ConfigError, RequestError
 from headrace.outputs import AttentionReport
 from headrace.sampling_params import SamplingParams
@@ -70,10 +70,10 @@ def explain(llm: LLM, prompt: Prompt, *, layer: int = 0, head: int = 0) -> Expla
         ConfigError: the engine's prompts attend densely, or there is no such layer or head.
         RequestError: the prompt cannot be computed, or is too short to attend sparsely.
     """
-    loaded = llm._engine
-    if not isinstance(loaded, LoadedEngine) or not isinstance(loaded.executor, LocalExecutor):
-        raise ConfigError("the model runs in other processes, which cannot be looked into: use one device", "model")
-    config = loaded.config
+    engine = llm._engine
+    if isinstance(engine, ReplicatedEngine):
+        raise ConfigError("explain watches one engine in this process: leave data_parallel_size at 1", "data_parallel_size")
+    config, executor = engine.config, engine.executor
     if config.sparse is None:
         raise ConfigError("the prompts of this engine attend densely: set sparse_prefill", "sparse_prefill")
     layers = config.model.layers
@@ -82,8 +82,7 @@ def explain(llm: LLM, prompt: Prompt, *, layer: int = 0, head: int = 0) -> Expla
     if not 0 <= head < layers[layer].num_heads:
         raise ConfigError(f"layer {layer} has no head {head}: it has {layers[layer].num_heads}", "head")
     watch = _Watch(len(layers), layer, head)
-    wrapped = [backend.sparse for backend in loaded.executor.runner.backends if isinstance(backend, WithSparsePrompts)]
-    backends = {id(backend): backend for backend in wrapped}.values()
+    backends = _sparse_backends(executor)
     for backend in backends:
         backend.watch = watch
     try:
@@ -107,3 +106,10 @@ def explain(llm: LLM, prompt: Prompt, *, layer: int = 0, head: int = 0) -> Expla
         head=head,
         blocks=watch.blocks,
     )
+
+
+def _sparse_backends(executor: object) -> list[SparsePrefillAttention]:
+    if not isinstance(executor, LocalExecutor):
+        raise ConfigError("the engine runs in other processes, which cannot be looked into", "model")
+    wrapped = [backend.sparse for backend in executor.runner.backends if isinstance(backend, WithSparsePrompts)]
+    return list({id(backend): backend for backend in wrapped}.values())

@@ -89,11 +89,11 @@ class Frontend:
         counts = args.limit_mm_per_prompt
         try:
             rules = media_rules(media.model_type, self.files.directory, self.files.config)
+            limits: dict[Modality, int] = {"image": counts.image, "video": counts.video}
+            return MultiModalProcessor(rules, self.tokenizer, media, limits, args.mm_processor_cache_bytes)
         except ConfigError as error:
             logger.warning("pictures and videos are refused: %s", error.message)
             return None
-        limits: dict[Modality, int] = {"image": counts.image, "video": counts.video}
-        return MultiModalProcessor(rules, self.tokenizer, media, limits, args.mm_processor_cache_bytes)
 
     def answers(self, args: EngineArgs) -> AnswerFormats | None:
         """Raises: ConfigError: the model has no format of the name that was given."""
@@ -109,6 +109,17 @@ def with_formats(info: EngineInfo, answers: AnswerFormats | None) -> EngineInfo:
     lines = [DecisionLine(*decision) for decision in answers.decisions()]
     others = [line for line in info.decisions if line.name not in {line.name for line in lines}]
     return msgspec.structs.replace(info, decisions=[*others, *lines])
+
+
+def with_image_processor(info: EngineInfo, multimodal: MultiModalProcessor | None) -> EngineInfo:
+    """The report with the library that resizes pictures among its decisions."""
+    if info.media is None:
+        return info
+    line = DecisionLine("image processor", "none", "the model's files have none that can be used: prompts have text alone")
+    if multimodal is not None:
+        found = "torchvision can be imported" if multimodal.backend == "torchvision" else "torchvision cannot be imported"
+        line = DecisionLine("image processor", multimodal.backend, f"{found}; the two round differently")
+    return msgspec.structs.replace(info, decisions=[*info.decisions, line])
 
 
 def load_frontend(args: EngineArgs, chat_template: str | None = None, *, prepared: bool = False) -> Frontend:

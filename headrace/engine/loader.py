@@ -18,7 +18,7 @@ from headrace.core.scheduler import Scheduler
 from headrace.engine import environment
 from headrace.engine.core import EngineCore
 from headrace.engine.executor import Executor, Loaded, LocalExecutor
-from headrace.engine.frontend import Frontend, with_formats
+from headrace.engine.frontend import Frontend, with_formats, with_image_processor
 from headrace.engine.info import EngineInfo, MemoryLine
 from headrace.engine.inputs import InputProcessor
 from headrace.engine.ledger import ledger
@@ -97,7 +97,7 @@ def load_engine(source: ModelSource, timeline: Timeline | None = None, *, captur
     memory = ledger(loaded.weights, config, executor.memory(), loaded.profile)
     info = engine_info(frontend.files, config, loaded.device, timeline.phases, memory)
     inputs = frontend.inputs(args, vocab_size=info.vocab_size, max_model_len=info.max_model_len, media=info.media)
-    info = with_formats(info, inputs.answers)
+    info = with_image_processor(with_formats(info, inputs.answers), inputs.multimodal)
     return LoadedEngine(core, inputs, info, config, frontend.files, tokenizer, executor)
 
 

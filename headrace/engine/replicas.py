@@ -66,6 +66,11 @@ class _Replica(Client):
         self.ended = EngineStats()
         """Counters of its engines that are gone: sums over the replicas never fall."""
 
+    def send(self, message: ToEngine) -> None:
+        """Nothing happens while the engine stands still and is about to be killed: ``on_lost`` then reports what it had."""
+        with contextlib.suppress(EngineDeadError):
+            self.supervisor.send(message)
+
     def on_message(self, message: FromEngine) -> None:
         self._replicas.on_message(self, message)
 
@@ -259,7 +264,7 @@ class ReplicaSet:
         """Sends what the replicas have room for."""
         if self._router.num_queued and self._router.loads.num_open:
             for request, number in self._router.bind(time.monotonic() if now is None else now):
-                self._replicas[number].supervisor.send(AddRequest(request))
+                self._replicas[number].send(AddRequest(request))
                 if logger.isEnabledFor(logging.DEBUG):
                     logger.debug("%s", self._router.decisions[-1])
         if self._drains:
@@ -287,14 +292,14 @@ class ReplicaSet:
                 self._client.on_message(Accepted(request_id))
                 self._client.on_message(StepDeltas(list(_aborted(request))))
         for number, ids in by_replica.items():
-            self._replicas[number].supervisor.send(Abort(ids))
+            self._replicas[number].send(Abort(ids))
         self._bind()
 
     def _fan_out(self, message: Control) -> None:
         up = [replica for replica in self._replicas if self._router.loads.up[replica.number]]
         self._calls[message.call] = _Call(message, {replica.number for replica in up})
         for replica in up:
-            replica.supervisor.send(message)
+            replica.send(message)
 
     def _send_drains(self) -> None:
         if not self._router.num_queued:

@@ -98,6 +98,10 @@ class OutputStream:
             raise StopAsyncIteration
         return delta
 
+    def ready(self) -> OutputDelta | None:
+        """The next delta, if it has arrived."""
+        return self._inbox.deltas.popleft() if self._inbox.deltas else None
+
     async def aclose(self) -> None:
         """Abort what still runs. May be called again."""
         self._leave()

@@ -75,7 +75,8 @@ class KVCacheManager:
         self._weight_version = 0
         self._generation = 0
         self._sequences: dict[int, SequenceBlocks] = {}
-        self._nothing: NewBlocks = tuple(() for _ in config.groups)
+        self.no_blocks: NewBlocks = tuple(() for _ in config.groups)
+        """What a sequence appends to its tables that has all of its blocks."""
 
     # ------------------------------------------------------------------ sequences
 
@@ -178,7 +179,7 @@ class KVCacheManager:
         The first call after ``attach`` or ``fork`` also returns the shared blocks.
         """
         if end <= blocks.capacity and blocks.unsent * self.block_size == blocks.capacity:
-            return self._nothing
+            return self.no_blocks
         count = max(0, self._blocks_for(end) - len(blocks.tables[0]))
         if not self._regions.reserve([count] * len(self.pools)):
             return None

@@ -24,4 +24,7 @@ def media_rules(model_type: str, folder: Path, config: Any) -> MediaRules:
     """Raises: ConfigError: the model has no processor that can be used."""
     if model_type not in _RULES:
         raise ConfigError(f"pictures of {model_type} are not supported; supported are: {', '.join(_RULES)}", "model")
-    return _RULES[model_type](folder, config)
+    try:
+        return _RULES[model_type](folder, config)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(f"{folder} has no processor of {model_type} that can be used: {error}", "model") from error

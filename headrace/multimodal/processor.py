@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from headrace.core.media import ItemInputs, MediaFacts, Modality, RopePositions
-from headrace.errors import RequestError
+from headrace.errors import ConfigError, RequestError
 from headrace.kv import Item
 from headrace.multimodal.items import Features, MultiModalData, Picture, Video, is_finite
 from headrace.multimodal.positions import Run, rope_positions
@@ -45,6 +45,9 @@ class MultiModalProcessor:
     Args:
         limits: modality -> how many a prompt may have; 0: the model does not take it.
         cache_bytes: memory for processed media, which prompts with equal media share.
+
+    Raises:
+        ConfigError: the tokenizer lacks the placeholders.
     """
 
     def __init__(
@@ -64,7 +67,7 @@ class MultiModalProcessor:
     def _id(self, token: str) -> int:
         found = self._tokenizer.token_to_id(token)
         if found is None:
-            raise RequestError(f"the tokenizer has no token {token}", "multi_modal_data")
+            raise ConfigError(f"the tokenizer has no token {token}, which stands for pictures", "tokenizer")
         return found
 
     @property

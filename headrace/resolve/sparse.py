@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from headrace.attention.select import modes_of
 from headrace.attention.sparse import SparsePrefillAttention
 from headrace.config import EngineArgs, SparseConfig
 from headrace.errors import ConfigError
@@ -42,6 +43,12 @@ def sparse(
     if args.deterministic:
         raise ConfigError(
             "deterministic is for dense attention: which blocks are selected may depend on the batch by rounding; set "
+            "sparse_prefill off",
+            "sparse_prefill",
+        )
+    if args.tensor_parallel_size > 1:
+        raise ConfigError(
+            "tensor_parallel_size is for dense attention: a rank knows the head types and blocks of its own heads alone; set "
             "sparse_prefill off",
             "sparse_prefill",
         )
@@ -121,7 +128,7 @@ def _heads(
     args: EngineArgs, model: AnySpec, config: SparseConfig, device: str, dtype: str, kv_dtype: str, log: DecisionLog
 ) -> tuple[int, ...]:
     """As ``SparseConfig.heads``."""
-    reasons = [SparsePrefillAttention.supports(spec, device, dtype, kv_dtype) for spec in model.layers]
+    reasons = [SparsePrefillAttention.supports(spec, device, dtype, kv_dtype, modes_of(model)) for spec in model.layers]
     if all(reasons):
         raise ConfigError(f"no layer of this model can attend sparsely: {reasons[0][0]}", "sparse_prefill")
     if config.routed and any(reasons):

@@ -79,8 +79,14 @@ class Generation:
         if self._stream is None:
             self._stream = await self._serving.llm.add(*self.requests)
         delta = await anext(self._stream, None)
-        if delta is None:
-            return None
+        return None if delta is None else self._piece(delta)
+
+    def ready(self) -> Piece | None:
+        """The next delta, if it has arrived. Raises: as ``next``."""
+        delta = None if self._stream is None else self._stream.ready()
+        return None if delta is None else self._piece(delta)
+
+    def _piece(self, delta: OutputDelta) -> Piece:
         piece = Piece(self._prompts[delta.request_id], delta)
         self._note(piece)
         return piece

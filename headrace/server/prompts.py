@@ -7,12 +7,11 @@ import hashlib
 import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headrace.core.request import Request
 from headrace.engine.inputs import Prompt
 from headrace.errors import RequestError
-from headrace.multimodal.media import FindFeatures
 from headrace.options import INT32_MAX
 from headrace.server.errors import ApiError
 from headrace.server.sampling import limit
@@ -21,6 +20,9 @@ from headrace.server.state import Serving
 from headrace.text.answers import AnswerFormats
 from headrace.text.content import ConversationMedia, MediaPart
 from headrace.text.effort import EffortVariables
+
+if TYPE_CHECKING:
+    from headrace.multimodal.media import FindFeatures
 
 
 def parse_prompts(value: Any, most: int) -> list[str | list[int]]:

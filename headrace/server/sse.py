@@ -154,6 +154,10 @@ async def collected(generation: Generation, answer: Answer) -> dict[str, Any]:
     return answer.whole() | answer.metrics()
 
 
+_MOST_AT_ONCE = 2**16
+"""Bytes of events after which no more are joined."""
+
+
 class EventStream(Response):
     """Sends the events of an answer as they come.
 
@@ -191,10 +195,7 @@ class EventStream(Response):
         encode, pings = self._answer.encode, None
         try:
             while (piece := await self._generation.next()) is not None:
-                if piece.delta.prompt_logprobs is not None:
-                    await self._answer.prepare(piece)
-                if body := b"".join(map(encode, self._answer.add(piece))):
-                    await send({"type": "http.response.body", "body": body, "more_body": True})
+                await self._send_ready(piece, send)
                 if self._answer.ping and pings is None:
                     pings = asyncio.create_task(self._send_pings(send))
         finally:
@@ -202,6 +203,23 @@ class EventStream(Response):
                 await cancelled(pings)
         for event in self._answer.last():
             await send({"type": "http.response.body", "body": encode(event), "more_body": True})
+
+    async def _send_ready(self, piece: Piece | None, send: Send) -> None:
+        """Sends a piece and those that have arrived behind it at once: a server that is behind makes up for it so."""
+        body, failure = bytearray(), None
+        try:
+            while piece is not None:
+                if piece.delta.prompt_logprobs is not None:
+                    await self._answer.prepare(piece)
+                for event in self._answer.add(piece):
+                    body += self._answer.encode(event)
+                piece = self._generation.ready() if len(body) < _MOST_AT_ONCE else None
+        except Exception as error:
+            failure = error
+        if body:
+            await send({"type": "http.response.body", "body": bytes(body), "more_body": True})
+        if failure is not None:
+            raise failure
 
     async def _send_pings(self, send: Send) -> None:
         while True:

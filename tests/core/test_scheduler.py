@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from headrace.core.plan import StepResult
@@ -481,7 +482,7 @@ def test_a_row_may_keep_fewer_tokens_than_it_has_logits_rows(kept: int) -> None:
     assert plan is not None
     # Two drafts behind the last known token.
     (flight,) = world.scheduler._in_flight
-    flight.rows[0] = flight.rows[0]._replace(end=flight.rows[0].end + 2, num_logits=3)
+    flight.rows[0] = msgspec.structs.replace(flight.rows[0], end=flight.rows[0].end + 2, num_logits=3)
     seq.num_computed += 2
     seq.num_placeholders += 2
     assert world.scheduler.kv.allocate(seq.blocks, seq.num_computed) is not None

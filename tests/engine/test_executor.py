@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from headrace.config import EngineArgs
-from headrace.core.plan import SamplePlan, StepPlan, StepResult
+from headrace.core.plan import SamplePlan, StepPlan, StepResult, encode_plan
 from headrace.engine.loader import LoadedEngine, load_engine
 from headrace.engine.multiprocess import MultiprocessExecutor, PipeAgreement, digest, start_ranks
 from headrace.engine.source import FileSource
@@ -127,6 +127,24 @@ def test_new_weights_reach_every_rank(folder: Path, ranks: LoadedEngine) -> None
     after = served(ranks)
     assert after != before
     close(after, served(alone))
+
+
+def test_a_rank_that_draws_another_token_is_named(ranks: LoadedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine is not used after this."""
+    executor: MultiprocessExecutor = ranks.executor  # type: ignore[assignment]
+
+    def execute(plan: StepPlan) -> int:
+        other = tuple(msgspec.structs.replace(seq, seed=seq.seed + 1) for seq in plan.new)
+        executor.send(("plan", encode_plan(plan)), ("plan", encode_plan(msgspec.structs.replace(plan, new=other))))
+        return plan.step
+
+    monkeypatch.setattr(executor, "execute", execute)
+    hot = SamplingParams(temperature=5.0, max_tokens=8, seed=1)
+    for name in ("a", "b"):
+        ranks.core.add(ranks.inputs.request({"prompt_token_ids": [1, 2, 3]}, hot, request_id=name))
+    with pytest.raises(EngineError, match=r"ranks 0 and 1 differ at step \d+, row 0 \(sequence \d+\): they sampled"):
+        while True:
+            ranks.core.step()
 
 
 @pytest.mark.slow

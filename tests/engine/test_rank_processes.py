@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -17,6 +18,9 @@ import pytest
 
 from headrace import AsyncLLM, SamplingParams
 from headrace.config import EngineArgs
+from headrace.engine.loader import load_engine
+from headrace.engine.source import FileSource
+from headrace.errors import EngineError
 from headrace.outputs import RequestOutput
 
 from .tiny import write_config
@@ -178,3 +182,22 @@ asyncio.run(main())
     front.kill()
     front.wait(30)
     asyncio.run(gone(left))
+
+
+def test_a_rank_that_dies_while_it_loads_ends_the_others(folder: Path) -> None:
+    before = {child.pid for child in psutil.Process().children()}
+    ended: list[psutil.Process] = []
+
+    def kill() -> None:
+        while len(ended) < 2:
+            ended[:] = [child for child in psutil.Process().children() if child.pid not in before]
+            time.sleep(0.01)
+        time.sleep(1.0)
+        ended[1].kill()
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    with pytest.raises(EngineError, match="rank 1 ended with signal 9"):
+        load_engine(FileSource(args_of(folder)))
+    killer.join()
+    asyncio.run(gone(ended))

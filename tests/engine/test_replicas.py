@@ -84,7 +84,8 @@ class StubSupervisor:
         return Health(not self.reason, self.reason)
 
     def send(self, message: Any) -> None:
-        assert not self.reason, "the replica is down"
+        if self.reason:
+            raise EngineDeadError(self.reason)
         self.sent.append(message)
 
     def served(self, request_id: str) -> None:
@@ -265,6 +266,21 @@ def test_counters_rise_on_acceptance(stubs: Any) -> None:
     second.client.on_message(Rejected("b", "request", "no", None))
     assert [report.accepted for report in one.reported()] == [1, 0]
     assert one.pending() == ["a"]
+
+
+def test_what_is_sent_to_a_replica_that_stands_still_is_lost_with_it(stubs: Any) -> None:
+    one, client, (first, second) = stubs(dp_routing_policy="round-robin")
+    one.send(AddRequest(request("a")))
+    first.reason = "no step finished for 1 s"  # The watchdog has noticed, and the process lives until its stacks are read.
+    one.send(AddRequest(request("b")))
+    one.send(AddRequest(request("c")))
+    one.send(Control(1, "check_integrity"))
+    one.send(Abort(["a"]))
+    assert first.requests() == ["a"] and second.requests() == ["b"]
+    first.client.on_lost(first.reason, died=True)
+    assert client.lost[0][2] == ["a", "c"]
+    second.client.on_message(ControlReply(1))
+    assert client.of(ControlReply) == [ControlReply(1)]
 
 
 def test_capacity_counts_what_a_token_needs_of_each_group() -> None:

@@ -193,7 +193,7 @@ CASES |= {
     "qwen3-vl-moe": (
         Qwen3VLMoeForConditionalGeneration,
         with_pictures(Qwen3VLMoeConfig, **QWEN3_VISION),
-        QWEN3_VL | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+        QWEN3_VL | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20},
     ),
 }
 """Of text alone: ``test_pictures`` has the others."""

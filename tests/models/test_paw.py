@@ -26,6 +26,7 @@ from headrace.config import EngineArgs
 from headrace.engine.explain import explain
 from headrace.engine.llm import LLM
 from headrace.errors import ConfigError
+from headrace.model_spec import ModelSpec, VisionSpec
 from headrace.models import registry
 from headrace.models.fused import FusedLayers, _objections
 from headrace.resolve.facts import DecisionLog
@@ -185,12 +186,18 @@ def resolved(spec: Any = None, batched: int = 2048, **options: Any) -> Any:
     return sparse(args, spec or spec_of(), "cpu", "float32", "float32", batched, MAX_LEN, DecisionLog())
 
 
+def with_bidirectional_pictures(spec: ModelSpec) -> ModelSpec:
+    return dataclasses.replace(spec, vision=VisionSpec(model_type="gemma3", bidirectional=True))
+
+
 @pytest.mark.parametrize(
     ("options", "param"),
     [
         ({"sparse_threshold": 0.5}, "sparse_threshold"),
         ({"sparse_prefill": "off", "sparse_min_tokens": 5}, "sparse_min_tokens"),
         ({"sparse_prefill": "xattn", "deterministic": True}, "sparse_prefill"),
+        ({"sparse_prefill": "xattn", "tensor_parallel_size": 2}, "sparse_prefill"),
+        ({"sparse_prefill": "xattn", "spec": with_bidirectional_pictures(spec_of())}, "sparse_prefill"),
         ({"sparse_prefill": "mean", "elastic_max_exact_tokens": 512}, "elastic_max_exact_tokens"),
         ({"sparse_prefill": "xattn", "batched": 100}, "max_num_batched_tokens"),
         ({"spec": spec_of(elastic_spec=elastic(block=256)), "elastic_max_exact_tokens": 300}, "elastic_max_exact_tokens"),

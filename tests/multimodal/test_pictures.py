@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -136,6 +137,8 @@ def test_pictures_equal_transformers(kind: str) -> None:
     (text,) = generate(engine(own.folder, limit_mm_per_prompt={"image": 0, "video": 0}), "text alone")
     assert text.outputs[0].token_ids == outputs[-1].outputs[0].token_ids
     own.llm.check_integrity()
+    decisions = {line.name: line.value for line in own.llm.info.decisions}
+    assert (decisions["vision encoder"], decisions["image processor"]) == ("transformers", own.llm.inputs.multimodal.backend)  # type: ignore[union-attr]
 
 
 @of(QWEN)
@@ -224,3 +227,38 @@ def test_what_a_tower_makes_is_freed_after_use() -> None:
     generate(none, *prompts("qwen2_5_vl").values())
     cache = none._engine.executor.runner.media.cache  # type: ignore[attr-defined]
     assert (cache.num_used, cache.nbytes) == (0, 0)
+
+
+@pytest.mark.parametrize("kind", [pytest.param("qwen2_vl", marks=pytest.mark.slow), "qwen2_5_vl"])
+def test_a_checkpoint_of_2024_is_the_same_model(kind: str, tmp_path: Path) -> None:
+    """A flat configuration with ``rope_scaling``, and ``min_pixels`` and ``max_pixels`` of the processor."""
+    own = served(kind)
+    for file in own.folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text())
+    text = config.pop("text_config")
+    sections = text.pop("rope_parameters")
+    text["rope_scaling"] = {"type": "mrope", "mrope_section": sections["mrope_section"]}
+    text["rope_theta"] = sections["rope_theta"]
+    for name in ("model_type", "layer_types", "dtype"):
+        text.pop(name, None)
+    (tmp_path / "config.json").write_text(json.dumps(text | config))
+    prompt = prompts(kind)["two"]
+    (found,), (expected,) = generate(engine(tmp_path), prompt), generate(own.llm, prompt)
+    assert found.outputs[0].token_ids == expected.outputs[0].token_ids
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", pytest.param("gemma3", marks=pytest.mark.slow)])
+def test_checkpoints_with_the_modules_names_are_read(kind: str, tmp_path: Path) -> None:
+    """transformers saves the names of published checkpoints; its modules have others."""
+    from safetensors.torch import save_file
+
+    own = served(kind)
+    for file in own.folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    state = own.theirs.state_dict()
+    state.pop("lm_head.weight" if own.theirs.config.tie_word_embeddings else "", None)
+    save_file({name: tensor.contiguous().clone() for name, tensor in state.items()}, tmp_path / "model.safetensors")
+    prompt = prompts(kind)["two"]
+    (found,), (expected,) = generate(engine(tmp_path), prompt), generate(own.llm, prompt)
+    assert found.outputs[0].token_ids == expected.outputs[0].token_ids

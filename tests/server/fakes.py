@@ -290,6 +290,9 @@ class FakeStream:
                     return delta
                 del self._deltas[request_id]
 
+    def ready(self) -> OutputDelta | None:
+        return None
+
     async def aclose(self) -> None:
         for task in self._next.values():
             task.cancel()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from collections.abc import Iterator
 from typing import Any
@@ -15,9 +16,11 @@ from multimodal.test_media import data_url
 
 from headrace.multimodal.feature_file import read_features
 from headrace.multimodal.media import MediaLoader
+from headrace.server.batch import BatchAnswer, answered
 from headrace.server.errors import ApiError
 from headrace.server.features import FeatureStore
 from headrace.server.settings import ServerSettings
+from headrace.server.state import Serving
 from server.fakes import FakeLLM
 from server.harness import Api, running
 from server.media import HIDDEN, SeeingLLM, loader
@@ -168,6 +171,17 @@ def test_tokenize_counts_what_chat_does(api: Api, llm: SeeingLLM) -> None:
     answer = api.post("/tokenize", user(text("a"), image()) | {"add_generation_prompt": True})
     assert answer.json()["count"] == count
     assert answer.json()["tokens"] == llm.seen[-1].prompt_token_ids
+
+
+def test_batch_lines(llm: SeeingLLM) -> None:
+    async def run(body: dict[str, Any]) -> BatchAnswer:
+        await llm.start()
+        return await answered(Serving(llm, ServerSettings(responses_store=False)), "/v1/chat/completions", body)  # type: ignore[arg-type]
+
+    answer = asyncio.run(run(user(text("a"), image())))
+    assert (answer.status, answer.body["usage"]["prompt_tokens_details"]["image_tokens"]) == (200, 24)
+    answer = asyncio.run(run(user(embeds(ref="feat_x"))))
+    assert (answer.status, answer.body["error"]["param"]) == (400, "messages[0].content[0].image_embeds")
 
 
 def test_a_model_of_text_names_the_part() -> None:

@@ -12,6 +12,7 @@ import torch
 from models.families import CASES, pair
 from quant.blocks import Type, random_blocks
 from safetensors.torch import save_file
+from transformers import GptOssConfig
 
 from headrace.errors import ConfigError
 from headrace.layers.linear import Linear
@@ -28,6 +29,7 @@ from headrace.weights.report import LoadReport
 from headrace.weights.safetensors import SafetensorsCheckpoint
 from headrace.weights.scaled import ScaledCheckpoint
 from headrace.weights.update import WeightUpdate
+from weights.export import export
 
 from .models import config, files, spec, tensors, write_gguf, write_safetensors
 
@@ -183,6 +185,36 @@ def test_parts_of_scaled_tensors_are_those_of_the_whole(tmp_path: Path) -> None:
     before = inner.nbytes_read
     checkpoint.read("m_blocks", Slice(2, ((32, 64),)))
     assert inner.nbytes_read - before == (held["m_blocks"].nbytes + held["m_scales"].nbytes) // 4
+
+
+@pytest.mark.parametrize("whole_experts", [False, True])
+def test_experts_of_mxfp4_are_cut(whole_experts: bool, tmp_path: Path, opened: list[SafetensorsCheckpoint]) -> None:
+    """Gate and up in turns, in blocks of 32 inputs."""
+    numbers = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 64, "head_dim": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+    scheme = {"quant_method": "mxfp4"}
+    hf_config = GptOssConfig(architectures=["GptOssForCausalLM"], quantization_config=scheme, **numbers, **heads)
+    state = {}
+    whole = registry.build(spec(hf_config), "float32", "cpu")
+    for parameter in whole.parameters():
+        parameter.data.normal_()
+    for name, tensor in export(registry.name_table(whole.spec), whole):
+        state[name] = tensor.clone().contiguous()
+        if name.endswith("_proj") and "experts" in name:
+            count, inputs, outputs = tensor.shape
+            state[f"{name}_blocks"] = torch.randint(0, 256, (count, outputs, inputs // 32, 16), dtype=torch.uint8)
+            state[f"{name}_scales"] = torch.randint(120, 130, (count, outputs, inputs // 32), dtype=torch.uint8)
+            del state[name]
+    save_file(state, tmp_path / "model.safetensors")
+    load(whole, hf_config, "safetensors", [tmp_path / "model.safetensors"])
+    ranks = []
+    for rank in range(2):
+        own = shard_model(whole.spec, rank, ParallelSizes(2, whole_experts))
+        assert (own.mlps[0].held is not None) is whole_experts  # type: ignore[union-attr]
+        ranks.append(registry.build(own, "float32", "cpu"))
+        load(ranks[-1], hf_config, "safetensors", [tmp_path / "model.safetensors"])
+        assert opened[-1].nbytes_read < 0.7 * sum(tensor.nbytes for tensor in state.values())
+    check_parts(whole, ranks)
 
 
 @pytest.mark.parametrize("quantization", ["int4", "int8"])

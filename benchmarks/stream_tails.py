@@ -1,0 +1,152 @@
+"""Gaps between the tokens of streams over HTTP, behind an engine that takes exactly a step's time:
+
+    python benchmarks/stream_tails.py [--clients 256] [--step-ms 10] [--tokens 200]
+
+The server is headrace's own, in a process of its own, over an engine that hands every request a token a step, as the engine's
+process does: all deltas of a step in one message. The clients are another process. Reports percentiles of the gaps, counted
+from event to event, in units of a step, and the server's processor time for each event.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+import psutil
+from server.fakes import FakeLLM, Health
+
+from headrace.core.request import Request
+from headrace.engine.messages import StepDeltas, decode_from_engine, encode
+from headrace.engine.streams import Inbox, OutputStream
+from headrace.outputs import OutputDelta
+from headrace.server.run import run
+from headrace.server.settings import ServerSettings
+
+
+class SteadyLLM(FakeLLM):
+    """A token a step for every request, all steps of the same length."""
+
+    def __init__(self, step: float) -> None:
+        super().__init__(step=step, max_queue=4096)
+        self._left: dict[str, int] = {}
+        self._inboxes: dict[str, Inbox] = {}
+
+    async def start(self) -> None:
+        self._health = Health(True, "")
+        self._task = asyncio.create_task(self._run())
+
+    async def add(self, *requests: Request) -> Any:
+        inbox = Inbox(requests)
+        for request in requests:
+            self._inboxes[request.request_id], self._left[request.request_id] = inbox, request.max_tokens
+        return OutputStream(inbox, lambda names: None)
+
+    async def _run(self) -> None:
+        due = time.perf_counter()
+        while True:
+            due = max(due, time.perf_counter() - self.step_seconds) + self.step_seconds
+            await asyncio.sleep(due - time.perf_counter())
+            deltas = []
+            for name in [*self._left]:
+                self._left[name] -= 1
+                finish = None if self._left[name] else "length"
+                deltas.append(OutputDelta(request_id=name, index=0, text="word ", token_ids=[7], finish_reason=finish))
+                if finish is not None:
+                    del self._left[name]
+            message = decode_from_engine(encode(StepDeltas(deltas)))
+            assert isinstance(message, StepDeltas)
+            for delta in message.deltas:
+                self._inboxes[delta.request_id].put(delta)
+
+
+def serve(port: int, step: float) -> None:
+    llm: Any = SteadyLLM(step)
+    run(llm, ServerSettings(port=port, log_requests=False))
+
+
+async def stream(port: int, tokens: int, gaps: list[float], start: asyncio.Event) -> None:
+    body = json.dumps({"prompt": "x", "max_tokens": tokens, "stream": True, "ignore_eos": True}).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    await start.wait()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    writer.write(head.encode() + body)
+    last = None
+    while data := await reader.read(65536):
+        now = time.perf_counter()
+        for _ in range(data.count(b"data: {")):
+            if last is not None:
+                gaps.append(now - last)
+            last = now
+        if b"data: [DONE]" in data:
+            break
+    writer.close()
+
+
+async def load(port: int, clients: int, tokens: int) -> list[float]:
+    gaps: list[float] = []
+    start = asyncio.Event()
+    tasks = [asyncio.create_task(stream(port, tokens, gaps, start)) for _ in range(clients)]
+    await asyncio.sleep(1)
+    start.set()
+    await asyncio.gather(*tasks)
+    return gaps
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--clients", type=int, default=256)
+    parser.add_argument("--step-ms", type=float, default=10.0)
+    parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--serve", type=int, metavar="PORT", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.serve:
+        serve(given.serve, given.step_ms / 1e3)
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    server = subprocess.Popen(
+        [sys.executable, __file__, "--serve", str(port), "--step-ms", str(given.step_ms)], stdout=subprocess.DEVNULL
+    )
+    try:
+        while True:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+                break
+            time.sleep(0.1)
+        asyncio.run(load(port, given.clients, 20))
+        before, began = psutil.Process(server.pid).cpu_times(), time.perf_counter()
+        gaps = sorted(asyncio.run(load(port, given.clients, given.tokens)))
+        after, seconds = psutil.Process(server.pid).cpu_times(), time.perf_counter() - began - 1
+    finally:
+        server.terminate()
+        server.wait()
+    cpu = after.user + after.system - before.user - before.system
+    step = given.step_ms / 1e3
+    report = {
+        "clients": given.clients,
+        "step_ms": given.step_ms,
+        "cores": os.cpu_count(),
+        "load": round(os.getloadavg()[0], 1),
+        "seconds": round(seconds, 2),
+        "gap_p50_steps": round(statistics.median(gaps) / step, 2),
+        "gap_p99_steps": round(gaps[int(0.99 * len(gaps))] / step, 2),
+        "gap_max_steps": round(gaps[-1] / step, 2),
+        "server_cpu_us_per_event": round(1e6 * cpu / max(1, len(gaps)), 1),
+    }
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

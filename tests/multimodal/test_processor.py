@@ -1,0 +1,232 @@
+"""From prompts and media to tokens and items: what is refused, and what a user's text cannot do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_vision
+from transformers import AutoConfig
+
+from headrace.core.media import MediaFacts
+from headrace.errors import ConfigError, RequestError
+from headrace.multimodal.families import media_rules
+from headrace.multimodal.items import MultiModalData
+from headrace.multimodal.positions import Run, rope_positions
+from headrace.multimodal.processor import MultiModalProcessor, PreparedPrompt
+from headrace.text.fast_tokenizer import from_directory
+from headrace.text.templates import TemplateRenderer
+from headrace.text.tokenizer import Tokenizer
+
+from .test_pictures import PICTURE, VIDEO, picture, video
+
+HIDDEN = 64
+
+
+def processor(folder: Path, kind: str, **changes: Any) -> MultiModalProcessor:
+    """Without a model: configuration, tokenizer and processor alone."""
+    factory, fields, settings = tiny_vision._configs()[kind]
+    config = factory.config_class(**fields)
+    config.save_pretrained(folder)
+    tiny_vision.write_tokenizer(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+    facts = {
+        "model_type": kind,
+        "hidden_size": HIDDEN,
+        "deepstack_layers": 2 if kind == "qwen3_vl" else 0,
+        "bidirectional": kind == "gemma3",
+        "sectioned_rope": kind != "gemma3",
+        "max_position": 2048,
+        "max_model_len": 256,
+        "has_encoder": True,
+    }
+    tokenizer = Tokenizer(from_directory(folder), vocab_size=None, eos_token_ids=[], renderer=TemplateRenderer())
+    rules = media_rules(kind, folder, AutoConfig.from_pretrained(folder))
+    return MultiModalProcessor(rules, tokenizer, MediaFacts(**facts | changes), {"image": 3, "video": 1}, 1 << 20)
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> MultiModalProcessor:
+    return processor(tmp_path_factory.mktemp("qwen"), "qwen2_5_vl")
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> MultiModalProcessor:
+    return processor(tmp_path_factory.mktemp("qwen3"), "qwen3_vl")
+
+
+def prepare(made: MultiModalProcessor, prompt: str | list[int], data: Any, **kwargs: Any) -> PreparedPrompt:
+    return made.prepare(prompt, MultiModalData.of(data), kwargs, add_special_tokens=False)
+
+
+def test_items_cover_the_features(qwen: MultiModalProcessor) -> None:
+    found = prepare(qwen, f"a{PICTURE}b{PICTURE}", {"image": [picture(56, 56), picture(56, 112)]})
+    image = tiny_vision.IDS["<|image_pad|>"]
+    assert [(item.start, item.end, item.encoder_tokens) for item in found.items] == [(2, 6, 4), (9, 17, 8)]
+    assert [found.token_ids[item.start : item.end] for item in found.items] == [[image] * 4, [image] * 8]
+    assert [media.num_rows for media in found.media] == [4, 8]
+    assert len({item.content_hash for item in found.items}) == 2
+
+
+def test_tokens_are_expanded_as_text_is(qwen: MultiModalProcessor, qwen3: MultiModalProcessor) -> None:
+    data = {"image": picture(56, 56), "video": video(4, fps=2.0, do_sample_frames=False)}
+    for made in (qwen, qwen3):
+        text = f"see {PICTURE} and {VIDEO}"
+        by_text = prepare(made, text, data)
+        assert prepare(made, made._tokenizer.encode(text, False), data) == by_text
+
+
+def test_a_picture_is_its_pixels_and_its_size(qwen: MultiModalProcessor) -> None:
+    """A grid and its transpose have as many tokens."""
+
+    def key(data: Any, mark: str = PICTURE, **kwargs: Any) -> str:
+        return prepare(qwen, mark, data, **kwargs).items[0].content_hash
+
+    wide, tall = np.zeros((28, 56, 3), np.uint8), np.zeros((56, 28, 3), np.uint8)
+    same = key({"image": wide})
+    assert same == key({"image": wide.copy()})
+    assert same != key({"image": tall}) and same != key({"image": wide + 1}) and same != key({"image": wide}, max_pixels=9999)
+    frames, _ = video(4)
+    assert key({"video": (frames, {"fps": 2.0})}, VIDEO) != key({"video": (frames, {"fps": 4.0})}, VIDEO)
+
+
+def test_transparency_is_white() -> None:
+    clear = picture(8, 8).convert("RGBA")
+    clear.putalpha(0)
+    (made,) = MultiModalData.of({"image": clear}).images
+    assert np.asarray(made.image).min() == 255  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("prompt", [f"{PICTURE}{PICTURE}", "none", f"{PICTURE}<|video_pad|>"])
+def test_placeholders_and_media_must_be_as_many(qwen: MultiModalProcessor, prompt: str) -> None:
+    for own in (prompt, qwen._tokenizer.encode(prompt, False)):
+        with pytest.raises(RequestError, match=r"placeholders <\|(image|video)_pad\|> for"):
+            prepare(qwen, own, {"image": picture(56, 56)})
+
+
+def test_a_users_text_spells_no_placeholder(qwen: MultiModalProcessor) -> None:
+    said = "what does <|image_pad|> or <|video_pad|> mean?"
+    neutral = qwen.neutral(said)
+    assert neutral.replace("\u200b", "") == said and "<|image_pad|>" not in neutral
+    found = prepare(qwen, f"{PICTURE}{neutral}", {"image": picture(56, 56)})
+    assert len(found.items) == 1 and found.token_ids.count(tiny_vision.IDS["<|image_pad|>"]) == 4
+
+
+def test_gemma_refuses_spelt_features(tmp_path: Path) -> None:
+    made = processor(tmp_path, "gemma3")
+    with pytest.raises(RequestError, match="spells <image_soft_token>"):
+        prepare(made, "<start_of_image> <image_soft_token>", {"image": picture(56, 56)})
+    assert made.limits == {"image": 3, "video": 0}
+    with pytest.raises(RequestError, match=r"has 1 videos; this engine takes at most 0 \(limit_mm_per_prompt\)"):
+        prepare(made, "x", {"video": video(4)})
+    assert "<image_soft_token>" not in made.neutral("<image_soft_token>")
+    (item,) = prepare(made, "a<start_of_image>b", {"image": picture(56, 56)}).items
+    assert (item.end - item.start, item.atomic, item.bidirectional) == (16, True, True)
+
+
+@pytest.mark.parametrize(
+    ("data", "param", "message"),
+    [
+        ({"image": 3}, "multi_modal_data.image[0]", "must be a uint8 array"),
+        ({"image": "/etc/passwd"}, "multi_modal_data.image[0]", "must be a uint8 array"),
+        ({"image": [np.zeros((4, 4), np.uint8)]}, "multi_modal_data.image[0]", "uint8 [4, 4]"),
+        ({"image": np.zeros((4, 4, 3))}, "multi_modal_data.image[0]", "not float64"),
+        ({"pictures": 1}, "multi_modal_data", "no part named 'pictures'"),
+        ([], "multi_modal_data", "must be a dict"),
+        ({"video": (video(2)[0], {"fps": 0})}, "multi_modal_data.video[0].metadata.fps", "from 0.001"),
+        ({"video": (video(2)[0], {"frames_indices": [1]})}, "multi_modal_data.video[0].metadata.frames_indices", "2 frame"),
+        ({"image": picture(9, 9), "image_embeds": {}}, "multi_modal_data.image_embeds", "no order"),
+    ],
+)
+def test_wrong_media_are_named(data: Any, param: str, message: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        MultiModalData.of(data)
+    assert caught.value.param == param and message in str(caught.value)
+
+
+def test_what_the_processor_cannot_take(qwen: MultiModalProcessor) -> None:
+    with pytest.raises(RequestError, match="ratio above 200") as caught:
+        prepare(qwen, PICTURE, {"image": picture(3, 700)})
+    assert caught.value.param == "multi_modal_data.image[0]"
+    with pytest.raises(RequestError, match="would take 1296 tokens, and the context has 256"):
+        prepare(qwen, PICTURE, {"image": picture(28, 28)}, min_pixels=1_000_000, max_pixels=1_100_000)
+    for kwargs, message in (
+        ({"size": 3}, "mm_processor_kwargs.size is not an option"),
+        ({"max_pixels": "9"}, "must be of type int"),
+        ({"max_pixels": True}, "must be of type int"),
+        ({"fps": -1.0}, "above 0"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            prepare(qwen, PICTURE, {"image": picture(28, 28)}, **kwargs)
+    with pytest.raises(RequestError, match="exclude each other"):
+        prepare(qwen, VIDEO, {"video": video(4)}, fps=1.0, num_frames=2)
+
+
+def features(rows: int = 4, hidden: int = HIDDEN, grid: Any = ((1, 4, 4),), **changes: Any) -> dict[str, Any]:
+    values = {"features": np.ones((rows, hidden), np.float32), "grid_thw": np.array(grid, np.int64)}
+    return {"image_embeds": values | changes}
+
+
+@pytest.mark.parametrize(
+    ("data", "part", "message"),
+    [
+        (features(hidden=48), "[0].features", "expected hidden size 64, not 48"),
+        (features(rows=16), "[0].features", "expected 4 rows for the grid [1, 4, 4], not 16"),
+        (features(rows=5), ".features", "5 rows, which do not divide the 16 patches"),
+        (features(grid=((1, 2, 3), (1, 2, 5))), ".features", "not the same number of patches"),
+        (features(rows=3, grid=((1, 3, 4),)), "[0].grid_thw", "multiples of 2"),
+        (features(rows=8, grid=((2, 4, 4),)), "[0].grid_thw", "expected 1 temporal patch"),
+        (features(grid=((1, 4),)), ".grid_thw", "expected [number of items, 3]"),
+        (features(grid=((1, 0, 4),)), ".grid_thw", "numbers from 1"),
+        (features(grid_thw=None), ".grid_thw", "is missing: the features need their grids"),
+        (features(features=None), ".features", "is missing"),
+        (features(features=np.ones((4, HIDDEN), np.int64)), ".features", "dtype int64; expected float32"),
+        (features(features=np.ones((4, HIDDEN, 1), np.float32)), ".features", "expected 2 dimensions"),
+        (features(features=np.full((4, HIDDEN), np.nan, np.float32)), "[0].features", "finite numbers"),
+        (features(deepstack=np.ones((1, 4, HIDDEN), np.float32)), "[0].deepstack", "expected 0 levels, not 1"),
+        (features(other=1), "", "no part named 'other'"),
+    ],
+)
+def test_features_are_checked(qwen: MultiModalProcessor, data: Any, part: str, message: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        prepare(qwen, PICTURE, data)
+    assert message in str(caught.value) and caught.value.param == f"multi_modal_data.image_embeds{part}"
+
+
+def test_deepstack_features_are_complete(qwen3: MultiModalProcessor) -> None:
+    with pytest.raises(RequestError, match="expected 2 levels, not none"):
+        prepare(qwen3, PICTURE, features())
+    with pytest.raises(RequestError, match=r"expected shape \[2, 4, 64\], not \[1, 4, 64\]"):
+        prepare(qwen3, PICTURE, features(deepstack=np.ones((1, 4, HIDDEN), np.float32)))
+    deep = np.ones((2, 4, HIDDEN), np.float32)
+    (media,) = prepare(qwen3, PICTURE, features(deepstack=deep)).media
+    assert media.encoded and set(media.tensors) == {"features", "deepstack"}
+    with pytest.raises(RequestError, match="NaN"):
+        prepare(qwen3, PICTURE, features(deepstack=deep * np.inf))
+
+
+def test_text_goes_on_after_the_highest_position() -> None:
+    """A video whose time reaches further than its frames are wide."""
+    rope = rope_positions(8, [Run(1, 4, (4, 1, 1), 5.0), Run(6, 1, (1, 1, 1), 1.0)])
+    positions = np.frombuffer(rope.prompt, "<i4").reshape(3, 8)
+    assert positions[0].tolist() == [0, 1, 6, 11, 16, 17, 18, 19]
+    assert positions[1].tolist() == [0, 1, 1, 1, 1, 17, 18, 19]
+    assert rope.delta == 20 - 8
+
+
+def test_positions_beyond_the_models_are_refused(tmp_path: Path) -> None:
+    made = processor(tmp_path, "qwen2_5_vl", max_position=300)
+    with pytest.raises(RequestError, match=r"reach \d+; the model's end at 300") as caught:
+        prepare(made, VIDEO, {"video": video(8, fps=0.01, do_sample_frames=False)})
+    assert caught.value.param == "multi_modal_data.video"
+
+
+def test_without_a_processor_there_are_no_pictures(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no image processor that can be used"):
+        (tmp_path / "config.json").write_text("{}")
+        media_rules("gemma3", tmp_path, None)
+    with pytest.raises(ConfigError, match="pictures of owlvit are not supported"):
+        media_rules("owlvit", tmp_path, None)

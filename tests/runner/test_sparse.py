@@ -13,9 +13,10 @@ import msgspec
 import pytest
 import torch
 
-from headrace.core.plan import StepResult
+from headrace.attention.sparse import WithSparsePrompts
+from headrace.core.plan import StepPlan, StepResult
 from headrace.core.request import Request
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, EngineError
 from headrace.model_spec import ELASTIC_MODES
 from headrace.runner.record import replay
 
@@ -296,3 +297,51 @@ def test_a_replay_is_the_run(mode: str, tmp_path: Path) -> None:
 
 def strip(result: StepResult) -> StepResult:
     return msgspec.structs.replace(result, forward_seconds=0.0, sample_seconds=0.0)
+
+
+def test_a_known_decision_is_resumed_in_chunks() -> None:
+    """The same decision, within the step's budget; and the tokens generated before attend densely again."""
+    world = dataclasses.replace(MODES["elastic"], max_num_batched_tokens=100)
+    asked = request("r", prompt(51, 500), max_tokens=8, eos=(), logprobs=2)
+    plans: list[StepPlan] = []
+    engine = Engine(world)  # type: ignore[arg-type]
+    engine.add(asked)
+    execute = engine.runner.execute
+
+    def watched(plan: StepPlan) -> Any:
+        plans.append(plan)
+        return execute(plan)
+
+    engine.runner.execute = watched  # type: ignore[method-assign]
+
+    def preempt(step: int) -> None:
+        if step == 4:
+            engine.scheduler._preempt(next(iter(engine.scheduler._running)))
+
+    same(engine.run(before_step=preempt), alone(world, [asked]))  # type: ignore[arg-type]
+    (first, resumed) = [plan.new[0] for plan in plans if plan.new]
+    assert (first.sparse, len(resumed.sparse or b"")) == (b"", 2 * 3)
+    rows = [(row.num_computed, row.num_tokens) for plan in plans for row in plan.rows]
+    assert rows[0] == (0, 500)
+    again = rows[rows.index((0, 64)) :]
+    assert again[:9] == [(start, min(64, 500 - start)) for start in range(0, 500, 64)] + [(500, 4)]
+
+
+def test_models_without_sparse_prompts_are_as_ever() -> None:
+    """Nothing wraps their attention, no table is made, and plans and results are what they were."""
+    engine = Engine(SparseWorld())  # type: ignore[arg-type]
+    engine.add(request("r", prompt(52, 300), max_tokens=2))
+    engine.run()
+    assert engine.runner._sparse is None
+    assert not any(isinstance(backend, WithSparsePrompts) for backend in engine.runner.backends)
+    assert not any(result.sparse for result in engine.results)
+
+
+def test_a_plan_that_cuts_a_block_is_refused() -> None:
+    engine = Engine(MODES["xattn"])  # type: ignore[arg-type]
+    engine.add(request("r", prompt(53, 300), max_tokens=2))
+    plan = engine.scheduler.schedule()
+    assert plan is not None
+    cut = msgspec.structs.replace(plan, rows=(msgspec.structs.replace(plan.rows[0], num_tokens=100, num_logits=0),))
+    with pytest.raises(EngineError, match="not a chunk of a prompt that attends sparsely"):
+        engine.runner.execute(cut)

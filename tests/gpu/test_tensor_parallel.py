@@ -36,7 +36,14 @@ def engine(folder: Path, size: int, **changes: Any) -> LLM:
 
 def answers(llm: LLM) -> list[tuple[list[int], list[float]]]:
     outputs = llm.generate(PROMPTS * 2, [params for params in PARAMS for _ in PROMPTS])
-    return [(one.outputs[0].token_ids, [entry.logprobs[0] for entry in one.outputs[0].logprobs or []]) for one in outputs]
+    samples = [output.outputs[0] for output in outputs]
+    return [
+        (
+            sample.token_ids,
+            [entry[token].logprob for entry, token in zip(sample.logprobs or [], sample.token_ids, strict=False)],
+        )
+        for sample in samples
+    ]
 
 
 @pytest.fixture(scope="module")

@@ -48,6 +48,7 @@ COMPANIONS = {
     "tls_key": ["--tls-cert", __file__],
     "min_tokens": ["--max-tokens", "9999"],
     "stop": ["--detokenize"],
+    "dp_queue_timeout": ["--data-parallel-size", "2"],
 }
 """Options without which a field's value is refused."""
 

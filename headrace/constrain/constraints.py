@@ -12,7 +12,7 @@ import numpy as np
 
 from headrace.constrain.compiler import GrammarCompiler
 from headrace.constrain.matcher import GrammarMatcher, finish_masks, words
-from headrace.core.matcher import Mask, Matcher
+from headrace.core.matcher import TOO_COMPLEX, Mask, Matcher
 from headrace.core.sequence import Sequence as EngineSequence
 from headrace.errors import EngineError, RequestError
 from headrace.outputs import Failure
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 Failed = list[tuple[EngineSequence, Failure]]
 """Sequences that cannot go on, and why."""
 
-GRAMMAR_ERROR = "grammar_too_complex"
 """Code of errors of a constraint that passed the check: only a limit can end it."""
 _FILL_THREADS = 8
 """Threads that fill the masks of a step, at most."""
@@ -158,7 +157,7 @@ class Constraints:
 
 
 def _failure(message: str) -> Failure:
-    return Failure(f"structured_outputs: {message}", client=True, code=GRAMMAR_ERROR, param="structured_outputs")
+    return Failure(f"structured_outputs: {message}", client=True, code=TOO_COMPLEX, param="structured_outputs")
 
 
 def _end_tokens(seq: EngineSequence) -> set[int]:

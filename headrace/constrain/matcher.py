@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from headrace.core.matcher import Mask
+from headrace.core.matcher import TOO_COMPLEX, Mask
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-TOO_COMPLEX = "grammar_too_complex"
 _REPEATED = 64
 """Equal tokens, or tokens of digits, in a row that end a JSON output: a model does not come back from there."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from headrace.core.matcher import TOO_COMPLEX
 from headrace.core.sequence import Sequence
 from headrace.outputs import Failure, FinishReason
 
@@ -39,7 +40,10 @@ def check_stop(seq: Sequence) -> Stop | None:
         return Stop("error", None, error=Failure(message))
     refusal = matcher.advance(seq.token_ids[-1:])
     if refusal is not None:
-        return Stop("error", None, error=Failure(refusal))
+        # A limit is the request's fault; a token that the mask should have banned is not.
+        limited = refusal.startswith(TOO_COMPLEX)
+        failure = Failure(f"structured_outputs: {refusal}", client=limited, code=TOO_COMPLEX if limited else None)
+        return Stop("error", None, error=failure)
     if matcher.ended:
         return Stop("stop", None)
     return Stop("length", REPETITION) if stop is None and matcher.stuck else stop

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -23,6 +24,7 @@ from headrace.constrain.factory import GrammarFactory
 from headrace.constrain.vocabulary import GrammarVocabulary
 from headrace.core.request import Constraint, Request
 from headrace.core.scheduler import Scheduler
+from headrace.core.stops import check_stop
 from headrace.engine.core import EngineCore
 from headrace.engine.executor import LocalExecutor
 from headrace.engine.outputs import OutputProcessor
@@ -31,7 +33,7 @@ from headrace.outputs import OutputDelta
 from headrace.parallel.agreement import Alone
 from headrace.runner.record import replay
 from headrace.runner.runner import ModelRunner
-from headrace.sampling_params import StructuredOutputsParams
+from headrace.sampling_params import SamplingParams, StructuredOutputsParams
 from headrace.text.vocab import TokenBytes
 
 PIECES = [b"<pad>", b"<eos>", b"<sep>", *(bytes([byte]) for byte in range(32, 127)), b"\n"]
@@ -467,3 +469,14 @@ def test_an_engine_without_a_tokenizer_refuses() -> None:
     with pytest.raises(RequestError, match="needs a tokenizer"):
         core.add(constrained("regex"))
     assert not core.has_work()
+
+
+@pytest.mark.parametrize(("refusal", "client"), [("grammar_too_complex: too many items", True), ("token 7 is refused", False)])
+def test_a_limit_that_a_token_passes_is_the_requests_fault(refusal: str, client: bool) -> None:
+    """A token that the mask should have banned is the engine's."""
+    request = SimpleNamespace(sampling=SamplingParams(max_tokens=9), eos_token_ids=[])
+    matcher = SimpleNamespace(advance=lambda tokens: refusal)
+    seq: Any = SimpleNamespace(token_ids=[1, 7], num_prompt=1, request=request, stop_token_ids=(), max_len=9, matcher=matcher)
+    stop = check_stop(seq)
+    assert stop is not None and stop.error is not None and refusal in stop.error.message
+    assert (stop.error.client, stop.error.code) == (client, "grammar_too_complex" if client else None)

@@ -89,6 +89,7 @@ def pictures(checkpoint: Path) -> Iterator[tuple[dict[str, Any], dict[str, str]]
     assert len(names["output"].outputs[0].token_ids) > 0
 
 
+@contextlib.contextmanager
 def two_ranks(checkpoint: Path) -> Iterator[tuple[dict[str, Any], dict[str, str]]]:
     yield {}, {'LLM("Qwen/Qwen3-8B"': f'LLM({str(checkpoint)!r}, device="cpu", num_kv_blocks=16, num_threads=2'}
 

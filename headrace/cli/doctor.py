@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import re
 import sys
 import time
 from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import typer
 from rich.console import Console
 
@@ -38,6 +40,15 @@ def doctor(
             "compare logprobs, layers and tokens. Exit code 0: they agree; 1: they do not. Loads the model several times.",
         ),
     ] = False,
+    image_size: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--image-size",
+            help="Size of a picture, such as 1024x768, whose number of tokens the report says. Repeatable. Default: 1024x1024, "
+            "for a model that sees.",
+            metavar="WIDTHxHEIGHT",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Say what would be served here, how, and why: environment, decisions, attention layer by layer, memory.
@@ -48,16 +59,45 @@ def doctor(
     from headrace.cli.startup import as_json as encoded
     from headrace.cli.startup import print_report
 
+    sizes = [_size(size) for size in image_size or ["1024x1024"]]
     if parity:
+        if image_size:
+            raise ConfigError("--parity reports on no pictures: leave --image-size out, or --parity", "--image-size")
         if load:
             raise ConfigError("--parity reports on no engine that was loaded to serve: leave --load out, or --parity", "--load")
         _compare(args, as_json)
         return
     info = asyncio.run(_loaded(args)) if load else planned(args)
+    if info.media is None and image_size:
+        raise ConfigError("the model reads text alone: it sees no pictures", "--image-size")
+    if info.media is not None:
+        info = _with_picture_tokens(info, args, sizes)
     if as_json:
         sys.stdout.write(encoded(info) + "\n")
         return
     print_report(Console(), info, environment=True)
+
+
+def _size(text: str) -> tuple[int, int]:
+    """The width and height that an option writes."""
+    match = re.fullmatch(r"(\d{1,6})x(\d{1,6})", text)
+    if match is None or not int(match[1]) or not int(match[2]):
+        raise ConfigError(f"must be a width and a height such as 1024x768, not {text!r}", "--image-size")
+    return int(match[1]), int(match[2])
+
+
+def _with_picture_tokens(info: EngineInfo, args: EngineArgs, sizes: list[tuple[int, int]]) -> EngineInfo:
+    """The report with the number of tokens of pictures of some sizes among its decisions."""
+    from headrace.engine.features import picture_rules
+    from headrace.engine.info import DecisionLine
+    from headrace.sources.files import find_model
+
+    rules = picture_rules(args, find_model(args))
+    if rules is None:
+        return info
+    reason = f"the model's processor resizes it ({rules.backend})"
+    lines = [DecisionLine(f"picture of {w} x {h}", f"{rules.image_rows(w, h)} tokens", reason) for w, h in sizes]
+    return msgspec.structs.replace(info, decisions=[*info.decisions, *lines])
 
 
 def _compare(args: EngineArgs, as_json: bool) -> None:

@@ -11,6 +11,7 @@ from headrace.cli.bench import app as bench_app
 from headrace.cli.chat import chat
 from headrace.cli.config import app as config_app
 from headrace.cli.doctor import doctor
+from headrace.cli.encode import encode
 from headrace.cli.run import run
 from headrace.cli.serve import serve
 
@@ -42,5 +43,6 @@ app.command("serve")(serve)
 app.command("run")(run)
 app.command("chat")(chat)
 app.add_typer(bench_app, name="bench")
+app.command("encode")(encode)
 app.command("doctor")(doctor)
 app.add_typer(config_app, name="config")

@@ -73,6 +73,10 @@ class Group(Generic[T]):
             raise ValueError(f"no such options: {sorted(unknown)}")
         return dataclasses.replace(self, options=tuple(o for o in self.options if o.name not in fields))
 
+    def only(self, *fields: str) -> Self:
+        """The same group for a command in which these fields alone have a meaning."""
+        return self.without(*(option.name for option in self.options if option.name not in fields))
+
     def changed(self, field: str, **spec: Any) -> Self:
         """The same group with another declaration of one field."""
         return dataclasses.replace(

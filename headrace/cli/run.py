@@ -22,7 +22,7 @@ from headrace.cli.results import ResultFile, line_key
 from headrace.config import EngineArgs
 from headrace.engine.spawn import spawn
 from headrace.engine.timeline import process_start
-from headrace.errors import ConfigError, EngineDeadError, EngineError, RequestError
+from headrace.errors import ConfigError, EngineDeadError, EngineError, QueueFullError, RequestError
 from headrace.outputs import RequestOutput
 
 if TYPE_CHECKING:
@@ -38,6 +38,9 @@ AHEAD = 4
 ATTEMPTS = 3
 """Times that a prompt is run when the engine dies under it."""
 RESTART_POLL_SECONDS = 0.2
+RETRY_SECONDS = 0.2
+"""Pause before a prompt is tried again whose media had no room beside those of others."""
+_TOO_MANY = 429
 
 PROMPTS = functools.partial(typer.Option, rich_help_panel="Prompts and results")
 
@@ -299,7 +302,9 @@ class _Runner:
         url, body = job.content
         for _ in range(ATTEMPTS):
             try:
-                return await answered(self._serving, url, body)
+                while (answer := await answered(self._serving, url, body)).status == _TOO_MANY:
+                    await asyncio.sleep(RETRY_SECONDS)
+                return answer
             except EngineDeadError as error:
                 reason = str(error)
             await _until_running(self._llm)
@@ -310,7 +315,7 @@ async def _generate(llm: AsyncLLM, sampling: dict[str, Any], job: PromptJob) -> 
     params = llm.inputs.default_sampling.replace(sampling | job.sampling)
     prompt: Any = {job.kind: job.content}
     if job.kind == "messages":
-        prompt = await llm.inputs.chat_prompt_async(job.content)
+        prompt = await _chat_prompt(llm, job.content)
     for _ in range(ATTEMPTS):
         try:
             result: RequestOutput | None = None
@@ -327,6 +332,15 @@ async def _generate(llm: AsyncLLM, sampling: dict[str, Any], job: PromptJob) -> 
             reason = str(error)
         await _until_running(llm)
     raise RequestError(reason)
+
+
+async def _chat_prompt(llm: AsyncLLM, messages: Any) -> Any:
+    """The prompt of a conversation, as soon as there is room for its media beside those of others."""
+    while True:
+        try:
+            return await llm.inputs.chat_prompt_async(messages)
+        except QueueFullError:
+            await asyncio.sleep(RETRY_SECONDS)
 
 
 async def _until_running(llm: AsyncLLM) -> None:

@@ -52,13 +52,13 @@ def as_json(info: EngineInfo) -> str:
 
 def _named(info: EngineInfo) -> dict[str, Any]:
     """The structs of EngineInfo travel as arrays; here each value has its name."""
-    fields = {name: getattr(info, name) for name in info.__struct_fields__}
-    return {
-        name: [msgspec.structs.asdict(entry) for entry in value]
-        if isinstance(value, list) and value and isinstance(value[0], msgspec.Struct)
-        else value
-        for name, value in fields.items()
-    }
+
+    def named(value: Any) -> Any:
+        if isinstance(value, list):
+            return [named(entry) for entry in value]
+        return msgspec.structs.asdict(value) if isinstance(value, msgspec.Struct) else value
+
+    return {name: named(getattr(info, name)) for name in info.__struct_fields__}
 
 
 def headline(info: EngineInfo) -> Text:

@@ -143,7 +143,7 @@ def decode_video(data: memoryview, limits: DecodeLimits) -> Decoded:
 def _taken(frames: Iterator[Any], wanted: list[int], fps: float, limits: DecodeLimits) -> Decoded:
     """The wanted frames. A file may hold fewer than its packets promise: then those that there are."""
     left = set(wanted)
-    taken: list[np.ndarray[Any, Any]] = []
+    taken = np.empty((0, 0, 0, 3), np.uint8)
     indices: list[int] = []
     index = -1
     for index, frame in enumerate(frames):
@@ -156,15 +156,17 @@ def _taken(frames: Iterator[Any], wanted: list[int], fps: float, limits: DecodeL
                 f"at most {limits.video_pixels} together are allowed (max_video_pixels)"
             )
         pixels = np.rot90(frame.to_ndarray(format="rgb24"), round(frame.rotation / 90))
-        if taken and pixels.shape != taken[0].shape:
+        if not indices:
+            taken = np.empty((len(wanted), *pixels.shape), np.uint8)
+        if pixels.shape != taken.shape[1:]:
             raise DecodeError("has frames of several sizes")
-        taken.append(pixels)
+        taken[len(indices)] = pixels
         indices.append(index)
-    if not taken:
+    if not indices:
         raise DecodeError("has no frame that can be decoded")
     facts = VideoFacts(fps, index + 1, indices, (index + 1) / fps)
-    height, width = taken[0].shape[:2]
-    return Decoded(len(taken), height, width, memoryview(np.stack(taken).tobytes()), facts)
+    _, height, width, _ = taken.shape
+    return Decoded(len(indices), height, width, taken[: len(indices)].data.cast("B"), facts)
 
 
 def sample_indices(total: int, most: int) -> list[int]:

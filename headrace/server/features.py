@@ -6,14 +6,16 @@ import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headrace.core.media import Modality
 from headrace.errors import RequestError
-from headrace.multimodal.items import Features
-from headrace.multimodal.media import FindFeatures
 from headrace.server.errors import ApiError, shown
 from headrace.server.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from headrace.multimodal.items import Features
+    from headrace.multimodal.media import FindFeatures
 
 _OVERHEAD = 1024
 """Bytes of an upload beside its numbers."""

@@ -7,18 +7,20 @@ import hashlib
 import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headrace.core.request import Request
 from headrace.engine.inputs import Prompt
 from headrace.errors import RequestError
-from headrace.multimodal.media import FindFeatures
 from headrace.options import INT32_MAX
 from headrace.server.errors import ApiError
 from headrace.server.sampling import limit
 from headrace.server.schema import ChatBody, CompletionBody, TokenizeBody
 from headrace.server.state import Serving
 from headrace.text.content import ConversationMedia, MediaPart
+
+if TYPE_CHECKING:
+    from headrace.multimodal.media import FindFeatures
 
 
 def parse_prompts(value: Any, most: int) -> list[str | list[int]]:
@@ -133,6 +135,8 @@ def _of_part(error: RequestError, parts: Sequence[MediaPart]) -> RequestError:
     """An error of the engine's gate, which counts media by modality, as one of the conversation's part."""
     named = re.match(r"multi_modal_data\.(image|video)(?:_embeds)?\[(\d+)\]", error.param or "")
     if named is None:
+        if (error.param or "").startswith("multi_modal_data"):  # the template has not written a placeholder for each
+            error.param = "messages"
         return error
     part = [part for part in parts if part.modality == named[1]][int(named[2])]
     error.message = error.message.replace(named[0], part.param)

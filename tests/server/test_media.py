@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from collections.abc import Iterator
 from typing import Any
@@ -13,11 +14,14 @@ from multimodal.media import clip, noise, picture, real_picture
 from multimodal.test_feature_file import save, tensors
 from multimodal.test_media import data_url
 
+from headrace.errors import RequestError
 from headrace.multimodal.feature_file import read_features
 from headrace.multimodal.media import MediaLoader
+from headrace.server.batch import BatchAnswer, answered
 from headrace.server.errors import ApiError
 from headrace.server.features import FeatureStore
 from headrace.server.settings import ServerSettings
+from headrace.server.state import Serving
 from server.fakes import FakeLLM
 from server.harness import Api, running
 from server.media import HIDDEN, SeeingLLM, loader
@@ -170,6 +174,17 @@ def test_tokenize_counts_what_chat_does(api: Api, llm: SeeingLLM) -> None:
     assert answer.json()["tokens"] == llm.seen[-1].prompt_token_ids
 
 
+def test_batch_lines(llm: SeeingLLM) -> None:
+    async def run(body: dict[str, Any]) -> BatchAnswer:
+        await llm.start()
+        return await answered(Serving(llm, ServerSettings(responses_store=False)), "/v1/chat/completions", body)  # type: ignore[arg-type]
+
+    answer = asyncio.run(run(user(text("a"), image())))
+    assert (answer.status, answer.body["usage"]["prompt_tokens_details"]["image_tokens"]) == (200, 24)
+    answer = asyncio.run(run(user(embeds(ref="feat_x"))))
+    assert (answer.status, answer.body["error"]["param"]) == (400, "messages[0].content[0].image_embeds")
+
+
 def test_a_model_of_text_names_the_part() -> None:
     api = Api(FakeLLM())
     assert "the model reads text" in refused(api, user(text("a"), image()), "messages[0].content[1].type")
@@ -197,6 +212,14 @@ def test_too_many_media_at_once(api: Api, media: MediaLoader) -> None:
         answer = api.post("/v1/chat/completions", user(image()))
     assert answer.status_code == 429
     assert "Retry-After" in answer.headers
+
+
+def test_a_template_without_a_placeholder(api: Api, llm: SeeingLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def prepare(*args: Any, **options: Any) -> Any:
+        raise RequestError("the prompt has 0 placeholders for 1 images", "multi_modal_data.image")
+
+    monkeypatch.setattr(llm.processor, "prepare", prepare)
+    assert "0 placeholders" in refused(api, user(image()), "messages")
 
 
 def test_features_in_the_message(api: Api, llm: SeeingLLM) -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from headrace.multimodal.media import FindFeatures
 from headrace.outputs import Event, Message, OutputDelta
 from headrace.server.generation import Generation, Piece, named
 from headrace.server.logprobs import JSONArray, chat_logprobs, prompt_logprobs
@@ -22,6 +21,9 @@ from headrace.server.shape.parts import events_of
 from headrace.server.sse import ChunkAnswer, respond
 from headrace.server.state import Serving, serving
 from headrace.server.tools import names_function, offered
+
+if TYPE_CHECKING:
+    from headrace.multimodal.media import FindFeatures
 
 router = APIRouter()
 

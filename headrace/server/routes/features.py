@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import base64
 import binascii
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from headrace.core.media import Modality
-from headrace.multimodal.feature_file import read_features
-from headrace.multimodal.items import Features
 from headrace.server.body import check_content_encoding, json_object
 from headrace.server.errors import JSON, ApiError, shown
 from headrace.server.features import Upload
 from headrace.server.request import tenant
 from headrace.server.state import Serving, serving
+
+if TYPE_CHECKING:
+    from headrace.multimodal.items import Features
 
 router = APIRouter()
 _BINARY = ("application/octet-stream", "application/safetensors", "application/x-safetensors")
@@ -52,6 +53,8 @@ async def upload(request: Request) -> Response:
     data, modality = await _given(request, state)
 
     def read() -> Features:
+        from headrace.multimodal.feature_file import read_features
+
         content = data if isinstance(data, bytes) else _decoded(data, state.settings.max_feature_bytes)
         features = read_features(content, "data")
         processor.check_features(features, modality, "data")

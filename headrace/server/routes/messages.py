@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import uuid
+from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from headrace.multimodal.media import FindFeatures
 from headrace.server.errors import JSON
 from headrace.server.generation import Generation
 from headrace.server.prompts import need_tokenizer, render_messages
@@ -19,6 +19,9 @@ from headrace.server.shape.turns import renamed
 from headrace.server.sse import respond
 from headrace.server.state import Serving, serving
 from headrace.server.tools import offered
+
+if TYPE_CHECKING:
+    from headrace.multimodal.media import FindFeatures
 
 router = APIRouter()
 

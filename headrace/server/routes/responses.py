@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import uuid
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from headrace.multimodal.media import FindFeatures
 from headrace.server.errors import JSON, ApiError, shown
 from headrace.server.generation import Generation
 from headrace.server.request import body_schema, checked_body, parsed_body, tenant
@@ -20,6 +19,9 @@ from headrace.server.shape.turns import renamed
 from headrace.server.sse import respond
 from headrace.server.state import Serving, serving
 from headrace.server.store import Stored
+
+if TYPE_CHECKING:
+    from headrace.multimodal.media import FindFeatures
 
 router = APIRouter()
 _MOST_ITEMS = 100

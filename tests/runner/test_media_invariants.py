@@ -11,12 +11,15 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 from headrace.core.media import ItemInputs, TensorData
 from headrace.core.request import Request
 from headrace.core.sequence import Sequence
+from headrace.kernels.inputs import RowTensors
 from headrace.kv import Item
 from headrace.multimodal.positions import Run, rope_positions
+from headrace.runner.inputs import _token_slots
 from headrace.runner.record import replay
 
 from .harness import WITH_MEDIA, Encoder, Engine, Outcomes, World, alone, prompt, request, same, serve
@@ -252,3 +255,11 @@ def test_a_picture_that_breaks_the_encoder_fails_alone(family: str) -> None:
     assert failed.finish_reason == "error" and "the image cannot be encoded: ValueError: too small" in str(failed.error)
     same(outcomes, {name: samples for name, samples in expected(family).items() if name != "two"})
     finished(engine)
+
+
+def test_tokens_of_padding_rows_have_a_slot_that_exists() -> None:
+    """Rows padded to a captured size: each token takes its own slot's delta, tokens of no row any."""
+    slots = torch.tensor([3, -1, 7, -1], dtype=torch.int32)
+    rows = RowTensors(slots, torch.tensor([0, 1, 1, 4, 4], dtype=torch.int32), torch.zeros(5, dtype=torch.int32))
+    found = _token_slots(rows, 6)
+    assert found[:4].tolist() == [3, 7, 7, 7] and (found >= 0).all()

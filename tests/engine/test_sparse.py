@@ -67,3 +67,23 @@ def test_layers_that_cannot_stay_dense_and_are_named(tmp_path: Path) -> None:
     ):
         llm.generate([{"prompt_token_ids": [3, 4]}], GREEDY.replace({"sparse_prefill": True}))
     assert caught.value.param == "sparse_prefill"
+
+
+def test_a_live_megatron_model_attends_sparsely(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("megatron.core", reason="megatron-core is not installed: pip install 'headrace[megatron]'")
+    from models.fallback import megatron_models as small
+
+    monkeypatch.setattr(small, "CONTEXT", 768)
+    model = small.gpt()
+    tokens = {"prompt_token_ids": [token % small.VOCAB for token in prompt(6, 600)]}
+    found = {}
+    for threshold in (0.5, 1.0):
+        options: dict[str, Any] = {"sparse_prefill": "xattn", "sparse_threshold": threshold, "sparse_min_tokens": 100}
+        with LLM.from_megatron(model, model.config, None, kv_cache_memory=2**23, **options) as llm:
+            (sparse,) = llm.generate([tokens], GREEDY)
+            (dense,) = llm.generate([tokens], GREEDY.replace({"sparse_prefill": False}))
+        assert sparse.attention is not None
+        found[threshold] = sparse.attention.density
+        if threshold == 1.0:
+            assert sparse.outputs[0].token_ids == dense.outputs[0].token_ids
+    assert found[1.0] == 1.0 and 0.3 < (found[0.5] or 0) < 0.9

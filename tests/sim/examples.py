@@ -12,7 +12,6 @@ from headrace.core.plan import SamplePlan, StepPlan, StepResult
 from headrace.runner.graphs import GraphCount
 from headrace.sim.cluster import Simulation
 from headrace.sim.config import Calibration, EngineShape, GroupShape, Lengths, Prefixes, SimConfig, Traffic
-from headrace.sim.replica import SimReplica
 from headrace.sim.step_time import Curve, KindTimes, StepTimeModel
 from headrace.sim.traffic import generate
 
@@ -32,6 +31,16 @@ SHAPE = EngineShape(
     pipeline_depth=2,
 )
 """Its cache has 64,000 tokens."""
+
+
+def slower(factor: float) -> StepTimeModel:
+    """Longer steps without a host's time: what a real host takes beside them counts less."""
+
+    def scaled(times: KindTimes) -> KindTimes:
+        curve = msgspec.structs.replace(times.base, values=[value * factor for value in times.base.values])
+        return msgspec.structs.replace(times, base=curve)
+
+    return StepTimeModel(scaled(TIMES.decode), scaled(TIMES.mixed))
 
 
 def config(engine: dict[str, Any] | None = None, times: StepTimeModel = TIMES, **fields: Any) -> SimConfig:
@@ -91,6 +100,3 @@ class SleepingExecutor:
 
     def close(self) -> None:
         pass
-
-
-__all__ = ["SHAPE", "SHARED", "TIMES", "SimReplica", "SleepingExecutor", "config", "run", "traffic"]

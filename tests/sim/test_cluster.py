@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -11,8 +12,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from engine.tiny import write_config
 
+from headrace.config import EngineArgs
+from headrace.core.request import Request
 from headrace.core.scheduler import Scheduler
+from headrace.engine.async_llm import AsyncLLM
 from headrace.engine.core import EngineCore
 from headrace.engine.outputs import OutputProcessor
 from headrace.sim.cluster import Simulation
@@ -20,7 +25,7 @@ from headrace.sim.config import Failure, Lengths
 from headrace.sim.step_time import StepTimeModel
 from headrace.sim.traffic import generate, make_request
 
-from .examples import SHAPE, SHARED, TIMES, SleepingExecutor, config, run, traffic
+from .examples import SHAPE, SHARED, TIMES, SleepingExecutor, config, run, slower, traffic
 
 
 def test_the_same_seed_gives_the_same_report_byte_for_byte(tmp_path: Path) -> None:
@@ -132,8 +137,7 @@ def test_a_runner_that_sleeps_takes_the_same_steps(depth: int) -> None:
 @pytest.mark.slow
 def test_a_runner_that_sleeps_takes_the_same_time() -> None:
     """On an idle machine: requests arrive in real time."""
-    times = StepTimeModel(TIMES.decode, TIMES.mixed)
-    slowed = msgspec.structs.replace(times, decode=_slower(times.decode), mixed=_slower(times.mixed))
+    slowed = slower(4.0)
     settings = config({"pipeline_depth": 1}, slowed, message_seconds=0.0, traffic=traffic(120, rate=12.0), seed=3)
     assert settings.traffic is not None
     requests = list(generate(settings.traffic, 3, SHAPE.max_model_len))
@@ -159,10 +163,48 @@ def test_a_runner_that_sleeps_takes_the_same_time() -> None:
     assert waits[60] * 1e3 == pytest.approx(report["milliseconds"]["first token"]["p50"], rel=0.15)
 
 
-def _slower(times: object, factor: float = 4.0) -> object:
-    """Longer steps: what the real host takes beside them counts less."""
-    curve = msgspec.structs.replace(times.base, values=[value * factor for value in times.base.values])
-    return msgspec.structs.replace(times, base=curve)
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["prefix", "round-robin"])
+def test_four_processes_that_sleep_take_the_same_time(policy: str, tmp_path: Path) -> None:
+    """The real front, router, processes and schedulers. On an idle machine."""
+    settings = config(replicas=4, routing=policy, traffic=msgspec.structs.replace(SHARED, requests=200, rate=20.0), seed=2)
+    settings = msgspec.structs.replace(settings, calibration=msgspec.structs.replace(settings.measured, step_times=slower(4.0)))
+    assert settings.traffic is not None
+    requests = list(generate(settings.traffic, 2, SHAPE.max_model_len))
+    simulation = Simulation(settings)
+    simulation.run(requests)
+
+    class SleepingLLM(AsyncLLM):
+        command = (sys.executable, str(Path(__file__).parent / "sleeping_process.py"), "4.0")
+
+    first: dict[str, float] = {}
+
+    async def follow(llm: AsyncLLM, request: Request) -> None:
+        begin = time.monotonic()
+        async with await llm.add(msgspec.structs.replace(request, arrival_time=begin)) as stream:
+            async for _ in stream:
+                first.setdefault(request.request_id, time.monotonic() - begin)
+
+    async def work() -> float:
+        model = str(write_config(tmp_path))
+        args = EngineArgs(model=model, load_format="dummy", data_parallel_size=4, dp_routing_policy=policy)  # type: ignore[arg-type]
+        async with SleepingLLM(args) as llm:
+            while llm.health().reason:
+                await asyncio.sleep(0.05)
+            start, tasks = time.monotonic(), []
+            for request in requests:
+                await asyncio.sleep(max(0.0, start + request.arrival_time - time.monotonic()))
+                tasks.append(asyncio.create_task(follow(llm, request)))
+            await asyncio.gather(*tasks)
+            return time.monotonic() - start
+
+    seconds = asyncio.run(asyncio.wait_for(work(), 200))
+    waits = sorted(first.values())
+    measured = {50: waits[100] * 1e3, 90: waits[180] * 1e3}
+    simulated = simulation.report()["milliseconds"]["first token"]
+    print(f"{policy}: {seconds:.2f} s, simulated {simulation.now:.2f}; first token {measured}, simulated {simulated}")
+    assert seconds == pytest.approx(simulation.now, rel=0.03)
+    assert measured[50] == pytest.approx(simulated["p50"], rel=0.15)
 
 
 def test_outputs_may_be_as_long_as_the_context() -> None:

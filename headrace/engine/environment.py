@@ -37,21 +37,32 @@ def probe(device: str = "auto") -> DeviceFacts:
 
 
 def take_device(args: EngineArgs, replica: int) -> None:
-    """Makes a replica's CUDA device the current one of this process. Every device stays visible: hiding the others would keep
-    processes from mapping each other's memory.
+    """Makes a replica's CUDA device the current one of this process, or its devices the first ones that its ranks see. Every
+    device stays visible: hiding the others would keep processes from mapping each other's memory.
 
     Raises:
-        ConfigError: there are fewer devices than replicas.
+        ConfigError: there are fewer devices than replicas, with their ranks.
     """
     if args.device == "cpu" or not torch.cuda.is_available():
         return
-    count = torch.cuda.device_count()
-    if args.data_parallel_size > count:
+    ranks, count = args.tensor_parallel_size, torch.cuda.device_count()
+    if args.data_parallel_size * ranks > count:
+        each = "its own" if ranks == 1 else f"{ranks} of its own"
         raise ConfigError(
-            f"data_parallel_size is {args.data_parallel_size}, and there are {count} CUDA devices: each replica needs its own",
+            f"data_parallel_size is {args.data_parallel_size}, and there are {count} CUDA devices: each replica needs {each}",
             "data_parallel_size",
         )
-    torch.cuda.set_device(replica)
+    if ranks == 1:
+        torch.cuda.set_device(replica)
+        return
+    names = visible_devices()
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join((*names[replica * ranks :], *names[: replica * ranks]))
+
+
+def visible_devices() -> list[str]:
+    """The CUDA devices that this process may use, as ``CUDA_VISIBLE_DEVICES`` names them."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
 
 
 def share(device: DeviceFacts, replicas: int) -> DeviceFacts:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import os
 import pickle
 import socket
 import subprocess
@@ -26,6 +25,7 @@ import torch
 
 from headrace.config import EngineArgs
 from headrace.core.plan import SamplePlan, StepPlan, StepResult, encode_plan
+from headrace.engine.environment import visible_devices
 from headrace.engine.executor import Executor, Loaded
 from headrace.engine.spawn import PrivateFolder, child_environment
 from headrace.errors import ConfigError, EngineError
@@ -302,8 +302,7 @@ def _environment(args: EngineArgs, rank: int, size: int) -> dict[str, str]:
     environment = _WITHOUT_MULTICAST | child_environment()
     if args.device == "cpu" or not torch.cuda.is_available():
         return environment
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
+    names = visible_devices()
     if len(names) < size:
         raise ConfigError(
             f"tensor_parallel_size {size} needs as many GPUs, and {len(names)} can be used here", "tensor_parallel_size"

@@ -212,7 +212,7 @@ class AttentionBackend(abc.ABC):
 
     @property
     def usual(self) -> AttentionBackend:
-        """The backend of steps in which no row attends sparsely."""
+        """The backend of steps that attend densely and causally."""
         return self
 
     @property

@@ -70,6 +70,48 @@ class ByRowClass(AttentionBackend):
         return [*self.decode.workspaces, *self.prefill.workspaces]
 
 
+class WithVisibleEnds(AttentionBackend):
+    """Runs steps in which tokens see later ones by a backend of their own, and all others by the layer's usual one.
+
+    Captured steps have no such tokens.
+    """
+
+    def __init__(self, usual: AttentionBackend, seeing: AttentionBackend) -> None:
+        super().__init__(usual.scratch)
+        self.name = usual.name
+        self.modes = seeing.modes
+        self.capturable = usual.capturable
+        self.plans_replays = usual.plans_replays
+        self._usual, self._seeing = usual, seeing
+        self._active = usual
+
+    def plan(self, step: StepMetadata) -> None:
+        super().plan(step)
+        self._active = self._usual if step.visible_ends is None else self._seeing
+        self._active.plan(step)
+
+    def run(self, inputs: AttentionInputs) -> torch.Tensor:
+        return self._active.run(inputs)
+
+    @property
+    def usual(self) -> AttentionBackend:
+        return self._usual
+
+    @property
+    def graph_version(self) -> int:
+        return self._usual.graph_version
+
+    def prepare_replay(self, lengths: ReplayLengths) -> None:
+        self._usual.prepare_replay(lengths)
+
+    def reserve(self, device: torch.device) -> None:
+        self._usual.reserve(device)
+
+    @property
+    def workspaces(self) -> list[torch.Tensor]:
+        return [*self._usual.workspaces, *self._seeing.workspaces]
+
+
 class StepPart(NamedTuple):
     """Some rows of a step as a step of their own, whose tokens begin at 0."""
 

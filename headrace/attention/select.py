@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from headrace.attention.backend import NO_MODES, VISIBLE_ENDS, AttentionBackend, Modes, Scratch
-from headrace.attention.compose import ByRowClass
+from headrace.attention.compose import ByRowClass, WithVisibleEnds
 from headrace.attention.flashinfer.attention import (
     FlashInferBackend,
     FlashInferCapturedPrefill,
@@ -138,12 +138,34 @@ def choose(
 
     Args:
         kv_dtype: of the KV cache; None: as ``dtype``.
-        modes: what the layer needs beyond dense causal attention.
+        modes: what some steps need beyond dense causal attention. The backend need not support them: see ``for_modes``.
         requested: a backend's name, or ``auto``.
 
     Raises:
         ConfigError: there is no such backend, or none that can run the layer; says why each cannot.
     """
+    choice = _first(spec, device, dtype, kv_dtype, NO_MODES, requested)
+    other = for_modes(spec, choice.name, device, dtype, kv_dtype, modes)
+    if other is None:
+        return choice
+    return choice._replace(does="; ".join(filter(None, (choice.does, f"steps with {', '.join(sorted(modes))} by {other}"))))
+
+
+def for_modes(
+    spec: AttentionSpec, name: str, device: str, dtype: str, kv_dtype: str | None = None, modes: Modes = NO_MODES
+) -> str | None:
+    """The backend of the steps that need ``modes``, for a layer that uses backend ``name`` otherwise. None: it runs them too.
+
+    Raises:
+        ConfigError: no backend supports them.
+    """
+    if not modes or not _entry(name, spec).refusals(spec, device, dtype, kv_dtype, modes):
+        return None
+    return _first(spec, device, dtype, kv_dtype, modes, "auto").name
+
+
+def _first(spec: AttentionSpec, device: str, dtype: str, kv_dtype: str | None, modes: Modes, requested: str) -> BackendChoice:
+    """The most preferred backend that supports everything, or the one requested. Raises ConfigError."""
     if requested != "auto":
         reasons = _entry(requested, spec).refusals(spec, device, dtype, kv_dtype, modes)
         if reasons:
@@ -199,12 +221,20 @@ def begin_compiling(specs: Sequence[AttentionSpec], names: Sequence[str], device
 
 
 def create_for(
-    specs: Sequence[AttentionSpec], names: Sequence[str], device: str, dtype: str, sparse: SparseConfig | None = None
+    specs: Sequence[AttentionSpec],
+    names: Sequence[str],
+    device: str,
+    dtype: str,
+    sparse: SparseConfig | None = None,
+    *,
+    kv_dtype: str | None = None,
+    modes: Modes = NO_MODES,
 ) -> list[AttentionBackend]:
     """Creates the backend of each layer: one instance per name, and one per MLA geometry.
 
     Args:
         names: the backend of each layer.
+        modes: what some steps need; each layer gets a second backend for them where its own lacks one.
         sparse: how prompts attend in the layers that can attend sparsely; None: all attend densely.
 
     Raises:
@@ -216,11 +246,14 @@ def create_for(
     for spec, name in zip(specs, names, strict=True):
         wraps = prompts is not None and sparse is not None and sparse.heads[spec.layer] > 0
         # An instance plans one set of rows a step: layers that attend sparsely have their own.
-        key: object = (name, wraps)
+        other = for_modes(spec, name, device, dtype, kv_dtype, modes)
+        key: object = (name, other, wraps)
         if spec.mla is not None:
             key = (name, spec.mla, spec.num_heads, spec.v_head_dim, spec.rotary_dim)
         if key not in by_key:
             usual = create(name) if spec.mla is None else _mla(spec, name, device, dtype)
+            if other is not None:
+                usual = WithVisibleEnds(usual, create(other))
             by_key[key] = WithSparsePrompts(usual, prompts) if wraps and prompts is not None else usual
         backends.append(by_key[key])
     return backends

@@ -241,7 +241,7 @@ class WithSparsePrompts(AttentionBackend):
 
     @property
     def usual(self) -> AttentionBackend:
-        return self._usual
+        return self._usual.usual
 
     @property
     def graph_version(self) -> int:

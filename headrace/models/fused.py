@@ -62,7 +62,7 @@ class FusedLayers:
 
     def takes(self, ctx: ForwardContext) -> bool:
         """Returns whether the call supports the step, its caches and its backends."""
-        if ctx.step.sparse is not None:
+        if ctx.step.sparse is not None or ctx.step.visible_ends is not None:
             return False
         if ctx.caches is not self._caches or ctx.backends is not self._backends:
             self._bind(ctx)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from headrace.attention.backend import AttentionBackend, LayerCache
-from headrace.attention.select import create_for
+from headrace.attention.select import create_for, modes_of
 from headrace.cache.planes import allocate
 from headrace.config import EngineConfig
 from headrace.models.vision import VisionEncoder
@@ -20,7 +20,15 @@ def make_caches(config: EngineConfig) -> list[LayerCache]:
 
 def make_backends(config: EngineConfig) -> list[AttentionBackend]:
     """The attention of each layer. Raises ConfigError for an unknown name."""
-    return create_for(config.model.layers, config.attention_backends, config.device, config.dtype, config.sparse)
+    return create_for(
+        config.model.layers,
+        config.attention_backends,
+        config.device,
+        config.dtype,
+        config.sparse,
+        kv_dtype=config.cache.dtype,
+        modes=modes_of(config.model),
+    )
 
 
 def make_media(config: EngineConfig, encoder: VisionEncoder | None) -> MediaTables | None:

@@ -6,6 +6,7 @@ import pytest
 
 from headrace.attention import select
 from headrace.attention.backend import VISIBLE_ENDS
+from headrace.attention.native import NativeAttention
 from headrace.attention.reference import ReferenceAttention
 from headrace.errors import ConfigError
 
@@ -51,8 +52,18 @@ def test_visible_ends_are_for_those_that_know_them() -> None:
     refused = select.refusals(layer_spec(), "cpu", "float32", modes=frozenset({VISIBLE_ENDS}))
     unknowing = {name for name, reasons in refused.items() if f"it has no mode {VISIBLE_ENDS}" in reasons}
     assert unknowing == {"native", "flashinfer+triton", "flashinfer"}
+    usual = select.choose(layer_spec(), "cpu", "float32")
     choice = select.choose(layer_spec(), "cpu", "float32", modes=frozenset({VISIBLE_ENDS}))
-    assert choice.name == "torch" and f"native (it has no mode {VISIBLE_ENDS}" in choice.reason
+    assert choice.name == usual.name
+    assert (f"steps with {VISIBLE_ENDS} by torch" in choice.does) == (usual.name == "native")
+
+
+def test_steps_without_visible_ends_keep_the_usual_backend() -> None:
+    specs, modes = [layer_spec()], frozenset({VISIBLE_ENDS})
+    (backend,) = select.create_for(specs, ["native"], "cpu", "float32", modes=modes)
+    assert (backend.name, type(backend.usual)) == ("native", NativeAttention) and VISIBLE_ENDS in backend.modes
+    (alone,) = select.create_for(specs, ["torch"], "cpu", "float32", modes=modes)
+    assert alone.usual is alone, "it runs all steps itself"
 
 
 def test_a_backend_can_be_added(monkeypatch: pytest.MonkeyPatch) -> None:

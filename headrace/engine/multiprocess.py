@@ -128,14 +128,14 @@ class MultiprocessExecutor(Executor[int]):
 
     def _difference(self, step: int, rank: int) -> str:
         """Where the results of a step differ on two ranks."""
-        told = f"ranks 0 and {rank} differ at step {step}"
+        where = f"ranks 0 and {rank} differ at step {step}"
         tokens = self._call("tokens", step)
         (seq_ids, ours, _), (others, theirs, _) = tokens[0], tokens[rank]
         rows = [row for row, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]]
         if seq_ids != others or not rows:
-            return f"{told}: they have other rows or errors"
+            return f"{where}: they have other rows or errors"
         row = rows[0]
-        return f"{told}, row {row} (sequence {seq_ids[row]}): they sampled {ours[row]} and {theirs[row]}"
+        return f"{where}, row {row} (sequence {seq_ids[row]}): they sampled {ours[row]} and {theirs[row]}"
 
     def update_weights(self, tensors: Named) -> int:
         pairs = list(tensors.items() if isinstance(tensors, Mapping) else tensors)

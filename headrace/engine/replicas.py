@@ -415,6 +415,6 @@ def _named(on_progress: Callable[[Progress], None], number: int) -> Callable[[Pr
 
 
 def _retrieve(task: asyncio.Task[Any]) -> None:
-    """An exception that nobody reads must not be logged by asyncio."""
+    """Keeps asyncio from logging an exception that no caller reads."""
     with contextlib.suppress(BaseException):
         task.exception()

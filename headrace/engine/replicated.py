@@ -25,7 +25,7 @@ from headrace.text.tokenizer import Tokenizer
 T = TypeVar("T")
 
 _CAPTURE_SECONDS = 20.0
-"""As for an engine in the calling process: nobody waits for the first token of one prompt."""
+"""As for an engine in the calling process: no caller waits for the first token of a prompt."""
 _STEP_SECONDS = 0.1
 """Most time that ``ReplicatedCore.step`` waits for a delta, so that an interrupt is noticed."""
 

@@ -100,7 +100,7 @@ class StubSupervisor:
 
 
 class StubClient:
-    """Records what the client of the set is told."""
+    """Records what the set reports to its client."""
 
     def __init__(self) -> None:
         self.messages: list[FromEngine] = []

@@ -324,6 +324,7 @@ class NameTable:
             self._moved,
             self._elsewhere,
         )
+        table._explained, table._transposable = self._explained, self._transposable
         for name, part in self._parts.items():
             table._insert(name, cut(part))
         table._instead = {

@@ -168,8 +168,6 @@ def _measure(llm: LLM, mode: Mode, sample: Sample, index: int) -> tuple[Record, 
         raise EngineError(f"the constraint {sample.target!r} was answered by {right.text!r}")
     # The constraint ends with the last token of the answer: none of them is an end of sequence.
     tokens = [entry[token].logprob for entry, token in zip(right.logprobs or [], right.token_ids, strict=True)]
-    times = output.times
-    assert times is not None and times.first_token is not None
     text = output.outputs[0].text
     return (
         Record(
@@ -180,7 +178,7 @@ def _measure(llm: LLM, mode: Mode, sample: Sample, index: int) -> tuple[Record, 
             prompt_tokens=len(sample.prompt),
             score=score(sample, text),
             answer_logprob=statistics.fmean(tokens),
-            ttft=times.first_token - times.arrived,
+            ttft=_ttft(output),
             density=1.0 if output.attention is None or output.attention.density is None else output.attention.density,
             output=text,
             answers=sample.answers,
@@ -194,6 +192,13 @@ def _one(llm: LLM, prompt: list[int], params: SamplingParams) -> RequestOutput:
     if output.error:
         raise EngineError(output.error)
     return output
+
+
+def _ttft(output: RequestOutput) -> float:
+    times = output.times
+    if times is None or times.first_token is None:
+        raise EngineError("a request has finished without a first token")
+    return times.first_token - times.arrived
 
 
 def rows(records: Sequence[Record], modes: Sequence[Mode]) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ import msgspec
 
 from headrace.bench.longcontext_tasks import Sample, score
 from headrace.bench.report import facts, load_average, table
-from headrace.config import EngineArgs
+from headrace.config import EngineArgs, SparsePrefill
 from headrace.engine.llm import LLM
 from headrace.errors import ConfigError, EngineError
 from headrace.outputs import AttentionReport, RequestOutput
@@ -21,7 +21,7 @@ from headrace.sampling_params import SamplingParams, StructuredOutputsParams
 if TYPE_CHECKING:
     from rich.table import Table
 
-_SELECTOR = {"dense": "off", "elastic": "auto", "xattn": "xattn", "mean": "mean"}
+_SELECTOR: dict[str, SparsePrefill] = {"dense": "off", "elastic": "auto", "xattn": "xattn", "mean": "mean"}
 """Mode -> what ``sparse_prefill`` is for it."""
 _WARM_UP = 256
 

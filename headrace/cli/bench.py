@@ -1,4 +1,4 @@
-"""``headrace bench``: latency, throughput, serve, calibrate."""
+"""``headrace bench``: latency, throughput, serve, calibrate, longcontext."""
 
 from __future__ import annotations
 
@@ -365,6 +365,91 @@ def calibrate(
     ]
     header = ["steps", "held out", "mean error", "p90 error", "error of the sum"]
     emit(msgspec.to_builtins(calibration), [table(f"Step times of {calibration.model}", header, rows)], as_json, output)
+
+
+# What a mode is, it says itself; the cache serves the second request of each prompt.
+_BY_MODE = ("enable_prefix_caching", "skip_tokenizer_init", "sparse_prefill", "sparse_threshold")
+
+
+@app.command("longcontext")
+@command(
+    args=ENGINE_OPTIONS.without(*_BY_MODE).changed("sparse_min_tokens", default="0"),
+)
+def longcontext(
+    args: EngineArgs,
+    tasks: Annotated[
+        str,
+        WHAT(help="Tasks, separated by commas: needle, multikey, variables, words.", metavar="NAMES"),
+    ] = "needle,multikey,variables,words",
+    lengths: Annotated[str, WHAT(help="Tokens of a prompt, separated by commas.", metavar="NUMBERS")] = "2048,4096",
+    data: Annotated[
+        Path | None,
+        WHAT(
+            help="Also the lines of a JSONL file with context, input and answers, as LongBench has them, cut to the largest "
+            "of --lengths.",
+            metavar="FILE",
+        ),
+    ] = None,
+    samples: Annotated[int, WHAT(min=1, help="Prompts of each task and length, and lines of --data.")] = 4,
+    modes: Annotated[
+        str,
+        WHAT(
+            help="How prompts attend, separated by commas: dense, xattn, mean, elastic (by the model's router). :NUMBER sets "
+            "a threshold, as in xattn:0.8.",
+            metavar="MODES",
+        ),
+    ] = "dense,xattn,mean",
+    task_seed: Annotated[int, HOW(min=0, help="Seed of the tasks.")] = 0,
+    router_dump: Annotated[
+        Path | None,
+        REPORT(
+            "--router-dump",
+            help="Write a line of JSON for each prompt and mode: its answer, the density of each layer, the types of heads.",
+            metavar="FILE",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+    output: Output = None,
+) -> None:
+    """Long documents, offline: scores, density and time to the first token of dense, elastic and sparse prompts."""
+    from headrace.bench import longcontext as bench
+    from headrace.bench.longcontext_tasks import build, read_data
+
+    chosen = list(dict.fromkeys(map(bench.Mode.parse, _items(modes, "--modes"))))
+    try:
+        sizes = list(dict.fromkeys(int(size) for size in _items(lengths, "--lengths")))
+    except ValueError:
+        raise ConfigError(f"{lengths!r} is no list of numbers", "--lengths") from None
+    encoder, _ = _encoder(args)
+    if encoder is None:
+        raise ConfigError("the model has no tokenizer, which the tasks need", "model")
+    names = dict.fromkeys(_items(tasks, "--tasks")) if tasks else {}
+    prompts = [build(encoder, name, size, number, task_seed) for name in names for size in sizes for number in range(samples)]
+    if data is not None:
+        prompts += read_data(encoder, data, max(sizes), samples)
+    if not prompts:
+        raise ConfigError("there is nothing to run: name tasks, or a file with lines", "--tasks")
+
+    def save(report: dict[str, Any]) -> None:
+        if output is not None:
+            _write(report, output)
+
+    with contextlib.ExitStack() as stack:
+        try:
+            dump = None if router_dump is None else stack.enter_context(router_dump.open("w", encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"cannot write {router_dump}: {error.strerror}", "--router-dump") from None
+        tell = stack.enter_context(_status("starting"))
+        report = bench.run(args, chosen, prompts, dump=dump, tell=tell, save=save)
+    emit(report, bench.tables(report), as_json, output)
+
+
+def _items(text: str, option: str) -> list[str]:
+    """Raises: ConfigError: there is none."""
+    items = [item.strip() for item in text.split(",") if item.strip()]
+    if not items:
+        raise ConfigError("name at least one, separated by commas", option)
+    return items
 
 
 def _encoder(args: EngineArgs) -> tuple[Encoder | None, int]:

@@ -15,6 +15,8 @@ from headrace.models.hf_config import HFConfig
 from headrace.weights.names import NameTable
 
 _QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+_AROUND_TEXT = {"llava": "LlavaForConditionalGeneration", "mistral3": "Mistral3ForConditionalGeneration"}
+"""Model types of models around the text part of others -> their architectures."""
 VISION_NAME = re.compile(r"(?:model\.)?(?:visual|vision_tower|multi_modal_projector)\..*")
 """Checkpoint names of the vision part."""
 _PREFIXES = (
@@ -34,7 +36,15 @@ def vision_spec(config: HFConfig) -> VisionSpec | None:
         return VisionSpec(model_type=kind, deepstack_layers=levels)
     if kind == "gemma3":
         return VisionSpec(model_type=kind, bidirectional=True)
+    if is_around_text(config):
+        return VisionSpec(model_type=kind)
     return None
+
+
+def is_around_text(config: HFConfig) -> bool:
+    """Whether the text part of a model is a model of its own, whose inputs get features of pictures."""
+    architecture = _AROUND_TEXT.get(config.model_type)
+    return architecture is not None and architecture in (getattr(config, "architectures", None) or [architecture])
 
 
 def with_vision_names(table: NameTable) -> NameTable:

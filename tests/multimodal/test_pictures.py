@@ -17,6 +17,7 @@ from PIL import Image
 from transformers import PreTrainedModel
 
 from headrace import LLM, SamplingParams
+from headrace.core.media import ItemInputs
 from headrace.core.request import Request
 from headrace.errors import ConfigError, RequestError
 from headrace.multimodal.items import array_of
@@ -28,7 +29,11 @@ STEPS = 6
 PICTURE, VIDEO = "<|vision_start|><|image_pad|><|vision_end|>", "<|vision_start|><|video_pad|><|vision_end|>"
 RATES: dict[str, float | None] = {"qwen2_vl": None, "qwen2_5_vl": 2.0, "qwen3_vl": None, "qwen3_vl_moe": None}
 QWEN = list(RATES)
-QUICK = ("qwen2_5_vl", "qwen3_vl", "gemma3")
+ALONE = ["gemma3", "llava", "llava_pixtral", "mistral3"]
+"""Kinds that read pictures and no videos."""
+QUICK = ("qwen2_5_vl", "qwen3_vl", "gemma3", "llava", "mistral3")
+MARKS = {"gemma3": "<start_of_image>", "llava": "<image>", "llava_pixtral": "[IMG]", "mistral3": "[IMG]"}
+"""What stands for a picture; Qwen's is the default."""
 
 
 def of(kinds: list[str]) -> pytest.MarkDecorator:
@@ -97,10 +102,11 @@ def same(output: RequestOutput, expected: Reference) -> None:
 
 def prompts(kind: str) -> dict[str, Any]:
     """Each with other pictures."""
-    mark = "<start_of_image>" if kind == "gemma3" else PICTURE
+    mark = MARKS.get(kind, PICTURE)
     own = picture(100, 60, 1)
+    small = picture(5, 29 if kind == "mistral3" else 7)
     return {
-        "small": {"prompt": f"a{mark}b", "multi_modal_data": {"image": picture(5, 7)}},
+        "small": {"prompt": f"a{mark}b", "multi_modal_data": {"image": small}},
         "odd": {"prompt": f"{mark} what is it?", "multi_modal_data": {"image": [picture(31, 190)]}},
         "wide": {"prompt": f"say {mark}", "multi_modal_data": {"image": np.asarray(picture(211, 40))}},
         "two": {"prompt": f"{mark}, and{mark}: which?", "multi_modal_data": {"image": [picture(90, 61), picture(57, 113)]}},
@@ -126,7 +132,7 @@ def videos(kind: str) -> dict[str, tuple[Any, tuple[float, ...]]]:
     }
 
 
-@of([*QWEN, "gemma3"])
+@of([*QWEN, *ALONE])
 def test_pictures_equal_transformers(kind: str) -> None:
     """All in one batch, in chunks of pictures and text, beside a prompt of text."""
     own = served(kind)
@@ -150,7 +156,7 @@ def test_videos_equal_transformers(kind: str) -> None:
         same(output, own.expected(prompt, seconds))
 
 
-@of([*QWEN, "gemma3"])
+@of([*QWEN, *ALONE])
 def test_features_give_what_their_pictures_give(kind: str) -> None:
     """Bit for bit, with an encoder or without."""
     own = served(kind)
@@ -190,10 +196,7 @@ def encoded(own: Served, prompt: Mapping[str, Any]) -> dict[str, Any]:
     request = own.request(prompt)
     encoder = own.llm._engine.executor.runner.media._encoder  # type: ignore[attr-defined]
     made = [encoder.encode([item])[0] for item in request.media]
-    grids = [
-        array_of(item.tensors["image_grid_thw"])[0].tolist() if "image_grid_thw" in item.tensors else [1, 4, 4]
-        for item in request.media
-    ]
+    grids = [grid_of(own, item) for item in request.media]
     embeds: dict[str, Any] = {"features": torch.cat([one.features for one in made]), "grid_thw": grids}
     if made[0].deepstack is not None:
         embeds["deepstack"] = torch.cat([one.deepstack for one in made], dim=1)
@@ -201,11 +204,20 @@ def encoded(own: Served, prompt: Mapping[str, Any]) -> dict[str, Any]:
     return {"prompt": prompt["prompt"], "multi_modal_data": data}
 
 
-@of(["qwen2_5_vl", "gemma3"])
+def grid_of(own: Served, item: ItemInputs) -> list[int]:
+    if "image_grid_thw" in item.tensors:
+        return array_of(item.tensors["image_grid_thw"])[0].tolist()
+    if "image_sizes" in item.tensors:
+        patch = own.theirs.config.vision_config.patch_size
+        return [1, *(array_of(item.tensors["image_sizes"])[0] // patch).tolist()]
+    return [1, 4, 4]
+
+
+@of(["qwen2_5_vl", "gemma3", "mistral3"])
 def test_a_cached_prefix_covers_equal_pictures_alone(kind: str) -> None:
     own = served(kind)
-    mark = "<start_of_image>" if kind == "gemma3" else PICTURE
-    text = "some words before the picture, " + mark + " and quite a few more words behind it"
+    mark = MARKS.get(kind, PICTURE)
+    text = "some words before this picture, " + mark + " and quite a few more words behind it"
     one, other = picture(112, 112, 5), picture(112, 112, 6)
     own.llm.reset_prefix_cache()
     first, second, third = (

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,14 +17,14 @@ from transformers import AutoConfig
 from headrace.core.media import MediaFacts
 from headrace.errors import ConfigError, RequestError
 from headrace.multimodal.families import media_rules
-from headrace.multimodal.items import MultiModalData
+from headrace.multimodal.items import MultiModalData, array_of
 from headrace.multimodal.positions import Run, rope_positions
 from headrace.multimodal.processor import MultiModalProcessor, PreparedPrompt
 from headrace.text.fast_tokenizer import from_directory
 from headrace.text.templates import TemplateRenderer
 from headrace.text.tokenizer import Tokenizer
 
-from .test_pictures import PICTURE, VIDEO, picture, video
+from .test_pictures import MARKS, PICTURE, VIDEO, picture, video
 
 HIDDEN = 64
 
@@ -34,7 +37,7 @@ def processor(folder: Path, kind: str, **changes: Any) -> MultiModalProcessor:
     tiny_vision.write_tokenizer(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(settings))
     facts = {
-        "model_type": kind,
+        "model_type": config.model_type,
         "hidden_size": HIDDEN,
         "deepstack_layers": 2 if kind == "qwen3_vl" else 0,
         "bidirectional": kind == "gemma3",
@@ -44,7 +47,7 @@ def processor(folder: Path, kind: str, **changes: Any) -> MultiModalProcessor:
         "has_encoder": True,
     }
     tokenizer = Tokenizer(from_directory(folder), vocab_size=None, eos_token_ids=[], renderer=TemplateRenderer())
-    rules = media_rules(kind, folder, AutoConfig.from_pretrained(folder))
+    rules = media_rules(config.model_type, folder, AutoConfig.from_pretrained(folder))
     return MultiModalProcessor(rules, tokenizer, MediaFacts(**facts | changes), {"image": 3, "video": 1}, 1 << 20)
 
 
@@ -230,3 +233,69 @@ def test_without_a_processor_there_are_no_pictures(tmp_path: Path) -> None:
         media_rules("gemma3", tmp_path, None)
     with pytest.raises(ConfigError, match="pictures of owlvit are not supported"):
         media_rules("owlvit", tmp_path, None)
+
+
+def theirs(module: str, name: str = "replace_image_token") -> Any:
+    """A method of a processor of transformers out of its source, since most of the modules import torchvision."""
+    found = importlib.util.find_spec("transformers")
+    assert found is not None and found.origin is not None
+    tree = ast.parse((Path(found.origin).parent / "models" / f"{module}.py").read_text(encoding="utf-8"))
+    methods = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    space: dict[str, Any] = {"get_image_size": lambda pixels: pixels.shape[-2:], "to_numpy_array": np.asarray}
+    for node in methods:
+        if node.name == name or node in tree.body:
+            node.decorator_list, node.returns = [], None
+            exec(compile(ast.Module([node], []), module, "exec"), space)  # noqa: S102
+    return space[name]
+
+
+SIZES = [(5, 31), (40, 40), (31, 190), (211, 40), (57, 113), (150, 130)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "module", "settings"),
+    [
+        (
+            "llava",
+            "llava/processing_llava",
+            {"patch_size": 14, "num_additional_image_tokens": 1, "vision_feature_select_strategy": "default"},
+        ),
+        ("mistral3", "pixtral/processing_pixtral", {"patch_size": 14, "spatial_merge_size": 2}),
+        ("llava_pixtral", "pixtral/processing_pixtral", {"patch_size": 16, "spatial_merge_size": 1}),
+    ],
+)
+def test_expansions_are_those_of_transformers(tmp_path: Path, kind: str, module: str, settings: dict[str, Any]) -> None:
+    made = processor(tmp_path, kind, sectioned_rope=False, max_model_len=2048)
+    tokens = {
+        "image_token": MARKS[kind],
+        "image_break_token": "[IMG_BREAK]",
+        "image_end_token": "[IMG_END]",
+    }
+    expand, them = theirs(module), SimpleNamespace(**tokens, **settings)
+    for size in SIZES:
+        found = prepare(made, MARKS[kind], {"image": picture(*size)})
+        inputs = {name: array_of(data) for name, data in found.media[0].tensors.items()}
+        assert found.token_ids == made._tokenizer.encode(expand(them, inputs, 0), False), size
+        assert made.image_tokens(*size) == found.media[0].num_rows
+        assert prepare(made, made._tokenizer.encode(MARKS[kind], False), {"image": picture(*size)}) == found
+
+
+def test_a_picture_of_one_token_is_refused(tmp_path: Path) -> None:
+    """transformers' module of Mistral 3 fails for it. Each row of tokens ends with a token of its own."""
+    made = processor(tmp_path, "mistral3", sectioned_rope=False)
+    with pytest.raises(RequestError, match=r"at least 2 tokens, which are 2x2 patches each, not \[1, 2, 2\]") as caught:
+        prepare(made, "[IMG]", {"image": picture(28, 28)})
+    assert caught.value.param == "multi_modal_data.image[0]" and caught.value.status == 400
+    with pytest.raises(RequestError, match="at least 2 tokens") as caught:
+        prepare(made, "[IMG]", features(rows=1, grid=((1, 2, 2),)))
+    assert caught.value.param == "multi_modal_data.image_embeds[0].grid_thw"
+    with pytest.raises(RequestError, match=r"multiples of 2, not \[1, 0, 14\]"):
+        prepare(made, "[IMG]", {"image": picture(400, 1)})
+    with pytest.raises(RequestError, match="has 1 videos; this engine takes at most 0"):
+        prepare(made, "x", {"video": video(4)})
+    found = prepare(made, "[IMG]", {"image": picture(57, 30)})
+    assert [tiny_vision.SPECIAL[token - 256] for token in found.token_ids] == [
+        *(["[IMG]"] * 3 + ["[IMG_BREAK]"] + ["[IMG]"] * 3 + ["[IMG_END]"])
+    ]
+    assert (found.media[0].runs, found.items[0].encoder_tokens) == (((0, 3), (4, 3)), 6)
+    assert made.image_tokens(57, 30) == 6

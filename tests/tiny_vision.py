@@ -60,6 +60,7 @@ _TOWER: dict[str, Any] = {
     "num_hidden_layers": 3,
     "num_attention_heads": 2,
 }
+_IDEFICS_PROCESSOR = {"size": {"longest_edge": 112}, "max_image_size": {"longest_edge": 56}}
 _PIXTRAL = _TOWER | {"model_type": "pixtral", "image_size": 224, "patch_size": 16, "head_dim": 16}
 
 
@@ -187,6 +188,34 @@ def _configs() -> dict[str, tuple[type[PreTrainedModel], dict[str, Any], dict[st
                 "spatial_merge_size": 2,
             },
             {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 196}, "patch_size": 14},
+        ),
+        "internvl": (
+            transformers.InternVLForConditionalGeneration,
+            {
+                "text_config": _TEXT | {"model_type": "qwen2"},
+                "vision_config": _TOWER | {"image_size": [56, 56], "patch_size": [14, 14]},
+                "image_token_id": IDS["<IMG_CONTEXT>"],
+                "image_seq_length": 4,
+            },
+            {"image_processor_type": "GotOcr2ImageProcessor", "size": {"height": 56, "width": 56}, "max_patches": 4},
+        ),
+        "idefics3": (
+            transformers.Idefics3ForConditionalGeneration,
+            {
+                "text_config": _TEXT | {"model_type": "llama"},
+                "vision_config": _TOWER | {"image_size": 56, "patch_size": 14},
+                "image_token_id": IDS["<image>"],
+            },
+            _IDEFICS_PROCESSOR | {"image_processor_type": "Idefics3ImageProcessor"},
+        ),
+        "smolvlm": (
+            transformers.SmolVLMForConditionalGeneration,
+            {
+                "text_config": _TEXT | {"model_type": "llama"},
+                "vision_config": _TOWER | {"image_size": 56, "patch_size": 14},
+                "image_token_id": IDS["<image>"],
+            },
+            _IDEFICS_PROCESSOR | {"image_processor_type": "SmolVLMImageProcessor"},
         ),
     }
 

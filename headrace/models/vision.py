@@ -15,15 +15,22 @@ from headrace.models.hf_config import HFConfig
 from headrace.weights.names import NameTable
 
 _QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-_AROUND_TEXT = {"llava": "LlavaForConditionalGeneration", "mistral3": "Mistral3ForConditionalGeneration"}
+_AROUND_TEXT = {
+    "llava": "LlavaForConditionalGeneration",
+    "mistral3": "Mistral3ForConditionalGeneration",
+    "internvl": "InternVLForConditionalGeneration",
+    "idefics3": "Idefics3ForConditionalGeneration",
+    "smolvlm": "SmolVLMForConditionalGeneration",
+}
 """Model types of models around the text part of others -> their architectures."""
-VISION_NAME = re.compile(r"(?:model\.)?(?:visual|vision_tower|multi_modal_projector)\..*")
+VISION_NAME = re.compile(r"(?:model\.)?(?:visual|vision_tower|multi_modal_projector|vision_model|connector)\..*")
 """Checkpoint names of the vision part."""
 _PREFIXES = (
     {"model.": "model.language_model."},
+    {"model.": "model.text_model."},
     {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
 )
-"""Where checkpoints keep the text part, now and formerly."""
+"""Where checkpoints keep the text part."""
 
 
 def vision_spec(config: HFConfig) -> VisionSpec | None:

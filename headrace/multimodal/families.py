@@ -8,6 +8,8 @@ from typing import Any
 
 from headrace.errors import ConfigError
 from headrace.multimodal.gemma3 import Gemma3Rules
+from headrace.multimodal.idefics3 import Idefics3Rules
+from headrace.multimodal.internvl import InternVLRules
 from headrace.multimodal.llava import LlavaRules
 from headrace.multimodal.pixtral import PixtralRules
 from headrace.multimodal.qwen_vl import Qwen3Rules, Qwen25Rules, QwenRules
@@ -21,6 +23,9 @@ _RULES: dict[str, Callable[[Path, Any], MediaRules]] = {
     "gemma3": Gemma3Rules,
     "llava": lambda folder, config: _LLAVA.get(config.vision_config.model_type, LlavaRules)(folder, config),
     "mistral3": PixtralRules,
+    "internvl": InternVLRules,
+    "idefics3": Idefics3Rules,
+    "smolvlm": Idefics3Rules,
 }
 _LLAVA: dict[str, Callable[[Path, Any], MediaRules]] = {"pixtral": PixtralRules}
 """By the vision part, where it has rules of its own."""

@@ -43,6 +43,9 @@ class PixtralRules(PictureRules):
         time, *sides = grid
         if time != 1 or any(side % self._merge or not side for side in sides):
             return f"1 temporal patch, and height and width that are multiples of {self._merge}"
+        most = [math.ceil(side / self._unit) * self._merge for side in self._most]
+        if sides[0] > most[0] or sides[1] > most[1]:
+            return f"pictures of at most {most[0]}x{most[1]} patches"
         # The module of Mistral 3 drops the axis of tokens where there is one alone.
         least = 2 if self._merges else 1
         if math.prod(sides) // self._merge**2 < least:

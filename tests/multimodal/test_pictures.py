@@ -17,10 +17,9 @@ from PIL import Image
 from transformers import PreTrainedModel
 
 from headrace import LLM, SamplingParams
-from headrace.core.media import ItemInputs
 from headrace.core.request import Request
 from headrace.errors import ConfigError, RequestError
-from headrace.multimodal.items import array_of
+from headrace.multimodal.items import MultiModalData, array_of
 from headrace.outputs import RequestOutput
 
 from .reference import BYTES, Reference, generated, positions_by_hand
@@ -29,10 +28,17 @@ STEPS = 6
 PICTURE, VIDEO = "<|vision_start|><|image_pad|><|vision_end|>", "<|vision_start|><|video_pad|><|vision_end|>"
 RATES: dict[str, float | None] = {"qwen2_vl": None, "qwen2_5_vl": 2.0, "qwen3_vl": None, "qwen3_vl_moe": None}
 QWEN = list(RATES)
-ALONE = ["gemma3", "llava", "llava_pixtral", "mistral3"]
+ALONE = ["gemma3", "llava", "llava_pixtral", "mistral3", "internvl", "idefics3", "smolvlm"]
 """Kinds that read pictures and no videos."""
-QUICK = ("qwen2_5_vl", "qwen3_vl", "gemma3", "llava", "mistral3")
-MARKS = {"gemma3": "<start_of_image>", "llava": "<image>", "llava_pixtral": "[IMG]", "mistral3": "[IMG]"}
+APART = ("idefics3", "smolvlm")
+"""Grids of different pictures have different numbers of rows for a part: their features are given one by one."""
+QUICK = ("qwen2_5_vl", "qwen3_vl", "gemma3", "llava", "mistral3", "internvl", "idefics3")
+MARKS = {
+    "gemma3": "<start_of_image>",
+    **dict.fromkeys(("llava_pixtral", "mistral3"), "[IMG]"),
+    **dict.fromkeys(("llava", "idefics3", "smolvlm"), "<image>"),
+    "internvl": "<IMG_CONTEXT>",
+}
 """What stands for a picture; Qwen's is the default."""
 
 
@@ -196,21 +202,19 @@ def encoded(own: Served, prompt: Mapping[str, Any]) -> dict[str, Any]:
     request = own.request(prompt)
     encoder = own.llm._engine.executor.runner.media._encoder  # type: ignore[attr-defined]
     made = [encoder.encode([item])[0] for item in request.media]
-    grids = [grid_of(own, item) for item in request.media]
+    if own.kind in ALONE:
+        pictures = MultiModalData.of(prompt["multi_modal_data"]).images
+        grids = [own.llm.inputs.multimodal._rules.process(one, {}, "picture")[0].grid for one in pictures]  # type: ignore[union-attr,arg-type]
+    else:
+        grids = [tuple(array_of(item.tensors["image_grid_thw"])[0].tolist()) for item in request.media]
+    if own.kind in APART:
+        parts = [{"features": one.features, "grid_thw": [grid]} for one, grid in zip(made, grids, strict=True)]
+        return {"prompt": prompt["prompt"], "multi_modal_data": {"image_embeds": parts}}
     embeds: dict[str, Any] = {"features": torch.cat([one.features for one in made]), "grid_thw": grids}
     if made[0].deepstack is not None:
         embeds["deepstack"] = torch.cat([one.deepstack for one in made], dim=1)
     data = {f"{request.media[0].modality}_embeds": embeds}
     return {"prompt": prompt["prompt"], "multi_modal_data": data}
-
-
-def grid_of(own: Served, item: ItemInputs) -> list[int]:
-    if "image_grid_thw" in item.tensors:
-        return array_of(item.tensors["image_grid_thw"])[0].tolist()
-    if "image_sizes" in item.tensors:
-        patch = own.theirs.config.vision_config.patch_size
-        return [1, *(array_of(item.tensors["image_sizes"])[0] // patch).tolist()]
-    return [1, 4, 4]
 
 
 @of(["qwen2_5_vl", "gemma3", "mistral3"])

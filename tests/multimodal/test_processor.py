@@ -179,6 +179,7 @@ def features(rows: int = 4, hidden: int = HIDDEN, grid: Any = ((1, 4, 4),), **ch
         (features(hidden=48), "[0].features", "expected hidden size 64, not 48"),
         (features(rows=16), "[0].features", "expected 4 rows for the grid [1, 4, 4], not 16"),
         (features(rows=5), ".features", "5 rows, which do not divide the 16 patches"),
+        (features(rows=17), "[0].features", "expected 4 rows for the grid [1, 4, 4], not 17"),
         (features(grid=((1, 2, 3), (1, 2, 5))), ".features", "not the same number of patches"),
         (features(rows=3, grid=((1, 3, 4),)), "[0].grid_thw", "multiples of 2"),
         (features(rows=8, grid=((2, 4, 4),)), "[0].grid_thw", "expected 1 temporal patch"),
@@ -262,6 +263,9 @@ SIZES = [(5, 31), (40, 40), (31, 190), (211, 40), (57, 113), (150, 130)]
         ),
         ("mistral3", "pixtral/processing_pixtral", {"patch_size": 14, "spatial_merge_size": 2}),
         ("llava_pixtral", "pixtral/processing_pixtral", {"patch_size": 16, "spatial_merge_size": 1}),
+        ("internvl", "internvl/processing_internvl", {"image_seq_length": 4}),
+        ("idefics3", "idefics3/processing_idefics3", {"image_seq_len": 4, "global_image_tag": "<global-img>"}),
+        ("smolvlm", "smolvlm/processing_smolvlm", {"image_seq_len": 4, "global_image_token": "<global-img>"}),
     ],
 )
 def test_expansions_are_those_of_transformers(tmp_path: Path, kind: str, module: str, settings: dict[str, Any]) -> None:
@@ -270,11 +274,19 @@ def test_expansions_are_those_of_transformers(tmp_path: Path, kind: str, module:
         "image_token": MARKS[kind],
         "image_break_token": "[IMG_BREAK]",
         "image_end_token": "[IMG_END]",
+        "start_image_token": "<img>",
+        "end_image_token": "</img>",
+        "fake_image_token": "<fake_token_around_image>",
     }
     expand, them = theirs(module), SimpleNamespace(**tokens, **settings)
+    image_processor = made._rules._images.hf  # type: ignore[attr-defined]
+    crops = {"internvl": {"crop_to_patches": True}, "idefics3": {"return_row_col_info": True}}
+    crops["smolvlm"] = crops["idefics3"]
     for size in SIZES:
         found = prepare(made, MARKS[kind], {"image": picture(*size)})
         inputs = {name: array_of(data) for name, data in found.media[0].tensors.items()}
+        if kind in crops:
+            inputs = image_processor(images=[picture(*size)], return_tensors="np", **crops[kind])
         assert found.token_ids == made._tokenizer.encode(expand(them, inputs, 0), False), size
         assert made.image_tokens(*size) == found.media[0].num_rows
         assert prepare(made, made._tokenizer.encode(MARKS[kind], False), {"image": picture(*size)}) == found
@@ -299,3 +311,38 @@ def test_a_picture_of_one_token_is_refused(tmp_path: Path) -> None:
     ]
     assert (found.media[0].runs, found.items[0].encoder_tokens) == (((0, 3), (4, 3)), 6)
     assert made.image_tokens(57, 30) == 6
+
+
+@pytest.mark.parametrize(
+    ("kind", "mark", "grid", "expected"),
+    [
+        ("llava", "<image>", (1, 2, 8), "[1, 4, 4]"),
+        ("mistral3", "[IMG]", (2, 2, 4), "1 temporal patch"),
+        ("mistral3", "[IMG]", (1, 3, 4), "multiples of 2"),
+        ("mistral3", "[IMG]", (1, 1 << 19, 4), "at most 14x14 patches"),
+        ("internvl", "<IMG_CONTEXT>", (2, 2, 4), "[crops, 2, 2]"),
+        ("idefics3", "<image>", (1, 3, 1), "at most 2 of each"),
+        ("idefics3", "<image>", (2, 1, 1), "[1, rows, columns] of crops"),
+    ],
+)
+def test_a_grid_is_one_that_a_picture_can_have(tmp_path: Path, kind: str, mark: str, grid: Any, expected: str) -> None:
+    made = processor(tmp_path, kind, sectioned_rope=False)
+    with pytest.raises(RequestError) as caught:
+        prepare(made, mark, features(rows=1 << 4 if kind != "mistral3" else 4, grid=(grid,)))
+    assert expected in str(caught.value) and caught.value.param == "multi_modal_data.image_embeds[0].grid_thw"
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("llava", {"crop_size": {"height": 70, "width": 70}}),
+        ("internvl", {"size": {"height": 70, "width": 70}}),
+        ("idefics3", {"max_image_size": {"longest_edge": 70}}),
+    ],
+)
+def test_processor_and_tower_are_of_one_size(tmp_path: Path, kind: str, settings: dict[str, Any]) -> None:
+    processor(tmp_path, kind)
+    file = tmp_path / "preprocessor_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+    with pytest.raises(ConfigError, match="and the vision tower takes 56"):
+        media_rules(kind, tmp_path, AutoConfig.from_pretrained(tmp_path))

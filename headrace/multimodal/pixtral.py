@@ -34,7 +34,7 @@ class PixtralRules(PictureRules):
         ratio = max(height / self._most[0], width / self._most[1])
         if ratio > 1:
             height, width = math.floor(height / ratio), math.floor(width / ratio)
-        grid = (1, *(math.ceil(side / self._unit) * self._merge for side in (height, width)))
+        grid = (1, math.ceil(height / self._unit) * self._merge, math.ceil(width / self._unit) * self._merge)
         if fault := self._expected(grid):
             raise RequestError(f"{where}: the model takes {fault}, not {list(grid)}", where, code="invalid_value")
         return grid

@@ -264,7 +264,13 @@ def test_a_checkpoint_of_2024_is_the_same_model(kind: str, tmp_path: Path) -> No
     assert found.outputs[0].token_ids == expected.outputs[0].token_ids
 
 
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", pytest.param("gemma3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "qwen2_5_vl",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("gemma3", "llava", "mistral3", "internvl", "smolvlm")),
+    ],
+)
 def test_checkpoints_with_the_modules_names_are_read(kind: str, tmp_path: Path) -> None:
     """transformers saves the names of published checkpoints; its modules have others."""
     from safetensors.torch import save_file
@@ -278,6 +284,27 @@ def test_checkpoints_with_the_modules_names_are_read(kind: str, tmp_path: Path) 
     prompt = prompts(kind)["two"]
     (found,), (expected,) = generate(engine(tmp_path), prompt), generate(own.llm, prompt)
     assert found.outputs[0].token_ids == expected.outputs[0].token_ids
+
+
+def test_the_text_part_may_say_whether_weights_are_tied(tmp_path: Path) -> None:
+    """As in published checkpoints of Mistral 3, which leave it out: the whole's class would tie them."""
+    from safetensors.torch import load_file, save_file
+
+    own = served("mistral3")
+    for file in own.folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    state = load_file(tmp_path / "model.safetensors")
+    head = state["language_model.model.embed_tokens.weight"].flip(0)
+    save_file(state | {"language_model.lm_head.weight": head}, tmp_path / "model.safetensors", {"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["tie_word_embeddings"]
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    theirs = type(own.theirs).from_pretrained(tmp_path).train(False)
+    del config["tie_word_embeddings"], config["text_config"]["tie_word_embeddings"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    prompt = prompts("mistral3")["two"]
+    (found,) = generate(engine(tmp_path), prompt)
+    same(found, generated(theirs, own.request(prompt), STEPS, None))
 
 
 def test_an_update_has_no_weights_of_the_encoder() -> None:

@@ -14,9 +14,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 SPECIAL = (
     *("<bos>", "<eos>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
     *("<start_of_image>", "<end_of_image>", "<image_soft_token>", "<image>"),
+    *("[IMG]", "[IMG_BREAK]", "[IMG_END]", "<IMG_CONTEXT>", "<img>", "</img>"),
+    *("<fake_token_around_image>", "<global-img>"),
 )
 IDS = {token: 256 + index for index, token in enumerate(SPECIAL)}
-VOCAB = 272
+VOCAB = 280
 CONTEXT = 2048
 TEMPLATE = (
     "{% for message in messages %}[{{ message.role }}]{% if message.content is string %}{{ message.content }}{% else %}"
@@ -50,6 +52,16 @@ _QWEN_PROCESSOR = {
     "temporal_patch_size": 2,
     "merge_size": 2,
 }
+
+
+_TOWER: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+}
+_IDEFICS_PROCESSOR = {"size": {"longest_edge": 112}, "max_image_size": {"longest_edge": 56}}
+_PIXTRAL = _TOWER | {"model_type": "pixtral", "image_size": 224, "patch_size": 16, "head_dim": 16}
 
 
 def _mrope(sections: list[int], **more: Any) -> dict[str, Any]:
@@ -142,6 +154,68 @@ def _configs() -> dict[str, tuple[type[PreTrainedModel], dict[str, Any], dict[st
                 "eoi_token_index": IDS["<end_of_image>"],
             },
             {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 56, "width": 56}},
+        ),
+        "llava": (
+            transformers.LlavaForConditionalGeneration,
+            {
+                "text_config": _TEXT | {"model_type": "llama"},
+                "vision_config": _TOWER | {"model_type": "clip_vision_model", "image_size": 56, "patch_size": 14},
+                "image_token_index": IDS["<image>"],
+            },
+            {
+                "image_processor_type": "CLIPImageProcessor",
+                "size": {"shortest_edge": 56},
+                "crop_size": {"height": 56, "width": 56},
+            },
+        ),
+        "llava_pixtral": (
+            transformers.LlavaForConditionalGeneration,
+            {
+                "text_config": _TEXT | {"model_type": "mistral", "head_dim": 32, "sliding_window": None},
+                "vision_config": _PIXTRAL,
+                "image_token_index": IDS["[IMG]"],
+                "vision_feature_layer": -1,
+                "vision_feature_select_strategy": "full",
+            },
+            {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 128}, "patch_size": 16},
+        ),
+        "mistral3": (
+            transformers.Mistral3ForConditionalGeneration,
+            {
+                "text_config": _TEXT | {"model_type": "mistral", "head_dim": 32, "sliding_window": None},
+                "vision_config": _PIXTRAL | {"patch_size": 14},
+                "image_token_index": IDS["[IMG]"],
+                "spatial_merge_size": 2,
+            },
+            {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 196}, "patch_size": 14},
+        ),
+        "internvl": (
+            transformers.InternVLForConditionalGeneration,
+            {
+                "text_config": _TEXT | {"model_type": "qwen2"},
+                "vision_config": _TOWER | {"image_size": [56, 56], "patch_size": [14, 14]},
+                "image_token_id": IDS["<IMG_CONTEXT>"],
+                "image_seq_length": 4,
+            },
+            {"image_processor_type": "GotOcr2ImageProcessor", "size": {"height": 56, "width": 56}, "max_patches": 4},
+        ),
+        "idefics3": (
+            transformers.Idefics3ForConditionalGeneration,
+            {
+                "text_config": _TEXT | {"model_type": "llama"},
+                "vision_config": _TOWER | {"image_size": 56, "patch_size": 14},
+                "image_token_id": IDS["<image>"],
+            },
+            _IDEFICS_PROCESSOR | {"image_processor_type": "Idefics3ImageProcessor"},
+        ),
+        "smolvlm": (
+            transformers.SmolVLMForConditionalGeneration,
+            {
+                "text_config": _TEXT | {"model_type": "llama"},
+                "vision_config": _TOWER | {"image_size": 56, "patch_size": 14},
+                "image_token_id": IDS["<image>"],
+            },
+            _IDEFICS_PROCESSOR | {"image_processor_type": "SmolVLMImageProcessor"},
         ),
     }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 
@@ -14,7 +13,7 @@ from headrace.errors import ConfigError, RequestError
 from headrace.models.implementation import choose
 from headrace.models.vision_encoder import load_encoder
 from headrace.multimodal.families import media_rules
-from headrace.multimodal.items import Picture, array_of
+from headrace.multimodal.items import Picture
 from headrace.multimodal.rules import MediaRules
 from headrace.resolve.facts import DecisionLog
 from headrace.resolve.model import compute_dtype, gguf_types
@@ -61,9 +60,7 @@ class FeatureEncoder:
             ends = one.expansion.counts
             runs = tuple((sum(ends[:index]), count) for index, count in enumerate(ends))
             (found,) = self._encoder.encode([ItemInputs("image", runs, one.tensors)])
-            grid = one.tensors.get("image_grid_thw")
-            rows: Any = [one.expansion.blocks[0]] if grid is None else array_of(grid).copy()
-            tensors = {"features": found.features.cpu().contiguous(), "grid_thw": torch.as_tensor(rows, dtype=torch.int64)}
+            tensors = {"features": found.features.cpu().contiguous(), "grid_thw": torch.tensor([one.grid], dtype=torch.int64)}
             if found.deepstack is not None:
                 tensors["deepstack"] = found.deepstack.cpu().contiguous()
             yield tensors

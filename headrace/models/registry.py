@@ -30,7 +30,7 @@ from headrace.models import (
 from headrace.models.cuts import shard_table
 from headrace.models.decoder import Decoder
 from headrace.models.family import Family
-from headrace.models.hf_config import HFConfig
+from headrace.models.hf_config import HFConfig, text_part
 from headrace.parallel.group import ALONE, Group
 from headrace.quant.formats import checkpoint_format
 from headrace.weights.names import NameTable
@@ -63,8 +63,14 @@ def supported() -> list[str]:
     return list(_BY_ARCHITECTURE)
 
 
+def _own_text(hf_config: HFConfig) -> HFConfig:
+    """The configuration that says the family: that of the text part where it is a model of its own, or the whole."""
+    return text_part(hf_config) if vision.is_around_text(hf_config) else hf_config
+
+
 def find(hf_config: HFConfig) -> Family | None:
     """Returns the native family of a configuration, None if there is none."""
+    hf_config = _own_text(hf_config)
     architectures = getattr(hf_config, "architectures", None)
     if not architectures:
         return _BY_TYPE.get(hf_config.model_type)
@@ -80,12 +86,13 @@ def model_spec(hf_config: HFConfig) -> ModelSpec:
     """
     family = find(hf_config)
     if family is None:
-        named = getattr(hf_config, "architectures", None) or [hf_config.model_type]
+        own = _own_text(hf_config)
+        named = getattr(own, "architectures", None) or [own.model_type]
         raise ConfigError(
             f"architecture {' / '.join(map(str, named))} is not supported; supported are: {', '.join(supported())}", "model"
         )
     checkpoint_format(hf_config)
-    return dataclasses.replace(family.model_spec(hf_config), vision=vision.vision_spec(hf_config))
+    return dataclasses.replace(family.model_spec(_own_text(hf_config)), vision=vision.vision_spec(hf_config))
 
 
 def to_transformers_fields(hf_config: HFConfig) -> HFConfig:

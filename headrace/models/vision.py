@@ -15,13 +15,22 @@ from headrace.models.hf_config import HFConfig
 from headrace.weights.names import NameTable
 
 _QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-VISION_NAME = re.compile(r"(?:model\.)?(?:visual|vision_tower|multi_modal_projector)\..*")
+_AROUND_TEXT = {
+    "llava": "LlavaForConditionalGeneration",
+    "mistral3": "Mistral3ForConditionalGeneration",
+    "internvl": "InternVLForConditionalGeneration",
+    "idefics3": "Idefics3ForConditionalGeneration",
+    "smolvlm": "SmolVLMForConditionalGeneration",
+}
+"""Model types of models around the text part of others -> their architectures."""
+VISION_NAME = re.compile(r"(?:model\.)?(?:visual|vision_tower|multi_modal_projector|vision_model|connector)\..*")
 """Checkpoint names of the vision part."""
 _PREFIXES = (
     {"model.": "model.language_model."},
+    {"model.": "model.text_model."},
     {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
 )
-"""Where checkpoints keep the text part, now and formerly."""
+"""Where checkpoints keep the text part."""
 
 
 def vision_spec(config: HFConfig) -> VisionSpec | None:
@@ -34,7 +43,15 @@ def vision_spec(config: HFConfig) -> VisionSpec | None:
         return VisionSpec(model_type=kind, deepstack_layers=levels)
     if kind == "gemma3":
         return VisionSpec(model_type=kind, bidirectional=True)
+    if is_around_text(config):
+        return VisionSpec(model_type=kind)
     return None
+
+
+def is_around_text(config: HFConfig) -> bool:
+    """Whether the text part of a model is a model of its own, whose inputs get features of pictures."""
+    architecture = _AROUND_TEXT.get(config.model_type)
+    return architecture is not None and architecture in (getattr(config, "architectures", None) or [architecture])
 
 
 def with_vision_names(table: NameTable) -> NameTable:

@@ -42,10 +42,15 @@ class TransformersEncoder:
 
     @torch.inference_mode()
     def encode(self, items: Sequence[ItemInputs]) -> list[EncodedItem]:
-        """Encodes several items, those of equal geometry in one call. Attention in the encoders stays inside an item."""
+        """Encodes several items, those of equal geometry in one call. Attention in the encoders stays inside an item.
+
+        A CPU gains nothing by that, and its matrix products round a row differently with the number of rows: there, each item
+        has a call of its own, so that its features do not depend on the items beside it.
+        """
         groups: dict[object, list[int]] = {}
         for index, item in enumerate(items):
-            key = tuple((name, tensor.dtype, tensor.shape[1:]) for name, tensor in sorted(item.tensors.items()))
+            geometry = tuple((name, tensor.dtype, tensor.shape[1:]) for name, tensor in sorted(item.tensors.items()))
+            key = index if self._device.type == "cpu" else geometry
             groups.setdefault(key, []).append(index)
         found: dict[int, EncodedItem] = {}
         for members in groups.values():

@@ -8,6 +8,10 @@ from typing import Any
 
 from headrace.errors import ConfigError
 from headrace.multimodal.gemma3 import Gemma3Rules
+from headrace.multimodal.idefics3 import Idefics3Rules
+from headrace.multimodal.internvl import InternVLRules
+from headrace.multimodal.llava import LlavaRules
+from headrace.multimodal.pixtral import PixtralRules
 from headrace.multimodal.qwen_vl import Qwen3Rules, Qwen25Rules, QwenRules
 from headrace.multimodal.rules import MediaRules
 
@@ -17,7 +21,14 @@ _RULES: dict[str, Callable[[Path, Any], MediaRules]] = {
     "qwen3_vl": lambda folder, config: Qwen3Rules(folder, config.vision_config),
     "qwen3_vl_moe": lambda folder, config: Qwen3Rules(folder, config.vision_config),
     "gemma3": Gemma3Rules,
+    "llava": lambda folder, config: _LLAVA.get(config.vision_config.model_type, LlavaRules)(folder, config),
+    "mistral3": PixtralRules,
+    "internvl": InternVLRules,
+    "idefics3": Idefics3Rules,
+    "smolvlm": Idefics3Rules,
 }
+_LLAVA: dict[str, Callable[[Path, Any], MediaRules]] = {"pixtral": PixtralRules}
+"""By the vision part, where it has rules of its own."""
 
 
 def media_rules(model_type: str, folder: Path, config: Any) -> MediaRules:

@@ -88,7 +88,8 @@ class MultiModalData:
         Args:
             data: ``{"image": one or a list, "video": one or a list, "image_embeds": {...}, "video_embeds": {...}}`` with PIL
                 pictures or arrays ``[h, w, 3]`` uint8, arrays ``[n, h, w, 3]`` or (array, metadata), and for ``*_embeds``
-                ``{"features": [n, hidden], "grid_thw": [k, 3], "deepstack"?: [levels, n, hidden], "second_per_grid"?: [k]}``.
+                ``{"features": [n, hidden], "grid_thw": [k, 3], "deepstack"?: [levels, n, hidden], "second_per_grid"?: [k]}``,
+                or a list of those.
 
         Raises:
             RequestError: names the entry.
@@ -144,13 +145,16 @@ def split_features(embeds: Any, where: str) -> list[Features]:
     """Splits the features of several pictures or videos, one after the other, by their grids.
 
     Only what the split needs is checked here: the sum of the grids. ``merge`` patches make one row; all grids have the same.
+    A single grid may also count larger parts than rows, such as crops, since nothing is split by it.
 
     Args:
-        embeds: as in ``MultiModalData.of``; or ``TensorData`` in place of tensors.
+        embeds: as in ``MultiModalData.of``, or a list of those; or ``TensorData`` in place of tensors.
 
     Raises:
         RequestError: names the part, what was expected and what came.
     """
+    if isinstance(embeds, list):
+        return [one for index, part in enumerate(embeds) for one in split_features(part, f"{where}[{index}]")]
     if not isinstance(embeds, Mapping):
         raise _wrong(where, f"must be a dict with features and grid_thw, not {shown(embeds)}")
     if unknown := sorted(map(str, set(embeds) - set(_EMBEDS))):
@@ -166,6 +170,8 @@ def split_features(embeds: Any, where: str) -> list[Features]:
         raise _wrong(f"{where}.deepstack", f"has {deepstack.shape[1]} rows, and features has {rows.shape[0]}")
     seconds = _seconds(embeds.get("second_per_grid"), len(grids), f"{where}.second_per_grid")
     patches, given = [math.prod(grid) for grid in grids], rows.shape[0]
+    if len(grids) == 1 and patches[0] < given:
+        return [Features(rows, grids[0], deepstack, seconds[0])]
     if not given or sum(patches) % given:
         raise _wrong(f"{where}.features", f"has {given} rows, which do not divide the {sum(patches)} patches of grid_thw")
     merge = sum(patches) // given

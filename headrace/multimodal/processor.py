@@ -284,7 +284,7 @@ class MultiModalProcessor:
                 raise _misfit(f"{where}.{name}", "finite numbers", "NaN or infinity")
             digest.update(repr((name, tensor.dtype, tensor.shape)).encode())
             digest.update(tensor.data)
-        return Processed(modality, expansion, tensors, encoded=True, content_hash=digest.hexdigest())
+        return Processed(modality, expansion, tensors, features.grid, encoded=True, content_hash=digest.hexdigest())
 
 
 class _ProcessedCache:

@@ -73,12 +73,13 @@ class QwenRules(MediaRules):
             tall, wide = self._target(height, width, 1, size, where)
             self.check_rows(tall * wide // (self._patch * self._merge) ** 2, where)
             made = self._process(medium.image, where, size=size)
-            return [Processed("image", self._blocks(_grid(made["image_grid_thw"])), made)]
+            grid = _grid(made["image_grid_thw"])
+            return [Processed("image", self._blocks(grid), made, grid)]
         sampled = self._sample(medium, options, where)
         patches, grid = self._video_patches(sampled, options, where)
         tensors = {"pixel_values": tensor_data(patches, where), "image_grid_thw": _grid_tensor(grid)}
         seconds = self._temporal / sampled.sampled_fps
-        return [Processed("video", self._video_expansion(grid, seconds, self._times(sampled)), tensors)]
+        return [Processed("video", self._video_expansion(grid, seconds, self._times(sampled)), tensors, grid)]
 
     def _pixel_limits(self, size: dict[str, Any], options: Mapping[str, Any]) -> dict[str, int]:
         """The least and the most pixels of a resized picture."""

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
 from headrace.core.media import Modality, TensorData
 from headrace.errors import RequestError
+from headrace.multimodal.backend import ImageProcessor
 from headrace.multimodal.items import Features, Picture, Video
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 Grid = tuple[int, int, int]
 
@@ -41,6 +46,8 @@ class Processed(msgspec.Struct, frozen=True):
     expansion: Expansion
     tensors: dict[str, TensorData]
     """As in ``ItemInputs``."""
+    grid: Grid
+    """As of ``Features``."""
     encoded: bool = False
     content_hash: str = ""
 
@@ -95,3 +102,62 @@ class MediaRules(abc.ABC):
     @abc.abstractmethod
     def image_rows(self, width: int, height: int) -> int:
         """Feature rows of a picture."""
+
+
+class PictureRules(MediaRules):
+    """Of a model that reads pictures and no videos: one item for each, laid out by its grid.
+
+    Args:
+        folder: of the model's files.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._images = ImageProcessor(folder)
+        self.backend = self._images.backend
+        self.fingerprint = self._images.fingerprint()
+
+    def process(self, medium: Picture | Video, options: Mapping[str, Any], where: str) -> list[Processed]:
+        if not isinstance(medium, Picture):
+            raise RequestError(f"{where}: this model takes no videos", where)
+        grid = self._grid(*medium.image.size, where)
+        expansion = self._expanded(grid)
+        self.check_rows(expansion.num_rows, where)
+        return [Processed("image", expansion, self._tensors(medium.image, where), grid)]
+
+    def expansion(self, features: Features, modality: Modality, where: str) -> Expansion:
+        if expected := self._expected(features.grid):
+            raise RequestError(
+                f"{where}.grid_thw: expected {expected}, not {list(features.grid)}", f"{where}.grid_thw", code="invalid_value"
+            )
+        return self._expanded(features.grid)
+
+    def image_rows(self, width: int, height: int) -> int:
+        return self._expanded(self._grid(width, height, "the picture")).num_rows
+
+    @abc.abstractmethod
+    def _grid(self, width: int, height: int, where: str) -> Grid:
+        """Of a picture. Raises RequestError for one that the model cannot take."""
+
+    @abc.abstractmethod
+    def _expanded(self, grid: Grid) -> Expansion:
+        """What the placeholder of a picture becomes."""
+
+    @abc.abstractmethod
+    def _expected(self, grid: Grid) -> str:
+        """What the grid of features must be; empty: it is that."""
+
+    def _tensors(self, image: Image, where: str) -> dict[str, TensorData]:
+        """The encoder's inputs."""
+        return {"pixel_values": self._images(image, where)["pixel_values"]}
+
+
+class FixedRules(PictureRules):
+    """Of a model whose pictures all have the same grid, which is of tokens."""
+
+    fixed: Grid
+
+    def _grid(self, width: int, height: int, where: str) -> Grid:
+        return self.fixed
+
+    def _expected(self, grid: Grid) -> str:
+        return "" if grid == self.fixed else str(list(self.fixed))

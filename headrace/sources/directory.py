@@ -90,6 +90,9 @@ def read_config(path: Path, *, trust_remote_code: bool = False) -> PreTrainedCon
         if foreign and not trusted:
             return PreTrainedConfig.from_dict(raw)
         config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=trusted, local_files_only=True)
+        if isinstance(raw.get("text_config"), dict) and "tie_word_embeddings" not in raw:
+            # Written by transformers 4, where the text part had the say: the default of the whole may be another.
+            config.tie_word_embeddings = getattr(config.get_text_config(decoder=True), "tie_word_embeddings", False)
     except Exception as error:
         # Whatever a config class raises over the values it is given, it is this file's fault.
         unknown = f" (model_type {raw.get('model_type')!r} is unknown to transformers)" if foreign else ""

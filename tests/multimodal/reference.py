@@ -39,7 +39,15 @@ def inputs_of(request: Request) -> dict[str, torch.Tensor]:
             if item.modality == "video":
                 name = {"pixel_values": "pixel_values_videos", "image_grid_thw": "video_grid_thw"}[name]
             inputs.setdefault(name, []).append(tensor(data))
-    return {name: torch.cat(parts) for name, parts in inputs.items()}
+    return {name: torch.cat(padded(parts)) for name, parts in inputs.items()}
+
+
+def padded(parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Zeros behind each, as the processors of transformers have them where pictures differ in size."""
+    shape = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
+    missing = [[most - size for most, size in zip(shape, part.shape[1:], strict=True)] for part in parts]
+    ends = [[end for count in reversed(counts) for end in (0, count)] for counts in missing]
+    return [torch.nn.functional.pad(part, end) for part, end in zip(parts, ends, strict=True)]
 
 
 def positions_by_hand(request: Request, merge: int, rate: float | None, frames_apart: bool, seconds: Sequence[float]) -> list:
@@ -92,9 +100,9 @@ def generated(model: PreTrainedModel, request: Request, steps: int, positions: l
     for _ in range(steps):
         given = torch.tensor([ids])
         more: dict[str, torch.Tensor] = {}
-        if positions is None:
+        if positions is None and SOFT in ids:
             more["token_type_ids"] = (given == SOFT).int()
-        else:
+        elif positions is not None:
             after = np.array(positions).max() + 1 + np.arange(len(ids) - len(positions[0]))
             more["position_ids"] = torch.tensor([[*axis, *after] for axis in positions])[:, None]
         logits = model(input_ids=given, use_cache=False, **inputs, **more).logits[0, -1].log_softmax(-1)

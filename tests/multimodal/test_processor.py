@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,14 +17,14 @@ from transformers import AutoConfig
 from headrace.core.media import MediaFacts
 from headrace.errors import ConfigError, RequestError
 from headrace.multimodal.families import media_rules
-from headrace.multimodal.items import MultiModalData
+from headrace.multimodal.items import MultiModalData, array_of
 from headrace.multimodal.positions import Run, rope_positions
 from headrace.multimodal.processor import MultiModalProcessor, PreparedPrompt
 from headrace.text.fast_tokenizer import from_directory
 from headrace.text.templates import TemplateRenderer
 from headrace.text.tokenizer import Tokenizer
 
-from .test_pictures import PICTURE, VIDEO, picture, video
+from .test_pictures import MARKS, PICTURE, VIDEO, picture, video
 
 HIDDEN = 64
 
@@ -34,7 +37,7 @@ def processor(folder: Path, kind: str, **changes: Any) -> MultiModalProcessor:
     tiny_vision.write_tokenizer(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(settings))
     facts = {
-        "model_type": kind,
+        "model_type": config.model_type,
         "hidden_size": HIDDEN,
         "deepstack_layers": 2 if kind == "qwen3_vl" else 0,
         "bidirectional": kind == "gemma3",
@@ -44,7 +47,7 @@ def processor(folder: Path, kind: str, **changes: Any) -> MultiModalProcessor:
         "has_encoder": True,
     }
     tokenizer = Tokenizer(from_directory(folder), vocab_size=None, eos_token_ids=[], renderer=TemplateRenderer())
-    rules = media_rules(kind, folder, AutoConfig.from_pretrained(folder))
+    rules = media_rules(config.model_type, folder, AutoConfig.from_pretrained(folder))
     return MultiModalProcessor(rules, tokenizer, MediaFacts(**facts | changes), {"image": 3, "video": 1}, 1 << 20)
 
 
@@ -176,6 +179,7 @@ def features(rows: int = 4, hidden: int = HIDDEN, grid: Any = ((1, 4, 4),), **ch
         (features(hidden=48), "[0].features", "expected hidden size 64, not 48"),
         (features(rows=16), "[0].features", "expected 4 rows for the grid [1, 4, 4], not 16"),
         (features(rows=5), ".features", "5 rows, which do not divide the 16 patches"),
+        (features(rows=17), "[0].features", "expected 4 rows for the grid [1, 4, 4], not 17"),
         (features(grid=((1, 2, 3), (1, 2, 5))), ".features", "not the same number of patches"),
         (features(rows=3, grid=((1, 3, 4),)), "[0].grid_thw", "multiples of 2"),
         (features(rows=8, grid=((2, 4, 4),)), "[0].grid_thw", "expected 1 temporal patch"),
@@ -230,3 +234,115 @@ def test_without_a_processor_there_are_no_pictures(tmp_path: Path) -> None:
         media_rules("gemma3", tmp_path, None)
     with pytest.raises(ConfigError, match="pictures of owlvit are not supported"):
         media_rules("owlvit", tmp_path, None)
+
+
+def theirs(module: str, name: str = "replace_image_token") -> Any:
+    """A method of a processor of transformers out of its source, since most of the modules import torchvision."""
+    found = importlib.util.find_spec("transformers")
+    assert found is not None and found.origin is not None
+    tree = ast.parse((Path(found.origin).parent / "models" / f"{module}.py").read_text(encoding="utf-8"))
+    methods = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    space: dict[str, Any] = {"get_image_size": lambda pixels: pixels.shape[-2:], "to_numpy_array": np.asarray}
+    for node in methods:
+        if node.name == name or node in tree.body:
+            node.decorator_list, node.returns = [], None
+            exec(compile(ast.Module([node], []), module, "exec"), space)  # noqa: S102
+    return space[name]
+
+
+SIZES = [(5, 31), (392, 57), (40, 40), (31, 190), (211, 40), (57, 113), (150, 130)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "module", "settings"),
+    [
+        (
+            "llava",
+            "llava/processing_llava",
+            {"patch_size": 14, "num_additional_image_tokens": 1, "vision_feature_select_strategy": "default"},
+        ),
+        ("mistral3", "pixtral/processing_pixtral", {"patch_size": 14, "spatial_merge_size": 2}),
+        ("llava_pixtral", "pixtral/processing_pixtral", {"patch_size": 16, "spatial_merge_size": 1}),
+        ("internvl", "internvl/processing_internvl", {"image_seq_length": 4}),
+        ("idefics3", "idefics3/processing_idefics3", {"image_seq_len": 4, "global_image_tag": "<global-img>"}),
+        ("smolvlm", "smolvlm/processing_smolvlm", {"image_seq_len": 4, "global_image_token": "<global-img>"}),
+    ],
+)
+def test_expansions_are_those_of_transformers(tmp_path: Path, kind: str, module: str, settings: dict[str, Any]) -> None:
+    made = processor(tmp_path, kind, sectioned_rope=False, max_model_len=2048)
+    tokens = {
+        "image_token": MARKS[kind],
+        "image_break_token": "[IMG_BREAK]",
+        "image_end_token": "[IMG_END]",
+        "start_image_token": "<img>",
+        "end_image_token": "</img>",
+        "fake_image_token": "<fake_token_around_image>",
+    }
+    expand, them = theirs(module), SimpleNamespace(**tokens, **settings)
+    image_processor = made._rules._images.hf  # type: ignore[attr-defined]
+    crops = {"internvl": {"crop_to_patches": True}, "idefics3": {"return_row_col_info": True}}
+    crops["smolvlm"] = crops["idefics3"]
+    for size in SIZES:
+        found = prepare(made, MARKS[kind], {"image": picture(*size)})
+        inputs = {name: array_of(data) for name, data in found.media[0].tensors.items()}
+        if kind in crops:
+            inputs = image_processor(images=[picture(*size)], return_tensors="np", **crops[kind])
+        assert found.token_ids == made._tokenizer.encode(expand(them, inputs, 0), False), size
+        assert made.image_tokens(*size) == found.media[0].num_rows
+        assert prepare(made, made._tokenizer.encode(MARKS[kind], False), {"image": picture(*size)}) == found
+
+
+def test_a_picture_of_one_token_is_refused(tmp_path: Path) -> None:
+    """transformers' module of Mistral 3 fails for it. Each row of tokens ends with a token of its own."""
+    made = processor(tmp_path, "mistral3", sectioned_rope=False)
+    with pytest.raises(RequestError, match=r"at least 2 tokens, which are 2x2 patches each, not \[1, 2, 2\]") as caught:
+        prepare(made, "[IMG]", {"image": picture(28, 28)})
+    assert caught.value.param == "multi_modal_data.image[0]" and caught.value.status == 400
+    with pytest.raises(RequestError, match="at least 2 tokens") as caught:
+        prepare(made, "[IMG]", features(rows=1, grid=((1, 2, 2),)))
+    assert caught.value.param == "multi_modal_data.image_embeds[0].grid_thw"
+    with pytest.raises(RequestError, match=r"multiples of 2, not \[1, 0, 14\]"):
+        prepare(made, "[IMG]", {"image": picture(400, 1)})
+    with pytest.raises(RequestError, match="has 1 videos; this engine takes at most 0"):
+        prepare(made, "x", {"video": video(4)})
+    found = prepare(made, "[IMG]", {"image": picture(57, 30)})
+    assert [tiny_vision.SPECIAL[token - 256] for token in found.token_ids] == [
+        *(["[IMG]"] * 3 + ["[IMG_BREAK]"] + ["[IMG]"] * 3 + ["[IMG_END]"])
+    ]
+    assert (found.media[0].runs, found.items[0].encoder_tokens) == (((0, 3), (4, 3)), 6)
+    assert made.image_tokens(57, 30) == 6
+
+
+@pytest.mark.parametrize(
+    ("kind", "mark", "grid", "expected"),
+    [
+        ("llava", "<image>", (1, 2, 8), "[1, 4, 4]"),
+        ("mistral3", "[IMG]", (2, 2, 4), "1 temporal patch"),
+        ("mistral3", "[IMG]", (1, 3, 4), "multiples of 2"),
+        ("mistral3", "[IMG]", (1, 1 << 19, 4), "at most 14x14 patches"),
+        ("internvl", "<IMG_CONTEXT>", (2, 2, 4), "[crops, 2, 2]"),
+        ("idefics3", "<image>", (1, 3, 1), "at most 2 of each"),
+        ("idefics3", "<image>", (2, 1, 1), "[1, rows, columns] of crops"),
+    ],
+)
+def test_a_grid_is_one_that_a_picture_can_have(tmp_path: Path, kind: str, mark: str, grid: Any, expected: str) -> None:
+    made = processor(tmp_path, kind, sectioned_rope=False)
+    with pytest.raises(RequestError) as caught:
+        prepare(made, mark, features(rows=1 << 4 if kind != "mistral3" else 4, grid=(grid,)))
+    assert expected in str(caught.value) and caught.value.param == "multi_modal_data.image_embeds[0].grid_thw"
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("llava", {"crop_size": {"height": 70, "width": 70}}),
+        ("internvl", {"size": {"height": 70, "width": 70}}),
+        ("idefics3", {"max_image_size": {"longest_edge": 70}}),
+    ],
+)
+def test_processor_and_tower_are_of_one_size(tmp_path: Path, kind: str, settings: dict[str, Any]) -> None:
+    processor(tmp_path, kind)
+    file = tmp_path / "preprocessor_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+    with pytest.raises(ConfigError, match="and the vision tower takes 56"):
+        media_rules(kind, tmp_path, AutoConfig.from_pretrained(tmp_path))

@@ -1,6 +1,6 @@
 """The server's processor time for each streamed event, without sockets and clients:
 
-    python benchmarks/stream_cost.py [--clients 256] [--tokens 100] [--chat] [--profile]
+    python benchmarks/stream_cost.py [--clients 256] [--tokens 50] [--chat] [--profile]
 
 The requests are parsed and answered by the server's own HTTP protocol and app over a transport that throws bytes away; the
 engine hands every request a token a step and takes no time. Reports the least of several rounds, which another process on the

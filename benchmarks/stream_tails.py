@@ -35,40 +35,50 @@ from headrace.server.run import run
 from headrace.server.settings import ServerSettings
 
 
-class SteadyLLM(FakeLLM):
-    """A token a step for every request, all steps of the same length."""
+class StepLLM(FakeLLM):
+    """A token a step for every request."""
 
-    def __init__(self, step: float) -> None:
+    def __init__(self, step: float = 0.0) -> None:
         super().__init__(step=step, max_queue=4096)
-        self._left: dict[str, int] = {}
+        self.left: dict[str, int] = {}
+        """Tokens that the running requests still get."""
         self._inboxes: dict[str, Inbox] = {}
-
-    async def start(self) -> None:
-        self._health = Health(True, "")
-        self._task = asyncio.create_task(self._run())
 
     async def add(self, *requests: Request) -> Any:
         inbox = Inbox(requests)
         for request in requests:
-            self._inboxes[request.request_id], self._left[request.request_id] = inbox, request.max_tokens
+            self._inboxes[request.request_id], self.left[request.request_id] = inbox, request.max_tokens
         return OutputStream(inbox, lambda names: None)
+
+    def step(self) -> None:
+        deltas = []
+        for name in [*self.left]:
+            self.left[name] -= 1
+            finish = None if self.left[name] else "length"
+            deltas.append(OutputDelta(request_id=name, index=0, text="word ", token_ids=[7], finish_reason=finish))
+            if finish is not None:
+                del self.left[name]
+        message = decode_from_engine(encode(StepDeltas(deltas)))
+        assert isinstance(message, StepDeltas)
+        for delta in message.deltas:
+            self._inboxes[delta.request_id].put(delta)
+            if delta.finish_reason is not None:
+                del self._inboxes[delta.request_id]
+
+
+class SteadyLLM(StepLLM):
+    """All steps have the same length."""
+
+    async def start(self) -> None:
+        self._health = Health(True, "")
+        self._task = asyncio.create_task(self._run())
 
     async def _run(self) -> None:
         due = time.perf_counter()
         while True:
             due = max(due, time.perf_counter() - self.step_seconds) + self.step_seconds
             await asyncio.sleep(due - time.perf_counter())
-            deltas = []
-            for name in [*self._left]:
-                self._left[name] -= 1
-                finish = None if self._left[name] else "length"
-                deltas.append(OutputDelta(request_id=name, index=0, text="word ", token_ids=[7], finish_reason=finish))
-                if finish is not None:
-                    del self._left[name]
-            message = decode_from_engine(encode(StepDeltas(deltas)))
-            assert isinstance(message, StepDeltas)
-            for delta in message.deltas:
-                self._inboxes[delta.request_id].put(delta)
+            self.step()
 
 
 def serve(port: int, step: float) -> None:

@@ -89,7 +89,7 @@ class AttentionReport(msgspec.Struct, frozen=True, kw_only=True):
 EventKind = Literal["reasoning", "content", "call_started", "arguments", "call_ended"]
 
 
-class Event(msgspec.Struct, array_like=True, frozen=True, omit_defaults=True):
+class Event(msgspec.Struct, array_like=True, frozen=True, omit_defaults=True, gc=False):
     """What a parsed answer gained. Events of one call are not interleaved with another's."""
 
     kind: EventKind
@@ -143,7 +143,7 @@ class Message(msgspec.Struct):
         return any(call.ended for call in self.calls)
 
 
-class OutputDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class OutputDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """What one sequence gained in one step. ``index`` identifies the sample within its request.
 
     Tokens of logprobs are not decoded: the reader of the delta does so, if it shows them.

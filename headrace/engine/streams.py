@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from types import TracebackType
 
 from headrace.core.request import Request
@@ -23,7 +23,8 @@ class Inbox:
         self.deltas: deque[OutputDelta] = deque()
         self.open = {request.request_id: set(range(request.sampling.n)) for request in requests}
         """request id -> samples that have not finished; a request without any is not there."""
-        self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._loop = asyncio.get_running_loop()
+        self.accepted: asyncio.Future[None] = self._loop.create_future()
         """Done when the engine has taken all requests, or refused one."""
         self._unanswered = set(self.requests)
         self.bound: set[str] = set()
@@ -59,17 +60,17 @@ class Inbox:
                 self.put(delta)
         self.reject(request_id, error)
 
-    async def get(self) -> OutputDelta | None:
-        """The next delta; None after the last one. One reader at a time."""
+    async def more(self) -> bool:
+        """Waits for a delta. False: there are no more. One reader at a time."""
         while not self.deltas:
             if not self.open:
-                return None
-            self._reader = asyncio.get_running_loop().create_future()
+                return False
+            self._reader = self._loop.create_future()
             try:
                 await self._reader
             finally:
                 self._reader = None
-        return self.deltas.popleft()
+        return True
 
 
 class OutputStream:
@@ -93,10 +94,13 @@ class OutputStream:
         return self
 
     async def __anext__(self) -> OutputDelta:
-        delta = await self._inbox.get()
-        if delta is None:
+        if not await self._inbox.more():
             raise StopAsyncIteration
-        return delta
+        return self._inbox.deltas.popleft()
+
+    def more(self) -> Awaitable[bool]:
+        """Waits until a delta is ready. False: the last one has been read."""
+        return self._inbox.more()
 
     def ready(self) -> OutputDelta | None:
         """The next delta, if it has arrived."""

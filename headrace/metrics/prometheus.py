@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections import Counter as Counts
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -16,8 +17,9 @@ from prometheus_client import (
     ProcessCollector,
     generate_latest,
 )
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from headrace.metrics.compat import VLLMNames
 from headrace.metrics.stats import COUNTERS, GAUGES, LABELLED_COUNTERS, EngineStats, MetricsCompat
@@ -106,6 +108,30 @@ def _by_replica(
     return metric
 
 
+class Gaps(Collector):
+    """A histogram of the seconds between tokens. It is observed for every token: ``Histogram`` would take a lock twice each
+    time and try the buckets in turn."""
+
+    def __init__(self, name: str, text: str) -> None:
+        self._name = name
+        self._text = text
+        self._counts = [0] * (len(_TOKEN) + 1)
+        self._sum = 0.0
+        self._created = time.time()
+
+    def observe(self, seconds: float, tokens: int) -> None:
+        """``tokens`` that came ``seconds`` after those before them, which they share equally."""
+        self._counts[bisect_left(_TOKEN, seconds / tokens)] += tokens
+        self._sum += seconds
+
+    def collect(self) -> Iterator[Metric]:
+        bounds = [*map(floatToGoString, _TOKEN), "+Inf"]
+        buckets = list(zip(bounds, map(float, itertools.accumulate(self._counts)), strict=True))
+        family = HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self._sum)
+        family.add_sample(f"{self._name}_created", {}, self._created)
+        yield family
+
+
 class ServerMetrics:
     """The metrics of one server, in their own registry. ``stats`` returns the engine's latest statistics.
 
@@ -136,12 +162,11 @@ class ServerMetrics:
             )
 
         self.time_to_first_token = histogram("time_to_first_token", "Seconds from a request's arrival to its first token")
-        self.inter_token = Histogram(
+        self.inter_token = Gaps(
             "headrace_inter_token_latency_seconds",
             "Seconds between tokens of one sequence, observed as they reach the server.",
-            buckets=_TOKEN,
-            registry=registry,
         )
+        registry.register(self.inter_token)
         self.end_to_end = histogram("request_latency", "Seconds from a request's arrival to its last token")
         self.queue_time = histogram("queue_time", "Seconds from a request's arrival to its first step")
         self.prefill = histogram("prefill", "Seconds from a request's first step to its first token")
@@ -205,23 +230,20 @@ class GenerationObserver:
     def __init__(self, metrics: ServerMetrics, prompt_tokens: Sequence[int]) -> None:
         self._metrics = metrics
         self._prompt_tokens = prompt_tokens
-        self._generated: Counts[tuple[int, int]] = Counts()
-        self._last: dict[tuple[int, int], float] = {}
-        """(prompt, sample) -> arrival of its last token."""
+        self._seen: dict[tuple[int, int], tuple[int, float]] = {}
+        """(prompt, sample) -> its tokens so far, and the arrival of the last one."""
 
     def delta(self, prompt: int, delta: OutputDelta) -> None:
         """Observes one delta. Several tokens of one step share the time since the previous delta equally."""
         key = (prompt, delta.index)
-        self._generated[key] += len(delta.token_ids)
-        if delta.token_ids:
+        generated, last = self._seen.get(key, (0, 0.0))
+        if tokens := len(delta.token_ids):
             now = time.monotonic()
-            last = self._last.get(key)
-            self._last[key] = now
-            if last is not None:
-                share = (now - last) / len(delta.token_ids)
-                for _ in delta.token_ids:
-                    self._metrics.inter_token.observe(share)
+            if generated:
+                self._metrics.inter_token.observe(now - last, tokens)
+            generated += tokens
+            self._seen[key] = generated, now
         if delta.attention is not None and delta.attention.density is not None and delta.index == 0:
             self._metrics.attention_density.observe(delta.attention.density)
         if delta.times is not None:
-            self._metrics.observe_finished(delta.times, self._prompt_tokens[prompt], self._generated[key])
+            self._metrics.observe_finished(delta.times, self._prompt_tokens[prompt], generated)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from fastapi import FastAPI
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
+from starlette.types import Receive, Scope, Send
 
 import headrace
 from headrace.server.errors import install_handlers
@@ -17,10 +18,17 @@ from headrace.server.generation import cancelled
 from headrace.server.middleware import AllowedHosts, ApiKeys, HeadAsGet, Observe, SameOrigin
 from headrace.server.routes import admin, chat, completions, features, inspect, messages, models, responses, status, tokens
 from headrace.server.settings import ServerSettings
+from headrace.server.sse import SEND
 from headrace.server.state import Serving
 
 if TYPE_CHECKING:
     from headrace.engine.async_llm import AsyncLLM
+
+
+class _App(FastAPI):
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[SEND] = send
+        await super().__call__(scope, receive, send)
 
 
 def build_app(llm: AsyncLLM, settings: ServerSettings | None = None) -> FastAPI:
@@ -31,7 +39,7 @@ def build_app(llm: AsyncLLM, settings: ServerSettings | None = None) -> FastAPI:
     """
     settings = settings or ServerSettings()
     serving = Serving(llm, settings)
-    app = FastAPI(
+    app = _App(
         title="headrace",
         version=headrace.__version__,
         docs_url=None,

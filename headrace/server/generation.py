@@ -67,26 +67,23 @@ class Generation:
 
     async def begin(self) -> None:
         """Wait for the first delta, so that an error before it still gets its HTTP status."""
-        self._first = await self.next()
-        if self._first is None:
+        self._stream = await self._serving.llm.add(*self.requests)
+        if not await self._stream.more():
             raise EngineError("the engine ended the request without an answer")
+        self._first = self.ready()
 
-    async def next(self) -> Piece | None:
-        """The next delta of any of the prompts, in order of arrival; None after the last one."""
+    def more(self) -> Awaitable[bool]:
+        """Waits, after ``begin``, until a delta is ready. False: the last one has been read."""
+        return self._stream.more()
+
+    def ready(self) -> Piece | None:
+        """The next delta of any of the prompts, in order of arrival, if it has arrived."""
         if self._first is not None:
             piece, self._first = self._first, None
             return piece
-        if self._stream is None:
-            self._stream = await self._serving.llm.add(*self.requests)
-        delta = await anext(self._stream, None)
-        return None if delta is None else self._piece(delta)
-
-    def ready(self) -> Piece | None:
-        """The next delta, if it has arrived. Raises: as ``next``."""
-        delta = None if self._stream is None else self._stream.ready()
-        return None if delta is None else self._piece(delta)
-
-    def _piece(self, delta: OutputDelta) -> Piece:
+        delta = self._stream.ready()
+        if delta is None:
+            return None
         piece = Piece(self._prompts[delta.request_id], delta)
         self._note(piece)
         return piece
@@ -144,14 +141,18 @@ class Generation:
 
     def _note(self, piece: Piece) -> None:
         delta = piece.delta
+        self.completion_tokens += len(delta.token_ids)
+        for event in delta.events:
+            self.reasoning_tokens += event.tokens
+        if delta.num_cached_tokens > self._cached[piece.prompt]:
+            self._cached[piece.prompt] = delta.num_cached_tokens
+        self._observer.delta(piece.prompt, delta)
+        if delta.finish_reason is None:
+            return
         self._times = delta.times or self._times
         if delta.attention is not None:
             self._attention = most_computed(self._attention, delta.attention)
             self._serving.reports.add(delta.request_id, delta.attention)
-        self.completion_tokens += len(delta.token_ids)
-        self.reasoning_tokens += sum(event.tokens for event in delta.events)
-        self._cached[piece.prompt] = max(self._cached[piece.prompt], delta.num_cached_tokens)
-        self._observer.delta(piece.prompt, delta)
         if delta.finish_reason == "error":
             message = delta.error or "the engine failed on this request"
             if delta.client_error:

@@ -26,6 +26,9 @@ _encode = msgspec.json.Encoder().encode
 PING_SECONDS = 15.0
 SESSION_HEADER = "x-session-id"
 """Names the session of a request for --dp-routing-policy session."""
+SEND = "headrace.send"
+"""Key of the scope: the ``send`` of the HTTP server. The middleware's, one around the other, change the start of a response
+alone, and cost as much as the rest of an event's way."""
 
 
 class Answer(abc.ABC):
@@ -96,9 +99,11 @@ class ChunkAnswer(Answer):
             "model": model.name,
             "system_fingerprint": model.fingerprint,
         }
+        self._opening = b"data: %b," % _encode(self._head)[:-1]
+        """What every event begins with, up to the fields of its own."""
 
     def encode(self, event: dict[str, Any]) -> bytes:
-        return _data(event)
+        return b"%b%b\n\n" % (self._opening, _encode(event)[1:])
 
     def failed(self, error: ApiError) -> bytes:
         return _data(error.body)
@@ -107,8 +112,8 @@ class ChunkAnswer(Answer):
         return self._generation.usage
 
     def chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
-        """One event."""
-        chunk = {**self._head, "choices": [choice]}
+        """What one event has beside the head."""
+        chunk: dict[str, Any] = {"choices": [choice]}
         if self._continuous_usage:
             chunk["usage"] = self.usage()
         elif self._include_usage:
@@ -119,7 +124,7 @@ class ChunkAnswer(Answer):
 
     def last(self) -> Iterable[dict[str, Any]]:
         """The events after the last delta: the usage, if it was requested."""
-        return [{**self._head, "choices": [], "usage": self.usage(), **self.metrics()}] if self._include_usage else []
+        return [{"choices": [], "usage": self.usage(), **self.metrics()}] if self._include_usage else []
 
     def metrics(self) -> dict[str, Any]:
         """The request's times and how it attended, for the answer or its last event, if they are wanted."""
@@ -146,11 +151,15 @@ async def respond(request: Request, serving: Serving, generation: Generation, an
 async def collected(generation: Generation, answer: Answer) -> dict[str, Any]:
     """The whole answer of a generation."""
     async with contextlib.aclosing(generation):
-        while (piece := await generation.next()) is not None:
-            if piece.delta.prompt_logprobs is not None:
-                await answer.prepare(piece)
-            for _ in answer.add(piece):
-                pass
+        await generation.begin()
+        more = True
+        while more:
+            while (piece := generation.ready()) is not None:
+                if piece.delta.prompt_logprobs is not None:
+                    await answer.prepare(piece)
+                for _ in answer.add(piece):
+                    pass
+            more = await generation.more()
     return answer.whole() | answer.metrics()
 
 
@@ -176,7 +185,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await cancel_on_disconnect(self._serving, receive, self._send_all(send))
+            await cancel_on_disconnect(self._serving, receive, self._send_all(scope[SEND]))
             last = self._answer.done
         except ClientDisconnect:
             scope["headrace.outcome"] = "disconnected"
@@ -189,31 +198,31 @@ class EventStream(Response):
             last = self._answer.failed(known)
         finally:
             await self._generation.aclose()
-        await send({"type": "http.response.body", "body": last, "more_body": False})
+        await scope[SEND]({"type": "http.response.body", "body": last, "more_body": False})
 
     async def _send_all(self, send: Send) -> None:
-        encode, pings = self._answer.encode, None
+        more, pings = self._generation.more, None
         try:
-            while (piece := await self._generation.next()) is not None:
-                await self._send_ready(piece, send)
-                if self._answer.ping and pings is None:
-                    pings = asyncio.create_task(self._send_pings(send))
+            await self._send_ready(send)
+            if self._answer.ping:
+                pings = asyncio.create_task(self._send_pings(send))
+            while await more():
+                await self._send_ready(send)
         finally:
             if pings is not None:
                 await cancelled(pings)
         for event in self._answer.last():
-            await send({"type": "http.response.body", "body": encode(event), "more_body": True})
+            await send({"type": "http.response.body", "body": self._answer.encode(event), "more_body": True})
 
-    async def _send_ready(self, piece: Piece | None, send: Send) -> None:
-        """Sends a piece and those that have arrived behind it at once: a server that is behind makes up for it so."""
-        body, failure = bytearray(), None
+    async def _send_ready(self, send: Send) -> None:
+        """Sends what has arrived, at once: a server that is behind makes up for it so."""
+        answer, body, failure = self._answer, bytearray(), None
         try:
-            while piece is not None:
+            while len(body) < _MOST_AT_ONCE and (piece := self._generation.ready()) is not None:
                 if piece.delta.prompt_logprobs is not None:
-                    await self._answer.prepare(piece)
-                for event in self._answer.add(piece):
-                    body += self._answer.encode(event)
-                piece = self._generation.ready() if len(body) < _MOST_AT_ONCE else None
+                    await answer.prepare(piece)
+                for event in answer.add(piece):
+                    body += answer.encode(event)
         except Exception as error:
             failure = error
         if body:

@@ -37,6 +37,9 @@ logger = logging.getLogger("headrace.server")
 _MAX_JSON_VALUES = 400_000
 """Decoding as many numbers takes about 20 ms."""
 
+_YOUNG_OBJECTS = 50_000
+"""More than what hundreds of streams make in one step: nearly all of it has died by the next one, without a collection."""
+
 
 class Serving:
     """The engine's client, the settings, the metrics, and whether the server takes requests."""
@@ -80,7 +83,7 @@ class Serving:
             # Reads the whole vocabulary: not in the first request's time.
             self._facts = await asyncio.to_thread(ServedModel, self.llm, self.settings)
             if self.owns_process:
-                freeze_gc()
+                freeze_gc(_YOUNG_OBJECTS)
             self.loading = False
             await asyncio.to_thread(self.llm.serving)
         except Exception as error:

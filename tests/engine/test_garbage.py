@@ -15,15 +15,15 @@ SETTLED = """
 import gc, sys
 from headrace.engine.garbage import freeze_gc
 kept = [[i] for i in range(1000)]
-freeze_gc()
-print(gc.get_freeze_count() > 1000, any(item is kept[5] for item in gc.get_objects()))
+freeze_gc(young=5000)
+print(gc.get_freeze_count() > 1000, any(item is kept[5] for item in gc.get_objects()), gc.get_threshold()[0])
 """
 
 
 def test_settle_leaves_nothing_to_walk() -> None:
     """In a process of its own: it is for good."""
     done = subprocess.run([sys.executable, "-c", SETTLED], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.split() == ["True", "False"]
+    assert done.stdout.split() == ["True", "False", "5000"]
     assert gc.get_freeze_count() == 0
 
 

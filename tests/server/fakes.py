@@ -272,26 +272,25 @@ class FakeStream:
         self._llm = llm
         self._deltas = deltas
         self._next: dict[str, asyncio.Task[OutputDelta | None]] = {}
+        self._arrived: OutputDelta | None = None
 
-    def __aiter__(self) -> FakeStream:
-        return self
-
-    async def __anext__(self) -> OutputDelta:
-        while True:
+    async def more(self) -> bool:
+        while self._arrived is None:
             for request_id, deltas in self._deltas.items():
                 if request_id not in self._next:
                     self._next[request_id] = asyncio.create_task(anext(deltas, None))
             if not self._next:
-                raise StopAsyncIteration
+                return False
             await asyncio.wait(self._next.values(), return_when=asyncio.FIRST_COMPLETED)
-            for request_id in [name for name, task in self._next.items() if task.done()]:
-                delta = self._next.pop(request_id).result()
-                if delta is not None:
-                    return delta
+            request_id = next(name for name, task in self._next.items() if task.done())
+            self._arrived = self._next.pop(request_id).result()
+            if self._arrived is None:
                 del self._deltas[request_id]
+        return True
 
     def ready(self) -> OutputDelta | None:
-        return None
+        arrived, self._arrived = self._arrived, None
+        return arrived
 
     async def aclose(self) -> None:
         for task in self._next.values():

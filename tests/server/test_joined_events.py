@@ -20,8 +20,8 @@ class Waiting:
     def __init__(self, *arrived: str | Exception) -> None:
         self._arrived = deque(arrived)
 
-    async def next(self) -> Piece | None:
-        return self.ready()
+    async def more(self) -> bool:
+        return bool(self._arrived)
 
     def ready(self) -> Piece | None:
         if not self._arrived:

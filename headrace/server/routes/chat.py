@@ -125,8 +125,9 @@ class ChatAnswer(ChunkAnswer):
         delta, body = piece.delta, self._body
         choice = self._choices[delta.index]
         first, logprobs = not choice.started, self._logprobs(delta)
-        choice.add(delta, logprobs)
+        choice.add(delta)
         if not body.stream:
+            choice.keep(delta, logprobs)
             return
         if first:
             yield self._chunk(delta.index, {"delta": {"role": "assistant", "content": ""}} | self._prompt_token_ids)
@@ -176,20 +177,27 @@ class _ChatChoice:
     def __init__(self, index: int, named: bool) -> None:
         self.started = False
         self._named = named
+        self._called = False
+        """A call is complete."""
         self._index = index
         self._message = Message()
         self._token_ids: list[int] = []
         self._logprobs = JSONArray()
         self._finish: OutputDelta | None = None
 
-    def add(self, delta: OutputDelta, logprobs: dict[str, Any] | None) -> None:
+    def add(self, delta: OutputDelta) -> None:
         self.started = True
+        for event in delta.events:
+            self._called |= event.kind == "call_ended"
+        if delta.finish_reason is not None:
+            self._finish = delta
+
+    def keep(self, delta: OutputDelta, logprobs: dict[str, Any] | None) -> None:
+        """For ``shape``."""
         self._message.add(events_of(delta))
         self._token_ids.extend(delta.token_ids)
         if logprobs is not None:
             self._logprobs.extend(logprobs["content"])
-        if delta.finish_reason is not None:
-            self._finish = delta
 
     @property
     def finish_reason(self) -> str | None:
@@ -197,7 +205,7 @@ class _ChatChoice:
             return None
         # A call that max_tokens cut off must not be executed: length stays length.
         # Whoever names the function gets its call as the answer, which stop ends.
-        called = self._finish.finish_reason == "stop" and self._message.has_call and not self._named
+        called = self._finish.finish_reason == "stop" and self._called and not self._named
         return "tool_calls" if called else self._finish.finish_reason
 
     def shape(self, with_logprobs: bool, with_token_ids: bool, reasoning: Sequence[str]) -> dict[str, Any]:

@@ -112,12 +112,21 @@ class CompletionAnswer(ChunkAnswer):
 
     def add(self, piece: Piece) -> Iterator[dict[str, Any]]:
         """Chunks of the same shape as the answer."""
-        for index, gained in self._gained(piece):
-            if self._body.stream:
-                yield self.chunk(gained | {"logprobs": gained["logprobs"].json})
-            else:
-                self._logprobs[index].join(gained.pop("logprobs"))
-                _append(self._shapes[index], gained)
+        prompt, delta = piece
+        own = self._choices[prompt * self._n + delta.index]
+        own.held.append(delta)
+        # Deltas of other samples may have waited for the prompt's logprobs.
+        for choice in (own,) if delta.prompt_logprobs is None else self._of_prompt(prompt):
+            for gained in choice.ready():
+                logprobs = gained["logprobs"]
+                if self._body.stream:
+                    gained["logprobs"] = None if logprobs is None else logprobs.json
+                    yield self.chunk(gained)
+                    continue
+                del gained["logprobs"]
+                if logprobs is not None:
+                    self._logprobs[choice.index].join(logprobs)
+                _append(self._shapes[choice.index], gained)
 
     def whole(self) -> dict[str, Any]:
         """The answer at once."""
@@ -126,16 +135,6 @@ class CompletionAnswer(ChunkAnswer):
 
     def _of_prompt(self, prompt: int) -> list[_CompletionChoice]:
         return self._choices[prompt * self._n : (prompt + 1) * self._n]
-
-    def _gained(self, piece: Piece) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yields (index of choice, piece) for a delta."""
-        prompt, delta = piece
-        choices = self._of_prompt(prompt)
-        choices[delta.index].held.append(delta)
-        # Deltas of other samples may have waited for the prompt's logprobs.
-        for choice in choices if delta.prompt_logprobs is not None else [choices[delta.index]]:
-            for shape in choice.ready():
-                yield choice.index, shape
 
     def usage(self) -> dict[str, Any]:
         usage = super().usage()
@@ -190,36 +189,34 @@ class _CompletionChoice:
             choice |= {"token_ids": [], "prompt_token_ids": self._prompt_token_ids}
         return choice
 
-    def ready(self) -> list[dict[str, Any]]:
-        """The pieces that can be sent now, in order."""
-        if not self.held or (self._waits_for_prompt and self._prompt is None):
-            return []
-        pieces = [piece for delta in self.held if (piece := self._piece(delta)) is not None]
+    def ready(self) -> Iterator[dict[str, Any]]:
+        """The pieces that can be sent now, in order. Their logprobs are None where the request has none."""
+        if self._waits_for_prompt and self._prompt is None:
+            return
+        for delta in self.held:
+            if (piece := self._piece(delta)) is not None:
+                yield piece
         self.held.clear()
-        return pieces
 
     def _piece(self, delta: OutputDelta) -> dict[str, Any] | None:
-        piece: dict[str, Any] = {"index": self.index, "text": "", "logprobs": JSONColumns()}
-        piece |= {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
-        text, tokens, positions = delta.text, delta.token_ids, delta.logprobs
+        text, tokens, finish, stop = delta.text, delta.token_ids, delta.finish_reason, delta.stop_reason
         if self._body.max_tokens == 0:
-            text, tokens, positions = "", [], None
-            piece |= {"finish_reason": delta.finish_reason and "length", "stop_reason": None}
+            text, tokens, finish, stop = "", [], finish and "length", None
+        logprobs = None if self._logprobs is None else JSONColumns()
+        piece = {"index": self.index, "text": text, "logprobs": logprobs, "finish_reason": finish, "stop_reason": stop}
         first = not self._started
         if first:
             self._started = True
             self._begin(piece)
-        piece["text"] += text
-        if self._logprobs is not None and positions:
-            piece["logprobs"].extend(self._logprobs.add(tokens, positions))
+        if self._logprobs is not None and logprobs is not None and tokens and delta.logprobs:
+            logprobs.extend(self._logprobs.add(tokens, delta.logprobs))
         if self._body.return_token_ids:
             piece["token_ids"] = tokens
-        worth = piece["text"] or piece["logprobs"] or piece.get("token_ids") or piece["finish_reason"]
-        return piece if worth or first else None
+        return piece if first or piece["text"] or finish or logprobs or piece.get("token_ids") else None
 
     def _begin(self, piece: dict[str, Any]) -> None:
         """Adds the echoed prompt with its token ids and logprobs to the first piece."""
-        piece["text"] = self._echo
+        piece["text"] = self._echo + piece["text"]
         if self._body.return_token_ids:
             piece["prompt_token_ids"] = self._prompt_token_ids
         if self._prompt is not None and self._prompt.echoed is not None:

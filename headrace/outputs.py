@@ -137,11 +137,6 @@ class Message(msgspec.Struct):
                 case "call_ended":
                     self.calls[event.index].ended = True
 
-    @property
-    def has_call(self) -> bool:
-        """Whether a call is complete."""
-        return any(call.ended for call in self.calls)
-
 
 class OutputDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """What one sequence gained in one step. ``index`` identifies the sample within its request.

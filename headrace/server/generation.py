@@ -74,8 +74,8 @@ class Generation:
 
     def more(self) -> Awaitable[bool]:
         """Waits, after ``begin``, until a delta is ready. False: the last one has been read."""
-        more: Awaitable[bool] = self._stream.more()
-        return more
+        waiting: Awaitable[bool] = self._stream.more()
+        return waiting
 
     def ready(self) -> Piece | None:
         """The next delta of any of the prompts, in order of arrival, if it has arrived."""

@@ -1,4 +1,4 @@
-"""ByRowClass: one backend for decode rows, another for prefill rows; and steps made from some rows of a step."""
+"""Compositions: backends by row class, and one beside a layer's usual one; and steps made from some rows of a step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,22 @@ from headrace.attention.backend import AttentionBackend, AttentionInputs, Replay
 from headrace.kernels.transfer import upload
 
 
-class ByRowClass(AttentionBackend):
+class Composition(AttentionBackend):
+    """Several backends, of which those that ``plan`` made active fill their rows of one output."""
+
+    _active: list[AttentionBackend]
+
+    def run(self, inputs: AttentionInputs) -> torch.Tensor:
+        if len(self._active) == 1:
+            return self._active[0].run(inputs)
+        out = self.output(inputs)
+        inputs = inputs._replace(out=out)
+        for backend in self._active:
+            backend.run(inputs)
+        return out.flatten(1)
+
+
+class ByRowClass(Composition):
     """Splits a step between two backends, each of which fills its rows of one output.
 
     ``decode`` runs whole captured steps if ``prefill`` cannot be captured.
@@ -28,7 +43,7 @@ class ByRowClass(AttentionBackend):
         self.plans_replays = decode.plans_replays or prefill.plans_replays
         self.decode, self.prefill = decode, prefill
         self._eager_decode = eager_decode
-        self._active: list[AttentionBackend] = []
+        self._active = []
 
     def plan(self, step: StepMetadata) -> None:
         super().plan(step)
@@ -39,15 +54,6 @@ class ByRowClass(AttentionBackend):
             if step.query_start_host[end] > step.query_start_host[first]:
                 backend.plan(step.rows(first, end))
                 self._active.append(backend)
-
-    def run(self, inputs: AttentionInputs) -> torch.Tensor:
-        if len(self._active) == 1:
-            return self._active[0].run(inputs)
-        out = self.output(inputs)
-        inputs = inputs._replace(out=out)
-        for backend in self._active:
-            backend.run(inputs)
-        return out.flatten(1)
 
     @property
     def graph_version(self) -> int:
@@ -70,32 +76,21 @@ class ByRowClass(AttentionBackend):
         return [*self.decode.workspaces, *self.prefill.workspaces]
 
 
-class WithVisibleEnds(AttentionBackend):
-    """Runs steps in which tokens see later ones by a backend of their own, and all others by the layer's usual one.
+class WithUsual(Composition):
+    """A layer's usual backend, and another one for what that cannot run. Captured steps are the usual backend's alone."""
 
-    Captured steps have no such tokens.
-    """
-
-    def __init__(self, usual: AttentionBackend, seeing: AttentionBackend) -> None:
+    def __init__(self, usual: AttentionBackend, other: AttentionBackend) -> None:
         super().__init__(usual.scratch)
         self.name = usual.name
-        self.modes = seeing.modes
+        self.modes = usual.modes | other.modes
         self.capturable = usual.capturable
         self.plans_replays = usual.plans_replays
-        self._usual, self._seeing = usual, seeing
-        self._active = usual
-
-    def plan(self, step: StepMetadata) -> None:
-        super().plan(step)
-        self._active = self._usual if step.visible_ends is None else self._seeing
-        self._active.plan(step)
-
-    def run(self, inputs: AttentionInputs) -> torch.Tensor:
-        return self._active.run(inputs)
+        self._usual, self._other = usual, other
+        self._active = [usual]
 
     @property
     def usual(self) -> AttentionBackend:
-        return self._usual
+        return self._usual.usual
 
     @property
     def graph_version(self) -> int:
@@ -109,7 +104,16 @@ class WithVisibleEnds(AttentionBackend):
 
     @property
     def workspaces(self) -> list[torch.Tensor]:
-        return [*self._usual.workspaces, *self._seeing.workspaces]
+        return [*self._usual.workspaces, *self._other.workspaces]
+
+
+class WithVisibleEnds(WithUsual):
+    """Runs steps in which tokens see later ones by a backend of their own, and all others by the layer's usual one."""
+
+    def plan(self, step: StepMetadata) -> None:
+        super().plan(step)
+        self._active = [self._usual if step.visible_ends is None else self._other]
+        self._active[0].plan(step)
 
 
 class StepPart(NamedTuple):

@@ -12,10 +12,10 @@ from headrace.attention.backend import (
     AttentionBackend,
     AttentionInputs,
     Modes,
-    ReplayLengths,
     Scratch,
     StepMetadata,
 )
+from headrace.attention.compose import WithUsual
 from headrace.attention.sparse_rows import SparseRows
 from headrace.config import SparseConfig
 from headrace.kernels.sparse_prefill import (
@@ -203,20 +203,15 @@ class SparsePrefillAttention(AttentionBackend):
         return kept + by_place[ends] - by_place[self._first_blocks]
 
 
-class WithSparsePrompts(AttentionBackend):
+class WithSparsePrompts(WithUsual):
     """Splits a step between a layer's usual backend and the one of rows that attend sparsely, which are its last.
 
     A step without such rows is the usual backend's alone, in a CUDA graph too.
     """
 
     def __init__(self, usual: AttentionBackend, sparse: SparsePrefillAttention) -> None:
-        super().__init__(usual.scratch)
-        self.name = usual.name
-        self.modes = usual.modes
-        self.capturable = usual.capturable
-        self.plans_replays = usual.plans_replays
-        self._usual, self.sparse = usual, sparse
-        self._active: list[AttentionBackend] = [usual]
+        super().__init__(usual, sparse)
+        self.sparse = sparse
 
     def plan(self, step: StepMetadata) -> None:
         super().plan(step)
@@ -229,33 +224,6 @@ class WithSparsePrompts(AttentionBackend):
         if step.sparse.first:
             self._active.append(self._usual)
             self._usual.plan(step.rows(0, step.sparse.first).densely())
-
-    def run(self, inputs: AttentionInputs) -> torch.Tensor:
-        if len(self._active) == 1:
-            return self._active[0].run(inputs)
-        out = self.output(inputs)
-        inputs = inputs._replace(out=out)
-        for backend in self._active:
-            backend.run(inputs)
-        return out.flatten(1)
-
-    @property
-    def usual(self) -> AttentionBackend:
-        return self._usual.usual
-
-    @property
-    def graph_version(self) -> int:
-        return self._usual.graph_version
-
-    def prepare_replay(self, lengths: ReplayLengths) -> None:
-        self._usual.prepare_replay(lengths)
-
-    def reserve(self, device: torch.device) -> None:
-        self._usual.reserve(device)
-
-    @property
-    def workspaces(self) -> list[torch.Tensor]:
-        return [*self._usual.workspaces, *self.sparse.workspaces]
 
 
 def streamed_pairs(start: np.ndarray, end: np.ndarray, block: int, sink: int, local: int) -> np.ndarray:

@@ -280,9 +280,9 @@ def test_tools_of_the_server_are_skipped_if_it_says_so(api: Make) -> None:
 
 def test_a_broken_stream_ends_in_failed() -> None:
     llm = FakeLLM(script=lambda request, index: [72, ValueError("it broke")])  # type: ignore[list-item]
-    *_, told, failed = named_events(Api(llm).post(URL, {"input": "x", "stream": True}))
-    assert (told["type"], told["message"], failed["type"]) == ("error", "it broke", "response.failed")
-    assert failed["sequence_number"] == told["sequence_number"] + 1
+    *_, reported, failed = named_events(Api(llm).post(URL, {"input": "x", "stream": True}))
+    assert (reported["type"], reported["message"], failed["type"]) == ("error", "it broke", "response.failed")
+    assert failed["sequence_number"] == reported["sequence_number"] + 1
     assert (failed["response"]["status"], failed["response"]["error"]["code"]) == ("failed", "server_error")
 
 

@@ -335,9 +335,8 @@ def table(results: Results) -> str:
 
 
 def prompt(options: argparse.Namespace, length: int) -> Prompt:
-    return Prompt(
-        length, options.heads, options.kv_heads, options.head_dim, options.v_head_dim or options.head_dim, options.fp8
-    )
+    v_head_dim = options.v_head_dim or options.head_dim
+    return Prompt(length, options.heads, options.kv_heads, options.head_dim, v_head_dim, options.fp8, options.page)
 
 
 def main() -> None:

@@ -67,7 +67,8 @@ def measure(model: Path | None, options: list[str]) -> dict[str, Any]:
     command += ["--served-model-name", "m", *options]
     with tempfile.TemporaryFile("w+") as log:
         start = time.monotonic()
-        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         try:
             wait_for_health(process, f"http://127.0.0.1:{port}")

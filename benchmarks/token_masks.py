@@ -25,7 +25,7 @@ from headrace.constrain.constraints import Constraints
 from headrace.constrain.factory import GrammarFactory
 from headrace.constrain.vocabulary import GrammarVocabulary
 from headrace.core.plan import SamplePlan
-from headrace.sampling.masks import TokenMasks
+from headrace.sampling.masks import HostMasks
 from headrace.sampling_params import StructuredOutputsParams
 from headrace.text.tokenizer import Tokenizer
 
@@ -100,7 +100,8 @@ def main() -> None:
         marks.append(now())
         plan = SamplePlan.of(step, masks)
         marks.append(now())
-        sent = TokenMasks.of(plan, ids, size, device)
+        made = HostMasks.of(plan, ids, size)
+        sent = None if made is None else made.upload(device)
         marks.append(now())
         assert sent is not None
         drawn = [row.token() for row in rows]

@@ -24,7 +24,7 @@ Failed = list[tuple[EngineSequence, Failure]]
 """Sequences that cannot go on, and why."""
 
 """Code of errors of a constraint that passed the check: only a limit can end it."""
-_FILL_THREADS = 8
+_FILL_THREADS = 16
 """Threads that fill the masks of a step, at most."""
 
 
@@ -144,7 +144,7 @@ class Constraints:
         from llguidance.numpy import fill_next_token_bitmask_par
 
         if self._executor is None:
-            self._executor = LLExecutor(min(_FILL_THREADS, os.cpu_count() or 1))
+            self._executor = LLExecutor(max(1, min(_FILL_THREADS, (os.cpu_count() or 1) - 1)))
         own = np.empty((len(grammars), words(grammars[0].vocab_size)), dtype=np.int32)
         try:
             fill_next_token_bitmask_par(self._executor, [(each.inner, row) for row, each in enumerate(grammars)], own)

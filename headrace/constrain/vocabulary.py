@@ -82,7 +82,7 @@ class GrammarVocabulary:
 
         try:
             tokens: Any = _Tokens(self._tokenizer, self.vocab_size, self._markers)
-            tokenizer = LLTokenizer(tokens, n_vocab=self.vocab_size + 1)
+            tokenizer = LLTokenizer(tokens, n_vocab=self.vocab_size + 1, slices=_slices())
             # A vocabulary that breaks the library does so at its first mask.
             matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_regex("[a-z ]+"), log_level=0)
             allowed = matcher.compute_bitmask()
@@ -93,6 +93,16 @@ class GrammarVocabulary:
             raise
         except BaseException as error:  # A panic of the library is no Exception.
             return f"{type(error).__name__}: {error}"
+
+
+def _slices() -> list[str]:
+    """Classes of tokens that a mask takes whole where the grammar allows all of the class.
+
+    llguidance's own have steps of 10 and 30 characters; a string of bounded length needs smaller ones near its end.
+    """
+    character = r'[^"\\\x00-\x1F\x7F]'
+    lengths = (f"{{1,{most}}}" for most in (1, 2, 3, 4, 5, 6, 8, 10, 13, 16, 20, 30))
+    return [r"[\x20\x0A\x0D\x09]+", *(character + length for length in lengths), f"{character}+"]
 
 
 class _Bytes:

@@ -94,10 +94,7 @@ class EngineCore:
         start = time.perf_counter()
         if self._constraints.compiling:
             self._fail(self._constraints.collect())
-        while self._unsampled is None and len(self._launched) < self._depth and (plan := self.scheduler.schedule()) is not None:
-            self._unsampled = plan, self.executor.execute(plan)
-            self._launched.append(self._unsampled)
-            self._sample(*self._unsampled)
+        self._launch()
         if not self._launched:
             if self._constraints.compiling:
                 self._constraints.wait(_COMPILE_SECONDS)
@@ -111,11 +108,18 @@ class EngineCore:
             waited = time.perf_counter()
             self._sample(*self._unsampled)
             self._constraints.wait_seconds += time.perf_counter() - waited
+            self._launch()
         deltas, ended = self.outputs.process(updates)
         for sequence, reason, stop_reason in ended:
             self.scheduler.finish(sequence, reason, stop_reason)
         self._host_seconds += time.perf_counter() - start - result.forward_seconds - result.sample_seconds
         return deltas
+
+    def _launch(self) -> None:
+        while self._unsampled is None and len(self._launched) < self._depth and (plan := self.scheduler.schedule()) is not None:
+            self._unsampled = plan, self.executor.execute(plan)
+            self._launched.append(self._unsampled)
+            self._sample(*self._unsampled)
 
     def _sample(self, plan: StepPlan, handle: Any) -> None:
         """Launches the sampling of the last launched step, unless a mask depends on a token in flight."""

@@ -95,10 +95,10 @@ def main() -> None:
     ids = np.arange(given.rows)
     for step in range(given.steps):
         marks = [now()]
-        masks, failed = constraints.masks(rows)  # type: ignore[arg-type]
+        seq_ids, masks, failed = constraints.masks(rows)  # type: ignore[arg-type]
         assert not failed
         marks.append(now())
-        plan = SamplePlan.of(step, masks)
+        plan = SamplePlan(step, seq_ids, masks.data.cast("B"))
         marks.append(now())
         made = HostMasks.of(plan, ids, size)
         sent = None if made is None else made.upload(device)

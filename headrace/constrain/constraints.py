@@ -47,7 +47,6 @@ class Constraints:
         self._compiler = compiler
         self._lockstep = lockstep
         self._words = -(-vocab_size // 32)
-        self._anything = np.full(self._words, -1, dtype=np.int32).tobytes()
         self._compiling: dict[Future[GrammarMatcher], list[EngineSequence]] = {}
         self._executor: LLExecutor | None = None
 
@@ -102,30 +101,30 @@ class Constraints:
         """Until a constraint is compiled, at most so long."""
         wait(self._compiling, seconds, FIRST_COMPLETED)
 
-    def masks(self, sequences: Iterable[EngineSequence]) -> tuple[dict[int, list[bytes]], Failed]:
-        """The mask of each sequence's next token, by seq_id, and the sequences whose matcher cannot go on.
+    def masks(self, sequences: Iterable[EngineSequence]) -> tuple[list[int], Mask, Failed]:
+        """seq_ids, masks of their next tokens ``[N, ceil(vocab_size / 32)]``, and the sequences whose matcher cannot go on.
 
-        The tokens of sequences that have ended since their step was launched are dropped: any token is allowed to them.
+        The tokens of those, and of sequences that have ended since their step was launched, are dropped: any token is allowed
+        to them.
         """
         start = time.perf_counter()
-        masks: dict[int, list[bytes]] = {}
-        failed: Failed = []
-        active: list[tuple[EngineSequence, Matcher]] = []
-        for seq in sequences:
-            masks[seq.seq_id] = [self._anything]
+        asked = list(sequences)
+        active: list[tuple[int, EngineSequence, Matcher]] = []
+        for place, seq in enumerate(asked):
             if seq.finished:
                 continue
             if seq.matcher is None:
                 raise EngineError(f"{seq!r} was scheduled without its matcher")
-            active.append((seq, seq.matcher))
-        filled = np.empty((len(active), self._words), dtype=np.int32)
-        for (seq, _), row, error in zip(active, filled, self._fill([matcher for _, matcher in active], filled), strict=True):
-            if error is None:
-                masks[seq.seq_id] = [row.tobytes()]
-            else:
-                failed.append((seq, _failure(error)))
+            active.append((place, seq, seq.matcher))
+        masks = np.full((len(asked), self._words), -1, dtype=np.int32)
+        filled = masks if len(active) == len(asked) else np.empty((len(active), self._words), dtype=np.int32)
+        errors = self._fill([matcher for _, _, matcher in active], filled)
+        if filled is not masks:
+            masks[[place for place, _, _ in active]] = filled
+        failed = [(place, seq, error) for (place, seq, _), error in zip(active, errors, strict=True) if error is not None]
+        masks[[place for place, _, _ in failed]] = -1
         self.fill_seconds += time.perf_counter() - start
-        return masks, failed
+        return [seq.seq_id for seq in asked], masks, [(seq, _failure(error)) for _, seq, error in failed]
 
     def _count(self, kind: str, outcome: str) -> None:
         key = f"{kind} {outcome}"

@@ -6,8 +6,6 @@ stream of plans, so a recorded stream can be replayed. Plans carry new sequences
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 import msgspec
 
 from headrace.core.media import ItemInputs, RopePositions
@@ -82,40 +80,17 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="step"):
         return sum(row.num_tokens for row in self.rows)
 
 
-_SAMPLED = 61
-"""Every so many bytes of a mask are hashed."""
-
-
 class SamplePlan(msgspec.Struct, frozen=True, array_like=True, tag="sample"):
     """Inputs of a step's sampling that were unknown when its model was launched. May be empty."""
 
     step: int
-    masks: tuple[bytes, ...] = ()
-    """Distinct token bitmasks: little-endian int32 words ``[ceil(vocab_size / 32)]``; a set bit allows the token."""
-    rows: dict[int, tuple[int, ...]] = {}
-    """seq_id -> index into ``masks`` for each of its logits rows. Other sequences have no mask."""
-
-    @classmethod
-    def of(cls, step: int, masks: Mapping[int, Sequence[bytes]]) -> SamplePlan:
-        """Builds a plan from seq_id -> a mask for each of its logits rows. Equal masks are stored once."""
-        found: list[bytes] = []
-        alike: dict[bytes, list[int]] = {}
-
-        def place(mask: bytes) -> int:
-            # Hashing megabytes of masks takes longer than copying them; comparing two that differ ends early.
-            places = alike.setdefault(mask[::_SAMPLED], [])
-            for index in places:
-                if found[index] == mask:
-                    return index
-            places.append(len(found))
-            found.append(mask)
-            return places[-1]
-
-        rows = {seq_id: tuple(map(place, by_row)) for seq_id, by_row in masks.items()}
-        return cls(step, tuple(found), rows)
+    seq_ids: list[int] = []
+    """The sequence of each mask. A sequence has as many as it has logits rows, in their order, or none."""
+    masks: memoryview = memoryview(b"")
+    """Token bitmasks in a row: little-endian int32 words ``[ceil(vocab_size / 32)]`` each; a set bit allows the token."""
 
     def __bool__(self) -> bool:
-        return bool(self.rows)
+        return bool(self.seq_ids)
 
 
 class SparseOutcome(msgspec.Struct, frozen=True, array_like=True):

@@ -128,8 +128,8 @@ class EngineCore:
             return
         sample_plan = SamplePlan(plan.step)
         if constrained:
-            masks, failed = self._constraints.masks(constrained)
-            sample_plan = SamplePlan.of(plan.step, masks)
+            seq_ids, masks, failed = self._constraints.masks(constrained)
+            sample_plan = SamplePlan(plan.step, seq_ids, masks.data.cast("B"))
             self._fail(failed)
         self.executor.sample(handle, sample_plan)
         self._unsampled = None

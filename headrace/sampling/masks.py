@@ -34,9 +34,8 @@ class TokenMasks:
 class HostMasks:
     """The masks of one step's logits rows, on the host: ``which`` and then ``masks``, for a single transfer."""
 
-    words: int
     which: npt.NDArray[np.int32]
-    masks: tuple[bytes, ...]
+    masks: npt.NDArray[np.int32]
 
     @classmethod
     def of(cls, plan: SamplePlan, seq_ids: Indices, vocab_size: int) -> HostMasks | None:
@@ -48,30 +47,33 @@ class HostMasks:
         Raises:
             EngineError: a mask is missing, or its size does not match the vocabulary.
         """
-        if not plan.rows:
+        if not plan:
             return None
         words = -(-vocab_size // 32)
+        if plan.masks.nbytes != 4 * words * len(plan.seq_ids):
+            nbytes = plan.masks.nbytes / len(plan.seq_ids)
+            raise EngineError(f"a token mask has {nbytes:.6g} bytes; a vocabulary of {vocab_size} needs {4 * words}")
+        owners = np.array(plan.seq_ids)
+        by_owner, by_seq = np.argsort(owners, kind="stable"), np.argsort(seq_ids, kind="stable")
+        places = by_seq[np.isin(seq_ids[by_seq], owners)]
+        if not np.array_equal(seq_ids[places], owners[by_owner]):
+            counts = [(seq, int((seq_ids == seq).sum()), plan.seq_ids.count(seq)) for seq in plan.seq_ids]
+            seq, rows, masks = next(count for count in counts if count[1] != count[2])
+            raise EngineError(f"sequence {seq} has {rows} logits rows in step {plan.step}, but {masks} token masks")
         which = np.full(len(seq_ids), -1, dtype=np.int32)
-        for seq_id, indices in plan.rows.items():
-            places = np.flatnonzero(seq_ids == seq_id)
-            if not indices or len(places) != len(indices) or not 0 <= min(indices) <= max(indices) < len(plan.masks):
-                raise EngineError(f"sequence {seq_id} has {len(places)} logits rows in step {plan.step}, but masks {indices}")
-            which[places] = indices
-        if any(len(mask) != 4 * words for mask in plan.masks):
-            sizes = sorted({len(mask) for mask in plan.masks})
-            raise EngineError(f"token masks have {sizes} bytes; a vocabulary of {vocab_size} needs {4 * words}")
-        return cls(words, which, plan.masks)
+        which[places] = by_owner
+        return cls(which, np.frombuffer(plan.masks, dtype="<i4").reshape(-1, words))
 
     @property
     def allows_nothing(self) -> bool:
         """Whether one of the masks bans every token."""
-        nothing = bytes(4 * self.words)
-        return any(mask == nothing for mask in self.masks)
+        beginning = self.masks[:, :64].any(axis=1)
+        return not beginning.all() and not self.masks[~beginning].any(axis=1).all()
 
     def upload(self, device: torch.device) -> TokenMasks:
         sent = self._joined(len(self.which), device).to(device, non_blocking=True)
         rows = len(self.which)
-        return TokenMasks(sent[rows:].view(-1, self.words), sent[:rows], self.which)
+        return TokenMasks(sent[rows:].view(self.masks.shape), sent[:rows], self.which)
 
     def copy_to(self, buffer: torch.Tensor, rows: int) -> None:
         """Writes the masks into a buffer whose first ``rows`` numbers are ``which``: -1 where there is no logits row."""
@@ -80,10 +82,9 @@ class HostMasks:
 
     def _joined(self, rows: int, device: torch.device) -> torch.Tensor:
         """In memory that the device can read."""
-        host = torch.empty(rows + self.words * len(self.masks), dtype=torch.int32, pin_memory=device.type == "cuda")
+        host = torch.empty(rows + self.masks.size, dtype=torch.int32, pin_memory=device.type == "cuda")
         padding = np.full(rows - len(self.which), -1, dtype=np.int32)
-        masks = (np.frombuffer(mask, dtype="<i4") for mask in self.masks)
-        np.concatenate([self.which, padding, *masks], out=host.numpy())
+        np.concatenate([self.which, padding, self.masks.reshape(-1)], out=host.numpy())
         return host
 
 

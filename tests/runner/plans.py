@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from headrace.core.plan import NewSequence, Row, StepPlan
+from headrace.core.plan import NewSequence, Row, SamplePlan, StepPlan
 from headrace.sampling_params import SamplingParams
 
 from .harness import BLOCK
@@ -27,3 +27,9 @@ def plan(*rows: Row, new: Sequence[NewSequence] = (), released: Sequence[int] = 
 
 def blocks_for(length: int, first: int = 1) -> list[int]:
     return list(range(first, first - (-length // BLOCK)))
+
+
+def masked(step: int, masks: Mapping[int, Sequence[bytes]]) -> SamplePlan:
+    """``masks``: seq_id -> the masks of its logits rows."""
+    seq_ids = [seq_id for seq_id, own in masks.items() for _ in own]
+    return SamplePlan(step, seq_ids, memoryview(b"".join(mask for own in masks.values() for mask in own)))

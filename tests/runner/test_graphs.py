@@ -23,7 +23,7 @@ from headrace.sampling.feature import LogitsRows
 from headrace.sampling.sampler import NOTHING_ALLOWED
 
 from .harness import VOCAB, Engine, Outcomes, World, model, prompt, request, same, serve, token_bytes
-from .plans import blocks_for, new, plan, row
+from .plans import blocks_for, masked, new, plan, row
 from .test_invariants import FEATURES
 
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="the kernels of graphs need Triton")
@@ -201,7 +201,7 @@ def test_masks_behind_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
             handle = made.execute(
                 plan(row(7, 0, start, len(tokens) - start, blocks), new=first, decode=int(start > 0), step=step)
             )
-            made.sample(handle, SamplePlan.of(step, {7: [words if step == 2 else anything]}))
+            made.sample(handle, masked(step, {7: [words if step == 2 else anything]}))
             tokens += made.collect(handle).token_ids[0]
     assert tokens[4] == 11 and len(tokens) == 6
     assert len(graphs.models) == 3
@@ -219,7 +219,7 @@ def test_a_few_rows_are_drawn_by_the_graph_of_the_model(monkeypatch: pytest.Monk
         handle = made.execute(plan(*[row(seq, seq, 3, 1, []) for seq in range(2)], decode=2, step=2))
         assert graphs.models[-1] == Shape(2, 0, SampleShape(2, False)) and handle.drawn
         with pytest.raises(EngineError, match="none of whose sequences is constrained"):
-            made.sample(handle, SamplePlan.of(2, {0: [b"\xff" * 20]}))
+            made.sample(handle, masked(2, {0: [b"\xff" * 20]}))
     assert Shape(6, 0, SampleShape(6, False)) not in set(graphs.shapes())
 
 
@@ -238,12 +238,12 @@ def test_masked_rows_beside_others_are_drawn_as_kernel_by_kernel(monkeypatch: py
         with torch.inference_mode():
             rows = [row(seq, seq, 0, 3, blocks_for(8, first=3 * seq)) for seq in range(4)]
             handle = made.execute(plan(*rows, new=news, step=1))
-            made.sample(handle, SamplePlan.of(1, {seq: [mask] for seq, mask in masks.items()}))
+            made.sample(handle, masked(1, {seq: [mask] for seq, mask in masks.items()}))
             results.append(made.collect(handle))
             rows = [row(seq, seq, 3, 1, []) for seq in range(4)]
             handle = made.execute(plan(*rows, decode=4, step=2))
             nothing = masks | {2: bytes(len(masks[2]))}
-            made.sample(handle, SamplePlan.of(2, {seq: [mask] for seq, mask in nothing.items()}))
+            made.sample(handle, masked(2, {seq: [mask] for seq, mask in nothing.items()}))
             results.append(made.collect(handle))
             handle = made.execute(plan(*[row(seq, seq, 4, 1, []) for seq in range(4)], decode=4, step=3))
             with pytest.raises(EngineError, match="no token mask"):

@@ -18,7 +18,7 @@ from headrace.sampling.feature import LogitsRows
 from headrace.sampling.sampler import NOTHING_ALLOWED, Sampled
 
 from .harness import VOCAB, World, prompt
-from .plans import blocks_for, new, plan, row
+from .plans import blocks_for, masked, new, plan, row
 
 WORLD = World(max_num_seqs=8, num_blocks=90)
 PROMPTS = {10: prompt(1, 6), 11: prompt(2, 9)}
@@ -158,7 +158,7 @@ def test_masks_arrive_between_the_phases() -> None:
         handle = runner.execute(step)
         with pytest.raises(EngineError, match="before step 1 has been sampled"):
             runner.execute(step)
-        runner.sample(handle, SamplePlan.of(1, {11: [masks_of() if banned else masks_of(5, 9)]}))
+        runner.sample(handle, masked(1, {11: [masks_of() if banned else masks_of(5, 9)]}))
         result = runner.collect(handle)
         assert result.token_ids[0] == free[10][-1:]
         if banned:
@@ -167,20 +167,12 @@ def test_masks_arrive_between_the_phases() -> None:
             assert result.token_ids[1][0] in (5, 9)
 
 
-def test_equal_masks_are_sent_once() -> None:
-    one, other = masks_of(3), masks_of(4)
-    made = SamplePlan.of(7, {1: [one], 2: [other, one], 3: [one]})
-    assert made.masks == (one, other) and made.rows == {1: (0,), 2: (1, 0), 3: (0,)}
-    assert made and not SamplePlan(7)
-
-
 @pytest.mark.parametrize(
     ("given", "complaint"),
     [
-        (SamplePlan.of(1, {12: [masks_of(1)]}), "has 0 logits rows"),
-        (SamplePlan.of(1, {11: [masks_of(1), masks_of(2)]}), "has 1 logits rows"),
-        (SamplePlan.of(1, {11: [masks_of(1)[:-4]]}), "needs 20"),
-        (SamplePlan(1, (), {11: (0,)}), "has 1 logits rows"),
+        (masked(1, {12: [masks_of(1)]}), "has 0 logits rows"),
+        (masked(1, {11: [masks_of(1), masks_of(2)]}), "has 1 logits rows"),
+        (masked(1, {11: [masks_of(1)[:-4]]}), "needs 20"),
         (SamplePlan(2), "step 2 for step 1"),
     ],
 )
@@ -199,7 +191,7 @@ def test_masks_are_recorded_and_replayed(tmp_path: Path) -> None:
     tokens = []
     for number in range(4):
         step = plan(*[row(seq, slot, len(known[seq]) - 1, 1) for slot, seq in enumerate(known)], decode=2)
-        masks = SamplePlan.of(1, {10: [masks_of(3, 4, 5)]}) if number % 2 else None
+        masks = masked(1, {10: [masks_of(3, 4, 5)]}) if number % 2 else None
         tokens.append(done(runner, step, masks).token_ids)
         for seq, own in zip(known, tokens[-1], strict=True):
             known[seq] += own

@@ -62,11 +62,11 @@ class Executor(Protocol[Handle]):
 
     def sentinels(self) -> Sequence[int]:
         """File descriptors, one of which can be read once the executor has failed while no call to it is under way."""
-        ...
+        return ()
 
     def check(self) -> None:
         """Raises EngineError if the executor has failed."""
-        ...
+        return None
 
     def close(self) -> None: ...
 
@@ -137,12 +137,6 @@ class LocalExecutor(Executor[StepHandle]):
 
     def graphs(self) -> GraphCount:
         return self.runner.graphs()
-
-    def sentinels(self) -> Sequence[int]:
-        return ()
-
-    def check(self) -> None:
-        pass
 
     def close(self) -> None:
         self.runner.close()

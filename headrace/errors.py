@@ -16,13 +16,14 @@ class RequestError(HeadraceError):
 
     status = 400
     kind = "invalid_request_error"
+    code = "invalid_value"
+    """OpenAI's word for the kind of mistake."""
 
     def __init__(self, message: str, param: str | None = None, *, code: str | None = None) -> None:
-        """``code``: OpenAI's word for the kind of mistake, such as ``context_length_exceeded``."""
         super().__init__(message)
         self.message = message
         self.param = param
-        self.code = code
+        self.code = code or self.code
 
 
 class QueueFullError(RequestError):
@@ -30,6 +31,19 @@ class QueueFullError(RequestError):
 
     status = 429
     kind = "rate_limit_error"
+    code = "queue_full"
+
+
+def missing(path: str) -> RequestError:
+    return RequestError(f"{path} is missing", path, code="missing_required_parameter")
+
+
+def unknown(path: str, hint: str = "") -> RequestError:
+    return RequestError(f"{path} is not a parameter that this server knows{hint}", path, code="unknown_parameter")
+
+
+def wrong_type(path: str, accepted: str) -> RequestError:
+    return RequestError(f"{path} must be {accepted}", path, code="invalid_type")
 
 
 class ConfigError(HeadraceError):

@@ -58,7 +58,7 @@ async def answered(state: Serving, url: str, body: dict[str, Any]) -> BatchAnswe
 
 async def _begun(state: Serving, url: str, body: dict[str, Any], request_id: str) -> tuple[Generation, Answer]:
     if body.get("stream"):
-        raise ApiError(400, "stream: a batch has no streams", param="stream", code="unsupported_parameter")
+        raise RequestError("stream: a batch has no streams", "stream", code="unsupported_parameter")
     match url:
         case "/v1/chat/completions":
             chat = parsed_body(body, ChatBody, "chat")

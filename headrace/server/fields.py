@@ -14,9 +14,10 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from headrace.constrain.fields import ConstraintFields
 from headrace.core.request import Request
+from headrace.errors import RequestError, unknown, wrong_type
 from headrace.options import options
 from headrace.sampling_params import SamplingParams
-from headrace.server.errors import ApiError, shown
+from headrace.server.errors import shown
 from headrace.server.schema import EXTRAS, Metadata
 
 Endpoint = Literal["chat", "completions", "messages", "count_tokens", "responses"]
@@ -299,13 +300,13 @@ def applied_fields(endpoint: Endpoint, body: Mapping[str, Any]) -> dict[str, Any
     """Holds a body (without nulls) against the table; returns the fields that the request model takes.
 
     Raises:
-        ApiError: 400 for a field that is unknown, that is refused, or that has a value of the wrong type.
+        RequestError: for a field that is unknown, that is refused, or that has a value of the wrong type.
     """
     table, applied = rules(endpoint), {}
     for name, value in body.items():
         rule = table.get(name)
         if rule is None:
-            raise ApiError(400, _unknown(name, table), param=shown(name), code="unknown_parameter")
+            raise unknown(shown(name), _hint(name, table))
         if rule.treatment == "applied":
             applied[name] = value
         elif not _passes(rule, value):
@@ -329,14 +330,13 @@ def _adapter(name: str, endpoints: tuple[Endpoint, ...]) -> TypeAdapter[Any]:
     return TypeAdapter(rule.takes)
 
 
-def _refusal(rule: FieldRule) -> ApiError:
+def _refusal(rule: FieldRule) -> RequestError:
     takes = f" (it may be left out, or be {rule.takes_text})" if rule.takes_text else ""
     if rule.treatment == "accepted":
-        return ApiError(400, f"{rule.name} must be {rule.takes_text}", param=rule.name, code="invalid_type")
-    return ApiError(400, f"{rule.name} is not supported: {rule.why}{takes}", param=rule.name, code="unsupported_parameter")
+        return wrong_type(rule.name, rule.takes_text)
+    return RequestError(f"{rule.name} is not supported: {rule.why}{takes}", rule.name, code="unsupported_parameter")
 
 
-def _unknown(name: str, table: Iterable[str]) -> str:
+def _hint(name: str, table: Iterable[str]) -> str:
     close = difflib.get_close_matches(shown(name), table, n=1)
-    hint = f"; did you mean {close[0]}?" if close else ""
-    return f"{shown(name)} is not a parameter that this server knows{hint}"
+    return f"; did you mean {close[0]}?" if close else ""

@@ -13,8 +13,8 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from headrace.core.request import Request as EngineRequest
+from headrace.errors import RequestError
 from headrace.outputs import OutputDelta, TokenLogprobs
-from headrace.server.errors import ApiError
 from headrace.server.generation import Generation, Piece, named
 from headrace.server.logprobs import CompletionLogprobs, JSONColumns, prompt_logprobs
 from headrace.server.prompts import check_prompt_logprobs, engine_prompt, parse_prompts
@@ -56,7 +56,7 @@ async def _engine_requests(
     with named(completion_names(body)):
         params = completion_params(body, state)
         if len(prompts) * params.n > (most := state.settings.max_choices):
-            raise ApiError(400, f"{len(prompts)} prompts with n = {params.n} make more than {most} choices", param="n")
+            raise RequestError(f"{len(prompts)} prompts with n = {params.n} make more than {most} choices", "n")
         for index, prompt in enumerate(prompts):
             request = await state.llm.inputs.request_async(
                 await state.llm.inputs.in_thread(partial(engine_prompt, state, prompt, body))

@@ -9,6 +9,7 @@ import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from headrace.errors import RequestError
 from headrace.server.errors import JSON, ApiError, shown
 from headrace.server.generation import Generation
 from headrace.server.request import body_schema, checked_body, parsed_body, tenant
@@ -45,9 +46,9 @@ async def responses_answer(
     """``find``: as in ``chat_generation``. Raises: ApiError, RequestError: 4xx, naming the field at fault."""
     if body.store and not state.responses.on:
         message = "store: this server keeps no responses (--no-responses-store)"
-        raise ApiError(400, message, param="store", code="unsupported_parameter")
+        raise RequestError(message, "store", code="unsupported_parameter")
     if body.stream_options is not None and not body.stream:
-        raise ApiError(400, "stream_options needs stream: true", param="stream_options", code="invalid_value")
+        raise RequestError("stream_options needs stream: true", "stream_options")
     with renamed(NAMES):
         read = conversation(body, state)
         chat = parsed_body(read.chat, ChatBody, "chat")
@@ -65,7 +66,7 @@ async def stored_response(request: Request) -> Response:
     """A response that was stored."""
     if request.query_params.get("stream", "false").lower() == "true":
         message = "stream: a stored response is sent whole"
-        raise ApiError(400, message, param="stream", code="unsupported_parameter")
+        raise RequestError(message, "stream", code="unsupported_parameter")
     return JSON(msgspec.Raw(_stored(request).response))
 
 
@@ -83,7 +84,7 @@ async def cancel_response(request: Request) -> Response:
     """Refused: there are no responses in the background."""
     _stored(request)
     message = "the response is no background response; one that runs is cancelled by closing its connection"
-    raise ApiError(400, message, param="response_id", code="invalid_value")
+    raise RequestError(message, "response_id")
 
 
 @router.get("/v1/responses/{response_id}/input_items")
@@ -93,9 +94,9 @@ async def input_items(request: Request) -> Response:
     items: list[dict[str, Any]] = msgspec.json.decode(_stored(request).input_items)
     order, limit = query.get("order", "desc"), query.get("limit", "20")
     if order not in ("asc", "desc"):
-        raise ApiError(400, "order must be asc or desc", param="order", code="invalid_value")
+        raise RequestError("order must be asc or desc", "order")
     if not limit.isascii() or not limit.isdigit() or not 1 <= int(limit) <= _MOST_ITEMS:
-        raise ApiError(400, f"limit must be an integer from 1 to {_MOST_ITEMS}", param="limit", code="invalid_value")
+        raise RequestError(f"limit must be an integer from 1 to {_MOST_ITEMS}", "limit")
     if order == "desc":
         items.reverse()
     if (after := query.get("after")) is not None:

@@ -11,6 +11,8 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
+import msgspec
+
 from headrace.errors import ConfigError
 from headrace.model_spec import AnySpec, Arena, CacheGroup, block_sizes
 from headrace.options import (
@@ -400,13 +402,20 @@ class EngineArgs:
             )
 
 
-@dataclasses.dataclass(frozen=True)
-class Decision:
+class Decision(msgspec.Struct, frozen=True, array_like=True):
     """One thing headrace chose at start-up, and why."""
 
     name: str
     value: str
     reason: str
+
+
+class MemoryLine(msgspec.Struct, frozen=True, array_like=True):
+    """One line of the memory ledger."""
+
+    name: str
+    nbytes: int
+    detail: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

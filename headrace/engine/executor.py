@@ -6,9 +6,8 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
-from headrace.config import EngineConfig
+from headrace.config import EngineConfig, MemoryLine
 from headrace.core.plan import SamplePlan, StepPlan, StepResult
-from headrace.engine.info import MemoryLine
 from headrace.engine.profile import Profile
 from headrace.errors import ConfigError, EngineError
 from headrace.models.interface import Model

@@ -6,6 +6,8 @@ start-up, ``EngineError`` is ours.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class HeadraceError(Exception):
     """Base of every error that headrace raises on purpose."""
@@ -69,3 +71,8 @@ class EngineError(HeadraceError):
 
 class EngineDeadError(EngineError):
     """The engine is not running (restarting, or stopped for good)."""
+
+
+def listed(names: Sequence[str], most: int = 5) -> str:
+    """The first names, and how many others there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

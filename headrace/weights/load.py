@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from headrace.config import Decision, MemoryLine
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, listed
 from headrace.kernels import native
 from headrace.layers.linear import Linear
 from headrace.layers.moe import Experts
@@ -120,14 +120,14 @@ class _Loader:
         if unfilled:
             raise ConfigError(f"no tensor of a checkpoint fills the model's parameter {min(unfilled)}", "model")
         if missing := [name for name in places if name not in tensors]:
-            raise ConfigError(f"the checkpoint lacks {_listed(missing)}", "model")
-        unexpected = [
+            raise ConfigError(f"the checkpoint lacks {listed(sorted(missing))}", "model")
+        unexpected = sorted(
             f"{name} ({tensors[name].origin})"
             for name in tensors
             if name not in places and self._table.tied(name) is None and not self._table.ignored(name)
-        ]
+        )
         if unexpected:
-            raise ConfigError(f"the checkpoint has tensors that the model has no place for: {_listed(unexpected)}", "model")
+            raise ConfigError(f"the checkpoint has tensors that the model has no place for: {listed(unexpected)}", "model")
         for name, part in self._table.items():
             self._check_shape(name, part.stored_shape(self._parameters[part.parameter]))
         for name in tensors:
@@ -264,11 +264,6 @@ class _Loader:
     def _read(self, name: str) -> None:
         self._done += self._nbytes(name)
         self._progress(min(self._done, self._total), self._total)
-
-
-def _listed(names: list[str], most: int = 5) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(sorted(names)[:most]) + more
 
 
 def _memory(model: nn.Module) -> tuple[MemoryLine, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -10,14 +9,13 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from headrace.errors import RequestError
+from headrace.server.answers import Begun, answers
 from headrace.server.errors import JSON, ApiError, shown
-from headrace.server.generation import Generation
-from headrace.server.request import body_schema, checked_body, parsed_body, tenant
+from headrace.server.request import parsed_body
 from headrace.server.routes.chat import chat_generation
 from headrace.server.schema import ChatBody, ResponsesBody
 from headrace.server.shape.responses import NAMES, ResponsesAnswer, conversation
 from headrace.server.shape.turns import renamed
-from headrace.server.sse import respond
 from headrace.server.state import Serving, serving
 from headrace.server.store import Stored
 
@@ -28,22 +26,9 @@ router = APIRouter()
 _MOST_ITEMS = 100
 
 
-@router.post("/v1/responses", openapi_extra=body_schema(ResponsesBody))
-async def responses(request: Request) -> Response:
+@answers(router, "/v1/responses", "resp_", ResponsesBody, "responses")
+async def responses(state: Serving, body: ResponsesBody, response_id: str, find: FindFeatures | None) -> Begun:
     """Answers a conversation of items."""
-    state = serving(request)
-    body = await checked_body(request, state, ResponsesBody, "responses")
-    response_id = f"resp_{uuid.uuid4().hex}"
-    request.scope["headrace.engine_id"] = response_id
-    find = state.features.finder(tenant(request))
-    generation, answer = await responses_answer(state, body, response_id, find)
-    return await respond(request, state, generation, answer, stream=body.stream)
-
-
-async def responses_answer(
-    state: Serving, body: ResponsesBody, response_id: str, find: FindFeatures | None
-) -> tuple[Generation, ResponsesAnswer]:
-    """``find``: as in ``chat_generation``. Raises: ApiError, RequestError: 4xx, naming the field at fault."""
     if body.store and not state.responses.on:
         message = "store: this server keeps no responses (--no-responses-store)"
         raise RequestError(message, "store", code="unsupported_parameter")

@@ -11,9 +11,24 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
+import msgspec
+
 from headrace.errors import ConfigError
 from headrace.model_spec import AnySpec, Arena, CacheGroup, block_sizes
-from headrace.options import CACHE, DEBUGGING, INT32_MAX, INT64_MAX, LIMITS, MEDIA, MODEL, SCHEDULING, OptionSpec, check, nested
+from headrace.options import (
+    CACHE,
+    DEBUGGING,
+    INT32_MAX,
+    INT64_MAX,
+    LIMITS,
+    MEDIA,
+    MODEL,
+    SCHEDULING,
+    Checked,
+    OptionSpec,
+    check,
+    nested,
+)
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["none", "auto", "int8", "int4"]
@@ -50,7 +65,7 @@ def _from_environment(variable: str, default: int) -> Any:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StructuredOutputsConfig:
+class StructuredOutputsConfig(Checked):
     """How structured output is held, and what one request may ask of it; more is refused with the parameter's name.
 
     Raises:
@@ -81,12 +96,9 @@ class StructuredOutputsConfig:
     cache_bytes: Annotated[int, OptionSpec(min=0, size=True)] = 2**28
     """Memory for compiled grammars, which requests with equal constraints share. It is estimated from a grammar's length."""
 
-    def __post_init__(self) -> None:
-        check(self, ConfigError)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MediaCounts:
+class MediaCounts(Checked):
     """How many media a prompt of a multimodal model may have, by modality.
 
     Raises:
@@ -97,9 +109,6 @@ class MediaCounts:
     """Maximum number of pictures in a prompt."""
     video: Annotated[int, OptionSpec(min=0, max=INT32_MAX)] = 4
     """Maximum number of videos in a prompt."""
-
-    def __post_init__(self) -> None:
-        check(self, ConfigError)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -393,13 +402,20 @@ class EngineArgs:
             )
 
 
-@dataclasses.dataclass(frozen=True)
-class Decision:
+class Decision(msgspec.Struct, frozen=True, array_like=True):
     """One thing headrace chose at start-up, and why."""
 
     name: str
     value: str
     reason: str
+
+
+class MemoryLine(msgspec.Struct, frozen=True, array_like=True):
+    """One line of the memory ledger."""
+
+    name: str
+    nbytes: int
+    detail: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

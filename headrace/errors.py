@@ -6,6 +6,8 @@ start-up, ``EngineError`` is ours.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class HeadraceError(Exception):
     """Base of every error that headrace raises on purpose."""
@@ -16,13 +18,14 @@ class RequestError(HeadraceError):
 
     status = 400
     kind = "invalid_request_error"
+    code = "invalid_value"
+    """OpenAI's word for the kind of mistake."""
 
     def __init__(self, message: str, param: str | None = None, *, code: str | None = None) -> None:
-        """``code``: OpenAI's word for the kind of mistake, such as ``context_length_exceeded``."""
         super().__init__(message)
         self.message = message
         self.param = param
-        self.code = code
+        self.code = code or self.code
 
 
 class QueueFullError(RequestError):
@@ -30,6 +33,19 @@ class QueueFullError(RequestError):
 
     status = 429
     kind = "rate_limit_error"
+    code = "queue_full"
+
+
+def missing(path: str) -> RequestError:
+    return RequestError(f"{path} is missing", path, code="missing_required_parameter")
+
+
+def unknown(path: str, hint: str = "") -> RequestError:
+    return RequestError(f"{path} is not a parameter that this server knows{hint}", path, code="unknown_parameter")
+
+
+def wrong_type(path: str, accepted: str) -> RequestError:
+    return RequestError(f"{path} must be {accepted}", path, code="invalid_type")
 
 
 class ConfigError(HeadraceError):
@@ -55,3 +71,8 @@ class EngineError(HeadraceError):
 
 class EngineDeadError(EngineError):
     """The engine is not running (restarting, or stopped for good)."""
+
+
+def listed(names: Sequence[str], most: int = 5) -> str:
+    """The first names, and how many others there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -35,6 +35,10 @@ _KINDS = {bool: "bool", int: "int", float: "float", str: "str", Path: "path"}
 _NAMED = {INT32_MAX: "2^31 - 1", INT64_MAX: "2^63 - 1", -INT64_MAX - 1: "-2^63", FLOAT32_MAX: "3.4e38", FLOAT32_TINY: "1.2e-38"}
 """Bounds as the documentation writes them."""
 
+WHAT = "What is measured"
+HOW = "How it is measured"
+PROMPTS = "Prompts and results"
+REPORT = "Report"
 MODEL = "Model"
 CACHE = "Memory and cache"
 SCHEDULING = "Scheduling"
@@ -44,7 +48,7 @@ LIMITS = "Sampling limits"
 SERVER = "Server"
 SECURITY = "Security"
 DEBUGGING = "Debugging"
-PANELS = (MODEL, CACHE, SCHEDULING, MEDIA, SAMPLING, LIMITS, SERVER, SECURITY, DEBUGGING)
+PANELS = (WHAT, HOW, PROMPTS, REPORT, MODEL, CACHE, SCHEDULING, MEDIA, SAMPLING, LIMITS, SERVER, SECURITY, DEBUGGING)
 """Sections of a command's help, in their order."""
 
 
@@ -366,6 +370,17 @@ def check(instance: Any, error: type[RequestError] | type[ConfigError]) -> None:
             if option.type is float and type(value) is int:
                 replace = msgspec.structs.force_setattr if isinstance(instance, msgspec.Struct) else object.__setattr__
                 replace(instance, name, float(value))
+
+
+class Checked:
+    """Base of dataclasses of declared fields: checks them when an instance is made.
+
+    Raises:
+        ConfigError: a value is of another type or out of range; the error names the field.
+    """
+
+    def __post_init__(self) -> None:
+        check(self, ConfigError)
 
 
 def check_value(option: Option, value: Any, error: type[RequestError] | type[ConfigError]) -> None:

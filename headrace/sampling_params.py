@@ -56,20 +56,20 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_de
         given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
         if len(given) != 1:
             named = " and ".join(given) or "none"
-            raise _invalid_constraint(f"give exactly one of {', '.join(CONSTRAINTS)}, not {named}", given[1] if given else None)
+            raise RequestError(f"give exactly one of {', '.join(CONSTRAINTS)}, not {named}", given[1] if given else None)
         if self.json_object is False:
-            raise _invalid_constraint("json_object may only be true; leave it out for free text", "json_object")
+            raise RequestError("json_object may only be true; leave it out for free text", "json_object")
         if self.regex is not None and "\0" in self.regex:
-            raise _invalid_constraint("regex must not contain NUL", "regex")
+            raise RequestError("regex must not contain NUL", "regex")
         if self.whitespace_pattern is not None and self.disable_any_whitespace:
-            raise _invalid_constraint("whitespace_pattern and disable_any_whitespace exclude each other", "whitespace_pattern")
+            raise RequestError("whitespace_pattern and disable_any_whitespace exclude each other", "whitespace_pattern")
         if self.json is not None:
             msgspec.structs.force_setattr(self, "json", _schema_text(self.json))
         if self.structural_tag is not None:
             msgspec.structs.force_setattr(self, "structural_tag", _object_text(self.structural_tag))
         elif self.json is None and self.json_object is None and (self.whitespace_pattern or self.disable_any_whitespace):
             name = "whitespace_pattern" if self.whitespace_pattern else "disable_any_whitespace"
-            raise _invalid_constraint(f"{name} is for json, json_object and structural_tag", name)
+            raise RequestError(f"{name} is for json, json_object and structural_tag", name)
 
     @property
     def kind(self) -> str:
@@ -98,11 +98,7 @@ def _json_text(value: Any, param: str, kind: str) -> str:
         text.encode()
         return text
     except (TypeError, ValueError, RecursionError) as error:
-        raise _invalid_constraint(f"{param} is not {kind}: {str(error) or type(error).__name__}", param) from None
-
-
-def _invalid_constraint(message: str, param: str | None) -> RequestError:
-    return RequestError(message, param, code="invalid_value")
+        raise RequestError(f"{param} is not {kind}: {str(error) or type(error).__name__}", param) from None
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -176,13 +172,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def __post_init__(self) -> None:
         check(self, RequestError)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise RequestError(
-                f"min_tokens ({self.min_tokens}) is larger than max_tokens ({self.max_tokens})",
-                "min_tokens",
-                code="invalid_value",
-            )
+            raise RequestError(f"min_tokens ({self.min_tokens}) is larger than max_tokens ({self.max_tokens})", "min_tokens")
         if self.stop and not self.detokenize:
-            raise RequestError("stop strings need detokenize=true", "stop", code="invalid_value")
+            raise RequestError("stop strings need detokenize=true", "stop")
 
     def replace(self, fields: dict[str, Any]) -> SamplingParams:
         """A checked copy with other values of some fields."""

@@ -2,19 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from headrace.attention.backend import AttentionBackend, AttentionInputs, ReplayLengths, StepMetadata
+from headrace.attention.backend import AttentionBackend, AttentionInputs, ReplayLengths, Scratch, StepMetadata
 from headrace.kernels.transfer import upload
 
 
 class Composition(AttentionBackend):
-    """Several backends, of which those that ``plan`` made active fill their rows of one output."""
+    """Several backends, of which those that ``plan`` made active fill their rows of one output.
 
-    _active: list[AttentionBackend]
+    Args:
+        captured: these run captured steps. The first decides whether steps can be captured.
+        others: these run other steps.
+    """
+
+    def __init__(
+        self, captured: Sequence[AttentionBackend], others: Sequence[AttentionBackend] = (), scratch: Scratch | None = None
+    ) -> None:
+        super().__init__(scratch)
+        self._captured, self._parts = captured, (*captured, *others)
+        self.capturable = captured[0].capturable
+        self.plans_replays = any(backend.plans_replays for backend in captured)
+        self._active: list[AttentionBackend] = []
+
+    @property
+    def graph_version(self) -> int:
+        return sum(backend.graph_version for backend in self._captured)
+
+    def prepare_replay(self, lengths: ReplayLengths) -> None:
+        for backend in self._captured:
+            backend.prepare_replay(lengths)
+
+    def reserve(self, device: torch.device) -> None:
+        for backend in self._captured:
+            backend.reserve(device)
+
+    @property
+    def workspaces(self) -> list[torch.Tensor]:
+        return [space for backend in self._parts for space in backend.workspaces]
 
     def run(self, inputs: AttentionInputs) -> torch.Tensor:
         if len(self._active) == 1:
@@ -36,14 +65,11 @@ class ByRowClass(Composition):
     """
 
     def __init__(self, name: str, decode: AttentionBackend, prefill: AttentionBackend, *, eager_decode: bool = False) -> None:
-        super().__init__()
+        super().__init__((decode, prefill))
         self.name = name
         self.modes = decode.modes & prefill.modes
-        self.capturable = decode.capturable
-        self.plans_replays = decode.plans_replays or prefill.plans_replays
         self.decode, self.prefill = decode, prefill
         self._eager_decode = eager_decode
-        self._active = []
 
     def plan(self, step: StepMetadata) -> None:
         super().plan(step)
@@ -55,10 +81,6 @@ class ByRowClass(Composition):
                 backend.plan(step.rows(first, end))
                 self._active.append(backend)
 
-    @property
-    def graph_version(self) -> int:
-        return self.decode.graph_version + self.prefill.graph_version
-
     def prepare_replay(self, lengths: ReplayLengths) -> None:
         if not self.prefill.capturable:
             self.decode.prepare_replay(lengths)
@@ -67,44 +89,20 @@ class ByRowClass(Composition):
         self.decode.prepare_replay(decode)
         self.prefill.prepare_replay(prefill)
 
-    def reserve(self, device: torch.device) -> None:
-        self.decode.reserve(device)
-        self.prefill.reserve(device)
-
-    @property
-    def workspaces(self) -> list[torch.Tensor]:
-        return [*self.decode.workspaces, *self.prefill.workspaces]
-
 
 class WithUsual(Composition):
     """A layer's usual backend, and another one for what that cannot run. Captured steps are the usual backend's alone."""
 
     def __init__(self, usual: AttentionBackend, other: AttentionBackend) -> None:
-        super().__init__(usual.scratch)
+        super().__init__((usual,), (other,), usual.scratch)
         self.name = usual.name
         self.modes = usual.modes | other.modes
-        self.capturable = usual.capturable
-        self.plans_replays = usual.plans_replays
         self._usual, self._other = usual, other
         self._active = [usual]
 
     @property
     def usual(self) -> AttentionBackend:
         return self._usual.usual
-
-    @property
-    def graph_version(self) -> int:
-        return self._usual.graph_version
-
-    def prepare_replay(self, lengths: ReplayLengths) -> None:
-        self._usual.prepare_replay(lengths)
-
-    def reserve(self, device: torch.device) -> None:
-        self._usual.reserve(device)
-
-    @property
-    def workspaces(self) -> list[torch.Tensor]:
-        return [*self._usual.workspaces, *self._other.workspaces]
 
 
 class WithVisibleEnds(WithUsual):

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from headrace.attention.backend import AttentionBackend, AttentionInputs, LayerCache, ReplayLengths, StepMetadata
-from headrace.attention.compose import StepPart, part_of
+from headrace.attention.backend import AttentionBackend, AttentionInputs, LayerCache, StepMetadata
+from headrace.attention.compose import Composition, StepPart, part_of
 from headrace.attention.context import ForwardContext
 from headrace.attention.layer import HeadNorm, required_angles
 from headrace.cache.planes import write_mla
@@ -133,7 +133,7 @@ class _Prompts(NamedTuple):
     """Planned for these rows."""
 
 
-class MLABackend(AttentionBackend):
+class MLABackend(Composition):
     """Runs MLA layers with two ordinary backends. One instance serves layers of one geometry.
 
     Args:
@@ -145,7 +145,7 @@ class MLABackend(AttentionBackend):
     def __init__(
         self, spec: AttentionSpec, absorbed: AttentionBackend, uncompressed: Callable[[], AttentionBackend] | None
     ) -> None:
-        super().__init__()
+        super().__init__((absorbed,))
         if spec.mla is None:
             raise ValueError(f"layer {spec.layer} keeps no compressed KV")
         self._spec, self._mla = spec, spec.mla
@@ -154,8 +154,6 @@ class MLABackend(AttentionBackend):
         self._create_uncompressed = uncompressed
         self._uncompressed = [] if uncompressed is None else [uncompressed()]
         self.name = absorbed.name
-        self.capturable = absorbed.capturable
-        self.plans_replays = absorbed.plans_replays
         self._few: StepPart | None = None
         self._many = np.empty(0, dtype=np.int64)
         """The rows attended over uncompressed KV."""
@@ -175,16 +173,6 @@ class MLABackend(AttentionBackend):
         if len(few):
             self._few = part_of(step, few)
             self._absorbed.plan(self._few.step)
-
-    @property
-    def graph_version(self) -> int:
-        return self._absorbed.graph_version
-
-    def prepare_replay(self, lengths: ReplayLengths) -> None:
-        self._absorbed.prepare_replay(lengths)
-
-    def reserve(self, device: torch.device) -> None:
-        self._absorbed.reserve(device)
 
     @property
     def workspaces(self) -> list[torch.Tensor]:

@@ -7,7 +7,7 @@ import itertools
 import math
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -20,12 +20,10 @@ from headrace.engine.executor import Executor
 from headrace.engine.loader import LoadedEngine, load_engine
 from headrace.engine.source import FileSource
 from headrace.errors import ConfigError
-from headrace.runner.graphs import GraphCount
 from headrace.sampling_params import SamplingParams
 from headrace.sim.config import Calibration, EngineShape, GroupShape
 from headrace.sim.fit import Fit, MeasuredStep, fit
 from headrace.sim.step_time import features
-from headrace.weights.update import Named
 
 _ROUND_SHARE = 0.04
 """Of the measuring time that one round has."""
@@ -38,18 +36,16 @@ _FIRST_RATE = 500.0
 _MOST_OUTPUT = 256
 
 
-class Watched(Executor[Any]):
-    """Notes the plan and the device's time of each step, and the time that the caller waits for the device."""
+class Watched:
+    """Notes the plan and the device's time of each step of an executor, and the time that the caller waits for the device."""
 
     def __init__(self, executor: Executor[Any]) -> None:
         self._executor = executor
         self.waited = 0.0
         self.done: list[tuple[StepPlan, StepResult]] = []
-        self._plans: dict[int, StepPlan] = {}
 
     def execute(self, plan: StepPlan) -> Any:
-        self._plans[plan.step] = plan
-        return plan.step, self._executor.execute(plan)
+        return plan, self._executor.execute(plan)
 
     def sample(self, handle: Any, plan: SamplePlan) -> None:
         self._executor.sample(handle[1], plan)
@@ -58,29 +54,11 @@ class Watched(Executor[Any]):
         start = time.perf_counter()
         result = self._executor.collect(handle[1])
         self.waited += time.perf_counter() - start
-        self.done.append((self._plans.pop(handle[0]), result))
+        self.done.append((handle[0], result))
         return result
 
-    def update_weights(self, tensors: Named) -> int:
-        return self._executor.update_weights(tensors)
-
-    def memory(self) -> list[tuple[str, int]]:
-        return self._executor.memory()
-
-    def capture_next(self) -> GraphCount:
-        return self._executor.capture_next()
-
-    def graphs(self) -> GraphCount:
-        return self._executor.graphs()
-
-    def sentinels(self) -> Sequence[int]:
-        return self._executor.sentinels()
-
-    def check(self) -> None:
-        self._executor.check()
-
-    def close(self) -> None:
-        self._executor.close()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._executor, name)
 
 
 def run(args: EngineArgs, seconds: float, *, seed: int = 0, tell: Callable[[str], None]) -> Calibration:

@@ -4,55 +4,21 @@ loop (requests arrive at random times at a mean rate, whether the server keeps u
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import ipaddress
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 
 from headrace.bench.client import CONNECT_SECONDS, authorization, base_url, chat_events, first_model
+from headrace.bench.options import IN_FLIGHT, LoadOptions
 from headrace.bench.report import facts, load_average
-from headrace.errors import ConfigError, EngineError, RequestError
+from headrace.errors import EngineError, RequestError
 from headrace.metrics.exchanges import Exchange, totals
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Load:
-    """What to send. Exactly one of ``concurrency`` and ``rate`` is set; both the count and the time are bounded."""
-
-    url: str
-    model: str | None
-    api_key: str | None
-    prompts: list[str]
-    max_tokens: int
-    num_requests: int
-    duration: float
-    """Seconds after which no request is started; those in flight get as long again, then count as failed."""
-    concurrency: int | None = None
-    rate: float | None = None
-    """Mean arrivals a second; the times between them are exponential."""
-    max_in_flight: int = 1024
-    """An open loop sends no more than this at once: what would be beyond counts as dropped."""
-    seed: int = 0
-    ignore_eos: bool = False
-
-    def __post_init__(self) -> None:
-        if (self.concurrency is None) == (self.rate is None):
-            raise ConfigError("give --concurrency or --rate, one of the two", "--rate")
-        for name in ("num_requests", "duration", "max_tokens", "concurrency", "rate", "max_in_flight"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"must be more than 0, not {value}", name)
-        base_url(self.url)
-
-    @property
-    def base(self) -> str:
-        return base_url(self.url)
 
 
 def is_loopback(url: str) -> bool:
@@ -66,21 +32,22 @@ def is_loopback(url: str) -> bool:
         return False
 
 
-async def run(load: Load, *, tell: Callable[[str], None]) -> dict[str, Any]:
+async def run(load: LoadOptions, prompts: Sequence[str], *, tell: Callable[[str], None]) -> dict[str, Any]:
     """Sends the load and returns the report.
 
     Raises:
+        ConfigError: the load names no server.
         EngineError: the server cannot be reached before the first request.
     """
-    load_before = load_average()
-    limit = load.concurrency or load.max_in_flight
+    load_before, base = load_average(), base_url(load.url)
+    limit = load.clients or load.max_in_flight or IN_FLIGHT
     limits = httpx.Limits(max_connections=limit, max_keepalive_connections=limit)
     timeout = httpx.Timeout(2 * load.duration, connect=CONNECT_SECONDS)
     async with httpx.AsyncClient(headers=authorization(load.api_key), limits=limits, timeout=timeout) as client:
-        model = load.model or await first_model(client, load.base)
-        sender = _Sender(client, load, model, tell)
+        model = load.model or await first_model(client, base)
+        sender = _Sender(client, load, prompts, model, tell)
         start = time.perf_counter()
-        await (sender.closed_loop() if load.concurrency else sender.open_loop())
+        await (sender.closed_loop() if load.clients else sender.open_loop())
         seconds = time.perf_counter() - start
     return summary(load, model, sender.exchanges, sender.dropped, seconds) | facts(load_before)
 
@@ -88,19 +55,23 @@ async def run(load: Load, *, tell: Callable[[str], None]) -> dict[str, Any]:
 class _Sender:
     """Sends the requests of one load and records each exchange."""
 
-    def __init__(self, client: httpx.AsyncClient, load: Load, model: str, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self, client: httpx.AsyncClient, load: LoadOptions, prompts: Sequence[str], model: str, tell: Callable[[str], None]
+    ) -> None:
         self._client = client
         self._load = load
+        self._prompts = prompts
+        self._base = base_url(load.url)
         self._model = model
         self._tell = tell
-        self._rng = random.Random(load.seed)
+        self._rng = random.Random(load.seed or 0)
         self._deadline = time.perf_counter() + load.duration
         self.exchanges: list[Exchange] = []
         self.dropped = 0
 
     async def closed_loop(self) -> None:
         numbers = iter(range(self._load.num_requests))
-        count = min(self._load.concurrency or 1, self._load.num_requests)
+        count = min(self._load.clients or 1, self._load.num_requests)
         await self._finish([asyncio.create_task(self._client_loop(numbers)) for _ in range(count)])
 
     async def _client_loop(self, numbers: Iterator[int]) -> None:
@@ -117,7 +88,7 @@ class _Sender:
             if arrival >= self._deadline:
                 break
             await asyncio.sleep(max(0.0, arrival - time.perf_counter()))
-            if sum(not task.done() for task in tasks) >= self._load.max_in_flight:
+            if sum(not task.done() for task in tasks) >= (self._load.max_in_flight or IN_FLIGHT):
                 self.dropped += 1
                 continue
             tasks.append(asyncio.create_task(self._exchange(number)))
@@ -146,7 +117,7 @@ class _Sender:
         self._tell(f"{sum(e.whole is not None for e in self.exchanges)} answered")
 
     def _body(self, number: int) -> dict[str, Any]:
-        prompt = self._load.prompts[number % len(self._load.prompts)]
+        prompt = self._prompts[number % len(self._prompts)]
         body: dict[str, Any] = {
             "model": self._model,
             "messages": [{"role": "user", "content": prompt}],
@@ -160,7 +131,7 @@ class _Sender:
 
     async def _stream(self, body: dict[str, Any], exchange: Exchange, start: float) -> None:
         last = start
-        async for event in chat_events(self._client, self._load.base, body):
+        async for event in chat_events(self._client, self._base, body):
             if any(choice.delta is not None and choice.delta.content for choice in event.choices):
                 now = time.perf_counter()
                 if exchange.first_token is None:
@@ -172,7 +143,7 @@ class _Sender:
                 exchange.input_tokens, exchange.output_tokens = event.usage.prompt_tokens, event.usage.completion_tokens
 
 
-def summary(load: Load, model: str, exchanges: list[Exchange], dropped: int, seconds: float) -> dict[str, Any]:
+def summary(load: LoadOptions, model: str, exchanges: list[Exchange], dropped: int, seconds: float) -> dict[str, Any]:
     """Times of the requests that succeeded; the others are counted by error."""
     good = [exchange for exchange in exchanges if exchange.error is None]
     measured = totals(good, "between events")
@@ -180,7 +151,7 @@ def summary(load: Load, model: str, exchanges: list[Exchange], dropped: int, sec
         "benchmark": "serve",
         "url": load.url,
         "model": model,
-        "loop": {"closed": {"concurrency": load.concurrency}} if load.concurrency else {"open": {"rate": load.rate}},
+        "loop": {"closed": {"concurrency": load.clients}} if load.clients else {"open": {"rate": load.rate}},
         "seconds": round(seconds, 3),
         "requests": {"sent": len(exchanges), "succeeded": len(good), "failed": len(exchanges) - len(good), "dropped": dropped},
         "errors": Counter(exchange.error for exchange in exchanges if exchange.error is not None),

@@ -20,8 +20,8 @@ from typing import Any
 import msgspec
 from rich.table import Table
 
-from headrace.bench.constrained import Constrained
 from headrace.bench.engines import OURS, BenchEngine, BenchJob, HeadraceEngine, create
+from headrace.bench.options import ThroughputOptions
 from headrace.bench.report import facts, load_average, table
 from headrace.bench.workloads import Encoder, Workload, prose, random_tokens
 from headrace.config import EngineArgs
@@ -114,19 +114,15 @@ def row_of(load: Workload, runs: Sequence[tuple[float, dict[str, float]]]) -> Wo
 def run(
     args: EngineArgs,
     loads: Sequence[Workload],
+    options: ThroughputOptions,
     *,
-    temperature: float,
-    constrain: Constrained | None = None,
-    repetitions: int | None,
     tell: Callable[[str], None],
     save: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
     """Loads headrace in this process and measures each workload in turn. The first repetition is the warm-up.
 
     Args:
-        temperature: 0 is greedy.
-        constrain: what holds every output; None: nothing does.
-        repetitions: None: two or three, by the workload's size.
+        options: those of how to measure; without repetitions, two or three by the workload's size.
         save: called with the report so far after every row.
 
     Raises:
@@ -138,13 +134,13 @@ def run(
     import headrace.engine.llm  # noqa: F401
 
     imported = time.perf_counter()
-    engine = HeadraceEngine(args, temperature, constrain)
+    engine = HeadraceEngine(args, options.temperature or 0.0, options.constrain)
     ready = time.perf_counter()
     report: dict[str, Any] = {
         "benchmark": "workloads",
         "model": Path(args.model).name if args.model else engine.info.model,
-        "temperature": temperature,
-        "constrained": constrain,
+        "temperature": options.temperature or 0.0,
+        "constrained": options.constrain,
         "startup": {
             "seconds": ready - imported,
             "import_seconds": imported - start,
@@ -161,7 +157,7 @@ def run(
                 report["skipped"][load.name] = f"{load.longest:,} tokens, and the context is {engine.info.max_model_len:,}"
                 continue
             tell(f"{load.name}: {load.input_tokens:,} tokens in, {load.output_tokens:,} out")
-            row = measure(engine, load, repetitions or repetitions_of(load))
+            row = measure(engine, load, options.repetitions or repetitions_of(load))
             report["rows"].append(msgspec.structs.asdict(row))
             save(report)
     finally:

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 from headrace.cli.options import ENGINE_OPTIONS, command
-from headrace.config import EngineArgs
+from headrace.config import Decision, EngineArgs
 from headrace.engine.spawn import spawn
 from headrace.engine.timeline import process_start
 from headrace.errors import ConfigError
@@ -89,14 +89,13 @@ def _size(text: str) -> tuple[int, int]:
 def _with_picture_tokens(info: EngineInfo, args: EngineArgs, sizes: list[tuple[int, int]]) -> EngineInfo:
     """The report with the number of tokens of pictures of some sizes among its decisions."""
     from headrace.engine.features import picture_rules
-    from headrace.engine.info import DecisionLine
     from headrace.sources.files import find_model
 
     rules = picture_rules(args, find_model(args))
     if rules is None:
         return info
     reason = f"the model's processor resizes it ({rules.backend})"
-    lines = [DecisionLine(f"picture of {w} x {h}", f"{rules.image_rows(w, h)} tokens", reason) for w, h in sizes]
+    lines = [Decision(f"picture of {w} x {h}", f"{rules.image_rows(w, h)} tokens", reason) for w, h in sizes]
     return msgspec.structs.replace(info, decisions=[*info.decisions, *lines])
 
 

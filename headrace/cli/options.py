@@ -116,10 +116,10 @@ def _annotation(option: Option) -> Any:
         value_type = list[typing.get_args(value_type)[0]]  # type: ignore[misc]
     flag = "--" + option.name.replace("_", "-")
     flags = spec.flags or ((f"{flag}/--no-{flag[2:]}",) if value_type is bool else (flag,))
-    repeatable = " Repeatable." if value_type == list[str] and "Repeatable" not in option.help else ""
+    repeats = value_type == list[str] and not spec.positional and "Repeatable" not in option.help
     shown = spec.default or _shown(option.default_value)
     common: dict[str, Any] = {
-        "help": option.help + repeatable + ("" if shown is None else f" Default: {shown}."),
+        "help": option.help + (" Repeatable." if repeats else "") + ("" if shown is None else f" Default: {shown}."),
         "rich_help_panel": option.panel,
         "show_default": False,
         "metavar": spec.metavar or ("SIZE" if spec.size else None),

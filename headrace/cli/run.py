@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import itertools
 import uuid
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Iterable, Iterator
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from headrace.cli.errors import EXIT_FAILURE, EXIT_USAGE, describe, print_error
-from headrace.cli.options import ENGINE_OPTIONS, SAMPLING_OPTIONS, command
+from headrace.cli.options import ENGINE_OPTIONS, SAMPLING_OPTIONS, Group, command
 from headrace.cli.prompts import BATCH, ERRORS, PromptJob, check_batch_ids, distinct, parse_lines, read_stdin
 from headrace.cli.results import ResultFile, line_key
 from headrace.config import EngineArgs
 from headrace.engine.spawn import spawn
 from headrace.engine.timeline import process_start
 from headrace.errors import ConfigError, EngineDeadError, EngineError, QueueFullError, RequestError
+from headrace.options import PROMPTS, Checked, OptionSpec
 from headrace.outputs import RequestOutput
 
 if TYPE_CHECKING:
@@ -42,87 +45,68 @@ RETRY_SECONDS = 0.2
 """Pause before a prompt is tried again whose media had no room beside those of others."""
 _TOO_MANY = 429
 
-PROMPTS = functools.partial(typer.Option, rich_help_panel="Prompts and results")
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunOptions(Checked):
+    panels = MappingProxyType({"prompts": PROMPTS})
+
+    prompts: Annotated[tuple[str, ...], OptionSpec(positional=True, metavar="PROMPTS")] = ()
+    """Prompts, as text."""
+    input: Annotated[str | None, OptionSpec(flags=("--input", "-i"), metavar="FILE")] = None
+    """JSONL file, or - for standard input. A line holds "prompt", "messages" or "prompt_token_ids", and may hold "id" and
+    sampling parameters of its own, which come before those of the command line. Lines of OpenAI's batch files, with
+    "custom_id", "method", "url" and "body", are answered as the server does."""
+    output: Annotated[Path | None, OptionSpec(flags=("--output", "-o"), metavar="FILE")] = None
+    """Write the results here and not to standard output, in the order of the input. They are written to FILE.partial, which
+    replaces FILE when the run has ended."""
+    resume: Annotated[bool, OptionSpec(flags=("--resume",))] = False
+    """Continue a run that ended early: skip lines of --input that have results in --output (or its .partial file), by their id,
+    or by their number where they have none; run the others, those with errors again, and append."""
+    error_file: Annotated[Path | None, OptionSpec(metavar="FILE")] = None
+    """Write the results of prompts that cannot be run here, and not among the others."""
+    unordered: Annotated[bool, OptionSpec(flags=("--unordered",))] = False
+    """Write each result as soon as it is there, not in the order of the input."""
+    chat: Annotated[bool, OptionSpec(flags=("--chat",))] = False
+    """Take each argument as a user's message, not as raw text."""
+    strict: Annotated[bool, OptionSpec(flags=("--strict",))] = False
+    """Stop at the first prompt that cannot be run."""
+    progress: bool = True
+    """Show progress on standard error."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if bool(self.prompts) == bool(self.input):
+            raise ConfigError("give prompts as arguments or a file with --input, one of the two", "--input")
+        if self.chat and self.input:
+            raise ConfigError(
+                '--chat is for prompts in arguments: a line of the file says "messages" in place of "prompt"', "--chat"
+            )
+        if self.resume and not (self.input and self.output):
+            raise ConfigError("it continues a file of results: it needs --input and --output", "--resume")
+        if self.source is not None and not self.source.is_file():
+            raise ConfigError(f"there is no file {self.source}", "--input")
+        if self.error_file is not None and self.output is not None and self.error_file.resolve() == self.output.resolve():
+            raise ConfigError("errors cannot go to the file of the results", "--error-file")
+
+    @property
+    def source(self) -> Path | None:
+        """The input file; None: prompts are arguments, or on standard input."""
+        return Path(self.input) if self.input and self.input != "-" else None
 
 
 # The engine has an option of the name sparse_prefill, which says how prompts attend.
-@command(args=ENGINE_OPTIONS.changed("model", positional=False), sampling=SAMPLING_OPTIONS.without("sparse_prefill"))
-def run(
-    args: EngineArgs,
-    sampling: dict[str, Any],
-    prompts: Annotated[list[str] | None, typer.Argument(help="Prompts, as text.", show_default=False)] = None,
-    input: Annotated[
-        str | None,
-        PROMPTS(
-            "--input",
-            "-i",
-            help='JSONL file, or - for standard input. A line holds "prompt", "messages" or "prompt_token_ids", and may hold '
-            '"id" and sampling parameters of its own, which come before those of the command line. Lines of OpenAI\'s batch '
-            'files, with "custom_id", "method", "url" and "body", are answered as the server does.',
-            metavar="FILE",
-        ),
-    ] = None,
-    output: Annotated[
-        Path | None,
-        PROMPTS(
-            "--output",
-            "-o",
-            help="Write the results here and not to standard output, in the order of the input. They are written to "
-            "FILE.partial, which replaces FILE when the run has ended.",
-            metavar="FILE",
-        ),
-    ] = None,
-    resume: Annotated[
-        bool,
-        PROMPTS(
-            "--resume",
-            help="Continue a run that ended early: skip lines of --input that have results in --output (or its .partial file), "
-            "by their id, or by their number where they have none; run the others, those with errors again, and append.",
-        ),
-    ] = False,
-    error_file: Annotated[
-        Path | None,
-        PROMPTS(
-            "--error-file",
-            help="Write the results of prompts that cannot be run here, and not among the others.",
-            metavar="FILE",
-        ),
-    ] = None,
-    unordered: Annotated[
-        bool,
-        PROMPTS("--unordered", help="Write each result as soon as it is there, not in the order of the input."),
-    ] = False,
-    chat: Annotated[
-        bool,
-        PROMPTS("--chat", help="Take each argument as a user's message, not as raw text."),
-    ] = False,
-    strict: Annotated[
-        bool,
-        PROMPTS("--strict", help="Stop at the first prompt that cannot be run."),
-    ] = False,
-    progress: Annotated[
-        bool,
-        PROMPTS("--progress/--no-progress", help="Show progress on standard error."),
-    ] = True,
-) -> None:
+@command(
+    args=ENGINE_OPTIONS.changed("model", positional=False),
+    sampling=SAMPLING_OPTIONS.without("sparse_prefill"),
+    options=Group.of(RunOptions),
+)
+def run(args: EngineArgs, sampling: dict[str, Any], options: RunOptions) -> None:
     """Generate for prompts from arguments or a JSONL file; results are JSONL, a line a prompt.
 
     A prompt that cannot be run is reported with its line number and does not stop the others; the exit code is then 1. When
     the engine dies, the prompts in flight are run again.
     """
-    if bool(prompts) == bool(input):
-        raise ConfigError("give prompts as arguments or a file with --input, one of the two", "--input")
-    if chat and input:
-        raise ConfigError(
-            '--chat is for prompts in arguments: a line of the file says "messages" in place of "prompt"', "--chat"
-        )
-    if resume and not (input and output):
-        raise ConfigError("it continues a file of results: it needs --input and --output", "--resume")
-    source = Path(input) if input and input != "-" else None
-    if source is not None and not source.is_file():
-        raise ConfigError(f"there is no file {source}", "--input")
-    if error_file is not None and output is not None and error_file.resolve() == output.resolve():
-        raise ConfigError("errors cannot go to the file of the results", "--error-file")
+    source = options.source
     if source is not None:
         with source.open("rb") as file:
             if check_batch_ids(file) and sampling:
@@ -130,40 +114,27 @@ def run(
                     f"sampling options ({', '.join(sampling)}) are not for batch lines: their bodies say everything", "--input"
                 )
     with contextlib.ExitStack() as stack:
-        errors = None
-        if error_file is not None:
-            errors = stack.enter_context(ResultFile(error_file, source, resume=resume, option="--error-file"))
-        results = stack.enter_context(ResultFile(output, source, resume=resume))
-        jobs, total = _jobs(prompts, source, chat, stack)
-        if resume:
+        results = errors = stack.enter_context(ResultFile(options.output, source, resume=options.resume))
+        if options.error_file is not None:
+            errors = ResultFile(options.error_file, source, resume=options.resume, option="--error-file")
+            stack.enter_context(errors)
+        jobs, total = _jobs(options, stack)
+        if options.resume:
             total = None if total is None else total - results.done.total()
             jobs = _without(jobs, results.done)
-        failed = asyncio.run(
-            _run_all(
-                args,
-                sampling,
-                jobs,
-                results,
-                errors or results,
-                strict=strict,
-                unordered=unordered,
-                total=total,
-                progress=progress,
-            )
-        )
-        if failed and strict:
+        failed = asyncio.run(_run_all(args, sampling, options, jobs, total, results, errors))
+        if failed and options.strict:
             raise typer.Exit(EXIT_USAGE)
     if failed:
         raise typer.Exit(EXIT_FAILURE)
 
 
-def _jobs(
-    prompts: list[str] | None, source: Path | None, chat: bool, stack: contextlib.ExitStack
-) -> tuple[Iterable[PromptJob], int | None]:
+def _jobs(options: RunOptions, stack: contextlib.ExitStack) -> tuple[Iterable[PromptJob], int | None]:
     """The prompts, and how many there are where that is known beforehand."""
+    prompts, source = options.prompts, options.source
     if prompts:
-        kind = "messages" if chat else "prompt"
-        contents: list[Any] = [[{"role": "user", "content": text}] if chat else text for text in prompts]
+        kind = "messages" if options.chat else "prompt"
+        contents: list[Any] = [[{"role": "user", "content": text}] if options.chat else text for text in prompts]
         return [PromptJob(number, content, kind) for number, content in enumerate(contents, start=1)], len(prompts)
     # A byte order mark is no part of the first line.
     encoding = "utf-8-sig"
@@ -187,14 +158,11 @@ def _without(jobs: Iterable[PromptJob], done: Counter[str]) -> Iterator[PromptJo
 async def _run_all(
     args: EngineArgs,
     sampling: dict[str, Any],
+    options: RunOptions,
     jobs: Iterable[PromptJob],
+    total: int | None,
     results: ResultFile,
     errors: ResultFile,
-    *,
-    strict: bool,
-    unordered: bool,
-    total: int | None,
-    progress: bool,
 ) -> int:
     """Runs every prompt, several at a time. Returns the number of failed ones."""
     spawned = spawn(origin=process_start())
@@ -204,12 +172,12 @@ async def _run_all(
     failed = 0
     console = Console(stderr=True)
     llm = AnnouncedLLM(args.for_whole_outputs(), console, report=False, spawned=spawned)
-    progress_bar = ProgressBar(total, shown=progress and console.is_terminal)
+    progress_bar = ProgressBar(total, shown=options.progress and console.is_terminal)
     try:
         await llm.start()
         with progress_bar.bar:
             window = min(AHEAD * llm.info.max_num_seqs * args.data_parallel_size, args.max_queue_len)
-            async with contextlib.aclosing(_outcomes(llm, sampling, iter(jobs), window, unordered)) as outcomes:
+            async with contextlib.aclosing(_outcomes(llm, sampling, iter(jobs), window, options.unordered)) as outcomes:
                 async for job, result in outcomes:
                     error = _error(result)
                     (results if error is None else errors).write(_record(job, result))
@@ -217,7 +185,7 @@ async def _run_all(
                     if error is not None:
                         failed += 1
                         print_error(f"line {job.number}: {error}")
-                        if strict:
+                        if options.strict:
                             break
     finally:
         await llm.close()

@@ -7,7 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from headrace.cli.bench import AsJson, Output, emit
+from headrace.bench.options import ReportOptions
+from headrace.cli.bench import emit
 from headrace.cli.errors import print_note
 from headrace.cli.options import command
 from headrace.errors import ConfigError
@@ -28,8 +29,10 @@ def simulate(
             metavar="FILE",
         ),
     ] = None,
-    as_json: AsJson = False,
-    output: Output = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON, not as tables.")] = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Also write the report as JSON to this file.", metavar="FILE")
+    ] = None,
 ) -> None:
     """Simulate a server: latencies and throughput of traffic on an engine that was calibrated before.
 
@@ -53,7 +56,7 @@ def simulate(
         raise ConfigError("give a trace, or traffic in the configuration, one of the two", "--trace")
     simulation.run(requests)
     report = simulation.report()
-    emit(report, _tables(report), as_json, output)
+    emit(report, _tables(report), ReportOptions(as_json=as_json, output=output))
     for error, count in report["errors"].items():
         print_note(f"{count} requests failed: {error}")
 

@@ -78,10 +78,6 @@ class GrammarMatcher:
     def accepting(self) -> bool:
         return self._matcher.is_accepting()
 
-    def forced(self) -> list[int]:
-        tokens = self._matcher.compute_ff_tokens()
-        return tokens[: tokens.index(self.vocab_size)] if self.vocab_size in tokens else tokens
-
     @property
     def inner(self) -> LLMatcher:
         return self._matcher

@@ -47,7 +47,3 @@ class Matcher(Protocol):
     def accepting(self) -> bool:
         """The outputs are complete as they are."""
         ...
-
-    def forced(self) -> list[int]:
-        """Outputs that are certain to come next; may be empty although there are some."""
-        ...

@@ -6,9 +6,8 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
-from headrace.config import EngineConfig
+from headrace.config import EngineConfig, MemoryLine
 from headrace.core.plan import SamplePlan, StepPlan, StepResult
-from headrace.engine.info import MemoryLine
 from headrace.engine.profile import Profile
 from headrace.errors import ConfigError, EngineError
 from headrace.models.interface import Model
@@ -62,11 +61,11 @@ class Executor(Protocol[Handle]):
 
     def sentinels(self) -> Sequence[int]:
         """File descriptors, one of which can be read once the executor has failed while no call to it is under way."""
-        ...
+        return ()
 
     def check(self) -> None:
         """Raises EngineError if the executor has failed."""
-        ...
+        return None
 
     def close(self) -> None: ...
 
@@ -137,12 +136,6 @@ class LocalExecutor(Executor[StepHandle]):
 
     def graphs(self) -> GraphCount:
         return self.runner.graphs()
-
-    def sentinels(self) -> Sequence[int]:
-        return ()
-
-    def check(self) -> None:
-        pass
 
     def close(self) -> None:
         self.runner.close()

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from headrace.config import EngineArgs, SamplingLimits
+from headrace.config import Decision, EngineArgs, SamplingLimits
 from headrace.constrain.compiler import GrammarCompiler
 from headrace.constrain.constraints import Constraints
 from headrace.constrain.factory import GrammarFactory
 from headrace.constrain.vocabulary import GrammarVocabulary
 from headrace.core.media import MediaFacts, Modality
-from headrace.engine.info import DecisionLine, EngineInfo
+from headrace.engine.info import EngineInfo
 from headrace.engine.inputs import InputProcessor
 from headrace.errors import ConfigError
 from headrace.limited_process import ProcessLimits
@@ -106,7 +106,7 @@ def with_formats(info: EngineInfo, answers: AnswerFormats | None) -> EngineInfo:
     """The report with the formats of the model's answers among its decisions."""
     if answers is None:
         return info
-    lines = [DecisionLine(*decision) for decision in answers.decisions()]
+    lines = [Decision(*decision) for decision in answers.decisions()]
     others = [line for line in info.decisions if line.name not in {line.name for line in lines}]
     return msgspec.structs.replace(info, decisions=[*others, *lines])
 
@@ -115,10 +115,10 @@ def with_image_processor(info: EngineInfo, multimodal: MultiModalProcessor | Non
     """The report with the library that resizes pictures among its decisions."""
     if info.media is None:
         return info
-    line = DecisionLine("image processor", "none", "the model's files have none that can be used: prompts have text alone")
+    line = Decision("image processor", "none", "the model's files have none that can be used: prompts have text alone")
     if multimodal is not None:
         found = "torchvision can be imported" if multimodal.backend == "torchvision" else "torchvision cannot be imported"
-        line = DecisionLine("image processor", multimodal.backend, f"{found}; the two round differently")
+        line = Decision("image processor", multimodal.backend, f"{found}; the two round differently")
     return msgspec.structs.replace(info, decisions=[*info.decisions, line])
 
 

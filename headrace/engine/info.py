@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from headrace.config import Decision, MemoryLine
 from headrace.core.media import MediaFacts
 
 
@@ -21,14 +22,6 @@ class StartupPhase(msgspec.Struct, frozen=True, array_like=True):
     name: str
     """config, weights, cache, warm-up, ..."""
     seconds: float
-    detail: str = ""
-
-
-class MemoryLine(msgspec.Struct, frozen=True, array_like=True):
-    """One line of the memory ledger."""
-
-    name: str
-    nbytes: int
     detail: str = ""
 
 
@@ -54,12 +47,6 @@ class LayerLine(msgspec.Struct, frozen=True, array_like=True):
     """KV is compressed: its one head's last ``v_head_dim`` channels are the values too."""
 
 
-class DecisionLine(msgspec.Struct, frozen=True, array_like=True):
-    name: str
-    value: str
-    reason: str
-
-
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     """As the user named it, or the name of the embedded default."""
@@ -77,7 +64,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     timeline: list[StartupPhase]
     memory: list[MemoryLine]
     layers: list[LayerLine]
-    decisions: list[DecisionLine]
+    decisions: list[Decision]
     media: MediaFacts | None = None
     """None: the model reads text alone."""
     environment: dict[str, str] = {}

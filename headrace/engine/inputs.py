@@ -328,7 +328,7 @@ class InputProcessor:
         for name, most in self._list_limits.items():
             value = fields.get(name)
             if isinstance(value, list) and len(value) > most:
-                raise RequestError(f"{name} has {len(value)} entries; at most {most} are allowed", name, code="invalid_value")
+                raise RequestError(f"{name} has {len(value)} entries; at most {most} are allowed", name)
 
     def _check_sampling(self, params: SamplingParams) -> None:
         """Limits of this engine and this model; SamplingParams has checked types and ranges."""

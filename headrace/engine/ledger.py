@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headrace.config import EngineConfig
-from headrace.engine.info import MemoryLine
+from headrace.config import EngineConfig, MemoryLine
 from headrace.engine.profile import Profile
 from headrace.models.size import weight_bytes
 from headrace.resolve import DeviceFacts

@@ -12,14 +12,14 @@ import torch
 import headrace
 from headrace.attention import select
 from headrace.attention.flashinfer.kernels import Compiling
-from headrace.config import Decision, EngineArgs, EngineConfig
+from headrace.config import Decision, EngineArgs, EngineConfig, MemoryLine
 from headrace.core.request import Request
 from headrace.core.scheduler import Scheduler
 from headrace.engine import environment
 from headrace.engine.core import EngineCore
 from headrace.engine.executor import Executor, Loaded, LocalExecutor
 from headrace.engine.frontend import Frontend, with_formats, with_image_processor
-from headrace.engine.info import EngineInfo, MemoryLine
+from headrace.engine.info import EngineInfo
 from headrace.engine.inputs import InputProcessor
 from headrace.engine.ledger import ledger
 from headrace.engine.multiprocess import start_ranks
@@ -139,7 +139,7 @@ def load_executor(source: ModelSource, frontend: Frontend, timeline: Timeline) -
         with timeline.phase("FlashInfer") as phase:
             # Ranks capture the same graphs at the same time, so none may find a kernel ready before the others do.
             phase.detail = _await_kernels(kernels, args.wait_for_kernels or source.group.size > 1)
-    weights = [MemoryLine(line.name, line.nbytes, line.detail) for line in report.memory]
+    weights = list(report.memory)
     if encoder is not None:
         weights.append(MemoryLine("vision encoder", encoder.nbytes))
     decisions = (*config.decisions, *report.decisions)

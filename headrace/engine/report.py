@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from headrace.attention import select
-from headrace.config import EngineConfig
+from headrace.config import EngineConfig, MemoryLine
 from headrace.core.media import MediaFacts
 from headrace.engine import environment
-from headrace.engine.info import DecisionLine, EngineInfo, LayerLine, MemoryLine, StartupPhase
+from headrace.engine.info import EngineInfo, LayerLine, StartupPhase
 from headrace.model_spec import layer_kv
 from headrace.resolve import DeviceFacts
 from headrace.resolve.schedule import DETERMINISTIC
@@ -38,7 +38,7 @@ def engine_info(
         timeline=phases,
         memory=memory,
         layers=_layer_lines(config),
-        decisions=[DecisionLine(decision.name, decision.value, decision.reason) for decision in config.decisions],
+        decisions=list(config.decisions),
         environment=environment.describe(device, config.num_threads),
         media=_media_facts(config),
     )

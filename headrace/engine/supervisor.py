@@ -17,7 +17,7 @@ from headrace.engine.engine_process import EngineProcess
 from headrace.engine.info import EngineInfo, Progress
 from headrace.engine.messages import Fatal, FromEngine, Ready, Start, Starting, StepDeltas, ToEngine
 from headrace.engine.spawn import Spawned, spawn
-from headrace.errors import ConfigError, EngineDeadError, EngineError
+from headrace.errors import ConfigError, EngineDeadError, EngineError, listed
 
 logger = logging.getLogger("headrace.engine")
 
@@ -213,7 +213,7 @@ class EngineSupervisor:
             self._fail(f"the engine died {self._deaths} times without serving a request; the last time: {death.reason}")
         else:
             self._set("restarting", f"the engine died ({death.reason}) and is being restarted")
-            logger.error("%s; in flight: %s", self._reason, _listed(pending))
+            logger.error("%s; in flight: %s", self._reason, listed(pending, 50) or "nothing")
         return _backoff(self._deaths) if self._deaths > 1 else 0.0
 
     async def _live(self, context: zmq.Context[Any]) -> Death:
@@ -264,7 +264,7 @@ class EngineSupervisor:
         else:
             reason = f"no step finished for {timeout:g} s while work was pending"
         self._set("stuck", f"{reason}; the engine is being restarted")
-        logger.error("%s; in flight: %s", reason, _listed(self._client.pending()))
+        logger.error("%s; in flight: %s", reason, listed(self._client.pending(), 50) or "nothing")
         stacks = await engine_process.stacks()
         logger.error("stacks of the engine:\n%s", stacks or "(none: it does not react to signals)")
         engine_process.kill()
@@ -342,8 +342,3 @@ class EngineSupervisor:
 def _backoff(attempt: int) -> float:
     """Seconds before the next start."""
     return min(MAX_BACKOFF, _FIRST_BACKOFF * 2.0 ** min(attempt, 32))
-
-
-def _listed(names: list[str], most: int = 50) -> str:
-    shown = ", ".join(names[:most]) or "nothing"
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

@@ -54,19 +54,13 @@ class RouterWeights(NamedTuple):
     router_out_bias: torch.Tensor
 
 
-def pooled_positions(length: int) -> list[int]:
-    """Positions whose keys the router sees: the first 100 and the last 100; where they overlap, positions stand twice."""
-    count = min(POOLED, length)
-    return [*range(count), *range(length - count, length)]
-
-
 @gpu.dispatch("head_routing.pool_keys")
 def pool_keys(keys: torch.Tensor, key_start: torch.Tensor) -> torch.Tensor:
     """Mean of each sequence's keys, which stand one sequence after another.
 
     Args:
-        keys: ``[P, kv_heads, d]``: of each sequence those at ``pooled_positions``, after the key norm and before the rotary
-            embedding. The last axis is contiguous.
+        keys: ``[P, kv_heads, d]``: of each sequence the first ``POOLED`` and the last ones, after the key norm and
+            before the rotary embedding. The last axis is contiguous.
         key_start: ``[R + 1]`` int32: first key of each sequence.
 
     Returns:

@@ -8,8 +8,7 @@ names of Hugging Face's checkpoints, except for fused ones.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -27,6 +26,9 @@ from headrace.model_spec import AttentionSpec, ModelSpec, MoeSpec, RopeSpec
 from headrace.model_spec.projection import input_matrices
 from headrace.models.interface import ModelInputs
 from headrace.parallel.group import ALONE, Group, gather_columns
+
+if TYPE_CHECKING:
+    from headrace.models.fused import FusedLayers
 
 
 class DecoderAttention(nn.Module):
@@ -136,7 +138,7 @@ class Decoder(nn.Module):
         self.lm_head.out_dtype = torch.float32
         if spec.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
-        self.fused: LayersAtOnce | None = None
+        self.fused: FusedLayers | None = None
         """Runs all layers in one call with the same result, in the steps that it supports."""
         self.rotary = RopeAngles(spec, device)
 
@@ -208,15 +210,3 @@ class RopeAngles:
             table.reserve(longest)
         angles = [table(positions) for table in self._tables]
         return [None if index is None else angles[index] for index in self._of_layer]
-
-
-class LayersAtOnce(Protocol):
-    """Runs all layers of a decoder in one call."""
-
-    def takes(self, ctx: ForwardContext) -> bool: ...
-
-    def __call__(
-        self, stream: torch.Tensor, angles: Sequence[torch.Tensor | None], ctx: ForwardContext
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Runs all layers on the first one's input, with each layer's angles. May overwrite ``stream``."""
-        ...

@@ -10,7 +10,7 @@ from headrace.errors import ConfigError, ContradictionError
 from headrace.layers.mlp import ACTIVATIONS
 from headrace.layers.rotary import frequencies
 from headrace.model_spec import AttentionSpec, DenseSpec, MlpSpec, ModelSpec, RopeSpec
-from headrace.model_spec.integers import is_integer, is_number
+from headrace.model_spec.integers import MAX_INTEGER, is_integer, is_number
 from headrace.options import shown
 from headrace.sources.plain_config import PlainConfig
 
@@ -63,15 +63,15 @@ def _checked(where: str, name: str, value: Any) -> int:
     return value
 
 
-def whole(config: HFConfig, name: str, default: int | None = None, *, least: int = 0) -> int:
-    """Reads an integer of at least ``least``, the same for every layer; a missing one is ``default``.
+def whole(config: HFConfig, name: str, default: int | None = None, *, least: int = 0, most: int = MAX_INTEGER) -> int:
+    """Reads an integer from ``least`` to ``most``, the same for every layer; a missing one is ``default``.
 
     Raises:
         ContradictionError: the value is no such integer.
     """
     value = uniform(config, name, default)
-    if not is_integer(value, least):
-        raise ContradictionError(f"config: {name} must be a whole number of at least {least}, not {value!r}", name)
+    if not is_integer(value, least) or value > most:
+        raise ContradictionError(f"config: {name} must be a whole number from {least} to {most}, not {value!r}", name)
     return value
 
 

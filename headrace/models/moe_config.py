@@ -23,6 +23,19 @@ def mixed_specs(
     return tuple(moe if is_mixture(layer) else spec for layer, spec in enumerate(dense))
 
 
+def stepped_specs(config: HFConfig, moe: MoeSpec) -> tuple[MlpSpec, ...]:
+    """As ``mixed_specs``, for Qwen's configurations: every ``decoder_sparse_step``-th layer is a mixture, less some.
+
+    Raises:
+        ConfigError: ``mlp_only_layers`` has a layer that there is not.
+    """
+    dense, step = getattr(config, "mlp_only_layers", None) or [], required(config, "decoder_sparse_step")
+    mlps = mixed_specs(config, moe, lambda layer: layer not in dense and (layer + 1) % step == 0)
+    if strangers := [layer for layer in dense if layer not in range(len(mlps))]:
+        raise ConfigError(f"mlp_only_layers: there is no layer {strangers[0]}", "mlp_only_layers")
+    return mlps
+
+
 def shared_experts(config: HFConfig, count: str, width: int, *, bias: bool = False) -> DenseSpec | None:
     """Returns the shared experts, each of ``width``, as one MLP; None if the field ``count`` is 0."""
     experts = whole(config, count, 0)
@@ -45,11 +58,12 @@ def must_be(config: HFConfig, name: str, *values: Any) -> None:
         raise ConfigError(f"config: {name} {value!r} is not supported", name)
 
 
-def number(config: HFConfig, name: str, default: float) -> float:
+def number(config: HFConfig, name: str, default: float, *, above: float | None = None) -> float:
     """Reads an optional number."""
     value = uniform(config, name, default)
-    if not is_number(value):
-        raise ConfigError(f"config: {name} must be a number, not {value!r}", name)
+    if not is_number(value) or (above is not None and value <= above):
+        accepted = "a number" if above is None else f"a number above {above}"
+        raise ConfigError(f"config: {name} must be {accepted}, not {value!r}", name)
     return float(value)
 
 

@@ -16,12 +16,13 @@ from headrace.attention.sparse_rows import RoutedRows, SparseRows
 from headrace.errors import ConfigError
 from headrace.kernels.head_routing import RouterWeights, pool_keys, route
 from headrace.model_spec import ELASTIC_MODES, AttentionSpec, ElasticSpec, ModelSpec
-from headrace.model_spec.integers import is_integer, is_number
 from headrace.models import llama, qwen3
 from headrace.models.decoder import Decoder, DecoderAttention, DecoderLayer
 from headrace.models.family import Family
-from headrace.models.hf_config import HFConfig, uniform
+from headrace.models.hf_config import HFConfig, uniform, whole
+from headrace.models.moe_config import must_be, number
 from headrace.models.names import decoder_names
+from headrace.options import INT32_MAX
 from headrace.weights.names import NameTable
 
 QWEN3, LLAMA = "PawQwen3ForCausalLM", "PawLlamaForCausalLM"
@@ -128,18 +129,17 @@ def elastic_spec(config: HFConfig) -> ElasticSpec:
     Raises:
         ConfigError: a field has a value that is not supported; names it.
     """
-    modes = (_text(config, "retrieval_mode", "full"), _text(config, "toggle_type", "streaming"))
+    modes = (uniform(config, "retrieval_mode", "full"), uniform(config, "toggle_type", "streaming"))
     if modes not in ELASTIC_MODES:
         pairs = ", ".join(f"({retrieval}, {toggle})" for retrieval, toggle in ELASTIC_MODES)
         raise ConfigError(
             f"config: (retrieval_mode, toggle_type) ({modes[0]}, {modes[1]}) is not supported; supported are {pairs}",
             "toggle_type",
         )
-    for name, only in (("pooling_mode", "ctx_q"), ("use_softmax", True), ("enable_ada_sparsity", True)):
-        if (value := uniform(config, name, only)) is not only and value != only:
-            raise ConfigError(f"config: {name} {value!r} is not supported; supported is {only!r}", name)
-    block = _whole(config, "block_size", 128)
-    stride = _whole(config, "xattn_stride", 16)
+    must_be(config, "pooling_mode", "ctx_q")
+    must_be(config, "use_softmax", True)
+    must_be(config, "enable_ada_sparsity", True)
+    block, stride = whole(config, "block_size", 128), whole(config, "xattn_stride", 16, least=1)
     if block not in BLOCKS:
         known = ", ".join(map(str, BLOCKS))
         raise ConfigError(f"config: block_size {block} is not supported; supported are {known}", "block_size")
@@ -147,41 +147,19 @@ def elastic_spec(config: HFConfig) -> ElasticSpec:
         raise ConfigError(
             f"config: xattn_stride {stride} is not a power of two that divides block_size {block}", "xattn_stride"
         )
-    threshold = _positive(config, "xattn_threshold", 0.9)
+    threshold = number(config, "xattn_threshold", 0.9, above=0)
     if threshold > 1:
         raise ConfigError(f"config: xattn_threshold {threshold} is above 1", "xattn_threshold")
-    local = -(-_whole(config, "local_window_size", 2048) // block)
     return ElasticSpec(
         retrieval_mode=modes[0],
         toggle_type=modes[1],
-        sink_blocks=-(-_whole(config, "sink_size", 128, least=0) // block),
-        local_blocks=local,
+        sink_blocks=-(-whole(config, "sink_size", 128, most=INT32_MAX) // block),
+        local_blocks=-(-whole(config, "local_window_size", 2048, least=1, most=INT32_MAX) // block),
         block=block,
         stride=stride,
-        norm=_positive(config, "xattn_norm", 1.0),
+        norm=number(config, "xattn_norm", 1.0, above=0),
         threshold=threshold,
     )
-
-
-def _text(config: HFConfig, name: str, default: str) -> str:
-    value = uniform(config, name, default)
-    if not isinstance(value, str):
-        raise ConfigError(f"config: {name} must be a string, not {value!r}", name)
-    return value
-
-
-def _whole(config: HFConfig, name: str, default: int, *, least: int = 1) -> int:
-    value = uniform(config, name, default)
-    if not is_integer(value, least) or value > 2**31 - 1:
-        raise ConfigError(f"config: {name} must be a whole number of at least {least}, not {value!r}", name)
-    return int(value)
-
-
-def _positive(config: HFConfig, name: str, default: float) -> float:
-    value = uniform(config, name, default)
-    if not is_number(value) or not value > 0:
-        raise ConfigError(f"config: {name} must be a number above 0, not {value!r}", name)
-    return float(value)
 
 
 def _family(architecture: str, plain: Callable[[HFConfig], ModelSpec]) -> Family:

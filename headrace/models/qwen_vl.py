@@ -15,11 +15,10 @@ from headrace.models.hf_config import (
     decoder_spec,
     dense_specs,
     per_layer,
-    required,
     text_part,
     windows_by_type,
 )
-from headrace.models.moe_config import experts_of, mixed_specs
+from headrace.models.moe_config import experts_of, stepped_specs
 from headrace.models.names import decoder_names
 from headrace.weights.names import NameTable
 
@@ -42,9 +41,7 @@ def qwen3_spec(config: HFConfig) -> ModelSpec:
 def qwen3_moe_spec(config: HFConfig) -> ModelSpec:
     text = text_part(config)
     moe = MoeSpec(**experts_of(text, "num_experts", "num_experts_per_tok"), normalize=True)
-    dense, step = getattr(text, "mlp_only_layers", None) or [], required(text, "decoder_sparse_step")
-    mlps = mixed_specs(text, moe, lambda layer: layer not in dense and (layer + 1) % step == 0)
-    return decoder_spec(text, _QWEN3_MOE, _layers(text), mlps, qk_norm=True, **attention_biases(text))
+    return decoder_spec(text, _QWEN3_MOE, _layers(text), stepped_specs(text, moe), qk_norm=True, **attention_biases(text))
 
 
 def _layers(text: HFConfig) -> tuple[AttentionSpec, ...]:

@@ -14,13 +14,16 @@ import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import msgspec
 
 from headrace.config import EngineConfig
 from headrace.core.plan import SamplePlan, StepPlan, StepResult, decode_plan, encode_plan
 from headrace.errors import ConfigError
+
+if TYPE_CHECKING:
+    from headrace.runner.runner import ModelRunner
 
 logger = logging.getLogger("headrace.engine")
 
@@ -140,20 +143,7 @@ def _records(data: bytes) -> Iterator[bytes]:
         place = end
 
 
-class Replayable(Protocol):
-    """A runner, as far as replaying goes."""
-
-    config: EngineConfig
-    recorder: Recorder | None
-
-    def execute(self, plan: StepPlan) -> Any: ...
-
-    def sample(self, step: Any, plan: SamplePlan) -> None: ...
-
-    def collect(self, step: Any) -> StepResult: ...
-
-
-def replay(path: str | Path, runner: Replayable) -> Iterator[StepResult]:
+def replay(path: str | Path, runner: ModelRunner) -> Iterator[StepResult]:
     """Runs recorded plans through a runner that has run nothing yet and records nothing now, and yields their results.
 
     Raises:
@@ -169,7 +159,7 @@ def replay(path: str | Path, runner: Replayable) -> Iterator[StepResult]:
     return _results(plans, runner)
 
 
-def _results(plans: Iterator[StepPlan | SamplePlan], runner: Replayable) -> Iterator[StepResult]:
+def _results(plans: Iterator[StepPlan | SamplePlan], runner: ModelRunner) -> Iterator[StepResult]:
     """A step is sampled by the plan that follows its own, or by an empty one."""
     plan = next(plans, None)
     while isinstance(plan, StepPlan):

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 from fastapi import Request
 
+from headrace.errors import RequestError
 from headrace.server.errors import ApiError, shown, unavailable
 from headrace.server.settings import ServerSettings
 
@@ -81,15 +82,15 @@ async def json_object(request: Request, settings: ServerSettings, budget: BodyBu
         max_values: JSON values that it may have.
 
     Raises:
-        ApiError: 415 not JSON by its headers; 413 too large; 503 no room for it; 400 not UTF-8, not JSON (NaN and numbers
-            out of range among it), too many values, nested too deeply, or not an object.
+        ApiError: 415 not JSON by its headers; 413 too large or too many values; 503 no room for it.
+        RequestError: not UTF-8, not JSON (NaN and numbers out of range among it), nested too deeply, or not an object.
     """
     _check_content_type(request)
     with budget.body(settings.max_body_bytes, max_values) as body:
         await body.read(request)
         value = _decode(body.data)
     if not isinstance(value, dict):
-        raise ApiError(400, "the body must be a JSON object", code="invalid_json")
+        raise RequestError("the body must be a JSON object", code="invalid_json")
     return {name: item for name, item in value.items() if item is not None}
 
 
@@ -135,4 +136,4 @@ def _decode(data: bytearray) -> Any:
         message = "the body is nested too deeply"
     except msgspec.DecodeError as error:
         message = f"the body is not valid JSON: {error}"
-    raise ApiError(400, message, code="invalid_json")
+    raise RequestError(message, code="invalid_json")

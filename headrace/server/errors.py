@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Scope
 
-from headrace.errors import EngineDeadError, EngineError, HeadraceError, QueueFullError, RequestError
+from headrace.errors import EngineDeadError, EngineError, HeadraceError, QueueFullError, RequestError, missing, unknown
 
 _MESSAGES = "/v1/messages"
 """The paths under it speak Anthropic's dialect."""
@@ -80,12 +80,9 @@ def api_error(error: BaseException, retry_after: int) -> ApiError:
     """The client's view of an error. Hides the details of unexpected errors."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, QueueFullError):
-        headers = {"Retry-After": str(retry_after)}
-        return ApiError(error.status, error.message, code="queue_full", kind=error.kind, headers=headers)
     if isinstance(error, RequestError):
-        code = error.code or ("invalid_value" if error.status == 400 else None)
-        return ApiError(error.status, error.message, param=error.param, code=code, kind=error.kind)
+        headers = {"Retry-After": str(retry_after)} if isinstance(error, QueueFullError) else None
+        return ApiError(error.status, error.message, param=error.param, code=error.code, kind=error.kind, headers=headers)
     if isinstance(error, EngineDeadError):
         return unavailable(first_line(str(error)) or "the engine is not running", retry_after)
     if isinstance(error, EngineError):
@@ -96,21 +93,16 @@ def api_error(error: BaseException, retry_after: int) -> ApiError:
     return ApiError(500, "the server failed on this request; its log says why", code="internal_error")
 
 
-def validation_error(error: ValidationError) -> ApiError:
+def validation_error(error: ValidationError) -> RequestError:
     """Describes the first error in a body and its location."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     path = field_path(first["loc"])
-    code = {
-        "missing": "missing_required_parameter",
-        "extra_forbidden": "unknown_parameter",
-    }.get(first["type"], "invalid_type" if first["type"].endswith("_type") else "invalid_value")
     if first["type"] == "missing":
-        message = f"{path} is missing"
-    elif first["type"] == "extra_forbidden":
-        message = f"{path} is not a parameter that this server knows"
-    else:
-        message = f"{path}: {first['msg'].removeprefix('Value error, ')}"
-    return ApiError(400, message, param=path, code=code)
+        return missing(path)
+    if first["type"] == "extra_forbidden":
+        return unknown(path)
+    message = f"{path}: {first['msg'].removeprefix('Value error, ')}"
+    return RequestError(message, path, code="invalid_type" if first["type"].endswith("_type") else None)
 
 
 def field_path(loc: Sequence[int | str]) -> str:

@@ -93,7 +93,7 @@ class FeatureStore:
                 raise RequestError(message, param, code="features_not_found")
             if upload.modality != modality:
                 message = f"{param}: the features {identity} are of {_named(upload.modality)}, not of {_named(modality)}"
-                raise RequestError(message, param, code="invalid_value")
+                raise RequestError(message, param)
             return upload.features
 
         return find

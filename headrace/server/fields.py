@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
+import typing
 from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Annotated, Any, Literal
@@ -12,9 +14,10 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from headrace.constrain.fields import ConstraintFields
 from headrace.core.request import Request
+from headrace.errors import RequestError, unknown, wrong_type
 from headrace.options import options
 from headrace.sampling_params import SamplingParams
-from headrace.server.errors import ApiError, shown
+from headrace.server.errors import shown
 from headrace.server.schema import EXTRAS, Metadata
 
 Endpoint = Literal["chat", "completions", "messages", "count_tokens", "responses"]
@@ -27,11 +30,12 @@ _TEXT: tuple[Endpoint, ...] = ("completions",)
 _MESSAGES: tuple[Endpoint, ...] = ("messages",)
 _RESPONSES: tuple[Endpoint, ...] = ("responses",)
 _COUNTED: tuple[Endpoint, ...] = ("messages", "count_tokens")
+_ONLY_TEXT = Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)]
 _NAMED = ("temperature", "top_p", "sparse_prefill")
 """Extras of responses that are not vLLM's."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class FieldRule:
     """One field of a request body."""
 
@@ -47,36 +51,19 @@ class FieldRule:
     takes_text: str = ""
 
 
-def _applied(origin: Origin, endpoints: tuple[Endpoint, ...], **fields: str) -> list[FieldRule]:
-    return [
-        FieldRule(name=name, endpoints=endpoints, origin=origin, treatment="applied", why=why) for name, why in fields.items()
-    ]
+def _rules(treatment: Treatment, origin: Origin, endpoints: tuple[Endpoint, ...], **fields: Any) -> list[FieldRule]:
+    """Each of ``fields`` is a reason, or (reason, type of the values that pass, those in words)."""
+    given = ((name, rule if isinstance(rule, tuple) else (rule, None, "")) for name, rule in fields.items())
+    return [FieldRule(name, endpoints, origin, treatment, *rule) for name, rule in given]
+
+
+_applied, _accepted, _refused = (functools.partial(_rules, treatment) for treatment in typing.get_args(Treatment))
 
 
 def _declared(origin: Origin, endpoints: tuple[Endpoint, ...], names: str, cls: Any) -> list[FieldRule]:
     """Fields that ``cls`` declares, which also checks them."""
     declared = options(cls)
     return _applied(origin, endpoints, **{name: declared[name].help for name in names.split()})
-
-
-def _other(
-    treatment: Treatment,
-    name: str,
-    why: str,
-    takes: Any,
-    takes_text: str,
-    endpoints: tuple[Endpoint, ...] = _CHAT,
-    origin: Origin = "OpenAI",
-) -> FieldRule:
-    return FieldRule(
-        name=name,
-        endpoints=endpoints,
-        origin=origin,
-        treatment=treatment,
-        why=why,
-        takes=takes,
-        takes_text=takes_text,
-    )
 
 
 FIELDS: tuple[FieldRule, ...] = (
@@ -198,22 +185,21 @@ FIELDS: tuple[FieldRule, ...] = (
         safety_identifier="Repeated in the response.",
         prompt_cache_key="Repeated in the response; every equal prefix is found in the cache.",
     ),
-    _other("refused", "background", "a response ends with its connection", Literal[False], "false", _RESPONSES),
-    _other("refused", "truncation", "the server edits no conversation", Literal["disabled"], '"disabled"', _RESPONSES),
-    _other("refused", "service_tier", "there is one tier", Literal["auto", "default"], '"auto", "default"', _RESPONSES),
-    *(
-        _other("refused", name, why, None, "", _RESPONSES)
-        for name, why in (
-            ("access_programs", "there are no such programs"),
-            ("background_options", "a response ends with its connection"),
-            ("context_management", "the server edits no conversation"),
-            ("conversation", "conversations are not stored; use previous_response_id"),
-            ("image", "the model answers in text"),
-            ("moderation", "the server moderates nothing"),
-            ("prompt", "prompts are not stored"),
-            ("prompt_cache_options", "the prefix cache works by itself and promises no lifetime"),
-            ("prompt_cache_retention", "the prefix cache works by itself and promises no lifetime"),
-        )
+    *_refused(
+        "OpenAI",
+        _RESPONSES,
+        background=("a response ends with its connection", Literal[False], "false"),
+        truncation=("the server edits no conversation", Literal["disabled"], '"disabled"'),
+        service_tier=("there is one tier", Literal["auto", "default"], '"auto", "default"'),
+        access_programs="there are no such programs",
+        background_options="a response ends with its connection",
+        context_management="the server edits no conversation",
+        conversation="conversations are not stored; use previous_response_id",
+        image="the model answers in text",
+        moderation="the server moderates nothing",
+        prompt="prompts are not stored",
+        prompt_cache_options="the prefix cache works by itself and promises no lifetime",
+        prompt_cache_retention="the prefix cache works by itself and promises no lifetime",
     ),
     *_declared("Anthropic", _MESSAGES, "temperature top_p top_k", SamplingParams),
     *_declared(
@@ -242,82 +228,64 @@ FIELDS: tuple[FieldRule, ...] = (
         stop_sequences="Strings that end the output.",
         stream="Answer with server-sent events.",
     ),
-    _other("accepted", "cache_control", "every prefix is cached", dict[str, Any], "an object", _COUNTED, origin="Anthropic"),
-    _other(
-        "accepted",
-        "metadata",
-        "labels for the caller's own records",
-        dict[Literal["user_id"], str | None],
-        "an object with user_id",
+    *_accepted("Anthropic", _COUNTED, cache_control=("every prefix is cached", dict[str, Any], "an object")),
+    *_accepted(
+        "Anthropic",
         _MESSAGES,
-        origin="Anthropic",
+        metadata=("labels for the caller's own records", dict[Literal["user_id"], str | None], "an object with user_id"),
     ),
-    _other(
-        "refused",
-        "service_tier",
-        "there is one tier",
-        Literal["auto", "standard_only"],
-        '"auto", "standard_only"',
+    *_refused(
+        "Anthropic",
         _MESSAGES,
-        origin="Anthropic",
+        service_tier=("there is one tier", Literal["auto", "standard_only"], '"auto", "standard_only"'),
+        container="the server runs no tools of its own",
+        mcp_servers="the server runs no tools of its own",
+        context_management="the server edits no conversation",
+        diagnostics="there are no such diagnostics",
+        inference_geo="the server is where it is",
     ),
-    _other("refused", "speed", "there is one speed", Literal["standard"], '"standard"', _COUNTED, origin="Anthropic"),
-    *(
-        _other("refused", name, why, None, "", endpoints, origin="Anthropic")
-        for name, why, endpoints in (
-            ("container", "the server runs no tools of its own", _MESSAGES),
-            ("mcp_servers", "the server runs no tools of its own", _MESSAGES),
-            ("context_management", "the server edits no conversation", _MESSAGES),
-            ("diagnostics", "there are no such diagnostics", _MESSAGES),
-            ("inference_geo", "the server is where it is", _MESSAGES),
-            ("user_profile_id", "the server keeps no profiles", _COUNTED),
-            ("workspace_id", "the server has no workspaces", _COUNTED),
-        )
+    *_refused(
+        "Anthropic",
+        _COUNTED,
+        speed=("there is one speed", Literal["standard"], '"standard"'),
+        user_profile_id="the server keeps no profiles",
+        workspace_id="the server has no workspaces",
     ),
-    _other("accepted", "user", "a label for the caller's own records", str, "any string", _BOTH),
-    _other("accepted", "safety_identifier", "a label for the caller's own records", str, "any string"),
-    _other("accepted", "metadata", "labels on stored completions; nothing is stored", Metadata, "up to 16 strings by name"),
-    _other(
-        "accepted",
-        "prompt_cache_key",
-        "hints at where a shared prefix may be cached; here every equal prefix is found. To keep caches apart, use cache_salt",
-        str,
-        "any string",
+    *_accepted("OpenAI", _BOTH, user=("a label for the caller's own records", str, "any string")),
+    *_accepted(
+        "OpenAI",
+        _CHAT,
+        safety_identifier=("a label for the caller's own records", str, "any string"),
+        metadata=("labels on stored completions; nothing is stored", Metadata, "up to 16 strings by name"),
+        prompt_cache_key=(
+            "hints at where a shared prefix may be cached; here every equal prefix is found. To keep caches apart, use "
+            "cache_salt",
+            str,
+            "any string",
+        ),
     ),
-    _other("refused", "store", "completions are not stored", Literal[False], "false"),
-    _other("refused", "service_tier", "there is one tier", Literal["auto", "default"], '"auto", "default"'),
-    FieldRule(
-        name="guided_decoding_backend",
-        endpoints=_BOTH,
-        origin="vLLM",
-        treatment="refused",
-        why="the backend is the server's: --structured-outputs-config",
-    ),
-    _other(
-        "refused",
-        "modalities",
-        "the model answers in text",
-        Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)],
-        '["text"]',
-    ),
-    _other("refused", "audio", "the model answers in text", None, ""),
-    _other("refused", "prediction", "predicted outputs are not served", None, ""),
-    _other("refused", "verbosity", "the model has no such setting", Literal["medium"], '"medium"'),
-    _other("refused", "web_search_options", "the server searches nothing", None, ""),
-    _other("refused", "moderation", "the server moderates nothing", None, ""),
-    _other(
-        "refused",
-        "prompt_cache_options",
-        "the prefix cache works by itself and promises no lifetime",
-        dict[Literal["mode"], Literal["implicit"]],
-        '{"mode": "implicit"}',
-    ),
-    _other(
-        "refused",
-        "prompt_cache_retention",
-        "the prefix cache lives in memory and promises no lifetime",
-        Literal["in_memory"],
-        '"in_memory"',
+    *_refused("vLLM", _BOTH, guided_decoding_backend="the backend is the server's: --structured-outputs-config"),
+    *_refused(
+        "OpenAI",
+        _CHAT,
+        store=("completions are not stored", Literal[False], "false"),
+        service_tier=("there is one tier", Literal["auto", "default"], '"auto", "default"'),
+        modalities=("the model answers in text", _ONLY_TEXT, '["text"]'),
+        audio="the model answers in text",
+        prediction="predicted outputs are not served",
+        verbosity=("the model has no such setting", Literal["medium"], '"medium"'),
+        web_search_options="the server searches nothing",
+        moderation="the server moderates nothing",
+        prompt_cache_options=(
+            "the prefix cache works by itself and promises no lifetime",
+            dict[Literal["mode"], Literal["implicit"]],
+            '{"mode": "implicit"}',
+        ),
+        prompt_cache_retention=(
+            "the prefix cache lives in memory and promises no lifetime",
+            Literal["in_memory"],
+            '"in_memory"',
+        ),
     ),
 )
 
@@ -332,13 +300,13 @@ def applied_fields(endpoint: Endpoint, body: Mapping[str, Any]) -> dict[str, Any
     """Holds a body (without nulls) against the table; returns the fields that the request model takes.
 
     Raises:
-        ApiError: 400 for a field that is unknown, that is refused, or that has a value of the wrong type.
+        RequestError: for a field that is unknown, that is refused, or that has a value of the wrong type.
     """
     table, applied = rules(endpoint), {}
     for name, value in body.items():
         rule = table.get(name)
         if rule is None:
-            raise ApiError(400, _unknown(name, table), param=shown(name), code="unknown_parameter")
+            raise unknown(shown(name), _hint(name, table))
         if rule.treatment == "applied":
             applied[name] = value
         elif not _passes(rule, value):
@@ -362,14 +330,13 @@ def _adapter(name: str, endpoints: tuple[Endpoint, ...]) -> TypeAdapter[Any]:
     return TypeAdapter(rule.takes)
 
 
-def _refusal(rule: FieldRule) -> ApiError:
+def _refusal(rule: FieldRule) -> RequestError:
     takes = f" (it may be left out, or be {rule.takes_text})" if rule.takes_text else ""
     if rule.treatment == "accepted":
-        return ApiError(400, f"{rule.name} must be {rule.takes_text}", param=rule.name, code="invalid_type")
-    return ApiError(400, f"{rule.name} is not supported: {rule.why}{takes}", param=rule.name, code="unsupported_parameter")
+        return wrong_type(rule.name, rule.takes_text)
+    return RequestError(f"{rule.name} is not supported: {rule.why}{takes}", rule.name, code="unsupported_parameter")
 
 
-def _unknown(name: str, table: Iterable[str]) -> str:
+def _hint(name: str, table: Iterable[str]) -> str:
     close = difflib.get_close_matches(shown(name), table, n=1)
-    hint = f"; did you mean {close[0]}?" if close else ""
-    return f"{shown(name)} is not a parameter that this server knows{hint}"
+    return f"; did you mean {close[0]}?" if close else ""

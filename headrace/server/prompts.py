@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headrace.core.request import Request
 from headrace.engine.inputs import Prompt
-from headrace.errors import RequestError
+from headrace.errors import RequestError, wrong_type
 from headrace.options import INT32_MAX
-from headrace.server.errors import ApiError
 from headrace.server.sampling import limit
 from headrace.server.schema import ChatBody, CompletionBody, TokenizeBody
 from headrace.server.state import Serving
@@ -29,21 +28,21 @@ def parse_prompts(value: Any, most: int) -> list[str | list[int]]:
     """A string, a list of strings, token ids, or a list of lists of token ids -> a list of prompts.
 
     Raises:
-        ApiError, RequestError: 400; ``param`` names the entry that is of the wrong type.
+        RequestError: ``param`` names the entry that is of the wrong type.
     """
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list):
-        raise _wrong("prompt", "a string, a list of strings, token ids, or a list of lists of token ids")
+        raise wrong_type("prompt", "a string, a list of strings, token ids, or a list of lists of token ids")
     if not value:
-        raise ApiError(400, "prompt is an empty list", param="prompt", code="invalid_value")
+        raise RequestError("prompt is an empty list", "prompt")
     if isinstance(value[0], int):
         return [_token_ids("prompt", value)]
     limit("prompt", len(value), most)
     if isinstance(value[0], str):
         for index, text in enumerate(value):
             if not isinstance(text, str):
-                raise _wrong(f"prompt[{index}]", "a string, like the first prompt")
+                raise wrong_type(f"prompt[{index}]", "a string, like the first prompt")
         return value
     return [_token_ids(f"prompt[{index}]", ids) for index, ids in enumerate(value)]
 
@@ -52,7 +51,7 @@ def engine_prompt(serving: Serving, prompt: str | list[int], body: CompletionBod
     """The engine's prompt of a prompt, with the ``suffix`` behind it where there is one.
 
     Raises:
-        ApiError, RequestError: 400; the model cannot fill in the middle, or the prompt or suffix is too long.
+        RequestError: the model cannot fill in the middle, or the prompt or suffix is too long.
     """
     if isinstance(prompt, str):
         need_tokenizer(serving, "prompt")
@@ -60,11 +59,11 @@ def engine_prompt(serving: Serving, prompt: str | list[int], body: CompletionBod
         return prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt}
     need_tokenizer(serving, "suffix")
     if body.echo:
-        raise ApiError(400, "suffix and echo cannot be combined", param="suffix", code="unsupported_parameter")
+        raise RequestError("suffix and echo cannot be combined", "suffix", code="unsupported_parameter")
     fim = serving.model.fim
     if fim is None:
         message = "suffix is not supported: the model's vocabulary has no tokens for filling in the middle"
-        raise ApiError(400, message, param="suffix", code="unsupported_parameter")
+        raise RequestError(message, "suffix", code="unsupported_parameter")
     inputs = serving.llm.inputs
     tokens = fim.prompt(
         prompt,
@@ -77,17 +76,13 @@ def engine_prompt(serving: Serving, prompt: str | list[int], body: CompletionBod
 
 def _token_ids(where: str, value: Any) -> list[int]:
     if not isinstance(value, list):
-        raise _wrong(where, "a list of token ids")
+        raise wrong_type(where, "a list of token ids")
     if not value:
-        raise ApiError(400, f"{where} is empty", param=where, code="invalid_value")
+        raise RequestError(f"{where} is empty", where)
     if not set(map(type, value)) <= {int} or not 0 <= min(value) <= max(value) <= INT32_MAX:
         wrong = (index for index, token in enumerate(value) if type(token) is not int or not 0 <= token <= INT32_MAX)
-        raise _wrong(f"{where}[{next(wrong)}]", "a token id")
+        raise wrong_type(f"{where}[{next(wrong)}]", "a token id")
     return value
-
-
-def _wrong(where: str, expected: str) -> ApiError:
-    return ApiError(400, f"{where} must be {expected}", param=where, code="invalid_type")
 
 
 class RenderedChat(NamedTuple):
@@ -163,7 +158,7 @@ async def render_messages(
     media = None if processor is None else ConversationMedia(processor.neutral)
     if processor is None and body.mm_processor_kwargs:
         message = "mm_processor_kwargs is not supported: the model reads text alone"
-        raise ApiError(400, message, param="mm_processor_kwargs", code="unsupported_parameter")
+        raise RequestError(message, "mm_processor_kwargs", code="unsupported_parameter")
     render = functools.partial(
         need_tokenizer(serving, "messages").render_chat,
         messages,
@@ -186,21 +181,19 @@ def _effort_variables(body: ChatBody | TokenizeBody, answers: AnswerFormats | No
     for name, value in variables.items():
         if body.chat_template_kwargs.get(name, value) != value:
             message = f"reasoning_effort {body.reasoning_effort} and chat_template_kwargs.{name} contradict each other"
-            raise RequestError(message, "reasoning_effort", code="invalid_value")
+            raise RequestError(message, "reasoning_effort")
     return variables
 
 
 def _check_values(name: str, value: Any, most: int) -> None:
-    """Raises ApiError where a JSON value holds more than ``most`` others; it looks at no more than those."""
+    """Raises RequestError where a JSON value holds more than ``most`` others; it looks at no more than those."""
     left, found = [value], 0
     while left:
         value = left.pop()
         if isinstance(value, (dict, list)):
             found += len(value)
             if found > most:
-                raise ApiError(
-                    400, f"{name} has more than {most} values, nested ones included", param=name, code="invalid_value"
-                )
+                raise RequestError(f"{name} has more than {most} values, nested ones included", name)
             left.extend(value.values() if isinstance(value, dict) else value)
 
 
@@ -211,7 +204,7 @@ def check_prompt_logprobs(serving: Serving, requests: Sequence[Request], copies:
         copies: how often the answer has the logprobs of a prompt.
 
     Raises:
-        ApiError: 400.
+        RequestError: the answer would have too many.
     """
     sampling = requests[0].sampling
     if sampling.prompt_logprobs is None:
@@ -223,7 +216,7 @@ def check_prompt_logprobs(serving: Serving, requests: Sequence[Request], copies:
         message = (
             f"{tokens} prompt tokens with {count} + 1 logprobs each, {copies} times, are {total}; at most {most} are allowed"
         )
-        raise ApiError(400, message, param="prompt_logprobs", code="invalid_value")
+        raise RequestError(message, "prompt_logprobs")
 
 
 def _with_short_ids(messages: Any) -> Any:
@@ -244,5 +237,5 @@ def _short_id(identity: str) -> str:
 def need_tokenizer(serving: Serving, param: str) -> Any:
     """The engine's tokenizer, for a request that brings text."""
     if serving.llm.tokenizer is None:
-        raise ApiError(400, f"{param}: this server runs without a tokenizer and takes token ids only", param=param)
+        raise RequestError(f"{param}: this server runs without a tokenizer and takes token ids only", param)
     return serving.llm.tokenizer

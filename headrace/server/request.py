@@ -21,14 +21,15 @@ async def checked_body(request: Request, serving: Serving, kind: type[B], endpoi
     """Reads and checks the body, against the table of fields where the endpoint is one of OpenAI's.
 
     Raises:
-        ApiError: 503 while the engine does not serve; else 400, 413 or 415, naming what is wrong, or 503 for want of memory.
+        ApiError: 503 while the engine does not serve; else 413 or 415, naming what is wrong, or 503 for want of memory.
+        RequestError: the body is not what the endpoint takes.
     """
     serving.check_ready()
     return parsed_body(await json_object(request, serving.settings, serving.bodies, serving.max_json_values), kind, endpoint)
 
 
 def parsed_body(fields: dict[str, Any], kind: type[B], endpoint: Endpoint | None = None) -> B:
-    """Raises: ApiError 400, naming what is wrong."""
+    """Raises: RequestError, naming what is wrong."""
     if endpoint is not None:
         fields = applied_fields(endpoint, fields)
     try:

@@ -8,20 +8,19 @@ from headrace.constrain.fields import folded, sources
 from headrace.errors import RequestError
 from headrace.options import INT32_MAX, from_json
 from headrace.sampling_params import SamplingParams
-from headrace.server.errors import ApiError
 from headrace.server.schema import ChatBody, CompletionBody, GenerationBody
 from headrace.server.state import Serving
 
 
 def chat_params(body: ChatBody, serving: Serving) -> SamplingParams:
-    """Raises: ApiError or RequestError (400), naming the field of SamplingParams (see ``chat_names``) or of the body."""
+    """Raises: RequestError, naming the field of SamplingParams (see ``chat_names``) or of the body."""
     if body.top_logprobs is not None and not body.logprobs:
-        raise _invalid("top_logprobs needs logprobs: true", "top_logprobs")
+        raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
     fields = dict(body.sampling)
     if body.max_completion_tokens is not None:
         if fields.get("max_tokens") not in (None, body.max_completion_tokens):
             message = f"max_completion_tokens ({body.max_completion_tokens}) and max_tokens ({fields['max_tokens']}) differ"
-            raise _invalid(message, "max_completion_tokens")
+            raise RequestError(message, "max_completion_tokens")
         fields["max_tokens"] = body.max_completion_tokens
     if body.logprobs:
         fields["logprobs"] = body.top_logprobs or 0
@@ -34,7 +33,7 @@ def thinking_budget(body: ChatBody) -> int | None:
     if given is None or given == -1:
         return None
     if not 0 <= given <= INT32_MAX:
-        raise _invalid(f"{name} must be -1 (no limit) or a number of tokens, not {given}", name)
+        raise RequestError(f"{name} must be -1 (no limit) or a number of tokens, not {given}", name)
     return given
 
 
@@ -52,17 +51,17 @@ def completion_names(body: CompletionBody) -> dict[str, str]:
 
 
 def completion_params(body: CompletionBody, serving: Serving) -> SamplingParams:
-    """Raises: ApiError or RequestError (400), naming the field."""
+    """Raises: RequestError, naming the field."""
     fields = dict(body.sampling)
     if body.max_tokens is not None:
         fields["max_tokens"] = body.max_tokens
     if body.max_tokens == 0:
         # The engine always samples; the token is dropped from the answer.
         if not body.echo:
-            raise _invalid("max_tokens is 0, which needs echo: true", "max_tokens")
+            raise RequestError("max_tokens is 0, which needs echo: true", "max_tokens")
         fields["max_tokens"] = 1
         if fields.get("min_tokens"):
-            raise _invalid("min_tokens cannot be kept with max_tokens 0", "min_tokens")
+            raise RequestError("min_tokens cannot be kept with max_tokens 0", "min_tokens")
     if body.logprobs is not None:
         fields["logprobs"] = body.logprobs
     params = _params(body, fields, serving)
@@ -72,14 +71,14 @@ def completion_params(body: CompletionBody, serving: Serving) -> SamplingParams:
             params = params.replace({"prompt_logprobs": body.logprobs})
     if body.best_of not in (None, params.n):
         message = f"best_of ({body.best_of}) must equal n ({params.n}): every sample is returned"
-        raise ApiError(400, message, param="best_of", code="unsupported_parameter")
+        raise RequestError(message, "best_of", code="unsupported_parameter")
     return params
 
 
 def _params(body: GenerationBody, fields: dict[str, Any], serving: Serving) -> SamplingParams:
     """``fields`` over the model's defaults, within the server's limits."""
     if body.stream_options is not None and not body.stream:
-        raise _invalid("stream_options needs stream: true", "stream_options")
+        raise RequestError("stream_options needs stream: true", "stream_options")
     if not serving.model.has_tokenizer:
         fields["detokenize"] = False
     serving.llm.inputs.check_sizes(fields)
@@ -88,7 +87,7 @@ def _params(body: GenerationBody, fields: dict[str, Any], serving: Serving) -> S
     params = serving.model.defaults.replace(from_json(SamplingParams, folded(fields)))
     if body.stream and "prompt_logprobs" in fields:
         message = "prompt_logprobs is not supported with stream: true"
-        raise ApiError(400, message, param="prompt_logprobs", code="unsupported_parameter")
+        raise RequestError(message, "prompt_logprobs", code="unsupported_parameter")
     limit("n", params.n, serving.settings.max_n)
     return params
 
@@ -96,8 +95,4 @@ def _params(body: GenerationBody, fields: dict[str, Any], serving: Serving) -> S
 def limit(name: str, value: int, most: int) -> None:
     """Raises RequestError if a number, or the length of a list, is above a limit of the server."""
     if value > most:
-        raise _invalid(f"{name}: {value} is above the limit of {most}", name)
-
-
-def _invalid(message: str, param: str) -> RequestError:
-    return RequestError(message, param, code="invalid_value")
+        raise RequestError(f"{name}: {value} is above the limit of {most}", name)

@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from headrace.errors import RequestError
 from headrace.server.errors import JSON, ApiError, api_error
 from headrace.server.generation import Generation, Piece, cancel_on_disconnect, cancelled
 from headrace.server.schema import GenerationBody
@@ -81,10 +82,10 @@ class ChunkAnswer(Answer):
         """``kind``: the ``object`` of events and answers."""
         if body.return_metrics and generation.num_choices != 1:
             message = f"return_metrics needs one choice, and this request makes {generation.num_choices}"
-            raise ApiError(400, message, param="return_metrics", code="invalid_value")
+            raise RequestError(message, "return_metrics")
         if body.return_attention_report and len(generation.requests) != 1:
             message = f"return_attention_report needs one prompt, and this request has {len(generation.requests)}"
-            raise ApiError(400, message, param="return_attention_report", code="invalid_value")
+            raise RequestError(message, "return_attention_report")
         options = body.stream_options
         self._include_attention = body.return_attention_report
         self._model = model

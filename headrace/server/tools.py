@@ -48,13 +48,13 @@ def offered(
     given, where = body.tools, "tools"
     if body.functions is not None:
         if given is not None:
-            raise _invalid("functions and tools exclude each other", "functions")
+            raise RequestError("functions and tools exclude each other", "functions")
         given, where = body.functions, "functions"
     schemas = checked_tools([] if given is None else given, where, legacy=where == "functions")
     choice, choice_where = body.tool_choice, "tool_choice"
     if body.function_call is not None:
         if choice is not None:
-            raise _invalid("function_call and tool_choice exclude each other", "function_call")
+            raise RequestError("function_call and tool_choice exclude each other", "function_call")
         choice, choice_where = body.function_call, "function_call"
     choice = read_choice(choice, schemas, choice_where)
     if not schemas or choice.mode == "none":
@@ -81,10 +81,6 @@ def _content_is_held(body: ChatBody) -> bool:
     given = any(body.sampling.get(name) is not None for name in NAMES if name != "guided_whitespace_pattern")
     given = given and (body.sampling.get("response_format") or {}) != {"type": "text"}
     return given or body.sampling.get("structured_outputs") is not None
-
-
-def _invalid(message: str, param: str) -> RequestError:
-    return RequestError(message, param, code="invalid_value")
 
 
 def _unsupported(message: str, param: str) -> RequestError:

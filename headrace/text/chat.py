@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from headrace.errors import ConfigError, RequestError
+from headrace.errors import ConfigError, RequestError, missing, wrong_type
 from headrace.options import shown
-from headrace.text.content import ConversationMedia, content_of, missing, no_others, unsupported, wrong_type
+from headrace.text.content import ConversationMedia, content_of, no_others, unsupported
 from headrace.text.fast_tokenizer import FastTokenizer
 from headrace.text.template_messages import TemplateJob
 from headrace.text.templates import TemplateRenderer
@@ -143,7 +143,7 @@ def render(
         message = (
             f"continue_final_message continues a message of the assistant, and the last one has the role {shown(last['role'])}"
         )
-        raise RequestError(message, "continue_final_message", code="invalid_value")
+        raise RequestError(message, "continue_final_message")
     if continue_final_message and last["content"] in ("", [], [{"type": "text", "text": ""}]):
         raise RequestError("continue_final_message needs text in the last message", "continue_final_message")
     job = TemplateJob(
@@ -194,7 +194,7 @@ def normalize(messages: Any, *, strict: bool = False, media: ConversationMedia |
         RequestError: names the message and its field at fault, such as ``messages[1].content[0].type``.
     """
     if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence) or not messages:
-        raise RequestError("messages must be a list of at least one message", "messages", code="invalid_value")
+        raise RequestError("messages must be a list of at least one message", "messages")
     return [_message(f"messages[{index}]", message, strict, media) for index, message in enumerate(messages)]
 
 
@@ -209,10 +209,10 @@ def _message(where: str, message: Any, strict: bool, media: ConversationMedia | 
     if strict:
         if out["role"] not in _ROLES:
             why = f"{where}.role is {shown(out['role'])}, and must be one of {', '.join(_ROLES)}"
-            raise RequestError(why, f"{where}.role", code="invalid_value")
+            raise RequestError(why, f"{where}.role")
         out["role"] = _ROLES[out["role"]]
         if "tool_call_id" in out and out["role"] != "tool":
-            raise RequestError(f"{where}.tool_call_id belongs to the role tool", f"{where}.tool_call_id", code="invalid_value")
+            raise RequestError(f"{where}.tool_call_id belongs to the role tool", f"{where}.tool_call_id")
         _check_answer(where, out)
     content = out.get("content")
     if content is None:
@@ -231,7 +231,7 @@ def _check_answer(where: str, out: dict[str, Any]) -> None:
     """Checks the fields that answers have, and gives each its one form: reasoning by both names, old calls as tool calls."""
     for name in _OF_ASSISTANT:
         if name in out and out["role"] != "assistant":
-            raise RequestError(f"{where}.{name} belongs to the role assistant", f"{where}.{name}", code="invalid_value")
+            raise RequestError(f"{where}.{name} belongs to the role assistant", f"{where}.{name}")
     reasoning = next((out[name] for name in _REASONING if name in out), None)
     if reasoning is not None:
         if not isinstance(reasoning, str):
@@ -282,9 +282,9 @@ def _tool_call(where: str, call: Any, media: ConversationMedia | None) -> dict[s
         try:
             arguments = json.loads(arguments) if arguments else {}
         except (ValueError, RecursionError) as error:
-            raise RequestError(f"{path} is not JSON: {error}", path, code="invalid_value") from error
+            raise RequestError(f"{path} is not JSON: {error}", path) from error
         if not isinstance(arguments, dict):
-            raise RequestError(f"{path} is not a JSON object", path, code="invalid_value")
+            raise RequestError(f"{path} is not a JSON object", path)
         if media is not None:  # JSON may spell a placeholder with escapes
             arguments = media.neutralised(arguments)
         arguments = _Arguments(arguments, function["arguments"])

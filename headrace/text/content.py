@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from headrace.core.media import Modality
-from headrace.errors import RequestError
+from headrace.errors import RequestError, missing, unknown, wrong_type
 from headrace.options import shown
 
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
@@ -57,7 +57,7 @@ class ConversationMedia:
         try:
             return self._mapped(value)
         except RecursionError:
-            raise RequestError("the messages are nested too deeply", "messages", code="invalid_value") from None
+            raise RequestError("the messages are nested too deeply", "messages") from None
 
     def _mapped(self, value: Any) -> Any:
         if isinstance(value, str):
@@ -153,7 +153,7 @@ def _url(field: str, value: Any, placed: bool) -> tuple[str, str]:
         no_others(field, value, {"url", "detail"})
         # A hint by which others choose a size; here the model's processor does.
         if value.get("detail") not in (None, *_DETAILS):
-            raise RequestError(f"{field}.detail must be one of {', '.join(_DETAILS)}", f"{field}.detail", code="invalid_value")
+            raise RequestError(f"{field}.detail must be one of {', '.join(_DETAILS)}", f"{field}.detail")
         value, field = value.get("url"), field if placed else f"{field}.url"
     if value is None:
         raise missing(field)
@@ -171,17 +171,8 @@ def _features(field: str, value: Any) -> dict[str, str]:
 
 
 def no_others(where: str, given: Mapping[str, Any], known: Collection[str]) -> None:
-    if unknown := sorted(given.keys() - known):
-        path = f"{where}.{shown(unknown[0])[1:-1]}"
-        raise RequestError(f"{path} is not a parameter that this server knows", path, code="unknown_parameter")
-
-
-def missing(path: str) -> RequestError:
-    return RequestError(f"{path} is missing", path, code="missing_required_parameter")
-
-
-def wrong_type(path: str, accepted: str) -> RequestError:
-    return RequestError(f"{path} must be {accepted}", path, code="invalid_type")
+    if others := sorted(given.keys() - known):
+        raise unknown(f"{where}.{shown(others[0])[1:-1]}")
 
 
 def unsupported(path: str, why: str) -> RequestError:

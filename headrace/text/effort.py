@@ -49,9 +49,7 @@ class EffortVariables:
     def set_by(self, effort: str) -> dict[str, Any]:
         """Raises: RequestError: the template has no variable for this effort."""
         if effort not in EFFORTS:
-            raise RequestError(
-                f"{_PARAM} must be one of {', '.join(EFFORTS)}, not {shown(effort)}", _PARAM, code="invalid_value"
-            )
+            raise RequestError(f"{_PARAM} must be one of {', '.join(EFFORTS)}, not {shown(effort)}", _PARAM)
         if effort == "none" and self.switch is not None:
             return {self.switch: False}
         if self.efforts is not None and (effort in self.efforts or (not self.efforts and effort != "none")):

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from headrace.errors import RequestError
+from headrace.errors import RequestError, wrong_type
 from headrace.options import shown
 
 _NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
@@ -19,19 +19,20 @@ def checked_tools(given: Any, where: str = "tools", *, legacy: bool = False) -> 
         RequestError: names the part at fault.
     """
     if not isinstance(given, Sequence) or isinstance(given, str):
-        raise _wrong_type(where, "a list of objects")
+        raise wrong_type(where, "a list of objects")
     tools, names = [], set()
     for index, tool in enumerate(given):
         place = f"{where}[{index}]"
         if not isinstance(tool, Mapping):
-            raise _wrong_type(place, "an object")
+            raise wrong_type(place, "an object")
         tool = {"type": "function", "function": tool} if legacy else tool
         if tool.get("type") != "function":
-            raise _unsupported(f"{place}.type is {shown(tool.get('type'))}: there are functions only", f"{place}.type")
+            message = f"{place}.type is {shown(tool.get('type'))}: there are functions only"
+            raise RequestError(message, f"{place}.type", code="unsupported_parameter")
         inner = place if legacy else f"{place}.function"
         name = _checked_function(tool.get("function"), inner)
         if name in names:
-            raise _invalid(f"{inner}.name {name!r} is there twice", f"{inner}.name")
+            raise RequestError(f"{inner}.name {name!r} is there twice", f"{inner}.name")
         names.add(name)
         tools.append(dict(tool))
     return tools
@@ -39,26 +40,14 @@ def checked_tools(given: Any, where: str = "tools", *, legacy: bool = False) -> 
 
 def _checked_function(function: Any, where: str) -> str:
     if not isinstance(function, Mapping):
-        raise _wrong_type(where, "an object")
+        raise wrong_type(where, "an object")
     name, parameters = function.get("name"), function.get("parameters")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise _invalid(f"{where}.name must have 1 to 64 letters, digits, '_', '-' or '.'", f"{where}.name")
+        raise RequestError(f"{where}.name must have 1 to 64 letters, digits, '_', '-' or '.'", f"{where}.name")
     if parameters is not None and not isinstance(parameters, Mapping):
-        raise _wrong_type(f"{where}.parameters", "a JSON Schema object")
+        raise wrong_type(f"{where}.parameters", "a JSON Schema object")
     if not isinstance(function.get("description") or "", str):
-        raise _wrong_type(f"{where}.description", "a string")
+        raise wrong_type(f"{where}.description", "a string")
     if not isinstance(function.get("strict"), bool | None):
-        raise _wrong_type(f"{where}.strict", "true or false")
+        raise wrong_type(f"{where}.strict", "true or false")
     return name
-
-
-def _invalid(message: str, param: str) -> RequestError:
-    return RequestError(message, param, code="invalid_value")
-
-
-def _wrong_type(param: str, accepted: str) -> RequestError:
-    return RequestError(f"{param} must be {accepted}", param, code="invalid_type")
-
-
-def _unsupported(message: str, param: str) -> RequestError:
-    return RequestError(message, param, code="unsupported_parameter")

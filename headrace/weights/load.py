@@ -14,8 +14,8 @@ from typing import Literal
 import torch
 from torch import nn
 
-from headrace.config import Decision
-from headrace.errors import ConfigError
+from headrace.config import Decision, MemoryLine
+from headrace.errors import ConfigError, listed
 from headrace.kernels import native
 from headrace.layers.linear import Linear
 from headrace.layers.moe import Experts
@@ -28,7 +28,7 @@ from headrace.quant.stored import Codes, StoredMatrix
 from headrace.sources.files import ModelFiles
 from headrace.weights.checkpoint import Checkpoint, DummyCheckpoint
 from headrace.weights.names import NameTable, Slice
-from headrace.weights.report import LoadReport, WeightMemory
+from headrace.weights.report import LoadReport
 from headrace.weights.safetensors import SafetensorsCheckpoint
 from headrace.weights.scaled import ScaledCheckpoint
 from headrace.weights.sharded import ShardedCheckpoint, is_sharded
@@ -120,14 +120,14 @@ class _Loader:
         if unfilled:
             raise ConfigError(f"no tensor of a checkpoint fills the model's parameter {min(unfilled)}", "model")
         if missing := [name for name in places if name not in tensors]:
-            raise ConfigError(f"the checkpoint lacks {_listed(missing)}", "model")
-        unexpected = [
+            raise ConfigError(f"the checkpoint lacks {listed(sorted(missing))}", "model")
+        unexpected = sorted(
             f"{name} ({tensors[name].origin})"
             for name in tensors
             if name not in places and self._table.tied(name) is None and not self._table.ignored(name)
-        ]
+        )
         if unexpected:
-            raise ConfigError(f"the checkpoint has tensors that the model has no place for: {_listed(unexpected)}", "model")
+            raise ConfigError(f"the checkpoint has tensors that the model has no place for: {listed(unexpected)}", "model")
         for name, part in self._table.items():
             self._check_shape(name, part.stored_shape(self._parameters[part.parameter]))
         for name in tensors:
@@ -266,25 +266,20 @@ class _Loader:
         self._progress(min(self._done, self._total), self._total)
 
 
-def _listed(names: list[str], most: int = 5) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(sorted(names)[:most]) + more
-
-
-def _memory(model: nn.Module) -> tuple[WeightMemory, ...]:
+def _memory(model: nn.Module) -> tuple[MemoryLine, ...]:
     """Reports the weights' bytes by format. Tied ones count once."""
     plain = sum(parameter.nbytes for parameter in model.parameters())
     dtypes = " and ".join(sorted({str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()}))
-    lines = [WeightMemory("weights", plain, dtypes)]
+    lines = [MemoryLine("weights", plain, dtypes)]
     packed: dict[str, int] = {}
     copies = 0
     for module in model.modules():
         if isinstance(module, Linear) and isinstance(method := module.method, PackedMethod):
             packed[method.held_format] = packed.get(method.held_format, 0) + method.nbytes(module)
             copies += sum(buffer.nbytes for buffer in module.buffers()) - method.nbytes(module)
-    lines += [WeightMemory("packed weights", nbytes, how) for how, nbytes in packed.items()]
+    lines += [MemoryLine("packed weights", nbytes, how) for how, nbytes in packed.items()]
     if copies:
-        lines.append(WeightMemory("second copy of packed weights", copies, "for prompts and large batches"))
+        lines.append(MemoryLine("second copy of packed weights", copies, "for prompts and large batches"))
     return tuple(lines)
 
 

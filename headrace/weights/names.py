@@ -275,9 +275,7 @@ class NameTable:
         for prefixes in self._elsewhere:
             if any(name.startswith(tuple(prefixes.values())) for name in names):
                 return self._under(prefixes).chosen(names)
-        table = NameTable()
-        table._ignorable, table._ties, table._moved = self._ignorable, self._ties, self._moved
-        table._explained = self._explained
+        table = self._emptied()
         for parameter, usual in self._names.items():
             others = self._instead.get(parameter, {})
             other = next((name for name in others if name in names), None)
@@ -291,10 +289,17 @@ class NameTable:
                 table._insert(other, others[other])
         return table
 
+    def _emptied(self) -> NameTable:
+        """A table without tensors that knows the same ties and ignores the same names."""
+        table = NameTable(())
+        table._ignorable, table._explained = self._ignorable, self._explained
+        table._ties, table._moved = self._ties, self._moved
+        return table
+
     def _under(self, prefixes: Mapping[str, str]) -> NameTable:
         """Returns the table with other prefixes."""
-        table = NameTable()
-        table._ignorable, table._moved, table._explained = self._ignorable, dict(prefixes), self._explained
+        table = self._emptied()
+        table._moved = dict(prefixes)
         for name, part in self._parts.items():
             table._insert(_move(name, prefixes), part)
         table._transposable = {_move(name, prefixes): shape for name, shape in self._transposable.items()}
@@ -317,14 +322,8 @@ class NameTable:
             own = cuts.get(part.parameter)
             return part if own is None else part.cut(own, shapes[part.parameter])
 
-        table = NameTable()
-        table._ignorable, table._ties, table._moved, table._elsewhere = (
-            self._ignorable,
-            self._ties,
-            self._moved,
-            self._elsewhere,
-        )
-        table._explained, table._transposable = self._explained, self._transposable
+        table = self._emptied()
+        table._elsewhere, table._transposable = self._elsewhere, self._transposable
         for name, part in self._parts.items():
             table._insert(name, cut(part))
         table._instead = {

@@ -7,16 +7,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from headrace.config import Decision
-
-
-@dataclasses.dataclass(frozen=True)
-class WeightMemory:
-    """Bytes of the weights in one format."""
-
-    name: str
-    nbytes: int
-    detail: str
+from headrace.config import Decision, MemoryLine
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,7 +18,7 @@ class LoadReport:
     num_tensors: int
     quantization: str
     """none, int8 or int4."""
-    memory: tuple[WeightMemory, ...]
+    memory: tuple[MemoryLine, ...]
     """Sums to all bytes of the weights, second copies included."""
     errors: Mapping[str, float]
     """Packed matrix -> root mean square of (held - exact weights) over that of the exact weights."""
@@ -48,7 +39,7 @@ def unquantized_report(
         nbytes_read=nbytes_read,
         num_tensors=len(parameters),
         quantization="none",
-        memory=(WeightMemory("weights", sum(parameter.nbytes for parameter in parameters), detail),),
+        memory=(MemoryLine("weights", sum(parameter.nbytes for parameter in parameters), detail),),
         errors={},
         decisions=decisions,
     )

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from headrace.bench.serving import Load, is_loopback, run
+from headrace.bench.client import base_url
+from headrace.bench.options import LoadOptions
+from headrace.bench.serving import is_loopback, run
 from headrace.errors import ConfigError, EngineError
 
 
@@ -76,17 +78,20 @@ async def listening(server: Server) -> AsyncIterator[str]:
         handle.close()
 
 
+PROMPTS = ("a", "b")
+
+
 def measure(server: Server, **settings: Any) -> dict[str, Any]:
     async def main() -> dict[str, Any]:
         async with listening(server) as url:
-            return await run(load(url, **settings), tell=lambda text: None)
+            return await run(load(url, **settings), PROMPTS, tell=lambda text: None)
 
     return asyncio.run(main())
 
 
-def load(url: str, **settings: Any) -> Load:
-    plain: dict[str, Any] = {"model": None, "api_key": None, "prompts": ["a", "b"], "max_tokens": 3, "num_requests": 8}
-    return Load(url=url, **(plain | {"duration": 20.0} | settings))
+def load(url: str, **settings: Any) -> LoadOptions:
+    plain: dict[str, Any] = {"model": None, "api_key": None, "max_tokens": 3, "num_requests": 8}
+    return LoadOptions(url=url, **(plain | {"duration": 20.0} | settings))
 
 
 def test_closed_loop() -> None:
@@ -133,13 +138,14 @@ def test_failures_are_counted_by_their_words() -> None:
 
 def test_a_server_that_is_not_there() -> None:
     with pytest.raises(EngineError, match="cannot reach http"):
-        asyncio.run(run(load("http://127.0.0.1:9", concurrency=1), tell=lambda text: None))
+        asyncio.run(run(load("http://127.0.0.1:9", concurrency=1), PROMPTS, tell=lambda text: None))
 
 
 @pytest.mark.parametrize(
     ("settings", "param"),
     [
-        ({}, "--rate"),
+        ({"seed": 1}, "seed"),
+        ({"concurrency": 1, "max_in_flight": 1}, "max_in_flight"),
         ({"rate": 1.0, "concurrency": 1}, "--rate"),
         ({"rate": 0.0}, "rate"),
         ({"concurrency": 1, "duration": 0.0}, "duration"),
@@ -155,5 +161,5 @@ def test_addresses() -> None:
     assert all(is_loopback(url) for url in ("http://localhost:1", "http://127.0.0.5:1", "https://[::1]:8000/v1"))
     assert not any(is_loopback(url) for url in ("http://10.0.0.1", "http://example.com", "http://localhost.example.com"))
     with pytest.raises(ConfigError, match="not an http"):
-        load("ftp://localhost", concurrency=1)
-    assert load("http://localhost:1/v1/", concurrency=1).base == "http://localhost:1"
+        asyncio.run(run(load("ftp://localhost"), PROMPTS, tell=lambda text: None))
+    assert base_url("http://localhost:1/v1/") == "http://localhost:1"

@@ -9,7 +9,8 @@ from rich.console import Console
 
 from headrace.cli.announce import describe
 from headrace.cli.startup import as_json, render
-from headrace.engine.info import DecisionLine, EngineInfo, LayerLine, MemoryLine, Progress, StartupPhase
+from headrace.config import Decision, MemoryLine
+from headrace.engine.info import EngineInfo, LayerLine, Progress, StartupPhase
 
 WHY = "the fastest that supports it"
 
@@ -30,7 +31,7 @@ def info(layers: list[LayerLine]) -> EngineInfo:
         timeline=[StartupPhase("config", 0.5), StartupPhase("weights", 1.25, "from [a] file")],
         memory=[MemoryLine("weights", 123_456_789), MemoryLine("KV cache", 2**20, "10 blocks")],
         layers=layers,
-        decisions=[DecisionLine("dtype", "bfloat16", "the checkpoint is quantised")],
+        decisions=[Decision("dtype", "bfloat16", "the checkpoint is quantised")],
         environment={"torch": "2.13.0"},
     )
 

@@ -172,11 +172,6 @@ def test_a_refused_token_is_an_error_for_good() -> None:
     assert not state.ended and not state.accepting and state.error is not None
 
 
-def test_forced_tokens_are_told() -> None:
-    state = matcher(choice=["yes", "yesterday"])
-    assert bytes(state.forced()) == b"yes"
-
-
 def test_copies_are_independent() -> None:
     state = matcher(regex="[ab]{3}")
     other = state.copy()

@@ -9,9 +9,8 @@ import pytest
 import torch
 from runner.harness import World, model
 
-from headrace.config import EngineConfig
+from headrace.config import EngineConfig, MemoryLine
 from headrace.engine import profile as profiles
-from headrace.engine.info import MemoryLine
 from headrace.engine.ledger import cache_lines, ledger, planned_ledger
 from headrace.engine.profile import Profile, measure
 from headrace.resolve.memory import CUDA_SLACK

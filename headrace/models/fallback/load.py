@@ -18,14 +18,14 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils.import_utils import is_accelerate_available
 
 from headrace.config import Decision, EngineArgs, EngineConfig
-from headrace.errors import ConfigError, MissingPackageError
+from headrace.errors import ConfigError, MissingPackageError, listed
 from headrace.model_spec import ForeignSpec
 from headrace.models.capture import one_line
 from headrace.models.fallback.config_check import check_config, recorded_reads
 from headrace.models.fallback.fuse import fuse_linears
 from headrace.models.fallback.kernel_substitution import substitute_kernels
 from headrace.models.fallback.legacy_attention import patch_attention
-from headrace.models.fallback.refusal import Broken, Refusal, listed, refusals_as_errors
+from headrace.models.fallback.refusal import Broken, Refusal, refusals_as_errors
 from headrace.models.fallback.rotary import context_limit, fix_frequencies
 from headrace.models.fallback.trace import TOKENS, WITH_MASKS, Trace, forget_padding, set_implementation, trace
 from headrace.models.fallback.transformers import ATTENTION, TransformersModel

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from headrace.config import Decision, EngineArgs, EngineConfig
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, listed
 from headrace.model_spec import ForeignSpec
 from headrace.models.capture import one_line
 from headrace.models.fallback.megatron import MegatronModel
@@ -29,7 +29,7 @@ from headrace.models.fallback.megatron_describe import (
     describe_megatron,
     import_megatron,
 )
-from headrace.models.fallback.refusal import listed, refusals_as_errors
+from headrace.models.fallback.refusal import refusals_as_errors
 from headrace.sources.files import ModelFiles
 from headrace.sources.megatron import COMMON, MegatronFiles, check_arguments, find_megatron
 from headrace.weights.load import Progress

@@ -33,8 +33,3 @@ def refusals_as_errors(architecture: str, library: str = "transformers") -> Iter
         yield
     except Refusal as refusal:
         raise ConfigError(f"{architecture} cannot run through {library}: {refusal}", "model_impl") from refusal
-
-
-def listed(names: list[str], most: int = 5) -> str:
-    """Lists the first names, and counts the others."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

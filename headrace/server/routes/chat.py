@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from fastapi import APIRouter, Request
-from starlette.responses import Response
+from fastapi import APIRouter
 
 from headrace.constrain.compose import TextGrammar
 from headrace.outputs import Event, Message, OutputDelta
+from headrace.server.answers import Begun, answers
 from headrace.server.generation import Generation, Piece, named
 from headrace.server.logprobs import JSONArray, chat_logprobs, prompt_logprobs
 from headrace.server.prompts import check_prompt_logprobs, render_messages
-from headrace.server.request import body_schema, checked_body, tenant
 from headrace.server.sampling import chat_names, chat_params, thinking_budget
 from headrace.server.schema import ChatBody
 from headrace.server.shape.parts import events_of
-from headrace.server.sse import ChunkAnswer, respond
-from headrace.server.state import Serving, serving
+from headrace.server.sse import ChunkAnswer
+from headrace.server.state import Serving
 from headrace.server.tools import names_function, offered
 
 if TYPE_CHECKING:
@@ -30,15 +28,11 @@ if TYPE_CHECKING:
 router = APIRouter()
 
 
-@router.post("/v1/chat/completions", openapi_extra=body_schema(ChatBody))
-async def chat_completions(request: Request) -> Response:
+@answers(router, "/v1/chat/completions", "chatcmpl-", ChatBody, "chat")
+async def chat_completions(state: Serving, body: ChatBody, request_id: str, find: FindFeatures | None) -> Begun:
     """Answers a conversation."""
-    state = serving(request)
-    body = await checked_body(request, state, ChatBody, "chat")
-    request_id = f"chatcmpl-{uuid.uuid4().hex}"
-    request.scope["headrace.engine_id"] = request_id
-    generation = await chat_generation(state, body, request_id, find=state.features.finder(tenant(request)))
-    return await respond(request, state, generation, ChatAnswer(body, state, generation, request_id), stream=body.stream)
+    generation = await chat_generation(state, body, request_id, find=find)
+    return generation, ChatAnswer(body, state, generation, request_id)
 
 
 async def chat_generation(

@@ -3,43 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
-from fastapi import APIRouter, Request
-from starlette.responses import Response
+from fastapi import APIRouter
 
 from headrace.core.request import Request as EngineRequest
+from headrace.errors import RequestError
 from headrace.outputs import OutputDelta, TokenLogprobs
-from headrace.server.errors import ApiError
+from headrace.server.answers import Begun, answers
 from headrace.server.generation import Generation, Piece, named
 from headrace.server.logprobs import CompletionLogprobs, JSONColumns, prompt_logprobs
 from headrace.server.prompts import check_prompt_logprobs, engine_prompt, parse_prompts
-from headrace.server.request import body_schema, checked_body
 from headrace.server.sampling import completion_names, completion_params
 from headrace.server.schema import CompletionBody
-from headrace.server.sse import ChunkAnswer, respond
-from headrace.server.state import ServedModel, Serving, serving
+from headrace.server.sse import ChunkAnswer
+from headrace.server.state import ServedModel, Serving
 
 router = APIRouter()
 
 
-@router.post("/v1/completions", openapi_extra=body_schema(CompletionBody))
-async def completions(request: Request) -> Response:
+@answers(router, "/v1/completions", "cmpl-", CompletionBody, "completions")
+async def completions(state: Serving, body: CompletionBody, request_id: str, _: object) -> Begun:
     """Continues one or more texts."""
-    state = serving(request)
-    body = await checked_body(request, state, CompletionBody, "completions")
-    request_id = f"cmpl-{uuid.uuid4().hex}"
-    request.scope["headrace.engine_id"] = request_id
-    generation, answer = await completion_answer(state, body, request_id)
-    return await respond(request, state, generation, answer, stream=body.stream)
-
-
-async def completion_answer(state: Serving, body: CompletionBody, request_id: str) -> tuple[Generation, CompletionAnswer]:
-    """Raises: ApiError, RequestError: 4xx, naming the field at fault."""
     state.model.check_name(body.model)
     prompts = parse_prompts(body.prompt, state.settings.max_prompts)
     engine_requests = await _engine_requests(state, body, prompts, request_id)
@@ -56,7 +44,7 @@ async def _engine_requests(
     with named(completion_names(body)):
         params = completion_params(body, state)
         if len(prompts) * params.n > (most := state.settings.max_choices):
-            raise ApiError(400, f"{len(prompts)} prompts with n = {params.n} make more than {most} choices", param="n")
+            raise RequestError(f"{len(prompts)} prompts with n = {params.n} make more than {most} choices", "n")
         for index, prompt in enumerate(prompts):
             request = await state.llm.inputs.request_async(
                 await state.llm.inputs.in_thread(partial(engine_prompt, state, prompt, body))

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from headrace.core.media import Modality
+from headrace.errors import RequestError, missing, unknown, wrong_type
 from headrace.server.body import check_content_encoding, json_object
 from headrace.server.errors import JSON, ApiError, shown
 from headrace.server.features import Upload
@@ -49,7 +50,7 @@ async def upload(request: Request) -> Response:
     state.check_ready()
     processor = state.llm.inputs.multimodal
     if processor is None:
-        raise ApiError(400, "this model reads text alone", param="data", code="unsupported_parameter")
+        raise RequestError("this model reads text alone", "data", code="unsupported_parameter")
     data, modality = await _given(request, state)
 
     def read() -> Features:
@@ -96,17 +97,17 @@ async def _given(request: Request, state: Serving) -> tuple[bytes | str, Modalit
     _check_modality(modality)
     if fields:
         name = shown(sorted(fields)[0])
-        raise ApiError(400, f"{name} is not a parameter that this server knows", param=name, code="unknown_parameter")
+        raise unknown(name)
     if data is None:
-        raise ApiError(400, "data is missing", param="data", code="missing_required_parameter")
+        raise missing("data")
     if not isinstance(data, str):
-        raise ApiError(400, "data must be safetensors in base64", param="data", code="invalid_type")
+        raise wrong_type("data", "safetensors in base64")
     return data, modality
 
 
 def _check_modality(modality: Any) -> None:
     if modality not in ("image", "video"):
-        raise ApiError(400, "modality must be image or video", param="modality", code="invalid_value")
+        raise RequestError("modality must be image or video", "modality")
 
 
 def _decoded(text: str, most: int) -> bytes:
@@ -115,7 +116,7 @@ def _decoded(text: str, most: int) -> bytes:
     try:
         return base64.b64decode(text.encode("ascii"), validate=True)
     except (binascii.Error, UnicodeEncodeError):
-        raise ApiError(400, "data is not base64", param="data", code="invalid_value") from None
+        raise RequestError("data is not base64", "data") from None
 
 
 def _kept(request: Request, identity: str) -> Upload:

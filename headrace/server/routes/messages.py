@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import uuid
 from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from headrace.server.answers import Begun, answers
 from headrace.server.errors import JSON
-from headrace.server.generation import Generation
 from headrace.server.prompts import need_tokenizer, render_messages
 from headrace.server.request import body_schema, checked_body, parsed_body, tenant
 from headrace.server.routes.chat import chat_generation
 from headrace.server.schema import ChatBody, CountTokensBody, MessagesBody
 from headrace.server.shape.messages import NAMES, MessagesAnswer, chat_fields
 from headrace.server.shape.turns import renamed
-from headrace.server.sse import respond
 from headrace.server.state import Serving, serving
 from headrace.server.tools import offered
 
@@ -26,22 +24,9 @@ if TYPE_CHECKING:
 router = APIRouter()
 
 
-@router.post("/v1/messages", openapi_extra=body_schema(MessagesBody))
-async def messages(request: Request) -> Response:
+@answers(router, "/v1/messages", "msg_", MessagesBody, "messages")
+async def messages(state: Serving, body: MessagesBody, message_id: str, find: FindFeatures | None) -> Begun:
     """Answers a conversation in the shape of Anthropic's API."""
-    state = serving(request)
-    body = await checked_body(request, state, MessagesBody, "messages")
-    message_id = f"msg_{uuid.uuid4().hex}"
-    request.scope["headrace.engine_id"] = message_id
-    find = state.features.finder(tenant(request))
-    generation, answer = await messages_answer(state, body, message_id, find)
-    return await respond(request, state, generation, answer, stream=body.stream)
-
-
-async def messages_answer(
-    state: Serving, body: MessagesBody, message_id: str, find: FindFeatures | None
-) -> tuple[Generation, MessagesAnswer]:
-    """``find``: as in ``chat_generation``. Raises: ApiError, RequestError: 4xx, naming the field at fault."""
     with renamed(NAMES):
         chat = parsed_body(await chat_fields(body, state), ChatBody, "chat")
         generation = await chat_generation(state, chat, message_id, find=find, room=body.max_tokens)

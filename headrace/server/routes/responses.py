@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import uuid
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from headrace.errors import RequestError
+from headrace.server.answers import Begun, answers
 from headrace.server.errors import JSON, ApiError, shown
-from headrace.server.generation import Generation
-from headrace.server.request import body_schema, checked_body, parsed_body, tenant
+from headrace.server.request import parsed_body
 from headrace.server.routes.chat import chat_generation
 from headrace.server.schema import ChatBody, ResponsesBody
 from headrace.server.shape.responses import NAMES, ResponsesAnswer, conversation
 from headrace.server.shape.turns import renamed
-from headrace.server.sse import respond
 from headrace.server.state import Serving, serving
 from headrace.server.store import Stored
 
@@ -27,27 +26,14 @@ router = APIRouter()
 _MOST_ITEMS = 100
 
 
-@router.post("/v1/responses", openapi_extra=body_schema(ResponsesBody))
-async def responses(request: Request) -> Response:
+@answers(router, "/v1/responses", "resp_", ResponsesBody, "responses")
+async def responses(state: Serving, body: ResponsesBody, response_id: str, find: FindFeatures | None) -> Begun:
     """Answers a conversation of items."""
-    state = serving(request)
-    body = await checked_body(request, state, ResponsesBody, "responses")
-    response_id = f"resp_{uuid.uuid4().hex}"
-    request.scope["headrace.engine_id"] = response_id
-    find = state.features.finder(tenant(request))
-    generation, answer = await responses_answer(state, body, response_id, find)
-    return await respond(request, state, generation, answer, stream=body.stream)
-
-
-async def responses_answer(
-    state: Serving, body: ResponsesBody, response_id: str, find: FindFeatures | None
-) -> tuple[Generation, ResponsesAnswer]:
-    """``find``: as in ``chat_generation``. Raises: ApiError, RequestError: 4xx, naming the field at fault."""
     if body.store and not state.responses.on:
         message = "store: this server keeps no responses (--no-responses-store)"
-        raise ApiError(400, message, param="store", code="unsupported_parameter")
+        raise RequestError(message, "store", code="unsupported_parameter")
     if body.stream_options is not None and not body.stream:
-        raise ApiError(400, "stream_options needs stream: true", param="stream_options", code="invalid_value")
+        raise RequestError("stream_options needs stream: true", "stream_options")
     with renamed(NAMES):
         read = conversation(body, state)
         chat = parsed_body(read.chat, ChatBody, "chat")
@@ -65,7 +51,7 @@ async def stored_response(request: Request) -> Response:
     """A response that was stored."""
     if request.query_params.get("stream", "false").lower() == "true":
         message = "stream: a stored response is sent whole"
-        raise ApiError(400, message, param="stream", code="unsupported_parameter")
+        raise RequestError(message, "stream", code="unsupported_parameter")
     return JSON(msgspec.Raw(_stored(request).response))
 
 
@@ -83,7 +69,7 @@ async def cancel_response(request: Request) -> Response:
     """Refused: there are no responses in the background."""
     _stored(request)
     message = "the response is no background response; one that runs is cancelled by closing its connection"
-    raise ApiError(400, message, param="response_id", code="invalid_value")
+    raise RequestError(message, "response_id")
 
 
 @router.get("/v1/responses/{response_id}/input_items")
@@ -93,9 +79,9 @@ async def input_items(request: Request) -> Response:
     items: list[dict[str, Any]] = msgspec.json.decode(_stored(request).input_items)
     order, limit = query.get("order", "desc"), query.get("limit", "20")
     if order not in ("asc", "desc"):
-        raise ApiError(400, "order must be asc or desc", param="order", code="invalid_value")
+        raise RequestError("order must be asc or desc", "order")
     if not limit.isascii() or not limit.isdigit() or not 1 <= int(limit) <= _MOST_ITEMS:
-        raise ApiError(400, f"limit must be an integer from 1 to {_MOST_ITEMS}", param="limit", code="invalid_value")
+        raise RequestError(f"limit must be an integer from 1 to {_MOST_ITEMS}", "limit")
     if order == "desc":
         items.reverse()
     if (after := query.get("after")) is not None:

@@ -7,7 +7,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from headrace.server.errors import JSON, ApiError
+from headrace.errors import RequestError
+from headrace.server.errors import JSON
 from headrace.server.prompts import need_tokenizer, render_messages
 from headrace.server.request import body_schema, checked_body, tenant
 from headrace.server.sampling import limit
@@ -25,7 +26,7 @@ async def tokenize(request: Request) -> Response:
     body = await checked_body(request, state, TokenizeBody)
     state.model.check_name(body.model)
     if (body.prompt is None) == (body.messages is None):
-        raise ApiError(400, "give either prompt or messages", param="prompt", code="invalid_value")
+        raise RequestError("give either prompt or messages", "prompt")
     tokenizer, inputs, texts = need_tokenizer(state, "prompt"), state.llm.inputs, state.model.texts
     if body.messages is not None:
         rendered, special = await render_messages(state, body), bool(body.add_special_tokens)
@@ -33,7 +34,7 @@ async def tokenize(request: Request) -> Response:
     else:
         text, special = body.prompt or "", body.add_special_tokens is not False
         for name in sorted(body.model_fields_set & _OF_MESSAGES):
-            raise ApiError(400, f"{name} needs messages", param=name, code="invalid_value")
+            raise RequestError(f"{name} needs messages", name)
         inputs.check_length(text, "prompt")
         ids = await inputs.in_thread(lambda: tokenizer.encode(text, add_special_tokens=special, param="prompt"))
 
@@ -55,6 +56,6 @@ async def detokenize(request: Request) -> Response:
     if body.tokens and max(body.tokens) >= state.model.vocab_size:
         index, token = next((i, token) for i, token in enumerate(body.tokens) if token >= state.model.vocab_size)
         message = f"tokens[{index}] is {token}, and the vocabulary has {state.model.vocab_size} tokens"
-        raise ApiError(400, message, param=f"tokens[{index}]", code="invalid_value")
+        raise RequestError(message, f"tokens[{index}]")
     text = await inputs.in_thread(lambda: tokenizer.decode(body.tokens, skip_special_tokens=body.skip_special_tokens))
     return JSON({"prompt": text})

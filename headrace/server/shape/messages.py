@@ -151,7 +151,7 @@ async def chat_fields(body: MessagesBody | CountTokensBody, state: Serving) -> d
     # A last turn of the assistant is the beginning of the answer.
     if turns and turns[-1]["role"] == "assistant":
         if turns[-1].get("tool_calls"):
-            raise RequestError("messages: a tool_use of the last turn has no tool_result", "messages", code="invalid_value")
+            raise RequestError("messages: a tool_use of the last turn has no tool_result", "messages")
         fields["continue_final_message"] = True
     kept, _ = served_tools(body.tools, lambda tool: tool.get("type", "custom") in ("custom", None), state.settings)
     if kept:
@@ -194,7 +194,7 @@ def _turns(body: MessagesBody | CountTokensBody, keep_client_headers: bool, late
         body.messages, list[UserTurn | AssistantTurn | SystemTurn], "messages"
     )
     if not given:
-        raise RequestError("messages must have at least one message", "messages", code="invalid_value")
+        raise RequestError("messages must have at least one message", "messages")
     if not late:
         system += [text for turn in given if isinstance(turn, SystemTurn) for text in _texts(turn.content)]
     if system := [text for text in system if text]:
@@ -260,9 +260,7 @@ def _function(tool: Tool) -> dict[str, Any]:
 
 def _choice(choice: ToolChoice) -> dict[str, Any]:
     if (choice.type == "tool") != (choice.name is not None):
-        raise RequestError(
-            "tool_choice.name belongs to the type tool, which needs it", "tool_choice.name", code="invalid_value"
-        )
+        raise RequestError("tool_choice.name belongs to the type tool, which needs it", "tool_choice.name")
     named = {"type": "function", "function": {"name": choice.name}}
     fields: dict[str, Any] = {"tool_choice": {"auto": "auto", "any": "required", "tool": named, "none": "none"}[choice.type]}
     if choice.disable_parallel_tool_use:

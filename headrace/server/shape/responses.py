@@ -227,7 +227,7 @@ def conversation(body: ResponsesBody, state: Serving) -> Conversation:
     if LOGPROBS in body.include:
         fields |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
     elif body.top_logprobs:
-        raise RequestError(f"top_logprobs needs include: {LOGPROBS}", "top_logprobs", code="invalid_value")
+        raise RequestError(f"top_logprobs needs include: {LOGPROBS}", "top_logprobs")
     return Conversation(
         {name: value for name, value in fields.items() if value is not None},
         frozenset(tool.name for tool in tools if isinstance(tool, CustomTool)),

@@ -1,0 +1,153 @@
+"""Options of the ``headrace bench`` commands: what is measured, how, and where the report goes. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated, Literal
+
+from headrace.bench.constrained import Constrained
+from headrace.errors import ConfigError
+from headrace.options import HOW, REPORT, WHAT, Checked, OptionSpec
+
+LENGTH = 128
+"""Default length of a prompt and of an output, in tokens."""
+CLIENTS = 8
+IN_FLIGHT = 1024
+_TOKENS = OptionSpec(min=1, default=str(LENGTH))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReportOptions(Checked):
+    panels = MappingProxyType({"as_json": REPORT})
+
+    as_json: Annotated[bool, OptionSpec(flags=("--json",))] = False
+    """Print the report as JSON, not as tables."""
+    output: Annotated[Path | None, OptionSpec(flags=("--output", "-o"), metavar="FILE")] = None
+    """Also write the report as JSON to this file."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LatencyOptions(Checked):
+    panels = MappingProxyType({"workload": WHAT, "repetitions": HOW})
+
+    workload: Annotated[str | None, OptionSpec(metavar="NAME")] = None
+    """A workload by name: chat, chat_shared (text); single, batch8, batch64, mixed256, prefill8k, prefill32k, prefill64k,
+    prefill128k, longctx_decode (random tokens)."""
+    input_len: Annotated[int | None, _TOKENS] = None
+    """Tokens of each prompt, without --workload."""
+    output_len: Annotated[int | None, _TOKENS] = None
+    """Tokens to generate for each, without --workload."""
+    repetitions: Annotated[int, OptionSpec(min=1)] = 5
+    """Measured repetitions of each prompt."""
+    warm_up: Annotated[int, OptionSpec(min=0)] = 2
+    """Requests before the measured ones."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ThroughputOptions(Checked):
+    panels = MappingProxyType({"workload": WHAT, "reference_dtype": HOW})
+
+    workload: Annotated[tuple[str, ...], OptionSpec(metavar="NAME")] = ()
+    """Workloads by name, as for latency. Repeatable, or separated by commas; all: every one of random tokens."""
+    batch: Annotated[tuple[int, ...], OptionSpec(min=1, default="1, 8, 32")] = ()
+    """Prompts at once, without --workload. Repeatable."""
+    input_len: Annotated[int | None, _TOKENS] = None
+    """Tokens of each prompt, without --workload."""
+    output_len: Annotated[int | None, _TOKENS] = None
+    """Tokens to generate for each, without --workload."""
+    compare: Annotated[tuple[str, ...], OptionSpec(metavar="ENGINE")] = ()
+    """Also run the workloads through transformers or llama.cpp. Repeatable."""
+    reference_dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, OptionSpec(default="bfloat16")] = None
+    """Dtype of transformers, with --compare transformers; a quantised file is dequantised."""
+    temperature: Annotated[float | None, OptionSpec(min=0.0, default="0: greedy")] = None
+    """Sampling temperature, without --compare."""
+    constrain: Constrained | None = None
+    """Hold every output to lines of JSON of one of four schemas, without --compare. Needs a tokenizer."""
+    repetitions: Annotated[int | None, OptionSpec(min=1, default="3; of large workloads 2")] = None
+    """Repetitions of each workload; the best one counts."""
+    timeout: Annotated[float | None, OptionSpec(min=1, default="1800")] = None
+    """Seconds that each process of a comparison may take."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoadOptions(Checked):
+    """What to send to a server. Both the count and the time are bounded.
+
+    Raises:
+        ConfigError: a value is out of range, or contradicts another; names it.
+    """
+
+    panels = MappingProxyType({"url": WHAT, "seed": HOW})
+
+    url: str = "http://127.0.0.1:8000"
+    """The server."""
+    model: Annotated[str | None, OptionSpec(default="the server's first")] = None
+    """The model to ask for."""
+    api_key: Annotated[str | None, OptionSpec(secret=True, default="HEADRACE_API_KEY of the environment")] = dataclasses.field(
+        default_factory=lambda: os.environ.get("HEADRACE_API_KEY"), metadata={"environment": "HEADRACE_API_KEY"}
+    )
+    """Key for the server."""
+    concurrency: Annotated[int | None, OptionSpec(min=1, max=4096, default=f"{CLIENTS}, without --rate")] = None
+    """Closed loop: number of clients, each of which sends its next request when the last is answered."""
+    rate: Annotated[float | None, OptionSpec(above=0.0)] = None
+    """Open loop: requests arrive at this mean rate a second, at random, whether the server keeps up or not."""
+    num_requests: Annotated[int, OptionSpec(min=1, max=1_000_000)] = 64
+    """Requests at most."""
+    duration: Annotated[float, OptionSpec(above=0.0, max=86_400)] = 120.0
+    """Seconds at most in which requests are sent; those in flight get as long again, then count as failed."""
+    max_tokens: Annotated[int, OptionSpec(min=1)] = 64
+    """Tokens to generate for each request."""
+    ignore_eos: Annotated[bool, OptionSpec(flags=("--ignore-eos",))] = False
+    """Generate all of --max-tokens every time. headrace and vLLM know this field; other servers may refuse it."""
+    seed: Annotated[int | None, OptionSpec(default="0")] = None
+    """Open loop: seeds the arrivals."""
+    max_in_flight: Annotated[int | None, OptionSpec(min=1, max=16_384, default=str(IN_FLIGHT))] = None
+    """Open loop: requests in flight at most. What would be beyond counts as dropped."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.concurrency is not None and self.rate is not None:
+            raise ConfigError("give --concurrency or --rate, one of the two", "--rate")
+        for name in ("seed", "max_in_flight"):
+            if self.rate is None and getattr(self, name) is not None:
+                raise ConfigError("it applies to the open loop, and needs --rate", name)
+
+    @property
+    def clients(self) -> int | None:
+        """Of the closed loop; None: the loop is open."""
+        return None if self.rate is not None else self.concurrency or CLIENTS
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CalibrateOptions(Checked):
+    panels = MappingProxyType({"seconds": HOW})
+
+    seconds: Annotated[float, OptionSpec(min=1.0, max=86_400)] = 60.0
+    """Seconds of random traffic."""
+    traffic_seed: Annotated[int, OptionSpec(min=0)] = 0
+    """Seed of the traffic."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LongContextOptions(Checked):
+    panels = MappingProxyType({"tasks": WHAT, "task_seed": HOW, "router_dump": REPORT})
+
+    tasks: Annotated[str, OptionSpec(metavar="NAMES")] = "needle,multikey,variables,words"
+    """Tasks, separated by commas: needle, multikey, variables, words."""
+    lengths: Annotated[str, OptionSpec(metavar="NUMBERS")] = "2048,4096"
+    """Tokens of a prompt, separated by commas."""
+    data: Annotated[Path | None, OptionSpec(metavar="FILE")] = None
+    """Also the lines of a JSONL file with context, input and answers, as LongBench has them, cut to the largest of
+    --lengths."""
+    samples: Annotated[int, OptionSpec(min=1)] = 4
+    """Prompts of each task and length, and lines of --data."""
+    modes: Annotated[str, OptionSpec(metavar="MODES")] = "dense,xattn,mean"
+    """How prompts attend, separated by commas: dense, xattn, mean, elastic (by the model's router). :NUMBER sets a threshold,
+    as in xattn:0.8."""
+    task_seed: Annotated[int, OptionSpec(min=0)] = 0
+    """Seed of the tasks."""
+    router_dump: Annotated[Path | None, OptionSpec(metavar="FILE")] = None
+    """Write a line of JSON for each prompt and mode: its answer, the density of each layer, the types of heads."""

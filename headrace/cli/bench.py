@@ -54,7 +54,8 @@ WorkloadName = Annotated[
     WHAT(
         "--workload",
         help="A workload by name: chat, chat_shared (text); single, batch8, batch64, mixed256, prefill8k, prefill32k, "
-        "prefill64k, prefill128k, longctx_decode (random tokens).",
+        "prefill64k, prefill128k, longctx_decode (random tokens); images64, images64_features, images64_text (a picture of "
+        "1024 x 1024 random pixels in each prompt, random features in its place, and neither; for throughput).",
         metavar="NAME",
     ),
 ]
@@ -106,6 +107,8 @@ def latency(
     encoder, vocab_size = _encoder(args)
     if workload is not None:
         load = _workload(workload, encoder, vocab_size)
+        if load.pictures is not None:
+            raise ConfigError(f"the prompts of {workload} have pictures, which bench throughput measures", "--workload")
     else:
         load = standard_loads(encoder, vocab_size, [1], input_len or _LENGTH, output_len or _LENGTH)[0]
 
@@ -210,6 +213,9 @@ def throughput(
         names = [name.strip() for entry in workload for name in entry.split(",") if name.strip()]
         chosen = dict.fromkeys(each for name in names for each in (RANDOM_WORKLOADS if name == "all" else [name]))
         loads = [_workload(name, encoder, vocab_size) for name in chosen]
+        loads = [load if load.pictures is None else _with_pictures(load, args) for load in loads]
+        if compare and any(load.pictures is not None for load in loads):
+            raise ConfigError("workloads with pictures are measured for headrace alone: leave out --compare", "--workload")
     else:
         lengths = input_len or _LENGTH, output_len or _LENGTH
         loads = bench.standard_loads(encoder, vocab_size, batch or [1, 8, 32], *lengths)
@@ -258,6 +264,28 @@ def _workload(name: str, encoder: Encoder | None, vocab_size: int) -> Workload:
         return load
     Console(stderr=True).print(f"[dim]{name}: token ids are taken modulo the vocabulary's {vocab_size:,}[/dim]")
     return load.folded(vocab_size)
+
+
+def _with_pictures(load: Workload, args: EngineArgs) -> Workload:
+    """The workload with the model's placeholder in each prompt and, where they are encoded, the size of its features."""
+    from headrace.bench.workloads import Features, placeholder
+    from headrace.engine.features import picture_rules
+    from headrace.multimodal.items import Picture
+    from headrace.sources.files import find_model
+
+    files = find_model(args)
+    rules = picture_rules(args, files)
+    if rules is None:
+        raise ConfigError(f"{load.name} has pictures, and the model has no processor of them", "--workload")
+    load, pictures = load.marked(placeholder(vars(files.config))), load.pictures
+    if pictures is None or not pictures.encoded:
+        return load
+    (image,) = dataclasses.replace(pictures, encoded=False).media(0)["image"]
+    processed = rules.process(Picture(image), {}, load.name)
+    if len(processed) != 1:
+        raise ConfigError(f"the model sees {len(processed)} crops of a picture, which have no features of one", "--workload")
+    features = Features(processed[0].expansion.num_rows, files.config.get_text_config().hidden_size, processed[0].grid)
+    return dataclasses.replace(load, pictures=dataclasses.replace(pictures, features=features))
 
 
 @app.command("serve")

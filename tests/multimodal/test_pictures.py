@@ -18,7 +18,9 @@ from transformers import PreTrainedModel
 
 from headrace import LLM, SamplingParams
 from headrace.core.request import Request
+from headrace.engine.vision import encoder_calls
 from headrace.errors import ConfigError, RequestError
+from headrace.models.vision import CALL_ROWS
 from headrace.multimodal.items import MultiModalData, array_of
 from headrace.outputs import RequestOutput
 
@@ -233,6 +235,18 @@ def test_a_cached_prefix_covers_equal_pictures_alone(kind: str) -> None:
     assert first.outputs[0].token_ids == second.outputs[0].token_ids
     assert third.outputs[0].logprobs != first.outputs[0].logprobs
     same(third, own.expected({"prompt": text, "multi_modal_data": {"image": other}}))
+
+
+@of(["qwen2_5_vl", "gemma3", "idefics3"])
+def test_the_encoders_memory_is_measured_with_full_calls_and_large_pictures(kind: str) -> None:
+    own = served(kind)
+    loaded: Any = own.llm._engine
+    encoder = loaded.executor.runner.media._encoder
+    usual, large = encoder_calls(loaded.files, loaded.config, encoder)
+    rows = sum(item.num_rows for item in usual.args[0])  # type: ignore[attr-defined]
+    assert CALL_ROWS <= rows < CALL_ROWS + 512
+    assert all(found.features.shape == (item.num_rows, 64) for found, item in zip(large(), large.args[0], strict=True))  # type: ignore
+    assert encoder_calls(loaded.files, loaded.config, None) == []
 
 
 def test_what_a_tower_makes_is_freed_after_use() -> None:

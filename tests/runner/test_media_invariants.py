@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Listing
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from headrace.core.request import Request
 from headrace.core.sequence import Sequence
 from headrace.kernels.inputs import RowTensors
 from headrace.kv import Item
+from headrace.models.vision import EncodedItem, encoded_item
 from headrace.multimodal.positions import Run, rope_positions
 from headrace.runner.inputs import _token_slots
 from headrace.runner.record import replay
@@ -263,3 +266,46 @@ def test_tokens_of_padding_rows_have_a_slot_that_exists() -> None:
     rows = RowTensors(slots, torch.tensor([0, 1, 1, 4, 4], dtype=torch.int32), torch.zeros(5, dtype=torch.int32))
     found = _token_slots(rows, 6)
     assert found[:4].tolist() == [3, 7, 7, 7] and (found >= 0).all()
+
+
+class Delayed:
+    """A side stream whose results are not there before it is joined."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._open = False
+        self.pending: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    @contextlib.contextmanager
+    def launching(self) -> Iterator[None]:
+        self._open = True
+        yield
+        self._open = False
+
+    def launched(self, value: torch.Tensor) -> torch.Tensor:
+        assert self._open
+        result = torch.full_like(value, torch.nan)
+        self.pending[id(result)] = result, value
+        return result
+
+    def join(self, tensors: Iterable[torch.Tensor]) -> None:
+        assert not self._open
+        for tensor in tensors:
+            result, value = self.pending.pop(id(tensor))
+            result.copy_(value)
+
+
+@families
+def test_features_are_used_once_they_are_there(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.runner.media.SideStream", Delayed)
+    engine = Engine(World(family, max_num_batched_tokens=64))
+    media: Any = engine.runner.media
+    side, encode = media._side, media._encoder.encode
+
+    def delayed(item: EncodedItem) -> EncodedItem:
+        return EncodedItem(*(None if part is None else side.launched(part) for part in item))
+
+    monkeypatch.setattr(media._encoder, "encode", lambda items: [delayed(item) for item in encode(items)])
+    monkeypatch.setattr("headrace.runner.media.encoded_item", lambda *given: delayed(encoded_item(*given)))
+    engine.add(*requests(family))
+    same(engine.run(), expected(family))
+    assert not side.pending

@@ -322,7 +322,7 @@ class EngineArgs:
     media_decode_memory: Annotated[int, OptionSpec(min=1, size=True, default="2GiB")] = 2**31
     """Memory that decoding one picture or video may take, in a process of its own."""
     media_workers: Annotated[int | None, OptionSpec(min=1, max=256, default="half of the cores, at most 4")] = None
-    """Processes that decode pictures and videos. They start with the first ones."""
+    """Processes that decode pictures and videos, and threads that resize and normalise them. They start with the first ones."""
     max_logprobs: Annotated[int, OptionSpec(min=-1)] = 20
     """Largest `logprobs` and `prompt_logprobs` of a request; -1: no limit. High values slow each step and enlarge responses."""
     max_bad_words_num: Annotated[int, OptionSpec(min=0)] = _from_environment("HEADRACE_MAX_BAD_WORDS_NUM", 16)

@@ -19,6 +19,7 @@ from headrace.engine.info import DecisionLine, EngineInfo
 from headrace.engine.inputs import InputProcessor
 from headrace.errors import ConfigError
 from headrace.limited_process import ProcessLimits
+from headrace.multimodal.threads import media_workers
 from headrace.sources.files import ModelFiles, find_model
 from headrace.text.answers import AnswerFormats
 from headrace.text.templates import TemplateRenderer
@@ -72,6 +73,7 @@ class Frontend:
             max_prompt_chars=args.max_prompt_chars,
             multimodal=multimodal,
             media=None if multimodal is None else self._media_loader(args),
+            media_workers=media_workers(args.media_workers),
         )
 
     def _media_loader(self, args: EngineArgs) -> MediaLoader:

@@ -237,6 +237,17 @@ def test_a_cached_prefix_covers_equal_pictures_alone(kind: str) -> None:
     same(third, own.expected({"prompt": text, "multi_modal_data": {"image": other}}))
 
 
+def test_a_wrong_picture_ends_the_call() -> None:
+    """Those that run already are aborted, and the engine goes on."""
+    own = served("qwen2_5_vl")
+    good = {"prompt": f"a{PICTURE}b", "multi_modal_data": {"image": picture(40, 30)}}
+    wrong = {"prompt": f"{PICTURE}", "multi_modal_data": {"image": picture(1000, 4)}}
+    with pytest.raises(RequestError, match="ratio"):
+        generate(own.llm, *[good] * 12, wrong)
+    assert own.llm.stats.num_running == own.llm.stats.num_waiting == 0
+    same(generate(own.llm, good)[0], own.expected(good))
+
+
 @of(["qwen2_5_vl", "gemma3", "idefics3"])
 def test_the_encoders_memory_is_measured_with_full_calls_and_large_pictures(kind: str) -> None:
     own = served(kind)

@@ -37,6 +37,7 @@ def use_varlen(tower: nn.Module, dtype: torch.dtype, device: torch.device) -> bo
     """Lets a tower compute its segments at once, if it can. Its calls then need ``geometry``."""
     config: Any = tower.config
     fits = getattr(config, "model_type", "") in _TOWERS and device.type == "cuda"
+    fits = fits and torch.cuda.get_device_capability(device) >= (8, 0)
     heads = getattr(config, "num_heads", 1)
     width = getattr(config, "embed_dim", None) or config.hidden_size
     fits = fits and dtype in (torch.bfloat16, torch.float16) and width // heads % _HEAD_DIM_STEP == 0

@@ -81,7 +81,7 @@ class InternVLRules(PictureRules):
 
 def _frames(grid: Grid) -> Expansion:
     """Frames with their numbers, one on each line."""
-    count, *sides = grid
+    count, tall, wide = grid
     texts = (f"{chr(10) if index else ''}Frame{index + 1}: <img>" for index in range(count))
-    pieces = [piece for text in texts for piece in (text, math.prod(sides), "</img>")]
-    return Expansion(tuple(pieces), ((1, *sides),) * count)
+    pieces = [piece for text in texts for piece in (text, tall * wide, "</img>")]
+    return Expansion(tuple(pieces), ((1, tall, wide),) * count)

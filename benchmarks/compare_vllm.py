@@ -41,7 +41,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from headrace.bench.report import facts, load_average  # noqa: E402
-from headrace.bench.workloads import RANDOM_WORKLOADS  # noqa: E402
+from headrace.bench.workloads import PICTURE_WORKLOADS, RANDOM_WORKLOADS  # noqa: E402
 
 OURS, THEIRS = "headrace", "vllm"
 FOREIGN = "-transformers"
@@ -462,8 +462,9 @@ def names(text: str) -> list[str]:
 
 def workloads(text: str) -> list[str]:
     found = names(text)
-    if unknown := [name for name in found if name not in RANDOM_WORKLOADS]:
-        raise argparse.ArgumentTypeError(f"there is no workload {unknown[0]!r}; there are {', '.join(RANDOM_WORKLOADS)}")
+    known = RANDOM_WORKLOADS | PICTURE_WORKLOADS
+    if unknown := [name for name in found if name not in known]:
+        raise argparse.ArgumentTypeError(f"there is no workload {unknown[0]!r}; there are {', '.join(known)}")
     return chosen(text, found, "workload")
 
 

@@ -1,4 +1,4 @@
-"""Writes model folders with a config.json, for benchmarks of heterogeneous models with random weights.
+"""Writes model folders with a config.json, for benchmarks with random weights; for models of pictures, a processor too.
 
     python benchmarks/shapes.py OUT                     # models that fit one GPU
     python benchmarks/shapes.py OUT --all               # larger ones too, whose KV bytes can be counted
@@ -30,6 +30,8 @@ class Shape:
     peer: Callable[[Json], Json] | None = None
     """The same config in vLLM's words."""
     runs: bool = True
+    files: Callable[[Json], dict[str, Json]] | None = None
+    """Called with the config: further files by name."""
 
 
 def mimo(layers: int, experts: int, tiny: bool) -> Json:
@@ -137,6 +139,123 @@ def gemma3(layers: int, hidden: int, heads: int, kv_heads: int, head_dim: int, s
     }
 
 
+def qwen25_vl_7b(tiny: bool) -> Json:
+    """Qwen2.5-VL-7B-Instruct: Qwen2 with positions of three sections, and an encoder of which four layers see whole pictures
+    and the others windows of 8 by 8 patches.
+    """
+    ids = _special_ids(512 if tiny else 151643)
+    return {
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        "model_type": "qwen2_5_vl",
+        "torch_dtype": "bfloat16",
+        "vocab_size": 1024 if tiny else 152064,
+        "hidden_size": 64 if tiny else 3584,
+        "intermediate_size": 96 if tiny else 18944,
+        "num_hidden_layers": 2 if tiny else 28,
+        "num_attention_heads": 4 if tiny else 28,
+        "num_key_value_heads": 2 if tiny else 4,
+        "max_window_layers": 28,
+        "use_sliding_window": False,
+        "sliding_window": 32768,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1_000_000.0,
+        "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3] if tiny else [16, 24, 24]},
+        "max_position_embeddings": 128000,
+        "tie_word_embeddings": False,
+        "bos_token_id": ids["<|endoftext|>"],
+        "eos_token_id": ids["<|im_end|>"],
+        "vision_start_token_id": ids["<|vision_start|>"],
+        "vision_end_token_id": ids["<|vision_end|>"],
+        "vision_token_id": ids["<|vision_pad|>"],
+        "image_token_id": ids["<|image_pad|>"],
+        "video_token_id": ids["<|video_pad|>"],
+        "vision_config": {
+            "model_type": "qwen2_5_vl",
+            "depth": 4 if tiny else 32,
+            "hidden_act": "silu",
+            "hidden_size": 32 if tiny else 1280,
+            "intermediate_size": 48 if tiny else 3420,
+            "num_heads": 2 if tiny else 16,
+            "in_chans": 3,
+            "out_hidden_size": 64 if tiny else 3584,
+            "patch_size": 14,
+            "spatial_merge_size": 2,
+            "spatial_patch_size": 14,
+            "temporal_patch_size": 2,
+            "window_size": 112,
+            "fullatt_block_indexes": [1, 3] if tiny else [7, 15, 23, 31],
+            "tokens_per_second": 2,
+        },
+    }
+
+
+QWEN_SPECIAL = (
+    *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>"),
+    *("<|box_end|>", "<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>"),
+    *("<|image_pad|>", "<|video_pad|>"),
+)
+
+
+def _special_ids(first: int) -> dict[str, int]:
+    return {token: first + index for index, token in enumerate(QWEN_SPECIAL)}
+
+
+def qwen25_vl_processor(config: Json) -> dict[str, Json]:
+    """The processor's settings as published, and a tokenizer of bytes with the special tokens at the model's ids."""
+    special = _special_ids(config["bos_token_id"])
+    added = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    return {
+        "preprocessor_config.json": {
+            "min_pixels": 3136,
+            "max_pixels": 12845056,
+            "patch_size": 14,
+            "temporal_patch_size": 2,
+            "merge_size": 2,
+            "image_mean": [0.48145466, 0.4578275, 0.40821073],
+            "image_std": [0.26862954, 0.26130258, 0.27577711],
+            "image_processor_type": "Qwen2VLImageProcessor",
+            "processor_class": "Qwen2_5_VLProcessor",
+        },
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": "<|im_end|>",
+            "pad_token": "<|endoftext|>",
+            "model_max_length": 131072,
+        },
+        "tokenizer.json": {
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": [{"id": index, "content": token, **added} for token, index in special.items()],
+            "normalizer": None,
+            "pre_tokenizer": byte_level,
+            "post_processor": None,
+            "decoder": byte_level,
+            "model": {
+                "type": "BPE",
+                "dropout": None,
+                "unk_token": None,
+                "continuing_subword_prefix": None,
+                "end_of_word_suffix": None,
+                "fuse_unk": False,
+                "byte_fallback": False,
+                "ignore_merges": False,
+                "vocab": {letter: index for index, letter in enumerate(_byte_letters())} | special,
+                "merges": [],
+            },
+        },
+    }
+
+
+def _byte_letters() -> list[str]:
+    """The letters that stand for bytes in byte-level vocabularies: printable Latin-1 as it is, the others from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return [*map(chr, printable), *(chr(0x100 + index) for index in range(len(others)))]
+
+
 SHAPES = {
     # Half of the layers, 5 that see everything and 19 with a window, and so many experts that 26 GB hold them all and that
     # vLLM has tilings for them that were tuned on an H200.
@@ -144,6 +263,7 @@ SHAPES = {
     "uneven-24l": Shape(uneven, mimo_of_the_peer),
     "gemma-3-12b": Shape(lambda tiny: gemma3(6 if tiny else 48, 3840, 16, 8, 256, 256, tiny)),
     "gemma-3-27b": Shape(lambda tiny: gemma3(8 if tiny else 62, 5376, 32, 16, 128, 168, tiny)),
+    "qwen2.5-vl-7b": Shape(qwen25_vl_7b, files=qwen25_vl_processor),
     "mimo-v2-flash": Shape(lambda tiny: mimo(8 if tiny else 48, 256, tiny), mimo_of_the_peer, runs=False),
 }
 
@@ -155,6 +275,8 @@ def write(out: Path, names: list[str], tiny: bool = False) -> list[Path]:
         shape = SHAPES[name]
         config = shape.config(tiny)
         folders.append(_write(out / name, config))
+        for file, content in (shape.files(config) if shape.files is not None else {}).items():
+            _dump(out / name / file, content)
         if shape.peer is not None:
             _write(out / PEER / name, shape.peer(config))
     return folders
@@ -162,8 +284,12 @@ def write(out: Path, names: list[str], tiny: bool = False) -> list[Path]:
 
 def _write(folder: Path, config: Json) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    _dump(folder / "config.json", config)
     return folder
+
+
+def _dump(file: Path, content: Json) -> None:
+    file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def main() -> None:

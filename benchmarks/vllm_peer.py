@@ -24,7 +24,10 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from headrace.bench.workloads import RANDOM_WORKLOADS, Workload
+from headrace.bench.workloads import PICTURE_WORKLOADS, RANDOM_WORKLOADS, Workload, placeholder
+
+# Features in place of pictures are in the layout of headrace's models.
+WORKLOADS = RANDOM_WORKLOADS | {name: make for name, make in PICTURE_WORKLOADS.items() if name != "images64_features"}
 
 SMALL = 60_000
 """Tokens, in and out: a workload of fewer is run once more. As for headrace."""
@@ -106,11 +109,16 @@ def run(options: argparse.Namespace) -> None:
     from vllm import LLM, SamplingParams
 
     told = {"engine": "vllm", "model": options.model.name}
+    loads = {name: WORKLOADS[name]() for name in options.workloads}
+    config = json.loads((options.model / "config.json").read_text(encoding="utf-8"))
+    reads_pictures = "vision_config" in config
+    more: dict[str, Any] = {"limit_mm_per_prompt": {"image": 1, "video": 0}} if reads_pictures else {}
     start = time.perf_counter()
     llm = LLM(
         model=str(options.model),
         load_format="dummy",
-        skip_tokenizer_init=True,
+        # Its processor of pictures needs one.
+        skip_tokenizer_init=not reads_pictures,
         trust_remote_code=False,
         model_impl=options.model_impl,
         max_model_len=options.max_len,
@@ -119,12 +127,14 @@ def run(options: argparse.Namespace) -> None:
         attention_backend=options.attention_backend,
         enable_prefix_caching=False,
         seed=0,
+        **more,
     )
     ready = time.perf_counter() - start
     say({**told, "kv": kv_facts(llm)})
     say({**told, "startup_s": round(ready, 2), **model_facts(llm, options.model_impl)})
-    for name in options.workloads:
-        load = RANDOM_WORKLOADS[name]()
+    for name, load in loads.items():
+        if load.pictures is not None:
+            load = load.marked(placeholder(config))
         if load.longest > options.max_len:
             say({**told, "skipped": name, "why": f"its longest request has {load.longest} tokens"})
             continue
@@ -143,9 +153,9 @@ def measured(llm: Any, load: Workload, params: list[Any], repetitions: int | Non
     Raises:
         RuntimeError: a request got another number of tokens than it was due.
     """
-    prompts = [{"prompt_token_ids": prompt} for prompt in load.prompts]
     seconds = []
-    for _ in range(repetitions or (3 if load.input_tokens + load.output_tokens < SMALL else 2)):
+    for number in range(repetitions or (3 if load.input_tokens + load.output_tokens < SMALL else 2)):
+        prompts = load.repetition(number).requests()
         start = time.perf_counter()
         results = llm.generate(prompts, params, use_tqdm=False)
         seconds.append(round(time.perf_counter() - start, 5))
@@ -161,8 +171,8 @@ def say(line: dict[str, Any]) -> None:
 
 def workloads(text: str) -> list[str]:
     found = list(RANDOM_WORKLOADS) if text == "all" else [name.strip() for name in text.split(",") if name.strip()]
-    if unknown := [name for name in found if name not in RANDOM_WORKLOADS]:
-        raise argparse.ArgumentTypeError(f"there is no workload {unknown[0]!r}; there are {', '.join(RANDOM_WORKLOADS)}, all")
+    if unknown := [name for name in found if name not in WORKLOADS]:
+        raise argparse.ArgumentTypeError(f"there is no workload {unknown[0]!r}; there are {', '.join(WORKLOADS)}, all")
     if not found:
         raise argparse.ArgumentTypeError("no workload is named")
     return found
@@ -177,7 +187,7 @@ def share(text: str) -> float:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="folder with a config.json")
-    parser.add_argument("--workloads", type=workloads, default="all", help="names with commas between, or all")
+    parser.add_argument("--workloads", type=workloads, default="all", help="names with commas between; all: those of text")
     parser.add_argument("--model-impl", choices=["auto", "vllm", "transformers"], default="auto", help="whose implementation")
     parser.add_argument("--max-len", type=int, default=40960, help="context")
     parser.add_argument("--mem", type=share, default=0.85, help="the part of the GPU's memory that vLLM may take")

@@ -295,7 +295,7 @@ class EngineArgs:
     mm_encoder: MMEncoder = "auto"
     """Vision encoder of a multimodal model. auto loads it. none leaves it out, which saves its memory: prompts then bring
     features that were encoded elsewhere."""
-    max_num_encoder_tokens: Annotated[int | None, OptionSpec(min=1, default="what one prompt may have")] = None
+    max_num_encoder_tokens: Annotated[int | None, OptionSpec(min=1, default="what one prompt may have, at most 16384")] = None
     """Maximum number of tokens whose pictures and videos are encoded in one step. A smaller value keeps the time between tokens
     even while pictures arrive; a picture or video with more tokens is refused."""
     mm_processor_cache_bytes: Annotated[int, OptionSpec(min=0, size=True, default="256MiB")] = 2**28
@@ -331,7 +331,7 @@ class EngineArgs:
     media_decode_memory: Annotated[int, OptionSpec(min=1, size=True, default="2GiB")] = 2**31
     """Memory that decoding one picture or video may take, in a process of its own."""
     media_workers: Annotated[int | None, OptionSpec(min=1, max=256, default="half of the cores, at most 4")] = None
-    """Processes that decode pictures and videos. They start with the first ones."""
+    """Processes that decode pictures and videos, and threads that resize and normalise them. They start with the first ones."""
     max_logprobs: Annotated[int, OptionSpec(min=-1)] = 20
     """Largest `logprobs` and `prompt_logprobs` of a request; -1: no limit. High values slow each step and enlarge responses."""
     max_bad_words_num: Annotated[int, OptionSpec(min=0)] = _from_environment("HEADRACE_MAX_BAD_WORDS_NUM", 16)

@@ -110,7 +110,7 @@ class HeadraceEngine:
             )
             for index, length in enumerate(load.output_lens)
         ]
-        results = self._llm.generate([{"prompt_token_ids": prompt} for prompt in load.prompts], params)
+        results = self._llm.generate(load.requests(), params)
         for result, length in zip(results, load.output_lens, strict=True):
             check_length(OURS, length, len(result.outputs[0].token_ids))
 

@@ -82,10 +82,11 @@ def repetitions_of(load: Workload) -> int:
 def measure(engine: BenchEngine, load: Workload, repetitions: int) -> WorkloadRow:
     """Raises: EngineError: a request got another number of tokens than the workload says."""
     runs: list[tuple[float, dict[str, float]]] = []
-    for _ in range(repetitions):
+    for number in range(repetitions):
+        own = load.repetition(number)
         before = engine.counters()
         start = time.perf_counter()
-        engine.generate(load)
+        engine.generate(own)
         seconds = time.perf_counter() - start
         runs.append((seconds, {name: value - before[name] for name, value in engine.counters().items()}))
     return row_of(load, runs)

@@ -9,11 +9,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import random
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
 
 from headrace.bench.texts import CHAT_PROMPTS, PROSE, SYSTEM_PROMPT
 from headrace.errors import ConfigError
+
+if TYPE_CHECKING:
+    from headrace.engine.inputs import Prompt
 
 FIRST_TOKEN, LAST_TOKEN = 100, 150_000
 """Range of the token ids of random prompts, both ends included."""
@@ -28,12 +33,50 @@ class Encoder(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
+class Features:
+    """The size of a picture's features in a model."""
+
+    rows: int
+    hidden_size: int
+    grid: tuple[int, int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pictures:
+    """One picture for each prompt, of random pixels, which no cache has seen."""
+
+    width: int
+    height: int
+    encoded: bool = False
+    """Random features stand for the pictures."""
+    features: Features | None = None
+    """What stands for an encoded picture in the model; None: not known yet."""
+
+    def media(self, seed: int) -> dict[str, Any]:
+        """``multi_modal_data`` of one prompt."""
+        rng = np.random.default_rng(seed)
+        if not self.encoded:
+            from PIL import Image
+
+            return {"image": [Image.fromarray(rng.integers(0, 256, (self.height, self.width, 3), np.uint8))]}
+        if self.features is None:
+            raise ConfigError("features are made for a model, and none is known", "--workload")
+        size = self.features
+        rows = rng.standard_normal((size.rows, size.hidden_size), np.float32).astype(np.float16)
+        return {"image_embeds": {"features": rows, "grid_thw": np.array([size.grid])}}
+
+
+@dataclasses.dataclass(frozen=True)
 class Workload:
     """``prompts[i]`` is to be followed by exactly ``output_lens[i]`` tokens."""
 
     name: str
     prompts: list[list[int]]
     output_lens: list[int]
+    pictures: Pictures | None = None
+    """What the prompts bring beside tokens; None: nothing."""
+    media: tuple[dict[str, Any], ...] = ()
+    """``multi_modal_data`` of each prompt, where ``pictures`` were made."""
 
     @property
     def input_tokens(self) -> int:
@@ -52,6 +95,28 @@ class Workload:
         """The same lengths with every id inside a smaller vocabulary."""
         prompts = [[token % vocab_size for token in prompt] for prompt in self.prompts]
         return dataclasses.replace(self, prompts=prompts)
+
+    def marked(self, tokens: Sequence[int]) -> Workload:
+        """The same with a model's placeholder of a picture before each prompt, whose other ids are below the placeholder's."""
+        folded = self.folded(min(tokens))
+        return dataclasses.replace(folded, prompts=[[*tokens, *prompt] for prompt in folded.prompts])
+
+    def repetition(self, number: int) -> Workload:
+        """The same with pictures of its own, where prompts bring any: equal ones would measure caches."""
+        if self.pictures is None:
+            return self
+        count = len(self.prompts)
+        media = tuple(self.pictures.media(number * count + index) for index in range(count))
+        return dataclasses.replace(self, media=media)
+
+    def requests(self) -> list[Prompt]:
+        """What vLLM's and headrace's ``generate`` take."""
+        if self.pictures is None:
+            return [{"prompt_token_ids": prompt} for prompt in self.prompts]
+        return [
+            {"prompt_token_ids": prompt, "multi_modal_data": media}
+            for prompt, media in zip(self.prompts, self.media, strict=True)
+        ]
 
 
 def _tokens(rng: random.Random, count: int) -> list[int]:
@@ -90,6 +155,37 @@ RANDOM_WORKLOADS: dict[str, Callable[[], Workload]] = {
 RANDOM_WORKLOADS["mixed256"] = _mixed256
 
 
+def _pictures64(name: str, pictures: Pictures | None) -> Workload:
+    """64 requests of 256 tokens in, beside a picture, and 128 out."""
+    return dataclasses.replace(random_tokens(name, 9, 64, 256, 128), pictures=pictures)
+
+
+PICTURE_WORKLOADS: dict[str, Callable[[], Workload]] = {
+    name: functools.partial(_pictures64, name, pictures)
+    for name, pictures in {
+        "images64": Pictures(1024, 1024),
+        "images64_features": Pictures(1024, 1024, encoded=True),
+        "images64_text": None,
+    }.items()
+}
+"""The same prompts with pictures, with features that were encoded before, and without either."""
+
+
+def placeholder(config: Mapping[str, Any]) -> list[int]:
+    """The tokens that stand for a picture in prompts of a model.
+
+    Args:
+        config: of the model's ``config.json``.
+
+    Raises:
+        ConfigError: the model reads no pictures, or marks them in another way.
+    """
+    if config.get("image_token_id") is None:
+        raise ConfigError("the workload has pictures, and the model's config has no image_token_id", "--workload")
+    names = ("vision_start_token_id", "image_token_id", "vision_end_token_id")
+    return [config[name] for name in names if config.get(name) is not None]
+
+
 def chat(encoder: Encoder) -> Workload:
     """Single questions through the model's chat template, 128 tokens of answer each."""
     prompts = [encoder.encode_chat([{"role": "user", "content": text}]) for text in CHAT_PROMPTS]
@@ -121,8 +217,9 @@ def build(name: str, encoder: Encoder | None) -> Workload:
     Raises:
         ConfigError: there is none, or it needs a tokenizer and there is none.
     """
-    if name in RANDOM_WORKLOADS:
-        return RANDOM_WORKLOADS[name]()
+    plain = RANDOM_WORKLOADS | PICTURE_WORKLOADS
+    if name in plain:
+        return plain[name]()
     if name not in TEXT_WORKLOADS:
         raise ConfigError(f"there is no workload {name!r}; there are {', '.join(names())}", "--workload")
     if encoder is None:
@@ -131,4 +228,4 @@ def build(name: str, encoder: Encoder | None) -> Workload:
 
 
 def names() -> Sequence[str]:
-    return [*RANDOM_WORKLOADS, *TEXT_WORKLOADS]
+    return [*RANDOM_WORKLOADS, *PICTURE_WORKLOADS, *TEXT_WORKLOADS]

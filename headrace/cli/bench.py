@@ -73,6 +73,8 @@ def latency(args: EngineArgs, options: LatencyOptions, to: ReportOptions) -> Non
     encoder, vocab_size = _encoder(args)
     if options.workload is not None:
         load = _workload(options.workload, encoder, vocab_size)
+        if load.pictures is not None:
+            raise ConfigError(f"the prompts of {options.workload} have pictures, which bench throughput measures", "--workload")
     else:
         load = standard_loads(encoder, vocab_size, [1], options.input_len or LENGTH, options.output_len or LENGTH)[0]
 
@@ -128,6 +130,9 @@ def throughput(args: EngineArgs, options: ThroughputOptions, to: ReportOptions) 
         names = [name.strip() for entry in options.workload for name in entry.split(",") if name.strip()]
         chosen = dict.fromkeys(each for name in names for each in (RANDOM_WORKLOADS if name == "all" else [name]))
         loads = [_workload(name, encoder, vocab_size) for name in chosen]
+        loads = [load if load.pictures is None else _with_pictures(load, args) for load in loads]
+        if options.compare and any(load.pictures is not None for load in loads):
+            raise ConfigError("workloads with pictures are measured for headrace alone: leave out --compare", "--workload")
     else:
         sizes = options.input_len or LENGTH, options.output_len or LENGTH
         loads = bench.standard_loads(encoder, vocab_size, options.batch or (1, 8, 32), *sizes)
@@ -164,6 +169,28 @@ def _workload(name: str, encoder: Encoder | None, vocab_size: int) -> Workload:
         return load
     Console(stderr=True).print(f"[dim]{name}: token ids are taken modulo the vocabulary's {vocab_size:,}[/dim]")
     return load.folded(vocab_size)
+
+
+def _with_pictures(load: Workload, args: EngineArgs) -> Workload:
+    """The workload with the model's placeholder in each prompt and, where they are encoded, the size of its features."""
+    from headrace.bench.workloads import Features, placeholder
+    from headrace.engine.features import picture_rules
+    from headrace.multimodal.items import Picture
+    from headrace.sources.files import find_model
+
+    files = find_model(args)
+    rules = picture_rules(args, files)
+    if rules is None:
+        raise ConfigError(f"{load.name} has pictures, and the model has no processor of them", "--workload")
+    load, pictures = load.marked(placeholder(vars(files.config))), load.pictures
+    if pictures is None or not pictures.encoded:
+        return load
+    (image,) = dataclasses.replace(pictures, encoded=False).media(0)["image"]
+    processed = rules.process(Picture(image), {}, load.name)
+    if len(processed) != 1:
+        raise ConfigError(f"the model sees {len(processed)} crops of a picture, which have no features of one", "--workload")
+    features = Features(processed[0].expansion.num_rows, files.config.get_text_config().hidden_size, processed[0].grid)
+    return dataclasses.replace(load, pictures=dataclasses.replace(pictures, features=features))
 
 
 @app.command("serve")

@@ -19,6 +19,7 @@ from headrace.engine.info import EngineInfo
 from headrace.engine.inputs import InputProcessor
 from headrace.errors import ConfigError
 from headrace.limited_process import ProcessLimits
+from headrace.multimodal.threads import media_workers
 from headrace.sources.files import ModelFiles, find_model
 from headrace.text.answers import AnswerFormats
 from headrace.text.templates import TemplateRenderer
@@ -60,6 +61,13 @@ class Frontend:
     ) -> InputProcessor:
         """For an engine that has resolved its vocabulary and context length. ``media``: None: it reads text alone."""
         multimodal = None if media is None else self._multimodal(args, media)
+        text_alone = "the model's files have no processor of pictures that can be used"
+        if media is None:
+            text_alone = "the model has no vision part"
+            if getattr(self.files.config, "vision_config", None) is not None:
+                from headrace.multimodal.families import why_text_alone
+
+                text_alone = why_text_alone(self.files.config)
         return InputProcessor(
             vocab_size=vocab_size,
             max_model_len=max_model_len,
@@ -72,6 +80,8 @@ class Frontend:
             max_prompt_chars=args.max_prompt_chars,
             multimodal=multimodal,
             media=None if multimodal is None else self._media_loader(args),
+            media_workers=media_workers(args.media_workers),
+            text_alone=text_alone,
         )
 
     def _media_loader(self, args: EngineArgs) -> MediaLoader:

@@ -8,7 +8,7 @@ import random
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, TypeVar, cast
 
 import msgspec
@@ -20,6 +20,7 @@ from headrace.core.request import BadWordsTable, Constraint, ParseOptions, Reque
 from headrace.errors import ConfigError, RequestError
 from headrace.kv import Item
 from headrace.multimodal.items import MultiModalData
+from headrace.multimodal.threads import use_one_core
 from headrace.options import Option, OptionSpec, check_value, options, shown
 from headrace.sampling_params import MAX_SEED, SamplingParams
 from headrace.text.bad_words import check_bad_words, compile_bad_words
@@ -91,9 +92,12 @@ class InputProcessor:
         answers: AnswerFormats | None = None,
         multimodal: MultiModalProcessor | None = None,
         media: MediaLoader | None = None,
+        media_workers: int = 1,
+        text_alone: str = "the model has no vision part",
     ) -> None:
         """``generation_config``: as in ``ModelFiles``. ``max_prompt_chars``: of ``EngineArgs``. ``answers``: None: answers are
-        not parsed. ``media``: loads what conversations refer to, for ``multimodal``.
+        not parsed. ``media``: loads what conversations refer to, for ``multimodal``. ``media_workers``: threads that process
+        media. ``text_alone``: why ``multimodal`` is None.
 
         Raises:
             ConfigError: the model's generation config holds a value that no request may have.
@@ -104,6 +108,7 @@ class InputProcessor:
         self.answers = answers
         self.multimodal = multimodal
         """None: the model reads text alone."""
+        self._text_alone = text_alone
         self.media = media
         self.default_sampling = _sampling_defaults(generation_config)
         """What a caller who gives no sampling parameters gets."""
@@ -126,6 +131,9 @@ class InputProcessor:
         self._longest_piece = max((len(piece) for piece in pieces), default=1)
         self.max_prompt_chars = max_prompt_chars or max(_LEAST_PROMPT_CHARS, _CHARACTERS_PER_TOKEN * max_model_len)
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "headrace-inputs")
+        self._media_threads = ThreadPoolExecutor(media_workers, "headrace-media-inputs", initializer=use_one_core)
+        self.media_ahead = 2 * media_workers
+        """Prompts of a list whose media may be prepared before the first of them runs."""
 
     async def in_thread(self, work: Callable[[], T]) -> T:
         """Runs work for one request beside the event loop, in one of few threads; cancelled before its turn, it never runs."""
@@ -173,6 +181,12 @@ class InputProcessor:
         self.check_length(text, param)
         return tokenizer.encode(text, add_special_tokens, param=param, max_tokens=self.max_model_len - 1)
 
+    def prepare_media(self, prompt: Prompt) -> Future[PreparedPrompt] | None:
+        """Prepares the media of a prompt in a thread, for ``request``; None: it has none."""
+        if not has_media(prompt):
+            return None
+        return self._media_threads.submit(lambda: cast("PreparedPrompt", self._media(prompt, True)))
+
     def check_length(self, text: str, param: str) -> None:
         """Raises RequestError if a text is too long to be tokenised at all."""
         if len(text) > self.max_prompt_chars:
@@ -193,7 +207,8 @@ class InputProcessor:
         if params.structured_outputs is not None or plan is not None:
             await self._grammars.prepare(params.structured_outputs, plan)
         slow = bool(params.bad_words) or (isinstance(text, str) and len(text) > _INLINE_CHARACTERS)
-        slow |= isinstance(prompt, dict) and "multi_modal_data" in prompt
+        if has_media(prompt):
+            return await asyncio.get_running_loop().run_in_executor(self._media_threads, make)
         return await self.in_thread(make) if slow else make()
 
     def request(
@@ -208,18 +223,21 @@ class InputProcessor:
         parse: ParseOptions | None = None,
         plan: AnswerPlan | None = None,
         add_special_tokens: bool = True,
+        media: PreparedPrompt | None = None,
     ) -> Request:
         """Tokenise a prompt and check it with its parameters: behind this, types and ranges are trusted.
 
         Args:
             plan: what the answer's grammar holds beside ``params.structured_outputs``.
+            media: of ``prepare_media``, where it was called before.
 
         Raises:
             RequestError: the request cannot be served as asked; the error names the parameter.
             TypeError: ``params`` is something else.
         """
         check_params(params)
-        media = self._media(prompt, add_special_tokens)
+        if media is None:
+            media = self._media(prompt, add_special_tokens)
         if media is None:
             text, tokens = self._tokens(prompt, add_special_tokens)
         else:
@@ -268,14 +286,14 @@ class InputProcessor:
 
     def _media(self, prompt: Prompt, add_special_tokens: bool) -> PreparedPrompt | None:
         """A prompt with media, its placeholders expanded; None: it has none."""
-        if not isinstance(prompt, dict) or not prompt.get("multi_modal_data"):
+        if not isinstance(prompt, dict) or not has_media(prompt):
             if isinstance(prompt, dict) and prompt.get("mm_processor_kwargs"):
                 raise RequestError("mm_processor_kwargs are for prompts with multi_modal_data", "mm_processor_kwargs")
             return None
         text, tokens = _prompt_parts(prompt)
         prompt = cast("MultiModalPrompt", prompt)
         if self.multimodal is None:
-            raise RequestError("this engine reads text alone: the model has no vision part that it uses", "multi_modal_data")
+            raise RequestError(f"this engine reads text alone: {self._text_alone}", "multi_modal_data")
         data, kwargs = MultiModalData.of(prompt["multi_modal_data"]), prompt.get("mm_processor_kwargs") or {}
         if not isinstance(kwargs, Mapping):
             raise RequestError(f"mm_processor_kwargs must be a dict, not {shown(kwargs)}", "mm_processor_kwargs")
@@ -420,6 +438,10 @@ def _prompt_parts(prompt: Any) -> tuple[str | None, list[int] | None]:
     if tokens is not None and (not isinstance(tokens, list) or not set(map(type, tokens)) <= {int}):
         raise RequestError("prompt_token_ids must be a list of token ids", "prompt_token_ids")
     return text, tokens
+
+
+def has_media(prompt: Prompt) -> bool:
+    return isinstance(prompt, dict) and bool(prompt.get("multi_modal_data"))
 
 
 def check_params(params: object, where: str = "sampling_params") -> None:

@@ -9,6 +9,7 @@ from headrace.engine.profile import Profile
 from headrace.models.size import weight_bytes
 from headrace.resolve import DeviceFacts
 from headrace.resolve.memory import CUDA_SLACK
+from headrace.runner.runner import FEATURES
 
 _FOR = "CUDA graphs, slots, libraries and fragments"
 _OTHERS = "other processes, the CUDA context and libraries"
@@ -24,6 +25,9 @@ def ledger(
         profile: of the GPU; None: on a CPU, where nothing is reserved beyond what is held.
     """
     beside = [MemoryLine(name, nbytes) for name, nbytes in held if name != "KV cache"]
+    if profile is not None and profile.vision:
+        # What they may take is held back, whatever they take now.
+        beside = [line for line in beside if line.name != FEATURES]
     if profile is None:
         return [*weights, *cache_lines(config), *filter(_some, beside)]
     other = profile.held - sum(line.nbytes for line in weights)
@@ -39,6 +43,7 @@ def ledger(
         *weights,
         MemoryLine("tensors beside the weights", max(other, 0), "what PyTorch holds else, and rounds up to"),
         MemoryLine("activations", profile.activations, "measured: the most that the largest step takes"),
+        MemoryLine("vision encoder, activations and features", profile.vision, "measured, and mm_encoder_cache_bytes"),
         *cache_lines(config),
         *beside,
         slack,

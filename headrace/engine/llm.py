@@ -18,8 +18,9 @@ from headrace.constrain.compose import AnswerPlan
 from headrace.core.request import ParseOptions, Request
 from headrace.engine.core import EngineCore
 from headrace.engine.info import EngineInfo, Progress
-from headrace.engine.inputs import InputProcessor, Prompt, check_params
+from headrace.engine.inputs import InputProcessor, Prompt, check_params, has_media
 from headrace.engine.loader import LoadedEngine, load_engine
+from headrace.engine.pending import PendingRequests
 from headrace.engine.progress import ProgressBar
 from headrace.engine.replicated import ReplicatedCore, ReplicatedEngine
 from headrace.engine.source import FileSource
@@ -39,6 +40,7 @@ from headrace.weights.update import Named
 if TYPE_CHECKING:
     from headrace.engine.external_model import ExternalModel
     from headrace.engine.parity import Parity
+    from headrace.multimodal.processor import PreparedPrompt
 
 Messages = list[dict[str, Any]]
 
@@ -147,7 +149,8 @@ class LLM:
             use_tqdm: vLLM's name for ``progress``, which it replaces where it is given.
 
         Raises:
-            RequestError: a prompt or its parameters cannot be served; then none was run.
+            RequestError: a prompt or its parameters cannot be served; then none was run, or, where prompts have media, which
+                are processed while others run, all were aborted.
             TypeError: ``prompts`` or ``sampling_params`` is something else.
             EngineError: the engine failed, and cannot be used any more.
         """
@@ -162,10 +165,18 @@ class LLM:
         bar: bool,
         shaped: _Shaped = lambda prompt, params: (None, None),
     ) -> list[RequestOutput]:
-        requests = []
-        for prompt, params in zip(prompts, self._params(sampling_params, len(prompts)), strict=True):
+        several = self._params(sampling_params, len(prompts))
+
+        def make(index: int, media: PreparedPrompt | None) -> Request:
+            prompt, params = prompts[index], several[index]
             parse, plan = shaped(prompt, params)
-            requests.append(self.inputs.request(prompt, params, request_id=f"llm-{next(self._ids)}", parse=parse, plan=plan))
+            name = f"llm-{next(self._ids)}"
+            return self.inputs.request(prompt, params, request_id=name, parse=parse, plan=plan, media=media)
+
+        running = self.info.max_num_seqs * self.args.data_parallel_size
+        requests = PendingRequests(prompts, self.inputs, make, running + self.inputs.media_ahead)
+        if self._external is not None or not any(map(has_media, prompts)):
+            requests.make_all()
         return self._run(requests, bar)
 
     def chat(
@@ -447,22 +458,25 @@ class LLM:
                 "enforce_eager"
             )
 
-    def _run(self, requests: list[Request], progress: bool) -> list[RequestOutput]:
-        outputs = {request.request_id: new_output(request) for request in requests}
+    def _run(self, requests: PendingRequests, progress: bool) -> list[RequestOutput]:
+        outputs: dict[str, RequestOutput] = {}
         with self._exclusive() as engine:
             if self._external is not None and isinstance(engine, LoadedEngine):
-                self._follow(self._external, engine, requests)
+                self._follow(self._external, engine, requests.make_all())
             text = engine.tokenizer.token_text if engine.tokenizer is not None else None
             try:
                 progress_bar = ProgressBar(len(requests), shown=progress)
                 with progress_bar.bar, _deferred_interrupt() as interrupted:
-                    for delta in self._deltas(engine.core, requests, interrupted):
+                    for delta in self._deltas(engine.core, requests, outputs, interrupted):
                         output = outputs[delta.request_id]
                         output.add(delta, text)
+                        if output.finished:
+                            requests.ended(delta.request_id)
                         progress_bar.add(len(delta.token_ids), output.finished and delta.finish_reason is not None)
             except (KeyboardInterrupt, RequestError):
-                for request in requests:
-                    engine.core.abort(request.request_id)
+                requests.cancel()
+                for request_id in outputs:
+                    engine.core.abort(request_id)
                 raise
             except Exception as error:
                 self._unusable = f"the engine failed: {type(error).__name__}: {error}"
@@ -471,22 +485,26 @@ class LLM:
 
     @staticmethod
     def _deltas(
-        core: EngineCore | ReplicatedCore, requests: list[Request], interrupted: threading.Event
+        core: EngineCore | ReplicatedCore,
+        requests: PendingRequests,
+        outputs: dict[str, RequestOutput],
+        interrupted: threading.Event,
     ) -> Iterator[OutputDelta]:
-        """Runs the engine until every request has ended; adds requests as its queue has room."""
-        waiting = iter(requests)
-        request = next(waiting, None)
-        while request is not None or core.has_work():
+        """Runs the engine until every request has ended; adds requests as its queue has room. Makes an output of each."""
+        while requests or core.has_work():
             if interrupted.is_set():
                 raise KeyboardInterrupt
-            while request is not None:
+            while requests and (request := requests.first(wait=not core.has_work())) is not None:
+                outputs.setdefault(request.request_id, new_output(request))
+                refusal: Iterable[OutputDelta] = ()
                 try:
                     core.add(request)
                 except QueueFullError:
                     break
                 except EngineError as error:
-                    yield from failed(request, error)
-                request = next(waiting, None)
+                    refusal = failed(request, error)
+                requests.pop()
+                yield from refusal
             yield from core.step()
 
 

@@ -28,7 +28,7 @@ from headrace.engine.profile import measure
 from headrace.engine.report import engine_info
 from headrace.engine.source import FileSource, ModelSource
 from headrace.engine.timeline import Timeline
-from headrace.engine.vision import load_vision, with_vision
+from headrace.engine.vision import encoder_calls, load_vision, with_vision
 from headrace.errors import ConfigError
 from headrace.layers.linear import make_invariant
 from headrace.parallel.agreement import Agreement
@@ -125,11 +125,11 @@ def load_executor(source: ModelSource, frontend: Frontend, timeline: Timeline) -
     profile = None
     if device.cuda:
         with timeline.phase("profile") as phase:
-            profile = measure(model, config)
+            profile = measure(model, config, encoder_calls(files, config, encoder))
             room = source.ranks.least(profile.room)
             config = resolve(args, files, config.model, device, kv_room=room)
             phase.detail = f"{room:,} bytes left for KV cache"
-    config = with_vision(config, encoder, why_encoder)
+    config = with_vision(files, config, encoder, why_encoder)
     _check_alike(source.ranks, config)
     with timeline.phase("cache"):
         token_bytes = None if frontend.tokenizer is None else frontend.tokenizer.token_bytes

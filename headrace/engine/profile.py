@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -35,18 +36,20 @@ class Profile:
     """The most that the step takes at once, beside workspaces."""
     workspaces: int
     """What attention backends keep from step to step."""
+    vision: int = 0
+    """The most that the vision encoder takes at once, beside the step that it overlaps with, and the features that are kept."""
     slack: int = CUDA_SLACK
     """Held back for what comes once the cache is there: the slots' tables, CUDA graphs, fragments."""
 
     @property
     def room(self) -> int:
         """What is left for KV."""
-        return self.total - self.others - self.held - self.activations - self.workspaces - self.slack
+        return self.total - self.others - self.held - self.activations - self.workspaces - self.vision - self.slack
 
 
 @torch.inference_mode()
-def measure(model: Model, config: EngineConfig) -> Profile:
-    """Runs the largest possible step on the model's GPU."""
+def measure(model: Model, config: EngineConfig, encode: Sequence[Callable[[], object]] = ()) -> Profile:
+    """Runs the largest possible step on the model's GPU, and calls of the vision encoder."""
     held = torch.cuda.memory_allocated()
     few = dataclasses.replace(config.cache, nbytes=config.cache.arena.reserved)
     caches = allocate(few, config.model, config.device, few.dtype)
@@ -58,6 +61,9 @@ def measure(model: Model, config: EngineConfig) -> Profile:
     _largest_step(model, config, caches, backends)
     torch.cuda.synchronize()
     workspaces, peak = workspace_bytes(backends), torch.cuda.max_memory_allocated()
+    vision = max(map(_peak, encode), default=0)
+    if vision:
+        vision += config.args.mm_encoder_cache_bytes
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
     return Profile(
@@ -67,7 +73,17 @@ def measure(model: Model, config: EngineConfig) -> Profile:
         # The null block, which is all that the step saw, is the KV cache's.
         activations=peak - held - workspaces - few.nbytes,
         workspaces=workspaces,
+        vision=vision,
     )
+
+
+def _peak(work: Callable[[], object]) -> int:
+    """The most bytes that work takes beside what is held."""
+    torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated()
+    work()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - held
 
 
 def _largest_step(model: Model, config: EngineConfig, caches: list[LayerCache], backends: list[AttentionBackend]) -> None:

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 
 from headrace.config import Decision, EngineConfig
+from headrace.core.media import ItemInputs
 from headrace.engine.timeline import Timeline
-from headrace.models.vision import VisionEncoder
+from headrace.errors import ConfigError
+from headrace.models.vision import CALL_ROWS, VisionEncoder
 from headrace.sources.files import ModelFiles
+
+_USUAL_SIDE, _LARGE_SIDE, _LEAST_SIDE = 1024, 4096, 32
+"""Pixels."""
 
 
 def load_vision(files: ModelFiles, config: EngineConfig, timeline: Timeline) -> tuple[VisionEncoder | None, str]:
@@ -31,7 +38,14 @@ def load_vision(files: ModelFiles, config: EngineConfig, timeline: Timeline) -> 
         from headrace.models.vision_encoder import load_encoder
 
         with timeline.phase("vision encoder") as phase:
-            encoder = load_encoder(files, config.model.vision, config.dtype, config.device, config.args.seed)
+            encoder = load_encoder(
+                files,
+                config.model.vision,
+                config.dtype,
+                config.device,
+                config.args.seed,
+                one_by_one=config.args.deterministic,
+            )
             phase.detail = "none" if encoder is None else f"{encoder.nbytes:,} bytes"
         reason = "" if encoder is not None else "the checkpoint has no weights of it"
     if encoder is None:
@@ -39,10 +53,39 @@ def load_vision(files: ModelFiles, config: EngineConfig, timeline: Timeline) -> 
     return encoder, f"the vision part of {config.model.vision.model_type}"
 
 
-def with_vision(config: EngineConfig, encoder: VisionEncoder | None, reason: str) -> EngineConfig:
+def encoder_calls(files: ModelFiles, config: EngineConfig, encoder: VisionEncoder | None) -> list[Callable[[], object]]:
+    """The calls of the encoder that take most memory: as many pictures as it encodes at once, and the largest one that the
+    processor makes. Empty: nothing is encoded here."""
+    if encoder is None or config.model.vision is None:
+        return []
+    from PIL import Image
+
+    from headrace.multimodal.families import media_rules
+    from headrace.multimodal.items import Picture
+
+    try:
+        rules = media_rules(config.model.vision.model_type, files.directory, files.config)
+    except ConfigError:
+        return []  # Prompts cannot have pictures.
+    batches: list[list[ItemInputs]] = []
+    for side, rows in ((_USUAL_SIDE, CALL_ROWS), (_LARGE_SIDE, 1)):
+        while side > _LEAST_SIDE and rules.image_rows(side, side) > config.scheduler.max_num_encoder_tokens:
+            side //= 2
+        made = rules.process(Picture(Image.new("RGB", (side, side))), {}, "the picture of the profile")
+        items = [ItemInputs(one.modality, ((0, one.expansion.num_rows),), one.tensors) for one in made]
+        batches.append(items * -(-rows // sum(item.num_rows for item in items)))
+    return [functools.partial(encoder.encode, batch) for batch in batches]
+
+
+def with_vision(files: ModelFiles, config: EngineConfig, encoder: VisionEncoder | None, reason: str) -> EngineConfig:
     """The configuration of an engine with what ``load_vision`` returned."""
     if config.model.vision is None:
-        return config
+        if getattr(files.config, "vision_config", None) is None:
+            return config
+        from headrace.multimodal.families import why_text_alone
+
+        decision = Decision("vision encoder", "none", why_text_alone(files.config))
+        return dataclasses.replace(config, decisions=(*config.decisions, decision))
     decision = Decision("vision encoder", "none" if encoder is None else "transformers", reason)
     scheduler = config.scheduler
     if encoder is None:

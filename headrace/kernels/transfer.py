@@ -1,7 +1,9 @@
-"""Asynchronous copies of small arrays to the device."""
+"""Asynchronous copies to the device, and a second stream of its work."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -32,3 +34,29 @@ class Mark:
         """Waits until the device has passed the last recorded event, if any."""
         if self._event is not None:
             self._event.synchronize()
+
+
+class SideStream:
+    """Work of the device beside that of its current stream; on a CPU, the work is done where it is launched."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    @contextlib.contextmanager
+    def launching(self) -> Iterator[None]:
+        """What the block launches runs as soon as the side stream gets to it, without waiting for the current stream.
+
+        It must read nothing that the current stream has yet to write.
+        """
+        with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            yield
+
+    def join(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Lets the current stream, not the host, wait for what was launched. ``tensors``: of it, and used in the current
+        stream from now on: their memory is not reused before that has passed the point where they are freed."""
+        if self._stream is None:
+            return
+        current = torch.cuda.current_stream(self._stream.device)
+        current.wait_stream(self._stream)
+        for tensor in tensors:
+            tensor.record_stream(current)

@@ -62,6 +62,10 @@ def with_vision_names(table: NameTable) -> NameTable:
     return table
 
 
+CALL_ROWS = 8192
+"""Feature rows that an encoder computes at once, unless a single item has more: it bounds what it takes of memory."""
+
+
 class EncodedItem(NamedTuple):
     """Features of one item, in the model's dtype."""
 
@@ -72,7 +76,11 @@ class EncodedItem(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return self.features.nbytes + (0 if self.deepstack is None else self.deepstack.nbytes)
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [self.features] if self.deepstack is None else [self.features, self.deepstack]
 
 
 class VisionEncoder(Protocol):
@@ -96,8 +104,10 @@ def encoded_item(item: ItemInputs, dtype: torch.dtype, device: torch.device) -> 
 
 
 def device_tensor(data: TensorData, device: torch.device) -> torch.Tensor:
-    """A copy on the device, since the bytes are read-only."""
+    """A copy on the device, for which the host does not wait."""
     dtype = getattr(torch, data.dtype)
     if not data.data:
         return torch.empty(data.shape, dtype=dtype, device=device)
-    return torch.from_numpy(np.frombuffer(bytearray(data.data), np.uint8)).view(dtype).view(data.shape).to(device)
+    host = torch.empty(len(data.data), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    host.numpy()[:] = np.frombuffer(data.data, np.uint8)
+    return host.view(dtype).view(data.shape).to(device, non_blocking=True)

@@ -18,10 +18,12 @@ from headrace.core.media import ItemInputs, TensorData
 from headrace.errors import ConfigError
 from headrace.model_spec import VisionSpec
 from headrace.models.capture import one_line
-from headrace.models.vision import VISION_NAME, EncodedItem, device_tensor
+from headrace.models.vision import CALL_ROWS, VISION_NAME, EncodedItem, device_tensor
+from headrace.models.vision_varlen import geometry, use_varlen
 from headrace.sources.files import ModelFiles
 from headrace.sources.plain_config import in_transformers
 
+_GRIDS = "image_grid_thw"
 _FEW_TOKENS = 8
 """Vocabulary of the text part that transformers builds beside the vision part, and that is thrown away."""
 
@@ -31,10 +33,16 @@ class TransformersEncoder:
 
     Args:
         parts: transformers' module with ``get_image_features``.
+        one_by_one: each item has a call of its own, so that its features do not depend on the items beside it: matrix products
+            may round a row differently with the number of rows. A CPU gains nothing by larger calls.
     """
 
-    def __init__(self, parts: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, parts: nn.Module, dtype: torch.dtype, device: torch.device, *, one_by_one: bool = False) -> None:
         self._parts, self._dtype, self._device = parts, dtype, device
+        self._one_by_one = one_by_one or device.type == "cpu"
+        tower = getattr(parts, "visual", None)
+        self._tower = tower if tower is not None and use_varlen(tower, dtype, device) else None
+        """The tower that computes all segments at once."""
 
     @property
     def nbytes(self) -> int:
@@ -42,23 +50,27 @@ class TransformersEncoder:
 
     @torch.inference_mode()
     def encode(self, items: Sequence[ItemInputs]) -> list[EncodedItem]:
-        """Encodes several items, those of equal geometry in one call. Attention in the encoders stays inside an item.
-
-        A CPU gains nothing by that, and its matrix products round a row differently with the number of rows: there, each item
-        has a call of its own, so that its features do not depend on the items beside it.
-        """
+        """Encodes several items, those of equal geometry in one call. Attention in the encoders stays inside an item."""
         groups: dict[object, list[int]] = {}
         for index, item in enumerate(items):
-            geometry = tuple((name, tensor.dtype, tensor.shape[1:]) for name, tensor in sorted(item.tensors.items()))
-            key = index if self._device.type == "cpu" else geometry
-            groups.setdefault(key, []).append(index)
+            shapes = tuple((name, tensor.dtype, tensor.shape[1:]) for name, tensor in sorted(item.tensors.items()))
+            groups.setdefault(shapes, []).append(index)
+        most = 1 if self._one_by_one else CALL_ROWS
         found: dict[int, EncodedItem] = {}
         for members in groups.values():
-            found.update(zip(members, self._encode([items[index] for index in members]), strict=True))
+            for call in _calls(members, [items[index].num_rows for index in members], most):
+                found.update(zip(call, self._encode([items[index] for index in call]), strict=True))
         return [found[index] for index in range(len(items))]
 
     def _encode(self, items: Sequence[ItemInputs]) -> list[EncodedItem]:
-        inputs = {name: torch.cat([self._tensor(item.tensors[name]) for item in items]) for name in items[0].tensors}
+        inputs: dict[str, Any] = {
+            name: torch.cat([self._tensor(item.tensors[name]) for item in items])
+            for name in items[0].tensors
+            if self._tower is None or name != _GRIDS
+        }
+        if self._tower is not None:
+            grids = torch.cat([device_tensor(item.tensors[_GRIDS], torch.device("cpu")) for item in items])
+            inputs |= {_GRIDS: grids, **geometry(self._tower, grids, self._device)}
         out = self._parts.get_image_features(**inputs)  # type: ignore[operator]
         rows = _rows(out.pooler_output).to(self._dtype)
         counts = [item.num_rows for item in items]
@@ -78,14 +90,32 @@ class TransformersEncoder:
         return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
 
 
+def _calls(members: Sequence[int], rows: Sequence[int], most: int) -> Iterator[list[int]]:
+    """Cuts the members before the ``most`` rows of a call are exceeded; each call has one at least."""
+    call: list[int] = []
+    taken = 0
+    for member, count in zip(members, rows, strict=True):
+        if call and taken + count > most:
+            yield call
+            call, taken = [], 0
+        call.append(member)
+        taken += count
+    yield call
+
+
 def _rows(features: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
     """``[n, hidden]`` of several items, one behind the other."""
     rows = features if isinstance(features, torch.Tensor) else torch.cat(list(features))
     return rows.reshape(-1, rows.shape[-1])
 
 
-def load_encoder(files: ModelFiles, spec: VisionSpec, dtype: str, device: str, seed: int) -> TransformersEncoder | None:
+def load_encoder(
+    files: ModelFiles, spec: VisionSpec, dtype: str, device: str, seed: int, *, one_by_one: bool = False
+) -> TransformersEncoder | None:
     """Loads the vision part of a model; with random weights where the model's weights are dummies.
+
+    Args:
+        one_by_one: as of ``TransformersEncoder``.
 
     Returns:
         None: the checkpoint has the text part alone.
@@ -114,7 +144,7 @@ def load_encoder(files: ModelFiles, spec: VisionSpec, dtype: str, device: str, s
         ) from error
     parts = whole if not hasattr(whole, "model") else whole.model
     parts.language_model = parts.text_model = None
-    return TransformersEncoder(parts.to(where).eval().requires_grad_(False), torch_dtype, where)
+    return TransformersEncoder(parts.to(where).eval().requires_grad_(False), torch_dtype, where, one_by_one=one_by_one)
 
 
 def _factory(config: PretrainedConfig) -> Any:

@@ -29,12 +29,12 @@ from headrace.multimodal.decoder import MediaDecoder
 from headrace.multimodal.feature_file import read_features
 from headrace.multimodal.fetch import Fetcher, refused
 from headrace.multimodal.items import Features, MultiModalData, Picture, Video
+from headrace.multimodal.threads import media_workers
 from headrace.options import shown
 from headrace.text.content import MediaPart
 
 FindFeatures = Callable[[str, Modality, str], Features]
 """(id of an upload, what it stands for, parameter) -> its features. Raises RequestError where there are none."""
-_MAX_WORKERS = 4
 
 
 class MediaBudget:
@@ -76,7 +76,7 @@ class MediaLoader:
     def __init__(self, args: EngineArgs, fetcher: Fetcher | None = None) -> None:
         """``fetcher``: one with another check of addresses, for tests."""
         limits = DecodeLimits(args.max_image_pixels, args.max_video_pixels, args.max_video_seconds, args.num_video_frames)
-        workers = args.media_workers or max(1, min(_MAX_WORKERS, (os.cpu_count() or 1) // 2))
+        workers = media_workers(args.media_workers)
         process = ProcessLimits(args.media_decode_seconds, args.media_decode_memory)
         self.decoder = MediaDecoder(limits, process, workers)
         self.budget = MediaBudget(args.max_media_bytes_in_flight)

@@ -12,7 +12,7 @@ import torch
 
 from headrace.core.media import ItemInputs, RopePositions
 from headrace.core.plan import NewSequence
-from headrace.kernels.transfer import upload
+from headrace.kernels.transfer import SideStream, upload
 from headrace.kv import Item
 from headrace.model_spec import ModelFacts
 from headrace.models.vision import EncodedItem, VisionEncoder, encoded_item
@@ -70,6 +70,7 @@ class MediaTables:
         self._model, self._encoder = model, encoder
         self._dtype, self._device = dtype, device
         self._slots: dict[int, _SlotItems] = {}
+        self._side = SideStream(device)
         self.cache = EncoderCache(cache_bytes)
         self.sectioned = model.sectioned_rope
         self.delta = torch.zeros(num_slots if self.sectioned else 0, dtype=torch.int64, device=device)
@@ -125,7 +126,7 @@ class MediaTables:
         batch = _Batch(rows, self._slots)
         if not batch.parts and not batch.positioned:
             return None, {}
-        failed = self._encode(part for part in batch.parts)
+        failed = self._encode(batch.parts)
         embeds = mask = extras = ends = None
         if batch.parts:
             embeds, mask, extras = self._features([part for part in batch.parts if part.slot not in failed], batch.num_tokens)
@@ -153,8 +154,20 @@ class MediaTables:
                         extra[token : token + count] = deep[layer, row : row + count]
         return embeds, upload(known, self._device), extras or None
 
-    def _encode(self, parts: Iterable[_Part]) -> dict[int, Failure]:
-        """Computes the features that the cache lacks, all in one go. Returns slot -> why there are none."""
+    def _encode(self, parts: Sequence[_Part]) -> dict[int, Failure]:
+        """Computes the features that the cache lacks, all in one go. Returns slot -> why there are none.
+
+        On a GPU this overlaps with the step that was launched before: nothing here depends on it, and the host is ahead.
+        """
+        missing = {part.item.content_hash for part in parts if part.item.content_hash not in self.cache}
+        if not missing:
+            return {}
+        with self._side.launching():
+            failed = self._encode_missing(part for part in parts if part.item.content_hash in missing)
+        self._side.join(tensor for key in missing if key in self.cache for tensor in self.cache[key].tensors)
+        return failed
+
+    def _encode_missing(self, parts: Iterable[_Part]) -> dict[int, Failure]:
         failed: dict[int, Failure] = {}
         missing: dict[str, _Part] = {}
         users: dict[str, list[int]] = {}

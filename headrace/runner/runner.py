@@ -38,6 +38,8 @@ logger = logging.getLogger("headrace.engine")
 
 _LOGITS_BYTES = 64 * 2**20
 """The most that the logits of prompt tokens take at a time."""
+FEATURES = "features of pictures"
+"""What the runner's memory for them is called."""
 BROKEN = Failure("the model gave hidden states that are not finite")
 
 
@@ -317,7 +319,7 @@ class ModelRunner:
             ("attention workspaces", workspace_bytes(self._forward.to_plan)),
             ("slots", self.slots.nbytes + self._buffers.nbytes + (0 if self._sparse is None else self._sparse.nbytes)),
             ("penalty histograms", self.sampler.nbytes),
-            *([] if self.media is None else [("features of pictures", self.media.nbytes)]),
+            *([] if self.media is None else [(FEATURES, self.media.nbytes)]),
             ("CUDA graphs", 0 if self._graphs is None else self._graphs.nbytes),
         ]
 

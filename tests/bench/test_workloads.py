@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from headrace.bench.workloads import RANDOM_WORKLOADS, TEXT_WORKLOADS, Workload, build, names, prose
+from headrace.bench.workloads import PICTURE_WORKLOADS, RANDOM_WORKLOADS, TEXT_WORKLOADS, Workload, build, names, prose
 from headrace.errors import ConfigError
 
 RECORDED = {
@@ -49,7 +49,7 @@ def test_random_workloads_are_as_recorded(name: str) -> None:
 
 def test_all_are_recorded() -> None:
     assert set(RECORDED) == set(RANDOM_WORKLOADS)
-    assert set(names()) == set(RANDOM_WORKLOADS) | set(TEXT_WORKLOADS)
+    assert set(names()) == set(RANDOM_WORKLOADS) | set(PICTURE_WORKLOADS) | set(TEXT_WORKLOADS)
 
 
 def test_folding_keeps_lengths() -> None:

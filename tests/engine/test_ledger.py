@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from headrace.engine import profile as profiles
 from headrace.engine.ledger import cache_lines, ledger, planned_ledger
 from headrace.engine.profile import Profile, measure
 from headrace.resolve.memory import CUDA_SLACK
+from headrace.runner.runner import FEATURES
 
 from .test_resolve_gpu import GIB, HOPPER, a_device, on_gpu
 
@@ -92,6 +94,26 @@ def test_what_the_largest_step_takes_is_measured(captured: bool, workspaces: int
 @pytest.mark.usefixtures("gpu")
 def test_the_largest_step_runs_and_leaves_what_its_backends_keep() -> None:
     assert measure(model("llama"), World().config()).workspaces > 0
+
+
+@pytest.mark.usefixtures("gpu")
+def test_the_encoder_runs_beside_the_largest_step() -> None:
+    ran: list[str] = []
+    config = World().config()
+    plain, found = (
+        measure(model("llama"), config, [functools.partial(ran.append, name) for name in names]) for names in ("", "ab")
+    )
+    assert ran == ["a", "b"] and plain.vision == 0
+    assert found.vision == PEAK - HELD + config.args.mm_encoder_cache_bytes == plain.room - found.room
+
+
+def test_features_are_part_of_what_is_held_back_for_the_encoder() -> None:
+    profile = dataclasses.replace(MEASURED, vision=2 * GIB)
+    config = sized(profile.room)
+    held = [("attention workspaces", GIB), (FEATURES, 5000), ("slots", 70)]
+    lines = ledger([MemoryLine("weights", HELD)], config, held, profile)
+    assert summed(lines) == profile.total and FEATURES not in of(lines)
+    assert of(lines)["vision encoder, activations and features"] == 2 * GIB
 
 
 @pytest.mark.parametrize("grown", [0, 1 << 20], ids=["as profiled", "grown"])

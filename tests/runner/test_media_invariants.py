@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Listing
 from pathlib import Path
 from typing import Any
@@ -18,11 +20,12 @@ from headrace.core.request import Request
 from headrace.core.sequence import Sequence
 from headrace.kernels.inputs import RowTensors
 from headrace.kv import Item
+from headrace.models.vision import EncodedItem, encoded_item
 from headrace.multimodal.positions import Run, rope_positions
 from headrace.runner.inputs import _token_slots
 from headrace.runner.record import replay
 
-from .harness import WITH_MEDIA, Encoder, Engine, Outcomes, World, alone, prompt, request, same, serve
+from .harness import MEDIA_IN_FP8, SPECS, WITH_MEDIA, Encoder, Engine, Outcomes, World, alone, prompt, request, same, serve
 
 HIDDEN = 32
 PLACEHOLDER = 5
@@ -54,7 +57,7 @@ def content(number: int, rows: int, deep: bool, encoded: bool) -> dict[str, Tens
 
 
 def with_pictures(family: str, name: str, index: int, **sampling: Any) -> Request:
-    spec = WITH_MEDIA[family]
+    spec = SPECS[family]
     assert spec.vision is not None
     length, places = PROMPTS[name]
     tokens = prompt(index, length)
@@ -106,6 +109,11 @@ def finished(engine: Engine) -> None:
 
 
 families = pytest.mark.parametrize("family", WITH_MEDIA)
+
+
+def quick(names: Iterable[str], one: str) -> list[Any]:
+    """All but one are slow."""
+    return [name if name == one else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 @families
@@ -237,6 +245,24 @@ def broken(items: Listing[ItemInputs]) -> None:
     raise ValueError("too small")
 
 
+@pytest.mark.parametrize("family", quick(MEDIA_IN_FP8, "both ways, KV in FP8"))
+def test_a_cache_in_fp8_changes_as_little(family: str) -> None:
+    """Numbers are rounded by token, whatever is beside it: chunks, preemption and other requests still change nothing."""
+    for limits in ({"max_num_batched_tokens": 25, "num_blocks": 22, "depth": 2}, {"caching": True, "max_num_seqs": 3}):
+        same(serve(World(family, **limits), shuffled(family, 3)), expected(family))  # type: ignore[arg-type]
+    plain = expected(next(name for name in WITH_MEDIA if family.startswith(name)))
+    found, exact = (outcomes["two"][0].logprobs[0].logprobs for outcomes in (expected(family), plain))
+    assert found != exact
+
+
+@pytest.mark.parametrize("family", quick(WITH_MEDIA, "both ways"))
+def test_the_kernel_of_gpus_sees_what_items_see(family: str) -> None:
+    """Interpreted, with two prompts of pictures in a step, chunks, and steps behind them."""
+    short = [msgspec.structs.replace(each, max_tokens=3) for each in requests(family) if each.request_id in ("two", "last")]
+    world = World(family, backend="triton", max_num_batched_tokens=28)
+    same(serve(world, short), alone(World(family, backend="reference"), short))
+
+
 @families
 def test_a_picture_that_breaks_the_encoder_fails_alone(family: str) -> None:
     engine = Engine(World(family))
@@ -263,3 +289,46 @@ def test_tokens_of_padding_rows_have_a_slot_that_exists() -> None:
     rows = RowTensors(slots, torch.tensor([0, 1, 1, 4, 4], dtype=torch.int32), torch.zeros(5, dtype=torch.int32))
     found = _token_slots(rows, 6)
     assert found[:4].tolist() == [3, 7, 7, 7] and (found >= 0).all()
+
+
+class Delayed:
+    """A side stream whose results are not there before it is joined."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._open = False
+        self.pending: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    @contextlib.contextmanager
+    def launching(self) -> Iterator[None]:
+        self._open = True
+        yield
+        self._open = False
+
+    def launched(self, value: torch.Tensor) -> torch.Tensor:
+        assert self._open
+        result = torch.full_like(value, torch.nan)
+        self.pending[id(result)] = result, value
+        return result
+
+    def join(self, tensors: Iterable[torch.Tensor]) -> None:
+        assert not self._open
+        for tensor in tensors:
+            result, value = self.pending.pop(id(tensor))
+            result.copy_(value)
+
+
+@families
+def test_features_are_used_once_they_are_there(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.runner.media.SideStream", Delayed)
+    engine = Engine(World(family, max_num_batched_tokens=64))
+    media: Any = engine.runner.media
+    side, encode = media._side, media._encoder.encode
+
+    def delayed(item: EncodedItem) -> EncodedItem:
+        return EncodedItem(*(None if part is None else side.launched(part) for part in item))
+
+    monkeypatch.setattr(media._encoder, "encode", lambda items: [delayed(item) for item in encode(items)])
+    monkeypatch.setattr("headrace.runner.media.encoded_item", lambda *given: delayed(encoded_item(*given)))
+    engine.add(*requests(family))
+    same(engine.run(), expected(family))
+    assert not side.pending

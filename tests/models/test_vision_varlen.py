@@ -1,0 +1,88 @@
+"""Towers that compute all segments at once: their geometry, and what they make of it, are transformers' own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_vision import _configs
+from torch.nn.functional import scaled_dot_product_attention as attend
+
+from headrace.core.media import ItemInputs
+from headrace.models import vision_varlen
+from headrace.models.vision_encoder import TransformersEncoder, _calls
+from headrace.multimodal.items import tensor_data
+
+CPU = torch.device("cpu")
+GRIDS = [(1, 10, 6), (1, 2, 2), (3, 4, 14), (1, 10, 6)]
+
+
+def segments(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ends: torch.Tensor, longest: int, scale: float
+) -> Any:
+    """One after the other."""
+    assert longest == int(ends.diff().max())
+    parts = []
+    for start, end in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True):
+        q, k, v = (tensor[start:end].transpose(0, 1)[None] for tensor in (query, key, value))
+        parts.append(attend(q, k, v, scale=scale)[0].transpose(0, 1))
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_segments_at_once_are_segments_one_by_one(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    factory, fields, _ = _configs()[kind]
+    torch.manual_seed(0)
+    parts = factory(factory.config_class(**fields)).eval().model
+    tower, rng = parts.visual, torch.Generator().manual_seed(1)
+    patch = 3 * 2 * tower.patch_embed.patch_size**2
+    items = []
+    for time, tall, wide in GRIDS:
+        pixels = torch.randn(time * tall * wide, patch, generator=rng)
+        tensors = {"pixel_values": pixels, "image_grid_thw": torch.tensor([[time, tall, wide]])}
+        given = {name: tensor_data(tensor, name) for name, tensor in tensors.items()}
+        items.append(ItemInputs("image", ((0, time * tall * wide // 4),), given))
+    plain = TransformersEncoder(parts, torch.float32, CPU)
+    expected = [plain.encode([item])[0] for item in items]
+    assert plain._tower is None  # a CPU computes as ever
+    monkeypatch.setattr(vision_varlen, "flash_segments", segments)
+    at_once = TransformersEncoder(parts, torch.float32, CPU)
+    at_once._tower = tower
+    tower.config._attn_implementation = vision_varlen.ATTENTION
+    for ours, theirs in zip(at_once._encode(items), expected, strict=True):
+        torch.testing.assert_close(ours.features, theirs.features, atol=1e-5, rtol=1e-5)
+        assert (ours.deepstack is None) == (theirs.deepstack is None)
+        if ours.deepstack is not None and theirs.deepstack is not None:
+            torch.testing.assert_close(ours.deepstack, theirs.deepstack, atol=1e-5, rtol=1e-5)
+    alone = [at_once.encode([item])[0].features for item in items]
+    for ours, theirs in zip(alone, expected, strict=True):
+        assert torch.equal(ours, theirs.features)
+
+
+def test_calls_are_bounded() -> None:
+    assert list(_calls([3, 1, 2, 7], [5, 4, 20, 1], 9)) == [[3, 1], [2], [7]]
+    assert list(_calls([3, 1, 2], [5, 1, 1], 1)) == [[3], [1], [2]]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_flash_attention_of_a_gpu_is_close(kind: str) -> None:
+    device = torch.device("cuda")
+    ends = torch.tensor([0, 60, 64, 232], dtype=torch.int32, device=device)
+    rng = torch.Generator(device).manual_seed(2)
+    query, key, value = (torch.randn(232, 4, 80, generator=rng, device=device).bfloat16() for _ in range(3))
+    ours = vision_varlen.flash_segments(query, key, value, ends, 168, 80**-0.5)
+    torch.testing.assert_close(ours, segments(query, key, value, ends, 168, 80**-0.5), atol=2e-2, rtol=2e-2)
+    factory, fields, _ = _configs()[kind]
+    parts = factory(factory.config_class(**fields)).eval().model.to(device, torch.bfloat16)
+    encoder = TransformersEncoder(parts, torch.bfloat16, device)
+    assert encoder._tower is not None
+    pixels = torch.randn(60, 3 * 2 * parts.visual.patch_embed.patch_size**2, generator=torch.Generator().manual_seed(1))
+    tensors = {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, 10, 6]])}
+    item = ItemInputs("image", ((0, 15),), {name: tensor_data(tensor, name) for name, tensor in tensors.items()})
+    found = encoder.encode([item])[0].features
+    parts.visual.config._attn_implementation = "sdpa"
+    with torch.inference_mode():
+        out = parts.get_image_features(**{name: tensor.to(device) for name, tensor in tensors.items()})
+    torch.testing.assert_close(found, torch.cat(list(out.pooler_output)), atol=5e-2, rtol=5e-2)

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 
 from headrace.kernels import gpu
-from headrace.kernels.head_routing import BLOCK_SPARSE, STREAMING
+from headrace.kernels.head_routing import BLOCK_SPARSE, ELSEWHERE, STREAMING
 
 BLOCK = 128
 """Tokens of a block of queries and of a block of keys."""
@@ -37,6 +37,15 @@ class BlockMeans(NamedTuple):
     """``[R, kv_heads, Kb, d]``"""
     values: torch.Tensor
     """``[R, kv_heads, Kb, dv]``"""
+
+
+class KeyCopies(NamedTuple):
+    """Keys and values of all rows out of their blocks, one token after another."""
+
+    rows: torch.Tensor
+    """``[keys, kv_heads, d + dv]``: a head's key, then its value."""
+    start: torch.Tensor
+    """``[R]`` int32: where each row's first key is."""
 
 
 def num_query_blocks(num_tokens: int, num_rows: int, block: int = BLOCK) -> int:
@@ -303,6 +312,7 @@ def sparse_prefill_attention(
     means: BlockMeans | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    copies: KeyCopies | None = None,
     block: int = BLOCK,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -311,6 +321,7 @@ def sparse_prefill_attention(
     ``DENSE``: to all keys. ``BLOCK_SPARSE``: to the key blocks of the mask. ``STREAMING``: to the first ``sink_blocks`` blocks
     and to ``local_blocks`` blocks up to number ``ceil(context / block) + m`` for the row's query block m, where the context is
     the keys before the row's first query: with a context of whole blocks, the query block's own and those before it.
+    ``ELSEWHERE``: their output is not written.
 
     Args:
         q: ``[T, num_heads, d]``, after the rotary embedding.
@@ -326,6 +337,7 @@ def sparse_prefill_attention(
         means: blocks that a ``BLOCK_SPARSE`` head leaves out, before the query block's own, count as if each of their tokens
             had the block's mean key and mean value. None: they do not count.
         k_scale, v_scale: ``[blocks, block_size, kv_heads]`` float32, for keys and values in e4m3.
+        copies: what ``keys`` and ``values`` hold, which then are not read.
         out: ``[T, num_heads, dv]``, of q's dtype, contiguous: gets the result.
 
     Returns:
@@ -339,8 +351,14 @@ def sparse_prefill_attention(
         length = context + end - start
         for head, kind in enumerate(types[row].tolist()):
             if head % group == 0:
-                k = _gather(keys, k_scale, block_tables[row], length, head // group, dtype)
-                v = _gather(values, v_scale, block_tables[row], length, head // group, dtype)
+                if copies is None:
+                    k = _gather(keys, k_scale, block_tables[row], length, head // group, dtype)
+                    v = _gather(values, v_scale, block_tables[row], length, head // group, dtype)
+                else:
+                    both = copies.rows[int(copies.start[row]) :][:length, head // group].to(dtype)
+                    k, v = both[:, : keys.shape[3]].contiguous(), both[:, keys.shape[3] :].contiguous()
+            if kind == ELSEWHERE:
+                continue
             for number, low in enumerate(range(start, end, block)):
                 high = min(low + block, end)
                 position = torch.arange(context + low - start, context + high - start, device=q.device)

@@ -178,7 +178,7 @@ class SparsePrefillAttention(AttentionBackend):
     ) -> tuple[torch.Tensor | None, BlockMeans | None]:
         """``[N, num_heads, Kb]`` bool: the key blocks of each query block; and means of those that are left out."""
         config, step, cache = self._config, self.step, inputs.cache
-        if config.types is not None and SELECTED not in config.types:
+        if not config.selects:
             return None, None
         table, longest = step.block_tables[cache.group], int(step.seq_lens_host.max())
         if config.selector == "mean":
@@ -220,7 +220,14 @@ class SparsePrefillAttention(AttentionBackend):
             k_scale=cache.k_scale,
         )
         chosen = select(
-            sums, self._query_start, step.seq_lens, types, num_tokens=len(q), threshold=config.threshold, block=config.block
+            sums,
+            self._query_start,
+            step.seq_lens,
+            types,
+            num_tokens=len(q),
+            threshold=config.threshold,
+            prompt_lens=self.rows.prompt_lens if config.upstream else None,
+            block=config.block,
         )
         return chosen, None
 

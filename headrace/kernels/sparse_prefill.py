@@ -136,7 +136,7 @@ def select(
     num_tokens: int,
     threshold: float | torch.Tensor,
     block: int = BLOCK,
-    quirk: bool = False,
+    prompt_lens: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Key blocks that make up ``threshold`` of a query block's estimated attention.
 
@@ -152,9 +152,9 @@ def select(
         types: ``[R, num_heads]`` int8.
         num_tokens: T, the packed batch's.
         threshold: for all heads, or ``[num_heads]`` float32.
-        quirk: selects as the code published with XAttention does for the query blocks of a prompt's first chunk: block 0
-            competes with the others, and one more of these is kept. Needs prompts that are whole: their chunks' size depends
-            on their length.
+        prompt_lens: ``[R]`` int32, of the whole prompts, to select as the code published with XAttention does: for query blocks
+            of a prompt's first chunk, whose size depends on its length, block 0 competes with the others, and one more of
+            these is kept. None: all query blocks are alike.
 
     Returns:
         ``[N, num_heads, Kb]`` bool; False for other heads than of type ``BLOCK_SPARSE``.
@@ -165,7 +165,7 @@ def select(
     key_block = torch.arange(num_blocks, device=sums.device)
     for row, place, start, end, context in _rows(query_start, seq_lens, block):
         heads = (types[row] == BLOCK_SPARSE).nonzero().flatten()
-        lagging_blocks = upstream_chunk(context + end - start) // block if quirk else 0
+        lagging_blocks = 0 if prompt_lens is None else upstream_chunk(int(prompt_lens[row])) // block
         for number in range(-(-(end - start) // block) if len(heads) else 0):
             own = context // block + number
             weights = _integers(sums[place + number, heads]) * (key_block <= own)

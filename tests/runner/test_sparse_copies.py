@@ -33,7 +33,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return made
 
 
-@pytest.mark.parametrize("mode", ["elastic", "mean"])
+@pytest.mark.parametrize("mode", ["elastic", pytest.param("mean", marks=pytest.mark.slow)])
 def test_copies_change_nothing(mode: str, copies: list[int]) -> None:
     same(run(MODES[mode], traffic())[1], expected(mode))
     assert len(copies) > 4

@@ -278,7 +278,7 @@ def sparse(resources: Resources) -> None:
             sparse_attention.sparse_prefill_attention(
                 q, keys, values, table, *rows, mask, scale=1.0, sink_blocks=1, local_blocks=16, copies=copies, **longest,
             )  # fmt: skip
-    sparse_select.select(sums, *rows, num_tokens=2048, threshold=0.9, quirk=True)
+    sparse_select.select(sums, *rows, num_tokens=2048, threshold=0.9, prompt_lens=starts[1:])
     head_routing.pool_keys(torch.zeros(200, 2, 128, dtype=BF16), starts)
     shapes = [(512, 128), (512,), (128, 512), (128,)] * 2 + [(2, 128), (2,)]
     head_routing.route(torch.zeros(1, 2, 128), RouterWeights(*(torch.zeros(shape) for shape in shapes)))

@@ -176,11 +176,15 @@ def test_selection_is_that_of_the_reference(ties: bool, quirk: bool, device: tor
     sums[2] = 0
     there = made.to(device)
     for threshold in (0.0, 0.5, 1.0, torch.tensor([0.125, 0.875])):
-        options = {"num_tokens": len(made.q), "block": 16, "quirk": quirk}
-        expected = reference.select(sums, made.query_start, made.seq_lens, made.types, threshold=threshold, **options)
+        options = {"num_tokens": len(made.q), "block": 16}
+        lens = made.seq_lens + 3 if quirk else None
+        expected = reference.select(
+            sums, made.query_start, made.seq_lens, made.types, threshold=threshold, prompt_lens=lens, **options
+        )
         limit = threshold.to(device) if isinstance(threshold, torch.Tensor) else threshold
         starts = (there.query_start, there.seq_lens, there.types)
-        got = sparse_select.select(sums.to(device), *starts, threshold=limit, **options)
+        lens = None if lens is None else lens.to(device)
+        got = sparse_select.select(sums.to(device), *starts, threshold=limit, prompt_lens=lens, **options)
         assert torch.equal(got.cpu(), expected), threshold
         assert expected.any()
 

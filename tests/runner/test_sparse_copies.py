@@ -28,7 +28,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return real(self, *args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(sparse, "loads_tiles", lambda q: True)
-    monkeypatch.setattr("headrace.attention.paged_rows._COPY_QUERIES", 100)
+    monkeypatch.setattr("headrace.attention.paged_rows._COPY_QUERIES", 1)
     monkeypatch.setattr(sparse.PagedRows, "copies", counted)
     return made
 
@@ -36,7 +36,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("mode", ["elastic", pytest.param("mean", marks=pytest.mark.slow)])
 def test_copies_change_nothing(mode: str, copies: list[int]) -> None:
     same(run(MODES[mode], traffic())[1], expected(mode))
-    assert len(copies) > 4
+    assert copies
 
 
 @pytest.mark.parametrize("toggle", ["streaming", pytest.param("xattn", marks=pytest.mark.slow)])

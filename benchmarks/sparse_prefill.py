@@ -8,7 +8,8 @@
 One layer of 32 query heads and 8 KV heads of 128 channels; one prompt, in blocks of 16 tokens that lie in any order. Dense is
 FlashInfer's fa3 where it is installed, else the dense heads of the same kernel; the table says which. Masks are random, with
 the first block and the query block's own, at each density of the causal triangle, and what the selectors keep of structured
-inputs. Before timing, results are compared with PyTorch's attention, and calls are checked not to wait for the device.
+inputs. "Copies" are keys and values out of their blocks, which the tensor memory unit loads. Before timing, results are
+compared with PyTorch's attention, and calls are checked not to wait for the device.
 """
 
 from __future__ import annotations
@@ -22,16 +23,21 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from headrace.attention.backend import Scratch
+from headrace.attention.flashinfer import kernels
+from headrace.attention.flashinfer.dense_heads import DenseHeads
 from headrace.kernels.head_routing import BLOCK_SPARSE, DENSE, STREAMING
-from headrace.kernels.kv_cache import dequantize, quantize
-from headrace.kernels.sparse_prefill import BLOCK, BlockMeans
+from headrace.kernels.kv_cache import dequantize, gather_numbers, quantize
+from headrace.kernels.sparse_prefill import BLOCK, BlockMeans, KeyCopies
 from headrace.kernels.triton import sparse_attention, sparse_estimate, sparse_means, sparse_select
 from headrace.kernels.triton.sparse_estimate import EstimateTiling
 from headrace.kernels.triton.tiling import Tiling
+from headrace.model_spec import AttentionSpec
 
 CUDA = torch.device("cuda")
 DENSITIES = (0.1, 0.2, 0.4, 0.7)
@@ -40,9 +46,10 @@ SINK, LOCAL = 1, 16
 """Blocks of streaming heads."""
 TILINGS = [
     Tiling(block_q, 1, block_n, 1, 0, warps, stages)
-    for block_q, block_n, warps in ((128, 32, 4), (128, 64, 8), (128, 128, 8), (64, 64, 4), (64, 128, 4))
+    for block_q, block_n, warps in ((128, 32, 4), (128, 64, 4), (128, 64, 8), (128, 128, 8), (64, 64, 4), (64, 128, 4))
     for stages in (2, 3, 4)
 ]
+"""Over copies and over the cache itself."""
 ESTIMATE_TILINGS = [
     EstimateTiling(rows, columns, side, warps, stages)
     for rows, columns, side, warps in ((64, 128, 2, 4), (64, 64, 3, 4), (64, 128, 2, 8), (128, 128, 1, 8), (128, 128, 2, 8))
@@ -83,7 +90,9 @@ class Prompt:
         q, keys = self._structured()
         values = torch.randn(pages * self.page, self.kv_heads, self.v_head_dim, device=CUDA, dtype=torch.bfloat16)
         order = torch.randperm(pages, device=CUDA)
-        paged = [side.view(pages, self.page, self.kv_heads, -1)[order] for side in (keys, values)]
+        # A cache's rows: each key beside its value.
+        self.rows = torch.cat((keys, values), dim=-1).view(pages, self.page, self.kv_heads, -1)[order]
+        paged = list(self.rows.split([self.head_dim, self.v_head_dim], dim=-1))
         self.scales: dict[str, torch.Tensor] = {}
         if self.fp8:
             (paged[0], k_scale), (paged[1], v_scale) = (quantize(side) for side in paged)
@@ -96,7 +105,7 @@ class Prompt:
         self.q, self.keys, self.values = q, *paged
         self.table = torch.argsort(order).int().view(1, -1)
         self.starts = torch.tensor([0, self.length], dtype=torch.int32, device=CUDA)
-        self.places = self.length // BLOCK + 1
+        self.query_blocks = self.length // BLOCK + 1
         self.width = -(-self.length // BLOCK)
 
     def _structured(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -132,11 +141,11 @@ class Prompt:
 
     def mask(self, density: float) -> torch.Tensor:
         """Of this density of the causal triangle."""
-        shape = (self.places, self.heads, self.width)
-        causal = torch.ones(self.places, self.width, dtype=torch.bool, device=CUDA).tril().unsqueeze(1)
+        shape = (self.query_blocks, self.heads, self.width)
+        causal = torch.ones(self.query_blocks, self.width, dtype=torch.bool, device=CUDA).tril().unsqueeze(1)
         forced = torch.zeros_like(causal)
         forced[:, :, 0] = True
-        forced |= torch.eye(self.places, self.width, dtype=torch.bool, device=CUDA).unsqueeze(1)
+        forced |= torch.eye(self.query_blocks, self.width, dtype=torch.bool, device=CUDA).unsqueeze(1)
         forced &= causal
         free = int(causal.sum() - forced.sum())
         share = max(0.0, (density * int(causal.sum()) - int(forced.sum())) / max(free, 1))
@@ -149,8 +158,28 @@ class Prompt:
 
     # ---------------------------------------------------------------------------------------------------------- calls
 
+    def copy(self) -> KeyCopies:
+        """Keys and values out of their blocks."""
+        if not hasattr(self, "places"):
+            inside = torch.arange(self.page, device=CUDA)
+            self.places = (self.table[0].long()[:, None] * self.page + inside).flatten()[: self.length]
+        if self.fp8:
+            width = self.head_dim + self.v_head_dim
+            rows = torch.empty(self.length, self.kv_heads, width, dtype=self.q.dtype, device=CUDA)
+            first = torch.arange(0, self.length, self.page, device=CUDA)
+            count = (self.length - first).clamp(max=self.page).int()
+            gather_numbers(self.keys, self.values, *self.scales.values(), self.table[0], first, count, rows)
+        else:
+            rows = self.rows.flatten(0, 1).index_select(0, self.places)
+        return KeyCopies(rows, self.starts[:1])
+
     def attend(
-        self, types: torch.Tensor, mask: torch.Tensor | None, means: BlockMeans | None = None, tiling: Tiling | None = None
+        self,
+        types: torch.Tensor,
+        mask: torch.Tensor | None,
+        means: BlockMeans | None = None,
+        tiling: Tiling | None = None,
+        copies: KeyCopies | None = None,
     ) -> torch.Tensor:
         if not hasattr(self, "out"):
             self.out = torch.empty(self.length, self.heads, self.v_head_dim, dtype=self.q.dtype, device=CUDA)
@@ -165,6 +194,7 @@ class Prompt:
             means=means,
             out=self.out,
             tiling=tiling,
+            copies=copies,
             **self.scales,
         )
 
@@ -202,14 +232,15 @@ def check(options: argparse.Namespace) -> dict[str, float]:
     for place in range(made.width):
         near[place, :, :SINK] = near[place, :, max(0, place + 1 - LOCAL) : place + 1] = True
     found = {}
-    for name, kind, kept in (
-        ("dense", DENSE, torch.ones_like(mask)),
-        ("sparse", BLOCK_SPARSE, mask),
-        ("streaming", STREAMING, near),
-    ):
-        got = made.attend(made.types(kind), mask)[-300:].float()
+    kinds = (("dense", DENSE, torch.ones_like(mask)), ("sparse", BLOCK_SPARSE, mask), ("streaming", STREAMING, near))
+    for (name, kind, kept), copies in itertools.product(kinds, (None, made.copy())):
+        got = made.attend(made.types(kind), mask, copies=copies)[-300:].float()
         torch.cuda.synchronize()
-        found[name] = (got - _expected(made, kept, 300)).abs().max().item()
+        found[name if copies is None else f"{name}, copies"] = (got - _expected(made, kept, 300)).abs().max().item()
+    by_flashinfer = flashinfer_heads(made, made.copy(), made.kv_heads)
+    if by_flashinfer is not None:
+        expected = _expected(made, torch.ones_like(mask), 300)
+        found["dense, fa3 by KV head"] = (by_flashinfer()[-300:].float() - expected).abs().max().item()
     made.select(made.estimate())
     made.select_mean(made.means())
     types, keep = made.types(BLOCK_SPARSE), made.means()
@@ -255,6 +286,35 @@ def flashinfer_dense(made: Prompt) -> Callable[[], object] | None:
     return lambda: wrapper.run(made.q, (made.keys, made.values))
 
 
+def flashinfer_heads(made: Prompt, copies: KeyCopies, count: int) -> Callable[[], torch.Tensor] | None:
+    """The first ``count`` KV heads by fa3 over copies, the others switched off; None: as ``flashinfer_dense``."""
+    if importlib.util.find_spec("flashinfer") is None:
+        return None
+    heads = DenseHeads(Scratch())
+    spec = AttentionSpec(
+        layer=0,
+        num_heads=made.heads,
+        num_kv_heads=made.kv_heads,
+        head_dim=made.head_dim,
+        v_head_dim=made.v_head_dim,
+        scale=made.head_dim**-0.5,
+    )
+    kernel = kernels.for_contiguous(spec, made.q.dtype, CUDA) or kernels.for_prompts(spec, made.q.dtype, CUDA)
+    kernels.compiling(kernel).join(None)
+    if kernel.variant != "fa3" or not kernels.compiling(kernel).ready:
+        return None
+    starts = made.starts.cpu()
+    rows = SimpleNamespace(query_start=starts, key_start=starts)
+    dense = (torch.arange(made.kv_heads, device=CUDA) < count).int()
+    out = torch.empty_like(made.q[..., : made.v_head_dim])
+
+    def run() -> torch.Tensor:
+        heads.run(kernel, spec, rows, made.q, copies.rows, dense, out)  # type: ignore[arg-type]
+        return out
+
+    return run
+
+
 Results = list[dict[str, Any]]
 
 
@@ -276,41 +336,43 @@ def measure(made: Prompt, densities: list[float], repeats: int, results: Results
     dense = flashinfer_dense(made)
     if dense is not None:
         report("dense, FlashInfer fa3", dense, density=1.0)
-    report("dense heads", lambda: made.attend(made.types(DENSE), None), density=1.0)
-    for density in densities:
-        mask = made.mask(density)
-        report("block-sparse heads", partial(made.attend, sparse, mask), density=round(made.density(mask), 4))
-    report("streaming heads", lambda: made.attend(made.types(STREAMING), None))
     mixed = made.types(STREAMING)
     mixed[:, : made.heads // 4] = DENSE
-    report("a quarter dense, others streaming", lambda: made.attend(mixed, None))
+    copies = made.copy()
+    report("copy of keys and values", made.copy)
+    for where, given in (("", None), (", copies", copies)):
+        attend = partial(made.attend, copies=given)
+        report(f"dense heads{where}", partial(attend, made.types(DENSE), None), density=1.0)
+        for density in densities:
+            mask = made.mask(density)
+            report(f"block-sparse heads{where}", partial(attend, sparse, mask), density=round(made.density(mask), 4))
+        report(f"streaming heads{where}", partial(attend, made.types(STREAMING), None))
+        report(f"a quarter dense, others streaming{where}", partial(attend, mixed, None))
+    for count in (made.kv_heads, made.kv_heads // 4):
+        by_flashinfer = flashinfer_heads(made, copies, count)
+        if by_flashinfer is not None:
+            report(f"dense KV heads by fa3: {count} of {made.kv_heads}", by_flashinfer, density=count / made.kv_heads)
     sums = made.estimate()
     mask = made.select(sums)
     report("estimate", made.estimate)
     report("select", lambda: made.select(sums))
-    report("heads of the estimate", lambda: made.attend(sparse, mask), density=round(made.density(mask), 4))
+    report("heads of the estimate", lambda: made.attend(sparse, mask, copies=copies), density=round(made.density(mask), 4))
     means = made.means()
     by_mean = made.select_mean(means)
     report("block means", made.means)
     report("select by means", lambda: made.select_mean(means))
     facts = {"density": round(made.density(by_mean), 4)}
-    report("heads of the means", lambda: made.attend(sparse, by_mean), **facts)
-    report("heads of the means, corrected", lambda: made.attend(sparse, by_mean, means), **facts)
+    report("heads of the means", lambda: made.attend(sparse, by_mean, copies=copies), **facts)
+    report("heads of the means, corrected", lambda: made.attend(sparse, by_mean, means, copies=copies), **facts)
 
 
 def sweep(made: Prompt, repeats: int, results: Results) -> None:
     """Tiles that do not fit are left out."""
-    masks = {density: made.mask(density) for density in (0.1, 0.7)}
-    kinds = [("dense heads", DENSE, None), *((f"density {density}", BLOCK_SPARSE, mask) for density, mask in masks.items())]
-    for (name, kind, mask), tiling in itertools.product(kinds, TILINGS):
-        types = made.types(kind)
-        _try(
-            results,
-            name,
-            tiling,
-            lambda types=types, mask=mask, tiling=tiling: made.attend(types, mask, tiling=tiling),
-            repeats,
-        )
+    kinds = [(f"density {density}", made.types(BLOCK_SPARSE), made.mask(density)) for density in (0.1, 0.7)]
+    kinds += [("dense heads", made.types(DENSE), None), ("streaming heads", made.types(STREAMING), None)]
+    for copies, tiling, (name, types, mask) in itertools.product((made.copy(), None), TILINGS, kinds):
+        where = name if copies is None else f"{name}, copies"
+        _try(results, where, tiling, partial(made.attend, types, mask, tiling=tiling, copies=copies), repeats)
     for tiling in ESTIMATE_TILINGS:
         _try(results, "estimate", tiling, partial(made.estimate, tiling), repeats)
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from headrace.errors import ConfigError
-from headrace.model_spec import AnySpec, Arena, CacheGroup, block_sizes
+from headrace.model_spec import SELECTED, AnySpec, Arena, CacheGroup, block_sizes
 from headrace.options import (
     CACHE,
     DEBUGGING,
@@ -37,6 +37,7 @@ ModelImpl = Literal["auto", "native", "transformers", "megatron"]
 KVCacheDType = Literal["auto", "fp8_e4m3"]
 Policy = Literal["fcfs", "priority"]
 SparsePrefill = Literal["auto", "off", "xattn", "mean"]
+SparseSelection = Literal["threshold", "upstream"]
 YarnFactor = Literal["checkpoint", "positions"]
 RoutingPolicy = Literal["prefix", "least-tokens", "round-robin", "random", "session"]
 GenerationConfig = Literal["auto", "vllm"]
@@ -259,6 +260,10 @@ class EngineArgs:
     ] = None
     """Of a selector. xattn: the share of a query block's estimated attention that the selected blocks reach; 1 selects all of
     them. mean: blocks are selected whose score is at least this share of the best one's."""
+    sparse_selection: SparseSelection = "threshold"
+    """Which blocks XAttention's estimate selects. threshold: the largest ones, with the one that reaches the threshold.
+    upstream: as the code published with XAttention does, which in a prompt's first chunk (all of it up to 16384 tokens) takes
+    one more, for comparisons with it; prompts of different lengths then share no cached prefix."""
     sparse_min_tokens: Annotated[
         int | None, OptionSpec(min=0, default="8192 for xattn and mean, 0 for a model's own router", metavar="INTEGER")
     ] = None
@@ -460,10 +465,22 @@ class SparseConfig:
     norm: float
     sink_blocks: int
     local_blocks: int
+    upstream: bool = False
+    """Blocks are selected as the code published with XAttention selects them."""
 
     @property
     def routed(self) -> bool:
         return self.types is not None
+
+    @property
+    def selects(self) -> bool:
+        """Whether any head may attend to selected blocks."""
+        return self.types is None or SELECTED in self.types
+
+    @property
+    def estimates(self) -> bool:
+        """Whether blocks may be selected by XAttention's estimate."""
+        return self.selector == "xattn" and self.selects
 
     @property
     def name(self) -> str:

@@ -11,15 +11,21 @@ from headrace.attention.backend import (
     NO_MODES,
     AttentionBackend,
     AttentionInputs,
+    LayerCache,
     Modes,
     Scratch,
     StepMetadata,
 )
 from headrace.attention.compose import WithUsual
+from headrace.attention.flashinfer.dense_heads import DenseHeads
+from headrace.attention.paged_rows import PagedRows
 from headrace.attention.sparse_rows import SparseRows
 from headrace.config import SparseConfig
+from headrace.kernels import support
+from headrace.kernels.head_routing import ELSEWHERE
 from headrace.kernels.sparse_prefill import (
     BlockMeans,
+    KeyCopies,
     block_means,
     estimate,
     first_query_blocks,
@@ -27,9 +33,12 @@ from headrace.kernels.sparse_prefill import (
     select_mean,
     sparse_prefill_attention,
 )
+from headrace.kernels.transfer import upload
 from headrace.model_spec import DENSE, SELECTED, STREAMING, AttentionSpec
 
 _DTYPES = ("bfloat16", "float16", "float32")
+_TENSOR_MEMORY = 90
+"""First generation with a tensor memory unit."""
 
 
 class Watch(Protocol):
@@ -55,6 +64,11 @@ class SparsePrefillAttention(AttentionBackend):
         """``[2]`` int8: the types of heads that the router answers 0 and 1."""
         self._query_start = self._first_blocks = torch.empty(0)
         """Of the planned rows, as if their tokens were the whole batch."""
+        self._paged: PagedRows | None = None
+        """The planned rows."""
+        self._key_start = torch.empty(0)
+        """``[R]`` int32: the first key of each, in copies."""
+        self._dense_heads = DenseHeads(self.scratch)
         self.watch: Watch | None = None
         """Looks at what the first row attends to, for explanations: waits for the device."""
 
@@ -81,6 +95,8 @@ class SparsePrefillAttention(AttentionBackend):
         super().plan(step)
         self._query_start = step.query_start - int(step.query_start_host[0])
         self._first_blocks = first_query_blocks(self._query_start, self._config.block).long()
+        self._paged = None
+        self._dense_heads.next_step()
 
     @property
     def rows(self) -> SparseRows:
@@ -95,6 +111,8 @@ class SparsePrefillAttention(AttentionBackend):
         own, out_own = q[step.tokens], out[step.tokens]
         types = self._types_of(rows, spec, q.device)
         mask, means = self._select(own, inputs, types)
+        copies = self._copies(own, cache)
+        attended = types if copies is None else self._attend_densely(own, cache, copies, types, out_own)
         sparse_prefill_attention(
             own,
             cache.keys,
@@ -102,7 +120,7 @@ class SparsePrefillAttention(AttentionBackend):
             step.block_tables[cache.group],
             self._query_start,
             step.seq_lens,
-            types,
+            attended,
             mask,
             max_seq_len=int(step.seq_lens_host.max()),
             scale=spec.scale,
@@ -111,6 +129,7 @@ class SparsePrefillAttention(AttentionBackend):
             means=means,
             k_scale=cache.k_scale,
             v_scale=cache.v_scale,
+            copies=copies,
             block=self._config.block,
             out=out_own,
         )
@@ -118,6 +137,32 @@ class SparsePrefillAttention(AttentionBackend):
         if self.watch is not None:
             self._show(self.watch, spec.layer, types[0].tolist(), mask)
         return out.flatten(1)
+
+    def _copies(self, q: torch.Tensor, cache: LayerCache) -> KeyCopies | None:
+        """Keys and values out of their blocks, for the tensor memory unit; None: there is none, or they do not pay off."""
+        token = cache.spec.num_kv_heads * cache.spec.row_width * q.itemsize
+        if not loads_tiles(q) or token % 16:
+            return None
+        if self._paged is None:
+            self._paged = PagedRows(self.step, cache.block_size)
+            self._key_start = upload(self._paged.key_start.numpy()[:-1], q.device)
+        if not self._paged.copies_pay(cache, q.dtype):
+            return None
+        return KeyCopies(self._paged.copies(cache, q.dtype), self._key_start)
+
+    def _attend_densely(
+        self, q: torch.Tensor, cache: LayerCache, copies: KeyCopies, types: torch.Tensor, out: torch.Tensor
+    ) -> torch.Tensor:
+        """Leaves dense heads to FlashInfer where that is faster, and returns the types that are left."""
+        spec, kernel = cache.spec, None
+        if self._config.types is not None and DENSE in self._config.types and self._paged is not None:
+            kernel = self._dense_heads.kernel(spec, self._paged, q)
+        if kernel is None or self._paged is None:
+            return types
+        dense = types == DENSE
+        flags = dense[0, :: spec.group_size].int()
+        self._dense_heads.run(kernel, spec, self._paged, q, copies.rows, flags, out)
+        return types.masked_fill(dense, ELSEWHERE)
 
     def _types_of(self, rows: SparseRows, spec: AttentionSpec, device: torch.device) -> torch.Tensor:
         """``[R, num_heads]`` int8"""
@@ -133,7 +178,7 @@ class SparsePrefillAttention(AttentionBackend):
     ) -> tuple[torch.Tensor | None, BlockMeans | None]:
         """``[N, num_heads, Kb]`` bool: the key blocks of each query block; and means of those that are left out."""
         config, step, cache = self._config, self.step, inputs.cache
-        if config.types is not None and SELECTED not in config.types:
+        if not config.selects:
             return None, None
         table, longest = step.block_tables[cache.group], int(step.seq_lens_host.max())
         if config.selector == "mean":
@@ -175,7 +220,14 @@ class SparsePrefillAttention(AttentionBackend):
             k_scale=cache.k_scale,
         )
         chosen = select(
-            sums, self._query_start, step.seq_lens, types, num_tokens=len(q), threshold=config.threshold, block=config.block
+            sums,
+            self._query_start,
+            step.seq_lens,
+            types,
+            num_tokens=len(q),
+            threshold=config.threshold,
+            prompt_lens=self.rows.prompt_lens if config.upstream else None,
+            block=config.block,
         )
         return chosen, None
 
@@ -201,6 +253,11 @@ class SparsePrefillAttention(AttentionBackend):
         by_place = torch.nn.functional.pad(mask.sum((1, 2)).cumsum(0), (1, 0))
         ends = torch.cat((self._first_blocks[1:], self._first_blocks.new_full((1,), len(mask))))
         return kept + by_place[ends] - by_place[self._first_blocks]
+
+
+def loads_tiles(q: torch.Tensor) -> bool:
+    """Whether q's device loads tiles of q's type by a tensor memory unit."""
+    return q.itemsize == 2 and (support.compute_capability(q.device) or 0) >= _TENSOR_MEMORY
 
 
 class WithSparsePrompts(WithUsual):

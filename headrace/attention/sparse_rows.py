@@ -41,6 +41,8 @@ class SparseRows:
     """``[R]`` int64"""
     segments: torch.Tensor
     """``[R]`` int64: the segment of its prompt that a row is in."""
+    prompt_lens: torch.Tensor
+    """``[R]`` int64, of the whole prompts."""
     classes: torch.Tensor | None = None
     """``[slots, segments, layers, kv_heads]`` int8: the router's answers; None: there is no router."""
     heads: torch.Tensor | None = None

@@ -84,7 +84,7 @@ class SparsePrompt:
 
     @property
     def identity(self) -> SparseIdentity:
-        return SparseIdentity(self.config.block, self.num_prompt, self.decision)
+        return SparseIdentity(self.config.block, self.num_prompt, self.decision, self.config.upstream)
 
     def segment(self, start: int) -> int:
         """The segment of the token at ``start``."""

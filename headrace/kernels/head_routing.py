@@ -20,6 +20,8 @@ POOLED = 100
 
 DENSE, BLOCK_SPARSE, STREAMING = 0, 1, -1
 """Head types: all keys; the key blocks of a mask; the first and the nearest key blocks."""
+ELSEWHERE = 2
+"""Of heads that another kernel attends for."""
 
 HEAD_TYPES = {
     ("full", "xattn"): (DENSE, BLOCK_SPARSE),

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 
 from headrace.kernels import gpu
-from headrace.kernels.head_routing import BLOCK_SPARSE, STREAMING
+from headrace.kernels.head_routing import BLOCK_SPARSE, ELSEWHERE, STREAMING
 
 BLOCK = 128
 """Tokens of a block of queries and of a block of keys."""
@@ -37,6 +37,15 @@ class BlockMeans(NamedTuple):
     """``[R, kv_heads, Kb, d]``"""
     values: torch.Tensor
     """``[R, kv_heads, Kb, dv]``"""
+
+
+class KeyCopies(NamedTuple):
+    """Keys and values of all rows out of their blocks, one token after another."""
+
+    rows: torch.Tensor
+    """``[keys, kv_heads, d + dv]``: a head's key, then its value."""
+    start: torch.Tensor
+    """``[R]`` int32: where each row's first key is."""
 
 
 def num_query_blocks(num_tokens: int, num_rows: int, block: int = BLOCK) -> int:
@@ -127,7 +136,7 @@ def select(
     num_tokens: int,
     threshold: float | torch.Tensor,
     block: int = BLOCK,
-    quirk: bool = False,
+    prompt_lens: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Key blocks that make up ``threshold`` of a query block's estimated attention.
 
@@ -143,9 +152,9 @@ def select(
         types: ``[R, num_heads]`` int8.
         num_tokens: T, the packed batch's.
         threshold: for all heads, or ``[num_heads]`` float32.
-        quirk: selects as the code published with XAttention does for the query blocks of a prompt's first chunk: block 0
-            competes with the others, and one more of these is kept. Needs prompts that are whole: their chunks' size depends
-            on their length.
+        prompt_lens: ``[R]`` int32, of the whole prompts, to select as the code published with XAttention does: for query blocks
+            of a prompt's first chunk, whose size depends on its length, block 0 competes with the others, and one more of
+            these is kept. None: all query blocks are alike.
 
     Returns:
         ``[N, num_heads, Kb]`` bool; False for other heads than of type ``BLOCK_SPARSE``.
@@ -156,7 +165,7 @@ def select(
     key_block = torch.arange(num_blocks, device=sums.device)
     for row, place, start, end, context in _rows(query_start, seq_lens, block):
         heads = (types[row] == BLOCK_SPARSE).nonzero().flatten()
-        lagging_blocks = upstream_chunk(context + end - start) // block if quirk else 0
+        lagging_blocks = 0 if prompt_lens is None else upstream_chunk(int(prompt_lens[row])) // block
         for number in range(-(-(end - start) // block) if len(heads) else 0):
             own = context // block + number
             weights = _integers(sums[place + number, heads]) * (key_block <= own)
@@ -303,6 +312,7 @@ def sparse_prefill_attention(
     means: BlockMeans | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    copies: KeyCopies | None = None,
     block: int = BLOCK,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -311,6 +321,7 @@ def sparse_prefill_attention(
     ``DENSE``: to all keys. ``BLOCK_SPARSE``: to the key blocks of the mask. ``STREAMING``: to the first ``sink_blocks`` blocks
     and to ``local_blocks`` blocks up to number ``ceil(context / block) + m`` for the row's query block m, where the context is
     the keys before the row's first query: with a context of whole blocks, the query block's own and those before it.
+    ``ELSEWHERE``: their output is not written.
 
     Args:
         q: ``[T, num_heads, d]``, after the rotary embedding.
@@ -326,6 +337,7 @@ def sparse_prefill_attention(
         means: blocks that a ``BLOCK_SPARSE`` head leaves out, before the query block's own, count as if each of their tokens
             had the block's mean key and mean value. None: they do not count.
         k_scale, v_scale: ``[blocks, block_size, kv_heads]`` float32, for keys and values in e4m3.
+        copies: what ``keys`` and ``values`` hold, which then are not read.
         out: ``[T, num_heads, dv]``, of q's dtype, contiguous: gets the result.
 
     Returns:
@@ -339,8 +351,14 @@ def sparse_prefill_attention(
         length = context + end - start
         for head, kind in enumerate(types[row].tolist()):
             if head % group == 0:
-                k = _gather(keys, k_scale, block_tables[row], length, head // group, dtype)
-                v = _gather(values, v_scale, block_tables[row], length, head // group, dtype)
+                if copies is None:
+                    k = _gather(keys, k_scale, block_tables[row], length, head // group, dtype)
+                    v = _gather(values, v_scale, block_tables[row], length, head // group, dtype)
+                else:
+                    both = copies.rows[int(copies.start[row]) :][:length, head // group].to(dtype)
+                    k, v = both[:, : keys.shape[3]].contiguous(), both[:, keys.shape[3] :].contiguous()
+            if kind == ELSEWHERE:
+                continue
             for number, low in enumerate(range(start, end, block)):
                 high = min(low + block, end)
                 position = torch.arange(context + low - start, context + high - start, device=q.device)

@@ -37,6 +37,8 @@ class SparseIdentity(NamedTuple):
     prompt_len: int
     decision: bytes | None
     """Of the model's router; None: not known yet."""
+    by_length: bool = False
+    """Blocks are selected by a rule that depends on the prompt's length."""
 
     def border(self, end: int) -> int:
         """The end of the tokens that the KV of tokens up to ``end`` depends on."""
@@ -72,8 +74,11 @@ class CacheIdentity:
 
     def root(self) -> bytes:
         """The payload of the key that precedes every first block."""
-        decision = None if self.sparse is None else self.sparse.decision
-        return msgspec.msgpack.encode((self.cache_salt, self.weight_version, self.adapter, self.attention_mode, decision))
+        decision, length = None, None
+        if self.sparse is not None:
+            decision, length = self.sparse.decision, self.sparse.prompt_len if self.sparse.by_length else None
+        fields = (self.cache_salt, self.weight_version, self.adapter, self.attention_mode, decision, length)
+        return msgspec.msgpack.encode(fields)
 
     def block(self, token_ids: Sequence[int], start: int, end: int) -> bytes:
         """The payload of the key of the block of tokens ``[start, end)``.

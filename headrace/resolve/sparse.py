@@ -17,7 +17,7 @@ THRESHOLD = {"xattn": 0.9, "mean": 0.1}
 SINK_BLOCKS, LOCAL_BLOCKS = 2, 4
 """Blocks that the mean selector keeps in any case: 256 and 512 tokens."""
 _ELASTIC = "elastic attention"
-_OPTIONS = ("sparse_threshold", "sparse_min_tokens", "elastic_max_exact_tokens")
+_OPTIONS = ("sparse_threshold", "sparse_selection", "sparse_min_tokens", "elastic_max_exact_tokens")
 
 
 def sparse(
@@ -58,7 +58,16 @@ def sparse(
             f"sparse prefill takes chunks of {config.block} tokens: max_num_batched_tokens is {num_batched}",
             "max_num_batched_tokens",
         )
-    config = dataclasses.replace(config, heads=_heads(args, model, config, device, dtype, kv_dtype, log))
+    if args.sparse_selection == "upstream" and not config.estimates:
+        raise ConfigError(
+            "sparse_selection upstream is a rule for XAttention's estimate, by which no head of this model selects blocks",
+            "sparse_selection",
+        )
+    config = dataclasses.replace(
+        config,
+        heads=_heads(args, model, config, device, dtype, kv_dtype, log),
+        upstream=args.sparse_selection == "upstream",
+    )
     _note(args, config, elastic, log)
     return config
 
@@ -76,8 +85,9 @@ def _note_off(model: AnySpec, device: str, dtype: str, kv_dtype: str, log: Decis
 
 
 def _refuse_without_effect(args: EngineArgs) -> None:
+    defaults = EngineArgs()
     for name in _OPTIONS:
-        if getattr(args, name) is not None:
+        if getattr(args, name) != getattr(defaults, name):
             raise ConfigError(f"{name} has no effect: prompts of this model attend densely (sparse_prefill)", name)
 
 

@@ -105,7 +105,9 @@ class SparseTables:
         config, device = self._config, self._device
         pairs = [block_pairs(start, end, config.block) for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
         streamed = streamed_pairs(starts, ends, config.block, config.sink_blocks, config.local_blocks)
-        numbers = upload(np.stack([np.array(pairs), streamed, slots, segments]).astype(np.int64), device)
+        numbers = upload(
+            np.stack([np.array(pairs), streamed, slots, segments, self._prompt_len[slots]]).astype(np.int64), device
+        )
         offsets = np.cumsum(rows.counts)[first:] - rows.counts[first:]
         return SparseRows(
             first=first,
@@ -114,6 +116,7 @@ class SparseTables:
             kept=torch.zeros(self.num_layers, len(slots), dtype=torch.int64, device=device),
             slots=numbers[2],
             segments=numbers[3],
+            prompt_lens=numbers[4],
             classes=self._classes,
             heads=self._heads,
             routed=self._routed(slots, segments, offsets, rows.counts[first:]),

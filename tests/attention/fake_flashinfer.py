@@ -248,13 +248,20 @@ def module_for(device: Device) -> dict[str, Any]:
             super().__init__(float_workspace_buffer)
             assert kv_layout == "NHD" and backend == "fa3"
 
+        def reset_workspace_buffer(self, floats: torch.Tensor, integers: torch.Tensor) -> None:
+            assert integers.dtype == torch.uint8 and len(integers) >= 1 << 16
+            self._integers = integers
+
         def plan(self, qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, *heads: int, **limits: Any) -> None:
             rows = len(qo_indptr) - 1
             self._queries, self._keys = rising(qo_indptr, rows + 1, "qo"), rising(kv_indptr, rows + 1, "kv")
             self._heads, self._limits = heads, limits
+            self._integers[:4] = 1
 
         def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, out: torch.Tensor) -> None:
             assert (q.shape[1], k.shape[1], q.shape[2]) == self._heads and len(k) == len(v) == self._keys[-1]
+            if not self._integers.any():
+                return  # A plan without tiles.
             lengths = torch.tensor(self._keys).diff()
             table = torch.zeros(len(lengths), int(lengths.max()), dtype=torch.int32)
             for row, start in enumerate(self._keys[:-1]):

@@ -100,7 +100,7 @@ def test_layers_of_several_kv_heads_in_one_step(name: str, flashinfer: Device) -
 def test_long_prompts_on_hopper_are_gathered(flashinfer: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """fa3 for prompts, over keys that were copied out of their blocks; fa2 for decode rows."""
     monkeypatch.setattr(support, "compute_capability", lambda device: 90)
-    monkeypatch.setattr("headrace.attention.flashinfer.attention._GATHER_QUERIES", 5)
+    monkeypatch.setattr("headrace.attention.paged_rows._COPY_QUERIES", 5)
     backend = ready("flashinfer", layer_spec())
     case = mixed(layer_spec(), [(1, 9), (7, 7), (5, 23)], 1)
     case.cache = LayerCache(case.cache.spec, 0, case.cache.rows.contiguous())
@@ -113,7 +113,7 @@ def test_long_prompts_on_hopper_are_gathered(flashinfer: Device, monkeypatch: py
 def test_long_prompts_of_wider_keys_are_gathered_too(there: bool, flashinfer: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where fa3 has been built: else they are fa2's, paged."""
     monkeypatch.setattr(support, "compute_capability", lambda device: 90)
-    monkeypatch.setattr("headrace.attention.flashinfer.attention._GATHER_QUERIES", 5)
+    monkeypatch.setattr("headrace.attention.paged_rows._COPY_QUERIES", 5)
     spec = layer_spec(head_dim=192, v_head_dim=128, num_heads=2)
     backend = ready("flashinfer", spec)
     assert sorted(arguments[0] for arguments in flashinfer.built) == ["fa2", "fa3"]
@@ -133,7 +133,7 @@ def test_long_prompts_over_fp8_are_copied_out_as_numbers(
 ) -> None:
     """And others, as decode rows, are our own kernel's, as is all until theirs is built."""
     monkeypatch.setattr(support, "compute_capability", lambda device: 90)
-    monkeypatch.setattr("headrace.attention.flashinfer.attention._GATHER_QUERIES", 5)
+    monkeypatch.setattr("headrace.attention.paged_rows._COPY_QUERIES", 5)
     spec = layer_spec(head_dim=32, v_head_dim=32)
     backend = ready("flashinfer+triton", spec)
     case = mixed(spec, rows, sum(count == 1 for count, _ in rows), block_size=8)
@@ -146,7 +146,7 @@ def test_long_prompts_over_fp8_are_copied_out_as_numbers(
     backend.plan(case.step)
     torch.testing.assert_close(backend.run(case.inputs), wanted, atol=4e-3, rtol=4e-3)
     assert not backend.prefill._wrappers._planned
-    monkeypatch.setattr("headrace.attention.flashinfer.attention._GATHER_QUERIES", 50)
+    monkeypatch.setattr("headrace.attention.paged_rows._COPY_QUERIES", 50)
     kernels.compiling(kernels.for_prompts(spec, torch.float32, torch.device("cpu"))).ready = True
     backend.plan(case.step)
     torch.testing.assert_close(backend.run(case.inputs), wanted, atol=4e-3, rtol=4e-3)

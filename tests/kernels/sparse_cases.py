@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from headrace.kernels.kv_cache import dequantize, quantize
+from headrace.kernels.sparse_prefill import KeyCopies
 
 Rows = Sequence[tuple[int, int]]
 """(queries, tokens in the cache)"""
@@ -45,6 +46,20 @@ class Problem:
     @property
     def k_scale(self) -> dict[str, torch.Tensor]:
         return {name: scale for name, scale in self.scales.items() if name == "k_scale"}
+
+    def copies(self) -> KeyCopies:
+        """Keys and values out of their blocks, a row's behind NaN and before NaN."""
+        sides = []
+        for row, length in enumerate(self.seq_lens.tolist()):
+            place = torch.arange(length, device=self.q.device)
+            block, offset = self.tables[row].long()[place // self.keys.shape[1]], place % self.keys.shape[1]
+            of_row = [
+                dequantize(side[block, offset], self.scales[name][block, offset]) if self.scales else side[block, offset]
+                for side, name in ((self.keys, "k_scale"), (self.values, "v_scale"))
+            ]
+            sides.append(torch.nn.functional.pad(torch.cat(of_row, dim=-1), (0, 0, 0, 0, 1, 0), value=torch.nan))
+        starts = 1 + torch.cumsum(self.seq_lens + 1, 0) - (self.seq_lens + 1)
+        return KeyCopies(torch.cat(sides).to(self.q.dtype).contiguous(), starts.int())
 
     def to(self, device: torch.device) -> Problem:
         return Problem(

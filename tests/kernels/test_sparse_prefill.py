@@ -106,7 +106,7 @@ def test_select(quirk: bool, ties: bool) -> None:
     sums = random_sums(made, 16, ties=ties)
     naive = sparse_cases.select_upstream if quirk else sparse_cases.select
     for threshold in (0.0, 0.25, 0.5, 0.9375, torch.tensor([0.125, 0.5, 0.875])):
-        mask = selected(made, sums, threshold, block=16, quirk=quirk)
+        mask = selected(made, sums, threshold, block=16, prompt_lens=made.seq_lens if quirk else None)
         each = torch.as_tensor(threshold).expand(3).tolist()
         for place in range(len(sums)):
             for head in range(3):
@@ -134,7 +134,7 @@ def test_the_published_rule_keeps_more_in_the_first_chunk_alone() -> None:
     """A prompt of over 32768 tokens comes in chunks of 4096: 32 blocks."""
     made = problem([(33_000, 33_000)], heads=1, head_dim=1)
     sums = random_sums(made, 128, ties=False)
-    clean, quirky = (selected(made, sums, 0.5, quirk=quirk)[:258, 0] for quirk in (False, True))
+    clean, quirky = (selected(made, sums, 0.5, prompt_lens=lens)[:258, 0] for lens in (None, made.seq_lens))
     assert (quirky | ~clean).all()
     assert torch.equal(clean[32:], quirky[32:])
     more = (quirky.sum(-1) - clean.sum(-1))[2:32]

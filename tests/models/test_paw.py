@@ -195,6 +195,8 @@ def with_bidirectional_pictures(spec: ModelSpec) -> ModelSpec:
     [
         ({"sparse_threshold": 0.5}, "sparse_threshold"),
         ({"sparse_prefill": "off", "sparse_min_tokens": 5}, "sparse_min_tokens"),
+        ({"sparse_selection": "upstream"}, "sparse_selection"),
+        ({"sparse_prefill": "mean", "sparse_selection": "upstream"}, "sparse_selection"),
         ({"sparse_prefill": "xattn", "deterministic": True}, "sparse_prefill"),
         ({"sparse_prefill": "xattn", "tensor_parallel_size": 2}, "sparse_prefill"),
         ({"sparse_prefill": "xattn", "spec": with_bidirectional_pictures(spec_of())}, "sparse_prefill"),

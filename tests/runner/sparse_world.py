@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 from cache_config import cache_holding
+from kernels.sparse_cases import select_upstream
 
 from headrace.config import EngineArgs, EngineConfig, SchedulerConfig, SparseConfig
 from headrace.model_spec import AttentionSpec, DenseSpec, ElasticSpec, ModelSpec, RopeSpec, cache_groups
+from headrace.model_spec.kv import FP8_KV
 from headrace.models.decoder import Decoder
 from headrace.models.registry import build
 from headrace.runner.runner import ModelRunner
@@ -98,6 +100,9 @@ class SparseWorld:
     page: int = PAGE
     grid: int = BLOCK
     """Tokens of a block of a selector that needs no training."""
+    upstream: bool = False
+    """Select as the code published with XAttention does."""
+    kv_dtype: str = "float32"
     backend: str = "torch"
     device: str = "cpu"
 
@@ -126,12 +131,13 @@ class SparseWorld:
             threshold=self.threshold if self.elastic is None else self.elastic.threshold,
             min_tokens=self.min_tokens,
             max_exact_tokens=0 if self.elastic is None else self.max_exact_tokens,
+            upstream=self.upstream,
             **shape,
         )
 
     def config(self) -> EngineConfig:
         spec = self.spec
-        groups = cache_groups(spec.layers, "float32")
+        groups = cache_groups(spec.layers, self.kv_dtype)
         return EngineConfig(
             args=EngineArgs(record_steps=self.record),
             model=spec,
@@ -140,7 +146,7 @@ class SparseWorld:
                 block_size=self.page,
                 groups=groups,
                 enable_prefix_caching=self.caching,
-                dtype="float32",
+                dtype=self.kv_dtype,
             ),
             scheduler=SchedulerConfig(
                 max_model_len=MAX_LEN,
@@ -154,7 +160,7 @@ class SparseWorld:
             device=self.device,
             dtype="float32",
             quantization="none",
-            attention_backends=(self.backend,) * spec.num_layers,
+            attention_backends=("reference" if self.kv_dtype == FP8_KV else self.backend,) * spec.num_layers,
             num_threads=1,
             decisions=(),
         )
@@ -282,7 +288,8 @@ class Reference:
             kind = modes[answers[head // layer.group_size]] if modes else 1
             if kind == 1:
                 sums = self._estimate(q[head, :prompt], k[head, :prompt], sparse, layer.scale)
-                blocks[head] = torch.stack([_chosen(row[: i + 1], sparse.threshold, count) for i, row in enumerate(sums)])
+                chosen = _chosen_upstream if sparse.upstream else _chosen
+                blocks[head] = torch.stack([chosen(row[: i + 1], sparse.threshold, count) for i, row in enumerate(sums)])
             elif kind == -1:
                 for i in range(count):
                     seen = [j for j in range(i + 1) if j < sparse.sink_blocks or j > i - sparse.local_blocks]
@@ -314,6 +321,13 @@ class Reference:
         wide = blocks.repeat_interleave(grid, 1).repeat_interleave(grid, 2)[:, :prompt, :prompt]
         seen[:, :prompt, :prompt] &= wide
         return (q @ k.mT * scale).masked_fill(~seen, -torch.inf).softmax(-1) @ v
+
+
+def _chosen_upstream(sums: torch.Tensor, threshold: float, width: int) -> torch.Tensor:
+    """The published code's choice; a prompt of up to 2048 tokens is one chunk."""
+    kept = torch.zeros(width, dtype=torch.bool)
+    kept[list(select_upstream(sums, len(sums) - 1, threshold))] = True
+    return kept
 
 
 def _chosen(sums: torch.Tensor, threshold: float, count: int) -> torch.Tensor:

@@ -18,6 +18,7 @@ from headrace.core.plan import StepPlan, StepResult
 from headrace.core.request import Request
 from headrace.errors import ConfigError, EngineError
 from headrace.model_spec import ELASTIC_MODES
+from headrace.model_spec.kv import FP8_KV
 from headrace.runner.record import replay
 
 from .harness import Engine, Outcomes, alone, prompt, request, same
@@ -69,6 +70,33 @@ MODES: dict[str, SparseWorld] = {
 EXACT = ["elastic", "xattn", "mean"]
 
 
+@pytest.mark.parametrize(
+    "world",
+    [
+        pytest.param(SparseWorld(elastic=elastic("full", "xattn"), upstream=True), marks=pytest.mark.slow),
+        SparseWorld(selector="xattn", upstream=True),
+    ],
+)
+def test_blocks_are_selected_as_published_on_request(world: SparseWorld) -> None:
+    """More of them than by the threshold alone; in chunks too; and KV is not shared between prompts of different lengths."""
+    tokens = prompt(3, 500)
+    reference = Reference(world)
+    expected, first = reference.generate(tokens, 4)
+    engine, found, row = outcome(world, tokens)
+    assert found == expected
+    torch.testing.assert_close(row, first, atol=1e-4, rtol=0)
+    ((result,),) = [list(result.sparse.values()) for result in engine.results if result.sparse]
+    assert result.kept == [int(blocks.sum()) for blocks in reference(tokens, len(tokens)).blocks]
+    assert sum(result.kept) > sum(
+        int(b.sum()) for b in Reference(dataclasses.replace(world, upstream=False))(tokens, 500).blocks
+    )
+    _, chunked, again = outcome(dataclasses.replace(world, max_num_batched_tokens=150), tokens)
+    assert chunked == expected
+    torch.testing.assert_close(again, first, atol=1e-4, rtol=0)
+    hits, _ = in_turn(world, [request(f"r{i}", tokens[:length], max_tokens=1) for i, length in enumerate((500, 400, 400))])
+    assert hits == [0, 0, 384]
+
+
 def traffic() -> list[Request]:
     """Sparse prompts of many lengths, prompts that stay dense, and samples of one prompt."""
     lengths = [130, 500, 64, 3, 257, 320]
@@ -104,6 +132,24 @@ def test_company_changes_nothing(mode: str) -> None:
 def test_chunks_change_nothing(mode: str, budget: int) -> None:
     _, found = run(dataclasses.replace(MODES[mode], max_num_batched_tokens=budget), traffic())
     same(found, expected(mode))
+
+
+@pytest.mark.parametrize("mode", [pytest.param(mode, marks=[pytest.mark.slow] if mode != "elastic" else []) for mode in EXACT])
+def test_an_fp8_cache_keeps_the_invariants(mode: str) -> None:
+    """Company, chunks and cached prefixes; and it is the same prompt, nearly, as with a cache of full precision."""
+    world = dataclasses.replace(MODES[mode], kv_dtype=FP8_KV)
+    requests = traffic()[:4]
+    wanted = alone(world, requests)  # type: ignore[arg-type]
+    same(run(world, requests)[1], wanted)
+    same(run(dataclasses.replace(world, max_num_batched_tokens=150), requests)[1], wanted)
+    hits, found = in_turn(
+        world, [msgspec.structs.replace(each, request_id=f"{each.request_id}{n}") for n in "ab" for each in requests]
+    )
+    assert sum(hits) > 500
+    same({name[:-1]: outcome for name, outcome in found.items() if name.endswith("b")}, wanted)
+    for name, (sample,) in wanted.items():
+        (full,) = expected(mode)[name]
+        assert abs(sample.logprobs[0].logprobs[0] - full.logprobs[0].logprobs[0]) < 0.5, name
 
 
 @pytest.mark.parametrize("mode", EXACT)

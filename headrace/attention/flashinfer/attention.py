@@ -25,24 +25,18 @@ from headrace.attention.backend import (
 from headrace.attention.flashinfer import kernels
 from headrace.attention.flashinfer.kernels import Kernel, MLAKernel, PagedKernel, compiling
 from headrace.attention.flashinfer.replay import WORKSPACE, MLAReplay, PagedReplay, Place, Replays, partial_bytes, split_mla
-from headrace.attention.flashinfer.rows import PagedRows
+from headrace.attention.paged_rows import PagedRows
 from headrace.attention.triton import TritonAttention
-from headrace.kernels.kv_cache import gather_numbers
 from headrace.kernels.transfer import Mark
 from headrace.model_spec import AttentionSpec
 
-_WORKSPACE = 256 << 20
+WORKSPACE_BYTES = 256 << 20
 """Bytes for partial results outside captures; FlashInfer recommends 128 MiB or more."""
-_GATHER_QUERIES = 768
-"""Average queries per row from which copying keys and values out of their blocks pays off: fa3 does 677 TFLOP/s on contiguous
-ones and 607 on paged ones (32k tokens, 32 and 8 heads of 128, H200)."""
-_GATHER_BYTES = 512 << 20
-"""Largest size of such a copy, which lives for one layer's attention."""
 _RING = 3
 """Wrappers of one geometry used in turn: a plan is written to host memory that the device may still read for the last."""
 
 
-class _Wrapper:
+class Wrapper:
     """A FlashInfer wrapper for steps outside captures, and the event after which it may plan again."""
 
     def __init__(self, run: Any, device: torch.device, paged: bool = True) -> None:
@@ -51,19 +45,19 @@ class _Wrapper:
         self.copied = Mark(device)
 
 
-class _Wrappers:
+class Wrappers:
     """Rings of wrappers by geometry, and those planned for this step."""
 
     def __init__(self) -> None:
-        self._rings: dict[object, list[_Wrapper]] = {}
+        self._rings: dict[object, list[Wrapper]] = {}
         self._turn = 0
-        self._planned: dict[object, _Wrapper] = {}
+        self._planned: dict[object, Wrapper] = {}
 
     def next_step(self) -> None:
         self._planned.clear()
         self._turn += 1
 
-    def planned(self, key: object, make: Callable[[], _Wrapper], plan: Callable[[_Wrapper], None]) -> _Wrapper:
+    def planned(self, key: object, make: Callable[[], Wrapper], plan: Callable[[Wrapper], None]) -> Wrapper:
         """The wrapper of a geometry, planned once a step."""
         if key not in self._planned:
             if key not in self._rings:
@@ -79,14 +73,14 @@ class FlashInferBackend(AttentionBackend):
     """Base of the FlashInfer backends: the Triton fallback while kernels compile, and the workspaces."""
 
     name = "flashinfer"
-    captured_bytes = _WORKSPACE
+    captured_bytes = WORKSPACE_BYTES
     """Size of the workspace of captured steps."""
 
     def __init__(self, scratch: Scratch | None = None) -> None:
         super().__init__(scratch)
         self._fallback = TritonAttention(self.scratch)
         self._fallback_planned = False
-        self._wrappers = _Wrappers()
+        self._wrappers = Wrappers()
         self._replays = Replays()
 
     @classmethod
@@ -131,7 +125,7 @@ class FlashInferBackend(AttentionBackend):
         """The replay of a captured step; None: use the Triton fallback."""
         return None
 
-    def _space(self, device: torch.device, size: int = _WORKSPACE) -> torch.Tensor:
+    def _space(self, device: torch.device, size: int = WORKSPACE_BYTES) -> torch.Tensor:
         """A workspace shared by all wrappers of the same size."""
         return self.scratch.take(f"FlashInfer, {size}", size, device)
 
@@ -196,15 +190,15 @@ class FlashInferMLA(FlashInferBackend):
         run = self._wrapper(step, kernel, cache).run.run
         return lambda q, cache, out: run(*split_mla(q, cache), out=out)
 
-    def _wrapper(self, step: StepMetadata, kernel: MLAKernel, cache: LayerCache) -> _Wrapper:
+    def _wrapper(self, step: StepMetadata, kernel: MLAKernel, cache: LayerCache) -> Wrapper:
         spec, space = cache.spec, self._space(cache.rows.device)
 
-        def make() -> _Wrapper:
+        def make() -> Wrapper:
             from flashinfer.mla import BatchMLAPagedAttentionWrapper
 
-            return _Wrapper(BatchMLAPagedAttentionWrapper(space, backend=kernel.variant), space.device)
+            return Wrapper(BatchMLAPagedAttentionWrapper(space, backend=kernel.variant), space.device)
 
-        def plan(wrapper: _Wrapper) -> None:
+        def plan(wrapper: Wrapper) -> None:
             rows = PagedRows(step, cache.block_size)
             lengths = torch.from_numpy(rows.lengths.astype("int32"))
             indices = (rows.query_start, rows.page_start, rows.pages(cache.group), lengths)
@@ -253,7 +247,7 @@ class FlashInferPrefill(FlashInferBackend):
             return lambda q, cache, out: wrapper.run.run(q, (cache.keys, cache.values), out=out)
 
         def over_copies(q: torch.Tensor, cache: LayerCache, out: torch.Tensor) -> None:
-            copies, width = _copied(rows, cache, q.dtype), cache.spec.head_dim
+            copies, width = rows.copies(cache, q.dtype), cache.spec.head_dim
             wrapper.run.run(q, copies[..., :width], copies[..., width:], out=out)
 
         return over_copies
@@ -263,18 +257,18 @@ class FlashInferPrefill(FlashInferBackend):
         kernel = kernels.for_prompts(cache.spec, q.dtype, q.device)
         return [kernel] if cache.k_scale is None or _gathers(kernel, rows, cache) else []
 
-    def _wrapper(self, kernel: PagedKernel, rows: PagedRows, cache: LayerCache, q: torch.Tensor) -> _Wrapper:
+    def _wrapper(self, kernel: PagedKernel, rows: PagedRows, cache: LayerCache, q: torch.Tensor) -> Wrapper:
         """The wrapper for a kernel, planned once a step for all layers of one geometry."""
         spec, space = cache.spec, self._space(q.device)
         paged = not _gathers(kernel, rows, cache)
 
-        def make() -> _Wrapper:
+        def make() -> Wrapper:
             from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
 
             kind = BatchPrefillWithPagedKVCacheWrapper if paged else BatchPrefillWithRaggedKVCacheWrapper
-            return _Wrapper(kind(space, "NHD", backend=kernel.variant), q.device, paged)
+            return Wrapper(kind(space, "NHD", backend=kernel.variant), q.device, paged)
 
-        def plan(wrapper: _Wrapper) -> None:
+        def plan(wrapper: Wrapper) -> None:
             if paged:
                 indices = (rows.query_start, rows.page_start, rows.pages(cache.group), rows.last_page)
                 kernel.plan(wrapper.run, spec, indices, cache.block_size, max_token_per_sequence=rows.most_queries)
@@ -340,17 +334,4 @@ def _geometry(cache: LayerCache) -> tuple[object, ...]:
 
 def _gathers(kernel: PagedKernel, rows: PagedRows, cache: LayerCache) -> bool:
     """Whether to copy keys and values out of their blocks first."""
-    long = rows.num_tokens >= _GATHER_QUERIES * rows.num_rows
-    nbytes = rows.num_keys * cache.spec.num_kv_heads * cache.spec.row_width * kernel.dtype.itemsize
-    whole = cache.k_scale is not None or cache.rows.is_contiguous()
-    return kernel.variant == "fa3" and long and not kernel.windowed and whole and nbytes <= _GATHER_BYTES
-
-
-def _copied(rows: PagedRows, cache: LayerCache, dtype: torch.dtype) -> torch.Tensor:
-    """``[keys, kv_heads, head_dim + v_head_dim]``: the rows' keys and values, concatenated."""
-    if cache.k_scale is None or cache.v_scale is None:
-        return cache.rows.flatten(0, 1).index_select(0, rows.key_places(cache.group))
-    spec = cache.spec
-    copies = torch.empty(rows.num_keys, spec.num_kv_heads, spec.row_width, dtype=dtype, device=cache.rows.device)
-    gather_numbers(cache.keys, cache.values, cache.k_scale, cache.v_scale, rows.pages(cache.group), *rows.page_spans, copies)
-    return copies
+    return kernel.variant == "fa3" and not kernel.windowed and rows.copies_pay(cache, kernel.dtype)

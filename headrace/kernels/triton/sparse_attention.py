@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from headrace.kernels.sparse_prefill import BLOCK, BlockMeans, num_query_blocks
+from headrace.kernels.sparse_prefill import BLOCK, BlockMeans, KeyCopies, num_query_blocks
 from headrace.kernels.support import resources
 from headrace.kernels.triton.attention_tile import (
     find_row,
@@ -27,11 +27,12 @@ from headrace.kernels.triton.attention_tile import (
     zeros,
 )
 from headrace.kernels.triton.fp8 import OFF, as_bytes, gain, mode
+from headrace.kernels.triton.key_copies import describe, walk_copies
 from headrace.kernels.triton.kv_cache import scale_strides
 from headrace.kernels.triton.paged_attention import check_tensors
 from headrace.kernels.triton.pdl import begin as begin_launch
 from headrace.kernels.triton.pdl import options
-from headrace.kernels.triton.tiling import Geometry, Tiling, aligned, block_tiling, cut
+from headrace.kernels.triton.tiling import Geometry, Tiling, aligned, block_tiling, copies_tiling, cut
 
 MAX_BLOCKS = 1 << 15
 """Key blocks of a row: their numbers are int16."""
@@ -71,10 +72,10 @@ def _list_blocks(
     count = 0
     full = 0
     cost = 0
-    if (first >= 0) & (first < num_queries):
+    kind = tl.load(types + row * HEADS + head)
+    if (first >= 0) & (first < num_queries) & (kind != 2):
         context = tl.load(seq_lens + row) - num_queries
         last = (context + tl.minimum(first + BLOCK, num_queries) - 1) // BLOCK
-        kind = tl.load(types + row * HEADS + head)
         block = tl.arange(0, BLOCKS_P)
         chosen = block <= last
         if kind == -1:
@@ -129,6 +130,39 @@ def _take_means(
     return new_highest, total, acc_a, acc_b
 
 
+@triton.jit
+def _walk_pages(
+    entries, full, count, high, highest, total, acc_a, acc_b, q_a, q_b, peak, position, factor, keys, values, k_scale,
+    v_scale, table, k_block, k_offset, v_block, v_offset, scale_block, scale_offset, BLOCK_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, D_A: tl.constexpr,
+    D_B: tl.constexpr, DV: tl.constexpr, DV_A: tl.constexpr, DV_B: tl.constexpr, FP8: tl.constexpr, V_LANE: tl.constexpr,
+    PRECISION: tl.constexpr
+):  # fmt: skip
+    """Takes in the blocks that ``entries`` lists, of keys and values in pages. See ``walk_copies``."""
+    per_block: tl.constexpr = BLOCK // BLOCK_N
+    # The next block's number is loaded a tile ahead; behind the last one there is room for a number that is not used.
+    block = tl.load(entries).to(tl.int32)
+    for i in range(full * per_block):
+        start = block * BLOCK + i % per_block * BLOCK_N
+        block = tl.load(entries + (i + 1) // per_block).to(tl.int32)
+        highest, total, acc_a, acc_b = take_tile(
+            start, 0, high, highest, total, acc_a, acc_b, q_a, q_b, peak, position, position, factor, 0.0, 0,
+            keys, values, k_scale, v_scale, table, k_block, k_offset, v_block, v_offset, scale_block, scale_offset,
+            BLOCK_SIZE, BLOCK_M, BLOCK_N, D, D_A, D_B, DV, DV_A, DV_B, False, False, FP8, V_LANE, False,
+            PRECISION, False, False, False,
+        )  # fmt: skip
+    for i in range(full * per_block, count * per_block):
+        start = block * BLOCK + i % per_block * BLOCK_N
+        block = tl.load(entries + (i + 1) // per_block).to(tl.int32)
+        highest, total, acc_a, acc_b = take_tile(
+            start, 0, high, highest, total, acc_a, acc_b, q_a, q_b, peak, position, position, factor, 0.0, 0,
+            keys, values, k_scale, v_scale, table, k_block, k_offset, v_block, v_offset, scale_block, scale_offset,
+            BLOCK_SIZE, BLOCK_M, BLOCK_N, D, D_A, D_B, DV, DV_A, DV_B, False, False, FP8, V_LANE, False,
+            PRECISION, FP8 > 0, False, True,
+        )  # fmt: skip
+    return highest, total, acc_a, acc_b
+
+
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
 def _attend_blocks(
     q,  # [T, H, D]
@@ -147,6 +181,11 @@ def _attend_blocks(
     key_means,  # [R, KV, mask_blocks, D]
     value_means,  # [R, KV, mask_blocks, DV]
     out,  # [T, H, DV]
+    copy_start,  # [R] int32, COPIES only: first key of each row
+    keys_a,  # [keys, KV * (D + DV)] as descriptors, COPIES only
+    keys_b,
+    values_a,
+    values_b,
     num_rows,
     width,
     mask_blocks,
@@ -178,6 +217,7 @@ def _attend_blocks(
     FP8: tl.constexpr,
     V_LANE: tl.constexpr,
     MEANS: tl.constexpr,
+    COPIES: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -191,7 +231,8 @@ def _attend_blocks(
     num_queries = tl.load(query_start + row + 1) - row_start
     first_of_block = (place - row_place) * BLOCK
     first = first_of_block + tl.program_id(0) % tiles * BLOCK_M
-    if (first >= 0) & (first < num_queries):
+    kind = tl.load(types + row * HEADS + head)
+    if (first >= 0) & (first < num_queries) & (kind != 2):
         context = tl.load(seq_lens + row) - num_queries
         count = tl.load(counts + spot * 2)
         full = tl.load(counts + spot * 2 + 1)
@@ -207,36 +248,24 @@ def _attend_blocks(
         acc_a = zeros(BLOCK_M, DV_A, False)
         acc_b = zeros(BLOCK_M, DV_B, False) if DV_B > 0 else highest  # any tensor where there is no part b
         kv_head = head // GROUP
-        keys += kv_head * k_head
-        values += kv_head * v_head
-        k_scale += kv_head * scale_head
-        v_scale += kv_head * scale_head
-        table = tables + row.to(tl.int64) * table_row
         entries = lists + spot * width
-        per_block: tl.constexpr = BLOCK // BLOCK_N
-        # The next block's number is loaded a tile ahead; behind the last one there is room for a number that is not used.
-        block = tl.load(entries).to(tl.int32)
-        for i in range(full * per_block):
-            start = block * BLOCK + i % per_block * BLOCK_N
-            block = tl.load(entries + (i + 1) // per_block).to(tl.int32)
-            highest, total, acc_a, acc_b = take_tile(
-                start, 0, high, highest, total, acc_a, acc_b, q_a, q_b, peak, position, position, factor, 0.0, 0,
-                keys, values, k_scale, v_scale, table, k_block, k_offset, v_block, v_offset, scale_block, scale_offset,
-                BLOCK_SIZE, BLOCK_M, BLOCK_N, D, D_A, D_B, DV, DV_A, DV_B, False, False, FP8, V_LANE, False,
-                PRECISION, False, False, False,
+        if COPIES:
+            first_key = tl.load(copy_start + row)
+            column = kv_head.to(tl.int32) * (D + DV)
+            highest, total, acc_a, acc_b = walk_copies(
+                entries, full, count, first_key, column, high, highest, total, acc_a, acc_b, q_a, q_b, position, factor, keys_a,
+                keys_b, values_a, values_b, BLOCK, BLOCK_N, D, D_A, D_B, DV_A, DV_B, PRECISION,
             )  # fmt: skip
-        for i in range(full * per_block, count * per_block):
-            start = block * BLOCK + i % per_block * BLOCK_N
-            block = tl.load(entries + (i + 1) // per_block).to(tl.int32)
-            highest, total, acc_a, acc_b = take_tile(
-                start, 0, high, highest, total, acc_a, acc_b, q_a, q_b, peak, position, position, factor, 0.0, 0,
-                keys, values, k_scale, v_scale, table, k_block, k_offset, v_block, v_offset, scale_block, scale_offset,
-                BLOCK_SIZE, BLOCK_M, BLOCK_N, D, D_A, D_B, DV, DV_A, DV_B, False, False, FP8, V_LANE, False,
-                PRECISION, FP8 > 0, False, True,
+        else:
+            highest, total, acc_a, acc_b = _walk_pages(
+                entries, full, count, high, highest, total, acc_a, acc_b, q_a, q_b, peak, position, factor,
+                keys + kv_head * k_head, values + kv_head * v_head, k_scale + kv_head * scale_head,
+                v_scale + kv_head * scale_head, tables + row.to(tl.int64) * table_row, k_block, k_offset, v_block, v_offset,
+                scale_block, scale_offset, BLOCK_SIZE, BLOCK, BLOCK_M, BLOCK_N, D, D_A, D_B, DV, DV_A, DV_B, FP8, V_LANE,
+                PRECISION,
             )  # fmt: skip
         if MEANS:
-            sparse = tl.load(types + row * HEADS + head) == 1
-            own = tl.where(sparse, (context + first_of_block) // BLOCK, 0)
+            own = tl.where(kind == 1, (context + first_of_block) // BLOCK, 0)
             kept = mask + spot * mask_blocks
             side = (row.to(tl.int64) * (HEADS // GROUP) + kv_head) * mask_blocks
             for start in range(0, own, BLOCK_N):
@@ -268,6 +297,7 @@ def sparse_prefill_attention(
     means: BlockMeans | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    copies: KeyCopies | None = None,
     block: int = BLOCK,
     out: torch.Tensor | None = None,
     tiling: Tiling | None = None,
@@ -283,6 +313,7 @@ def sparse_prefill_attention(
         mask: contiguous.
         means: contiguous, of q's dtype.
         k_scale, v_scale: of the same strides.
+        copies: contiguous, of q's dtype, with tokens of a multiple of 16 bytes.
         tiling: how to cut up the launch; None: by the widths.
     """
     num_heads, head_dim = q.shape[1:]
@@ -298,9 +329,11 @@ def sparse_prefill_attention(
     geometry = Geometry(
         kv_heads, group, head_dim, v_head_dim, q.itemsize, keys.itemsize, resources(q.device), aligned(keys, values)
     )
-    tiling = tiling or block_tiling(geometry, block)
-    fp8 = OFF
-    if k_scale is not None:
+    tiling = tiling or (block_tiling if copies is None else copies_tiling)(geometry, block)
+    fp8, described = OFF, (q, q, q, q, q)
+    if copies is not None:
+        described = (copies.start, *describe(copies.rows, head_dim, v_head_dim, tiling.block_n))
+    elif k_scale is not None:
         fp8, keys, values = mode(q.device), as_bytes(keys), as_bytes(values)
     lists = torch.empty(places, num_heads, width + 1, dtype=torch.int16, device=q.device)
     counts = torch.empty(places, num_heads, 2, dtype=torch.int32, device=q.device)
@@ -317,11 +350,12 @@ def sparse_prefill_attention(
     _attend_blocks[(places * num_heads * (block // tiling.block_q),)](
         q, keys, values, q if k_scale is None else k_scale, q if v_scale is None else v_scale,
         block_tables, query_start, seq_lens, types, lists, counts, order, kept,
-        *((q, q) if means is None else means), out, num_rows, width + 1, width, scale,
+        *((q, q) if means is None else means), out, *described, num_rows, width + 1, width, scale,
         *q.stride()[:2], *keys.stride()[:3], *values.stride()[:3], *scale_strides(k_scale), block_tables.stride(0),
         BLOCK_SIZE=block_size, HEADS=num_heads, GROUP=group, BLOCK=block, BLOCK_M=tiling.block_q,
         BLOCK_N=tiling.block_n, D=head_dim, D_A=d_a, D_B=d_b, DV=v_head_dim, DV_A=dv_a, DV_B=dv_b, FP8=fp8,
-        V_LANE=values.stride(3), MEANS=means is not None, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        V_LANE=values.stride(3), MEANS=means is not None, COPIES=copies is not None,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=tiling.num_warps, num_stages=tiling.num_stages, **options(q.device),
     )  # fmt: skip
     return out

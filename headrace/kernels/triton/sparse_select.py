@@ -58,13 +58,16 @@ def _chosen(weights, threshold, own, lagging, BLOCKS_P: tl.constexpr, QUIRK: tl.
     return chosen | (block <= last)
 
 
-@triton.jit(do_not_specialize=["num_rows", "width"], do_not_specialize_on_alignment=["types", "query_start", "seq_lens"])
+@triton.jit(
+    do_not_specialize=["num_rows", "width"], do_not_specialize_on_alignment=["types", "query_start", "seq_lens", "prompt_lens"]
+)
 def _select(
     sums,  # [N, H, width] float32
     thresholds,  # [H] float32
     types,  # [R, H] int8
     query_start,  # [R + 1] int32
     seq_lens,  # [R] int32
+    prompt_lens,  # [R] int32, QUIRK only
     mask,  # [N, H, width] bool as bytes
     num_rows,
     width,
@@ -88,7 +91,7 @@ def _select(
         own = (length - num_queries + first) // BLOCK
         shares = tl.load(sums + spot * width + block, mask=(block < width) & (block <= own), other=0.0)
         weights = tl.floor(shares * 134217728.0 + 0.5).to(tl.int64)
-        lagging = own < _upstream_chunk(length) // BLOCK if QUIRK else False
+        lagging = own < _upstream_chunk(tl.load(prompt_lens + row)) // BLOCK if QUIRK else False
         chosen = _chosen(weights, tl.load(thresholds + head), own, lagging, BLOCKS_P, QUIRK)
     tl.store(mask + spot * width + block, chosen.to(tl.uint8), mask=block < width)
 
@@ -102,7 +105,7 @@ def select(
     num_tokens: int,
     threshold: float | torch.Tensor,
     block: int = BLOCK,
-    quirk: bool = False,
+    prompt_lens: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Kernel version of ``headrace.kernels.sparse_prefill.select``; it does not wait for the device.
 
@@ -122,7 +125,8 @@ def select(
     mask = torch.empty(sums.shape, dtype=torch.bool, device=sums.device)
     blocks = triton.next_power_of_2(width)
     _select[(places, num_heads)](
-        sums, threshold, types, query_start, seq_lens, mask.view(torch.uint8), rows, width, HEADS=num_heads, BLOCK=block,
-        BLOCKS_P=blocks, QUIRK=quirk, num_warps=min(8, max(1, blocks // 512)), **options(sums.device),
+        sums, threshold, types, query_start, seq_lens, seq_lens if prompt_lens is None else prompt_lens, mask.view(torch.uint8),
+        rows, width, HEADS=num_heads, BLOCK=block,
+        BLOCKS_P=blocks, QUIRK=prompt_lens is not None, num_warps=min(8, max(1, blocks // 512)), **options(sums.device),
     )  # fmt: skip
     return mask

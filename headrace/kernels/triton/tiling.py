@@ -19,6 +19,8 @@ _SMALL_SIDE_BY_SIDE = 4
 _SMALLEST_SIDE_BY_SIDE = 16
 """Programs for each multiprocessor, below which rows are split: where a tile's queries come first, where its keys do, and where
 what it loads is converted besides."""
+_ALIGNMENT = 2 << 10
+"""Bytes of a program's shared memory that tiles of the tensor memory unit leave unused between them."""
 _KEPT_FREE = 4 << 10
 """Bytes of a program's shared memory for reductions and layouts, beside the tiles."""
 
@@ -188,6 +190,16 @@ def block_tiling(geometry: Geometry, block: int) -> Tiling:
     block_n, num_warps = _shape(geometry, block_m, sys.maxsize)
     block_n, num_stages = _keys(geometry, block_m, min(block_n, block, 64 if geometry.converts else block))
     return Tiling(block_m, 1, block_n, 1, 0, num_warps, num_stages)
+
+
+def copies_tiling(geometry: Geometry, block: int) -> Tiling:
+    """As ``block_tiling``, for keys and values that the tensor memory unit loads. Of a tile of 128 queries, two groups of warps
+    take turns in the matrix units and in the softmax."""
+    block_m = min(block, 128)
+    block_n = min(block, 128 if geometry.widest <= 128 else 64 if geometry.widest <= 192 else 32)
+    room = geometry.device.shared_memory - _ALIGNMENT - block_m * geometry.head_dim * geometry.q_bytes
+    stage = block_n * (geometry.head_dim + geometry.v_head_dim) * geometry.q_bytes
+    return Tiling(block_m, 1, block_n, 1, 0, 8 if block_m > 64 else 4, max(1, min(3, room // stage)))
 
 
 def _keys(geometry: Geometry, block_m: int, block_n: int) -> tuple[int, int]:

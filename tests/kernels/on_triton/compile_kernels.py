@@ -24,6 +24,7 @@ from headrace.cache.fp8 import Fp8LayerCache
 from headrace.kernels import support
 from headrace.kernels.head_routing import RouterWeights
 from headrace.kernels.inputs import LogitsInputs, RowTensors
+from headrace.kernels.sparse_prefill import KeyCopies
 from headrace.kernels.support import NATIVE_FP8_SM, Resources
 from headrace.kernels.triton import (
     activation,
@@ -272,7 +273,12 @@ def sparse(resources: Resources) -> None:
             q, keys, values, table, *rows, mask, scale=1.0, sink_blocks=1, local_blocks=16, means=means if corrected else None,
             **longest, **scales,
         )  # fmt: skip
-    sparse_select.select(sums, *rows, num_tokens=2048, threshold=0.9, quirk=True)
+        if resources.shared_memory > 200 << 10:
+            copies = KeyCopies(torch.zeros(2048, 2, sum(widths), dtype=BF16), starts[:1])
+            sparse_attention.sparse_prefill_attention(
+                q, keys, values, table, *rows, mask, scale=1.0, sink_blocks=1, local_blocks=16, copies=copies, **longest,
+            )  # fmt: skip
+    sparse_select.select(sums, *rows, num_tokens=2048, threshold=0.9, prompt_lens=starts[1:])
     head_routing.pool_keys(torch.zeros(200, 2, 128, dtype=BF16), starts)
     shapes = [(512, 128), (512,), (128, 512), (128,)] * 2 + [(2, 128), (2,)]
     head_routing.route(torch.zeros(1, 2, 128), RouterWeights(*(torch.zeros(shape) for shape in shapes)))

@@ -10,6 +10,7 @@ from unittest import mock
 import numpy as np
 import torch
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 class OutOfBoundsError(AssertionError):
@@ -31,7 +32,8 @@ class Checker:
 
         def launch(executor: Any, *args: Any, **kwargs: Any) -> Any:
             before = self._begins, self._ends, self._kernel
-            tensors = [each.untyped_storage() for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
+            given = [each.base if isinstance(each, TensorDescriptor) else each for each in (*args, *kwargs.values())]
+            tensors = [each.untyped_storage() for each in given if isinstance(each, torch.Tensor)]
             self._begins = np.array([each.data_ptr() for each in tensors], dtype=np.uint64)
             self._ends = self._begins + np.array([each.nbytes() for each in tensors], dtype=np.uint64)
             self._kernel = executor.fn.__name__
@@ -40,9 +42,9 @@ class Checker:
             finally:
                 self._begins, self._ends, self._kernel = before
 
-        def checked_load(builder: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
+        def checked_load(builder: Any, pointers: Any, mask: Any, *rest: Any, **named: Any) -> Any:
             self._check("reads", pointers, mask)
-            return load(builder, pointers, mask, *rest)
+            return load(builder, pointers, mask, *rest, **named)
 
         def checked_store(builder: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
             self._check("writes", pointers, mask)

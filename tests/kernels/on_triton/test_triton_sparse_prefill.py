@@ -9,7 +9,7 @@ import torch
 from kernels.sparse_cases import Problem, Rows, problem
 
 from headrace.kernels import sparse_prefill as reference
-from headrace.kernels.sparse_prefill import BlockMeans, num_query_blocks
+from headrace.kernels.sparse_prefill import BlockMeans, KeyCopies, num_query_blocks
 from headrace.kernels.triton import sparse_attention, sparse_estimate, sparse_means, sparse_select
 from headrace.kernels.triton.sparse_estimate import EstimateTiling
 from headrace.kernels.triton.tiling import Tiling
@@ -176,11 +176,15 @@ def test_selection_is_that_of_the_reference(ties: bool, quirk: bool, device: tor
     sums[2] = 0
     there = made.to(device)
     for threshold in (0.0, 0.5, 1.0, torch.tensor([0.125, 0.875])):
-        options = {"num_tokens": len(made.q), "block": 16, "quirk": quirk}
-        expected = reference.select(sums, made.query_start, made.seq_lens, made.types, threshold=threshold, **options)
+        options = {"num_tokens": len(made.q), "block": 16}
+        lens = made.seq_lens + 3 if quirk else None
+        expected = reference.select(
+            sums, made.query_start, made.seq_lens, made.types, threshold=threshold, prompt_lens=lens, **options
+        )
         limit = threshold.to(device) if isinstance(threshold, torch.Tensor) else threshold
         starts = (there.query_start, there.seq_lens, there.types)
-        got = sparse_select.select(sums.to(device), *starts, threshold=limit, **options)
+        lens = None if lens is None else lens.to(device)
+        got = sparse_select.select(sums.to(device), *starts, threshold=limit, prompt_lens=lens, **options)
         assert torch.equal(got.cpu(), expected), threshold
         assert expected.any()
 
@@ -233,6 +237,40 @@ def test_no_rows(device: torch.device) -> None:
     assert sparse_estimate.estimate(q, keys, tables, *rest, max_seq_len=2, scale=1.0).shape == (0, 2, 1)
     options = {"max_seq_len": 2, "scale": 1.0, "sink_blocks": 1, "local_blocks": 1}
     assert sparse_attention.sparse_prefill_attention(*made.cache, None, **options).shape == (0, 2, 16)
+
+
+@pytest.mark.parametrize("fp8", [False, pytest.param(True, marks=SLOW)], ids=["auto", "fp8"])
+@pytest.mark.parametrize(
+    ("head_dim", "v_head_dim", "block", "dtype"),
+    [
+        (24, 16, 16, torch.float32),
+        (64, 64, 64, torch.bfloat16),
+        *(pytest.param(*case, 16, torch.float32, marks=SLOW) for case in ((96, 96), (40, 16), (16, 32))),
+        pytest.param(192, 128, 128, torch.float16, marks=SLOW),
+    ],
+)
+def test_copies_of_keys_and_values(
+    head_dim: int, v_head_dim: int, block: int, dtype: torch.dtype, fp8: bool, device: torch.device
+) -> None:
+    """Instead of the cache, and bit for bit what the cache comes to where the tiles are the same."""
+    made = small(
+        [(block + 4, block + 4), (0, 0), (block + 2, 2 * block + 2)],
+        kv_heads=2, head_dim=head_dim, v_head_dim=v_head_dim, dtype=dtype, fp8=fp8, types=(1, 0, -1, 1),
+    )  # fmt: skip
+    given = run(made, False, block=block, stride=block // 4)
+    expected = run(dataclasses.replace(made, q=made.q.double()), False, block=block, stride=block // 4, given=given)
+    there, of_there = made.to(device), on(device, given, dtype)
+    there.keys, there.values = torch.full_like(there.keys, torch.nan), torch.full_like(there.values, torch.nan)
+    options = {
+        "max_seq_len": made.max_seq_len, "scale": made.scale, "sink_blocks": 1, "local_blocks": 1, "block": block,
+    }  # fmt: skip
+    copies = KeyCopies(*(part.to(device) for part in made.copies()))
+    close = {"atol": max(TOLERANCE[dtype], 4e-3 if fp8 else 0), "rtol": TOLERANCE[dtype], "check_dtype": False}
+    for attend in (sparse_attention.sparse_prefill_attention, reference.sparse_prefill_attention.__wrapped__):
+        got = attend(*there.cache, of_there.mask, **options, copies=copies)
+        torch.testing.assert_close(got.cpu(), expected.attended, **close)
+        got = attend(*there.cache, of_there.by_mean, means=of_there.means, **options, copies=copies)
+        torch.testing.assert_close(got.cpu(), expected.corrected, **close)
 
 
 # ------------------------------------------------------------------------------------------------------- bit for bit

@@ -1,4 +1,4 @@
-"""A step's rows as FlashInfer takes them: query starts and pages of keys, from the host's lengths."""
+"""A step's rows as kernels take them that read no block tables: query starts, pages of keys, copies of keys and values."""
 
 from __future__ import annotations
 
@@ -7,8 +7,15 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from headrace.attention.backend import StepMetadata
+from headrace.attention.backend import LayerCache, StepMetadata
+from headrace.kernels.kv_cache import gather_numbers
 from headrace.kernels.transfer import upload
+
+_COPY_QUERIES = 768
+"""Average queries per row from which copying keys and values out of their blocks pays off: fa3 does 677 TFLOP/s on contiguous
+ones and 607 on paged ones (32k tokens, 32 and 8 heads of 128, H200)."""
+_COPY_BYTES = 512 << 20
+"""Largest size of such a copy, which lives for one layer's attention."""
 
 
 class PagedRows:
@@ -61,6 +68,23 @@ class PagedRows:
         count = np.minimum(self._block_size, self.lengths[row] - before).astype(np.int32)
         first = self.key_start.numpy()[row].astype(np.int64) + before
         return upload(first, self._device), upload(count, self._device)
+
+    def copies_pay(self, cache: LayerCache, dtype: torch.dtype) -> bool:
+        """Whether to copy keys and values out of their blocks first."""
+        long = self.num_tokens >= _COPY_QUERIES * self.num_rows
+        nbytes = self.num_keys * cache.spec.num_kv_heads * cache.spec.row_width * dtype.itemsize
+        return long and nbytes <= _COPY_BYTES and (cache.k_scale is not None or cache.rows.is_contiguous())
+
+    def copies(self, cache: LayerCache, dtype: torch.dtype) -> torch.Tensor:
+        """``[keys, kv_heads, head_dim + v_head_dim]``: the rows' keys and values, concatenated."""
+        if cache.k_scale is None or cache.v_scale is None:
+            return cache.rows.flatten(0, 1).index_select(0, self.key_places(cache.group))
+        spec = cache.spec
+        copies = torch.empty(self.num_keys, spec.num_kv_heads, spec.row_width, dtype=dtype, device=cache.rows.device)
+        gather_numbers(
+            cache.keys, cache.values, cache.k_scale, cache.v_scale, self.pages(cache.group), *self.page_spans, copies
+        )
+        return copies
 
 
 def places(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

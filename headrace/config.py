@@ -180,6 +180,9 @@ class EngineArgs:
     enable_expert_parallel: Annotated[bool, OptionSpec(flags=("--enable-expert-parallel",))] = False
     """With several ranks, give each of them whole experts of a mixture, also where it could hold a slice of every expert.
     Slices keep ranks equally busy; whole experts multiply larger matrices."""
+    disable_custom_all_reduce: Annotated[bool, OptionSpec(flags=("--disable-custom-all-reduce",))] = False
+    """With several ranks on GPUs, leave all sums to NCCL. Otherwise small ones go through memory that the GPUs map of each
+    other, if they can; the start-up report says so."""
     seed: Annotated[int, OptionSpec(min=0, max=INT64_MAX)] = 0
     """Seed for requests without a seed, and for dummy weights. Two engines with the same seed that get the same requests in
     the same order generate the same tokens."""

@@ -18,6 +18,7 @@ from headrace.core.request import Request
 from headrace.engine.core import EngineCore
 from headrace.engine.executor import Executor
 from headrace.engine.loader import LoadedEngine, load_engine
+from headrace.engine.messages import StepDeltas, encode
 from headrace.engine.source import FileSource
 from headrace.errors import ConfigError
 from headrace.sampling_params import SamplingParams
@@ -42,9 +43,12 @@ class Watched:
     def __init__(self, executor: Executor[Any]) -> None:
         self._executor = executor
         self.waited = 0.0
+        self.starts = 0
+        """Sequences of the plans that were executed."""
         self.done: list[tuple[StepPlan, StepResult]] = []
 
     def execute(self, plan: StepPlan) -> Any:
+        self.starts += len(plan.new)
         return plan, self._executor.execute(plan)
 
     def sample(self, handle: Any, plan: SamplePlan) -> None:
@@ -141,20 +145,25 @@ def _round(
 ) -> None:
     """Runs until ``end``, or until all sequences have ended, and leaves nothing behind."""
     scheduler, serial = core.scheduler, config.scheduler.pipeline_depth == 1
-    missing = traffic.concurrency
+    missing, wall = traffic.concurrency, 0.0
+    watched.starts, watched.waited = 0, 0.0
     while time.perf_counter() < end:
-        for _ in range(missing):
-            core.add(traffic.request())
+        requests = [traffic.request() for _ in range(missing)]
+        begin = time.perf_counter()
+        for request in requests:
+            core.add(request)
         if not core.has_work():
             break
-        watched.waited = 0.0
-        begin = time.perf_counter()
-        core.step()
-        wall = time.perf_counter() - begin
-        for plan, result in watched.done:
+        deltas = core.step()
+        encode(StepDeltas(deltas))
+        wall += time.perf_counter() - begin
+        for plan, result in watched.done:  # One, unless the pipeline is being filled.
             device = result.forward_seconds + result.sample_seconds
             host = wall - device if serial else wall - watched.waited
-            steps.append(MeasuredStep(features(plan, config.graph_rows), len(plan.rows), device, host))
+            ends = sum(delta.finish_reason is not None for delta in deltas)
+            found = features(plan, config.graph_rows), len(plan.rows), device, host
+            steps.append(MeasuredStep(*found, starts=watched.starts, ends=ends))
+            wall, watched.starts, watched.waited = 0.0, 0, 0.0
         watched.done.clear()
         missing = traffic.concurrency - scheduler.num_running - scheduler.num_waiting if refill else 0
     for request_id in traffic.names:

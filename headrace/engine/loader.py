@@ -143,6 +143,8 @@ def load_executor(source: ModelSource, frontend: Frontend, timeline: Timeline) -
     if encoder is not None:
         weights.append(MemoryLine("vision encoder", encoder.nbytes))
     decisions = (*config.decisions, *report.decisions)
+    if source.group.size > 1:
+        decisions = (*decisions, Decision("all-reduce", *source.group.transport))
     config = dataclasses.replace(config, quantization=report.quantization, decisions=decisions)
     return Loaded(executor, config, device, weights, profile)
 

@@ -37,8 +37,14 @@ _LOOK_SECONDS = 1.0
 """How often ranks that do not answer are looked at."""
 _STOPPED_LOOKS = 3
 """A rank that was stopped (SIGSTOP) at so many looks on end has failed."""
-_WITHOUT_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
-"""Not every machine has multicast over NVLink, and libraries that try it without fail or hang."""
+_OF_RANKS = {
+    # Not every machine has multicast over NVLink, and libraries that try it without fail or hang.
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    # Each rank's own GPU is number 0 to it, which PyTorch would take for one GPU of them all.
+    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
+}
+"""Variables of the ranks' environment, unless they are set."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -299,7 +305,7 @@ def start_ranks(args: EngineArgs, size: int) -> Loaded:
 
 def _environment(args: EngineArgs, rank: int, size: int) -> dict[str, str]:
     """A rank's: on GPUs its own is the first that it sees, so that its number there is 0, and the others follow."""
-    environment = _WITHOUT_MULTICAST | child_environment()
+    environment = _OF_RANKS | child_environment()
     if args.device == "cpu" or not torch.cuda.is_available():
         return environment
     names = visible_devices()

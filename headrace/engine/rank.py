@@ -48,7 +48,8 @@ class Rank:
         self._rank = start.rank
         self._agreement = PipeAgreement(connection, start.size)
         device = environment.probe(start.args.device).device
-        group = join_group(start.rank, start.size, Path(start.store), device, ordered=start.args.deterministic)
+        ordered, peers = start.args.deterministic, not start.args.disable_custom_all_reduce
+        group = join_group(start.rank, start.size, Path(start.store), device, ordered=ordered, peers=peers)
         source = FileSource(start.args, self._agreement, group)
         loaded = load_executor(source, source.frontend(), Timeline())
         if not isinstance(loaded.executor, LocalExecutor):

@@ -14,6 +14,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from headrace.parallel.peers import MOST_BYTES, SIZES, PeerMemory
+
 _TIMEOUT = timedelta(days=1)
 """Of a collective. A lost rank is noticed by whoever started the ranks; idle ranks may wait for days."""
 
@@ -23,6 +25,8 @@ class Group(Protocol):
 
     rank: int
     size: int
+    transport: tuple[str, str]
+    """What carries sums, and why, for reports."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the sum over all ranks; ``x`` may be overwritten."""
@@ -38,6 +42,7 @@ class Alone:
 
     rank = 0
     size = 1
+    transport = "none", "there is one rank"
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return x
@@ -76,6 +81,8 @@ class ThreadGroup:
     ``ThreadGroup.make(size)`` makes all of them. ``abort`` ends the waiting of the others where one has failed.
     """
 
+    transport = "threads", "all ranks are in this process"
+
     def __init__(self, rank: int, places: list[torch.Tensor | None], barrier: threading.Barrier) -> None:
         self.rank = rank
         self.size = len(places)
@@ -105,6 +112,8 @@ class ThreadGroup:
 class GlooGroup:
     """Ranks that are processes of this machine, on CPUs."""
 
+    transport = "gloo", "the ranks are processes on CPUs"
+
     def __init__(self, rank: int, size: int, store: Any) -> None:
         self.rank = rank
         self.size = size
@@ -126,20 +135,58 @@ class GlooGroup:
 class NcclGroup:
     """Ranks that are processes with a GPU each. The current stream waits for collectives, which may be captured with it."""
 
-    def __init__(self, rank: int, size: int, store: Any, *, ordered: bool = False) -> None:
+    def __init__(self, rank: int, size: int, store: Any, *, ordered: bool = False, peers: bool = True) -> None:
+        """``peers``: small sums go through memory that the GPUs share, if they can share it."""
         self.rank = rank
         self.size = size
         self._ordered = ordered
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = _TIMEOUT
-        self._group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
+        self._device = torch.device("cuda", torch.cuda.current_device())
+        dist.init_process_group("nccl", store=store, rank=rank, world_size=size, timeout=_TIMEOUT)
+        self._group: Any = dist.group.WORLD
+        self._peers: PeerMemory | None = None
         # The communicator is made by the first collective, which must not be one that is captured.
-        self.all_gather(torch.zeros(1, device="cuda"))
-        self.all_reduce(torch.zeros(1, device="cuda"))
+        self.all_gather(torch.zeros(1, device=self._device))
+        self.all_reduce(torch.zeros(1, device=self._device))
+        if ordered:
+            self.transport = "NCCL", "deterministic sums are made in the order of the ranks"
+        elif not peers:
+            self.transport = "NCCL", "disable_custom_all_reduce"
+        elif size not in SIZES:
+            self.transport = "NCCL", f"symmetric memory sums are for {', '.join(map(str, SIZES))} ranks"
+        else:
+            self.transport = self._try_peers()
+
+    def _try_peers(self) -> tuple[str, str]:
+        """Uses symmetric memory from now on if it gives every rank the sums of NCCL."""
+        peers, failure = None, "another rank cannot map the memory of its peers"
+        try:
+            peers = PeerMemory(self._group, self._device)
+        except Exception as error:
+            failure = f"symmetric memory cannot be used: {type(error).__name__}: {str(error).splitlines()[0]}"
+        # A kernel waits for those of its peers, so none is launched unless all have mapped the memory.
+        if not self._everywhere(peers is not None) or peers is None:
+            return "NCCL", failure
+        if not self._everywhere(all(self._agree(peers, count) for count in (1 << 10, MOST_BYTES // 4))):
+            return "NCCL", "sums through symmetric memory are wrong on this machine"
+        self._peers = peers
+        return (
+            f"symmetric memory up to {MOST_BYTES >> 20} MiB, then NCCL",
+            "the GPUs map each other's memory, and its sums are NCCL's",
+        )
+
+    def _agree(self, peers: PeerMemory, count: int) -> bool:
+        """Whether both sum whole numbers alike."""
+        numbers = (torch.arange(count, device=self._device) % 1021 * (self.rank + 1)).float()
+        return torch.equal(peers.all_reduce(numbers.clone()), self.all_reduce(numbers))
+
+    def _everywhere(self, flag: bool) -> bool:
+        return bool(self.all_gather(torch.tensor([flag], dtype=torch.int32, device=self._device)).all())
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         if self._ordered:
             return ordered_sum(self.all_gather(x))
+        if self._peers is not None and self._peers.takes(x):
+            return self._peers.all_reduce(x)
         x = x.contiguous()
         if x.numel():
             self._group.allreduce([x]).wait()
@@ -152,13 +199,14 @@ class NcclGroup:
         return gathered
 
 
-def join_group(rank: int, size: int, store: Path, device: str, *, ordered: bool = False) -> Group:
+def join_group(rank: int, size: int, store: Path, device: str, *, ordered: bool = False, peers: bool = True) -> Group:
     """Waits for all ranks.
 
     Args:
         store: a file that does not exist yet, in a folder of this user's alone, the same for all ranks.
         device: cpu or cuda.
         ordered: on GPUs too, sums are those of the ranks in their order. NCCL's own order depends on the number of rows.
+        peers: on GPUs, small sums go through symmetric memory if it works.
     """
     file: Any = dist.FileStore(str(store), size)  # type: ignore[attr-defined]
-    return NcclGroup(rank, size, file, ordered=ordered) if device == "cuda" else GlooGroup(rank, size, file)
+    return NcclGroup(rank, size, file, ordered=ordered, peers=peers) if device == "cuda" else GlooGroup(rank, size, file)

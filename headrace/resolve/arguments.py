@@ -13,6 +13,7 @@ _FOR_GPUS = {
     "enforce_eager": "a CPU has no CUDA graphs: every kernel is launched by itself as it is",
     "wait_for_kernels": "FlashInfer's kernels, which are compiled in the background, are a GPU's",
     "graph_capture_seconds": "a CPU has no CUDA graphs to capture",
+    "disable_custom_all_reduce": "on a CPU ranks communicate through gloo",
     "gpu_memory_utilization": "it is a share of a GPU's memory: on a CPU kv_cache_memory says how much the cache takes",
 }
 """Arguments that are of no effect on a CPU, and why. Scripts that serve on both kinds of machines may give them."""

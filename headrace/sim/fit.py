@@ -29,6 +29,9 @@ class MeasuredStep(NamedTuple):
     rows: int
     device_seconds: float
     host_seconds: float
+    starts: int = 0
+    """Sequences that the host started in this turn."""
+    ends: int = 0
 
 
 class KindError(msgspec.Struct, frozen=True):
@@ -64,10 +67,16 @@ def fit(steps: Sequence[MeasuredStep], graph_rows: Sequence[int] = (), *, held_o
         count = int(len(mine) * held_out)
         kinds[kind] = _fit_kind(kind, mine[count:])
         errors[kind] = _error(kinds[kind], mine[:count])
-    host = np.array([[1.0, step.rows] for step in shuffled])
-    host_step, host_row = _least_squares(host, np.array([max(step.host_seconds, 1e-7) for step in shuffled]))
-    model = StepTimeModel(kinds["decode"], kinds["mixed"], float(host_step), float(host_row), list(graph_rows))
-    return Fit(model, errors)
+    step, row, start, end = _fit_host(shuffled)
+    return Fit(StepTimeModel(kinds["decode"], kinds["mixed"], step, row, start, end, list(graph_rows)), errors)
+
+
+def _fit_host(steps: Sequence[MeasuredStep]) -> list[float]:
+    """Seconds of a step, a row, a start and an end. Their sum over all steps is that of the measured times."""
+    columns = np.array([[1.0, step.rows, step.starts, step.ends] for step in steps])
+    seconds = np.array([max(step.host_seconds, 1e-7) for step in steps])
+    found = _least_squares(columns, seconds)
+    return [_rounded(float(value)) for value in found * (seconds.sum() / (columns @ found).sum())]
 
 
 def _fit_kind(kind: StepKind, steps: Sequence[MeasuredStep]) -> KindTimes:
@@ -76,12 +85,12 @@ def _fit_kind(kind: StepKind, steps: Sequence[MeasuredStep]) -> KindTimes:
     columns = [[*curve_weights(knots, at), *_slopes(kind, step.features)] for at, step in zip(base, steps, strict=True)]
     seconds = np.array([step.device_seconds for step in steps])
     found = [float(value) for value in _least_squares(np.array(columns), seconds)]
-    slopes = found[len(knots) :]
-    # A decode step has the first slope alone.
-    context, row, prefill_context = [*slopes, 0.0, 0.0][:3]
-    times = KindTimes(Curve([float(knot) for knot in knots], found[: len(knots)]), context, row, prefill_context)
+    curve, slopes = Curve([float(knot) for knot in knots], found[: len(knots)]), found[len(knots) :]
+    times = KindTimes(curve, slopes[0]) if kind == "decode" else KindTimes(curve, slopes[0], slopes[1], slopes[2])
     ratios = sorted(step.device_seconds / times.mean(step.features) for step in steps)
-    quantiles = [_rounded(float(value)) for value in np.quantile(ratios, PROBABILITIES)]
+    quantiles = [float(value) for value in np.quantile(ratios, PROBABILITIES)]
+    tail = ratios[int(PROBABILITIES[-2] * len(ratios)) :]
+    quantiles[-1] = max(quantiles[-2], 2 * sum(tail) / len(tail) - quantiles[-2])
     times = msgspec.structs.replace(times, residuals=tuple(quantiles))
     # The quantiles keep the tails; their mean must be that of the measured times, or throughput would be off.
     total = sum(step.device_seconds for step in steps) / sum(times.mean(step.features) for step in steps)

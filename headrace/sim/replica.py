@@ -76,7 +76,7 @@ class SimReplica:
         plan, end = self._launched.popleft()
         self.now = max(self.now, end)
         updates = self.scheduler.update(plan, _result(plan))
-        self.now += self._times.host_seconds(plan) / 2
+        self.now += self._times.collect_seconds(plan, sum(update.finish_reason is not None for update in updates))
         deltas = [
             SimDelta(
                 update.seq.request.request_id,
@@ -100,7 +100,7 @@ class SimReplica:
         return refused
 
     def _launch(self, plan: StepPlan) -> None:
-        self.now += self._times.host_seconds(plan) / 2
+        self.now += self._times.launch_seconds(plan)
         seconds = self._times.device_seconds(plan, self._random)
         self._device_free = max(self._device_free, self.now) + seconds
         self._launched.append((plan, self._device_free))

@@ -14,7 +14,8 @@ from headrace.core.plan import StepPlan
 StepKind = Literal["decode", "mixed"]
 KINDS: tuple[StepKind, ...] = ("decode", "mixed")
 PROBABILITIES = (0.0, 0.5, 0.9, 0.99, 1.0)
-"""Of the quantiles that a ``KindTimes`` keeps of its residuals."""
+"""Of the quantiles that a ``KindTimes`` keeps of its residuals. The last one is no quantile: values between the last two
+are drawn evenly, and their mean is that of the measured ones, which a single outlier at the end would exceed."""
 
 
 class StepFeatures(NamedTuple):
@@ -74,7 +75,7 @@ def curve_weights(knots: Sequence[float], at: float) -> list[float]:
     return weights
 
 
-class KindTimes(msgspec.Struct, frozen=True):
+class KindTimes(msgspec.Struct, frozen=True, omit_defaults=True):
     """Seconds of the steps of one kind."""
 
     base: Curve
@@ -115,6 +116,10 @@ class StepTimeModel(msgspec.Struct, frozen=True):
     """Seconds of a step on the host, before its launch and after its result together."""
     host_row: float = 0.0
     """The same for each row."""
+    host_start: float = 0.0
+    """For each sequence that a step starts, from its request's arrival in the engine on."""
+    host_end: float = 0.0
+    """For each sequence that ends with a step."""
     graph_rows: list[int] = []
     """Sizes to which decode steps are padded; empty: they are not."""
 
@@ -130,5 +135,10 @@ class StepTimeModel(msgspec.Struct, frozen=True):
         seconds = times.mean(step)
         return seconds if random is None else seconds * times.factor(random.random())
 
-    def host_seconds(self, plan: StepPlan) -> float:
-        return self.host_step + self.host_row * len(plan.rows)
+    def launch_seconds(self, plan: StepPlan) -> float:
+        """On the host, until the step is launched."""
+        return (self.host_step + self.host_row * len(plan.rows)) / 2 + self.host_start * len(plan.new)
+
+    def collect_seconds(self, plan: StepPlan, num_ended: int) -> float:
+        """On the host, from the step's result on."""
+        return (self.host_step + self.host_row * len(plan.rows)) / 2 + self.host_end * num_ended

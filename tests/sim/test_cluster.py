@@ -44,15 +44,16 @@ def test_the_same_seed_gives_the_same_report_byte_for_byte(tmp_path: Path) -> No
 
 
 def test_the_times_of_one_request_are_those_of_its_steps() -> None:
-    simulation = Simulation(config({"pipeline_depth": 1}, message_seconds=0.25))
+    times = msgspec.structs.replace(TIMES, host_start=0.003, host_end=0.002)
+    simulation = Simulation(config({"pipeline_depth": 1}, times, message_seconds=0.25))
     simulation.run([make_request(0, 10.0, list(range(100)), 3)])
     (exchange,) = simulation.exchanges.values()
     mixed = TIMES.mixed.base(100) + TIMES.mixed.prefill_context * 5050
     host = TIMES.host_step + TIMES.host_row
-    assert exchange.first_token == pytest.approx(0.5 + mixed + host)
+    assert exchange.first_token == pytest.approx(0.5 + mixed + host + 0.003)
     second, third = (TIMES.decode.base(1) + TIMES.decode.context * tokens + host for tokens in (101, 102))
-    assert exchange.between_tokens == pytest.approx([second, third])
-    assert exchange.whole == pytest.approx(0.5 + mixed + second + third + host) and exchange.error is None
+    assert exchange.between_tokens == pytest.approx([second, third + 0.002])
+    assert exchange.whole == pytest.approx(0.5 + mixed + second + third + host + 0.005) and exchange.error is None
 
 
 def test_the_host_overlaps_with_the_device_in_a_pipeline() -> None:

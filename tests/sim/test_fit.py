@@ -14,6 +14,9 @@ from headrace.sim.step_time import Curve, StepFeatures, features
 
 from .examples import TIMES
 
+START, END = 0.0003, 0.0002
+"""Seconds of the host for each sequence."""
+
 
 def steps(count: int, noise: float = 0.0, spikes: float = 0.0, seed: int = 1) -> list[MeasuredStep]:
     rng = random.Random(seed)
@@ -28,7 +31,9 @@ def steps(count: int, noise: float = 0.0, spikes: float = 0.0, seed: int = 1) ->
         seconds = TIMES.times(step.kind).mean(step) * (1 + noise * rng.gauss(0, 1))
         if rng.random() < spikes:
             seconds *= 5
-        made.append(MeasuredStep(step, rows, seconds, TIMES.host_step + TIMES.host_row * rows))
+        starts, ends = (rng.randrange(3), rng.randrange(2)) if step.prefill_tokens else (0, rng.randrange(3))
+        host = TIMES.host_step + TIMES.host_row * rows + START * starts + END * ends
+        made.append(MeasuredStep(step, rows, seconds, host, starts, ends))
     return made
 
 
@@ -38,6 +43,7 @@ def test_known_times_are_found_again() -> None:
         assert error.mean_error < 0.03 and abs(error.total_error) < 0.02, kind
     assert fitted.model.host_step == pytest.approx(TIMES.host_step, rel=0.01)
     assert fitted.model.host_row == pytest.approx(TIMES.host_row, rel=0.01)
+    assert (fitted.model.host_start, fitted.model.host_end) == pytest.approx((START, END), rel=0.01)
     assert numbers(fitted.model) <= 40
     assert min(*fitted.model.decode.base.values, *fitted.model.mixed.base.values) >= 0
 
@@ -52,6 +58,31 @@ def test_outliers_change_the_tail_and_not_the_middle() -> None:
         assert times.factor(0.999) > 3, "the spikes are kept"
         drawn = sum(times.factor((place + 0.5) / 1000) for place in range(1000)) / 1000
         assert drawn == pytest.approx(1 + 0.03 * 4, abs=0.1), "and so is the mean"
+
+
+def test_one_outlier_beyond_all_measure_does_not_become_a_habit() -> None:
+    made = steps(3000, noise=0.02)
+    slow = next(place for place, step in enumerate(made) if step.features.kind == "decode")
+    made[slow] = made[slow]._replace(device_seconds=200 * made[slow].device_seconds)
+    times = fit(made, held_out=0.01).model.decode
+    total = sum(step.device_seconds for step in made if step.features.kind == "decode")
+    estimated = sum(times.mean(step.features) for step in made if step.features.kind == "decode")
+    drawn = sum(times.factor((place + 0.5) / 1000) for place in range(1000)) / 1000
+    assert estimated * drawn == pytest.approx(total, rel=0.01)
+    assert times.factor(0.5) == pytest.approx(1.0, abs=0.1), "the middle does not sink for it"
+
+
+def test_the_hosts_time_has_the_measured_sum() -> None:
+    """Most steps are quick, some are not: throughput follows from the sum."""
+    made = [
+        step._replace(host_seconds=step.host_seconds * (6 if place % 10 == 0 else 1)) for place, step in enumerate(steps(2000))
+    ]
+    model = fit(made).model
+    estimated = sum(
+        model.host_step + model.host_row * step.rows + model.host_start * step.starts + model.host_end * step.ends
+        for step in made
+    )
+    assert estimated == pytest.approx(sum(step.host_seconds for step in made), rel=0.01)
 
 
 def test_too_few_steps_are_refused() -> None:

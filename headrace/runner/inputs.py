@@ -193,8 +193,9 @@ class ForwardPass:
             backend.plan(step)
         inputs = ModelInputs(given.ids, given.positions)
         if self._media is not None and self._media.sectioned:
+            # Padding rows are at position 0, and a sequence with pictures has positions behind those of its tokens.
             rope = given.positions + self._media.delta[_token_slots(rows, bounds.num_tokens)]
-            inputs = dataclasses.replace(inputs, rope_positions=rope)
+            inputs = dataclasses.replace(inputs, rope_positions=rope.clamp_(min=0))
         if media is not None:
             inputs = dataclasses.replace(
                 inputs,

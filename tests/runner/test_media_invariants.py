@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import random
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Listing
@@ -26,6 +27,7 @@ from headrace.runner.inputs import _token_slots
 from headrace.runner.record import replay
 
 from .harness import MEDIA_IN_FP8, SPECS, WITH_MEDIA, Encoder, Engine, Outcomes, World, alone, prompt, request, same, serve
+from .test_graphs import runner as graph_runner
 
 HIDDEN = 32
 PLACEHOLDER = 5
@@ -133,6 +135,30 @@ def test_pictures_do_something(family: str) -> None:
     for each in changed:
         found = serve(World(family), [each])["two"][0]
         assert [entry.logprobs for entry in found.logprobs] != [entry.logprobs for entry in outcomes["two"][0].logprobs]
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="the kernels of graphs need Triton")
+def test_padding_rows_of_a_graph_have_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Positions of a sequence with pictures are behind those of its tokens; those of padding rows must not be negative."""
+    family = next(name for name in WITH_MEDIA if SPECS[name].sectioned_rope)
+    world = World(family)
+    made, graphs = graph_runner(world, monkeypatch)
+    least: list[int] = []
+    forward = made._forward._model.forward
+
+    def noted(inputs: Any, context: Any) -> torch.Tensor:
+        least.append(int(inputs.rope_positions.min()))
+        return forward(inputs, context)
+
+    monkeypatch.setattr(made._forward._model, "forward", noted)
+    three = [msgspec.structs.replace(with_pictures(family, "beside", 0, max_tokens=4), request_id=str(i)) for i in range(3)]
+    assert three[0].rope is not None and three[0].rope.delta < 0
+    engine = Engine(world, made)
+    engine.add(*three)
+    with torch.inference_mode():
+        same(engine.run(), serve(world, three))
+    assert graphs.models and graphs.models[0].rows > 3, "three rows and padding"
+    assert min(least) == 0
 
 
 @families

@@ -37,7 +37,7 @@ from headrace.kernels.transfer import upload
 from headrace.model_spec import DENSE, SELECTED, STREAMING, AttentionSpec
 
 _DTYPES = ("bfloat16", "float16", "float32")
-_TENSOR_MEMORY = 90
+TENSOR_MEMORY = 90
 """First generation with a tensor memory unit."""
 
 
@@ -257,7 +257,7 @@ class SparsePrefillAttention(AttentionBackend):
 
 def loads_tiles(q: torch.Tensor) -> bool:
     """Whether q's device loads tiles of q's type by a tensor memory unit."""
-    return q.itemsize == 2 and (support.compute_capability(q.device) or 0) >= _TENSOR_MEMORY
+    return q.itemsize == 2 and (support.compute_capability(q.device) or 0) >= TENSOR_MEMORY
 
 
 class WithSparsePrompts(WithUsual):

@@ -18,6 +18,8 @@ class StepBudget:
     """Tokens left for prefill while sequences decode, whose next tokens wait for the end of the step; None: no limit."""
     pieces: int = 0
     """Tokens left for prompts that are computed in one piece, whatever ``tokens`` says; other prefill takes from it too."""
+    prefilled: int = 0
+    """Tokens spent on prefill so far."""
     blocks_short: bool = False
     """A running sequence waits for KV blocks: no waiting sequence is admitted."""
 
@@ -31,6 +33,7 @@ class StepBudget:
         """``whole``: a prompt in one piece, which may be longer than ``tokens``; what is reserved is not spent on it."""
         self.tokens -= min(tokens, max(0, self.tokens - self.reserved)) if whole else tokens
         if not decoding:
+            self.prefilled += tokens
             self.pieces = max(0, self.pieces - tokens)
             if self.prefill is not None:
                 self.prefill = max(0, self.prefill - tokens)

@@ -57,6 +57,8 @@ class Scheduler:
         """Updates of sequences that failed while a step was planned; the next ``update`` returns them."""
         self._starved: Sequence | None = None
         """A sequence whose next atomic item did not fit in the rest of the token budget: it goes first in the next step."""
+        self._prefill_debt = 0
+        """Prefill tokens of past steps above the limit beside decoding sequences: the next steps' limits pay for them."""
         self._decisions = Decisions()
         self._counters = EngineStats()
         self._clock = clock
@@ -122,11 +124,12 @@ class Scheduler:
             return None
         running = self._running.snapshot()
         num_decoding = sum([seq.num_computed >= seq.prefill_len for seq in running])
+        limit = self.config.max_prefill_tokens_beside_decode if num_decoding else None
         budget = StepBudget(
             self.config.max_num_batched_tokens,
             self.config.max_num_encoder_tokens,
             reserved=num_decoding,
-            prefill=self.config.max_prefill_tokens_beside_decode if num_decoding else None,
+            prefill=None if limit is None else max(0, limit - self._prefill_debt),
             pieces=self.config.sparse.max_exact_tokens if self.config.sparse else 0,
         )
         step = StepBuilder(budget, self.kv.moves, self.kv.no_blocks)
@@ -147,6 +150,7 @@ class Scheduler:
                 break
         if not step and (self._in_flight or not self._failed):
             return None
+        self._prefill_debt = 0 if limit is None else max(0, self._prefill_debt + budget.prefilled - limit)
         self._last_step += 1
         self._in_flight.append(InFlightStep(self._last_step, step.in_flight, step.constrained))
         moves = self.kv.take_moves()
@@ -248,7 +252,7 @@ class Scheduler:
         """Length of the prefill chunk from ``start`` that the budget allows; may be 0."""
         if seq.whole(start):
             # A step without other prefill has room for it.
-            return seq.cut(start, seq.num_tokens, budget.pieces)
+            return 0 if budget.prefill == 0 else seq.cut(start, seq.num_tokens, budget.pieces)
         limit = budget.spendable
         chunk = seq.cut(start, seq.num_tokens, limit)
         if chunk == 0 and self._starved is None and seq.least_chunk(start) > max(1, limit):

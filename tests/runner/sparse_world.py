@@ -93,6 +93,7 @@ class SparseWorld:
     max_num_seqs: int = 8
     max_num_batched_tokens: int = 4096
     max_exact_tokens: int = MAX_LEN
+    beside_decode: int | None = None
     num_blocks: int = 800
     caching: bool = False
     depth: int = 1
@@ -155,6 +156,7 @@ class SparseWorld:
                 max_queue_len=1000,
                 policy="fcfs",
                 pipeline_depth=self.depth,
+                max_prefill_tokens_beside_decode=self.beside_decode,
                 sparse=self.sparse,
             ),
             device=self.device,

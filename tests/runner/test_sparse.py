@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -307,6 +308,30 @@ def test_steps_stay_within_their_bound() -> None:
     engine.run()
     sizes = [plan.num_tokens for plan in plans if plan is not None]
     assert most == 600 + 8 and 500 <= max(sizes) <= most
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_prompts_in_one_piece_leave_time_to_decode(depth: int) -> None:
+    """A piece is one step's prefill, and stands for as many steps as its tokens would take in chunks beside decoding rows."""
+    world = dataclasses.replace(MODES["elastic"], beside_decode=100, depth=depth)
+    decoding = request("decoding", prompt(1, 5), max_tokens=60, eos=(), sparse_prefill=False)
+    long = [request(f"long{i}", prompt(40 + i, 500), max_tokens=2) for i in range(4)]
+    engine, plans = Engine(world), []  # type: ignore[arg-type]
+    schedule = engine.scheduler.schedule
+
+    def watched() -> StepPlan | None:
+        if plan := schedule():
+            plans.append(plan)
+        return plan
+
+    engine.scheduler.schedule = watched  # type: ignore[method-assign]
+    engine.add(decoding)
+    found = engine.run(arrivals=long)
+    same(found, alone(world, [decoding, *long]))  # type: ignore[arg-type]
+    pieces = [number for number, plan in enumerate(plans) if plan.num_tokens >= 500]
+    # The first piece is in the first step, beside no sequence that decodes.
+    assert pieces[0] == 0 and [b - a for a, b in itertools.pairwise(pieces[1:])] == [5, 5]
+    assert all(any(row.seq_id == 0 for row in plan.rows) for plan in plans[1 : pieces[-1]])
 
 
 @pytest.mark.parametrize("mode", EXACT)

@@ -8,12 +8,13 @@ import importlib.util
 import pytest
 import torch
 
+from headrace.attention import sparse
 from headrace.attention.backend import StepMetadata, distinct
 from headrace.attention.context import ForwardContext
 from headrace.attention.sparse import SparsePrefillAttention, WithSparsePrompts
 from headrace.core.request import Request
 from headrace.engine.profile import largest_step
-from headrace.kernels import gpu
+from headrace.kernels import gpu, support
 from headrace.models.capture import no_host_sync
 from headrace.models.interface import ModelInputs
 from headrace.runner.build import make_backends, make_caches
@@ -37,8 +38,12 @@ def few() -> list[Request]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("copies", [False, True])
 @pytest.mark.parametrize("mode", EXACT)
-def test_the_kernels_of_gpus_say_the_same(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernels_of_gpus_say_the_same(mode: str, copies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over the cache itself, and over copies of keys and values."""
+    monkeypatch.setattr(sparse, "loads_tiles", lambda q: copies)
+    monkeypatch.setattr("headrace.attention.paged_rows._COPY_QUERIES", 1)
     wanted = alone(MODES[mode], few())  # type: ignore[arg-type]
     monkeypatch.setattr(gpu, "takes", lambda x: True)
     same(run(dataclasses.replace(MODES[mode], backend="triton"), few())[1], wanted)
@@ -91,8 +96,13 @@ def context(world: SparseWorld, step: StepMetadata) -> ForwardContext:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("copies", [False, True])
 @pytest.mark.parametrize("mode", EXACT)
-def test_a_gpu_says_the_same_and_its_layers_do_not_wait(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_says_the_same_and_its_layers_do_not_wait(mode: str, copies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if copies and (support.compute_capability("cuda") or 0) < sparse.TENSOR_MEMORY:
+        pytest.skip("needs a GPU with a tensor memory unit")
+    monkeypatch.setattr(sparse, "loads_tiles", lambda q: copies)
+    monkeypatch.setattr("headrace.attention.paged_rows._COPY_QUERIES", 1)
     world = dataclasses.replace(MODES[mode], backend="triton", device="cuda", depth=2, caching=True)
     engine = Engine(world)  # type: ignore[arg-type]
     engine.add(*traffic())

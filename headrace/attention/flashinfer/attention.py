@@ -30,7 +30,7 @@ from headrace.attention.triton import TritonAttention
 from headrace.kernels.transfer import Mark
 from headrace.model_spec import AttentionSpec
 
-WORKSPACE_BYTES = 256 << 20
+_WORKSPACE = 256 << 20
 """Bytes for partial results outside captures; FlashInfer recommends 128 MiB or more."""
 _RING = 3
 """Wrappers of one geometry used in turn: a plan is written to host memory that the device may still read for the last."""
@@ -73,7 +73,7 @@ class FlashInferBackend(AttentionBackend):
     """Base of the FlashInfer backends: the Triton fallback while kernels compile, and the workspaces."""
 
     name = "flashinfer"
-    captured_bytes = WORKSPACE_BYTES
+    captured_bytes = _WORKSPACE
     """Size of the workspace of captured steps."""
 
     def __init__(self, scratch: Scratch | None = None) -> None:
@@ -125,7 +125,7 @@ class FlashInferBackend(AttentionBackend):
         """The replay of a captured step; None: use the Triton fallback."""
         return None
 
-    def _space(self, device: torch.device, size: int = WORKSPACE_BYTES) -> torch.Tensor:
+    def _space(self, device: torch.device, size: int = _WORKSPACE) -> torch.Tensor:
         """A workspace shared by all wrappers of the same size."""
         return self.scratch.take(f"FlashInfer, {size}", size, device)
 

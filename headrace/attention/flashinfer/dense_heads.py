@@ -8,15 +8,17 @@ import torch
 
 from headrace.attention.backend import Scratch
 from headrace.attention.flashinfer import kernels
-from headrace.attention.flashinfer.attention import WORKSPACE_BYTES, Wrapper, Wrappers
+from headrace.attention.flashinfer.attention import Wrapper, Wrappers
 from headrace.attention.flashinfer.kernels import PagedKernel, compiling
 from headrace.attention.paged_rows import PagedRows
 from headrace.model_spec import AttentionSpec
 
 _QUERIES = 8192
 """Queries of the row from which a launch for each KV head is worth its while."""
-_INTEGERS = 8 << 20
-"""Bytes of a plan: FlashInfer's own default."""
+_INTEGERS = 4 << 20
+"""Bytes of a plan: room for 128 bytes of each of 32768 tiles."""
+_UNUSED = 1 << 10
+"""Bytes of the workspace for partial results, which fa3 has none of."""
 
 
 class DenseHeads:
@@ -70,7 +72,7 @@ class DenseHeads:
             wrapper.run.run(q[:, own], key_values[..., :width], key_values[..., width:], out=out[:, own])
 
     def _wrapper(self, kernel: PagedKernel, spec: AttentionSpec, rows: PagedRows, q: torch.Tensor) -> Wrapper:
-        space = self._scratch.take(f"FlashInfer, {WORKSPACE_BYTES}", WORKSPACE_BYTES, q.device)
+        space = self._scratch.take("FlashInfer, dense heads", _UNUSED, q.device)
         single = dataclasses.replace(spec, num_heads=spec.group_size, num_kv_heads=1)
 
         def make() -> Wrapper:

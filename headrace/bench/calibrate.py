@@ -28,6 +28,8 @@ from headrace.sim.step_time import features
 
 _ROUND_SHARE = 0.04
 """Of the measuring time that one round has."""
+_MOST_SHARE = 0.2
+"""The same of a round in which a step full of prompt tokens takes longer."""
 _LEAST_ROUND = 0.5
 """Seconds of a round."""
 _PROMPT_SHARE = 0.5
@@ -122,11 +124,11 @@ def measure(
     round_seconds = max(_LEAST_ROUND, seconds * _ROUND_SHARE)
     try:
         for number in itertools.count():
-            end = min(start + seconds, time.perf_counter() + round_seconds)
             if time.perf_counter() >= start + seconds:
                 return steps
             tell(f"{time.perf_counter() - start:.0f} of {seconds:.0f} s, {len(steps)} steps")
-            traffic.begin_round(steps, round_seconds)
+            lasts = traffic.begin_round(steps, round_seconds, seconds * _MOST_SHARE)
+            end = min(start + seconds, time.perf_counter() + lasts)
             _round(core, watched, traffic, end, steps, refill=number % 2 == 0, config=config)
     finally:
         core.executor = executor
@@ -185,15 +187,21 @@ class _Traffic:
         self._numbers = itertools.count()
         self._most_prompt = 1
 
-    def begin_round(self, steps: list[MeasuredStep], seconds: float) -> None:
-        """Chooses the number of sequences, and bounds their prompts: computing them takes a part of the round."""
+    def begin_round(self, steps: list[MeasuredStep], seconds: float, most: float) -> float:
+        """Chooses the number of sequences, and bounds their prompts: computing them takes a part of the round.
+
+        Returns the seconds of the round: ``seconds``, or up to ``most`` where it takes so long to compute as many prompt tokens
+        as a step may have, without which the largest steps would be estimated from small ones.
+        """
         self.names.clear()
         limits = self._config.scheduler
         self.concurrency = self._log_uniform(1, limits.max_num_seqs)
         rates = [step.features.prefill_tokens / step.device_seconds for step in steps if step.features.prefill_tokens]
         rate = sorted(rates)[len(rates) // 2] if rates else _FIRST_RATE
+        seconds = max(seconds, min(most, limits.max_num_batched_tokens / rate / _PROMPT_SHARE))
         affordable = int(rate * seconds * _PROMPT_SHARE / self.concurrency)
         self._most_prompt = max(1, min(self._longest() - 1, affordable))
+        return seconds
 
     def request(self) -> Request:
         prompt_len = self._log_uniform(1, self._most_prompt)

@@ -6,6 +6,10 @@ stream of plans, so a recorded stream can be replayed. Plans carry new sequences
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
 import msgspec
 
 from headrace.core.media import ItemInputs, RopePositions
@@ -14,14 +18,19 @@ from headrace.kv import Item
 from headrace.outputs import Failure, TokenLogprobs
 from headrace.sampling_params import SamplingParams
 
+if TYPE_CHECKING:
+    Tokens = array[int]
+else:  # Python 3.11 has no array[int].
+    Tokens = array
+
 
 class NewSequence(msgspec.Struct, frozen=True, array_like=True):
     """A sequence that takes a slot: new, or resumed after preemption (then ``token_ids`` holds its outputs too)."""
 
     seq_id: int
     slot: int
-    token_ids: list[int]
-    """Prompt tokens, then known outputs."""
+    token_ids: Tokens
+    """Prompt tokens, then known outputs: int32 (``pack_tokens``), which are bytes in an encoded plan."""
     prompt_len: int
     """``token_ids[prompt_len:]`` are outputs: penalties treat only those as generated."""
     sampling: SamplingParams
@@ -127,13 +136,39 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """seq_id -> of rows that attend sparsely."""
 
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[StepPlan | SamplePlan] = msgspec.msgpack.Decoder(StepPlan | SamplePlan)
+class RunnerEvent(msgspec.Struct, frozen=True, array_like=True, tag="event"):
+    """What happened to a runner between two steps and bears on those that follow: part of a recorded stream."""
+
+    what: Literal["capture", "weights"]
+    """A CUDA graph was captured, which later steps replay; or weights were updated."""
 
 
-def encode_plan(plan: StepPlan | SamplePlan) -> bytes:
+Recorded = StepPlan | SamplePlan | RunnerEvent
+
+
+def pack_tokens(token_ids: Sequence[int]) -> Tokens:
+    return array("i", token_ids)
+
+
+def _to_bytes(tokens: Any) -> bytes:
+    if not isinstance(tokens, array):
+        raise NotImplementedError(f"a plan holds no {type(tokens).__name__}")
+    return tokens.tobytes()
+
+
+def _from_bytes(kind: type, data: Any) -> Tokens:
+    tokens = array("i")
+    tokens.frombytes(data)
+    return tokens
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_to_bytes)
+_decoder: msgspec.msgpack.Decoder[Recorded] = msgspec.msgpack.Decoder(Recorded, dec_hook=_from_bytes)
+
+
+def encode_plan(plan: Recorded) -> bytes:
     return _encoder.encode(plan)
 
 
-def decode_plan(data: bytes) -> StepPlan | SamplePlan:
+def decode_plan(data: bytes) -> Recorded:
     return _decoder.decode(data)

@@ -9,7 +9,7 @@ import msgspec
 
 from headrace.core.budget import StepBudget
 from headrace.core.items import encoder_cost
-from headrace.core.plan import NewSequence, Row, StepPlan
+from headrace.core.plan import NewSequence, Row, StepPlan, pack_tokens
 from headrace.core.sequence import Sequence, Status
 from headrace.kv.manager import Move, NewBlocks
 
@@ -70,7 +70,7 @@ class StepBuilder:
             NewSequence(
                 seq_id=seq.seq_id,
                 slot=seq.slot,
-                token_ids=seq.token_ids.copy(),
+                token_ids=pack_tokens(seq.token_ids),
                 prompt_len=seq.num_prompt,
                 sampling=sampling,
                 seed=request.seed,

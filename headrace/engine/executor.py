@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from headrace.config import EngineConfig, MemoryLine
-from headrace.core.plan import SamplePlan, StepPlan, StepResult
+from headrace.core.plan import RunnerEvent, SamplePlan, StepPlan, StepResult
 from headrace.engine.profile import Profile
 from headrace.errors import ConfigError, EngineError
 from headrace.models.interface import Model
@@ -111,6 +111,8 @@ class LocalExecutor(Executor[StepHandle]):
         # Refused in one process, refused in all: nothing is written anywhere.
         if self._ranks.any(refusal is not None) or update is None:
             raise refusal or ConfigError("the update was refused in another process that shares the model", "tensors")
+        if self.runner.recorder is not None:
+            self.runner.recorder.write(RunnerEvent("weights"))
         try:
             return update.write()
         except Exception as error:

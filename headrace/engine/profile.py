@@ -13,7 +13,7 @@ from headrace.attention.context import ForwardContext
 from headrace.attention.sparse_rows import SparseRows
 from headrace.cache.planes import allocate
 from headrace.config import EngineConfig
-from headrace.core.plan import NewSequence, Row, StepPlan
+from headrace.core.plan import NewSequence, Row, StepPlan, pack_tokens
 from headrace.models.interface import Model, ModelInputs
 from headrace.resolve.memory import CUDA_SLACK
 from headrace.runner.build import make_backends
@@ -132,7 +132,10 @@ def _sparse_rows(config: EngineConfig, lengths: list[int], device: torch.device)
     tables = SparseTables(config, config.sparse, device)
     sampling = SamplingParams()
     # Of a prompt, the tables read its length alone.
-    prompts = [NewSequence(slot, slot, [], length, sampling, 0, 0, [], None, sparse=b"") for slot, length in enumerate(lengths)]
+    prompts = [
+        NewSequence(slot, slot, pack_tokens(()), length, sampling, 0, 0, [], None, sparse=b"")
+        for slot, length in enumerate(lengths)
+    ]
     tables.take(prompts)
     rows = tuple(Row(slot, slot, 0, length, 0, ()) for slot, length in enumerate(lengths))
     return tables.rows(RowArrays(StepPlan(0, (), (), rows, 0)))

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.core.plan import StepPlan, StepResult, decode_plan
+from headrace.core.plan import SamplePlan, StepPlan, StepResult, decode_plan
 from headrace.engine import environment
 from headrace.engine.executor import LocalExecutor
 from headrace.engine.loader import load_executor
@@ -73,7 +73,7 @@ class Rank:
                 plan = decode_plan(payload)
                 if isinstance(plan, StepPlan):
                     self._handles[plan.step] = self._executor.execute(plan)
-                else:
+                elif isinstance(plan, SamplePlan):
                     self._executor.sample(self._handles[plan.step], plan)
             case "collect":
                 result = self._executor.collect(self._handles.pop(payload))

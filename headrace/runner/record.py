@@ -1,7 +1,8 @@
 """Recording the stream of plans, and replaying it.
 
-A file is a header and then the plans, in the order of their execution: each as four bytes of length (little-endian) and that
-many bytes of msgpack.
+A file is a header and then the plans, in the order of their execution, with the events between them that bear on later steps:
+when a CUDA graph was captured is decided by a clock, and what an update of weights wrote is in no plan. Each record is four
+bytes of length (little-endian) and that many bytes of msgpack.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import msgspec
 
 from headrace.config import EngineConfig
-from headrace.core.plan import SamplePlan, StepPlan, StepResult, decode_plan, encode_plan
+from headrace.core.plan import Recorded, RunnerEvent, SamplePlan, StepPlan, StepResult, decode_plan, encode_plan
 from headrace.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("headrace.engine")
 
-FORMAT = "headrace plans 2"
+FORMAT = "headrace plans 3"
 _LENGTH_BYTES = 4
 
 
@@ -74,13 +75,14 @@ class Recorder:
             raise ConfigError(f"the steps cannot be recorded in {path}: {error.strerror}", "record_steps") from error
         logger.info("steps are recorded in %s", self._file.name)
 
-    def write(self, plan: StepPlan | SamplePlan) -> None:
+    def write(self, plan: Recorded) -> None:
         if self._file is None:
             return
         try:
             self._put(self._file, encode_plan(plan))
         except OSError as error:
-            logger.error("the recording in %s ends before step %d: %s", self._file.name, plan.step, error.strerror)
+            where = f"an event ({plan.what})" if isinstance(plan, RunnerEvent) else f"step {plan.step}"
+            logger.error("the recording in %s ends before %s: %s", self._file.name, where, error.strerror)
             self.close()
 
     def close(self) -> None:
@@ -113,7 +115,7 @@ def _create_new(path: Path) -> BinaryIO | None:
         return None
 
 
-def read_plans(path: str | Path) -> tuple[Header, Iterator[StepPlan | SamplePlan]]:
+def read_plans(path: str | Path) -> tuple[Header, Iterator[Recorded]]:
     """The header, and the plans in their order. What a crash cut off at the end is left out.
 
     Raises:
@@ -159,10 +161,17 @@ def replay(path: str | Path, runner: ModelRunner) -> Iterator[StepResult]:
     return _results(plans, runner)
 
 
-def _results(plans: Iterator[StepPlan | SamplePlan], runner: ModelRunner) -> Iterator[StepResult]:
-    """A step is sampled by the plan that follows its own, or by an empty one."""
-    plan = next(plans, None)
-    while isinstance(plan, StepPlan):
+def _results(plans: Iterator[Recorded], runner: ModelRunner) -> Iterator[StepResult]:
+    """A step is sampled by the plan that follows its own, or by an empty one. Raises ConfigError where weights were updated."""
+    plan, last = next(plans, None), 0
+    while isinstance(plan, StepPlan | RunnerEvent):
+        if isinstance(plan, RunnerEvent):
+            if plan.what == "weights":
+                raise ConfigError(f"weights were updated after step {last}: what follows needs the new ones", "record_steps")
+            runner.capture_next()
+            plan = next(plans, None)
+            continue
+        last = plan.step
         step, following = runner.execute(plan), next(plans, None)
         if isinstance(following, SamplePlan):
             runner.sample(step, following)

@@ -14,7 +14,7 @@ import torch
 from headrace.attention.backend import AttentionBackend, LayerCache, workspace_bytes
 from headrace.cache.blocks import ArenaBlocks
 from headrace.config import EngineConfig
-from headrace.core.plan import NewSequence, SamplePlan, StepPlan, StepResult
+from headrace.core.plan import NewSequence, RunnerEvent, SamplePlan, StepPlan, StepResult, pack_tokens
 from headrace.errors import EngineError, RequestError
 from headrace.kernels.transfer import upload
 from headrace.models.interface import Model
@@ -140,7 +140,12 @@ class ModelRunner:
         """Captures one CUDA graph more, the most useful one that is missing; to be called between steps."""
         if self._unsampled is not None:
             raise EngineError(f"step {self._unsampled.step} has not been sampled")
-        return GraphCount(0, 0) if self._graphs is None else self._graphs.capture_next()
+        if self._graphs is None:
+            return GraphCount(0, 0)
+        before, count = self._graphs.count(), self._graphs.capture_next()
+        if self.recorder is not None and count != before:
+            self.recorder.write(RunnerEvent("capture"))
+        return count
 
     def stop_capturing(self, reason: str) -> None:
         if self._graphs is not None:
@@ -365,7 +370,7 @@ class ModelRunner:
         if not seq.token_ids or 0 <= min(seq.token_ids) <= max(seq.token_ids) < size:
             return seq
         self._refused[seq.slot] = Failure(f"the prompt has a token id outside the vocabulary of {size}", client=True)
-        return msgspec.structs.replace(seq, token_ids=[0] * len(seq.token_ids))
+        return msgspec.structs.replace(seq, token_ids=pack_tokens([0] * len(seq.token_ids)))
 
     def _refusals(self, plan: StepPlan) -> dict[int, Failure]:
         """seq_id -> why, for rows of sequences that cannot be served."""

@@ -169,7 +169,7 @@ class OracleRunner:
         check(new.slot not in self.slots, f"slot {new.slot} is taken")
         check(all(slot.new.seq_id != new.seq_id for slot in self.slots.values()), f"sequence {new.seq_id} has two slots")
         request = self.requests[new.seq_id]
-        check(new.token_ids[: new.prompt_len] == request.prompt_token_ids, "the prompt has changed")
+        check(list(new.token_ids[: new.prompt_len]) == request.prompt_token_ids, "the prompt has changed")
         check(len(new.token_ids) < self.config.max_model_len, "a sequence that is full was scheduled")
         tokens = list(new.token_ids)
         self.slots[new.slot] = Slot(new, History(request, tokens, self.weights), [[] for _ in self.cache.groups])

@@ -184,20 +184,38 @@ asyncio.run(main())
     asyncio.run(gone(left))
 
 
-def test_a_rank_that_dies_while_it_loads_ends_the_others(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "named"),
+    [(signal.SIGKILL, "rank 1 ended with signal 9"), (signal.SIGSTOP, "rank 1 was stopped by a signal")],
+    ids=["killed", "stopped"],
+)
+def test_a_rank_that_is_lost_while_it_loads_ends_the_others(folder: Path, number: signal.Signals, named: str) -> None:
     before = {child.pid for child in psutil.Process().children()}
     ended: list[psutil.Process] = []
 
-    def kill() -> None:
+    def lose() -> None:
         while len(ended) < 2:
             ended[:] = [child for child in psutil.Process().children() if child.pid not in before]
             time.sleep(0.01)
         time.sleep(1.0)
-        ended[1].kill()
+        ended[1].send_signal(number)
 
-    killer = threading.Thread(target=kill)
-    killer.start()
-    with pytest.raises(EngineError, match="rank 1 ended with signal 9"):
+    thread = threading.Thread(target=lose)
+    thread.start()
+    with pytest.raises(EngineError, match=named):
         load_engine(FileSource(args_of(folder)))
-    killer.join()
+    thread.join()
     asyncio.run(gone(ended))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_lost_rank_does_not_hold_up_the_end(folder: Path, number: signal.Signals) -> None:
+    before = {child.pid for child in psutil.Process().children()}
+    engine = load_engine(FileSource(args_of(folder)))
+    ranks = [child for child in psutil.Process().children() if child.pid not in before]
+    assert len(ranks) == 2
+    ranks[0].send_signal(number)
+    begin = time.monotonic()
+    engine.core.close()
+    assert time.monotonic() - begin < 60, "the rank was waited for"
+    asyncio.run(gone(ranks))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from headrace.core.plan import NewSequence, Row, SamplePlan, StepPlan
+from headrace.core.plan import NewSequence, Row, SamplePlan, StepPlan, pack_tokens
 from headrace.sampling_params import SamplingParams
 
 from .harness import BLOCK
@@ -14,7 +14,7 @@ from .harness import BLOCK
 def new(seq_id: int, slot: int, token_ids: Sequence[int], prompt_len: int | None = None, **sampling: Any) -> NewSequence:
     params = SamplingParams(**{"temperature": 0.0} | sampling)
     length = len(token_ids) if prompt_len is None else prompt_len
-    return NewSequence(seq_id, slot, list(token_ids), length, params, 0, 0, [], None)
+    return NewSequence(seq_id, slot, pack_tokens(token_ids), length, params, 0, 0, [], None)
 
 
 def row(seq_id: int, slot: int, start: int, count: int, blocks: Sequence[int] = (), *, logits: int = 1, groups: int = 1) -> Row:

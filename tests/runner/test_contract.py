@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.core.plan import NewSequence, Row, SamplePlan, StepPlan, StepResult
+from headrace.core.plan import NewSequence, Row, SamplePlan, StepPlan, StepResult, pack_tokens
 from headrace.errors import ConfigError, EngineError
 from headrace.runner.runner import BROKEN, ModelRunner, StepHandle
 
@@ -139,7 +139,7 @@ def test_a_cached_prefix_starts_where_the_first_row_says(runner: ModelRunner) ->
 
 
 def test_a_token_the_model_lacks_fails_its_sequence_alone(runner: ModelRunner) -> None:
-    bad = NewSequence(12, 2, [5, VOCAB], 2, new(0, 0, [0]).sampling, 0, 0, [], None)
+    bad = NewSequence(12, 2, pack_tokens([5, VOCAB]), 2, new(0, 0, [0]).sampling, 0, 0, [], None)
     result = done(runner, plan(row(10, 0, 6, 1), row(12, 2, 0, 2, [9]), new=[bad], decode=1))
     assert result.seq_ids == [10, 12] and result.token_ids[1] == [] and len(result.token_ids[0]) == 1
     assert "outside the vocabulary of 160" in result.errors[12].message

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headrace.core.plan import NewSequence
+from headrace.core.plan import NewSequence, pack_tokens
 from headrace.sampling.feature import LogitsRows
 from headrace.sampling.random import philox
 from headrace.sampling.sampler import Sampler
@@ -56,7 +56,7 @@ def test_both_devices_draw_the_same(kind: dict[str, float]) -> None:
         sampler = Sampler(16, 5000, device, None)
         params = SamplingParams(**kind, frequency_penalty=0.5, logit_bias={7: 2.0})
         for slot in range(16):
-            sampler.add(slot, NewSequence(slot, slot, [1, 2, 3], 2, params, slot, 0, [], None))
+            sampler.add(slot, NewSequence(slot, slot, pack_tokens([1, 2, 3]), 2, params, slot, 0, [], None))
         tokens = []
         for step in range(20):
             index = torch.arange(16)

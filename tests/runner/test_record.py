@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from headrace.core.plan import RunnerEvent, SamplePlan, encode_plan
 from headrace.errors import ConfigError
+from headrace.runner.graphs import GraphCount
 from headrace.runner.record import Recorder, fingerprint, read_plans, replay
 
 from .harness import World, prompt
@@ -113,3 +115,63 @@ def test_a_replay_records_nothing(tmp_path: Path) -> None:
     runner = dataclasses.replace(World(), record=str(tmp_path / "second")).runner()
     assert len(list(replay(path, runner))) == 3
     assert list(read_plans(tmp_path / "second")[1]) == []
+
+
+class Graphs:
+    """Of which two may be captured."""
+
+    def __init__(self) -> None:
+        self.captured = 0
+
+    def count(self) -> GraphCount:
+        return GraphCount(self.captured, 2)
+
+    def capture_next(self) -> GraphCount:
+        self.captured = min(2, self.captured + 1)
+        return self.count()
+
+    def shape_of(self, rows: object) -> None:
+        return None
+
+    def sample_shape_of(self, rows: object, masks: object) -> None:
+        return None
+
+
+def test_when_graphs_were_captured_is_recorded_and_replayed(tmp_path: Path) -> None:
+    """A clock decides how many there are before a step, and a captured step computes with padding rows."""
+    path = tmp_path / "plans"
+    runner = World(record=str(path)).runner()
+    runner._graphs = Graphs()  # type: ignore[assignment]
+    runner.capture_next()
+    for number, each in enumerate(PLANS):
+        step = runner.execute(each)
+        runner.sample(step, SamplePlan(each.step))
+        runner.collect(step)
+        if number == 0:
+            for _ in range(3):
+                runner.capture_next()
+    runner.close()
+    capture = RunnerEvent("capture")
+    assert list(read_plans(path)[1]) == [capture, PLANS[0], capture, *PLANS[1:]]
+    again = World().runner()
+    again._graphs = graphs = Graphs()  # type: ignore[assignment]
+    seen = []
+    for result in replay(path, again):
+        seen.append((result.step, graphs.captured))
+    assert seen == [(1, 1), (2, 2), (3, 2)]
+
+
+def test_a_replay_ends_where_weights_were_updated(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "plans", World().config())
+    for each in (*PLANS[:2], RunnerEvent("weights"), PLANS[2]):
+        recorder.write(each)
+    recorder.close()
+    results = replay(tmp_path / "plans", World().runner())
+    assert [next(results).step, next(results).step] == [1, 2]
+    with pytest.raises(ConfigError, match="weights were updated after step 2"):
+        next(results)
+
+
+def test_prompt_tokens_are_bytes_in_a_plan() -> None:
+    long = plan(new=[new(1, 0, range(100_000, 200_000))])
+    assert len(encode_plan(long)) < 4 * 100_000 + 200

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from bad_words_reference import BadWordsStepper
 
-from headrace.core.plan import NewSequence
+from headrace.core.plan import NewSequence, pack_tokens
 from headrace.sampling.feature import LogitsRows
 from headrace.sampling.sampler import Sampled, Sampler
 from headrace.sampling_params import SamplingParams
@@ -81,7 +81,7 @@ def sequence(
     table = None
     if params.bad_words and token_bytes is not None:
         table = compile_bad_words(params.bad_words, token_bytes, special_text=not params.skip_special_tokens)
-    return NewSequence(slot, slot, [*prompt, *outputs], len(prompt), params, seed, 0, list(eos), table)
+    return NewSequence(slot, slot, pack_tokens([*prompt, *outputs]), len(prompt), params, seed, 0, list(eos), table)
 
 
 class Bench:

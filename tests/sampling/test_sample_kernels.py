@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.core.plan import NewSequence
+from headrace.core.plan import NewSequence, pack_tokens
 from headrace.kernels import gpu
 from headrace.sampling.feature import LogitsRows
 from headrace.sampling.logprobs import ALL
@@ -38,7 +38,7 @@ def sampler_of(device: torch.device, kinds: list[dict[str, Any]], vocab: int = V
     sampler = Sampler(len(kinds), vocab, device, more.pop("token_bytes", None))
     table = more.pop("table", None)
     for slot, kind in enumerate(kinds):
-        seq = NewSequence(slot, slot, [1, 2, 3], 2, SamplingParams(**kind, **more), slot, 0, [5], table)
+        seq = NewSequence(slot, slot, pack_tokens([1, 2, 3]), 2, SamplingParams(**kind, **more), slot, 0, [5], table)
         sampler.add(slot, seq)
     return sampler
 

@@ -62,7 +62,7 @@ async def _begun(state: Serving, url: str, body: dict[str, Any], request_id: str
     match url:
         case "/v1/chat/completions":
             chat = parsed_body(body, ChatBody, "chat")
-            generation = await chat_generation(state, chat, request_id, find=None)
+            generation = await chat_generation(state, chat, request_id, tenant=None)
             return generation, ChatAnswer(chat, state, generation, request_id)
         case "/v1/completions":
             return await completion_answer(state, parsed_body(body, CompletionBody, "completions"), request_id)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -24,9 +24,6 @@ from headrace.server.sse import ChunkAnswer, respond
 from headrace.server.state import Serving, serving
 from headrace.server.tools import names_function, offered
 
-if TYPE_CHECKING:
-    from headrace.multimodal.media import FindFeatures
-
 router = APIRouter()
 
 
@@ -37,7 +34,7 @@ async def chat_completions(request: Request) -> Response:
     body = await checked_body(request, state, ChatBody, "chat")
     request_id = f"chatcmpl-{uuid.uuid4().hex}"
     request.scope["headrace.engine_id"] = request_id
-    generation = await chat_generation(state, body, request_id, find=state.features.finder(tenant(request)))
+    generation = await chat_generation(state, body, request_id, tenant=tenant(request))
     return await respond(request, state, generation, ChatAnswer(body, state, generation, request_id), stream=body.stream)
 
 
@@ -46,14 +43,14 @@ async def chat_generation(
     body: ChatBody,
     request_id: str,
     *,
-    find: FindFeatures | None,
+    tenant: str | None,
     room: int | None = None,
     grammars: Mapping[str, TextGrammar] = MappingProxyType({}),
 ) -> Generation:
     """The generation of a conversation.
 
     Args:
-        find: finds uploaded features; None: there are none.
+        tenant: whose request it is; None: of a batch, which has no uploaded features.
         room: most tokens to generate, fewer where the context ends before.
         grammars: of tools whose calls have a text, by name.
 
@@ -76,6 +73,7 @@ async def chat_generation(
             stop_in_reasoning=body.stop_in_reasoning,
         )
         plan = state.llm.inputs.answer_plan(prompt, params, tools.rules, budget=thinking_budget(body))
+        find = None if tenant is None else state.features.finder(tenant)
         async with rendered.prompt(state, find) as full:
             engine_request = await state.llm.inputs.request_async(
                 full,
@@ -86,6 +84,7 @@ async def chat_generation(
                 request_id=request_id,
                 priority=body.priority,
                 cache_salt=body.cache_salt,
+                tenant=tenant or "",
             )
     check_prompt_logprobs(state, [engine_request], copies=1)
     if room is not None:

@@ -18,7 +18,7 @@ from headrace.server.errors import ApiError
 from headrace.server.generation import Generation, Piece, named
 from headrace.server.logprobs import CompletionLogprobs, JSONColumns, prompt_logprobs
 from headrace.server.prompts import check_prompt_logprobs, engine_prompt, parse_prompts
-from headrace.server.request import body_schema, checked_body
+from headrace.server.request import body_schema, checked_body, tenant
 from headrace.server.sampling import completion_names, completion_params
 from headrace.server.schema import CompletionBody
 from headrace.server.sse import ChunkAnswer, respond
@@ -34,22 +34,24 @@ async def completions(request: Request) -> Response:
     body = await checked_body(request, state, CompletionBody, "completions")
     request_id = f"cmpl-{uuid.uuid4().hex}"
     request.scope["headrace.engine_id"] = request_id
-    generation, answer = await completion_answer(state, body, request_id)
+    generation, answer = await completion_answer(state, body, request_id, tenant(request))
     return await respond(request, state, generation, answer, stream=body.stream)
 
 
-async def completion_answer(state: Serving, body: CompletionBody, request_id: str) -> tuple[Generation, CompletionAnswer]:
+async def completion_answer(
+    state: Serving, body: CompletionBody, request_id: str, tenant: str = ""
+) -> tuple[Generation, CompletionAnswer]:
     """Raises: ApiError, RequestError: 4xx, naming the field at fault."""
     state.model.check_name(body.model)
     prompts = parse_prompts(body.prompt, state.settings.max_prompts)
-    engine_requests = await _engine_requests(state, body, prompts, request_id)
+    engine_requests = await _engine_requests(state, body, prompts, request_id, tenant)
     generation = Generation(state, engine_requests)
     echoes = [_echo_text(state, prompt) if body.echo else "" for prompt in prompts]
     return generation, CompletionAnswer(body, state.model, generation, request_id, echoes)
 
 
 async def _engine_requests(
-    state: Serving, body: CompletionBody, prompts: list[str | list[int]], request_id: str
+    state: Serving, body: CompletionBody, prompts: list[str | list[int]], request_id: str, tenant: str
 ) -> list[EngineRequest]:
     """Checks every prompt before the first one starts."""
     requests = []
@@ -67,6 +69,7 @@ async def _engine_requests(
                 request_id=request_id if len(prompts) == 1 else f"{request_id}-{index}",
                 priority=body.priority,
                 cache_salt=body.cache_salt,
+                tenant=tenant,
             )
             if body.suffix and state.model.fim is not None:
                 ends = {*request.eos_token_ids, *state.model.fim.end_token_ids}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import uuid
-from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -20,9 +19,6 @@ from headrace.server.sse import respond
 from headrace.server.state import Serving, serving
 from headrace.server.tools import offered
 
-if TYPE_CHECKING:
-    from headrace.multimodal.media import FindFeatures
-
 router = APIRouter()
 
 
@@ -33,18 +29,17 @@ async def messages(request: Request) -> Response:
     body = await checked_body(request, state, MessagesBody, "messages")
     message_id = f"msg_{uuid.uuid4().hex}"
     request.scope["headrace.engine_id"] = message_id
-    find = state.features.finder(tenant(request))
-    generation, answer = await messages_answer(state, body, message_id, find)
+    generation, answer = await messages_answer(state, body, message_id, tenant(request))
     return await respond(request, state, generation, answer, stream=body.stream)
 
 
 async def messages_answer(
-    state: Serving, body: MessagesBody, message_id: str, find: FindFeatures | None
+    state: Serving, body: MessagesBody, message_id: str, tenant: str | None
 ) -> tuple[Generation, MessagesAnswer]:
-    """``find``: as in ``chat_generation``. Raises: ApiError, RequestError: 4xx, naming the field at fault."""
+    """``tenant``: as in ``chat_generation``. Raises: ApiError, RequestError: 4xx, naming the field at fault."""
     with renamed(NAMES):
         chat = parsed_body(await chat_fields(body, state), ChatBody, "chat")
-        generation = await chat_generation(state, chat, message_id, find=find, room=body.max_tokens)
+        generation = await chat_generation(state, chat, message_id, tenant=tenant, room=body.max_tokens)
     return generation, MessagesAnswer(body, state, generation, message_id)
 
 

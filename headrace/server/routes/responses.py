@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -20,9 +20,6 @@ from headrace.server.sse import respond
 from headrace.server.state import Serving, serving
 from headrace.server.store import Stored
 
-if TYPE_CHECKING:
-    from headrace.multimodal.media import FindFeatures
-
 router = APIRouter()
 _MOST_ITEMS = 100
 
@@ -34,15 +31,14 @@ async def responses(request: Request) -> Response:
     body = await checked_body(request, state, ResponsesBody, "responses")
     response_id = f"resp_{uuid.uuid4().hex}"
     request.scope["headrace.engine_id"] = response_id
-    find = state.features.finder(tenant(request))
-    generation, answer = await responses_answer(state, body, response_id, find)
+    generation, answer = await responses_answer(state, body, response_id, tenant(request))
     return await respond(request, state, generation, answer, stream=body.stream)
 
 
 async def responses_answer(
-    state: Serving, body: ResponsesBody, response_id: str, find: FindFeatures | None
+    state: Serving, body: ResponsesBody, response_id: str, tenant: str | None
 ) -> tuple[Generation, ResponsesAnswer]:
-    """``find``: as in ``chat_generation``. Raises: ApiError, RequestError: 4xx, naming the field at fault."""
+    """``tenant``: as in ``chat_generation``. Raises: ApiError, RequestError: 4xx, naming the field at fault."""
     if body.store and not state.responses.on:
         message = "store: this server keeps no responses (--no-responses-store)"
         raise ApiError(400, message, param="store", code="unsupported_parameter")
@@ -51,7 +47,7 @@ async def responses_answer(
     with renamed(NAMES):
         read = conversation(body, state)
         chat = parsed_body(read.chat, ChatBody, "chat")
-        generation = await chat_generation(state, chat, response_id, find=find, grammars=read.grammars)
+        generation = await chat_generation(state, chat, response_id, tenant=tenant, grammars=read.grammars)
     stored = state.responses.on and body.store is not False
 
     def keep(response: dict[str, Any]) -> None:

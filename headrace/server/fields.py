@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from headrace.constrain.fields import ConstraintFields
 from headrace.core.request import Request
@@ -77,6 +78,21 @@ def _other(
         takes=takes,
         takes_text=takes_text,
     )
+
+
+class _KeptThinking(TypedDict):
+    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
+
+    type: Literal["clear_thinking_20251015"]
+    keep: Literal["all"]
+
+
+class _NoEdits(TypedDict, total=False):
+    """A ``context_management`` that edits nothing, as agents send it with every request."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
+
+    edits: list[_KeptThinking]
 
 
 FIELDS: tuple[FieldRule, ...] = (
@@ -261,13 +277,21 @@ FIELDS: tuple[FieldRule, ...] = (
         _MESSAGES,
         origin="Anthropic",
     ),
+    _other(
+        "refused",
+        "context_management",
+        "the server edits no conversation",
+        _NoEdits,
+        'an object whose edits are "clear_thinking_20251015" with keep "all"',
+        _MESSAGES,
+        origin="Anthropic",
+    ),
     _other("refused", "speed", "there is one speed", Literal["standard"], '"standard"', _COUNTED, origin="Anthropic"),
     *(
         _other("refused", name, why, None, "", endpoints, origin="Anthropic")
         for name, why, endpoints in (
             ("container", "the server runs no tools of its own", _MESSAGES),
             ("mcp_servers", "the server runs no tools of its own", _MESSAGES),
-            ("context_management", "the server edits no conversation", _MESSAGES),
             ("diagnostics", "there are no such diagnostics", _MESSAGES),
             ("inference_geo", "the server is where it is", _MESSAGES),
             ("user_profile_id", "the server keeps no profiles", _COUNTED),
@@ -286,12 +310,41 @@ FIELDS: tuple[FieldRule, ...] = (
     ),
     _other("refused", "store", "completions are not stored", Literal[False], "false"),
     _other("refused", "service_tier", "there is one tier", Literal["auto", "default"], '"auto", "default"'),
-    FieldRule(
-        name="guided_decoding_backend",
-        endpoints=_BOTH,
-        origin="vLLM",
-        treatment="refused",
-        why="the backend is the server's: --structured-outputs-config",
+    _other("refused", "use_beam_search", "there is no beam search", Literal[False], "false", _BOTH, "vLLM"),
+    _other("accepted", "length_penalty", "it weighs beams, and there are none", float, "any number", _BOTH, "vLLM"),
+    _other(
+        "accepted",
+        "spaces_between_special_tokens",
+        "it is for tokenizers written in Python, and there are none here",
+        bool,
+        "true or false",
+        _BOTH,
+        "vLLM",
+    ),
+    _other(
+        "refused",
+        "return_tokens_as_token_ids",
+        "logprobs name tokens by their text; return_token_ids adds the ids",
+        Literal[False],
+        "false",
+        _BOTH,
+        "vLLM",
+    ),
+    _other("refused", "echo", "the answer does not repeat the last message", Literal[False], "false", _CHAT, "vLLM"),
+    *(
+        _other("refused", name, why, None, "", endpoints, "vLLM")
+        for name, why, endpoints in (
+            ("guided_decoding_backend", "the backend is the server's: --structured-outputs-config", _BOTH),
+            ("truncate_prompt_tokens", "the server cuts no prompt", _BOTH),
+            ("request_id", "the server names its requests; the header X-Request-Id names them in its logs", _BOTH),
+            ("logits_processors", "the server runs no code of its clients", _BOTH),
+            ("kv_transfer_params", "the server transfers no KV cache", _BOTH),
+            ("vllm_xargs", "there are no plugins that could take them", _BOTH),
+            ("chat_template", "the template is the server's: --chat-template", _CHAT),
+            ("documents", "the server passes no documents to the template: put them into a message", _CHAT),
+            ("media_io_kwargs", "how media are read is the server's choice", _CHAT),
+            ("prompt_embeds", "a prompt is text or token ids", _TEXT),
+        )
     ),
     _other(
         "refused",

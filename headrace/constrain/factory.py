@@ -9,7 +9,7 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +66,11 @@ class GrammarFactory:
         """What ``prepare`` waits for."""
         self._waiting: dict[str, int] = {}
         """Bytes of constraints that each tenant waits for."""
+
+    @property
+    def special_texts(self) -> Sequence[str]:
+        """What spells a token that is never text."""
+        return [] if self._vocabulary is None else list(self._vocabulary.names)
 
     def constraint(self, params: StructuredOutputsParams | None, plan: AnswerPlan | None = None) -> Constraint:
         """Takes some milliseconds, a bomb up to a second; an event loop calls ``prepare`` instead.

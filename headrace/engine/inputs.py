@@ -131,6 +131,11 @@ class InputProcessor:
         """Runs work for one request beside the event loop, in one of few threads; cancelled before its turn, it never runs."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
+    @property
+    def special_texts(self) -> Sequence[str]:
+        """What spells a special token or a marker of the model's answers."""
+        return self._grammars.special_texts
+
     def chat_prompt(
         self, messages: Any, tokenizer: Tokenizer | None = None, *, add_special_tokens: bool = False, **options: Any
     ) -> TokensPrompt | MultiModalPrompt:

@@ -74,7 +74,7 @@ async def chat_generation(
         )
         plan = state.llm.inputs.answer_plan(prompt, params, tools.rules, budget=thinking_budget(body))
         find = None if tenant is None else state.features.finder(tenant)
-        async with rendered.prompt(state, find) as full:
+        async with rendered.prompt(state, find, add_special_tokens=body.add_special_tokens) as full:
             engine_request = await state.llm.inputs.request_async(
                 full,
                 params,

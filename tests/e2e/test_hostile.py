@@ -20,7 +20,7 @@ GROWTH = 96.0
     ("clients", "grammars", "rounds", "quiet"),
     [
         pytest.param(8, 48, 2, 5.0, marks=pytest.mark.slow),
-        pytest.param(32, 200, 4, 20.0, marks=[pytest.mark.slow, pytest.mark.soak]),
+        pytest.param(32, 200, 4, 20.0, marks=pytest.mark.soak),
     ],
 )
 def test_hostile_grammars_stop_no_stream_and_leave_no_memory(

@@ -46,7 +46,7 @@ test-all: lint ## The same with the slow tests: all that need no GPU
 	$(PYTEST) -m 'not gpu and not soak' $(ARGS)
 
 soak: $(STAMP) ## Attack a server for hours: fuzzed requests, kills, hostile load (SOAK_SCALE=0.01: minutes)
-	$(BIN)/python -m pytest tests/soak -m soak -s -p no:xdist $(ARGS)
+	$(BIN)/python -m pytest tests/soak tests/e2e/test_hostile.py -m soak -s -p no:xdist $(ARGS)
 
 lint: $(STAMP) ## ruff and mypy
 	$(BIN)/ruff check .

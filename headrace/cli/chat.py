@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from headrace.cli.talk import Messages, Talker
 
 T = TypeVar("T")
+_ELSEWHERE = "is an option of an engine started here, and --url names one that runs elsewhere"
 
 HELP = """\
 /help            this list
@@ -70,6 +71,15 @@ def chat(
     system: Annotated[
         str | None, typer.Option("--system", help="The system message to begin with.", rich_help_panel="Conversation")
     ] = None,
+    chat_template: Annotated[
+        str | None,
+        typer.Option(
+            "--chat-template",
+            help="Jinja file, or the template itself, that replaces the model's chat template.",
+            metavar="FILE|TEMPLATE",
+            rich_help_panel="Conversation",
+        ),
+    ] = None,
 ) -> None:
     """Talk with a model, here or on a server. /help lists what you can type."""
     # The client library is not needed to print the help.
@@ -77,10 +87,14 @@ def chat(
 
     if url is not None:
         _only_model(args)
+        if chat_template is not None:
+            raise ConfigError(_ELSEWHERE, "chat_template")
     console = Console(stderr=True)
     with LoopThread() as loop:
         talker: Talker = (
-            EngineTalker(args, console, sampling) if url is None else ServerTalker(url, args.model, api_key, sampling)
+            EngineTalker(args, console, sampling, chat_template)
+            if url is None
+            else ServerTalker(url, args.model, api_key, sampling)
         )
         try:
             loop.wait(talker.start())
@@ -97,7 +111,7 @@ def _only_model(args: EngineArgs) -> None:
     plain = EngineArgs(model=args.model)
     for field in dataclasses.fields(args):
         if getattr(args, field.name) != getattr(plain, field.name):
-            raise ConfigError("is an option of an engine started here, and --url names one that runs elsewhere", field.name)
+            raise ConfigError(_ELSEWHERE, field.name)
 
 
 class LoopThread:

@@ -36,11 +36,11 @@ class Talker(Protocol):
 class EngineTalker:
     """Runs the model itself."""
 
-    def __init__(self, args: EngineArgs, console: Console, sampling: dict[str, Any]) -> None:
+    def __init__(self, args: EngineArgs, console: Console, sampling: dict[str, Any], chat_template: str | None = None) -> None:
         spawned = spawn(origin=process_start())
         from headrace.cli.announce import AnnouncedLLM
 
-        self._llm = AnnouncedLLM(args, console, report=False, spawned=spawned)
+        self._llm = AnnouncedLLM(args, console, chat_template=chat_template, report=False, spawned=spawned)
         self._sampling = sampling
         self.name = args.model or ""
 

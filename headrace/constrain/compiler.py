@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import OrderedDict
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 import numpy as np
 
 from headrace.config import StructuredOutputsConfig
 from headrace.constrain.limits import make_pool, parser_limits
 from headrace.constrain.matcher import GrammarMatcher
+from headrace.constrain.pool import CompilePool
 from headrace.constrain.vocabulary import GrammarVocabulary
 from headrace.core.request import Constraint
 from headrace.errors import RequestError
@@ -31,20 +33,21 @@ class GrammarCompiler:
         self.seconds = 0.0
         """Spent compiling, in all threads."""
         self._config = config
-        self._pool: ThreadPoolExecutor | None = None
+        self._pool: CompilePool | None = None
         self._cache: OrderedDict[str, Future[GrammarMatcher]] = OrderedDict()
         self._nbytes = 0
 
-    def compile(self, constraint: Constraint) -> tuple[Future[GrammarMatcher], bool]:
+    def compile(self, constraint: Constraint, tenant: str = "") -> tuple[Future[GrammarMatcher], bool]:
         """The constraint's matcher at its start, for copies, or RequestError; and whether it was there already."""
         key = constraint.grammar
         found = self._cache.get(key)
-        if found is not None:
-            self._cache.move_to_end(key)
-            return found, True
         if self._pool is None:
             self._pool = make_pool(self._config)
-        future = self._pool.submit(self._compile, constraint)
+        if found is not None:
+            self._cache.move_to_end(key)
+            self._pool.share(tenant, found)
+            return found, True
+        future = self._pool.submit(tenant, functools.partial(self._compile, constraint))
         self._cache[key] = future
         self._nbytes += _size(key)
         while self._nbytes > self._config.cache_bytes:
@@ -53,7 +56,7 @@ class GrammarCompiler:
 
     def close(self) -> None:
         if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
+            self._pool.close()
 
     def _compile(self, constraint: Constraint) -> GrammarMatcher:
         start = time.perf_counter()

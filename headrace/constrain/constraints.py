@@ -68,10 +68,11 @@ class Constraints:
 
     def open(self, sequences: Sequence[EngineSequence]) -> None:
         """Begins to compile the constraint of a request's samples, if there is one. ``collect`` gives them their matchers."""
-        constraint = sequences[0].request.constraint
+        request = sequences[0].request
+        constraint = request.constraint
         if constraint is None or self._compiler is None:
             return
-        future, known = self._compiler.compile(constraint)
+        future, known = self._compiler.compile(constraint, request.tenant)
         self._count(constraint.kind, "cached" if known else "compiled")
         self._compiling.setdefault(future, []).extend(sequences)
         if self._lockstep:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import json
 import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -21,11 +20,12 @@ from headrace.constrain.compiler import compiled
 from headrace.constrain.compose import AnswerPlan, compose
 from headrace.constrain.limits import make_pool
 from headrace.constrain.parameters import HeldTool
+from headrace.constrain.pool import CompilePool
 from headrace.constrain.schema import Schema, SchemaError, SchemaOptions, narrow, refusal, subschemas
 from headrace.constrain.structural import structural_grammar
 from headrace.constrain.vocabulary import GrammarVocabulary
 from headrace.core.request import Constraint
-from headrace.errors import RequestError
+from headrace.errors import QueueFullError, RequestError
 from headrace.sampling_params import StructuredOutputsParams
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 _CACHED = 256
 _CACHED_BYTES = 2**24
+_WAITING_BYTES = 2**26
+"""Most that one tenant's unchecked constraints may take while they wait. One alone is always taken."""
 _WHITESPACE = r"(\x20|\n[\x20\t]{0,32})"
 """Between tokens of JSON, once a place: what json.dumps writes, with and without indent. A model may go on without end
 where whitespace may."""
@@ -56,13 +58,22 @@ class GrammarFactory:
         self.config = config
         self._vocabulary = vocabulary
         self._bytes = GrammarVocabulary.of_bytes()
-        self._pool: ThreadPoolExecutor | None = None
+        self._pool: CompilePool | None = None
         self._lock = threading.Lock()
         self._cache: OrderedDict[bytes, Constraint | RequestError] = OrderedDict()
         self._nbytes = 0
+        self._pending: dict[bytes, Future[Constraint | RequestError]] = {}
+        """What ``prepare`` waits for."""
+        self._waiting: dict[str, int] = {}
+        """Bytes of constraints that each tenant waits for."""
+
+    @property
+    def special_texts(self) -> Sequence[str]:
+        """What spells a token that is never text."""
+        return [] if self._vocabulary is None else list(self._vocabulary.names)
 
     def constraint(self, params: StructuredOutputsParams | None, plan: AnswerPlan | None = None) -> Constraint:
-        """Takes some milliseconds, a bomb up to a second, unless ``prepare`` has done the work.
+        """Takes some milliseconds, a bomb up to a second; an event loop calls ``prepare`` instead.
 
         Args:
             params: of the content.
@@ -72,41 +83,72 @@ class GrammarFactory:
             RequestError: the constraint cannot be held; ``param`` begins with ``structured_outputs``, or is the plan's.
         """
         plan = None if plan is None or plan.plain else plan
+        return _unwrapped(self._outcome(_key(params, plan), params, plan))
+
+    async def prepare(
+        self, params: StructuredOutputsParams | None, plan: AnswerPlan | None = None, tenant: str = ""
+    ) -> Constraint:
+        """As ``constraint``, in one of a few threads, which tenants have in turns.
+
+        Raises:
+            QueueFullError: this tenant waits for too many.
+        """
+        plan = None if plan is None or plan.plain else plan
         key = _key(params, plan)
-        with self._lock:
-            found = self._cache.get(key)
-            if found is not None:
-                self._cache.move_to_end(key)
+        if (found := self._cached(key)) is not None:
+            return _unwrapped(found)
+        waiting = self._waiting.get(tenant, 0)
+        if waiting and waiting + len(key) > _WAITING_BYTES:
+            message = f"structured outputs of {waiting} bytes wait to be checked for this client; try again later"
+            raise QueueFullError(message, "structured_outputs")
+        self._waiting[tenant] = waiting + len(key)
+        try:
+            # Others may wait for it, so that it is done even if this request is dropped.
+            return _unwrapped(await asyncio.shield(asyncio.wrap_future(self._submitted(key, params, plan, tenant))))
+        finally:
+            self._waiting[tenant] -= len(key)
+            if not self._waiting[tenant]:
+                del self._waiting[tenant]
+
+    def _submitted(
+        self, key: bytes, params: StructuredOutputsParams | None, plan: AnswerPlan | None, tenant: str
+    ) -> Future[Constraint | RequestError]:
+        if self._pool is None:
+            self._pool = make_pool(self.config)
+        future = self._pending.get(key)
+        if future is not None:
+            self._pool.share(tenant, future)
+            return future
+        future = self._pending[key] = self._pool.submit(tenant, functools.partial(self._outcome, key, params, plan))
+        future.add_done_callback(lambda _: self._pending.pop(key))
+        return future
+
+    def _outcome(
+        self, key: bytes, params: StructuredOutputsParams | None, plan: AnswerPlan | None
+    ) -> Constraint | RequestError:
+        found = self._cached(key)
         if found is None:
             try:
                 found = self._checked(params) if plan is None else self._composed(params, plan)
             except RequestError as error:
                 found = error.with_traceback(None)
             self._keep(key, found)
-        if isinstance(found, RequestError):
-            raise type(found)(found.message, found.param, code=found.code)
         return found
 
-    async def prepare(self, params: StructuredOutputsParams | None, plan: AnswerPlan | None = None) -> None:
-        """Checks a constraint in one of a few threads, so that ``constraint`` answers at once."""
+    def _cached(self, key: bytes) -> Constraint | RequestError | None:
         with self._lock:
-            if _key(params, None if plan is None or plan.plain else plan) in self._cache:
-                return
-            if self._pool is None:
-                self._pool = make_pool(self.config)
-        await asyncio.get_running_loop().run_in_executor(self._pool, self._settle, params, plan)
-
-    def _settle(self, params: StructuredOutputsParams | None, plan: AnswerPlan | None) -> None:
-        with contextlib.suppress(RequestError):
-            self.constraint(params, plan)
+            found = self._cache.get(key)
+            if found is not None:
+                self._cache.move_to_end(key)
+            return found
 
     def _keep(self, key: bytes, found: Constraint | RequestError) -> None:
         with self._lock:
             if key not in self._cache:
                 self._cache[key] = found
-                self._nbytes += len(key)
+                self._nbytes += _size(key, found)
             while len(self._cache) > _CACHED or self._nbytes > _CACHED_BYTES:
-                self._nbytes -= len(self._cache.popitem(last=False)[0])
+                self._nbytes -= _size(*self._cache.popitem(last=False))
 
     def _composed(self, params: StructuredOutputsParams | None, plan: AnswerPlan) -> Constraint:
         answer = None if params is None else self.constraint(params)
@@ -281,6 +323,17 @@ class _Hold:
             return self._factory.constraint(StructuredOutputsParams(**content)).grammar
         except RequestError as error:
             raise RequestError(f"{tool.param}: {error.message}", tool.param, code=error.code) from None
+
+
+def _unwrapped(found: Constraint | RequestError) -> Constraint:
+    """Raises the error as one of its own: requests name their own fields in it."""
+    if isinstance(found, RequestError):
+        raise type(found)(found.message, found.param, code=found.code)
+    return found
+
+
+def _size(key: bytes, found: Constraint | RequestError) -> int:
+    return len(key) + (len(found.grammar) if isinstance(found, Constraint) else 0)
 
 
 def _key(params: StructuredOutputsParams | None, plan: AnswerPlan | None) -> bytes:

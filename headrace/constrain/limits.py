@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from headrace.config import StructuredOutputsConfig
+from headrace.constrain.pool import CompilePool
 
 if TYPE_CHECKING:
     from llguidance import LLParserLimits
@@ -17,19 +15,11 @@ _ITEMS = 20_000
 """Alternatives of a grammar that may be open at once: as many as a schema may have properties. llguidance allows 2,000."""
 _STEP_FUEL = 100_000
 """Half of llguidance's: a mask of some 50 ms at most, for which every sequence of the step waits."""
-_NICENESS = 15
 
 
-def make_pool(config: StructuredOutputsConfig) -> ThreadPoolExecutor:
-    """Threads that compile constraints, after all others of the process where cores are short."""
-    threads = config.compile_threads or min(4, -(-(os.cpu_count() or 1) // 2))
-    return ThreadPoolExecutor(threads, thread_name_prefix="grammar", initializer=_lower_priority)
-
-
-def _lower_priority() -> None:
-    """Of this thread: on Linux a priority is a thread's own."""
-    if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+def make_pool(config: StructuredOutputsConfig) -> CompilePool:
+    """Threads that compile constraints."""
+    return CompilePool(config.compile_threads or min(4, -(-(os.cpu_count() or 1) // 2)))
 
 
 def parser_limits(config: StructuredOutputsConfig) -> LLParserLimits:

@@ -84,6 +84,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """Cached prefixes are shared only among requests with the same salt."""
     session: str | None = None
     """Requests of one session go to the same replica under --dp-routing-policy session."""
+    tenant: str = ""
+    """Whose request it is; empty where the server does not tell its clients apart."""
     parse: ParseOptions | None = None
     """None: the answer is text."""
     items: tuple[Item, ...] = ()

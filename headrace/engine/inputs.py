@@ -139,6 +139,11 @@ class InputProcessor:
         """Runs work for one request beside the event loop, in one of few threads; cancelled before its turn, it never runs."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
+    @property
+    def special_texts(self) -> Sequence[str]:
+        """What spells a special token or a marker of the model's answers."""
+        return self._grammars.special_texts
+
     def chat_prompt(
         self, messages: Any, tokenizer: Tokenizer | None = None, *, add_special_tokens: bool = False, **options: Any
     ) -> TokensPrompt | MultiModalPrompt:
@@ -201,11 +206,11 @@ class InputProcessor:
     ) -> Request:
         """As ``request``; work that takes longer than a step may is done in a thread."""
         check_params(params)
+        plan, tenant = options.get("plan"), options.get("tenant", "")
+        if self._is_constrained(params, plan):
+            options["constraint"] = await self._grammars.prepare(params.structured_outputs, plan, tenant)
         make = functools.partial(self.request, prompt, params, add_special_tokens=add_special_tokens, **options)
         text = prompt.get("prompt") if isinstance(prompt, dict) and "prompt_token_ids" not in prompt else prompt
-        plan = options.get("plan")
-        if params.structured_outputs is not None or plan is not None:
-            await self._grammars.prepare(params.structured_outputs, plan)
         slow = bool(params.bad_words) or (isinstance(text, str) and len(text) > _INLINE_CHARACTERS)
         if has_media(prompt):
             return await asyncio.get_running_loop().run_in_executor(self._media_threads, make)
@@ -222,6 +227,8 @@ class InputProcessor:
         items: Sequence[Item] = (),
         parse: ParseOptions | None = None,
         plan: AnswerPlan | None = None,
+        constraint: Constraint | None = None,
+        tenant: str = "",
         add_special_tokens: bool = True,
         media: PreparedPrompt | None = None,
     ) -> Request:
@@ -230,6 +237,7 @@ class InputProcessor:
         Args:
             plan: what the answer's grammar holds beside ``params.structured_outputs``.
             media: of ``prepare_media``, where it was called before.
+            constraint: made of these two; None: it is made here.
 
         Raises:
             RequestError: the request cannot be served as asked; the error names the parameter.
@@ -248,6 +256,8 @@ class InputProcessor:
             )
         rope = None if media is None else media.rope
         self._check_sampling(params)
+        if constraint is None and self._is_constrained(params, plan):
+            constraint = self._grammars.constraint(params.structured_outputs, plan)
         declared = options(Request)
         for name, value in (("request_id", request_id), ("priority", priority), ("cache_salt", cache_salt)):
             check_value(declared[name], value, RequestError)
@@ -260,10 +270,11 @@ class InputProcessor:
             seed=params.seed if params.seed is not None else self._seeds.randint(0, MAX_SEED),
             eos_token_ids=self.eos_token_ids,
             bad_words=self._compiled_bad_words(params),
-            constraint=self._constraint(params, plan),
+            constraint=constraint,
             prompt=text,
             priority=priority,
             cache_salt=cache_salt,
+            tenant=tenant,
             items=tuple(items),
             media=() if media is None else media.media,
             rope=rope,
@@ -404,11 +415,12 @@ class InputProcessor:
             return None
         return plan_of(answers, prompt, rules, budget=budget, in_reasoning=self._in_reasoning)
 
-    def _constraint(self, params: SamplingParams, plan: AnswerPlan | None) -> Constraint | None:
+    def _is_constrained(self, params: SamplingParams, plan: AnswerPlan | None) -> bool:
+        """Raises: RequestError: it is, and there is no tokenizer."""
         if params.structured_outputs is None and (plan is None or plan.plain):
-            return None
+            return False
         self._need_tokenizer("structured_outputs")
-        return self._grammars.constraint(params.structured_outputs, plan)
+        return True
 
     def _compiled_bad_words(self, params: SamplingParams) -> BadWordsTable | None:
         """The request's automaton. Compiling reads the whole vocabulary, so that recent ones are kept."""

@@ -188,6 +188,15 @@ class ServerMetrics:
             ["endpoint", "outcome"],
             registry=registry,
         )
+        self.reasoning_tokens = Counter(
+            "headrace_reasoning_tokens", "Output tokens that were parsed as reasoning.", registry=registry
+        )
+        self.tool_calls = Counter(
+            "headrace_tool_calls",
+            "Tool calls that answers began, by the format that the model writes them in.",
+            ["format"],
+            registry=registry,
+        )
         self.http = Counter(
             "headrace_http_requests",
             "HTTP requests, by route, method and status, counted when the response ends.",
@@ -225,10 +234,16 @@ class ServerMetrics:
 
 
 class GenerationObserver:
-    """Observes the deltas of one HTTP request. ``prompt_tokens``: the length of each of its prompts."""
+    """Observes the deltas of one HTTP request."""
 
-    def __init__(self, metrics: ServerMetrics, prompt_tokens: Sequence[int]) -> None:
+    def __init__(self, metrics: ServerMetrics, prompt_tokens: Sequence[int], tool_format: str = "none") -> None:
+        """
+        Args:
+            prompt_tokens: the length of each of its prompts.
+            tool_format: of the model's tool calls.
+        """
         self._metrics = metrics
+        self._tool_format = tool_format
         self._prompt_tokens = prompt_tokens
         self._seen: dict[tuple[int, int], tuple[int, float]] = {}
         """(prompt, sample) -> its tokens so far, and the arrival of the last one."""
@@ -243,6 +258,11 @@ class GenerationObserver:
                 self._metrics.inter_token.observe(now - last, tokens)
             generated += tokens
             self._seen[key] = generated, now
+        for event in delta.events:
+            if event.tokens:
+                self._metrics.reasoning_tokens.inc(event.tokens)
+            if event.kind == "call_started":
+                self._metrics.tool_calls.labels(self._tool_format).inc()
         if delta.attention is not None and delta.attention.density is not None and delta.index == 0:
             self._metrics.attention_density.observe(delta.attention.density)
         if delta.times is not None:

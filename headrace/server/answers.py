@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import uuid
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -16,9 +16,6 @@ from headrace.server.request import body_schema, checked_body, parsed_body, tena
 from headrace.server.schema import SampledBody
 from headrace.server.sse import Answer, respond
 from headrace.server.state import Serving, serving
-
-if TYPE_CHECKING:
-    from headrace.multimodal.media import FindFeatures
 
 B = TypeVar("B", bound=SampledBody)
 Begun = tuple[Generation, Answer]
@@ -31,13 +28,13 @@ class AnswerRoute(Generic[B]):
     """Of the ids of answers."""
     kind: type[B]
     endpoint: Endpoint
-    build: Callable[[Serving, B, str, FindFeatures | None], Awaitable[Begun]]
+    build: Callable[[Serving, B, str, str | None], Awaitable[Begun]]
 
     async def post(self, request: Request) -> Response:
         state = serving(request)
         body = await checked_body(request, state, self.kind, self.endpoint)
         request_id = request.scope["headrace.engine_id"] = self.new_id()
-        generation, answer = await self.build(state, body, request_id, state.features.finder(tenant(request)))
+        generation, answer = await self.build(state, body, request_id, tenant(request))
         return await respond(request, state, generation, answer, stream=body.stream)
 
     async def begun(self, state: Serving, fields: dict[str, Any], request_id: str) -> Begun:
@@ -51,11 +48,11 @@ class AnswerRoute(Generic[B]):
 def answers(router: APIRouter, url: str, prefix: str, kind: type[B], endpoint: Endpoint) -> Callable[..., AnswerRoute[B]]:
     """Decorates what begins the generation of a checked body, and makes it answer POST.
 
-    The function takes the server's state, the body, the id of the answer and what finds uploaded features (None: there are
-    none). It raises ApiError and RequestError, naming the field at fault.
+    The function takes the server's state, the body, the id of the answer and whose request it is (None: of a batch, which
+    has no uploaded features). It raises ApiError and RequestError, naming the field at fault.
     """
 
-    def decorate(build: Callable[[Serving, B, str, FindFeatures | None], Awaitable[Begun]]) -> AnswerRoute[B]:
+    def decorate(build: Callable[[Serving, B, str, str | None], Awaitable[Begun]]) -> AnswerRoute[B]:
         route = AnswerRoute(url, prefix, kind, endpoint, build)
         router.post(url, name=build.__name__, description=build.__doc__, openapi_extra=body_schema(kind))(route.post)
         return route

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from headrace.constrain.fields import ConstraintFields
 from headrace.core.request import Request
@@ -64,6 +65,21 @@ def _declared(origin: Origin, endpoints: tuple[Endpoint, ...], names: str, cls: 
     """Fields that ``cls`` declares, which also checks them."""
     declared = options(cls)
     return _applied(origin, endpoints, **{name: declared[name].help for name in names.split()})
+
+
+class _KeptThinking(TypedDict):
+    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
+
+    type: Literal["clear_thinking_20251015"]
+    keep: Literal["all"]
+
+
+class _NoEdits(TypedDict, total=False):
+    """A ``context_management`` that edits nothing, as agents send it with every request."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
+
+    edits: list[_KeptThinking]
 
 
 FIELDS: tuple[FieldRule, ...] = (
@@ -240,7 +256,11 @@ FIELDS: tuple[FieldRule, ...] = (
         service_tier=("there is one tier", Literal["auto", "standard_only"], '"auto", "standard_only"'),
         container="the server runs no tools of its own",
         mcp_servers="the server runs no tools of its own",
-        context_management="the server edits no conversation",
+        context_management=(
+            "the server edits no conversation",
+            _NoEdits,
+            'an object whose edits are "clear_thinking_20251015" with keep "all"',
+        ),
         diagnostics="there are no such diagnostics",
         inference_geo="the server is where it is",
     ),
@@ -264,7 +284,41 @@ FIELDS: tuple[FieldRule, ...] = (
             "any string",
         ),
     ),
-    *_refused("vLLM", _BOTH, guided_decoding_backend="the backend is the server's: --structured-outputs-config"),
+    *_refused(
+        "vLLM",
+        _BOTH,
+        use_beam_search=("there is no beam search", Literal[False], "false"),
+        return_tokens_as_token_ids=(
+            "logprobs name tokens by their text; return_token_ids adds the ids",
+            Literal[False],
+            "false",
+        ),
+        guided_decoding_backend="the backend is the server's: --structured-outputs-config",
+        truncate_prompt_tokens="the server cuts no prompt",
+        request_id="the server names its requests; the header X-Request-Id names them in its logs",
+        logits_processors="the server runs no code of its clients",
+        kv_transfer_params="the server transfers no KV cache",
+        vllm_xargs="there are no plugins that could take them",
+    ),
+    *_accepted(
+        "vLLM",
+        _BOTH,
+        length_penalty=("it weighs beams, and there are none", float, "any number"),
+        spaces_between_special_tokens=(
+            "it is for tokenizers written in Python, and there are none here",
+            bool,
+            "true or false",
+        ),
+    ),
+    *_refused(
+        "vLLM",
+        _CHAT,
+        echo=("the answer does not repeat the last message", Literal[False], "false"),
+        chat_template="the template is the server's: --chat-template",
+        documents="the server passes no documents to the template: put them into a message",
+        media_io_kwargs="how media are read is the server's choice",
+    ),
+    *_refused("vLLM", _TEXT, prompt_embeds="a prompt is text or token ids"),
     *_refused(
         "OpenAI",
         _CHAT,

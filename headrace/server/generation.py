@@ -53,7 +53,10 @@ class Generation:
         self.completion_tokens = 0
         self.reasoning_tokens = 0
         self._serving = serving
-        self._observer = GenerationObserver(serving.metrics, [len(request.prompt_token_ids) for request in requests])
+        answers = serving.llm.inputs.answers
+        tools = answers.tools if answers is not None else None
+        lengths = [len(request.prompt_token_ids) for request in requests]
+        self._observer = GenerationObserver(serving.metrics, lengths, tools.name if tools is not None else "none")
         self._prompts = {request.request_id: index for index, request in enumerate(requests)}
         self._cached = [0] * len(requests)
         self._times: RequestTimes | None = None

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
+import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headrace.core.request import Request
-from headrace.engine.inputs import Prompt
+from headrace.engine.inputs import MultiModalPrompt, Prompt
 from headrace.errors import RequestError, wrong_type
 from headrace.options import INT32_MAX
 from headrace.server.sampling import limit
@@ -22,6 +23,10 @@ from headrace.text.effort import EffortVariables
 
 if TYPE_CHECKING:
     from headrace.multimodal.media import FindFeatures
+
+
+_TRUSTED = ("system", "developer", "assistant")
+"""Roles whose messages may spell special tokens."""
 
 
 def parse_prompts(value: Any, most: int) -> list[str | list[int]]:
@@ -88,14 +93,21 @@ def _token_ids(where: str, value: Any) -> list[int]:
 class RenderedChat(NamedTuple):
     """A conversation as the chat template writes it."""
 
-    text: str
+    parts: Sequence[str]
+    """Texts in a row; no token has characters of two of them."""
     media: Sequence[MediaPart]
     """In the order of their placeholders in the text."""
     kwargs: Mapping[str, Any]
     """``mm_processor_kwargs``"""
 
+    @property
+    def text(self) -> str:
+        return "".join(self.parts)
+
     @asynccontextmanager
-    async def prompt(self, serving: Serving, find: FindFeatures | None) -> AsyncIterator[Prompt]:
+    async def prompt(
+        self, serving: Serving, find: FindFeatures | None, *, add_special_tokens: bool = False
+    ) -> AsyncIterator[Prompt]:
         """The engine's prompt, its media loaded for as long as the block lasts. Errors of media name their parts.
 
         Args:
@@ -105,13 +117,22 @@ class RenderedChat(NamedTuple):
             RequestError: a medium cannot be had, or exceeds a limit.
             QueueFullError: there is no room for them now.
         """
-        loader = serving.llm.inputs.media
+        inputs = serving.llm.inputs
+        loader, text = inputs.media, self.text
+        tokens: list[int] | None = None
+        if len(self.parts) > 1:
+            inputs.check_length(text, "messages")
+            encode = functools.partial(need_tokenizer(serving, "messages").encode_parts, param="messages")
+            tokens = await inputs.in_thread(lambda: encode(self.parts, add_special_tokens))
         if not self.media or loader is None:
-            yield self.text
+            yield text if tokens is None else {"prompt": text, "prompt_token_ids": tokens}
             return
         async with loader.loaded(self.media, find) as data:
+            full: MultiModalPrompt = {"prompt": text, "multi_modal_data": data, "mm_processor_kwargs": self.kwargs}
+            if tokens is not None:
+                full["prompt_token_ids"] = tokens
             try:
-                yield {"prompt": self.text, "multi_modal_data": data, "mm_processor_kwargs": self.kwargs}
+                yield full
             except RequestError as error:
                 raise _of_part(error, self.media) from None
 
@@ -119,7 +140,7 @@ class RenderedChat(NamedTuple):
         """The tokens of the prompt. Raises: as ``prompt``."""
         inputs = serving.llm.inputs
         inputs.check_length(self.text, "messages")
-        async with self.prompt(serving, find) as prompt:
+        async with self.prompt(serving, find, add_special_tokens=add_special_tokens) as prompt:
             if isinstance(prompt, str):
                 tokenizer = need_tokenizer(serving, "messages")
                 encode = functools.partial(tokenizer.encode, add_special_tokens=add_special_tokens, param="messages")
@@ -154,6 +175,10 @@ async def render_messages(
     messages, answers = body.messages, serving.llm.inputs.answers
     if answers is not None and answers.tools is not None and answers.tools.ids == "alphanumeric9":
         messages = _with_short_ids(messages)
+    mark = ""
+    if serving.settings.escape_special_tokens == "user":
+        mark = secrets.token_hex(8)
+        messages = _escaped(messages, serving.llm.inputs.special_texts, mark)
     processor = serving.llm.inputs.multimodal
     media = None if processor is None else ConversationMedia(processor.neutral)
     if processor is None and body.mm_processor_kwargs:
@@ -170,7 +195,32 @@ async def render_messages(
         **({"media": media} if media is not None else {}),
     )
     text = await serving.llm.inputs.in_thread(render)
-    return RenderedChat(text, () if media is None else media.parts, body.mm_processor_kwargs)
+    parts = text.split(mark) if mark else [text]
+    return RenderedChat(parts, () if media is None else media.parts, body.mm_processor_kwargs)
+
+
+def _escaped(messages: Any, specials: Sequence[str], mark: str) -> Any:
+    """Messages with a mark behind the first character of each special token that users and tools spell."""
+    several = [text for text in specials if len(text) > 1]
+    spelled = re.compile("|".join(map(re.escape, sorted(several, key=len, reverse=True))) or "(?!)")
+
+    def escaped(value: Any) -> Any:
+        if isinstance(value, str):
+            return spelled.sub(lambda found: found[0][:1] + mark + found[0][1:], value)
+        if isinstance(value, list):
+            return [escaped(item) for item in value]
+        if isinstance(value, Mapping) and isinstance(value.get("text"), str):
+            return {**value, "text": escaped(value["text"])}
+        return value
+
+    if not isinstance(messages, list):
+        return messages
+    return [
+        {**message, "content": escaped(message.get("content"))}
+        if isinstance(message, Mapping) and message.get("role") not in _TRUSTED
+        else message
+        for message in messages
+    ]
 
 
 def _effort_variables(body: ChatBody | TokenizeBody, answers: AnswerFormats | None) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def parsed_body(fields: dict[str, Any], kind: type[B], endpoint: Endpoint | None
 
 
 def tenant(request: Request) -> str:
-    """Whose uploads a request sees: those of its API key, or everyone's where there are no keys."""
+    """Whose request it is: its API key's; empty where there are no keys."""
     return str(request.scope.get(TENANT, ""))
 
 

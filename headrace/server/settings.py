@@ -15,6 +15,7 @@ from headrace.sampling_params import MAX_SAMPLES
 
 UnsupportedTools = Literal["refuse", "skip"]
 ReasoningField = Literal["both", "reasoning_content", "reasoning"]
+EscapeSpecialTokens = Literal["none", "user"]
 
 
 def _api_keys() -> tuple[str, ...]:
@@ -144,6 +145,10 @@ class ServerSettings:
     value in each request, so that no prefix would be found in the cache: without this option it is left out."""
     reasoning_field: ReasoningField = "both"
     """Field of messages and deltas that has the reasoning: reasoning_content (SGLang, DeepSeek), reasoning (vLLM), or both."""
+    escape_special_tokens: EscapeSpecialTokens = "none"
+    """Whose messages may not spell special tokens and the markers of answers: with user, those that the messages of users and
+    tools spell are encoded as ordinary text, so that no quoted text can end a turn. none: they become the tokens, as the
+    model's own tokenizer has it."""
     chat_template: Annotated[str | None, OptionSpec(default="the model's own", metavar="FILE|TEMPLATE")] = None
     """Jinja file, or the template itself, that replaces the model's chat template."""
 

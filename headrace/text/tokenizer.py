@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 logger = logging.getLogger("headrace.text")
+_BEFORE = "\x02"
+"""A character that no token joins with what follows it."""
 
 
 class Tokenizer:
@@ -105,6 +107,19 @@ class Tokenizer:
             raise RequestError(message, param, code="context_length_exceeded")
         ids: list[int] = encoding.ids
         return ids
+
+    def encode_parts(self, parts: Sequence[str], add_special_tokens: bool = True, *, param: str = "prompt") -> list[int]:
+        """Token ids of texts in a row, where no token begins in one of them and ends in another. Raises: as ``encode``."""
+        ids = self.encode(parts[0], add_special_tokens, param=param)
+        for part in parts[1:]:
+            ids += self.encode_inside(part, param=param)
+        return ids
+
+    def encode_inside(self, text: str, *, param: str = "prompt") -> list[int]:
+        """Token ids of a text behind another one: a tokenizer may put a blank before what begins a prompt."""
+        before = self.encode(_BEFORE, add_special_tokens=False)
+        found = self.encode(_BEFORE + text, add_special_tokens=False, param=param)
+        return found[len(before) :] if found[: len(before)] == before else self.encode(text, False, param=param)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of ``ids`` on their own: a space that the tokenizer puts before every text is taken off again.

@@ -21,6 +21,7 @@ from headrace.cli import talk
 from headrace.cli.chat import Conversation, LoopThread
 from headrace.cli.main import app
 from headrace.cli.talk import ServerTalker
+from headrace.config import EngineArgs
 from headrace.errors import ConfigError, EngineError, RequestError
 
 
@@ -315,3 +316,14 @@ def test_engine_options_mean_nothing_to_a_server() -> None:
     assert "block_size" in result.stderr
     with pytest.raises(ConfigError):
         talk.ServerTalker("localhost:8000", None, None, {})
+
+
+def test_a_chat_template_is_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[dict[str, Any]] = []
+    monkeypatch.setattr("headrace.cli.announce.AnnouncedLLM", lambda *_, **options: given.append(options))
+    monkeypatch.setattr(talk, "spawn", lambda **_: None)
+    talk.EngineTalker(EngineArgs(), Console(), {}, "{{ messages }}")
+    assert given[0]["chat_template"] == "{{ messages }}"
+    asked = ["chat", "--url", "http://127.0.0.1:9", "--chat-template", "{{ messages }}"]
+    result = CliRunner().invoke(app, asked, input="hi\n")
+    assert result.exit_code == 2 and "chat_template" in result.stderr

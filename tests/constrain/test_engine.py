@@ -346,7 +346,7 @@ class Held:
         self.futures: dict[str, Future[Any]] = {}
         self.released = threading.Event()
 
-    def compile(self, constraint: Constraint) -> tuple[Future[Any], bool]:
+    def compile(self, constraint: Constraint, tenant: str = "") -> tuple[Future[Any], bool]:
         known = constraint.grammar in self.futures
         return self.futures.setdefault(constraint.grammar, Future()), known
 

@@ -22,15 +22,42 @@ from e2e.running import Server, start_server, stop_server
 NAMES = {"json": "guided_json", "regex": "guided_regex", "choice": "guided_choice", "grammar": "guided_grammar"}
 
 
+STREAM_TOKENS = 160
+"""Of one stream: another begins in its blocks."""
+BLOCK = 16
+CONCURRENT = 8
+
+
+def options(clients: int) -> list[str]:
+    """Of a server whose memory shows what grammars leave: no more KV blocks than requests need, and no cache of grammars."""
+    blocks = (clients + CONCURRENT) * (STREAM_TOKENS // BLOCK + 2)
+    return ["--num-kv-blocks", str(blocks), "--structured-outputs-config", json.dumps({"cache_bytes": 0})]
+
+
+class Gaps(NamedTuple):
+    """Between two tokens of a stream, in seconds."""
+
+    p50: float
+    p99: float
+    longest: float
+    above: int
+    """Longer than twice the p99 beside nothing."""
+    count: int
+
+
 class Report(NamedTuple):
-    quiet_p99: float
-    hostile_p99: float
-    """Seconds between two tokens of a stream."""
-    hostile_longest: float
+    quiet: Gaps
+    plain: Gaps
+    """Beside as many requests without grammars."""
+    hostile: Gaps
     statuses: dict[int, int]
-    grown_mib: float
-    """Memory of the server's processes, less what it was after the first 200."""
+    """Of requests with grammars."""
+    memory: float
+    """Of the server's processes in MiB, before the first of 200."""
+    grown: float
+    """Memory after the last one, less ``memory``."""
     seconds: float
+    """Spent beside hostile grammars."""
 
 
 def bodies(count: int, first: int) -> list[dict[str, Any]]:
@@ -55,7 +82,7 @@ async def streams(url: str, clients: int, gaps: list[tuple[float, float]]) -> No
     """Reads streams until it is cancelled; ``gaps``: (end, length) of each gap."""
 
     async def one(client: httpx.AsyncClient) -> None:
-        body = {"prompt": "Once", "max_tokens": 1000, "ignore_eos": True, "stream": True}
+        body = {"prompt": "Once", "max_tokens": STREAM_TOKENS, "ignore_eos": True, "stream": True}
         while True:
             last = None
             async with client.stream("POST", f"{url}/v1/completions", json=body) as response:
@@ -70,8 +97,10 @@ async def streams(url: str, clients: int, gaps: list[tuple[float, float]]) -> No
         await asyncio.gather(*(one(client) for _ in range(clients)))
 
 
-def p99(values: list[float]) -> float:
-    return sorted(values)[int(0.99 * len(values))] if values else 0.0
+def gaps_of(lengths: list[float], quiet: list[float]) -> Gaps:
+    p50, p99, longest = (sorted(lengths)[min(len(lengths) - 1, int(share * len(lengths)))] for share in (0.5, 0.99, 1.0))
+    limit = 2 * sorted(quiet)[int(0.99 * len(quiet))]
+    return Gaps(p50, p99, longest, sum(length > limit for length in lengths), len(lengths))
 
 
 def memory(server: Server) -> float:
@@ -79,42 +108,68 @@ def memory(server: Server) -> float:
     return sum(process.memory_info().rss for process in [root, *root.children(recursive=True)]) / 2**20
 
 
-async def measure(server: Server, clients: int, grammars: int, quiet: float) -> Report:
-    gaps: list[tuple[float, float]] = []
-    background = asyncio.create_task(streams(server.url, clients, gaps))
+async def measure(server: Server, clients: int, grammars: int, rounds: int, quiet: float) -> Report:
+    """Streams beside nothing, plain requests and hostile grammars in turns, since other programs use the machine too.
+
+    Args:
+        server: started with ``options(clients)``.
+        quiet: seconds beside nothing, in each round.
+    """
     statuses: dict[int, int] = {}
-    async with httpx.AsyncClient(timeout=600) as client:
+    phases: dict[str, list[tuple[float, float]]] = {"quiet": [], "plain": [], "hostile": []}
+    share = grammars // rounds
+    async with httpx.AsyncClient(timeout=1200) as client:
 
         async def ask(body: dict[str, Any]) -> None:
             response = await client.post(f"{server.url}/v1/completions", json=body)
-            statuses[response.status_code] = statuses.get(response.status_code, 0) + 1
+            if "ignore_eos" not in body:
+                statuses[response.status_code] = statuses.get(response.status_code, 0) + 1
 
         async def all_of(asked: list[dict[str, Any]]) -> None:
-            for place in range(0, len(asked), 8):
-                await asyncio.gather(*map(ask, asked[place : place + 8]))
+            for place in range(0, len(asked), CONCURRENT):
+                await asyncio.gather(*map(ask, asked[place : place + CONCURRENT]))
 
-        await asyncio.sleep(quiet / 4)
-        gaps.clear()
+        # Touch every KV block, and load what the first grammars load.
+        prompts = [[1000 + index] * (STREAM_TOKENS + BLOCK) for index in range(clients + CONCURRENT)]
+        await ask({"prompt": prompts, "max_tokens": BLOCK, "ignore_eos": True})
+        await all_of(bodies(len(BOMBS), 0))
+        statuses.clear()
+        gaps: list[tuple[float, float]] = []
+        background = asyncio.create_task(streams(server.url, clients, gaps))
         await asyncio.sleep(quiet)
-        calm = [length for _, length in gaps]
-        start = time.monotonic()
-        await all_of(bodies(grammars, 0))
-        seconds = time.monotonic() - start
-        hostile = [length for end, length in gaps if start <= end]
-        settled = memory(server)
-        await all_of(bodies(grammars, grammars))
-        grown = memory(server) - settled
+        before = memory(server)
+        for place in range(rounds):
+            for phase, spans in phases.items():
+                start = time.monotonic()
+                if phase == "quiet":
+                    await asyncio.sleep(quiet)
+                elif phase == "plain":
+                    await all_of([{"prompt": "Once", "max_tokens": 8, "ignore_eos": True}] * share)
+                else:
+                    await all_of(bodies(share, len(BOMBS) + place * share))
+                spans.append((start, time.monotonic()))
+        after = memory(server)
     background.cancel()
     await asyncio.gather(background, return_exceptions=True)
-    return Report(p99(calm), p99(hostile), max(hostile, default=0.0), statuses, grown, seconds)
+    found = {
+        phase: [length for end, length in gaps if any(start <= end - length and end <= stop for start, stop in spans)]
+        for phase, spans in phases.items()
+    }
+    return Report(
+        *(gaps_of(lengths, found["quiet"]) for lengths in found.values()),
+        statuses,
+        before,
+        after - before,
+        sum(stop - start for start, stop in phases["hostile"]),
+    )
 
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        server = start_server(Path(folder) / "log.txt", *sys.argv[1:])
+        server = start_server(Path(folder) / "log.txt", *options(32), *sys.argv[1:])
         try:
             server.wait_healthy()
-            print(json.dumps(asyncio.run(measure(server, 32, 200, 20.0))._asdict(), indent=1))
+            print(json.dumps(asyncio.run(measure(server, 32, 200, 4, 20.0))._asdict(), indent=1))
         finally:
             stop_server(server)
 

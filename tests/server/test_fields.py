@@ -42,7 +42,7 @@ VLLM = {
 NEVER = (
     "container",
     "mcp_servers",
-    "context_management",
+    "responses.context_management",
     "diagnostics",
     "inference_geo",
     "user_profile_id",
@@ -52,6 +52,16 @@ NEVER = (
     "conversation",
     "image",
     "prompt",
+    "guided_decoding_backend",
+    "truncate_prompt_tokens",
+    "request_id",
+    "logits_processors",
+    "kv_transfer_params",
+    "vllm_xargs",
+    "chat_template",
+    "documents",
+    "media_io_kwargs",
+    "prompt_embeds",
 )
 HARMLESS = {
     "user": ["someone", ""],
@@ -68,7 +78,12 @@ HARMLESS = {
     "moderation": [],
     "prompt_cache_options": [{}, {"mode": "implicit"}],
     "prompt_cache_retention": ["in_memory"],
-    "guided_decoding_backend": [],
+    "use_beam_search": [False],
+    "length_penalty": [1, 0.5],
+    "spaces_between_special_tokens": [True, False],
+    "return_tokens_as_token_ids": [False],
+    "echo": [False],
+    "context_management": [{}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}],
     "cache_control": [{"type": "ephemeral"}],
     "messages.metadata": [{"user_id": "me"}, {"user_id": None}],
     "messages.service_tier": ["auto", "standard_only"],
@@ -87,7 +102,18 @@ REFUSED = {
     "prompt_cache_key": [[]],
     "store": [True],
     "service_tier": ["flex", "scale", "priority", "fast", ""],
-    "guided_decoding_backend": ["outlines", ""],
+    "use_beam_search": [True],
+    "length_penalty": ["1"],
+    "spaces_between_special_tokens": ["yes"],
+    "return_tokens_as_token_ids": [True],
+    "echo": [True],
+    "context_management": [
+        {"edits": [{"type": "clear_thinking_20251015"}]},
+        {"edits": [{"type": "clear_thinking_20251015", "keep": "all", "x": 1}]},
+        {"edits": [{"type": "clear_tool_uses_20250919"}]},
+        {"other": 1},
+        "x",
+    ],
     "modalities": [["text", "audio"], ["audio"], []],
     "audio": [{"voice": "alloy", "format": "wav"}],
     "prediction": [{"type": "content", "content": "x"}],
@@ -206,7 +232,7 @@ def test_unknown_fields_are_refused_by_name(endpoint: str) -> None:
 
 
 def test_fields_of_the_other_endpoint_are_unknown() -> None:
-    for endpoint, name in [("chat", "echo"), ("completions", "messages"), ("completions", "tools")]:
+    for endpoint, name in [("chat", "suffix"), ("completions", "messages"), ("completions", "tools")]:
         response = Api(FakeLLM()).post(PATHS[endpoint], BASE[endpoint] | {name: []})
         assert response.json()["error"]["code"] == "unknown_parameter"
 

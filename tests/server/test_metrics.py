@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families as families_
 from headrace.metrics.compat import VLLM
 from headrace.metrics.prometheus import GenerationObserver, ServerMetrics
 from headrace.metrics.stats import EngineStats
-from headrace.outputs import OutputDelta, RequestTimes
+from headrace.outputs import Event, OutputDelta, RequestTimes
 from headrace.server.settings import ServerSettings
 from server.fakes import FakeLLM
 from server.harness import Running, running
@@ -118,6 +118,20 @@ def test_times_and_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (get("prefill_seconds_sum"), get("decode_seconds_sum")) == (0.75, 2.0)
     assert (get("request_prompt_tokens_sum"), get("request_generation_tokens_sum")) == (7, 5)
     assert get("request_time_per_output_token_seconds_sum") == 0.5
+
+
+def test_reasoning_and_calls_are_counted() -> None:
+    metrics = ServerMetrics(EngineStats, "1")
+    observer = GenerationObserver(metrics, [7], "hermes")
+    events = [Event("reasoning", "a b", tokens=3), Event("call_started", name="f", id="1"), Event("call_ended")]
+    for event in events:
+        observer.delta(0, OutputDelta(request_id="r", index=0, events=[event]))
+    observer.delta(
+        0, OutputDelta(request_id="r", index=0, events=[Event("call_started", index=1), Event("reasoning", tokens=2)])
+    )
+    get = Scrape(metrics.render().decode())
+    assert get("reasoning_tokens_total") == 5
+    assert get.labels("tool_calls_total") == [{"format": "hermes"}] and get("tool_calls_total") == 2
 
 
 def test_a_sequence_aborted_in_the_queue_has_no_times() -> None:

@@ -13,6 +13,7 @@ from headrace.constrain.factory import GrammarFactory
 from headrace.core.request import Constraint
 from headrace.errors import RequestError
 from headrace.sampling_params import StructuredOutputsParams
+from headrace.server.settings import ServerSettings
 from server.fakes import FakeLLM
 from server.harness import Api
 
@@ -171,3 +172,19 @@ def test_the_openai_client_parses_into_a_class() -> None:
     response, llm = send(PATHS[0], {"response_format": sent})
     assert response.status_code == 200, response.text
     assert llm.seen[0].constraint == expected({"json": schema})
+
+
+@pytest.mark.parametrize("path", [*PATHS, "/v1/responses", "/v1/messages"])
+def test_constraints_are_compiled_for_the_owner_of_the_api_key(path: str) -> None:
+    """Clients have the compiling threads in turns, in the engine too."""
+    llm = FakeLLM()
+    api = Api(llm, ServerSettings(api_keys=("one", "two")))
+    messages = {"messages": [{"role": "user", "content": "Hi"}]}
+    body: dict[str, Any] = {"/v1/completions": {"prompt": "Hi"}, "/v1/responses": {"input": "Hi"}}.get(path, messages)
+    for key in ("one", "two", "one"):
+        assert api.post(
+            path, {**body, "max_tokens": 4} if path != "/v1/responses" else body, headers={"x-api-key": key}
+        ).is_success
+    tenants = [request.tenant for request in llm.seen]
+    assert tenants[0] == tenants[2] != tenants[1] and "" not in tenants and "one" not in tenants
+    assert send(PATHS[1], {})[1].seen[0].tenant == ""

@@ -233,3 +233,16 @@ def test_hidden_tokens_have_no_visible_bytes() -> None:
     table = TokenBytes([b"a", b"<s>", b""], frozenset({1, 99}))
     assert table.visible == [b"a", b"", b""]
     assert table.pieces[1] == b"<s>"
+
+
+@pytest.mark.parametrize("name", ["byte_level", "sentencepiece", "embedded"])
+def test_parts_of_a_text_are_encoded_one_behind_the_other(name: str, request: pytest.FixtureRequest) -> None:
+    """Nothing comes between them, and what spells a special token across two of them is text."""
+    tokenizer: Tokenizer = request.getfixturevalue(name)
+    special = next(iter(tokenizer.special_tokens.values()))
+    text = f"once {special} upon"
+    apart = tokenizer.encode_parts([f"once {special[0]}", special[1:], " upon"], False)
+    assert tokenizer.decode(apart, skip_special_tokens=False) == text
+    assert tokenizer.token_bytes.special.isdisjoint(apart)
+    assert not tokenizer.token_bytes.special.isdisjoint(tokenizer.encode(text, False))
+    assert tokenizer.encode_parts([text], False) == tokenizer.encode(text, False)

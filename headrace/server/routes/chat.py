@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from fastapi import APIRouter
@@ -22,16 +22,13 @@ from headrace.server.sse import ChunkAnswer
 from headrace.server.state import Serving
 from headrace.server.tools import names_function, offered
 
-if TYPE_CHECKING:
-    from headrace.multimodal.media import FindFeatures
-
 router = APIRouter()
 
 
 @answers(router, "/v1/chat/completions", "chatcmpl-", ChatBody, "chat")
-async def chat_completions(state: Serving, body: ChatBody, request_id: str, find: FindFeatures | None) -> Begun:
+async def chat_completions(state: Serving, body: ChatBody, request_id: str, tenant: str | None) -> Begun:
     """Answers a conversation."""
-    generation = await chat_generation(state, body, request_id, find=find)
+    generation = await chat_generation(state, body, request_id, tenant=tenant)
     return generation, ChatAnswer(body, state, generation, request_id)
 
 
@@ -40,14 +37,14 @@ async def chat_generation(
     body: ChatBody,
     request_id: str,
     *,
-    find: FindFeatures | None,
+    tenant: str | None,
     room: int | None = None,
     grammars: Mapping[str, TextGrammar] = MappingProxyType({}),
 ) -> Generation:
     """The generation of a conversation.
 
     Args:
-        find: finds uploaded features; None: there are none.
+        tenant: whose request it is; None: of a batch, which has no uploaded features.
         room: most tokens to generate, fewer where the context ends before.
         grammars: of tools whose calls have a text, by name.
 
@@ -70,7 +67,8 @@ async def chat_generation(
             stop_in_reasoning=body.stop_in_reasoning,
         )
         plan = state.llm.inputs.answer_plan(prompt, params, tools.rules, budget=thinking_budget(body))
-        async with rendered.prompt(state, find) as full:
+        find = None if tenant is None else state.features.finder(tenant)
+        async with rendered.prompt(state, find, add_special_tokens=body.add_special_tokens) as full:
             engine_request = await state.llm.inputs.request_async(
                 full,
                 params,
@@ -80,6 +78,7 @@ async def chat_generation(
                 request_id=request_id,
                 priority=body.priority,
                 cache_salt=body.cache_salt,
+                tenant=tenant or "",
             )
     check_prompt_logprobs(state, [engine_request], copies=1)
     if room is not None:

@@ -26,18 +26,18 @@ router = APIRouter()
 
 
 @answers(router, "/v1/completions", "cmpl-", CompletionBody, "completions")
-async def completions(state: Serving, body: CompletionBody, request_id: str, _: object) -> Begun:
+async def completions(state: Serving, body: CompletionBody, request_id: str, tenant: str | None) -> Begun:
     """Continues one or more texts."""
     state.model.check_name(body.model)
     prompts = parse_prompts(body.prompt, state.settings.max_prompts)
-    engine_requests = await _engine_requests(state, body, prompts, request_id)
+    engine_requests = await _engine_requests(state, body, prompts, request_id, tenant or "")
     generation = Generation(state, engine_requests)
     echoes = [_echo_text(state, prompt) if body.echo else "" for prompt in prompts]
     return generation, CompletionAnswer(body, state.model, generation, request_id, echoes)
 
 
 async def _engine_requests(
-    state: Serving, body: CompletionBody, prompts: list[str | list[int]], request_id: str
+    state: Serving, body: CompletionBody, prompts: list[str | list[int]], request_id: str, tenant: str
 ) -> list[EngineRequest]:
     """Checks every prompt before the first one starts."""
     requests = []
@@ -55,6 +55,7 @@ async def _engine_requests(
                 request_id=request_id if len(prompts) == 1 else f"{request_id}-{index}",
                 priority=body.priority,
                 cache_salt=body.cache_salt,
+                tenant=tenant,
             )
             if body.suffix and state.model.fim is not None:
                 ends = {*request.eos_token_ids, *state.model.fim.end_token_ids}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
@@ -18,18 +16,15 @@ from headrace.server.shape.turns import renamed
 from headrace.server.state import Serving, serving
 from headrace.server.tools import offered
 
-if TYPE_CHECKING:
-    from headrace.multimodal.media import FindFeatures
-
 router = APIRouter()
 
 
 @answers(router, "/v1/messages", "msg_", MessagesBody, "messages")
-async def messages(state: Serving, body: MessagesBody, message_id: str, find: FindFeatures | None) -> Begun:
+async def messages(state: Serving, body: MessagesBody, message_id: str, tenant: str | None) -> Begun:
     """Answers a conversation in the shape of Anthropic's API."""
     with renamed(NAMES):
         chat = parsed_body(await chat_fields(body, state), ChatBody, "chat")
-        generation = await chat_generation(state, chat, message_id, find=find, room=body.max_tokens)
+        generation = await chat_generation(state, chat, message_id, tenant=tenant, room=body.max_tokens)
     return generation, MessagesAnswer(body, state, generation, message_id)
 
 

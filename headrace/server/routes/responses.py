@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -19,15 +19,12 @@ from headrace.server.shape.turns import renamed
 from headrace.server.state import Serving, serving
 from headrace.server.store import Stored
 
-if TYPE_CHECKING:
-    from headrace.multimodal.media import FindFeatures
-
 router = APIRouter()
 _MOST_ITEMS = 100
 
 
 @answers(router, "/v1/responses", "resp_", ResponsesBody, "responses")
-async def responses(state: Serving, body: ResponsesBody, response_id: str, find: FindFeatures | None) -> Begun:
+async def responses(state: Serving, body: ResponsesBody, response_id: str, tenant: str | None) -> Begun:
     """Answers a conversation of items."""
     if body.store and not state.responses.on:
         message = "store: this server keeps no responses (--no-responses-store)"
@@ -37,7 +34,7 @@ async def responses(state: Serving, body: ResponsesBody, response_id: str, find:
     with renamed(NAMES):
         read = conversation(body, state)
         chat = parsed_body(read.chat, ChatBody, "chat")
-        generation = await chat_generation(state, chat, response_id, find=find, grammars=read.grammars)
+        generation = await chat_generation(state, chat, response_id, tenant=tenant, grammars=read.grammars)
     stored = state.responses.on and body.store is not False
 
     def keep(response: dict[str, Any]) -> None:

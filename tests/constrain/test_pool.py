@@ -1,0 +1,153 @@
+"""Clients have the compiling threads in turns: what one of them sends holds up no other."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from headrace.config import StructuredOutputsConfig
+from headrace.constrain import factory as factory_module
+from headrace.constrain.pool import CompilePool
+from headrace.core.request import Constraint
+from headrace.errors import QueueFullError, RequestError
+from headrace.sampling_params import StructuredOutputsParams
+
+from .test_grammars import make
+
+ONE_THREAD = StructuredOutputsConfig(compile_threads=1)
+
+
+class Gate:
+    """Holds the one thread of a pool until it is opened, and notes what is done behind it."""
+
+    def __init__(self, pool: CompilePool) -> None:
+        self.done: list[str] = []
+        self.opened = threading.Event()
+        pool.submit("first", self.opened.wait)
+
+    def work(self, name: str) -> Callable[[], str]:
+        def do() -> str:
+            self.done.append(name)
+            return name
+
+        return do
+
+
+def test_tenants_take_turns() -> None:
+    pool = CompilePool(1)
+    gate = Gate(pool)
+    many = [pool.submit("many", gate.work(f"many {index}")) for index in range(5)]
+    few = [pool.submit("few", gate.work(f"few {index}")) for index in range(2)]
+    gate.opened.set()
+    assert [future.result(10) for future in (*many, *few)] == [*(f"many {i}" for i in range(5)), "few 0", "few 1"]
+    assert gate.done == ["many 0", "few 0", "many 1", "few 1", "many 2", "many 3", "many 4"]
+    pool.close()
+
+
+def test_work_that_two_tenants_wait_for_is_done_in_the_first_turn_and_once() -> None:
+    pool = CompilePool(1)
+    gate = Gate(pool)
+    many = [pool.submit("many", gate.work(str(index))) for index in range(5)]
+    pool.share("few", many[-1])
+    pool.share("few", many[-1])
+    last = pool.submit("few", gate.work("own"))
+    gate.opened.set()
+    assert last.result(10) == "own" and many[-1].result(10) == "4" and many[-2].result(10) == "3"
+    assert gate.done == ["0", "4", "1", "own", "2", "3"]
+    pool.share("few", many[0])  # Done long ago.
+    pool.close()
+
+
+def test_errors_reach_who_waits_for_them() -> None:
+    pool = CompilePool(1)
+    failed: Future[None] = pool.submit("", lambda: (_ for _ in ()).throw(RequestError("no", "json")))
+    assert isinstance(failed.exception(10), RequestError)
+    assert pool.submit("", lambda: 1).result(10) == 1
+    pool.close()
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, list[str]]:
+    """The checks of constraints wait for the event; the list has those that were begun."""
+    opened, begun = threading.Event(), []
+    check = factory_module.GrammarFactory._checked
+
+    def checked(self: Any, params: StructuredOutputsParams) -> Constraint:
+        begun.append(params.regex or params.json)
+        assert opened.wait(20)
+        return check(self, params)
+
+    monkeypatch.setattr(factory_module.GrammarFactory, "_checked", checked)
+    return opened, begun
+
+
+def test_one_clients_constraints_are_checked_beside_those_of_another(held: tuple[threading.Event, list[str]]) -> None:
+    opened, begun = held
+    factory, compiler = make(ONE_THREAD)
+
+    async def run() -> None:
+        tasks = [
+            asyncio.create_task(factory.prepare(StructuredOutputsParams(regex=f"m{index}"), None, "many"))
+            for index in range(40)
+        ]
+        await asyncio.sleep(0)
+        mine = asyncio.create_task(factory.prepare(StructuredOutputsParams(regex="mine"), None, "few"))
+        await asyncio.sleep(0)
+        opened.set()
+        constraint = await mine
+        assert "mine" in begun[:3]
+        compiling = [compiler.compile(await task, "many")[0] for task in tasks]
+        theirs = compiler.compile(constraint, "few")[0]
+        assert theirs.result(20) is not None and all(future.result(20) for future in compiling)
+
+    asyncio.run(run())
+
+
+def test_requests_with_equal_constraints_wait_for_one_check_and_get_errors_of_their_own(
+    held: tuple[threading.Event, list[str]],
+) -> None:
+    opened, begun = held
+    factory, _ = make(ONE_THREAD)
+
+    async def run() -> list[Any]:
+        params = StructuredOutputsParams(json={"type": "object", "not": {}})
+        tasks = [asyncio.create_task(factory.prepare(params, None, name)) for name in ("a", "b", "a")]
+        await asyncio.sleep(0)
+        tasks[0].cancel()
+        opened.set()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    cancelled, *errors = asyncio.run(run())
+    assert isinstance(cancelled, asyncio.CancelledError)
+    assert [(type(error), error.param) for error in errors] == [(RequestError, "structured_outputs.json")] * 2
+    assert errors[0] is not errors[1]
+    assert begun == [json.dumps({"type": "object", "not": {}})]
+
+
+def test_what_a_client_waits_for_is_bounded(held: tuple[threading.Event, list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    opened, _ = held
+    monkeypatch.setattr(factory_module, "_WAITING_BYTES", 1000)
+    factory, _ = make(ONE_THREAD)
+
+    async def run() -> None:
+        async def ask(letter: str, tenant: str) -> Constraint:
+            return await factory.prepare(StructuredOutputsParams(regex=letter * 1500), None, tenant)
+
+        first = asyncio.create_task(ask("a", "one"))
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFullError):
+            await ask("b", "one")
+        other = asyncio.create_task(ask("b", "other"))
+        await asyncio.sleep(0)
+        opened.set()
+        await asyncio.gather(first, other)
+        assert (await ask("c", "one")).kind == "regex"
+        assert factory._waiting == {} and factory._pending == {}
+
+    asyncio.run(run())

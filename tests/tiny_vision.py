@@ -15,7 +15,7 @@ SPECIAL = (
     *("<bos>", "<eos>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
     *("<start_of_image>", "<end_of_image>", "<image_soft_token>", "<image>"),
     *("[IMG]", "[IMG_BREAK]", "[IMG_END]", "<IMG_CONTEXT>", "<img>", "</img>"),
-    *("<fake_token_around_image>", "<global-img>"),
+    *("<fake_token_around_image>", "<global-img>", "<video>"),
 )
 IDS = {token: 256 + index for index, token in enumerate(SPECIAL)}
 VOCAB = 280

@@ -1,28 +1,39 @@
-"""Pictures of InternVL: crops of one size and the whole picture, with the same number of tokens each."""
+"""Pictures of InternVL: crops of one size and the whole picture, with the same number of tokens each. Videos: whole frames."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
 
 from headrace.core.media import Modality, TensorData
 from headrace.errors import ConfigError
-from headrace.multimodal.rules import Expansion, Grid, PictureRules
+from headrace.multimodal.backend import video_fields
+from headrace.multimodal.items import Features, Picture, Video, array_of, tensor_data
+from headrace.multimodal.rules import Expansion, Grid, PictureRules, Processed
+from headrace.multimodal.sampling import Sampling
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 _CROPS = {"crop_to_patches": True}
 """transformers' processor of the model always asks for it, whatever the settings say."""
+_MOST_FRAMES = 1 << 16
 
 
 class InternVLRules(PictureRules):
     """``config``: of the whole model."""
 
-    placeholders: Mapping[Modality, str] = {"image": "<IMG_CONTEXT>"}
-    feature_tokens = placeholders
+    placeholders: Mapping[Modality, str] = {"image": "<IMG_CONTEXT>", "video": "<video>"}
+    feature_tokens: Mapping[Modality, str] = {"image": "<IMG_CONTEXT>", "video": "<IMG_CONTEXT>"}
+    option_types: ClassVar[Mapping[str, tuple[type, ...]]] = {
+        "fps": (float, int),
+        "num_frames": (int,),
+        "do_sample_frames": (bool,),
+    }
 
     def __init__(self, folder: Path, config: Any) -> None:
         super().__init__(folder)
@@ -36,6 +47,24 @@ class InternVLRules(PictureRules):
                 "model",
             )
         self._side = int(sizes[0] // sizes[1] * config.downsample_ratio)
+        video = video_fields(folder)
+        self._sample = Sampling(
+            bool(video.get("do_sample_frames")), video.get("fps"), video.get("num_frames"), 1, _MOST_FRAMES, middle=True
+        )
+        self.fingerprint = self._images.fingerprint(video)
+
+    def process(self, medium: Picture | Video, options: Mapping[str, Any], where: str) -> list[Processed]:
+        if isinstance(medium, Picture):
+            return super().process(medium, options, where)
+        frames = self._sample(medium, options, where).frames
+        grid = (len(frames), self._side, self._side)
+        self.check_rows(math.prod(grid), where)
+        made = [array_of(self._images(frame, where, crop_to_patches=False)["pixel_values"]) for frame in frames]
+        return [Processed("video", _frames(grid), {"pixel_values": tensor_data(np.concatenate(made), where)}, grid)]
+
+    def expansion(self, features: Features, modality: Modality, where: str) -> Expansion:
+        whole = super().expansion(features, modality, where)
+        return whole if modality == "image" else _frames(features.grid)
 
     def _grid(self, width: int, height: int, where: str) -> Grid:
         return self._images.hf.get_number_of_image_patches(height, width, _CROPS), self._side, self._side
@@ -48,3 +77,11 @@ class InternVLRules(PictureRules):
 
     def _tensors(self, image: Image, where: str) -> dict[str, TensorData]:
         return {"pixel_values": self._images(image, where, **_CROPS)["pixel_values"]}
+
+
+def _frames(grid: Grid) -> Expansion:
+    """Frames with their numbers, one on each line."""
+    count, tall, wide = grid
+    texts = (f"{chr(10) if index else ''}Frame{index + 1}: <img>" for index in range(count))
+    pieces = [piece for text in texts for piece in (text, tall * wide, "</img>")]
+    return Expansion(tuple(pieces), ((1, tall, wide),) * count)

@@ -55,13 +55,20 @@ class MultiModalProcessor:
     ) -> None:
         self._rules, self._tokenizer, self._facts = rules, tokenizer, facts
         rules.max_rows = facts.max_model_len
+        # Older tokenizers of models that learned to read videos later do not know them.
+        known: dict[Modality, str] = {
+            modality: token
+            for modality, token in rules.placeholders.items()
+            if modality == "image" or tokenizer.token_to_id(token) is not None
+        }
         self.limits: Mapping[Modality, int] = {
-            modality: count if modality in rules.placeholders else 0 for modality, count in limits.items()
+            modality: count if modality in known else 0 for modality, count in limits.items()
         }
         self._cache = _ProcessedCache(cache_bytes)
         self._ids = {modality: self._id(token) for modality, token in rules.feature_tokens.items()}
-        self._placeholder_ids = {self._id(token): modality for modality, token in rules.placeholders.items()}
-        spelt = {*rules.placeholders.values(), *rules.feature_tokens.values()}
+        self._placeholders = known
+        self._placeholder_ids = {self._id(token): modality for modality, token in known.items()}
+        spelt = {*known.values(), *rules.feature_tokens.values()}
         self._spelt = re.compile("|".join(map(re.escape, sorted(spelt, key=len, reverse=True))))
 
     def _id(self, token: str) -> int:
@@ -86,7 +93,7 @@ class MultiModalProcessor:
 
     def check_features(self, features: Features, modality: Modality, where: str) -> None:
         """Raises RequestError where features do not fit the model: names the part of ``where``, expected and actual."""
-        if modality not in self._rules.placeholders:
+        if modality not in self._placeholders:
             raise RequestError(f"{where}: the model takes no {modality}s", where, code="invalid_value")
         self._features(features, modality, where)
 
@@ -137,7 +144,7 @@ class MultiModalProcessor:
         for modality, media in by_modality.items():
             if order.count(modality) != len(media):
                 raise RequestError(
-                    f"the prompt has {order.count(modality)} placeholders {self._rules.placeholders.get(modality, '')} for "
+                    f"the prompt has {order.count(modality)} placeholders {self._placeholders.get(modality, '')} for "
                     f"{len(media)} {modality}s: each needs one",
                     f"multi_modal_data.{modality}",
                 )
@@ -153,7 +160,7 @@ class MultiModalProcessor:
         if isinstance(prompt, list):
             yield from (self._placeholder_ids[token] for token in prompt if token in self._placeholder_ids)
             return
-        of_text = {token: modality for modality, token in self._rules.placeholders.items()}
+        of_text = {token: modality for modality, token in self._placeholders.items()}
         for match in self._spelt.finditer(prompt):
             if match[0] not in of_text:
                 raise RequestError(
@@ -166,7 +173,7 @@ class MultiModalProcessor:
         tokens, left = self._rules.feature_tokens, iter(expansions)
 
         def replaced(match: re.Match[str]) -> str:
-            modality = next(kind for kind, token in self._rules.placeholders.items() if token == match[0])
+            modality = next(kind for kind, token in self._placeholders.items() if token == match[0])
             pieces = (piece for expansion in next(left) for piece in expansion.pieces)
             return "".join(piece if isinstance(piece, str) else tokens[modality] * piece for piece in pieces)
 

@@ -46,6 +46,8 @@ class Sampling:
     """The number of frames is rounded to multiples of this."""
     ends: bool = False
     """The first and the last frame are among those sampled."""
+    middle: bool = False
+    """Of as many equal parts of the video, the frames in their middle."""
 
     def __call__(self, video: Video, options: Mapping[str, Any], where: str) -> Sampled:
         """Samples a video. ``options``: ``fps``, ``num_frames`` and ``do_sample_frames`` of the request."""
@@ -76,4 +78,6 @@ class Sampling:
             count = count // self.multiple * self.multiple
         if self.ends:
             return np.linspace(0, given - 1, count).round().astype(np.int64)
+        if self.middle:
+            return ((np.arange(count) + 0.5) * (given / count)).astype(np.int64)
         return np.arange(0, given, given / count)[:count].astype(np.int64)

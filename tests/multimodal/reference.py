@@ -36,7 +36,7 @@ def inputs_of(request: Request) -> dict[str, torch.Tensor]:
     inputs: dict[str, list[torch.Tensor]] = {}
     for item in request.media:
         for name, data in item.tensors.items():
-            if item.modality == "video":
+            if item.modality == "video" and "image_grid_thw" in item.tensors:
                 name = {"pixel_values": "pixel_values_videos", "image_grid_thw": "video_grid_thw"}[name]
             inputs.setdefault(name, []).append(tensor(data))
     return {name: torch.cat(padded(parts)) for name, parts in inputs.items()}

@@ -31,7 +31,7 @@ PICTURE, VIDEO = "<|vision_start|><|image_pad|><|vision_end|>", "<|vision_start|
 RATES: dict[str, float | None] = {"qwen2_vl": None, "qwen2_5_vl": 2.0, "qwen3_vl": None, "qwen3_vl_moe": None}
 QWEN = list(RATES)
 ALONE = ["gemma3", "llava", "llava_pixtral", "mistral3", "internvl", "idefics3", "smolvlm"]
-"""Kinds that read pictures and no videos."""
+"""Kinds without positions in time, height and width."""
 APART = ("idefics3", "smolvlm")
 """Grids of different pictures have different numbers of rows for a part: their features are given one by one."""
 QUICK = ("qwen2_5_vl", "qwen3_vl", "gemma3", "llava", "mistral3", "internvl", "idefics3")
@@ -164,6 +164,38 @@ def test_videos_equal_transformers(kind: str) -> None:
         same(output, own.expected(prompt, seconds))
 
 
+def frames_of(kind: str) -> dict[str, Any]:
+    """Videos of a model that sees their frames as pictures."""
+    mark, clip = MARKS[kind], video(3, 44, 56, fps=2.0)
+    own = {"prompt": "see <video> end", "multi_modal_data": {"video": [clip]}}
+    mixed = {"image": [picture(60, 61), picture(30, 99)], "video": [video(1), clip]}
+    return {
+        "video": own,
+        "mixed": {"prompt": f"{mark} then <video> then {mark} then <video>!", "multi_modal_data": mixed},
+        "sampled": own | {"mm_processor_kwargs": {"num_frames": 2}},
+    }
+
+
+def test_videos_of_frames_equal_transformers() -> None:
+    own = served("internvl")
+    cases = frames_of("internvl")
+    for prompt, output in zip(cases.values(), generate(own.llm, *cases.values()), strict=True):
+        same(output, own.expected(prompt))
+        ids, marks = output.prompt_token_ids, [tiny_vision.IDS[token] for token in ("<img>", "</img>")]
+        assert [ids.count(mark) for mark in marks] == [
+            2 if "mm_processor_kwargs" in prompt else 3 + 3 * (prompt is cases["mixed"])
+        ] * 2
+    text = own.llm.get_tokenizer().decode(own.request(cases["video"]).prompt_token_ids, skip_special_tokens=False)
+    side = text.count("<IMG_CONTEXT>") // 3
+    frame = f": <img>{'<IMG_CONTEXT>' * side}</img>"
+    assert text == f"see Frame1{frame}\nFrame2{frame}\nFrame3{frame} end"
+    own.llm.reset_prefix_cache()
+    (expected,) = generate(own.llm, cases["video"])
+    own.llm.reset_prefix_cache()
+    (found,) = generate(own.llm, encoded(own, cases["video"]))
+    assert found.outputs[0].logprobs == expected.outputs[0].logprobs
+
+
 @of([*QWEN, *ALONE])
 def test_features_give_what_their_pictures_give(kind: str) -> None:
     """Bit for bit, with an encoder or without."""
@@ -205,8 +237,8 @@ def encoded(own: Served, prompt: Mapping[str, Any]) -> dict[str, Any]:
     encoder = own.llm._engine.executor.runner.media._encoder  # type: ignore[attr-defined]
     made = [encoder.encode([item])[0] for item in request.media]
     if own.kind in ALONE:
-        pictures = MultiModalData.of(prompt["multi_modal_data"]).images
-        grids = [own.llm.inputs.multimodal._rules.process(one, {}, "picture")[0].grid for one in pictures]  # type: ignore[union-attr,arg-type]
+        media = MultiModalData.of(prompt["multi_modal_data"]).items()
+        grids = [own.llm.inputs.multimodal._rules.process(one, {}, "medium")[0].grid for _, one in media]  # type: ignore[union-attr,arg-type]
     else:
         grids = [tuple(array_of(item.tensors["image_grid_thw"])[0].tolist()) for item in request.media]
     if own.kind in APART:

@@ -61,6 +61,13 @@ class Frontend:
     ) -> InputProcessor:
         """For an engine that has resolved its vocabulary and context length. ``media``: None: it reads text alone."""
         multimodal = None if media is None else self._multimodal(args, media)
+        text_alone = "the model's files have no processor of pictures that can be used"
+        if media is None:
+            text_alone = "the model has no vision part"
+            if getattr(self.files.config, "vision_config", None) is not None:
+                from headrace.multimodal.families import why_text_alone
+
+                text_alone = why_text_alone(self.files.config)
         return InputProcessor(
             vocab_size=vocab_size,
             max_model_len=max_model_len,
@@ -74,6 +81,7 @@ class Frontend:
             multimodal=multimodal,
             media=None if multimodal is None else self._media_loader(args),
             media_workers=media_workers(args.media_workers),
+            text_alone=text_alone,
         )
 
     def _media_loader(self, args: EngineArgs) -> MediaLoader:

@@ -93,10 +93,11 @@ class InputProcessor:
         multimodal: MultiModalProcessor | None = None,
         media: MediaLoader | None = None,
         media_workers: int = 1,
+        text_alone: str = "the model has no vision part",
     ) -> None:
         """``generation_config``: as in ``ModelFiles``. ``max_prompt_chars``: of ``EngineArgs``. ``answers``: None: answers are
         not parsed. ``media``: loads what conversations refer to, for ``multimodal``. ``media_workers``: threads that process
-        media.
+        media. ``text_alone``: why ``multimodal`` is None.
 
         Raises:
             ConfigError: the model's generation config holds a value that no request may have.
@@ -107,6 +108,7 @@ class InputProcessor:
         self.answers = answers
         self.multimodal = multimodal
         """None: the model reads text alone."""
+        self._text_alone = text_alone
         self.media = media
         self.default_sampling = _sampling_defaults(generation_config)
         """What a caller who gives no sampling parameters gets."""
@@ -291,7 +293,7 @@ class InputProcessor:
         text, tokens = _prompt_parts(prompt)
         prompt = cast("MultiModalPrompt", prompt)
         if self.multimodal is None:
-            raise RequestError("this engine reads text alone: the model has no vision part that it uses", "multi_modal_data")
+            raise RequestError(f"this engine reads text alone: {self._text_alone}", "multi_modal_data")
         data, kwargs = MultiModalData.of(prompt["multi_modal_data"]), prompt.get("mm_processor_kwargs") or {}
         if not isinstance(kwargs, Mapping):
             raise RequestError(f"mm_processor_kwargs must be a dict, not {shown(kwargs)}", "mm_processor_kwargs")

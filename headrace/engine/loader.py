@@ -129,7 +129,7 @@ def load_executor(source: ModelSource, frontend: Frontend, timeline: Timeline) -
             room = source.ranks.least(profile.room)
             config = resolve(args, files, config.model, device, kv_room=room)
             phase.detail = f"{room:,} bytes left for KV cache"
-    config = with_vision(config, encoder, why_encoder)
+    config = with_vision(files, config, encoder, why_encoder)
     _check_alike(source.ranks, config)
     with timeline.phase("cache"):
         token_bytes = None if frontend.tokenizer is None else frontend.tokenizer.token_bytes

@@ -77,10 +77,15 @@ def encoder_calls(files: ModelFiles, config: EngineConfig, encoder: VisionEncode
     return [functools.partial(encoder.encode, batch) for batch in batches]
 
 
-def with_vision(config: EngineConfig, encoder: VisionEncoder | None, reason: str) -> EngineConfig:
+def with_vision(files: ModelFiles, config: EngineConfig, encoder: VisionEncoder | None, reason: str) -> EngineConfig:
     """The configuration of an engine with what ``load_vision`` returned."""
     if config.model.vision is None:
-        return config
+        if getattr(files.config, "vision_config", None) is None:
+            return config
+        from headrace.multimodal.families import why_text_alone
+
+        decision = Decision("vision encoder", "none", why_text_alone(files.config))
+        return dataclasses.replace(config, decisions=(*config.decisions, decision))
     decision = Decision("vision encoder", "none" if encoder is None else "transformers", reason)
     scheduler = config.scheduler
     if encoder is None:

@@ -31,6 +31,18 @@ _LLAVA: dict[str, Callable[[Path, Any], MediaRules]] = {"pixtral": PixtralRules}
 """By the vision part, where it has rules of its own."""
 
 
+_REASONS = {
+    "ernie4_5_vl_moe": "its layers have experts of their own for tokens of pictures, and headrace's cannot tell those tokens",
+    "paligemma": "all tokens of its prompts see each other, and headrace's prompts are cut in chunks",
+}
+
+
+def why_text_alone(config: Any) -> str:
+    """Why a model with a vision part reads no pictures."""
+    reason = _REASONS.get(config.model_type)
+    return f"pictures of {config.model_type} are not supported" + (f": {reason}" if reason else "")
+
+
 def media_rules(model_type: str, folder: Path, config: Any) -> MediaRules:
     """Raises: ConfigError: the model has no processor that can be used."""
     if model_type not in _RULES:

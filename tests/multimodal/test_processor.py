@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny_vision
+import transformers
 from transformers import AutoConfig
 
+from headrace import LLM, SamplingParams
 from headrace.core.media import MediaFacts
 from headrace.errors import ConfigError, RequestError
 from headrace.multimodal.families import media_rules
@@ -346,3 +348,31 @@ def test_processor_and_tower_are_of_one_size(tmp_path: Path, kind: str, settings
     file.write_text(json.dumps(json.loads(file.read_text()) | settings))
     with pytest.raises(ConfigError, match="and the vision tower takes 56"):
         media_rules(kind, tmp_path, AutoConfig.from_pretrained(tmp_path))
+
+
+def test_a_model_without_rules_says_why_it_reads_text_alone(tmp_path: Path) -> None:
+    """ERNIE-4.5-VL answers text; a picture is refused by name, and the report has the reason."""
+    text = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "vocab_size": 300,
+        "moe_intermediate_size": [16, 8],
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_num_shared_experts": 1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [3, 3, 2]},
+    }
+    vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48}
+    config = transformers.Ernie4_5_VLMoeConfig(text_config=text, vision_config=vision)
+    config.architectures = ["Ernie4_5_VLMoeForConditionalGeneration"]
+    config.save_pretrained(tmp_path)
+    llm = LLM(model=str(tmp_path), load_format="dummy", skip_tokenizer_init=True, num_kv_blocks=50, num_threads=1)
+    params = SamplingParams(max_tokens=2, detokenize=False, ignore_eos=True)
+    assert len(llm.generate({"prompt_token_ids": [1, 2, 3]}, params)[0].outputs[0].token_ids) == 2
+    reason = next(line.reason for line in llm.info.decisions if line.name == "vision encoder")
+    assert "experts of their own" in reason
+    with pytest.raises(RequestError, match=r"pictures of ernie4_5_vl_moe are not supported: .*experts of their own"):
+        llm.generate({"prompt_token_ids": [1], "multi_modal_data": {"image": picture(8, 8)}}, params)

@@ -8,6 +8,7 @@ from headrace.attention import select
 from headrace.attention.backend import VISIBLE_ENDS
 from headrace.attention.native import NativeAttention
 from headrace.attention.reference import ReferenceAttention
+from headrace.attention.triton import TritonAttention
 from headrace.errors import ConfigError
 
 from .cases import layer_spec
@@ -64,6 +65,16 @@ def test_steps_without_visible_ends_keep_the_usual_backend() -> None:
     assert (backend.name, type(backend.usual)) == ("native", NativeAttention) and VISIBLE_ENDS in backend.modes
     (alone,) = select.create_for(specs, ["torch"], "cpu", "float32", modes=modes)
     assert alone.usual is alone, "it runs all steps itself"
+
+
+@pytest.mark.parametrize("name", ["flashinfer", "flashinfer+triton"])
+def test_pictures_seen_both_ways_leave_flashinfer_the_other_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It refuses the mode with a reason, and the kernel that knows it runs the steps with such pictures."""
+    monkeypatch.setattr(TritonAttention, "supports", staticmethod(lambda *_: []))  # which looks for the device
+    modes = frozenset({VISIBLE_ENDS})
+    assert f"it has no mode {VISIBLE_ENDS}" in select.refusals(layer_spec(), "cuda", "bfloat16", modes=modes)[name]
+    assert select.for_modes(layer_spec(), name, "cuda", "bfloat16", modes=modes) == "triton"
+    assert select.for_modes(layer_spec(), name, "cuda", "bfloat16") is None, "Qwen's pictures are causal"
 
 
 def test_a_backend_can_be_added(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,7 +120,8 @@ WITH_MEDIA: dict[str, ModelSpec] = {
     ),
 }
 """Models that read pictures: ``test_media_invariants``."""
-SPECS = FAMILIES | WITH_MEDIA
+MEDIA_IN_FP8 = {name + IN_FP8: spec for name, spec in WITH_MEDIA.items()}
+SPECS = FAMILIES | WITH_MEDIA | MEDIA_IN_FP8
 
 
 class Encoder:
@@ -228,7 +229,7 @@ class World:
         )
 
     def runner(self) -> ModelRunner:
-        encoder = Encoder() if self.family in WITH_MEDIA else None
+        encoder = Encoder() if SPECS[self.family].vision is not None else None
         return ModelRunner(model(self.family, self.device), self.config(), token_bytes(), encoder=encoder)
 
 

@@ -25,7 +25,7 @@ from headrace.multimodal.positions import Run, rope_positions
 from headrace.runner.inputs import _token_slots
 from headrace.runner.record import replay
 
-from .harness import WITH_MEDIA, Encoder, Engine, Outcomes, World, alone, prompt, request, same, serve
+from .harness import MEDIA_IN_FP8, SPECS, WITH_MEDIA, Encoder, Engine, Outcomes, World, alone, prompt, request, same, serve
 
 HIDDEN = 32
 PLACEHOLDER = 5
@@ -57,7 +57,7 @@ def content(number: int, rows: int, deep: bool, encoded: bool) -> dict[str, Tens
 
 
 def with_pictures(family: str, name: str, index: int, **sampling: Any) -> Request:
-    spec = WITH_MEDIA[family]
+    spec = SPECS[family]
     assert spec.vision is not None
     length, places = PROMPTS[name]
     tokens = prompt(index, length)
@@ -109,6 +109,11 @@ def finished(engine: Engine) -> None:
 
 
 families = pytest.mark.parametrize("family", WITH_MEDIA)
+
+
+def quick(names: Iterable[str], one: str) -> list[Any]:
+    """All but one are slow."""
+    return [name if name == one else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 @families
@@ -238,6 +243,24 @@ def test_a_replay_equals_the_run(family: str, tmp_path: Path) -> None:
 
 def broken(items: Listing[ItemInputs]) -> None:
     raise ValueError("too small")
+
+
+@pytest.mark.parametrize("family", quick(MEDIA_IN_FP8, "both ways, KV in FP8"))
+def test_a_cache_in_fp8_changes_as_little(family: str) -> None:
+    """Numbers are rounded by token, whatever is beside it: chunks, preemption and other requests still change nothing."""
+    for limits in ({"max_num_batched_tokens": 25, "num_blocks": 22, "depth": 2}, {"caching": True, "max_num_seqs": 3}):
+        same(serve(World(family, **limits), shuffled(family, 3)), expected(family))  # type: ignore[arg-type]
+    plain = expected(next(name for name in WITH_MEDIA if family.startswith(name)))
+    found, exact = (outcomes["two"][0].logprobs[0].logprobs for outcomes in (expected(family), plain))
+    assert found != exact
+
+
+@pytest.mark.parametrize("family", quick(WITH_MEDIA, "both ways"))
+def test_the_kernel_of_gpus_sees_what_items_see(family: str) -> None:
+    """Interpreted, with two prompts of pictures in a step, chunks, and steps behind them."""
+    short = [msgspec.structs.replace(each, max_tokens=3) for each in requests(family) if each.request_id in ("two", "last")]
+    world = World(family, backend="triton", max_num_batched_tokens=28)
+    same(serve(world, short), alone(World(family, backend="reference"), short))
 
 
 @families

@@ -19,7 +19,7 @@ from headrace.errors import ConfigError
 from headrace.model_spec import VisionSpec
 from headrace.models.capture import one_line
 from headrace.models.vision import CALL_ROWS, VISION_NAME, EncodedItem, device_tensor
-from headrace.models.vision_varlen import geometry, use_varlen
+from headrace.models.vision_varlen import can_use_varlen, geometry, use_varlen
 from headrace.sources.files import ModelFiles
 from headrace.sources.plain_config import in_transformers
 
@@ -41,8 +41,11 @@ class TransformersEncoder:
         self._parts, self._dtype, self._device = parts, dtype, device
         self._one_by_one = one_by_one or device.type == "cpu"
         tower = getattr(parts, "visual", None)
-        self._tower = tower if tower is not None and use_varlen(tower, dtype, device) else None
+        self._tower: nn.Module | None = None
         """The tower that computes all segments at once."""
+        if tower is not None and can_use_varlen(tower, dtype, device):
+            use_varlen(tower)
+            self._tower = tower
 
     @property
     def nbytes(self) -> int:

@@ -1,4 +1,4 @@
-"""Qwen's vision towers on a GPU: attention over all segments in one call, and no wait for the device.
+"""Qwen's vision towers on a GPU: attention over all segments in one call, fused norms and rotation, no wait for the device.
 
 transformers computes a segment after the other (a window, or a temporal patch: some hundred for a large picture) and asks the
 device for their lengths. Here their geometry is computed on the host, whose copy of the grids it comes from.
@@ -6,21 +6,20 @@ device for their lengths. Here their geometry is computed on the host, whose cop
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, vision_utils
+from transformers import vision_utils
 
 from headrace.kernels.transfer import upload
+from headrace.layers.norm import RMSNorm
 
-ATTENTION = "headrace_varlen_flash"
-"""transformers hands segments as a whole to implementations with "flash" in their name."""
 _TOWERS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 _HEAD_DIM_STEP = 8
-
-Segments = Callable[..., torch.Tensor]
+_LEAST_CAPABILITY = (8, 0)
+"""What PyTorch's flash attention supports."""
 
 
 def flash_segments(
@@ -33,17 +32,37 @@ def flash_segments(
     return out
 
 
-def use_varlen(tower: nn.Module, dtype: torch.dtype, device: torch.device) -> bool:
-    """Lets a tower compute its segments at once, if it can. Its calls then need ``geometry``."""
+def rotate_heads(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """Rotates ``[T, heads, d]`` in place by angles ``[T, d]``, whose halves are equal."""
+    from headrace.kernels.triton.rotary import rotate_heads as rotate  # which needs Triton
+
+    rotate(x, cos, sin)
+
+
+def can_use_varlen(tower: nn.Module, dtype: torch.dtype, device: torch.device) -> bool:
     config: Any = tower.config
-    fits = getattr(config, "model_type", "") in _TOWERS and device.type == "cuda"
-    fits = fits and torch.cuda.get_device_capability(device) >= (8, 0)
-    heads = getattr(config, "num_heads", 1)
+    if getattr(config, "model_type", "") not in _TOWERS or device.type != "cuda":
+        return False
     width = getattr(config, "embed_dim", None) or config.hidden_size
-    fits = fits and dtype in (torch.bfloat16, torch.float16) and width // heads % _HEAD_DIM_STEP == 0
-    if fits:
-        config._attn_implementation = ATTENTION
-    return fits
+    fits = dtype in (torch.bfloat16, torch.float16) and width // config.num_heads % _HEAD_DIM_STEP == 0
+    return fits and torch.cuda.get_device_capability(device) >= _LEAST_CAPABILITY
+
+
+def use_varlen(tower: nn.Module) -> None:
+    """Lets a tower compute its segments at once. Its calls then need ``geometry``."""
+    blocks: Any = tower.blocks
+    for block in blocks:
+        block.attn.forward = functools.partial(_attend, block.attn)
+    for parent in list(tower.modules()):
+        for name, norm in list(parent.named_children()):
+            if type(norm).__name__.endswith("RMSNorm"):
+                parent.register_module(name, _fused(norm))
+
+
+def _fused(norm: Any) -> RMSNorm:
+    fused = RMSNorm(len(norm.weight), norm.variance_epsilon, dtype=norm.weight.dtype, device="meta")
+    fused.weight = norm.weight
+    return fused
 
 
 def geometry(tower: Any, grids: torch.Tensor, device: torch.device) -> dict[str, Any]:
@@ -72,20 +91,19 @@ def _longest(ends: torch.Tensor) -> int:
 
 
 def _attend(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    module: Any,
+    hidden_states: torch.Tensor,
+    cu_seqlens: torch.Tensor,
     *,
-    scaling: float,
-    cu_seq_lens_q: torch.Tensor,
-    max_length_q: int,
+    position_embeddings: tuple[torch.Tensor, torch.Tensor],
+    max_seqlen: int,
     **others: Any,
-) -> tuple[torch.Tensor, None]:
-    """As transformers calls it: ``[1, heads, T, d]``, of which it takes ``[1, T, heads, d]``."""
-    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    return flash_segments(q, k, v, cu_seq_lens_q, max_length_q, scaling)[None], None
-
-
-AttentionInterface.register(ATTENTION, _attend)
+) -> torch.Tensor:
+    """The forward of an attention, ``[T, hidden] -> [T, hidden]``, called as transformers does."""
+    tokens = len(hidden_states)
+    qkv = module.qkv(hidden_states).view(tokens, 3, module.num_heads, -1)
+    rotate_heads(qkv[:, :2].flatten(1, 2), *position_embeddings)
+    query, key, value = qkv.unbind(1)
+    out = flash_segments(query, key, value, cu_seqlens, max_seqlen, module.scaling)
+    projected: torch.Tensor = module.proj(out.reshape(tokens, -1))
+    return projected

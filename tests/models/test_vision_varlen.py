@@ -10,6 +10,7 @@ from tiny_vision import _configs
 from torch.nn.functional import scaled_dot_product_attention as attend
 
 from headrace.core.media import ItemInputs
+from headrace.kernels.rotary import rotate_ref
 from headrace.models import vision_varlen
 from headrace.models.vision_encoder import TransformersEncoder, _calls
 from headrace.multimodal.items import tensor_data
@@ -47,17 +48,28 @@ def test_segments_at_once_are_segments_one_by_one(kind: str, monkeypatch: pytest
     expected = [plain.encode([item])[0] for item in items]
     assert plain._tower is None  # a CPU computes as ever
     monkeypatch.setattr(vision_varlen, "flash_segments", segments)
+    rotated = []
+
+    def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        half = x.shape[-1] // 2
+        assert torch.equal(cos[:, :half], cos[:, half:]) and torch.equal(sin[:, :half], sin[:, half:])
+        x.copy_(rotate_ref(x, x, torch.cat((cos[:, :half], sin[:, half:]), dim=1), 2 * half)[0])
+        rotated.append(x.shape)
+
+    monkeypatch.setattr(vision_varlen, "rotate_heads", rotate)
     at_once = TransformersEncoder(parts, torch.float32, CPU)
+    vision_varlen.use_varlen(tower)
     at_once._tower = tower
-    tower.config._attn_implementation = vision_varlen.ATTENTION
+    assert not any("VLRMSNorm" in type(module).__name__ for module in tower.modules())
     for ours, theirs in zip(at_once._encode(items), expected, strict=True):
         torch.testing.assert_close(ours.features, theirs.features, atol=1e-5, rtol=1e-5)
         assert (ours.deepstack is None) == (theirs.deepstack is None)
         if ours.deepstack is not None and theirs.deepstack is not None:
             torch.testing.assert_close(ours.deepstack, theirs.deepstack, atol=1e-5, rtol=1e-5)
+    assert len(rotated) == len(tower.blocks)
     alone = [at_once.encode([item])[0].features for item in items]
     for ours, theirs in zip(alone, expected, strict=True):
-        assert torch.equal(ours, theirs.features)
+        torch.testing.assert_close(ours, theirs.features, atol=1e-5, rtol=1e-5)
 
 
 def test_calls_are_bounded() -> None:
@@ -82,7 +94,9 @@ def test_flash_attention_of_a_gpu_is_close(kind: str) -> None:
     tensors = {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, 10, 6]])}
     item = ItemInputs("image", ((0, 15),), {name: tensor_data(tensor, name) for name, tensor in tensors.items()})
     found = encoder.encode([item])[0].features
-    parts.visual.config._attn_implementation = "sdpa"
+    torch.manual_seed(0)
+    theirs = factory(factory.config_class(**fields)).eval().model.to(device, torch.bfloat16)
+    theirs.visual.load_state_dict(parts.visual.state_dict())
     with torch.inference_mode():
-        out = parts.get_image_features(**{name: tensor.to(device) for name, tensor in tensors.items()})
+        out = theirs.get_image_features(**{name: tensor.to(device) for name, tensor in tensors.items()})
     torch.testing.assert_close(found, torch.cat(list(out.pooler_output)), atol=5e-2, rtol=5e-2)

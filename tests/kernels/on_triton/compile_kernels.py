@@ -40,6 +40,7 @@ from headrace.kernels.triton import (
     paged_attention,
     pages,
     qkv,
+    rotary,
     router,
     sample,
     sparse_attention,
@@ -178,6 +179,7 @@ def others() -> None:
     norm.norm_add_rms_norm(x, x, x[0], 1e-6, x[0], 1e-6, offset=True)
     activation.silu_mul(x)
     activation.gelu_tanh_mul(x)
+    rotary.rotate_heads(torch.zeros(4, 32, 80, dtype=BF16), torch.zeros(4, 80), torch.zeros(4, 80))
     kv_cache.reshape_and_cache(key, key, rows[..., :128], rows[..., 128:], slots)
     kv_cache.reshape_and_cache(key, key, cache.keys, cache.values, slots, **scales)
     held = torch.zeros(3, dtype=torch.int32), torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int32)

@@ -20,6 +20,7 @@ from headrace.engine.messages import (
     Abort,
     Accepted,
     AddRequest,
+    CacheChanged,
     Control,
     ControlReply,
     FromEngine,
@@ -112,7 +113,8 @@ class ReplicaSet:
         self._timeout = args.dp_queue_timeout
         count = args.data_parallel_size
         policy = make_policy(args.dp_routing_policy, count, args.seed)
-        self._router = Router(policy, count, by_priority=args.policy == "priority", max_queue_len=args.max_queue_len)
+        by_priority = args.policy == "priority"
+        self._router = Router(policy, count, args.block_size, by_priority=by_priority, max_queue_len=args.max_queue_len)
         # The queue is here: what a replica is sent, it must take.
         own_args = dataclasses.replace(args, max_queue_len=INT32_MAX)
         self._replicas = [_Replica(self, number) for number in range(count)]
@@ -331,6 +333,8 @@ class ReplicaSet:
                 router.start(number, capacity_of(info))
                 self._client.on_message(message)
                 self._bind()
+            case CacheChanged(report):
+                router.cache_changed(number, report)
             case Accepted(request_id):
                 router.accepted(request_id)
                 self._client.on_message(message)
@@ -351,8 +355,6 @@ class ReplicaSet:
         call.unanswered.discard(replica)
         call.value &= value
         call.error = call.error or (None if error is None else f"replica {replica}: {error}")
-        if call.message.name == "reset_prefix_cache" and error is None:
-            self._router.cache_cleared(replica)
         if call.unanswered:
             return
         del self._calls[number]
@@ -399,7 +401,7 @@ def capacity_of(info: EngineInfo) -> Capacity:
     """What an engine runs at once. Cache groups share its memory: a token needs a part of a block of each."""
     block_shares = sum(1 / max(1, num_blocks - 1) for num_blocks in info.num_blocks)
     kv_tokens = int(info.block_size / block_shares) if block_shares else INT32_MAX
-    return Capacity(info.max_num_seqs, info.max_num_batched_tokens, kv_tokens, info.block_size)
+    return Capacity(info.max_num_seqs, info.max_num_batched_tokens, kv_tokens)
 
 
 def _aborted(request: Request) -> Iterator[OutputDelta]:

@@ -75,6 +75,12 @@ class CacheIdentity:
         decision = None if self.sparse is None else self.sparse.decision
         return msgspec.msgpack.encode((self.cache_salt, self.weight_version, self.adapter, self.attention_mode, decision))
 
+    @staticmethod
+    def extra_keys(root: bytes) -> list[str]:
+        """What the KV of a sequence with this root depends on beside its tokens and the weights; empty as a rule."""
+        salt, _, adapter, mode, decision = msgspec.msgpack.decode(root)
+        return [part for part in (salt, adapter, mode, decision.hex() if decision else None) if part]
+
     def block(self, token_ids: Sequence[int], start: int, end: int) -> bytes:
         """The payload of the key of the block of tokens ``[start, end)``.
 

@@ -17,8 +17,6 @@ class Capacity(NamedTuple):
     """Tokens that one step computes."""
     kv_tokens: int
     """Tokens whose KV the cache holds."""
-    block_size: int
-    """Tokens of a KV block: cached prefixes are multiples of it."""
 
     @property
     def max_rows(self) -> int:
@@ -31,7 +29,7 @@ class Capacity(NamedTuple):
         return 2 * self.step_tokens
 
 
-NO_CAPACITY = Capacity(0, 0, 0, 1)
+NO_CAPACITY = Capacity(0, 0, 0)
 
 
 class Loads:

@@ -84,6 +84,11 @@ class PrefixIndex:
         self._drop(replica, len(self._cached[replica]))
         self._limits[replica] = None if kv_tokens is None else kv_tokens // STRIDE
 
+    def resize(self, replica: int, kv_tokens: int) -> None:
+        """The cache of a replica that reports nothing holds ``kv_tokens``."""
+        self._limits[replica] = kv_tokens // STRIDE
+        self._drop(replica, len(self._cached[replica]) - kv_tokens // STRIDE)
+
     def size(self, replica: int) -> int:
         return len(self._cached[replica])
 

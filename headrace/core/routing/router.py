@@ -154,8 +154,23 @@ class Router:
             self._end(request_id)
         if self._index is not None:
             self._index.start(replica)
-        waiting = self._queues[replica].copy()
-        for entry in waiting:
+        return lost + self._move_on(replica)
+
+    def pause(self, replica: int) -> list[str]:
+        """The replica is sent no more requests and goes on with those that it has; those that wait for it move on.
+
+        If it was the last one, those that wait are forgotten and returned.
+        """
+        self.loads.stop(replica)
+        return self._move_on(replica)
+
+    def resume(self, replica: int) -> None:
+        """Undoes ``pause``."""
+        self.loads.resume(replica)
+
+    def _move_on(self, replica: int) -> list[str]:
+        lost = []
+        for entry in self._queues[replica].copy():
             self._leave_queue(entry)
             if self.loads.num_up:
                 self._enter_queue(entry, *self._choose(entry))

@@ -100,8 +100,9 @@ class ReplicaBook(Generic[Name]):
 
 def routed_request(name: str, call: HttpCall) -> Request:
     """What routing looks at of an HTTP request. Whether it is valid is the replica's to say."""
+    is_json = "json" in (call.header("content-type") or "")
     try:
-        body = msgspec.json.decode(call.body)
+        body = msgspec.json.decode(call.body) if is_json else {}
     except (msgspec.DecodeError, RecursionError):
         body = {}
     body = body if isinstance(body, dict) else {}

@@ -23,9 +23,10 @@ from headrace.deploy.ray_router import PolicyRouter
 from headrace.engine.async_llm import AsyncLLM
 from headrace.engine.replicas import capacity_of
 from headrace.server.app import build_app
+from headrace.server.body import BodyBudget
 from headrace.server.errors import ApiError, unavailable
 from headrace.server.settings import ServerSettings
-from headrace.server.state import Serving
+from headrace.server.state import MAX_JSON_VALUES, Serving
 
 logger = logging.getLogger("headrace.deploy")
 
@@ -66,19 +67,25 @@ class Ingress:
 
     def __init__(self, engines: DeploymentHandle, settings: ServerSettings) -> None:
         self._answer = engines.options(method_name="answer", stream=True)
-        self._max_body_bytes = settings.max_body_bytes
-        self._retry_after = settings.retry_after
+        self._settings = settings
+        self._bodies = BodyBudget(settings)
 
     async def __call__(self, request: Request) -> Response:
-        scope, body = request.scope, bytearray()
-        async for part in request.stream():
-            body += part
-            if len(body) > self._max_body_bytes:
-                message = f"the body is longer than {self._max_body_bytes} bytes (max_body_bytes)"
-                return ApiError(413, message, headers={"Connection": "close"}).response(scope)
+        is_json = "json" in request.headers.get("content-type", "")
+        max_values = (self._settings.max_json_values or MAX_JSON_VALUES) if is_json else None
+        try:
+            # Held until it is answered: it may run again.
+            with self._bodies.body(self._settings.max_body_bytes, max_values) as body:
+                await body.read(request)
+                return await self._answered(request, bytes(body.data))
+        except ApiError as error:
+            return error.response(request.scope)
+
+    async def _answered(self, request: Request, body: bytes) -> Response:
+        scope = request.scope
         client = None if request.client is None else (request.client.host, request.client.port)
         path = scope["path"].removeprefix(scope.get("root_path", ""))
-        call = HttpCall(request.method, path, scope["query_string"], list(scope["headers"]), bytes(body), client)
+        call = HttpCall(request.method, path, scope["query_string"], list(scope["headers"]), body, client)
         # Nothing was streamed yet: it may run once more, and not end one replica after the other.
         for last in (False, True):
             parts = self._answer.remote(call)
@@ -89,10 +96,10 @@ class Ingress:
             except (BackPressureError, RayServeException, RayError) as error:
                 reason = f"no replica takes the request: {type(error).__name__}"
                 logger.warning("%s: %s", reason, error)
-                return unavailable(reason, self._retry_after).response(scope)
+                raise unavailable(reason, self._settings.retry_after) from None
             else:
                 return _streamed(start, parts)
-        return unavailable("the replicas that had the request died", self._retry_after).response(scope)
+        raise unavailable("the replicas that had the request died", self._settings.retry_after)
 
 
 def _streamed(start: HttpStart, parts: Any) -> Response:

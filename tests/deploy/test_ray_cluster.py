@@ -6,6 +6,8 @@ Needs ``ray[serve]``, and minutes.
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
 import threading
 import time
@@ -20,6 +22,7 @@ pytest.importorskip("ray.serve", reason="Ray Serve is not installed: pip install
 import ray
 from ray import serve
 from ray.cluster_utils import Cluster
+from ray.util.state import list_actors
 
 from headrace.deploy import build_openai_app
 
@@ -79,6 +82,12 @@ def until(condition: Any, seconds: float) -> float:
 def running() -> int:
     """Replicas of the engine that take requests."""
     return serve.status().applications["headrace"].deployments["engine"].replica_states.get("RUNNING", 0)
+
+
+def pids() -> list[int]:
+    """Of the engine's replicas."""
+    actors = list_actors(filters=[("state", "=", "ALIVE")], limit=1000)
+    return [actor.pid for actor in actors if actor.class_name.startswith("ServeReplica:headrace:engine")]
 
 
 class Load:
@@ -155,6 +164,16 @@ def test_it_scales_and_survives_a_node(url: str, cluster: Cluster) -> None:
 
     with Load(url, 6) as load:
         until(lambda: running() == 2, 180)
+        until(lambda: len(load.finished) > 6, 120)
+        os.kill(pids()[0], signal.SIGKILL)
+        until(lambda: running() == 1, 60)
+        until(lambda: running() == 2, 180)
+    killed = len(load.failed)
+    assert killed < 6, f"only what the replica had in flight may fail: {load.failed}"
+    assert all("died" in error for error in load.failed), load.failed
+
+    with Load(url, 6) as load:
+        until(lambda: running() == 2, 180)
         (worker,) = cluster.worker_nodes
         before = len(load.finished)
         cluster.remove_node(worker, allow_graceful=False)
@@ -163,7 +182,10 @@ def test_it_scales_and_survives_a_node(url: str, cluster: Cluster) -> None:
         errors = len(load.failed)
         cluster.add_node(num_cpus=4, resources={"engine": 1})
         back = until(lambda: running() == 2, 180)
-    print(f"up in {up:.0f} s, down in {down:.0f} s, {errors} of 6 clients saw an error, back in {back:.0f} s")
+    print(
+        f"up in {up:.0f} s, down in {down:.0f} s; of 6 clients, {killed} saw an error when a replica was killed, and {errors} "
+    )
+    print(f"when a node was; back in {back:.0f} s")
     assert errors < 6, f"only what the node had in flight may fail: {load.failed}"
     assert all("the replica died" in error for error in load.failed), load.failed
     with Load(url, 2) as load:

@@ -1,8 +1,10 @@
 """Host time of a decode step: ``schedule`` and ``update`` of the scheduler, without a model.
 
-    python benchmarks/host_step.py --rows 256
+    python benchmarks/host_step.py --rows 256 --kv-events zmq
 
-Reports microseconds of processor time per step, the median over steps, for steps in which no sequence starts or ends.
+Reports microseconds of processor time of this thread per step, the median over steps and their mean, for steps in which no
+sequence starts or ends. Every 16th step of a sequence fills a block, which with ``--kv-events`` is reported to a router of
+replicas (``router``) or published (``zmq``), as part of ``update``.
 """
 
 from __future__ import annotations
@@ -11,16 +13,19 @@ import argparse
 import statistics
 import time
 
-from headrace.config import CacheConfig, SchedulerConfig
+from headrace.config import CacheConfig, KVEventsConfig, SchedulerConfig
 from headrace.core.plan import StepPlan, StepResult
 from headrace.core.request import Request
 from headrace.core.scheduler import Scheduler
+from headrace.engine.core import CacheListener
+from headrace.engine.kv_events import EventPublisher, RoutingReports
+from headrace.engine.messages import encode
 from headrace.model_spec import CacheGroup
 from headrace.sampling_params import SamplingParams
 
 
-def measure(rows: int, steps: int, depth: int = 1) -> tuple[float, float]:
-    """Median microseconds of ``schedule`` and of ``update``."""
+def measure(rows: int, steps: int, depth: int = 1, kv_events: str = "off") -> tuple[list[int], list[int]]:
+    """Nanoseconds of each ``schedule`` and of each ``update``."""
     limits = SchedulerConfig(
         max_model_len=8192, max_num_seqs=rows, max_num_batched_tokens=16_384, max_queue_len=4096, policy="fcfs",
         pipeline_depth=depth,
@@ -33,24 +38,36 @@ def measure(rows: int, steps: int, depth: int = 1) -> tuple[float, float]:
         dtype="float32",
     )
     scheduler = Scheduler(limits, cache)
+    listener: CacheListener | None = None
+    unsent: list[bytes] = []
+    if kv_events == "router":
+        listener = RoutingReports(scheduler.kv, lambda message: unsent.append(encode(message)))
+    elif kv_events == "zmq":
+        listener = EventPublisher(KVEventsConfig(endpoint="inproc://events"), scheduler.kv)
+    changes = scheduler.kv.record_changes() if listener is not None else []
     for number in range(rows):
         sampling = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=4096)
-        prompt = [number, *range(31)]
+        prompt = [number, *range(31 + number % 16)]
         scheduler.add(Request(request_id=str(number), prompt_token_ids=prompt, sampling=sampling, max_tokens=4096, seed=0))
     schedule_times, update_times, launched = [], [], []
     for _ in range(steps + 2):
-        begin = time.process_time_ns()
+        begin = time.thread_time_ns()
         plan = scheduler.schedule()
-        schedule_times.append(time.process_time_ns() - begin)
+        schedule_times.append(time.thread_time_ns() - begin)
         launched.append(plan)
         if len(launched) < depth:
             continue
         oldest = launched.pop(0)
         outcome = result(oldest)
-        begin = time.process_time_ns()
+        begin = time.thread_time_ns()
         scheduler.update(oldest, outcome)
-        update_times.append(time.process_time_ns() - begin)
-    return statistics.median(schedule_times[2:]) / 1e3, statistics.median(update_times[2:]) / 1e3
+        if listener is not None and changes:
+            listener.changed(changes.copy())
+            changes.clear()
+        update_times.append(time.thread_time_ns() - begin)
+    if listener is not None:
+        listener.close()
+    return schedule_times[2:], update_times[2:]
 
 
 def result(plan: StepPlan) -> StepResult:
@@ -62,9 +79,11 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--depth", type=int, default=1)
+    parser.add_argument("--kv-events", choices=("off", "router", "zmq"), default="off")
     given = parser.parse_args()
-    schedule, update = measure(given.rows, given.steps, given.depth)
-    print(f"{given.rows} rows: schedule {schedule:,.0f} us, update {update:,.0f} us")
+    times = dict(zip(("schedule", "update"), measure(given.rows, given.steps, given.depth, given.kv_events), strict=True))
+    shown = (f"{name} {statistics.median(t) / 1e3:,.0f} us (mean {statistics.mean(t) / 1e3:,.0f})" for name, t in times.items())
+    print(f"{given.rows} rows: {', '.join(shown)}")
 
 
 if __name__ == "__main__":

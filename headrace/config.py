@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from functools import cached_property
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
@@ -110,6 +111,44 @@ class MediaCounts(Checked):
     """Maximum number of pictures in a prompt."""
     video: Annotated[int, OptionSpec(min=0, max=INT32_MAX)] = 4
     """Maximum number of videos in a prompt."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KVEventsConfig:
+    """How the changes of the prefix cache are published. The fields are vLLM's.
+
+    Raises:
+        ConfigError: a value is of another type or out of range; the error names the field.
+    """
+
+    enable_kv_cache_events: bool = False
+    """Publish events."""
+    publisher: Literal["zmq", "null"] = "zmq"
+    """zmq: over ZeroMQ. null: nowhere."""
+    endpoint: Annotated[str, OptionSpec(min=1)] = "tcp://*:5557"
+    """Address of the PUB socket. It is bound if it has a `*` or `::` in it or does not begin with `tcp:`, else connected. The
+    port of replica i is i higher."""
+    replay_endpoint: Annotated[str | None, OptionSpec(min=1, default="no replay")] = None
+    """Address of the ROUTER socket that sends events again. The port of replica i is i higher."""
+    buffer_steps: Annotated[int, OptionSpec(min=1, max=INT32_MAX)] = 10_000
+    """Batches kept for replay."""
+    hwm: Annotated[int, OptionSpec(min=1, max=INT32_MAX)] = 100_000
+    """Batches that wait for a slow subscriber; further ones are not sent to it."""
+    max_queue_size: Annotated[int, OptionSpec(min=1, max=INT32_MAX)] = 100_000
+    """Batches that wait for the publishing thread; further ones are dropped, which their missing numbers show."""
+    topic: str = ""
+    """First frame of every message."""
+
+    @property
+    def enabled(self) -> bool:
+        return self.enable_kv_cache_events and self.publisher == "zmq"
+
+    def __post_init__(self) -> None:
+        check(self, ConfigError)
+        for name in ("endpoint", "replay_endpoint"):
+            address = getattr(self, name)
+            if address is not None and not re.fullmatch(r"tcp://.+:\d+|(ipc|inproc)://.+", address):
+                raise ConfigError(f"{name} is {address!r}, and must be tcp://HOST:PORT, ipc://PATH or inproc://NAME", name)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -250,6 +289,8 @@ class EngineArgs:
     ] = None
     """Seconds that a request may wait until a replica has room for it; then it is refused with HTTP 429. Only with
     --data-parallel-size above 1."""
+    kv_events_config: Annotated[KVEventsConfig, OptionSpec(metavar="JSON", default="no events")] = KVEventsConfig()
+    """JSON object that says how changes of the prefix cache are published, such as {"enable_kv_cache_events": true}."""
     attention_backend: Annotated[str, OptionSpec(metavar="NAME")] = "auto"
     """Attention kernels. auto chooses the fastest backend that supports each layer; the start-up report gives the reason.
     flashinfer uses FlashInfer for decode rows and CUDA graphs too. reference is slow, for comparisons."""
@@ -395,6 +436,9 @@ class EngineArgs:
         if isinstance(self.limit_mm_per_prompt, dict):
             counts = nested(MediaCounts, self.limit_mm_per_prompt, "limit_mm_per_prompt")
             object.__setattr__(self, "limit_mm_per_prompt", counts)
+        if isinstance(self.kv_events_config, dict):
+            events = nested(KVEventsConfig, self.kv_events_config, "kv_events_config")
+            object.__setattr__(self, "kv_events_config", events)
         check(self, ConfigError)
         if self.data_parallel_size == 1 and self.dp_queue_timeout is not None:
             raise ConfigError(
@@ -402,6 +446,8 @@ class EngineArgs:
                 "has no time limit",
                 "dp_queue_timeout",
             )
+        if self.kv_events_config.enabled and not self.enable_prefix_caching:
+            raise ConfigError("there are no events without a prefix cache (enable_prefix_caching)", "kv_events_config")
         named = {self.grammar_backend, self.structured_outputs_config.backend} - {"auto"}
         if len(named) > 1:
             raise ConfigError(

@@ -25,7 +25,7 @@ from typer.models import ArgumentInfo, OptionInfo
 from headrace.cli.config_file import field_name, match, read_config
 from headrace.cli.errors import reported
 from headrace.cli.units import parse_size
-from headrace.config import EngineArgs, MediaCounts, StructuredOutputsConfig
+from headrace.config import EngineArgs, KVEventsConfig, MediaCounts, StructuredOutputsConfig
 from headrace.constrain.fields import folded
 from headrace.errors import ConfigError, RequestError
 from headrace.options import (
@@ -330,6 +330,7 @@ _PARSERS: dict[Any, Callable[[str], Any]] = {
     list[int]: _token_ids,
     dict[int, float]: _token_numbers,
     StructuredOutputsParams: _json_object(StructuredOutputsParams, "structured_outputs"),
+    KVEventsConfig: _json_object(KVEventsConfig, "kv_events_config"),
     MediaCounts: _json_object(MediaCounts, "limit_mm_per_prompt"),
     StructuredOutputsConfig: _json_object(StructuredOutputsConfig, "structured_outputs_config"),
 }

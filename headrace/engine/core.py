@@ -6,7 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -16,6 +16,7 @@ from headrace.core.request import Request
 from headrace.core.scheduler import Scheduler
 from headrace.engine.outputs import OutputProcessor
 from headrace.errors import EngineError, RequestError
+from headrace.kv.prefix_cache import Change
 from headrace.metrics.stats import EngineStats
 from headrace.outputs import OutputDelta
 
@@ -27,6 +28,16 @@ logger = logging.getLogger("headrace.engine")
 
 _COMPILE_SECONDS = 0.01
 """How long a step without other work waits for a constraint to be compiled: requests must not wait longer to be taken in."""
+
+
+class CacheListener(Protocol):
+    """Learns what the prefix cache stores and removes."""
+
+    def changed(self, changes: Sequence[Change]) -> None:
+        """Called after each step and each call that changed the cache."""
+        ...
+
+    def close(self) -> None: ...
 
 
 class EngineCore:
@@ -58,6 +69,21 @@ class EngineCore:
         self._host_seconds = 0.0
         self._before = EngineStats()
         """Counters at the end of the warm-up."""
+        self._listeners: list[CacheListener] = []
+        self._changes: list[Change] = []
+        """Of the prefix cache, since the listeners heard of the last ones."""
+
+    def listen(self, listener: CacheListener) -> None:
+        """Reports every later change of the prefix cache, which is empty now as a rule. ``close`` closes the listener."""
+        if not self._listeners:
+            self._changes = self.scheduler.kv.record_changes()
+        self._listeners.append(listener)
+
+    def _report_changes(self) -> None:
+        changes = self._changes.copy()
+        self._changes.clear()
+        for listener in self._listeners:
+            listener.changed(changes)
 
     def add(self, request: Request) -> None:
         """Takes a request in.
@@ -112,6 +138,8 @@ class EngineCore:
         deltas, ended = self.outputs.process(updates)
         for sequence, reason, stop_reason in ended:
             self.scheduler.finish(sequence, reason, stop_reason)
+        if self._changes:
+            self._report_changes()
         self._host_seconds += time.perf_counter() - start - result.forward_seconds - result.sample_seconds
         return deltas
 
@@ -148,7 +176,10 @@ class EngineCore:
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes. False: prefix caching is disabled."""
-        return self.scheduler.kv.reset_prefix_cache()
+        caching = self.scheduler.kv.reset_prefix_cache()
+        if self._changes:
+            self._report_changes()
+        return caching
 
     def check_integrity(self) -> None:
         """Raises: EngineError: the block pool or the queues are inconsistent."""
@@ -170,6 +201,8 @@ class EngineCore:
         """Invalidates cached prefixes. Raises: as ``drain``."""
         self.drain()
         self.scheduler.kv.bump_weight_version()
+        if self._changes:
+            self._report_changes()
 
     def warm_up(self, requests: Sequence[Request]) -> None:
         """Serves warm-up requests, then resets the prefix cache and the counters.
@@ -201,5 +234,7 @@ class EngineCore:
         )
 
     def close(self) -> None:
+        for listener in self._listeners:
+            listener.close()
         self._constraints.close()
         self.executor.close()

@@ -19,6 +19,7 @@ from headrace.core.request import ParseOptions, Request
 from headrace.engine.core import EngineCore
 from headrace.engine.info import EngineInfo, Progress
 from headrace.engine.inputs import InputProcessor, Prompt, check_params, has_media
+from headrace.engine.kv_events import publish_events
 from headrace.engine.loader import LoadedEngine, load_engine
 from headrace.engine.pending import PendingRequests
 from headrace.engine.progress import ProgressBar
@@ -117,6 +118,7 @@ class LLM:
         self._loaded: LoadedEngine | ReplicatedEngine | None
         if args.data_parallel_size == 1:
             self._loaded = load_engine(external or FileSource(args.for_whole_outputs()), Timeline(on_progress))
+            publish_events(self._loaded.core, args)
         elif external is None:
             self._loaded = ReplicatedEngine(args.for_whole_outputs(), on_progress)
         else:

@@ -8,6 +8,7 @@ import msgspec
 
 from headrace.config import EngineArgs
 from headrace.core.request import Request
+from headrace.core.routing import CacheReport
 from headrace.engine.info import EngineInfo, Progress
 from headrace.metrics.stats import EngineStats
 from headrace.outputs import OutputDelta
@@ -94,6 +95,12 @@ class Stats(msgspec.Struct, frozen=True, array_like=True, tag=True):
     stats: EngineStats
 
 
+class CacheChanged(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Sent ahead of the StepDeltas of the same step, to a router that looks at prefixes."""
+
+    report: CacheReport
+
+
 class ControlReply(msgspec.Struct, frozen=True, array_like=True, tag=True):
     call: int
     value: bool = True
@@ -111,7 +118,7 @@ class Fatal(msgspec.Struct, frozen=True, array_like=True, tag=True):
     traceback: str
 
 
-FromEngine = Starting | Ready | Accepted | Rejected | StepDeltas | Stats | ControlReply | Fatal
+FromEngine = Starting | Ready | Accepted | Rejected | StepDeltas | Stats | CacheChanged | ControlReply | Fatal
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)

@@ -27,6 +27,7 @@ from headrace.config import EngineArgs
 from headrace.engine.core import EngineCore
 from headrace.engine.garbage import freeze_gc
 from headrace.engine.info import EngineInfo
+from headrace.engine.kv_events import RoutingReports, publish_events
 from headrace.engine.messages import (
     STATS_SECONDS,
     Abort,
@@ -221,6 +222,9 @@ def serve(folder: Path, load: Load) -> int:
 
             take_device(start.args, start.replica)
         core, info = load(start.args, timeline)
+        publish_events(core, start.args, start.replica)
+        if start.args.data_parallel_size > 1 and start.args.dp_routing_policy == "prefix":
+            core.listen(RoutingReports(core.scheduler.kv, channel.send))
         freeze_gc()
         channel.send(Ready(info, core.stats()))
         EngineLoop(core, channel).run()

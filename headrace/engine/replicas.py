@@ -20,6 +20,7 @@ from headrace.engine.messages import (
     Abort,
     Accepted,
     AddRequest,
+    CacheChanged,
     Control,
     ControlReply,
     FromEngine,
@@ -65,6 +66,8 @@ class _Replica(Client):
         self.stats = EngineStats()
         self.ended = EngineStats()
         """Counters of its engines that are gone: sums over the replicas never fall."""
+        self.drained: asyncio.Event | None = None
+        """Set once it has no request left, while it is sent none; None: it is sent requests."""
 
     def send(self, message: ToEngine) -> None:
         """Nothing happens while the engine stands still and is about to be killed: ``on_lost`` then reports what it had."""
@@ -79,6 +82,10 @@ class _Replica(Client):
 
     def pending(self) -> list[str]:
         return self._replicas.pending_at(self)
+
+    def reason(self) -> str:
+        """Why it takes no requests; empty if it does."""
+        return self.supervisor.health().reason or ("" if self.drained is None else "it is drained until it is resumed")
 
 
 @dataclasses.dataclass(slots=True)
@@ -112,7 +119,8 @@ class ReplicaSet:
         self._timeout = args.dp_queue_timeout
         count = args.data_parallel_size
         policy = make_policy(args.dp_routing_policy, count, args.seed)
-        self._router = Router(policy, count, by_priority=args.policy == "priority", max_queue_len=args.max_queue_len)
+        by_priority = args.policy == "priority"
+        self._router = Router(policy, count, args.block_size, by_priority=by_priority, max_queue_len=args.max_queue_len)
         # The queue is here: what a replica is sent, it must take.
         own_args = dataclasses.replace(args, max_queue_len=INT32_MAX)
         self._replicas = [_Replica(self, number) for number in range(count)]
@@ -176,11 +184,10 @@ class ReplicaSet:
 
     def health(self) -> Health:
         """Good while a replica serves; ``reason`` says which do not, and why."""
-        healths = [replica.supervisor.health() for replica in self._replicas]
-        down = [f"replica {number}: {health.reason}" for number, health in enumerate(healths) if not health.ok]
-        num_up = len(healths) - len(down)
-        reason = f"{num_up} of {len(healths)} replicas are up; {'; '.join(down)}" if down else ""
-        return Health(num_up > 0, reason, all(health.final for health in healths))
+        down = [f"replica {replica.number}: {reason}" for replica in self._replicas if (reason := replica.reason())]
+        num_up = len(self._replicas) - len(down)
+        reason = f"{num_up} of {len(self._replicas)} replicas are up; {'; '.join(down)}" if down else ""
+        return Health(num_up > 0, reason, all(replica.supervisor.health().final for replica in self._replicas))
 
     @property
     def failed(self) -> bool:
@@ -191,7 +198,7 @@ class ReplicaSet:
             ReplicaStatus(
                 replica.number,
                 replica.supervisor.state,
-                replica.supervisor.health().reason,
+                replica.reason(),
                 replica.supervisor.pid,
                 replica.info,
                 replica.stats,
@@ -219,6 +226,38 @@ class ReplicaSet:
         for replica in self._replicas:
             total = total.plus(replica.stats).plus(replica.ended)
         return total
+
+    # One replica
+
+    async def drain(self, number: int) -> None:
+        """Sends a replica no more requests, also after a restart, and waits until it has none left. The others go on.
+
+        Raises:
+            RequestError: no other replica takes requests.
+        """
+        replica, router = self._replicas[number], self._router
+        if replica.drained is None:
+            if router.loads.num_up == router.loads.up[number]:
+                raise RequestError(f"no replica but {number} takes requests", "replica")
+            replica.drained = asyncio.Event()
+            router.pause(number)
+            self._bind()
+        self._note_drained(replica)
+        await replica.drained.wait()
+
+    def resume(self, number: int) -> None:
+        """Sends a drained replica requests again."""
+        replica = self._replicas[number]
+        if replica.drained is not None:
+            replica.drained.set()
+            replica.drained = None
+            if replica.supervisor.health().ok:
+                self._router.resume(number)
+                self._bind()
+
+    def _note_drained(self, replica: _Replica) -> None:
+        if replica.drained is not None and not self._router.sent_to(replica.number):
+            replica.drained.set()
 
     # Messages to the replicas
 
@@ -296,7 +335,7 @@ class ReplicaSet:
         self._bind()
 
     def _fan_out(self, message: Control) -> None:
-        up = [replica for replica in self._replicas if self._router.loads.up[replica.number]]
+        up = [replica for replica in self._replicas if replica.supervisor.health().ok and replica.info is not None]
         self._calls[message.call] = _Call(message, {replica.number for replica in up})
         for replica in up:
             replica.send(message)
@@ -320,6 +359,7 @@ class ReplicaSet:
                     router.progress(
                         delta.request_id, delta.index, len(delta.token_ids), cached, delta.finish_reason is not None
                     )
+                self._note_drained(replica)
                 self._bind()
             case Stats(stats):
                 replica.stats = stats
@@ -329,8 +369,12 @@ class ReplicaSet:
             case Ready(info, stats):
                 replica.info, replica.stats = info, stats
                 router.start(number, capacity_of(info))
+                if replica.drained is not None:
+                    router.pause(number)
                 self._client.on_message(message)
                 self._bind()
+            case CacheChanged(report):
+                router.cache_changed(number, report)
             case Accepted(request_id):
                 router.accepted(request_id)
                 self._client.on_message(message)
@@ -351,8 +395,6 @@ class ReplicaSet:
         call.unanswered.discard(replica)
         call.value &= value
         call.error = call.error or (None if error is None else f"replica {replica}: {error}")
-        if call.message.name == "reset_prefix_cache" and error is None:
-            self._router.cache_cleared(replica)
         if call.unanswered:
             return
         del self._calls[number]
@@ -369,6 +411,7 @@ class ReplicaSet:
         replica.stats = EngineStats()
         sent = self._router.sent_to(number)
         lost = self._router.stop(number)
+        self._note_drained(replica)
         if self._closed:
             return
         why = f"replica {number}: {reason}"
@@ -399,7 +442,7 @@ def capacity_of(info: EngineInfo) -> Capacity:
     """What an engine runs at once. Cache groups share its memory: a token needs a part of a block of each."""
     block_shares = sum(1 / max(1, num_blocks - 1) for num_blocks in info.num_blocks)
     kv_tokens = int(info.block_size / block_shares) if block_shares else INT32_MAX
-    return Capacity(info.max_num_seqs, info.max_num_batched_tokens, kv_tokens, info.block_size)
+    return Capacity(info.max_num_seqs, info.max_num_batched_tokens, kv_tokens)
 
 
 def _aborted(request: Request) -> Iterator[OutputDelta]:

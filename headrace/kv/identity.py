@@ -80,6 +80,12 @@ class CacheIdentity:
         fields = (self.cache_salt, self.weight_version, self.adapter, self.attention_mode, decision, length)
         return msgspec.msgpack.encode(fields)
 
+    @staticmethod
+    def extra_keys(root: bytes) -> list[str]:
+        """What the KV of a sequence with this root depends on beside its tokens and the weights; empty as a rule."""
+        salt, _, adapter, mode, decision = msgspec.msgpack.decode(root)
+        return [part for part in (salt, adapter, mode, decision.hex() if decision else None) if part]
+
     def block(self, token_ids: Sequence[int], start: int, end: int) -> bytes:
         """The payload of the key of the block of tokens ``[start, end)``.
 

@@ -9,7 +9,7 @@ from headrace.errors import EngineError
 from headrace.kv.block_pool import NULL_BLOCK
 from headrace.kv.block_regions import BlockRegions
 from headrace.kv.identity import CacheIdentity, SparseIdentity
-from headrace.kv.prefix_cache import Hit, KeyChain, find_hit, first_visible_block
+from headrace.kv.prefix_cache import Change, Hit, KeyChain, find_hit, first_visible_block
 from headrace.model_spec import CacheGroup
 
 NewBlocks = tuple[tuple[int, ...], ...]
@@ -227,6 +227,13 @@ class KVCacheManager:
             pool.collected(step)
 
     # ------------------------------------------------------------------ the whole cache
+
+    def record_changes(self) -> list[Change]:
+        """From now on every change of the prefix caches is appended to the list, which the caller empties."""
+        changes: list[Change] = []
+        for group, index in enumerate(self._indexes):
+            index.record(changes, group)
+        return changes
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes; running sequences publish no more blocks. Returns False if caching is disabled."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from headrace.errors import EngineError
 from headrace.kv.identity import CacheIdentity
@@ -23,13 +24,15 @@ class BlockKey:
     """The token history of one full block: its own part and a link to its parent.
 
     ``payload`` is the block's part of the history in full: two keys are equal if the payloads of their chains are.
+    ``index`` is the block's place in its sequence, and -1 for a root.
     """
 
-    __slots__ = ("digest", "parent", "payload")
+    __slots__ = ("digest", "index", "parent", "payload")
 
     def __init__(self, parent: BlockKey | None, payload: bytes) -> None:
         self.parent = parent
         self.payload = payload
+        self.index: int = parent.index + 1 if parent else -1
         self.digest: bytes = _digest((parent.digest if parent else b"") + payload)
 
     def same_history(self, other: BlockKey) -> bool:
@@ -43,15 +46,30 @@ class BlockKey:
         return True
 
 
+class Change(NamedTuple):
+    """A block that was stored in the prefix cache of a group or removed from it."""
+
+    group: int
+    key: BlockKey | None
+    """None: the group's cache was cleared."""
+    stored: bool = False
+
+
 class PrefixIndex:
     """Maps keys to blocks and blocks to keys, for one cache group."""
 
     def __init__(self) -> None:
         self._blocks: dict[bytes, int] = {}
         self._keys: dict[int, BlockKey] = {}
+        self._changes: list[Change] | None = None
+        self._group = 0
 
     def __len__(self) -> int:
         return len(self._keys)
+
+    def record(self, changes: list[Change], group: int) -> None:
+        """Appends every later change to ``changes``."""
+        self._changes, self._group = changes, group
 
     def find(self, key: BlockKey) -> tuple[int, BlockKey] | None:
         """Returns the block with this token history and the equal key stored with it."""
@@ -70,13 +88,18 @@ class PrefixIndex:
             raise EngineError(f"KV block {block} already has a key")
         self._blocks[key.digest] = block
         self._keys[block] = key
+        if self._changes is not None:
+            self._changes.append(Change(self._group, key, True))
         return key
 
     def key_of(self, block: int) -> BlockKey | None:
         return self._keys.get(block)
 
     def drop(self, block: int) -> None:
-        del self._blocks[self._keys.pop(block).digest]
+        key = self._keys.pop(block)
+        del self._blocks[key.digest]
+        if self._changes is not None:
+            self._changes.append(Change(self._group, key))
 
     def move(self, source: int, target: int) -> None:
         """Moves the key of ``source``, if it has one, to ``target``."""
@@ -88,6 +111,8 @@ class PrefixIndex:
     def clear(self) -> None:
         self._blocks.clear()
         self._keys.clear()
+        if self._changes is not None:
+            self._changes.append(Change(self._group, None))
 
     def check_integrity(self) -> None:
         if {key.digest: block for block, key in self._keys.items()} != self._blocks:

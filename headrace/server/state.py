@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("headrace.server")
 
-_MAX_JSON_VALUES = 400_000
+MAX_JSON_VALUES = 400_000
 """Decoding as many numbers takes about 20 ms."""
 
 _YOUNG_OBJECTS = 50_000
@@ -130,7 +130,7 @@ class Serving:
     @property
     def max_json_values(self) -> int:
         """How many JSON values a request body may have: by default enough for a prompt of token ids."""
-        return self.settings.max_json_values or max(_MAX_JSON_VALUES, 2 * self.model.max_model_len)
+        return self.settings.max_json_values or max(MAX_JSON_VALUES, 2 * self.model.max_model_len)
 
     @contextmanager
     def in_flight(self) -> Iterator[None]:

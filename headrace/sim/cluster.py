@@ -34,7 +34,9 @@ class Simulation:
         engine = self._calibration.engine
         policy = make_policy(config.routing, config.replicas, config.seed)
         by_priority = engine.policy == "priority"
-        self.router = Router(policy, config.replicas, by_priority=by_priority, max_queue_len=config.max_queue_len)
+        self.router = Router(
+            policy, config.replicas, engine.block_size, by_priority=by_priority, max_queue_len=config.max_queue_len
+        )
         self.replicas = [self._make(number) for number in range(config.replicas)]
         self._running = [False] * config.replicas
         """Whether a turn of the replica's loop is among the events."""
@@ -102,6 +104,8 @@ class Simulation:
         for request_id, error in step.refused:
             self.router.rejected(request_id)
             self._fail(request_id, str(error))
+        if step.report is not None:
+            self.router.cache_changed(number, step.report)
         for delta in step.deltas:
             self._note(delta.request_id, delta.tokens, delta.finished)
             self.router.progress(delta.request_id, delta.sample, delta.tokens, delta.cached, delta.finished)
@@ -147,7 +151,7 @@ class Simulation:
         if step.end >= self._report_at[number] or not replica.has_work():
             self._report_at[number] = step.end + _STATS_SECONDS
             computed = replica.scheduler.stats().computed_prompt_tokens
-        if step.deltas or step.refused or computed is not None:
+        if step.deltas or step.refused or step.report is not None or computed is not None:
             self._at(step.end + self.config.message_seconds, partial(self._hear, number, life, step, computed))
         self._at(step.end, partial(self._turn, number, life))
 

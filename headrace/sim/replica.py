@@ -10,6 +10,7 @@ from typing import NamedTuple
 from headrace.config import CacheConfig, SchedulerConfig
 from headrace.core.plan import StepPlan, StepResult
 from headrace.core.request import Request
+from headrace.core.routing import CacheReport, CacheReporter
 from headrace.core.scheduler import Scheduler
 from headrace.errors import EngineError, RequestError
 from headrace.sim.step_time import StepTimeModel
@@ -36,6 +37,7 @@ class SimStep:
     """When its deltas leave the engine."""
     deltas: list[SimDelta]
     refused: list[tuple[str, RequestError]]
+    report: CacheReport | None = None
 
 
 class SimReplica:
@@ -48,6 +50,8 @@ class SimReplica:
         self.now = 0.0
         self.scheduler = Scheduler(scheduler, cache, clock=lambda: self.now)
         self.inbox: list[Request] = []
+        self._changes = self.scheduler.kv.record_changes()
+        self._reporter = CacheReporter(self.scheduler.kv)
         self.busy_seconds = 0.0
         """Of the device."""
         self.num_steps = 0
@@ -87,7 +91,9 @@ class SimReplica:
             )
             for update in updates
         ]
-        return SimStep(self.now, deltas, refused)
+        report = self._reporter.report(self._changes)
+        self._changes.clear()
+        return SimStep(self.now, deltas, refused, report)
 
     def _take(self) -> list[tuple[str, RequestError]]:
         refused = []

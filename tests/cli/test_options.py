@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from headrace.cli.main import app
 from headrace.cli.options import ENGINE_OPTIONS, SAMPLING_OPTIONS, Group, command, int_or_auto
 from headrace.cli.serve import SERVER_OPTIONS
-from headrace.config import EngineArgs, MediaCounts, StructuredOutputsConfig
+from headrace.config import EngineArgs, KVEventsConfig, MediaCounts, StructuredOutputsConfig
 from headrace.errors import ConfigError, RequestError
 from headrace.options import Option
 from headrace.sampling_params import SamplingParams, StructuredOutputsParams
@@ -40,6 +40,7 @@ OTHER: dict[str, tuple[list[str], Any]] = {
     "min_p": (["0.25"], 0.25),
     "gpu_memory_utilization": (["0.25"], 0.25),
     "sparse_threshold": (["0.25"], 0.25),
+    "kv_events_config": (['{"topic": "kv"}'], KVEventsConfig(topic="kv")),
     "elastic_max_exact_tokens": (["512"], 512),
     "tls_cert": ([__file__], Path(__file__)),
     "tls_key": ([__file__], Path(__file__)),

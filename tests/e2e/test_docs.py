@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import shlex
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,15 @@ def two_ranks(checkpoint: Path) -> Iterator[tuple[dict[str, Any], dict[str, str]
     yield {}, {'LLM("Qwen/Qwen3-8B"': f'LLM({str(checkpoint)!r}, device="cpu", num_kv_blocks=16, num_threads=2'}
 
 
+@contextlib.contextmanager
+def free_ports(_: Path) -> Iterator[tuple[dict[str, Any], dict[str, str]]]:
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+        ports = {f":{port}": f":{free.getsockname()[1]}" for port, free in ((5557, one), (5558, other))}
+    names: dict[str, Any] = {}
+    yield names, ports
+    assert names["event"]["type"] == "BlockStored"
+
+
 CONTEXTS: dict[str, Context] = {
     "api.md": trained_model,
     "architecture.md": one_step,
@@ -101,6 +111,7 @@ CONTEXTS: dict[str, Context] = {
     "megatron.md": trainer,
     "multimodal.md": pictures,
     "parallel.md": two_ranks,
+    "replicas.md": free_ports,
     "structured-output.md": trained_model,
 }
 

@@ -243,6 +243,61 @@ def test_a_drain_waits_for_the_queue_and_for_requests_that_moved(stubs: Any) -> 
     assert not client.of(ControlReply) and second.sent.count(Control(1, "drain")) == 2
 
 
+def test_one_replica_is_drained_while_others_serve(stubs: Any) -> None:
+    async def work() -> None:
+        one, client, (first, second) = stubs()
+        for number in range(8):
+            one.send(AddRequest(request(f"r{number}")))
+        assert one.stats.num_waiting == 2
+        draining = asyncio.create_task(one.drain(0))
+        await asyncio.sleep(0)
+        assert "1 of 2 replicas are up; replica 0: it is drained" in one.health().reason and one.health().ok
+        for name in ("r0", "r2"):
+            first.say(name, [1], "stop")
+        await asyncio.sleep(0)
+        assert not draining.done() and first.requests() == ["r0", "r2", "r4"], "it gets nothing, and ends what it has"
+        first.say("r4", [1], "stop")
+        await draining
+        second.say("r1", [1], "stop")
+        second.say("r3", [1], "stop")
+        assert second.requests() == ["r1", "r3", "r5", "r6", "r7"] and not client.lost
+        with pytest.raises(RequestError, match="no replica but 1"):
+            await one.drain(1)
+        one.send(Control(1, "check_integrity"))
+        assert first.sent[-1] == second.sent[-1] == Control(1, "check_integrity"), "calls reach it"
+        first.die()
+        first.ready()
+        second.say("r5", [1], "stop")
+        one.send(AddRequest(request("r8")))
+        assert second.requests()[-1] == "r8", "it stays drained"
+        one.resume(0)
+        assert not one.health().reason
+        one.send(AddRequest(request("r9")))
+        assert first.requests()[-1] == "r9"
+
+    asyncio.run(asyncio.wait_for(work(), 60))
+
+
+def test_a_drain_ends_when_the_replica_dies_or_is_resumed(stubs: Any) -> None:
+    async def work() -> None:
+        one, _, (first, _) = stubs()
+        for end in (first.die, lambda: one.resume(0)):
+            one.send(AddRequest(request("a")))
+            one.send(AddRequest(request("b")))
+            draining = asyncio.create_task(one.drain(0))
+            await asyncio.sleep(0)
+            assert not draining.done()
+            end()
+            await draining
+            first.ready()
+            one.resume(0)
+            for supervisor in StubSupervisor.made:
+                supervisor.client.on_lost("again", died=True)
+                supervisor.ready()
+
+    asyncio.run(asyncio.wait_for(work(), 60))
+
+
 def test_sums_of_statistics_never_fall(stubs: Any) -> None:
     one, _, (first, second) = stubs()
     first.client.on_message(Stats(EngineStats(num_running=2, generation_tokens=10, finished={"stop": 1}, kv_blocks_total=7)))
@@ -284,7 +339,7 @@ def test_what_is_sent_to_a_replica_that_stands_still_is_lost_with_it(stubs: Any)
 
 
 def test_capacity_counts_what_a_token_needs_of_each_group() -> None:
-    assert capacity_of(INFO) == (2, 64, 1600, 16)
+    assert capacity_of(INFO) == (2, 64, 1600)
 
 
 # Real processes

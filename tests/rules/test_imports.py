@@ -35,6 +35,7 @@ PACKAGES: list[set[str]] = [
     {"resolve"},
     {"engine"},
     {"server"},
+    {"deploy"},
     {"bench"},
     {"cli"},
 ]

@@ -8,6 +8,7 @@ import pytest
 
 from headrace.core.routing import Decision, RouterStats
 from headrace.engine.replicas import ReplicaStatus
+from headrace.errors import RequestError
 from headrace.metrics.prometheus import ReplicaReport
 from headrace.metrics.stats import EngineStats
 from headrace.server.settings import ServerSettings
@@ -17,6 +18,16 @@ from server.harness import Api, error
 
 class Replicas:
     """Two replicas, the second of which is down."""
+
+    drained: int | None = None
+
+    async def drain(self, number: int) -> None:
+        if number == 0:
+            raise RequestError("no replica but 0 takes requests", "replica")
+        self.drained = number
+
+    def resume(self, number: int) -> None:
+        self.drained = None
 
     def status(self) -> list[ReplicaStatus]:
         stats = EngineStats(num_running=2, kv_blocks_used=1, kv_blocks_total=4)
@@ -78,6 +89,19 @@ def test_metrics_have_sums_and_a_label(replicated: Api, api: Api) -> None:
     ):
         assert line in lines, line
     assert "replica=" not in api.get("/metrics").text
+
+
+def test_a_replica_is_drained_and_resumed(replicated: Api, api: Api) -> None:
+    key = {"Authorization": "Bearer key"}
+    assert replicated.post("/replicas/1/drain").status_code == 401
+    assert replicated.post("/replicas/1/drain", headers=key).json() == {"replica": 1, "drained": True}
+    assert replicated.llm.replicas.drained == 1  # type: ignore[attr-defined]
+    assert replicated.post("/replicas/1/resume", headers=key).json() == {"replica": 1, "drained": False}
+    assert replicated.llm.replicas.drained is None  # type: ignore[attr-defined]
+    assert error(replicated.post("/replicas/0/drain", headers=key), 409)["code"] == "last_replica"
+    assert error(replicated.post("/replicas/2/drain", headers=key), 404)["param"] == "replica"
+    assert error(api.post("/replicas/0/resume"), 404)["code"] == "replica_not_found"
+    assert replicated.post("/replicas/x/drain", headers=key).status_code == 404
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])

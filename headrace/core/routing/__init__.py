@@ -2,16 +2,19 @@
 
 from headrace.core.routing.loads import Capacity, Loads
 from headrace.core.routing.policies import Policy, make_policy
-from headrace.core.routing.prefix_index import STRIDE, prefix_keys
+from headrace.core.routing.prefix_index import STRIDE, CacheReport, CacheReporter, PrefixIndex, prefix_keys
 from headrace.core.routing.router import Binding, Decision, Router, RouterStats
 
 __all__ = [
     "STRIDE",
     "Binding",
+    "CacheReport",
+    "CacheReporter",
     "Capacity",
     "Decision",
     "Loads",
     "Policy",
+    "PrefixIndex",
     "Router",
     "RouterStats",
     "make_policy",

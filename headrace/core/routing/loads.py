@@ -17,8 +17,6 @@ class Capacity(NamedTuple):
     """Tokens that one step computes."""
     kv_tokens: int
     """Tokens whose KV the cache holds."""
-    block_size: int
-    """Tokens of a KV block: cached prefixes are multiples of it."""
 
     @property
     def max_rows(self) -> int:
@@ -31,7 +29,7 @@ class Capacity(NamedTuple):
         return 2 * self.step_tokens
 
 
-NO_CAPACITY = Capacity(0, 0, 0, 1)
+NO_CAPACITY = Capacity(0, 0, 0)
 
 
 class Loads:
@@ -75,9 +73,15 @@ class Loads:
         self._update(replica)
 
     def stop(self, replica: int) -> None:
-        """The replica takes no more requests. What it had is removed as if it had ended."""
+        """The replica takes no more requests. If it is gone, what it had is removed as if it had ended."""
         self.num_up -= self.up[replica]
         self.up[replica] = False
+        self._update(replica)
+
+    def resume(self, replica: int) -> None:
+        """The replica takes requests again, beside those that it has."""
+        self.num_up += not self.up[replica]
+        self.up[replica] = True
         self._update(replica)
 
     def queue(self, replica: int, rows: int, prefill: int) -> None:

@@ -10,7 +10,6 @@ from typing import NamedTuple, Protocol
 
 from headrace.config import RoutingPolicy
 from headrace.core.routing.loads import Loads
-from headrace.core.routing.prefix_index import STRIDE
 
 _DOWN = float("inf")
 _POINTS = 64
@@ -24,12 +23,12 @@ class RoutedRequest(NamedTuple):
     rows: int
     """Samples."""
     hits: Sequence[tuple[int, int]] = ()
-    """(replica, number of keys) of cached prefixes."""
+    """(replica, tokens) of cached prefixes."""
     session: str | None = None
 
-    def new_tokens(self, num_keys: int) -> int:
-        """Prompt tokens that are computed if so many keys are cached; the last one always is."""
-        return max(1, self.num_prompt - num_keys * STRIDE)
+    def new_tokens(self, cached: int) -> int:
+        """Prompt tokens that are computed if so many are cached; the last one always is."""
+        return max(1, self.num_prompt - cached)
 
 
 class Choice(NamedTuple):
@@ -83,9 +82,9 @@ class PrefixPolicy(_Lowest):
             (prefill + prompt) * (running + rows) if up else _DOWN
             for prefill, running, up in zip(loads.prefill, loads.rows, loads.up, strict=True)
         ]
-        for replica, num_keys in request.hits:
+        for replica, cached in request.hits:
             if loads.up[replica]:
-                new = loads.prefill[replica] + request.new_tokens(num_keys)
+                new = loads.prefill[replica] + request.new_tokens(cached)
                 scores[replica] = new * (loads.rows[replica] + rows)
         return scores
 

@@ -1,52 +1,96 @@
-"""PrefixIndex: which replica probably has which prompt prefix in its cache."""
+"""PrefixIndex: which replica has which prompt prefix in its cache."""
 
 from __future__ import annotations
 
-import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from headrace.core.request import Request
+from headrace.kv import KVCacheManager
+from headrace.kv.prefix_cache import Change, KeyChain
 
 STRIDE = 128
-"""Prompt tokens between two keys."""
+"""Prompt tokens between two keys, where the block size divides it."""
 
 
-def prefix_keys(request: Request) -> tuple[bytes, ...]:
-    """Keys of the prompt's prefixes of 128, 256, ... tokens, with everything that their KV depends on."""
-    identity, token_ids = request.cache_identity, request.prompt_token_ids
-    keys: list[bytes] = []
-    digest = identity.root()
-    for start in range(0, len(token_ids) - STRIDE + 1, STRIDE):
-        payload = digest + identity.block(token_ids, start, start + STRIDE)
-        digest = hashlib.blake2b(payload, digest_size=16).digest()
-        keys.append(digest)
-    return tuple(keys)
+def key_stride(block_size: int) -> int:
+    """Blocks between two keys."""
+    return max(1, STRIDE // block_size)
+
+
+def prefix_keys(request: Request, block_size: int) -> tuple[bytes, ...]:
+    """Digests of the keys that the prefix cache of a replica gives to every ``key_stride``-th block of the prompt."""
+    stride, count = key_stride(block_size), len(request.prompt_token_ids) // block_size
+    chain = KeyChain(request.cache_identity, request.prompt_token_ids, block_size)
+    return tuple(chain[index].digest for index in range(stride - 1, count, stride))
+
+
+class CacheReport(NamedTuple):
+    """What a replica's prefix cache has stored and removed of the keys of ``prefix_keys``."""
+
+    cleared: bool
+    """Everything was removed, before the rest."""
+    stored: list[bytes]
+    removed: list[bytes]
+
+
+class CacheReporter:
+    """Makes reports of the changes of a replica's prefix cache.
+
+    Of several cache groups, the one that keeps most tokens of a sequence counts: a hit needs its blocks in any case.
+    """
+
+    def __init__(self, kv: KVCacheManager) -> None:
+        windows = [float("inf") if group.window is None else group.window for group in kv.groups]
+        self._group = windows.index(max(windows))
+        self._stride = key_stride(kv.block_size)
+
+    def report(self, changes: Sequence[Change]) -> CacheReport | None:
+        """None: nothing that concerns routing has changed."""
+        cleared, last = False, dict[bytes, bool]()
+        for group, key, stored in changes:
+            if group == self._group and key is None:
+                cleared, last = True, {}
+            elif group == self._group and key is not None and (key.index + 1) % self._stride == 0:
+                last[key.digest] = stored
+        if not cleared and not last:
+            return None
+        return CacheReport(
+            cleared, [key for key, stored in last.items() if stored], [key for key, stored in last.items() if not stored]
+        )
 
 
 class PrefixIndex:
-    """Keys by replica, each replica's bounded like its cache: the least recently used go first.
+    """Keys by replica: those that its cache has, and those of requests that wait for it or whose prompts it computes.
 
-    A key is *pending* until the first token of a request that brought it: the KV is being computed, so that a replica that
-    does not find it has not evicted it. A key's parents are always at least as recently used as the key, so the index
-    loses the end of a chain before its beginning.
+    A replica reports what it has (``changed``). Where it reports nothing, it is taken to have what it has computed, as many
+    keys as its cache holds: the least recently used go first, the end of a chain before its beginning.
     """
 
     def __init__(self, num_replicas: int) -> None:
         self._holders: dict[bytes, int] = {}
-        """key -> bit mask of replicas."""
-        self._used: list[OrderedDict[bytes, int]] = [OrderedDict() for _ in range(num_replicas)]
-        """Per replica, key -> when it was last used, negative while it is pending; least recently used first."""
-        self._limits = [0] * num_replicas
-        self._time = 0
+        """key -> bit mask of the replicas that have it in any of the following."""
+        self._cached: list[OrderedDict[bytes, None]] = [OrderedDict() for _ in range(num_replicas)]
+        """Per replica, least recently used first."""
+        self._pending: list[dict[bytes, int]] = [{} for _ in range(num_replicas)]
+        """Per replica, key -> number of requests that were added and not computed."""
+        self._computing: list[dict[bytes, int]] = [{} for _ in range(num_replicas)]
+        """The same of those that were sent to the replica."""
+        self._limits: list[int | None] = [None] * num_replicas
 
-    def start(self, replica: int, kv_tokens: int) -> None:
-        """The replica's cache is empty, and holds ``kv_tokens``."""
-        self._drop(replica, len(self._used[replica]))
+    def start(self, replica: int, kv_tokens: int | None = None) -> None:
+        """The replica's cache is empty. ``kv_tokens``: how much it holds, of a replica that reports nothing."""
+        self._drop(replica, len(self._cached[replica]))
+        self._limits[replica] = None if kv_tokens is None else kv_tokens // STRIDE
+
+    def resize(self, replica: int, kv_tokens: int) -> None:
+        """The cache of a replica that reports nothing holds ``kv_tokens``."""
         self._limits[replica] = kv_tokens // STRIDE
+        self._drop(replica, len(self._cached[replica]) - kv_tokens // STRIDE)
 
     def size(self, replica: int) -> int:
-        return len(self._used[replica])
+        return len(self._cached[replica])
 
     def hits(self, keys: Sequence[bytes]) -> list[tuple[int, int]]:
         """(replica, number of leading keys that it has) of each replica that has any. Few of the keys are looked up."""
@@ -73,63 +117,64 @@ class PrefixIndex:
                 pending.append((middle, high, held, beyond))
         return found
 
-    def add(self, replica: int, keys: Sequence[bytes]) -> tuple[int, list[int]]:
-        """A request with these keys is sent to the replica.
-
-        Returns:
-            When, and for each leading key that the replica had, when that was last used (negative: pending).
-        """
-        self._time += 1
-        used, now, bit = self._used[replica], self._time, 1 << replica
-        before: list[int] = []
+    def add(self, replica: int, keys: Sequence[bytes]) -> None:
+        """A request with these keys waits for the replica."""
+        pending, bit = self._pending[replica], 1 << replica
         for key in keys:
-            if (last := used.get(key)) is None:
-                break
-            before.append(last)
-        # The end first, so that the beginning is the most recently used.
-        for place in range(len(keys) - 1, -1, -1):
-            key = keys[place]
-            last = used.get(key)
-            if last is None:
-                self._holders[key] = self._holders.get(key, 0) | bit
-            used[key] = now if last is not None and last > 0 else -now
-            used.move_to_end(key)
-        self._drop(replica, len(used) - self._limits[replica])
-        return now, before
+            pending[key] = pending.get(key, 0) + 1
+            self._holders[key] = self._holders.get(key, 0) | bit
 
-    def computed(self, replica: int, keys: Sequence[bytes], added: int) -> None:
-        """The prompt of the request that was added at that time is computed."""
-        used = self._used[replica]
+    def send(self, replica: int, keys: Sequence[bytes]) -> int:
+        """The request is sent. Returns how many leading keys it will find, if nothing is evicted until then."""
+        cached, computing, found = self._cached[replica], self._computing[replica], 0
+        for place, key in enumerate(keys):
+            if found == place and (key in cached or key in computing):
+                found += 1
+            computing[key] = computing.get(key, 0) + 1
+        return found
+
+    def remove(self, replica: int, keys: Sequence[bytes], *, sent: bool, computed: bool = False) -> None:
+        """A request ends, waits no more, or has its prompt computed."""
         for key in keys:
-            if used.get(key) == -added:
-                used[key] = added
-
-    def missed(self, replica: int, last_used: int) -> None:
-        """The replica has evicted a key that was last used at that time: everything not used since is gone too."""
-        used = self._used[replica]
-        count = 0
-        for last in used.values():
-            if abs(last) > last_used:
-                break
-            count += 1
-        self._drop(replica, count)
-
-    def forget(self, replica: int, keys: Sequence[bytes], added: int) -> None:
-        """The request that was added at that time ended before its prompt was computed."""
-        used = self._used[replica]
+            if sent:
+                _count_down(self._computing[replica], key)
+            _count_down(self._pending[replica], key)
+        limit, cached = self._limits[replica], self._cached[replica]
+        if computed and limit is not None:
+            # The end first, so that the beginning is the most recently used.
+            for key in reversed(keys):
+                cached[key] = None
+                cached.move_to_end(key)
+            self._drop(replica, len(cached) - limit)
         for key in keys:
-            if used.get(key) == -added:
-                self._remove(replica, key)
-                del used[key]
+            self._release(replica, key)
+
+    def changed(self, replica: int, report: CacheReport) -> None:
+        cached = self._cached[replica]
+        if report.cleared:
+            self._drop(replica, len(cached))
+        for key in report.stored:
+            cached[key] = None
+            self._holders[key] = self._holders.get(key, 0) | 1 << replica
+        for key in report.removed:
+            if key in cached:
+                del cached[key]
+                self._release(replica, key)
 
     def _drop(self, replica: int, count: int) -> None:
-        used = self._used[replica]
         for _ in range(count):
-            self._remove(replica, used.popitem(last=False)[0])
+            self._release(replica, self._cached[replica].popitem(last=False)[0])
 
-    def _remove(self, replica: int, key: bytes) -> None:
-        left = self._holders[key] & ~(1 << replica)
+    def _release(self, replica: int, key: bytes) -> None:
+        """Forgets that the replica has the key, unless it does."""
+        if key in self._cached[replica] or key in self._pending[replica]:
+            return
+        left = self._holders.pop(key, 0) & ~(1 << replica)
         if left:
             self._holders[key] = left
-        else:
-            del self._holders[key]
+
+
+def _count_down(counts: dict[bytes, int], key: bytes) -> None:
+    counts[key] -= 1
+    if not counts[key]:
+        del counts[key]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from headrace.core.request import Request
 from headrace.core.routing.loads import Capacity, Loads
 from headrace.core.routing.policies import Policy, PrefixPolicy, RoutedRequest
-from headrace.core.routing.prefix_index import STRIDE, PrefixIndex, prefix_keys
+from headrace.core.routing.prefix_index import CacheReport, PrefixIndex, key_stride, prefix_keys
 from headrace.errors import EngineDeadError, QueueFullError, RequestError
 
 _KEPT_DECISIONS = 256
@@ -71,10 +71,6 @@ class _Entry:
     """The others, as long as they are to be computed."""
     prompt: int = 0
     """Prompt tokens that take room in the cache of the replica, once it was sent the request."""
-    added: int = 0
-    """When its keys were added to the index."""
-    before: list[int] = dataclasses.field(default_factory=list)
-    """When the keys that the replica was expected to have were last used."""
     open: dict[int, int] = dataclasses.field(default_factory=dict)
     """Sample -> its output tokens, for those that have not ended. Empty until the request is sent."""
     started: bool = False
@@ -98,7 +94,16 @@ class Router:
     empty. Every event of a request must be reported here.
     """
 
-    def __init__(self, policy: Policy, num_replicas: int, *, by_priority: bool = False, max_queue_len: int = 2**31 - 1) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        num_replicas: int,
+        block_size: int,
+        *,
+        by_priority: bool = False,
+        max_queue_len: int = 2**31 - 1,
+    ) -> None:
+        """``block_size``: of the replicas' KV caches."""
         self.loads = Loads(num_replicas)
         self.stats = [RouterStats() for _ in range(num_replicas)]
         self.decisions: deque[Decision] = deque(maxlen=_KEPT_DECISIONS)
@@ -107,6 +112,8 @@ class Router:
         """Sequences that wait."""
         self._policy = policy
         self._index = PrefixIndex(num_replicas) if isinstance(policy, PrefixPolicy) else None
+        self._block_size = block_size
+        self._tokens_per_key = key_stride(block_size) * block_size
         self._by_priority = by_priority
         self._max_queue_len = max_queue_len
         self._queues: list[list[_Entry]] = [[] for _ in range(num_replicas)]
@@ -134,7 +141,7 @@ class Router:
         """The replica takes requests, with an empty cache."""
         self.loads.start(replica, capacity)
         if self._index is not None:
-            self._index.start(replica, capacity.kv_tokens)
+            self._index.start(replica)
 
     def stop(self, replica: int) -> list[str]:
         """The replica is gone. Returns the requests that it had, which are forgotten here; those that wait for it move on.
@@ -146,9 +153,24 @@ class Router:
         for request_id in lost:
             self._end(request_id)
         if self._index is not None:
-            self._index.start(replica, 0)
-        waiting = self._queues[replica].copy()
-        for entry in waiting:
+            self._index.start(replica)
+        return lost + self._move_on(replica)
+
+    def pause(self, replica: int) -> list[str]:
+        """The replica is sent no more requests and goes on with those that it has; those that wait for it move on.
+
+        If it was the last one, those that wait are forgotten and returned.
+        """
+        self.loads.stop(replica)
+        return self._move_on(replica)
+
+    def resume(self, replica: int) -> None:
+        """Undoes ``pause``."""
+        self.loads.resume(replica)
+
+    def _move_on(self, replica: int) -> list[str]:
+        lost = []
+        for entry in self._queues[replica].copy():
             self._leave_queue(entry)
             if self.loads.num_up:
                 self._enter_queue(entry, *self._choose(entry))
@@ -157,9 +179,9 @@ class Router:
                 lost.append(entry.request.request_id)
         return lost
 
-    def cache_cleared(self, replica: int) -> None:
+    def cache_changed(self, replica: int, report: CacheReport) -> None:
         if self._index is not None:
-            self._index.start(replica, self.loads.capacity[replica].kv_tokens)
+            self._index.changed(replica, report)
 
     # Requests
 
@@ -182,7 +204,7 @@ class Router:
             )
         self._num_arrived += 1
         order = (request.priority if self._by_priority else 0, request.arrival_time, self._num_arrived)
-        entry = _Entry(order, request, now, prefix_keys(request) if self._index is not None else ())
+        entry = _Entry(order, request, now, prefix_keys(request, self._block_size) if self._index is not None else ())
         self._entries[request.request_id] = entry
         self._enter_queue(entry, *self._choose(entry))
 
@@ -217,10 +239,14 @@ class Router:
 
     def _routed(self, entry: _Entry) -> RoutedRequest:
         request = entry.request
-        # Prompt logprobs need every token computed.
-        cacheable = self._index is not None and request.sampling.prompt_logprobs is None
-        hits = self._index.hits(entry.keys) if self._index is not None and cacheable else ()
+        found = self._index.hits(entry.keys) if self._index is not None and self._cacheable(request) else ()
+        hits = [(replica, num_keys * self._tokens_per_key) for replica, num_keys in found]
         return RoutedRequest(len(request.prompt_token_ids), entry.rows, hits, request.session)
+
+    @staticmethod
+    def _cacheable(request: Request) -> bool:
+        """Prompt logprobs need every token computed."""
+        return request.sampling.prompt_logprobs is None
 
     def _choose(self, entry: _Entry) -> tuple[int, RoutedRequest, list[float]]:
         routed = self._routed(entry)
@@ -229,18 +255,20 @@ class Router:
 
     def _enter_queue(self, entry: _Entry, replica: int, routed: RoutedRequest, scores: list[float]) -> None:
         entry.replica, entry.scores = replica, scores
-        num_keys = next((num_keys for holder, num_keys in routed.hits if holder == replica), 0)
-        block_size = self.loads.capacity[replica].block_size
-        # Whole blocks, and never the last token.
-        entry.hit = min(num_keys * STRIDE, routed.num_prompt - 1) // block_size * block_size
-        entry.prefill = routed.num_prompt - entry.hit
+        cached = next((tokens for holder, tokens in routed.hits if holder == replica), 0)
+        self._expect(entry, cached)
         if self._index is not None:
             # From now on others with this prefix are drawn here too.
-            entry.added, before = self._index.add(replica, entry.keys)
-            entry.before = before if routed.hits else []
+            self._index.add(replica, entry.keys)
         self.loads.queue(replica, entry.rows, entry.prefill)
         insort(self._queues[replica], entry)
         self.num_queued += entry.rows
+
+    def _expect(self, entry: _Entry, cached: int) -> None:
+        """Whole blocks, and never the last token."""
+        num_prompt = len(entry.request.prompt_token_ids)
+        entry.hit = min(cached, num_prompt - 1) // self._block_size * self._block_size
+        entry.prefill = num_prompt - entry.hit
 
     def _leave_queue(self, entry: _Entry) -> None:
         queue = self._queues[entry.replica]
@@ -248,12 +276,17 @@ class Router:
         self.num_queued -= entry.rows
         self.loads.unqueue(entry.replica, entry.rows, entry.prefill)
         if self._index is not None:
-            self._index.forget(entry.replica, entry.keys, entry.added)
+            self._index.remove(entry.replica, entry.keys, sent=False)
 
     def _send(self, entry: _Entry, now: float) -> None:
         queue = self._queues[entry.replica]
         del queue[bisect_left(queue, entry)]
         self.num_queued -= entry.rows
+        if self._index is not None:
+            # The cache may have changed while the request waited.
+            queued, found = entry.prefill, self._index.send(entry.replica, entry.keys)
+            self._expect(entry, found * self._tokens_per_key if self._cacheable(entry.request) else 0)
+            self.loads.queue(entry.replica, 0, entry.prefill - queued)
         self.loads.send(entry.replica, entry.rows, entry.prefill)
         entry.prompt = entry.prefill
         entry.open = dict.fromkeys(range(entry.rows), 0)
@@ -299,13 +332,8 @@ class Router:
         stats.expected_hit_tokens += entry.hit
         stats.true_hit_tokens += cached
         stats.wrong_hit_tokens += abs(cached - entry.hit)
-        if self._index is None:
-            return
-        self._index.computed(entry.replica, entry.keys, entry.added)
-        # The first key of which the replica had nothing.
-        missing = (cached + STRIDE - 1) // STRIDE
-        if cached < entry.hit and missing < len(entry.before) and entry.before[missing] > 0:
-            self._index.missed(entry.replica, entry.before[missing])
+        if self._index is not None:
+            self._index.remove(entry.replica, entry.keys, sent=True, computed=True)
 
     def remove(self, request_id: str) -> Request | None:
         """Takes a request out of the queue. None: it is not there."""
@@ -332,4 +360,4 @@ class Router:
         entry = self._entries.pop(request_id)
         self.loads.remove(entry.replica, len(entry.open), entry.prefill, entry.prompt + sum(entry.open.values()))
         if self._index is not None and not entry.started:
-            self._index.forget(entry.replica, entry.keys, entry.added)
+            self._index.remove(entry.replica, entry.keys, sent=True)

@@ -47,7 +47,7 @@ def test_prefixes_are_found_where_they_are() -> None:
     hits, waits = {}, {}
     for policy in ("prefix", "round-robin"):
         # A replica holds half of the groups: sent everywhere, they evict each other.
-        world = World(router(policy, 4, CAPACITY._replace(kv_tokens=16 * 2200)), 4, num_blocks=16 * 2200 // 16)
+        world = World(router(policy, 4, CAPACITY._replace(kv_tokens=16 * 2200)), 4, cache_tokens=16 * 2200)
         world.run(poisson(random.Random(4), 150.0, iter(requests)))
         hits[policy], waits[policy] = world.hits, sorted(world.waits)[990]
     assert hits["prefix"] >= 0.95 * omniscient
@@ -120,11 +120,11 @@ def test_a_decision_is_cheap() -> None:
     policy, loads = make_policy("prefix", 64), Loads(64)
     rng = random.Random(7)
     for replica in range(64):
-        loads.start(replica, Capacity(256, 8192, 1_000_000, 16))
+        loads.start(replica, Capacity(256, 8192, 1_000_000))
         rows, prefill = rng.randrange(1, 200), rng.randrange(8192)
         loads.queue(replica, rows, prefill)
         loads.send(replica, rows, prefill)
-    routed = RoutedRequest(4096, 1, [(3, 20), (17, 32), (40, 5)])
+    routed = RoutedRequest(4096, 1, [(3, 2560), (17, 4096), (40, 640)])
     fastest = float("inf")
     for _ in range(20):
         start = time.perf_counter()
@@ -137,9 +137,9 @@ def test_a_decision_is_cheap() -> None:
 
 def test_keys_depend_on_what_the_cache_depends_on() -> None:
     prompt = list(range(300))
-    keys = prefix_keys(request("a", prompt))
+    keys = prefix_keys(request("a", prompt), 16)
     assert len(keys) == 2 and len(set(keys)) == 2
-    assert prefix_keys(request("b", [*prompt[:130], 7, *prompt[131:]]))[0] == keys[0]
-    assert prefix_keys(request("b", [*prompt[:130], 7, *prompt[131:]]))[1] != keys[1]
-    assert prefix_keys(request("c", prompt, cache_salt="mine"))[0] != keys[0]
-    assert prefix_keys(request("d", prompt[:127])) == ()
+    assert prefix_keys(request("b", [*prompt[:130], 7, *prompt[131:]]), 16)[0] == keys[0]
+    assert prefix_keys(request("b", [*prompt[:130], 7, *prompt[131:]]), 16)[1] != keys[1]
+    assert prefix_keys(request("c", prompt, cache_salt="mine"), 16)[0] != keys[0]
+    assert prefix_keys(request("d", prompt[:127]), 16) == ()

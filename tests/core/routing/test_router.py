@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 
 from headrace.config import RoutingPolicy
 from headrace.core.request import Request
-from headrace.core.routing import Capacity, Router
-from headrace.core.routing.prefix_index import STRIDE, PrefixIndex
+from headrace.core.routing import STRIDE, CacheReport, Capacity, PrefixIndex, Router, prefix_keys
 from headrace.errors import EngineDeadError, QueueFullError, RequestError
 
-from .traffic import CAPACITY, request, router
+from .traffic import BLOCK, CAPACITY, request, router
 
-SMALL = Capacity(rows=2, step_tokens=64, kv_tokens=4096, block_size=16)
+SMALL = Capacity(rows=2, step_tokens=64, kv_tokens=4096)
 """Takes 3 requests: 2 rows and a runway of 1."""
 
 
@@ -141,33 +141,45 @@ def prompts(*groups: int, length: int = 4 * STRIDE) -> list[list[int]]:
     return [[group] * length + [number] for number, group in enumerate(groups)]
 
 
-def test_a_wrong_expectation_corrects_the_index() -> None:
-    """The cache is smaller than it said: after the first miss the router forgets what must be gone too."""
+def computed(one: Router, name: str, prompt: list[int], cached: int = 0) -> None:
+    """The replica computes a prompt, and reports that before the first token."""
+    one.cache_changed(0, CacheReport(False, list(prefix_keys(request(name, prompt), BLOCK)), []))
+    one.progress(name, 0, 1, cached, True)
+
+
+def expected(one: Router, name: str, prompt: list[int]) -> int:
+    one.add(request(name, prompt), 0.0)
+    bound(one)
+    one.rejected(name)
+    return one.decisions[-1].expected_hit
+
+
+def test_the_index_has_what_the_replica_reports() -> None:
     one = router("prefix", 1)
-    for number, prompt in enumerate(prompts(1, 2, 3, 4)):
+    for number, prompt in enumerate(prompts(1, 2, 3)):
         one.add(request(f"r{number}", prompt), 0.0)
         bound(one)
-        one.progress(f"r{number}", 0, 1, 0, True)
-    for group, expected, true in [(2, 4 * STRIDE, 0), (1, 0, 0), (3, 4 * STRIDE, 4 * STRIDE), (4, 4 * STRIDE, 4 * STRIDE)]:
-        one.add(request(f"again {group}", [group] * (4 * STRIDE + 1)), 0.0)
-        bound(one)
-        assert one.decisions[-1].expected_hit == expected, group
-        one.progress(f"again {group}", 0, 1, true, True)
-        assert one.decisions[-1].true_hit == true
-    assert one.stats[0].wrong_hit_tokens == 4 * STRIDE
+        computed(one, f"r{number}", prompt)
+    keys = prefix_keys(request("x", [2] * 600), BLOCK)
+    one.cache_changed(0, CacheReport(False, [], list(keys[2:])))
+    hits = [expected(one, f"again {group}", [group] * 600) for group in (1, 2, 3, 4)]
+    assert hits == [4 * STRIDE, 2 * STRIDE, 4 * STRIDE, 0]
+    generated = prefix_keys(request("x", [1] * 600 + [9] * 200), BLOCK)
+    one.cache_changed(0, CacheReport(False, list(generated), []))
+    assert expected(one, "next turn", [1] * 600 + [9] * 200) == 6 * STRIDE, "answers are found too"
+    one.cache_changed(0, CacheReport(True, list(keys[:1]), []))
+    assert [expected(one, f"last {group}", [group] * 600) for group in (1, 2)] == [0, STRIDE]
 
 
-def test_a_prefix_that_is_being_computed_is_no_evidence_of_eviction() -> None:
+def test_a_prefix_that_is_being_computed_is_expected() -> None:
     one = router("prefix", 1)
     for number, prompt in enumerate(prompts(1, 2, 2)):
         one.add(request(f"r{number}", prompt), 0.0)
     bound(one)
+    assert [decision.expected_hit for decision in one.decisions] == [0, 0, 4 * STRIDE]
+    # The cache had no room for it: nothing is reported.
     one.progress("r0", 0, 1, 0, True)
-    for name in ("r1", "r2"):
-        one.progress(name, 0, 1, 0, True)
-    one.add(request("again", [1] * 600), 0.0)
-    bound(one)
-    assert one.decisions[-1].expected_hit == 4 * STRIDE
+    assert expected(one, "again", [1] * 600) == 0 and expected(one, "other", [2] * 600) == 4 * STRIDE
 
 
 def test_a_prompt_that_was_never_computed_is_forgotten() -> None:
@@ -193,15 +205,17 @@ def test_the_index_finds_the_longest_prefix_of_each_replica() -> None:
         assert dict(index.hits(keys)) == {replica: count for replica, count in depth.items() if count}
 
 
-def test_the_index_is_bounded_and_loses_ends_first() -> None:
+def test_the_index_of_a_silent_replica_is_bounded_and_loses_ends_first() -> None:
     index = PrefixIndex(1)
     index.start(0, 8 * STRIDE)
     first, second = ([bytes([group, place]) for place in range(6)] for group in range(2))
-    index.add(0, first)
-    index.add(0, second)
+    for keys in (first, second):
+        index.add(0, keys)
+        assert index.send(0, keys) == 0
+        index.remove(0, keys, sent=True, computed=True)
     assert index.size(0) == 8
     assert index.hits(first) == [(0, 2)] and index.hits(second) == [(0, 6)]
-    index.start(0, 0)
+    index.start(0)
     assert index.hits(first) == index.hits(second) == [] and not index._holders
 
 
@@ -238,11 +252,17 @@ class Model:
             if up and not mine:
                 assert loads.open[replica]
             assert not (loads.open[replica] and queue), "nothing waits for a replica that has room"
+            if router._index is not None:
+                waiting = [key for entry in queue for key in entry.keys]
+                computing = [key for sent in mine if not sent.started for key in sent.keys]
+                assert router._index._computing[replica] == Counter(computing)
+                assert router._index._pending[replica] == Counter(waiting + computing)
         assert loads.num_open == sum(loads.open) and loads.num_up == sum(self.up)
 
 
 class Sent:
     def __init__(self, one: Request, replica: int, prompt: int) -> None:
+        self.keys = prefix_keys(one, BLOCK)
         self.replica = replica
         self.prompt = prompt
         self.open = dict.fromkeys(range(one.sampling.n), 0)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 import numpy as np
 
 from headrace.config import StructuredOutputsConfig
-from headrace.constrain.limits import make_pool, parser_limits
+from headrace.constrain.limits import grammar_threads, parser_limits
 from headrace.constrain.matcher import GrammarMatcher
 from headrace.constrain.vocabulary import GrammarVocabulary
 from headrace.core.request import Constraint
@@ -31,7 +31,7 @@ class GrammarCompiler:
         self.seconds = 0.0
         """Spent compiling, in all threads."""
         self._config = config
-        self._pool: ThreadPoolExecutor | None = None
+        self.threads = grammar_threads(config)
         self._cache: OrderedDict[str, Future[GrammarMatcher]] = OrderedDict()
         self._nbytes = 0
 
@@ -42,9 +42,7 @@ class GrammarCompiler:
         if found is not None:
             self._cache.move_to_end(key)
             return found, True
-        if self._pool is None:
-            self._pool = make_pool(self._config)
-        future = self._pool.submit(self._compile, constraint)
+        future = self.threads.submit(self._compile, constraint)
         self._cache[key] = future
         self._nbytes += _size(key)
         while self._nbytes > self._config.cache_bytes:
@@ -52,8 +50,7 @@ class GrammarCompiler:
         return future, False
 
     def close(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
+        self.threads.close(wait=False)
 
     def _compile(self, constraint: Constraint) -> GrammarMatcher:
         start = time.perf_counter()

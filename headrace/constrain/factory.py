@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 import json
@@ -11,7 +10,6 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -19,7 +17,7 @@ import msgspec
 from headrace.config import StructuredOutputsConfig
 from headrace.constrain.compiler import compiled
 from headrace.constrain.compose import AnswerPlan, compose
-from headrace.constrain.limits import make_pool
+from headrace.constrain.limits import grammar_threads
 from headrace.constrain.parameters import HeldTool
 from headrace.constrain.schema import Schema, SchemaError, SchemaOptions, narrow, refusal, subschemas
 from headrace.constrain.structural import structural_grammar
@@ -56,7 +54,8 @@ class GrammarFactory:
         self.config = config
         self._vocabulary = vocabulary
         self._bytes = GrammarVocabulary.of_bytes()
-        self._pool: ThreadPoolExecutor | None = None
+        self.threads = grammar_threads(config)
+        """Check what requests hold; see ``prepare``."""
         self._lock = threading.Lock()
         self._cache: OrderedDict[bytes, Constraint | RequestError] = OrderedDict()
         self._nbytes = 0
@@ -92,9 +91,7 @@ class GrammarFactory:
         with self._lock:
             if _key(params, None if plan is None or plan.plain else plan) in self._cache:
                 return
-            if self._pool is None:
-                self._pool = make_pool(self.config)
-        await asyncio.get_running_loop().run_in_executor(self._pool, self._settle, params, plan)
+        await self.threads.run(self._settle, params, plan)
 
     def _settle(self, params: StructuredOutputsParams | None, plan: AnswerPlan | None) -> None:
         with contextlib.suppress(RequestError):

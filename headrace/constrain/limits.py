@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from headrace.config import StructuredOutputsConfig
+from headrace.worker_threads import WorkerThreads
 
 if TYPE_CHECKING:
     from llguidance import LLParserLimits
@@ -20,16 +18,10 @@ _STEP_FUEL = 100_000
 _NICENESS = 15
 
 
-def make_pool(config: StructuredOutputsConfig) -> ThreadPoolExecutor:
+def grammar_threads(config: StructuredOutputsConfig) -> WorkerThreads:
     """Threads that compile constraints, after all others of the process where cores are short."""
-    threads = config.compile_threads or min(4, -(-(os.cpu_count() or 1) // 2))
-    return ThreadPoolExecutor(threads, thread_name_prefix="grammar", initializer=_lower_priority)
-
-
-def _lower_priority() -> None:
-    """Of this thread: on Linux a priority is a thread's own."""
-    if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+    count = config.compile_threads or min(4, -(-(os.cpu_count() or 1) // 2))
+    return WorkerThreads(count, "grammar", niceness=_NICENESS)
 
 
 def parser_limits(config: StructuredOutputsConfig) -> LLParserLimits:

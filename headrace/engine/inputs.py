@@ -8,7 +8,6 @@ import random
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, TypeVar, cast
 
 import msgspec
@@ -25,6 +24,7 @@ from headrace.sampling_params import MAX_SEED, SamplingParams
 from headrace.text.bad_words import check_bad_words, compile_bad_words
 from headrace.text.content import ConversationMedia
 from headrace.text.stops import check_stops
+from headrace.worker_threads import WorkerThreads
 
 if TYPE_CHECKING:
     from headrace.multimodal.media import MediaLoader
@@ -125,11 +125,18 @@ class InputProcessor:
         pieces = tokenizer.token_bytes.pieces if tokenizer is not None else ()
         self._longest_piece = max((len(piece) for piece in pieces), default=1)
         self.max_prompt_chars = max_prompt_chars or max(_LEAST_PROMPT_CHARS, _CHARACTERS_PER_TOKEN * max_model_len)
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, "headrace-inputs")
+        self._threads = WorkerThreads(_NUM_THREADS, "inputs")
+
+    def prepare(self) -> None:
+        """Does what the first requests would wait for: starts threads, reads certificates."""
+        self._threads.start()
+        self._grammars.threads.start()
+        if self.media is not None:
+            self.media.prepare()
 
     async def in_thread(self, work: Callable[[], T]) -> T:
         """Runs work for one request beside the event loop, in one of few threads; cancelled before its turn, it never runs."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        return await self._threads.run(work)
 
     def chat_prompt(
         self, messages: Any, tokenizer: Tokenizer | None = None, *, add_special_tokens: bool = False, **options: Any

@@ -51,6 +51,7 @@ from headrace.engine.spawn import remove_abandoned_folders
 from headrace.engine.timeline import Timeline, process_start
 from headrace.errors import ConfigError, EngineError, QueueFullError, RequestError
 from headrace.outputs import OutputDelta
+from headrace.worker_threads import use_no_tokenizer_threads
 
 logger = logging.getLogger("headrace.engine")
 
@@ -273,6 +274,7 @@ def _die_with_parent(folder: Path) -> None:
 def main() -> int:
     from headrace.engine.loader import load_core
 
+    use_no_tokenizer_threads()
     return serve(Path(sys.argv[1]), load_core)
 
 

@@ -71,7 +71,7 @@ def test_fuzzed_requests(soaked: SoakedServer) -> None:
             return await crowd(count, one)
 
     asyncio.run(run(int(5_000 * SCALE)))
-    before = soaked.holdings()
+    before = soaked.warm()
     counts = asyncio.run(run(int(95_000 * SCALE)))
     print(f"\nfuzzed requests by status: {dict(counts)}")
     assert {"200", "400"} <= counts.keys()
@@ -106,7 +106,7 @@ def test_kills(soaked: SoakedServer) -> None:
         assert httpx.post(f"{soaked.url}/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code == 200
 
     asyncio.run(kill_once())
-    before = soaked.holdings()
+    before = soaked.warm()
     waits = []
     for _ in range(max(1, int(1_000 * SCALE))):
         start = time.monotonic()
@@ -176,7 +176,7 @@ def test_hostile_load(soaked: SoakedServer) -> None:
         return count
 
     asyncio.run(run(120 * SCALE))
-    before = soaked.holdings()
+    before = soaked.warm()
     longest = 0.0
     count = asyncio.run(run(1_680 * SCALE))
     print(f"\n{count} streams of a bystander, longest pause {longest:.2f} s; {before}")

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 from fastapi import Request
+from starlette.types import Scope
 
 from headrace.server.errors import ApiError, shown, unavailable
 from headrace.server.settings import ServerSettings
 
+_BODY = "headrace.body"
+"""Key of the scope: the request's body while its bytes count."""
 _MAX_CONTENT_TYPE = 256
 _CHARSET = re.compile(r'charset\s*=\s*"?([^\s;"]+)')
 _SMALL_BODY = 64 * 2**10
@@ -20,20 +21,17 @@ _SMALL_BODY = 64 * 2**10
 
 
 class BodyBudget:
-    """The bytes of request bodies that the server holds, over all connections."""
+    """The bytes of request bodies that the server holds, over all connections, until the engine's requests are made of them:
+    bodies that wait for a thread take memory too, also after their clients have left."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self._settings = settings
         self.used = 0
 
-    @contextmanager
-    def body(self, max_bytes: int, max_values: int | None = None) -> Iterator[Body]:
-        """A body whose bytes count until the block is left. ``max_values``: of JSON; None: it is something else."""
-        body = Body(self, max_bytes, max_values)
-        try:
-            yield body
-        finally:
-            self.used -= body.charged
+    def body(self, request: Request, max_bytes: int, max_values: int | None = None) -> Body:
+        """The request's body, whose bytes count until ``release_body``. ``max_values``: of JSON; None: it is something else."""
+        body = request.scope[_BODY] = Body(self, max_bytes, max_values)
+        return body
 
     def charge(self, body: Body, size: int) -> None:
         """Raises: ApiError 503: other bodies have spent the budget."""
@@ -68,10 +66,23 @@ class Body:
             self._budget.charge(self, max(0, size - _SMALL_BODY) - self.charged)
             self.data += chunk
 
+    def release(self) -> None:
+        """Gives back what it has charged. May be called again."""
+        self._budget.used -= self.charged
+        self.charged = 0
+
     def _check_size(self, size: int) -> None:
         if size > self._max_bytes:
             message = f"the body is larger than {self._max_bytes} bytes"
             raise ApiError(413, message, code="body_too_large")
+
+
+def release_body(scope: Scope) -> None:
+    """Ends the account of the request's body, if there is one: when its content is in requests of the engine, and at the end
+    of every request."""
+    body: Body | None = scope.get(_BODY)
+    if body is not None:
+        body.release()
 
 
 async def json_object(request: Request, settings: ServerSettings, budget: BodyBudget, max_values: int) -> dict[str, Any]:
@@ -85,9 +96,10 @@ async def json_object(request: Request, settings: ServerSettings, budget: BodyBu
             out of range among it), too many values, nested too deeply, or not an object.
     """
     _check_content_type(request)
-    with budget.body(settings.max_body_bytes, max_values) as body:
-        await body.read(request)
-        value = _decode(body.data)
+    body = budget.body(request, settings.max_body_bytes, max_values)
+    await body.read(request)
+    value = _decode(body.data)
+    body.data.clear()
     if not isinstance(value, dict):
         raise ApiError(400, "the body must be a JSON object", code="invalid_json")
     return {name: item for name, item in value.items() if item is not None}

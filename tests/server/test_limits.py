@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import contextlib
 import json
 import logging
+import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -249,7 +252,35 @@ def test_bodies_in_flight_share_a_budget() -> None:
             assert answer.status_code == 200, "small bodies pass beside the budget"
         wait_for(lambda: bodies.used == 0)
         assert httpx.post(f"{server.url}/tokenize", json={"prompt": "x" * (size - 100)}).status_code == 200
-        assert bodies.used == 0
+        wait_for(lambda: bodies.used == 0)
+
+
+def test_bodies_that_wait_for_a_thread_count_also_when_their_clients_have_left() -> None:
+    size, gate = 2**20, threading.Event()
+    llm, limits = FakeLLM(), ServerSettings(max_bytes_in_flight=3 * 2**20)
+    with running(llm, limits) as server, concurrent.futures.ThreadPoolExecutor(2) as clients:
+        bodies = server.app.state.serving.bodies
+        text = {"prompt": "x" * size}
+        busy = [clients.submit(asyncio.run, llm.inputs.in_thread(gate.wait)) for _ in range(2)]
+        try:
+            for count in (1, 2, 3):
+                with RawClient(server.url) as client:
+                    client.send(post(json.dumps(text).encode(), path="/tokenize"))
+                    wait_for(lambda count=count: bodies.used > count * (size - 64 * 2**10))
+            assert httpx.post(f"{server.url}/tokenize", json=text).status_code == 503
+        finally:
+            gate.set()
+        assert [job.result() for job in busy] == [True, True]
+        wait_for(lambda: bodies.used == 0)
+        assert httpx.post(f"{server.url}/tokenize", json=text).status_code in (200, 400)
+
+
+def test_a_running_request_gives_its_body_back() -> None:
+    with running(FakeLLM(step=0.02), ServerSettings()) as server:
+        bodies = server.app.state.serving.bodies
+        body = {"prompt": "Hi", "stream": True, "user": "x" * 2**18}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as response:
+            assert response.status_code == 200 and bodies.used == 0
 
 
 def test_one_body_alone_is_taken_whatever_the_budget() -> None:

@@ -49,7 +49,7 @@ from headrace.engine.messages import (
 )
 from headrace.engine.spawn import remove_abandoned_folders
 from headrace.engine.timeline import Timeline, process_start
-from headrace.errors import ConfigError, EngineError, QueueFullError, RequestError
+from headrace.errors import ConfigError, EngineError, QueueFullError, RankLostError, RequestError
 from headrace.outputs import OutputDelta
 from headrace.worker_threads import use_no_tokenizer_threads
 
@@ -230,6 +230,9 @@ def serve(folder: Path, load: Load) -> int:
     except ConfigError as error:
         channel.send(Fatal("config", error.message, error.param, traceback.format_exc()))
         return 2
+    except RankLostError as error:
+        channel.send(Fatal("engine", str(error), None, ""))
+        return 1
     except Exception as error:
         kind: Literal["resources", "engine"] = "resources" if _lacks_resources(error) else "engine"
         channel.send(Fatal(kind, f"{type(error).__name__}: {error}", None, traceback.format_exc()))

@@ -57,6 +57,7 @@ class SoakedServer:
         self._temporary = temporary
         self.url = server.url
         self._process = psutil.Process(server.process.pid)
+        self.idle()
         self._engines = len(self.engines())
         self._first = self.holdings()
 
@@ -81,10 +82,19 @@ class SoakedServer:
             assert time.monotonic() < deadline, "the server is not idle again"
             time.sleep(0.1)
 
-    def warm(self) -> Holdings:
-        """What it may hold: the memory that it has now, and of everything countable what it had before its first client."""
-        now = self.holdings()
-        return dataclasses.replace(self._first, server_memory=now.server_memory, engine_memory=now.engine_memory)
+    def warm(self, workers: int = 0) -> Holdings:
+        """What it may hold: the memory that it has now, and of everything countable what it had before its first client.
+
+        ``workers``: processes that start with the first requests that need them; the server has a descriptor of each.
+        """
+        now, first = self.holdings(), self._first
+        return dataclasses.replace(
+            first,
+            server_memory=now.server_memory,
+            engine_memory=now.engine_memory,
+            processes=first.processes + workers,
+            descriptors=first.descriptors + workers,
+        )
 
     def holdings(self) -> Holdings:
         """Counted when the server has come to rest: closed connections take a moment to disappear."""
@@ -127,10 +137,10 @@ def soaked(folder: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iter
     """``request.param``: further options of the command."""
     # Unix sockets are in it, whose paths must be short.
     with tempfile.TemporaryDirectory() as temporary:
-        yield from _soaked(folder, tmp_path / "log.txt", Path(temporary), getattr(request, "param", ()))
+        yield from serve(folder, tmp_path / "log.txt", Path(temporary), getattr(request, "param", ()))
 
 
-def _soaked(folder: Path, log: Path, temporary: Path, more: Iterable[str]) -> Iterator[SoakedServer]:
+def serve(folder: Path, log: Path, temporary: Path, more: Iterable[str]) -> Iterator[SoakedServer]:
     options = ("--device", "cpu", "--dtype", "float32", "--num-kv-blocks", "600", "--responses-store-bytes", str(STORED))
     server = start_server(log, str(folder), *options, *more, temporary=temporary)
     try:

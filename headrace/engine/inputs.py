@@ -67,6 +67,13 @@ _NUM_THREADS = 2
 """Requests that are prepared in threads at once; others wait in line."""
 _CHARACTERS_PER_TOKEN = 16
 _LEAST_PROMPT_CHARS = 1 << 20
+_LIST_LIMITS = {
+    "stop": "max_stop_seqs_num",
+    "bad_words": "max_bad_words_num",
+    "stop_token_ids": "max_stop_token_ids",
+    "allowed_token_ids": "max_allowed_token_ids",
+}
+"""Parameter -> the option that limits its length."""
 _GENERATION_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
@@ -114,12 +121,6 @@ class InputProcessor:
         self._limits = limits
         self._grammars = grammars if grammars is not None else GrammarFactory(StructuredOutputsConfig(), None)
         self._in_reasoning = self._grammars.config.enable_in_reasoning
-        self._list_limits = {
-            "stop": limits.max_stop_seqs_num,
-            "bad_words": limits.max_bad_words_num,
-            "stop_token_ids": limits.max_stop_token_ids,
-            "allowed_token_ids": limits.max_allowed_token_ids,
-        }
         self._seeds = random.Random(seed)
         self._bad_words: OrderedDict[tuple[tuple[str, ...], bool], BadWordsTable] = OrderedDict()
         pieces = tokenizer.token_bytes.pieces if tokenizer is not None else ()
@@ -332,14 +333,15 @@ class InputProcessor:
 
     def check_sizes(self, fields: Mapping[str, Any]) -> None:
         """Raises RequestError for parameters with too long a list: to be called before anything else reads the lists."""
-        for name, most in self._list_limits.items():
-            value = fields.get(name)
+        for name, option in _LIST_LIMITS.items():
+            value, most = fields.get(name), getattr(self._limits, option)
             if isinstance(value, list) and len(value) > most:
-                raise RequestError(f"{name} has {len(value)} entries; at most {most} are allowed", name, code="invalid_value")
+                message = f"{name} has {len(value)} entries; at most {most} are allowed ({option})"
+                raise RequestError(message, name, code="invalid_value")
 
     def _check_sampling(self, params: SamplingParams) -> None:
         """Limits of this engine and this model; SamplingParams has checked types and ranges."""
-        self.check_sizes({name: getattr(params, name) for name in self._list_limits})
+        self.check_sizes({name: getattr(params, name) for name in _LIST_LIMITS})
         for name in ("logprobs", "prompt_logprobs"):
             self._check_logprobs(name, getattr(params, name))
         for name in ("allowed_token_ids", "stop_token_ids", "logit_bias"):

@@ -28,15 +28,23 @@ class BodyBudget:
         self._settings = settings
         self.used = 0
 
-    def body(self, request: Request, max_bytes: int, max_values: int | None = None) -> Body:
-        """The request's body, whose bytes count until ``release_body``. ``max_values``: of JSON; None: it is something else."""
-        body = request.scope[_BODY] = Body(self, max_bytes, max_values)
+    def json(self, request: Request, max_values: int) -> Body:
+        """The request's body, of JSON with at most so many values. Its bytes count until ``release_body``."""
+        return self._body(request, Body(self, self._settings.max_body_bytes, "max_body_bytes", max_values))
+
+    def features(self, request: Request) -> Body:
+        """As ``json``, of features."""
+        return self._body(request, Body(self, self._settings.max_feature_bytes, "max_feature_bytes", None))
+
+    def _body(self, request: Request, body: Body) -> Body:
+        request.scope[_BODY] = body
         return body
 
     def charge(self, body: Body, size: int) -> None:
         """Raises: ApiError 503: other bodies have spent the budget."""
         if size and self.used > body.charged and self.used + size > self._settings.max_bytes_in_flight:
-            raise unavailable("too many large request bodies arrive at once", self._settings.retry_after)
+            message = "too many large request bodies arrive at once (max_bytes_in_flight)"
+            raise unavailable(message, self._settings.retry_after)
         self.used += size
         body.charged += size
 
@@ -44,11 +52,12 @@ class BodyBudget:
 class Body:
     """The bytes of one body as they arrive."""
 
-    def __init__(self, budget: BodyBudget, max_bytes: int, max_values: int | None) -> None:
+    def __init__(self, budget: BodyBudget, max_bytes: int, option: str, max_values: int | None) -> None:
+        """``option``: that of ``max_bytes``. ``max_values``: of JSON; None: it is something else."""
         self.data = bytearray()
         self.charged = 0
         self._num_values = 0
-        self._budget, self._max_bytes, self._max_values = budget, max_bytes, max_values
+        self._budget, self._max_bytes, self._option, self._max_values = budget, max_bytes, option, max_values
 
     async def read(self, request: Request) -> None:
         """Raises: ApiError: 413 too large, at once by its Content-Length, or too many values; 503 no room for it."""
@@ -73,7 +82,7 @@ class Body:
 
     def _check_size(self, size: int) -> None:
         if size > self._max_bytes:
-            message = f"the body is larger than {self._max_bytes} bytes"
+            message = f"the body is larger than {self._max_bytes} bytes ({self._option})"
             raise ApiError(413, message, code="body_too_large")
 
 
@@ -96,7 +105,7 @@ async def json_object(request: Request, settings: ServerSettings, budget: BodyBu
             out of range among it), too many values, nested too deeply, or not an object.
     """
     _check_content_type(request)
-    body = budget.body(request, settings.max_body_bytes, max_values)
+    body = budget.json(request, max_values)
     await body.read(request)
     value = _decode(body.data)
     body.data.clear()

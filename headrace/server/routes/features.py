@@ -88,7 +88,7 @@ async def _given(request: Request, state: Serving) -> tuple[bytearray | str, Mod
         check_content_encoding(request)
         modality: Any = request.query_params.get("modality", "image")
         _check_modality(modality)
-        body = state.bodies.body(request, state.settings.max_feature_bytes)
+        body = state.bodies.features(request)
         await body.read(request)
         return body.data, modality
     fields = await json_object(request, state.settings, state.bodies, state.max_json_values)

@@ -69,6 +69,10 @@ class EngineError(HeadraceError):
     """The engine failed; requests in flight are answered with this."""
 
 
+class RankLostError(EngineError):
+    """A tensor-parallel rank has ended or stands still. The cause is outside: a traceback of the engine would show nothing."""
+
+
 class EngineDeadError(EngineError):
     """The engine is not running (restarting, or stopped for good)."""
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,10 +12,12 @@ import typer
 
 from headrace.cli.options import ENGINE_OPTIONS, command
 from headrace.config import EngineArgs
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, EngineError
 from headrace.sources.locate import locate
 
 if TYPE_CHECKING:
+    import torch
+
     from headrace.multimodal.items import Picture
 
 OPTIONS = ENGINE_OPTIONS.changed("model", positional=False).only(
@@ -45,16 +49,44 @@ def encode(
     targets = [(output or path.parent) / f"{path.stem}.safetensors" for path in pictures]
     if len(set(targets)) < len(targets):
         raise ConfigError("two pictures would be written to one file", "FILE")
-    from safetensors.torch import save_file
-
+    for path, target in itertools.product(pictures, targets):
+        if target.exists() and path.samefile(target):
+            raise ConfigError(f"{path} is a picture, and features would replace it: choose another --output", "FILE")
     from headrace.engine.features import FeatureEncoder
 
     encoder = FeatureEncoder(args)
     loaded = zip(map(str, pictures), _loaded(args, pictures), strict=True)
     for path, target, tensors in zip(pictures, targets, encoder.encode(list(loaded)), strict=True):
-        save_file(tensors, target)
+        _write(tensors, target)
         rows, hidden = tensors["features"].shape
         typer.echo(f"{target}: {rows} tokens of {hidden} numbers, {path}")
+
+
+def _write(tensors: dict[str, torch.Tensor], target: Path) -> None:
+    """Replaces the file atomically: a full disk leaves an earlier one as it was."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    partial = target.with_name(target.name + ".partial")
+    try:
+        save_file(tensors, partial)
+        partial.replace(target)
+    except (OSError, SafetensorError) as error:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise EngineError(f"cannot write {target}: {getattr(error, 'strerror', None) or error}") from None
+
+
+def _read(path: Path, most: int) -> bytes:
+    """Raises: ConfigError: the file cannot be read, or is too large."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(most + 1)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}", "FILE") from None
+    if len(data) > most:
+        raise ConfigError(f"{path} has more than {most} bytes (--max-media-bytes)", "FILE")
+    return data
 
 
 def _loaded(args: EngineArgs, paths: list[Path]) -> list[Picture]:
@@ -64,7 +96,7 @@ def _loaded(args: EngineArgs, paths: list[Path]) -> list[Picture]:
     loader = MediaLoader(args)
 
     async def load() -> list[Picture]:
-        return [await loader.decoder.image(path.read_bytes(), str(path)) for path in paths]
+        return [await loader.decoder.image(_read(path, args.max_media_bytes), str(path)) for path in paths]
 
     try:
         return asyncio.run(load())

@@ -12,7 +12,6 @@ import numpy as np
 from headrace.config import StructuredOutputsConfig
 from headrace.constrain.limits import make_pool, parser_limits
 from headrace.constrain.matcher import GrammarMatcher
-from headrace.constrain.pool import CompilePool
 from headrace.constrain.vocabulary import GrammarVocabulary
 from headrace.core.request import Constraint
 from headrace.errors import RequestError
@@ -33,7 +32,7 @@ class GrammarCompiler:
         self.seconds = 0.0
         """Spent compiling, in all threads."""
         self._config = config
-        self._pool: CompilePool | None = None
+        self.pool = make_pool(config)
         self._cache: OrderedDict[str, Future[GrammarMatcher]] = OrderedDict()
         self._nbytes = 0
 
@@ -41,13 +40,11 @@ class GrammarCompiler:
         """The constraint's matcher at its start, for copies, or RequestError; and whether it was there already."""
         key = constraint.grammar
         found = self._cache.get(key)
-        if self._pool is None:
-            self._pool = make_pool(self._config)
         if found is not None:
             self._cache.move_to_end(key)
-            self._pool.share(tenant, found)
+            self.pool.share(tenant, found)
             return found, True
-        future = self._pool.submit(tenant, functools.partial(self._compile, constraint))
+        future = self.pool.submit(tenant, functools.partial(self._compile, constraint))
         self._cache[key] = future
         self._nbytes += _size(key)
         while self._nbytes > self._config.cache_bytes:
@@ -55,8 +52,7 @@ class GrammarCompiler:
         return future, False
 
     def close(self) -> None:
-        if self._pool is not None:
-            self._pool.close()
+        self.pool.close()
 
     def _compile(self, constraint: Constraint) -> GrammarMatcher:
         start = time.perf_counter()

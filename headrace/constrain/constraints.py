@@ -59,6 +59,12 @@ class Constraints:
         """Whether sequences wait for their matchers."""
         return bool(self._compiling)
 
+    def start_threads(self) -> None:
+        """Starts all threads that constraints need; otherwise the first ones do."""
+        if self._compiler is not None:
+            self._compiler.pool.start()
+            self._fillers()
+
     def check(self) -> None:
         """Raises: RequestError: this engine cannot hold constraints."""
         if self._compiler is None:
@@ -140,20 +146,24 @@ class Constraints:
         grammars = [matcher for matcher in matchers if isinstance(matcher, GrammarMatcher)]
         if len(grammars) < 2 or len(grammars) < len(matchers):
             return [matcher.fill(mask) for matcher, mask in zip(matchers, masks, strict=True)]
-        from llguidance import LLExecutor
         from llguidance.numpy import fill_next_token_bitmask_par
 
-        if self._executor is None:
-            self._executor = LLExecutor(max(1, min(_FILL_THREADS, (os.cpu_count() or 1) - 1)))
         own = np.empty((len(grammars), words(grammars[0].vocab_size)), dtype=np.int32)
         try:
-            fill_next_token_bitmask_par(self._executor, [(each.inner, row) for row, each in enumerate(grammars)], own)
+            fill_next_token_bitmask_par(self._fillers(), [(each.inner, row) for row, each in enumerate(grammars)], own)
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException:  # A panic of the library is no Exception, and concerns one row: which one?
             return [matcher.fill(mask) for matcher, mask in zip(matchers, masks, strict=True)]
         finish_masks(grammars, own, masks)
         return [matcher.error for matcher in grammars]
+
+    def _fillers(self) -> LLExecutor:
+        if self._executor is None:
+            from llguidance import LLExecutor
+
+            self._executor = LLExecutor(max(1, min(_FILL_THREADS, (os.cpu_count() or 1) - 1)))
+        return self._executor
 
 
 def _failure(message: str) -> Failure:

@@ -20,7 +20,6 @@ from headrace.constrain.compiler import compiled
 from headrace.constrain.compose import AnswerPlan, compose
 from headrace.constrain.limits import make_pool
 from headrace.constrain.parameters import HeldTool
-from headrace.constrain.pool import CompilePool
 from headrace.constrain.schema import Schema, SchemaError, SchemaOptions, narrow, refusal, subschemas
 from headrace.constrain.structural import structural_grammar
 from headrace.constrain.vocabulary import GrammarVocabulary
@@ -58,7 +57,8 @@ class GrammarFactory:
         self.config = config
         self._vocabulary = vocabulary
         self._bytes = GrammarVocabulary.of_bytes()
-        self._pool: CompilePool | None = None
+        self.pool = make_pool(config)
+        """Checks what requests hold; see ``prepare``."""
         self._lock = threading.Lock()
         self._cache: OrderedDict[bytes, Constraint | RequestError] = OrderedDict()
         self._nbytes = 0
@@ -113,13 +113,11 @@ class GrammarFactory:
     def _submitted(
         self, key: bytes, params: StructuredOutputsParams | None, plan: AnswerPlan | None, tenant: str
     ) -> Future[Constraint | RequestError]:
-        if self._pool is None:
-            self._pool = make_pool(self.config)
         future = self._pending.get(key)
         if future is not None:
-            self._pool.share(tenant, future)
+            self.pool.share(tenant, future)
             return future
-        future = self._pending[key] = self._pool.submit(tenant, functools.partial(self._outcome, key, params, plan))
+        future = self._pending[key] = self.pool.submit(tenant, functools.partial(self._outcome, key, params, plan))
         future.add_done_callback(lambda _: self._pending.pop(key))
         return future
 

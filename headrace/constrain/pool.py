@@ -5,8 +5,10 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, TypeVar
+
+from headrace.worker_threads import WorkerThreads
 
 T = TypeVar("T")
 
@@ -19,12 +21,16 @@ class CompilePool:
     """
 
     def __init__(self, threads: int) -> None:
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="grammar")
+        self._threads = WorkerThreads(threads, "grammar")
         self._lock = threading.Lock()
         self._work: dict[Future[Any], Callable[[], Any]] = {}
         """What no thread has begun."""
         self._queues: OrderedDict[str, dict[Future[Any], None]] = OrderedDict()
         """By tenant, the one whose turn is next first; none is empty."""
+
+    def start(self) -> None:
+        """Starts the threads, which the first work does otherwise. Raises: as ``WorkerThreads.start``."""
+        self._threads.start()
 
     def submit(self, tenant: str, work: Callable[[], T]) -> Future[T]:
         """Queues work for a tenant. Nothing cancels it."""
@@ -41,7 +47,7 @@ class CompilePool:
                 self._threads.submit(self._next)
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.close(wait=False)
 
     def _next(self) -> None:
         """Does the oldest work of the tenant whose turn it is."""

@@ -73,13 +73,15 @@ class Ingress:
     async def __call__(self, request: Request) -> Response:
         is_json = "json" in request.headers.get("content-type", "")
         max_values = (self._settings.max_json_values or MAX_JSON_VALUES) if is_json else None
+        body = self._bodies.json(request, max_values)
         try:
+            await body.read(request)
             # Held until it is answered: it may run again.
-            with self._bodies.body(self._settings.max_body_bytes, max_values) as body:
-                await body.read(request)
-                return await self._answered(request, bytes(body.data))
+            return await self._answered(request, bytes(body.data))
         except ApiError as error:
             return error.response(request.scope)
+        finally:
+            body.release()
 
     async def _answered(self, request: Request, body: bytes) -> Response:
         scope = request.scope

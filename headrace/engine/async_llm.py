@@ -107,6 +107,7 @@ class AsyncLLM:
             self._inputs = frontend.inputs(
                 self.args, vocab_size=info.vocab_size, max_model_len=info.max_model_len, media=info.media
             )
+            await asyncio.to_thread(self._inputs.prepare)
             self._frontend = frontend
             if self._inputs.answers is not None:
                 # Rendered here, not in the first request's time.

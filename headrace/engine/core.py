@@ -166,6 +166,10 @@ class EngineCore:
         for sequence, error in failed:
             self.scheduler.fail(sequence, error)
 
+    def start_threads(self) -> None:
+        """Starts all threads beside the steps, which otherwise the first requests that need them start."""
+        self._constraints.start_threads()
+
     def idle(self) -> bool:
         """Captures one CUDA graph unless requests are waiting. False: nothing was captured."""
         graphs = self.executor.graphs()

@@ -8,7 +8,7 @@ import random
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, TypeVar, cast
 
 import msgspec
@@ -26,6 +26,7 @@ from headrace.sampling_params import MAX_SEED, SamplingParams
 from headrace.text.bad_words import check_bad_words, compile_bad_words
 from headrace.text.content import ConversationMedia
 from headrace.text.stops import check_stops
+from headrace.worker_threads import WorkerThreads
 
 if TYPE_CHECKING:
     from headrace.multimodal.media import MediaLoader
@@ -68,6 +69,13 @@ _NUM_THREADS = 2
 """Requests that are prepared in threads at once; others wait in line."""
 _CHARACTERS_PER_TOKEN = 16
 _LEAST_PROMPT_CHARS = 1 << 20
+_LIST_LIMITS = {
+    "stop": "max_stop_seqs_num",
+    "bad_words": "max_bad_words_num",
+    "stop_token_ids": "max_stop_token_ids",
+    "allowed_token_ids": "max_allowed_token_ids",
+}
+"""Parameter -> the option that limits its length."""
 _GENERATION_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
@@ -119,25 +127,27 @@ class InputProcessor:
         self._limits = limits
         self._grammars = grammars if grammars is not None else GrammarFactory(StructuredOutputsConfig(), None)
         self._in_reasoning = self._grammars.config.enable_in_reasoning
-        self._list_limits = {
-            "stop": limits.max_stop_seqs_num,
-            "bad_words": limits.max_bad_words_num,
-            "stop_token_ids": limits.max_stop_token_ids,
-            "allowed_token_ids": limits.max_allowed_token_ids,
-        }
         self._seeds = random.Random(seed)
         self._bad_words: OrderedDict[tuple[tuple[str, ...], bool], BadWordsTable] = OrderedDict()
         pieces = tokenizer.token_bytes.pieces if tokenizer is not None else ()
         self._longest_piece = max((len(piece) for piece in pieces), default=1)
         self.max_prompt_chars = max_prompt_chars or max(_LEAST_PROMPT_CHARS, _CHARACTERS_PER_TOKEN * max_model_len)
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, "headrace-inputs")
-        self._media_threads = ThreadPoolExecutor(media_workers, "headrace-media-inputs", initializer=use_one_core)
+        self._threads = WorkerThreads(_NUM_THREADS, "inputs")
+        self._media_threads = WorkerThreads(media_workers, "media-inputs", initializer=use_one_core)
         self.media_ahead = 2 * media_workers
         """Prompts of a list whose media may be prepared before the first of them runs."""
 
+    def prepare(self) -> None:
+        """Does what the first requests would wait for: starts threads, reads certificates."""
+        self._threads.start()
+        self._grammars.pool.start()
+        if self.media is not None:
+            self._media_threads.start()
+            self.media.prepare()
+
     async def in_thread(self, work: Callable[[], T]) -> T:
         """Runs work for one request beside the event loop, in one of few threads; cancelled before its turn, it never runs."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        return await self._threads.run(work)
 
     @property
     def special_texts(self) -> Sequence[str]:
@@ -213,7 +223,7 @@ class InputProcessor:
         text = prompt.get("prompt") if isinstance(prompt, dict) and "prompt_token_ids" not in prompt else prompt
         slow = bool(params.bad_words) or (isinstance(text, str) and len(text) > _INLINE_CHARACTERS)
         if has_media(prompt):
-            return await asyncio.get_running_loop().run_in_executor(self._media_threads, make)
+            return await self._media_threads.run(make)
         return await self.in_thread(make) if slow else make()
 
     def request(
@@ -354,14 +364,15 @@ class InputProcessor:
 
     def check_sizes(self, fields: Mapping[str, Any]) -> None:
         """Raises RequestError for parameters with too long a list: to be called before anything else reads the lists."""
-        for name, most in self._list_limits.items():
-            value = fields.get(name)
+        for name, option in _LIST_LIMITS.items():
+            value, most = fields.get(name), getattr(self._limits, option)
             if isinstance(value, list) and len(value) > most:
-                raise RequestError(f"{name} has {len(value)} entries; at most {most} are allowed", name)
+                message = f"{name} has {len(value)} entries; at most {most} are allowed ({option})"
+                raise RequestError(message, name, code="invalid_value")
 
     def _check_sampling(self, params: SamplingParams) -> None:
         """Limits of this engine and this model; SamplingParams has checked types and ranges."""
-        self.check_sizes({name: getattr(params, name) for name in self._list_limits})
+        self.check_sizes({name: getattr(params, name) for name in _LIST_LIMITS})
         for name in ("logprobs", "prompt_logprobs"):
             self._check_logprobs(name, getattr(params, name))
         for name in ("allowed_token_ids", "stop_token_ids", "logit_bias"):

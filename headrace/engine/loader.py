@@ -163,6 +163,7 @@ def _check_alike(ranks: Agreement, config: EngineConfig) -> None:
 def load_core(args: EngineArgs, timeline: Timeline) -> tuple[EngineCore, EngineInfo]:
     """``load_engine`` for the engine process."""
     engine = load_engine(FileSource(args), timeline, capture_seconds=_CAPTURE_SECONDS)
+    engine.core.start_threads()
     return engine.core, engine.info
 
 

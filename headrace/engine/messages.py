@@ -116,6 +116,7 @@ class Fatal(msgspec.Struct, frozen=True, array_like=True, tag=True):
     message: str
     param: str | None
     traceback: str
+    """For the log; empty: the message says it all."""
 
 
 FromEngine = Starting | Ready | Accepted | Rejected | StepDeltas | Stats | CacheChanged | ControlReply | Fatal

@@ -28,7 +28,7 @@ from headrace.core.plan import SamplePlan, StepPlan, StepResult, encode_plan
 from headrace.engine.environment import visible_devices
 from headrace.engine.executor import Executor, Loaded
 from headrace.engine.spawn import PrivateFolder, child_environment
-from headrace.errors import ConfigError, EngineError
+from headrace.errors import ConfigError, EngineError, RankLostError
 from headrace.runner.graphs import GraphCount
 from headrace.weights.update import Named
 
@@ -236,7 +236,7 @@ class MultiprocessExecutor(Executor[int]):
             standing = [rank for rank in missing.values() if self._is_stopped(rank)]
             stopped = stopped + 1 if standing else 0
             if stopped >= _STOPPED_LOOKS:
-                raise self._broken(f"rank {standing[0]} was stopped by a signal")
+                raise self._broken(f"rank {standing[0]} was stopped by a signal", RankLostError)
             if timeout is not None and waited >= timeout:
                 ranks = " and ".join(str(rank) for rank in sorted(missing.values()))
                 raise self._broken(f"rank {ranks} did not finish a step within {timeout:g} s")
@@ -263,14 +263,15 @@ class MultiprocessExecutor(Executor[int]):
         try:
             status = self.processes[rank].wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
-            return self._broken(f"rank {rank} closed its connection")
-        return self._broken(f"rank {rank} ended with {f'signal {-status}' if status < 0 else f'status {status}'}")
+            return self._broken(f"rank {rank} closed its connection", RankLostError)
+        ended = f"signal {-status}" if status < 0 else f"status {status}"
+        return self._broken(f"rank {rank} ended with {ended}", RankLostError)
 
-    def _broken(self, why: str) -> EngineError:
+    def _broken(self, why: str, kind: type[EngineError] = EngineError) -> EngineError:
         """Ends all ranks, which may wait for each other."""
         for process in self.processes:
             process.kill()
-        return EngineError(why)
+        return kind(why)
 
 
 def start_ranks(args: EngineArgs, size: int) -> Loaded:

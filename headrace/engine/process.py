@@ -50,8 +50,9 @@ from headrace.engine.messages import (
 )
 from headrace.engine.spawn import remove_abandoned_folders
 from headrace.engine.timeline import Timeline, process_start
-from headrace.errors import ConfigError, EngineError, QueueFullError, RequestError
+from headrace.errors import ConfigError, EngineError, QueueFullError, RankLostError, RequestError
 from headrace.outputs import OutputDelta
+from headrace.worker_threads import use_no_tokenizer_threads
 
 logger = logging.getLogger("headrace.engine")
 
@@ -233,6 +234,9 @@ def serve(folder: Path, load: Load) -> int:
     except ConfigError as error:
         channel.send(Fatal("config", error.message, error.param, traceback.format_exc()))
         return 2
+    except RankLostError as error:
+        channel.send(Fatal("engine", str(error), None, ""))
+        return 1
     except Exception as error:
         kind: Literal["resources", "engine"] = "resources" if _lacks_resources(error) else "engine"
         channel.send(Fatal(kind, f"{type(error).__name__}: {error}", None, traceback.format_exc()))
@@ -277,6 +281,7 @@ def _die_with_parent(folder: Path) -> None:
 def main() -> int:
     from headrace.engine.loader import load_core
 
+    use_no_tokenizer_threads()
     return serve(Path(sys.argv[1]), load_core)
 
 

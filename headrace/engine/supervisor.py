@@ -312,7 +312,7 @@ class EngineSupervisor:
     def _cause(self, status: int) -> Death:
         starting = self._ready_at is None
         if self._fatal is not None:
-            if self._fatal.kind != "config":
+            if self._fatal.kind != "config" and self._fatal.traceback:
                 logger.error("the engine failed:\n%s", self._fatal.traceback)
             # The arguments worked once: what they lack now is memory, or files.
             return Death(self._fatal.message, "resources" if starting and self._fatal.kind != "engine" else "crash")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from queue import LifoQueue
 from typing import Any, Literal
 
@@ -16,6 +14,7 @@ from headrace.limited_process import EndedProcess, LimitedProcess, ProcessLimits
 from headrace.multimodal.decode import Decoded, DecodeJob, DecodeLimits
 from headrace.multimodal.fetch import refused
 from headrace.multimodal.items import Picture, Video
+from headrace.worker_threads import WorkerThreads
 
 _MODULE = "headrace.multimodal.decode_worker"
 
@@ -30,24 +29,24 @@ class MediaDecoder:
         for _ in range(workers):
             self._idle.put(LimitedProcess(_MODULE, process, "decodes pictures and videos"))
         self._workers = workers
-        self._threads = ThreadPoolExecutor(workers, "headrace-media")
+        self.threads = WorkerThreads(workers, "media")
 
     async def image(self, data: bytes, param: str) -> Picture:
         """Raises: RequestError: it is no picture that can be decoded within the limits; names ``param``."""
-        decoded = await asyncio.get_running_loop().run_in_executor(self._threads, self._decode, "image", data, param)
+        decoded = await self.threads.run(self._decode, "image", data, param)
         from PIL import Image
 
         return Picture(Image.fromarray(np.frombuffer(decoded.pixels, np.uint8).reshape(decoded.height, decoded.width, 3)))
 
     async def video(self, data: bytes, param: str) -> Video:
         """Raises: RequestError: it is no video that can be decoded within the limits; names ``param``."""
-        decoded = await asyncio.get_running_loop().run_in_executor(self._threads, self._decode, "video", data, param)
+        decoded = await self.threads.run(self._decode, "video", data, param)
         shape = (decoded.frames, decoded.height, decoded.width, 3)
         return Video(np.frombuffer(decoded.pixels, np.uint8).reshape(shape), _metadata(decoded))
 
     def close(self) -> None:
         """Ends the processes, once their jobs are done."""
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        self.threads.close(wait=True)
         for _ in range(self._workers):
             process = self._idle.get()
             process.close()

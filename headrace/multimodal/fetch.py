@@ -127,6 +127,11 @@ class Fetcher:
         self._loop: asyncio.AbstractEventLoop | None = None
         """Of the semaphore: Python's callers have a loop for each call."""
 
+    def prepare(self) -> None:
+        """Reads the certificates that the system trusts, which otherwise the first ``fetch`` does."""
+        if self._tls is None:
+            self._tls = httpcore.default_ssl_context()
+
     async def fetch(self, url: str, param: str) -> bytes:
         """The content that a URL names.
 
@@ -136,7 +141,7 @@ class Fetcher:
         if self._loop is not asyncio.get_running_loop():
             self._loop, self._places = asyncio.get_running_loop(), asyncio.Semaphore(_CONCURRENT)
         if self._tls is None:
-            self._tls = await asyncio.to_thread(httpcore.default_ssl_context)
+            await asyncio.to_thread(self.prepare)
         try:
             async with (
                 asyncio.timeout(self._timeout),

@@ -134,6 +134,11 @@ class MediaLoader:
                 most = f"at most {self._counts[part.modality]} {part.modality}s in a prompt (limit_mm_per_prompt)"
                 raise refused(part.param, f"this server takes {most}")
 
+    def prepare(self) -> None:
+        """Does what the first media would wait for. May take a tenth of a second."""
+        self.decoder.threads.start()
+        self._fetcher.prepare()
+
     def close(self) -> None:
         self.decoder.close()
 
@@ -171,7 +176,7 @@ class MediaLoader:
                 raise refused(param, "a data: URL has the form data:image/png;base64,...")
             data = self._decoded(body, param)
         elif scheme == "file:":
-            data = await asyncio.to_thread(self._file, url, param)
+            data = await self.decoder.threads.run(self._file, url, param)
         elif scheme == "http:" or url[:6].lower() == "https:":
             data = await self._fetcher.fetch(url, param)
         else:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 from fastapi import Request
+from starlette.types import Scope
 
 from headrace.errors import RequestError
 from headrace.server.errors import ApiError, shown, unavailable
 from headrace.server.settings import ServerSettings
 
+_BODY = "headrace.body"
+"""Key of the scope: the request's body while its bytes count."""
 _MAX_CONTENT_TYPE = 256
 _CHARSET = re.compile(r'charset\s*=\s*"?([^\s;"]+)')
 _SMALL_BODY = 64 * 2**10
@@ -21,25 +22,31 @@ _SMALL_BODY = 64 * 2**10
 
 
 class BodyBudget:
-    """The bytes of request bodies that the server holds, over all connections."""
+    """The bytes of request bodies that the server holds, over all connections, until the engine's requests are made of them:
+    bodies that wait for a thread take memory too, also after their clients have left."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self._settings = settings
         self.used = 0
 
-    @contextmanager
-    def body(self, max_bytes: int, max_values: int | None = None) -> Iterator[Body]:
-        """A body whose bytes count until the block is left. ``max_values``: of JSON; None: it is something else."""
-        body = Body(self, max_bytes, max_values)
-        try:
-            yield body
-        finally:
-            self.used -= body.charged
+    def json(self, request: Request, max_values: int | None) -> Body:
+        """The request's body, of JSON with at most so many values (None: it is something else). Its bytes count until
+        ``release_body``."""
+        return self._body(request, Body(self, self._settings.max_body_bytes, "max_body_bytes", max_values))
+
+    def features(self, request: Request) -> Body:
+        """As ``json``, of features."""
+        return self._body(request, Body(self, self._settings.max_feature_bytes, "max_feature_bytes", None))
+
+    def _body(self, request: Request, body: Body) -> Body:
+        request.scope[_BODY] = body
+        return body
 
     def charge(self, body: Body, size: int) -> None:
         """Raises: ApiError 503: other bodies have spent the budget."""
         if size and self.used > body.charged and self.used + size > self._settings.max_bytes_in_flight:
-            raise unavailable("too many large request bodies arrive at once", self._settings.retry_after)
+            message = "too many large request bodies arrive at once (max_bytes_in_flight)"
+            raise unavailable(message, self._settings.retry_after)
         self.used += size
         body.charged += size
 
@@ -47,11 +54,12 @@ class BodyBudget:
 class Body:
     """The bytes of one body as they arrive."""
 
-    def __init__(self, budget: BodyBudget, max_bytes: int, max_values: int | None) -> None:
+    def __init__(self, budget: BodyBudget, max_bytes: int, option: str, max_values: int | None) -> None:
+        """``option``: that of ``max_bytes``. ``max_values``: of JSON; None: it is something else."""
         self.data = bytearray()
         self.charged = 0
         self._num_values = 0
-        self._budget, self._max_bytes, self._max_values = budget, max_bytes, max_values
+        self._budget, self._max_bytes, self._option, self._max_values = budget, max_bytes, option, max_values
 
     async def read(self, request: Request) -> None:
         """Raises: ApiError: 413 too large, at once by its Content-Length, or too many values; 503 no room for it."""
@@ -69,10 +77,23 @@ class Body:
             self._budget.charge(self, max(0, size - _SMALL_BODY) - self.charged)
             self.data += chunk
 
+    def release(self) -> None:
+        """Gives back what it has charged. May be called again."""
+        self._budget.used -= self.charged
+        self.charged = 0
+
     def _check_size(self, size: int) -> None:
         if size > self._max_bytes:
-            message = f"the body is larger than {self._max_bytes} bytes"
+            message = f"the body is larger than {self._max_bytes} bytes ({self._option})"
             raise ApiError(413, message, code="body_too_large")
+
+
+def release_body(scope: Scope) -> None:
+    """Ends the account of the request's body, if there is one: when its content is in requests of the engine, and at the end
+    of every request."""
+    body: Body | None = scope.get(_BODY)
+    if body is not None:
+        body.release()
 
 
 async def json_object(request: Request, settings: ServerSettings, budget: BodyBudget, max_values: int) -> dict[str, Any]:
@@ -86,9 +107,10 @@ async def json_object(request: Request, settings: ServerSettings, budget: BodyBu
         RequestError: not UTF-8, not JSON (NaN and numbers out of range among it), nested too deeply, or not an object.
     """
     _check_content_type(request)
-    with budget.body(settings.max_body_bytes, max_values) as body:
-        await body.read(request)
-        value = _decode(body.data)
+    body = budget.json(request, max_values)
+    await body.read(request)
+    value = _decode(body.data)
+    body.data.clear()
     if not isinstance(value, dict):
         raise RequestError("the body must be a JSON object", code="invalid_json")
     return {name: item for name, item in value.items() if item is not None}

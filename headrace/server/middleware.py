@@ -14,6 +14,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from headrace.server.body import release_body
 from headrace.server.errors import ApiError, api_error, shown
 from headrace.server.state import Serving
 
@@ -67,6 +68,7 @@ class Observe:
                 if not status:
                     await api_error(error, self._serving.settings.retry_after).response(scope)(scope, receive, send_marked)
             finally:
+                release_body(scope)
                 self._record(scope, status or CLIENT_GONE, time.monotonic() - started, request_id)
 
     def _record(self, scope: Scope, status: int, seconds: float, request_id: str) -> None:

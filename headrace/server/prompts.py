@@ -43,7 +43,7 @@ def parse_prompts(value: Any, most: int) -> list[str | list[int]]:
         raise RequestError("prompt is an empty list", "prompt")
     if isinstance(value[0], int):
         return [_token_ids("prompt", value)]
-    limit("prompt", len(value), most)
+    limit("prompt", len(value), most, "max_prompts")
     if isinstance(value[0], str):
         for index, text in enumerate(value):
             if not isinstance(text, str):
@@ -168,7 +168,7 @@ async def render_messages(
 ) -> RenderedChat:
     """The prompt of a conversation. Raises: RequestError (400), naming the message and its field at fault."""
     if isinstance(body.messages, list):
-        limit("messages", len(body.messages), serving.settings.max_messages)
+        limit("messages", len(body.messages), serving.settings.max_messages, "max_messages")
     for name in ("messages", "chat_template_kwargs", "mm_processor_kwargs"):
         _check_values(name, getattr(body, name), serving.settings.max_chat_values)
     _check_values("tools", list(tools), serving.settings.max_chat_values)
@@ -243,7 +243,7 @@ def _check_values(name: str, value: Any, most: int) -> None:
         if isinstance(value, (dict, list)):
             found += len(value)
             if found > most:
-                raise RequestError(f"{name} has more than {most} values, nested ones included", name)
+                raise RequestError(f"{name} has more than {most} values, nested ones included (max_chat_values)", name)
             left.extend(value.values() if isinstance(value, dict) else value)
 
 
@@ -264,7 +264,8 @@ def check_prompt_logprobs(serving: Serving, requests: Sequence[Request], copies:
     total, most = tokens * (count + 1) * copies, serving.settings.max_prompt_logprobs
     if total > most:
         message = (
-            f"{tokens} prompt tokens with {count} + 1 logprobs each, {copies} times, are {total}; at most {most} are allowed"
+            f"{tokens} prompt tokens with {count} + 1 logprobs each, {copies} times, are {total}; at most {most} are allowed "
+            "(max_prompt_logprobs)"
         )
         raise RequestError(message, "prompt_logprobs")
 

@@ -60,7 +60,8 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         if len(self.connections) > self._settings.max_connections:
             self._discarding = True
-            self._answer(unavailable("the server has as many connections as it takes", self._settings.retry_after))
+            message = "the server has as many connections as it takes (max_connections)"
+            self._answer(unavailable(message, self._settings.retry_after))
             transport.close()
         else:
             self._await_client()
@@ -113,7 +114,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_url(url)
         limit = self._settings.max_url_bytes
         if len(self.url) > limit:
-            self._refusal = ApiError(414, f"the URL is larger than {limit} bytes", code="url_too_large")
+            self._refusal = ApiError(414, f"the URL is larger than {limit} bytes (max_url_bytes)", code="url_too_large")
             raise self._refusal
         self._count(len(url))
 
@@ -144,7 +145,8 @@ class LimitedProtocol(HttpToolsProtocol):
     def _check_head(self, size: int) -> None:
         limit = self._settings.max_header_bytes
         if size > limit:
-            self._refusal = ApiError(431, f"the request's headers are larger than {limit} bytes", code="headers_too_large")
+            message = f"the request's headers are larger than {limit} bytes (max_header_bytes)"
+            self._refusal = ApiError(431, message, code="headers_too_large")
             raise self._refusal
 
     # Requests.
@@ -237,8 +239,8 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._state == "idle" or (self._state == "body" and self.cycle.response_started):
             self.transport.close()
         else:
-            part = "headers" if self._state == "head" else "body"
-            self._refuse(ApiError(408, f"the request's {part} did not arrive in time", code="request_timeout"))
+            part, option = ("headers", "header_timeout") if self._state == "head" else ("body", "body_timeout")
+            self._refuse(ApiError(408, f"the request's {part} did not arrive in time ({option})", code="request_timeout"))
 
     def _probe(self, elapsed: float) -> None:
         """Send a half-closed client an interim response. If the client has left altogether, its machine resets the

@@ -24,6 +24,7 @@ from headrace.server.app import build_app
 from headrace.server.protocol import LimitedProtocol
 from headrace.server.settings import ServerSettings
 from headrace.server.state import Serving
+from headrace.worker_threads import use_no_tokenizer_threads
 
 if TYPE_CHECKING:
     from headrace.engine.async_llm import AsyncLLM
@@ -74,6 +75,7 @@ def run(llm: AsyncLLM, settings: ServerSettings) -> None:
         ConfigError: the engine cannot be built from its arguments, or the address cannot be listened on.
         EngineError: the engine did not start.
     """
+    use_no_tokenizer_threads()
     if settings.tls_cert is not None and settings.tls_key is not None:
         _check_certificate(settings.tls_cert, settings.tls_key)
     sockets = listen(settings)

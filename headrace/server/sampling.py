@@ -83,16 +83,16 @@ def _params(body: GenerationBody, fields: dict[str, Any], serving: Serving) -> S
         fields["detokenize"] = False
     serving.llm.inputs.check_sizes(fields)
     if isinstance(bias := fields.get("logit_bias"), dict):
-        limit("logit_bias", len(bias), serving.settings.max_logit_bias)
+        limit("logit_bias", len(bias), serving.settings.max_logit_bias, "max_logit_bias")
     params = serving.model.defaults.replace(from_json(SamplingParams, folded(fields)))
     if body.stream and "prompt_logprobs" in fields:
         message = "prompt_logprobs is not supported with stream: true"
         raise RequestError(message, "prompt_logprobs", code="unsupported_parameter")
-    limit("n", params.n, serving.settings.max_n)
+    limit("n", params.n, serving.settings.max_n, "max_n")
     return params
 
 
-def limit(name: str, value: int, most: int) -> None:
-    """Raises RequestError if a number, or the length of a list, is above a limit of the server."""
+def limit(name: str, value: int, most: int, option: str) -> None:
+    """Raises RequestError if a number, or the length of a list, is above what an option of the server allows."""
     if value > most:
-        raise RequestError(f"{name}: {value} is above the limit of {most}", name)
+        raise RequestError(f"{name}: {value} is above the limit of {most} ({option})", name)

@@ -77,8 +77,8 @@ class ServerSettings:
     max_body_bytes: Annotated[int, OptionSpec(min=1, size=True, default="16MiB")] = 16 * 2**20
     """Maximum size of a request body: 16MiB, or bytes. A larger body is refused before it is read."""
     max_bytes_in_flight: Annotated[int, OptionSpec(min=1, size=True, default="128MiB")] = 128 * 2**20
-    """Maximum size of all request bodies that are being received or decoded, counted as they arrive. While it is reached,
-    bodies above 64KiB are refused with HTTP 503; one alone is always taken."""
+    """Maximum size of all request bodies that are being received or made into requests of the engine, counted as they arrive.
+    While it is reached, bodies above 64KiB are refused with HTTP 503; one alone is always taken."""
     max_json_values: Annotated[
         int | None, OptionSpec(min=1, default="400000, or twice the model's context length if that is more")
     ] = None

@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from headrace.errors import RequestError
+from headrace.server.body import release_body
 from headrace.server.errors import JSON, ApiError, api_error
 from headrace.server.generation import Generation, Piece, cancel_on_disconnect, cancelled
 from headrace.server.schema import GenerationBody
@@ -139,6 +140,7 @@ async def respond(request: Request, serving: Serving, generation: Generation, an
     """The response to a request whose generation has not begun."""
     if (session := request.headers.get(SESSION_HEADER)) is not None:
         generation.of_session(session)
+    release_body(request.scope)
     if stream:
         try:
             await cancel_on_disconnect(serving, request.receive, generation.begin())

@@ -121,6 +121,5 @@ def check_stops(stops: Sequence[str], limits: SamplingLimits) -> None:
     for stop in stops:
         if len(stop) > limits.stop_seqs_max_len:
             most = limits.stop_seqs_max_len
-            raise RequestError(
-                f"stop has a string of {len(stop)} characters; at most {most} are allowed: {stop[:40]!r}", "stop"
-            )
+            long = f"stop has a string of {len(stop)} characters"
+            raise RequestError(f"{long}; at most {most} are allowed (stop_seqs_max_len): {stop[:40]!r}", "stop")

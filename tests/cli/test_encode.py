@@ -6,8 +6,10 @@ import base64
 import json
 from pathlib import Path
 
+import pytest
 from multimodal.media import encoded, noise
 from multimodal.test_pictures import served
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
@@ -36,16 +38,36 @@ def test_features_are_what_the_encoder_makes_of_the_picture(tmp_path: Path) -> N
 def test_mistakes(tmp_path: Path) -> None:
     picture = tmp_path / "a.png"
     picture.write_bytes(b"no picture")
+    misnamed = tmp_path / "b.safetensors"
+    misnamed.write_bytes(encoded(noise(50, 40)))
     folder = str(served("qwen2_5_vl").folder)
     for words, expected in (
         ([str(tmp_path / "missing.png")], "there is no file"),
         ([str(picture), "--output", str(picture)], "there is no directory"),
         ([str(picture), str(picture)], "one file"),
         ([str(picture)], "is no picture"),
+        ([str(picture), "--max-media-bytes", "9"], "a.png has more than 9 bytes (--max-media-bytes)"),
+        ([str(misnamed)], "features would replace it"),
+        ([str(picture), str(misnamed)], "features would replace it"),
     ):
         result = CliRunner().invoke(app, ["encode", "--model", folder, *words])
         assert result.exit_code == 2, result.output
         assert expected in " ".join(result.output.split())
+
+
+def test_a_disk_that_is_full_is_one_line_and_the_earlier_file_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(tensors: object, path: Path) -> None:
+        path.write_bytes(b"half")
+        raise SafetensorError("No space left on device (os error 28)")
+
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    (tmp_path / "a.png").write_bytes(encoded(noise(50, 40)))
+    (tmp_path / "a.safetensors").write_bytes(b"earlier")
+    result = CliRunner().invoke(app, ["encode", "--model", str(served("qwen2_5_vl").folder), str(tmp_path / "a.png")])
+    assert result.exit_code == 1, result.output
+    assert "a.safetensors: No space left on device" in "".join(result.output.split("\n"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.png", "a.safetensors"]
+    assert (tmp_path / "a.safetensors").read_bytes() == b"earlier"
 
 
 def test_doctor_says_how_many_tokens_a_picture_takes() -> None:

@@ -67,7 +67,7 @@ async def healthy(llm: AsyncLLM, wanted: bool) -> None:
         await asyncio.sleep(0.02)
 
 
-def test_a_killed_rank_in_idle_prefill_and_decode(folder: Path) -> None:
+def test_a_killed_rank_in_idle_prefill_and_decode(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def work() -> None:
         async with AsyncLLM(args_of(folder)) as llm:
             first = await tokens(llm)
@@ -104,6 +104,8 @@ def test_a_killed_rank_in_idle_prefill_and_decode(folder: Path) -> None:
         await gone([*processes, *last])
 
     asyncio.run(asyncio.wait_for(work(), PATIENCE))
+    assert "rank 1 ended with signal 9" in caplog.text
+    assert "Traceback" not in caplog.text
 
 
 def test_a_stopped_rank_and_a_killed_engine(folder: Path) -> None:

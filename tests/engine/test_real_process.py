@@ -18,10 +18,16 @@ from headrace.config import EngineArgs
 from headrace.engine.info import Progress
 from headrace.errors import ConfigError
 from headrace.outputs import RequestOutput
+from headrace.sampling_params import StructuredOutputsParams
 
 
 async def rest(stream: AsyncIterator[RequestOutput]) -> RequestOutput:
     return [output async for output in stream][-1]
+
+
+def thread_counts(llm: AsyncLLM) -> list[int]:
+    """Threads of this process and of the engine's."""
+    return [len(os.listdir(f"/proc/{pid}/task")) for pid in (os.getpid(), llm.engine_pid)]
 
 
 async def collect(llm: AsyncLLM, prompt: Any, params: SamplingParams) -> RequestOutput:
@@ -40,6 +46,11 @@ def test_serves_dies_and_serves_the_same_again(tiny_folder: Path) -> None:
             assert llm.info.num_blocks == [101] and "GOMP_SPINCOUNT" in llm.info.environment["waiting threads"]
             first = await collect(llm, "hello", params)
             assert [len(sample.token_ids) for sample in first.outputs] == [20, 20]
+            threads = thread_counts(llm)
+            constrained = SamplingParams(max_tokens=4, n=2, structured_outputs=StructuredOutputsParams(regex="[a-z]+"))
+            others = [constrained, SamplingParams(max_tokens=4, bad_words=["xyz"])] * 4
+            await asyncio.gather(*(collect(llm, "hello", other) for other in others))
+            assert thread_counts(llm) == threads
             streams = [llm.generate(f"prompt {i}", endless) for i in range(6)]
             await asyncio.gather(*map(anext, streams))
             os.kill(llm.engine_pid or 0, signal.SIGKILL)

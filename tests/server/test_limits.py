@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import contextlib
 import json
 import logging
+import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -244,12 +247,41 @@ def test_bodies_in_flight_share_a_budget() -> None:
             last.send(post(b"", length=size) + b" " * (size - 1))
             found = last.answer()
             assert (found.status, found.headers["retry-after"]) == (503, "7")
+            assert "(max_bytes_in_flight)" in found.json()["error"]["message"]
             assert bodies.used <= limits.max_bytes_in_flight
             answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x" * 300})
             assert answer.status_code == 200, "small bodies pass beside the budget"
         wait_for(lambda: bodies.used == 0)
         assert httpx.post(f"{server.url}/tokenize", json={"prompt": "x" * (size - 100)}).status_code == 200
-        assert bodies.used == 0
+        wait_for(lambda: bodies.used == 0)
+
+
+def test_bodies_that_wait_for_a_thread_count_also_when_their_clients_have_left() -> None:
+    size, gate = 2**20, threading.Event()
+    llm, limits = FakeLLM(), ServerSettings(max_bytes_in_flight=3 * 2**20)
+    with running(llm, limits) as server, concurrent.futures.ThreadPoolExecutor(2) as clients:
+        bodies = server.app.state.serving.bodies
+        text = {"prompt": "x" * size}
+        busy = [clients.submit(asyncio.run, llm.inputs.in_thread(gate.wait)) for _ in range(2)]
+        try:
+            for count in (1, 2, 3):
+                with RawClient(server.url) as client:
+                    client.send(post(json.dumps(text).encode(), path="/tokenize"))
+                    wait_for(lambda count=count: bodies.used > count * (size - 64 * 2**10))
+            assert httpx.post(f"{server.url}/tokenize", json=text).status_code == 503
+        finally:
+            gate.set()
+        assert [job.result() for job in busy] == [True, True]
+        wait_for(lambda: bodies.used == 0)
+        assert httpx.post(f"{server.url}/tokenize", json=text).status_code in (200, 400)
+
+
+def test_a_running_request_gives_its_body_back() -> None:
+    with running(FakeLLM(step=0.02), ServerSettings()) as server:
+        bodies = server.app.state.serving.bodies
+        body = {"prompt": "Hi", "stream": True, "user": "x" * 2**18}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as response:
+            assert response.status_code == 200 and bodies.used == 0
 
 
 def test_one_body_alone_is_taken_whatever_the_budget() -> None:
@@ -317,6 +349,38 @@ def test_a_prompt_of_the_whole_context_as_token_ids_is_never_too_many_values() -
     assert "400000 JSON values" in error(refused, 413)["message"]
     llm.info = msgspec.structs.replace(llm.info, max_model_len=500_000)
     assert error(Api(llm).complete(**body))["code"] == "context_length_exceeded"
+
+
+MESSAGE = {"role": "user", "content": "Hi"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "option"),
+    [
+        ("/tokenize", {"prompt": "ab " * 400_000}, "max_prompt_chars"),
+        ("/detokenize", {"tokens": [5] * 300_000}, "max_json_values"),
+        ("/v1/completions", {"prompt": "a" * 2_000_000}, "max_body_bytes"),
+        ("/v1/completions", {"prompt": ["a"] * 5}, "max_prompts"),
+        ("/v1/completions", {"prompt": "a", "n": 5}, "max_n"),
+        ("/v1/completions", {"prompt": ["a"] * 4, "n": 4}, "max_choices"),
+        ("/v1/completions", {"prompt": "a", "stop": ["a"] * 1001}, "max_stop_seqs_num"),
+        ("/v1/completions", {"prompt": "a", "stop": ["a" * 65]}, "stop_seqs_max_len"),
+        ("/v1/completions", {"prompt": "a", "bad_words": ["a"] * 1001}, "max_bad_words_num"),
+        ("/v1/completions", {"prompt": "a", "stop_token_ids": [1] * 2000}, "max_stop_token_ids"),
+        ("/v1/completions", {"prompt": "a", "allowed_token_ids": [1] * 70_000}, "max_allowed_token_ids"),
+        ("/v1/completions", {"prompt": "a", "logit_bias": {"1": 1, "2": 1}}, "max_logit_bias"),
+        ("/v1/completions", {"prompt": "a" * 90, "prompt_logprobs": 20, "n": 4}, "max_prompt_logprobs"),
+        ("/v1/completions", {"prompt": "a", "logprobs": 21}, "max_logprobs"),
+        ("/v1/chat/completions", {"messages": [MESSAGE] * 5}, "max_messages"),
+        ("/v1/chat/completions", {"messages": [MESSAGE], "chat_template_kwargs": {"x": [0] * 99}}, "max_chat_values"),
+    ],
+)
+def test_a_refusal_is_a_line_that_names_the_option(path: str, body: dict[str, Any], option: str) -> None:
+    most = {"max_prompts": 4, "max_n": 4, "max_choices": 10, "max_logit_bias": 1, "max_messages": 4, "max_chat_values": 50}
+    api = Api(FakeLLM(), ServerSettings(max_body_bytes=1_500_000, max_json_values=150_000, max_prompt_logprobs=5000, **most))
+    message = api.post(path, body).json()["error"]["message"]
+    assert f"({option})" in message, message
+    assert "\n" not in message
 
 
 def test_every_limit_is_documented() -> None:

@@ -1,7 +1,8 @@
 """A server under attack for as long as it takes: ``make soak``.
 
 SOAK_SCALE shortens or lengthens it; 1, the default, is 100,000 fuzzed requests, 1,000 kills of the engine and 30 minutes of
-mixed load. Memory, descriptors, threads, processes, temporary files and KV blocks must be back where they were.
+mixed load, and a part of it on replicas and on tensor-parallel ranks. Memory, descriptors, threads, processes, temporary
+files and KV blocks must be back where they were.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ SCALE = float(os.environ.get("SOAK_SCALE", "1"))
 AT_ONCE = 24
 ANSWER_SECONDS = 60.0
 GREEDY = {"prompt": "the bystander", "max_tokens": 64, "temperature": 0, "ignore_eos": True, "stream": True}
+
+REPLICAS = ("--data-parallel-size", "2")
+RANKS = ("--tensor-parallel-size", "2")
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(4 * 3600)]
 
@@ -71,15 +75,18 @@ def test_fuzzed_requests(soaked: SoakedServer) -> None:
             return await crowd(count, one)
 
     asyncio.run(run(int(5_000 * SCALE)))
-    before = soaked.holdings()
+    before = soaked.warm()
     counts = asyncio.run(run(int(95_000 * SCALE)))
     print(f"\nfuzzed requests by status: {dict(counts)}")
     assert {"200", "400"} <= counts.keys()
     assert soaked.holdings().grown_since(before) == []
 
 
-def test_kills(soaked: SoakedServer) -> None:
-    """The engine is killed at a random step, again and again: each request is answered, and the server comes back."""
+@pytest.mark.parametrize(
+    ("soaked", "kills"), [((), 1_000), (REPLICAS, 50), (RANKS, 50)], ids=["engine", "replica", "rank"], indirect=["soaked"]
+)
+def test_kills(soaked: SoakedServer, kills: int) -> None:
+    """An engine's process is killed at a random step, again and again: each request is answered, and the server comes back."""
     chance = random.Random(2)
     serial = iter(range(10**9))
     answers: Counter[str] = Counter()
@@ -96,19 +103,18 @@ def test_kills(soaked: SoakedServer) -> None:
         async with client(soaked) as http:
             tasks = [asyncio.create_task(one(http)) for _ in range(8)]
             await asyncio.sleep(chance.uniform(0, 0.5))
-            engine = soaked.engine()
             with contextlib.suppress(psutil.NoSuchProcess):
-                if engine is not None:
-                    engine.send_signal(signal.SIGKILL)
+                if engines := soaked.engines():
+                    chance.choice(engines).send_signal(signal.SIGKILL)
             await asyncio.wait_for(asyncio.gather(*tasks), ANSWER_SECONDS)
         await asyncio.to_thread(soaked.idle)
         # Deaths that no served request separates count as a crash loop.
         assert httpx.post(f"{soaked.url}/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code == 200
 
     asyncio.run(kill_once())
-    before = soaked.holdings()
+    before = soaked.warm()
     waits = []
-    for _ in range(max(1, int(1_000 * SCALE))):
+    for _ in range(max(1, int(kills * SCALE))):
         start = time.monotonic()
         asyncio.run(kill_once())
         waits.append(time.monotonic() - start)
@@ -118,7 +124,10 @@ def test_kills(soaked: SoakedServer) -> None:
     assert soaked.holdings().grown_since(before) == []
 
 
-def test_hostile_load(soaked: SoakedServer) -> None:
+@pytest.mark.parametrize(
+    ("soaked", "minutes"), [((), 30), (REPLICAS, 5), (RANKS, 5)], ids=["engine", "replicas", "ranks"], indirect=["soaked"]
+)
+def test_hostile_load(soaked: SoakedServer, minutes: float) -> None:
     """A bystander's stream goes on beside all of it, with the same tokens as alone."""
     chance = random.Random(3)
     address = urlsplit(soaked.url)
@@ -175,10 +184,10 @@ def test_hostile_load(soaked: SoakedServer) -> None:
                     group.create_task(attacker())
         return count
 
-    asyncio.run(run(120 * SCALE))
-    before = soaked.holdings()
+    asyncio.run(run(4 * minutes * SCALE))
+    before = soaked.warm()
     longest = 0.0
-    count = asyncio.run(run(1_680 * SCALE))
+    count = asyncio.run(run(56 * minutes * SCALE))
     print(f"\n{count} streams of a bystander, longest pause {longest:.2f} s; {before}")
     assert count
     assert soaked.holdings().grown_since(before) == []

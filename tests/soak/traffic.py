@@ -9,18 +9,21 @@ from typing import Any
 
 import httpx
 
+from headrace.server.fields import FIELDS
+
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
-PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
 ODD = [
     *(None, True, False, "", "a", "\x00", "é\ud800", "nan", "x" * 3000, [], {}, [[]], [None], {"a": {}}, ["a"] * 40),
     *(-1, 0, 1, 2**31, 2**63, -(2**63), 2**70, 0.0, -0.0, 5e-324, 1e-38, 3.4e38, 1e300, -1e300, 0.5, list(range(300))),
 ]
-FIELDS = [
-    *("model", "prompt", "messages", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "n", "stop"),
-    *("stop_token_ids", "bad_words", "allowed_token_ids", "logit_bias", "frequency_penalty", "presence_penalty", "logprobs"),
-    *("repetition_penalty", "prompt_logprobs", "top_logprobs", "echo", "stream", "stream_options", "ignore_eos", "priority"),
-    *("cache_salt", "chat_template_kwargs", "add_generation_prompt", "continue_final_message", "return_token_ids", "tools"),
-    *("response_format", "logprobs_mode", "text", "tokens", "add_special_tokens", "no_such_field"),
+NAMES = sorted({rule.name for rule in FIELDS} | {"messages", "tokens", "text", "data", "modality", "no_such_field"})
+CONSTRAINTS: list[dict[str, Any]] = [
+    {"response_format": {"type": "json_object"}},
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object", "a": [{}] * 50}}}},
+    {"structured_outputs": {"regex": "(a|b)*c{1,900}"}},
+    {"structured_outputs": {"choice": ["yes", "no"]}},
+    {"structured_outputs": {"grammar": "start: start start"}},
+    {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}], "tool_choice": "auto"},
 ]
 
 
@@ -41,22 +44,32 @@ def plausible(chance: random.Random) -> dict[str, Any]:
     return {name: fields[name] for name in chance.sample(sorted(fields), chance.randint(1, len(fields)))}
 
 
+def served(chance: random.Random) -> tuple[str, dict[str, Any]]:
+    """(path, body) of a request without faults."""
+    text = "".join(chance.choice("abcdef \n") for _ in range(chance.randint(1, 200)))
+    messages = [{"role": "user", "content": text}]
+    return chance.choice(
+        [
+            ("/v1/completions", {"prompt": text, "max_tokens": 4} | plausible(chance)),
+            ("/v1/completions", {"prompt": text, "max_tokens": 4} | plausible(chance)),
+            ("/v1/chat/completions", {"messages": messages, "max_tokens": 4} | plausible(chance)),
+            ("/v1/messages", {"messages": messages, "max_tokens": 4}),
+            ("/v1/messages/count_tokens", {"messages": messages}),
+            ("/v1/responses", {"input": text, "max_output_tokens": 4}),
+            ("/tokenize", {"prompt": text}),
+            ("/detokenize", {"tokens": [chance.randrange(256) for _ in range(5)]}),
+            ("/v1/features", {"modality": "image", "data": "AAAA"}),
+        ]
+    )
+
+
 def fuzzed(chance: random.Random) -> tuple[str, bytes]:
     """(path, body): a request with some fields that are wrong, or a body that is no request."""
-    path = chance.choice(PATHS)
-    text = "".join(chance.choice("abcdef \n") for _ in range(chance.randint(1, 200)))
-    body: dict[str, Any] = {"max_tokens": 4}
-    match path:
-        case "/v1/chat/completions":
-            body["messages"] = [{"role": "user", "content": text}]
-        case "/detokenize":
-            body = {"tokens": [chance.randrange(300) for _ in range(5)]}
-        case _:
-            body["prompt"] = text
-    if path.startswith("/v1"):
-        body |= plausible(chance)
+    path, body = served(chance)
+    if path.startswith("/v1") and chance.random() < 0.1:
+        body |= chance.choice(CONSTRAINTS)
     for _ in range(chance.choice([0, 1, 1, 2, 3])):
-        body[chance.choice(FIELDS)] = chance.choice(ODD)
+        body[chance.choice(NAMES)] = chance.choice(ODD)
     encoded = json.dumps(body, ensure_ascii=True).encode()
     if chance.random() < 0.05:
         broken = bytearray(encoded)

@@ -44,7 +44,8 @@ async def _engine_requests(
     with named(completion_names(body)):
         params = completion_params(body, state)
         if len(prompts) * params.n > (most := state.settings.max_choices):
-            raise RequestError(f"{len(prompts)} prompts with n = {params.n} make more than {most} choices", "n")
+            message = f"{len(prompts)} prompts with n = {params.n} make more than {most} choices (max_choices)"
+            raise RequestError(message, "n")
         for index, prompt in enumerate(prompts):
             request = await state.llm.inputs.request_async(
                 await state.llm.inputs.in_thread(partial(engine_prompt, state, prompt, body))

@@ -56,7 +56,7 @@ async def upload(request: Request) -> Response:
     def read() -> Features:
         from headrace.multimodal.feature_file import read_features
 
-        content = data if isinstance(data, bytes) else _decoded(data, state.settings.max_feature_bytes)
+        content = _decoded(data, state.settings.max_feature_bytes) if isinstance(data, str) else bytes(data)
         features = read_features(content, "data")
         processor.check_features(features, modality, "data")
         return features
@@ -82,16 +82,16 @@ async def delete(request: Request) -> Response:
     return JSON({"id": identity, "object": "features", "deleted": True})
 
 
-async def _given(request: Request, state: Serving) -> tuple[bytes | str, Modality]:
+async def _given(request: Request, state: Serving) -> tuple[bytearray | str, Modality]:
     """The upload, as bytes or as base64, and what it stands for."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind in _BINARY:
         check_content_encoding(request)
         modality: Any = request.query_params.get("modality", "image")
         _check_modality(modality)
-        with state.bodies.body(state.settings.max_feature_bytes) as body:
-            await body.read(request)
-            return bytes(body.data), modality
+        body = state.bodies.features(request)
+        await body.read(request)
+        return body.data, modality
     fields = await json_object(request, state.settings, state.bodies, state.max_json_values)
     modality, data = fields.pop("modality", "image"), fields.pop("data", None)
     _check_modality(modality)

@@ -52,7 +52,7 @@ async def detokenize(request: Request) -> Response:
     body = await checked_body(request, state, DetokenizeBody)
     state.model.check_name(body.model)
     tokenizer, inputs = need_tokenizer(state, "tokens"), state.llm.inputs
-    limit("tokens", len(body.tokens), inputs.max_prompt_chars)
+    limit("tokens", len(body.tokens), inputs.max_prompt_chars, "max_prompt_chars")
     if body.tokens and max(body.tokens) >= state.model.vocab_size:
         index, token = next((i, token) for i, token in enumerate(body.tokens) if token >= state.model.vocab_size)
         message = f"tokens[{index}] is {token}, and the vocabulary has {state.model.vocab_size} tokens"

@@ -1,4 +1,4 @@
-"""StepGraphs: CUDA graphs of the model and of the draw, captured apart, and together for a few rows.
+"""StepGraphs: CUDA graphs of the model and of the draw, captured apart.
 
 Everything that changes from step to step is in tensors of fixed places: the slots' tables, which the step itself advances,
 and three numbers a row that the host sends. So a captured step can be replayed for any sequences: the batch is padded to the
@@ -26,10 +26,24 @@ from headrace.runner.slots import RowArrays, SlotTables
 from headrace.sampling.masks import HostMasks
 from headrace.sampling.sampler import Sampler
 
-_JOINED = 4
-"""Decode rows whose draw may be captured with the model."""
 _BESIDE = (0, 8, 32, 64, 128, 256)
 """Decode rows beside prompts: fewer sizes than without, since the shapes multiply."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """What a captured run of the model has room for. Its decode rows come first, a token each, and then its prompts."""
+
+    decode_rows: int
+    prompt_tokens: int
+
+    @property
+    def rows(self) -> int:
+        return self.decode_rows + (PROMPT_ROWS if self.prompt_tokens else 0)
+
+    @property
+    def tokens(self) -> int:
+        return self.decode_rows + self.prompt_tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,24 +55,6 @@ class SampleShape:
     """Tokens are drawn from what top_k, top_p and min_p keep, where rows ask for it, which takes a dozen kernels more."""
     masked: bool = False
     """Rows may have token masks."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """What a captured run of the model has room for. Its decode rows come first, a token each, and then its prompts."""
-
-    decode_rows: int
-    prompt_tokens: int
-    draw: SampleShape | None = None
-    """The draw that follows in the same graph: none waits between two graphs, which is 2 % of a small model's step."""
-
-    @property
-    def rows(self) -> int:
-        return self.decode_rows + (PROMPT_ROWS if self.prompt_tokens else 0)
-
-    @property
-    def tokens(self) -> int:
-        return self.decode_rows + self.prompt_tokens
 
 
 AnyShape = TypeVar("AnyShape", Shape, SampleShape)
@@ -129,8 +125,6 @@ class StepGraphs:
             if rows in self._logits_rows:
                 yield SampleShape(rows, filters=False)
         yield from (SampleShape(rows, filters=True) for rows in reversed(self._logits_rows))
-        joined = [rows for rows in reversed(self._decode_rows) if rows <= _JOINED]
-        yield from (Shape(rows, 0, SampleShape(rows, filters)) for filters in (False, True) for rows in joined)
         yield from (Shape(rows, tokens) for rows in self._beside for tokens in reversed(self._prompt_tokens))
         for filters in (False, True):
             yield from (SampleShape(rows, filters, masked=True) for rows in reversed(self._logits_rows))
@@ -145,10 +139,7 @@ class StepGraphs:
             return None
         prompts, tokens = len(rows) - decode, int(own[decode:].sum())
         if not prompts:
-            sizes = _from(self._decode_rows, decode)
-            draw = self.sample_shape_of(rows, None) if sizes and sizes[0] <= _JOINED else None
-            joined = [Shape(sizes[0], 0, draw)] if draw is not None else []
-            return self._first([*joined, *(Shape(size, 0) for size in sizes)])
+            return self._first(Shape(size, 0) for size in _from(self._decode_rows, decode))
         beside, room = _from(self._beside, decode), _from(self._prompt_tokens, tokens)
         if prompts > PROMPT_ROWS or not beside or not room:
             return None
@@ -237,7 +228,7 @@ class StepGraphs:
     def _pad(self, shape: Shape | SampleShape) -> None:
         if isinstance(shape, Shape):
             self._buffers.clear(shape.rows)
-        if not isinstance(shape, Shape) or shape.draw is not None:
+        else:
             self._buffers.logits().slots.fill_(-1)
             self._masks[: self._logits_rows[-1]].fill_(-1)
 
@@ -250,8 +241,6 @@ class StepGraphs:
         query_start = np.minimum(np.arange(shape.rows + 1), shape.decode_rows)
         query_start[shape.decode_rows + 1 :] = shape.tokens
         self._forward(Bounds(shape.decode_rows, query_start, np.full(shape.rows, self._max_len), captured=True))
-        if shape.draw is not None:
-            self._draw(shape.draw)
 
     def _draw(self, shape: SampleShape) -> None:
         given, asked, tables = self._buffers.logits(), self._sampler.sampling_state, self._tables

@@ -63,8 +63,6 @@ class StepHandle:
     sparse: SparseResults | None = None
     """None: no row attends sparsely."""
     # Of the draw:
-    drawn: bool = False
-    """The model's graph has drawn."""
     outcome: torch.Tensor | None = None
     """As ``LogitsInputs.outcome``. None: the step has not been sampled."""
     counts: torch.Tensor | None = None
@@ -196,7 +194,6 @@ class ModelRunner:
             step.num_places = shape.rows
             step.places = self._buffers.send(rows, shape.decode_rows, shape.rows)
             self._graphs.forward(shape, self._buffers.query_start(shape.rows), step.places, rows.ends)
-            step.drawn = shape.draw is not None
             step.padding_tokens = shape.tokens - int(rows.counts.sum())
         else:
             step.num_places = len(rows)
@@ -227,11 +224,8 @@ class ModelRunner:
         if rows is None:
             return
         masks = HostMasks.of(plan, rows.seq_ids[rows.row_of], self._model.spec.vocab_size) if rows.num_logits_rows else None
-        shape = None if self._graphs is None or step.drawn else self._graphs.sample_shape_of(rows, masks)
-        if step.drawn:
-            if masks is not None:
-                raise EngineError(f"token masks for step {step.step}, none of whose sequences is constrained")
-        elif shape is None:
+        shape = None if self._graphs is None else self._graphs.sample_shape_of(rows, masks)
+        if shape is None:
             step.stopwatch.mark()
             if rows.num_logits_rows:
                 self._draw(step, rows, masks)

@@ -164,6 +164,8 @@ class OutputDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     error_code: str | None = None
     error_param: str | None = None
     """As ``Failure.code`` and ``Failure.param``, of ``error``."""
+    engine_died: bool = False
+    """``error`` is the engine's end: the request may be sent again."""
     times: RequestTimes | None = None
     """With the delta that finishes the sequence."""
     attention: AttentionReport | None = None
@@ -203,6 +205,8 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     finished: bool = False
     num_cached_tokens: int = 0
     error: str | None = None
+    engine_died: bool = False
+    """As ``OutputDelta.engine_died``."""
     times: RequestTimes | None = None
     attention: AttentionReport | None = None
     """How the prompt attended; None: densely, or the request has not finished."""
@@ -229,6 +233,7 @@ class RequestOutput(msgspec.Struct, kw_only=True):
         if delta.finish_reason is not None:
             sample.finish_reason, sample.stop_reason = delta.finish_reason, delta.stop_reason
             self.error = delta.error or self.error
+            self.engine_died = delta.engine_died or self.engine_died
             self.times = delta.times or self.times
             self.attention = most_computed(self.attention, delta.attention)
             self.finished = all(output.finish_reason is not None for output in self.outputs)

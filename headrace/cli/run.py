@@ -295,7 +295,7 @@ async def _generate(llm: AsyncLLM, sampling: dict[str, Any], job: PromptJob) -> 
             if not result.error:
                 return result
             reason = result.error
-            if llm.health().ok:
+            if not result.engine_died:
                 break
         except EngineDeadError as error:
             reason = str(error)

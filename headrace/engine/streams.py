@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from types import TracebackType
 
 from headrace.core.request import Request
-from headrace.errors import HeadraceError, RequestError
+from headrace.errors import EngineDeadError, HeadraceError, RequestError
 from headrace.outputs import CompletionOutput, OutputDelta, RequestOutput
 
 
@@ -139,6 +139,7 @@ def failed(request: Request, error: HeadraceError) -> Iterator[OutputDelta]:
             client_error=at_fault is not None,
             error_code=None if at_fault is None else at_fault.code,
             error_param=None if at_fault is None else at_fault.param,
+            engine_died=isinstance(error, EngineDeadError),
         )
 
 

@@ -161,8 +161,7 @@ class Generation:
             message = delta.error or "the engine failed on this request"
             if delta.client_error:
                 raise RequestError(message, delta.error_param, code=delta.error_code)
-            # If the engine is not healthy, it failed itself and will be restarted.
-            raise EngineError(message) if self._serving.llm.health().ok else EngineDeadError(message)
+            raise EngineDeadError(message) if delta.engine_died else EngineError(message)
         if delta.finish_reason == "abort":
             raise ApiError(503, delta.error or "the request was aborted", code="aborted")
 

@@ -71,7 +71,7 @@ class FakeLLM:
         if self._calls in self.dies:
             self._down = 3
             output = RequestOutput(request_id=request_id, prompt=None, prompt_token_ids=[1], outputs=[])
-            output.error = "the engine died"
+            output.error, output.engine_died = "the engine died", True
             yield output
             return
         self.params.append(params)

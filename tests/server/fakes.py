@@ -245,7 +245,8 @@ class FakeLLM:
                     continue
                 if request.request_id not in self.running:
                     sample.finished = True
-                    ended = {"finish_reason": "abort"} if self._health.ok else {"finish_reason": "error", "error": "died"}
+                    died = {"finish_reason": "error", "error": "died", "engine_died": True}
+                    ended = {"finish_reason": "abort"} if self._health.ok else died
                     yield OutputDelta(request_id=request.request_id, index=sample.index, **ended)
                     continue
                 extra: dict[str, Any] = {"num_cached_tokens": cached}
@@ -326,7 +327,7 @@ class _Sample:
         params, request_id = self._request.sampling, self._request.request_id
         token = next(self._tokens)
         if isinstance(token, Exception):
-            if isinstance(token, EngineError):
+            if isinstance(token, EngineError) and not isinstance(token, EngineDeadError):
                 raise token
             self.finished = True
             client = isinstance(token, RequestError)
@@ -338,6 +339,7 @@ class _Sample:
                 client_error=client,
                 error_code=getattr(token, "code", None),
                 error_param=getattr(token, "param", None),
+                engine_died=isinstance(token, EngineDeadError),
             )
         self._count += 1
         if self._count == 1:

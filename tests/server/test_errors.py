@@ -194,3 +194,9 @@ def test_an_abort_from_outside_is_an_error_not_a_finish() -> None:
             return await pending
 
     assert error(asyncio.run(call()), 503)["code"] == "aborted"
+
+
+def test_the_end_of_one_replica_may_be_tried_again_while_others_serve() -> None:
+    api = Api(broken(EngineDeadError("replica 0 died"), 2))
+    assert error(api.complete(max_tokens=5), 503)["message"] == "replica 0 died"
+    assert api.llm.health().ok

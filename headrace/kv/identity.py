@@ -83,8 +83,8 @@ class CacheIdentity:
     @staticmethod
     def extra_keys(root: bytes) -> list[str]:
         """What the KV of a sequence with this root depends on beside its tokens and the weights; empty as a rule."""
-        salt, _, adapter, mode, decision = msgspec.msgpack.decode(root)
-        return [part for part in (salt, adapter, mode, decision.hex() if decision else None) if part]
+        salt, _, adapter, mode, decision, length = msgspec.msgpack.decode(root)
+        return [part for part in (salt, adapter, mode, decision and decision.hex(), length and str(length)) if part]
 
     def block(self, token_ids: Sequence[int], start: int, end: int) -> bytes:
         """The payload of the key of the block of tokens ``[start, end)``.

@@ -56,7 +56,10 @@ class Subscriber:
         while self.socket.poll(100):
             self.socket.recv_multipart()
 
-    def close(self) -> None:
+    def __enter__(self) -> Subscriber:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self.context.destroy(linger=0)
 
 
@@ -92,8 +95,7 @@ def publishing(replica: int = 0, **config: Any) -> Iterator[tuple[EngineCore, st
 
 
 def test_events_are_published_and_sent_again() -> None:
-    with publishing(topic="kv") as (core, endpoint, replay):
-        subscriber = Subscriber(endpoint, "kv")
+    with publishing(topic="kv") as (core, endpoint, replay), Subscriber(endpoint, "kv") as subscriber:
         subscriber.until_connected(core)
         generate(core, "a", list(range(40, 60)))
         topic, number, (at, events, rank) = subscriber.next()
@@ -111,7 +113,6 @@ def test_events_are_published_and_sent_again() -> None:
         assert [place for place, _ in again] == list(range(number, later[1] + 1)), "no number is missing"
         assert again[0][1][1] == events
         assert replayed(replay, later[1] + 1) == []
-        subscriber.close()
 
 
 def test_the_buffer_of_replay_is_bounded() -> None:
@@ -156,12 +157,10 @@ def test_what_the_thread_has_no_room_for_shows_as_a_gap(monkeypatch: pytest.Monk
 
 
 def test_each_replica_has_its_port() -> None:
-    with publishing(replica=1) as (core, endpoint, _):
-        subscriber = Subscriber(endpoint)
+    with publishing(replica=1) as (core, endpoint, _), Subscriber(endpoint) as subscriber:
         subscriber.until_connected(core)
         core.reset_prefix_cache()
         assert subscriber.next()[2][2] == 1
-        subscriber.close()
 
 
 def test_wrong_configurations_are_refused() -> None:
@@ -189,12 +188,13 @@ def test_wrong_configurations_are_refused() -> None:
 def test_llm_publishes(tiny_folder: Path) -> None:
     endpoint = f"tcp://127.0.0.1:{free_port()}"
     events = {"enable_kv_cache_events": True, "endpoint": endpoint.replace("127.0.0.1", "*")}
-    with LLM(str(tiny_folder), load_format="dummy", num_kv_blocks=16, kv_events_config=events) as llm:
-        subscriber = Subscriber(endpoint)
+    with (
+        LLM(str(tiny_folder), load_format="dummy", num_kv_blocks=16, kv_events_config=events) as llm,
+        Subscriber(endpoint) as subscriber,
+    ):
         subscriber.until_connected(llm._engine.core)
         llm.generate({"prompt_token_ids": [5] * 40}, SamplingParams(max_tokens=1))
         assert subscriber.next()[2][1][0]["token_ids"] == [5] * 32
-        subscriber.close()
     EventPublisher(KVEventsConfig(endpoint=events["endpoint"]), make_core(None).scheduler.kv).close()
 
 

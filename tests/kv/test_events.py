@@ -10,6 +10,7 @@ import pytest
 
 from headrace.kv import CacheIdentity, KVCacheManager, SequenceBlocks
 from headrace.kv.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, events_of
+from headrace.kv.identity import SparseIdentity
 from headrace.kv.prefix_cache import Change
 from kv.test_kv_manager import SIZE, TOKENS, image, make, start
 
@@ -120,3 +121,10 @@ def test_nothing_is_recorded_unless_asked_for() -> None:
     changes = kv.record_changes()
     kv.reset_prefix_cache()
     assert [type(event) for event in recorded(kv, changes)] == [AllBlocksCleared]
+
+
+def test_what_a_root_depends_on_is_named() -> None:
+    assert CacheIdentity.extra_keys(CacheIdentity(weight_version=3).root()) == []
+    sparse = SparseIdentity(block=128, prompt_len=300, decision=b"\x01\x02", by_length=True)
+    identity = CacheIdentity(cache_salt="salt", adapter="adapter", attention_mode="xattn", sparse=sparse)
+    assert CacheIdentity.extra_keys(identity.root()) == ["salt", "adapter", "xattn", "0102", "300"]

@@ -115,19 +115,14 @@ class MediaCounts(Checked):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVEventsConfig:
-    """How the changes of the prefix cache are published. The fields are vLLM's.
-
-    Raises:
-        ConfigError: a value is of another type or out of range; the error names the field.
-    """
+    """How the changes of the prefix cache are published. The fields are vLLM's. Raises: ConfigError, which names the field."""
 
     enable_kv_cache_events: bool = False
     """Publish events."""
     publisher: Literal["zmq", "null"] = "zmq"
     """zmq: over ZeroMQ. null: nowhere."""
     endpoint: Annotated[str, OptionSpec(min=1)] = "tcp://*:5557"
-    """Address of the PUB socket. It is bound if it has a `*` or `::` in it or does not begin with `tcp:`, else connected. The
-    port of replica i is i higher."""
+    """Address of the PUB socket: bound with `*` or `::` in it or without `tcp:`, else connected. Replica i has port + i."""
     replay_endpoint: Annotated[str | None, OptionSpec(min=1, default="no replay")] = None
     """Address of the ROUTER socket that sends events again. The port of replica i is i higher."""
     buffer_steps: Annotated[int, OptionSpec(min=1, max=INT32_MAX)] = 10_000
@@ -145,8 +140,7 @@ class KVEventsConfig:
 
     def __post_init__(self) -> None:
         check(self, ConfigError)
-        for name in ("endpoint", "replay_endpoint"):
-            address = getattr(self, name)
+        for name, address in (("endpoint", self.endpoint), ("replay_endpoint", self.replay_endpoint)):
             if address is not None and not re.fullmatch(r"tcp://.+:\d+|(ipc|inproc)://.+", address):
                 raise ConfigError(f"{name} is {address!r}, and must be tcp://HOST:PORT, ipc://PATH or inproc://NAME", name)
 

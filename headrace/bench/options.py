@@ -112,9 +112,9 @@ class LoadOptions(Checked):
         super().__post_init__()
         if self.concurrency is not None and self.rate is not None:
             raise ConfigError("give --concurrency or --rate, one of the two", "--rate")
-        for name in ("seed", "max_in_flight"):
-            if self.rate is None and getattr(self, name) is not None:
-                raise ConfigError("it applies to the open loop, and needs --rate", name)
+        for option, value in (("--seed", self.seed), ("--max-in-flight", self.max_in_flight)):
+            if self.rate is None and value is not None:
+                raise ConfigError("it applies to the open loop, and needs --rate", option)
 
     @property
     def clients(self) -> int | None:

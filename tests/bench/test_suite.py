@@ -162,8 +162,8 @@ def test_options_that_apply_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> No
         compared.append((jobs, timeout))
         return {"errors": {}}
 
-    def run(args: EngineArgs, loads: list[Workload], *, temperature: float, **others: Any) -> dict[str, Any]:
-        measured.append((loads, temperature))
+    def run(args: EngineArgs, loads: list[Workload], options: Any, **others: Any) -> dict[str, Any]:
+        measured.append((loads, options.temperature))
         return {}
 
     monkeypatch.setattr("headrace.bench.throughput.compare", compare)

@@ -144,8 +144,8 @@ def test_a_server_that_is_not_there() -> None:
 @pytest.mark.parametrize(
     ("settings", "param"),
     [
-        ({"seed": 1}, "seed"),
-        ({"concurrency": 1, "max_in_flight": 1}, "max_in_flight"),
+        ({"seed": 1}, "--seed"),
+        ({"concurrency": 1, "max_in_flight": 1}, "--max-in-flight"),
         ({"rate": 1.0, "concurrency": 1}, "--rate"),
         ({"rate": 0.0}, "rate"),
         ({"concurrency": 1, "duration": 0.0}, "duration"),

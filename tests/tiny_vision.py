@@ -81,6 +81,11 @@ def _configs() -> dict[str, tuple[type[PreTrainedModel], dict[str, Any], dict[st
         "num_position_embeddings": 64,
         "deepstack_visual_indexes": [0, 1],
     }
+    idefics = {
+        "text_config": _TEXT | {"model_type": "llama"},
+        "vision_config": _TOWER | {"image_size": 56, "patch_size": 14},
+        "image_token_id": IDS["<image>"],
+    }
     return {
         "qwen2_vl": (
             transformers.Qwen2VLForConditionalGeneration,
@@ -201,20 +206,12 @@ def _configs() -> dict[str, tuple[type[PreTrainedModel], dict[str, Any], dict[st
         ),
         "idefics3": (
             transformers.Idefics3ForConditionalGeneration,
-            {
-                "text_config": _TEXT | {"model_type": "llama"},
-                "vision_config": _TOWER | {"image_size": 56, "patch_size": 14},
-                "image_token_id": IDS["<image>"],
-            },
+            idefics,
             _IDEFICS_PROCESSOR | {"image_processor_type": "Idefics3ImageProcessor"},
         ),
         "smolvlm": (
             transformers.SmolVLMForConditionalGeneration,
-            {
-                "text_config": _TEXT | {"model_type": "llama"},
-                "vision_config": _TOWER | {"image_size": 56, "patch_size": 14},
-                "image_token_id": IDS["<image>"],
-            },
+            idefics,
             _IDEFICS_PROCESSOR | {"image_processor_type": "SmolVLMImageProcessor"},
         ),
     }

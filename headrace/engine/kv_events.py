@@ -140,7 +140,7 @@ def publish_events(core: EngineCore, args: EngineArgs, replica: int = 0) -> None
 
 
 class RoutingReports:
-    """Tells the router in front of replicas what has changed."""
+    """Sends changes of the prefix cache to the router in front of the replicas."""
 
     def __init__(self, kv: KVCacheManager, send: Callable[[FromEngine], None]) -> None:
         self._reporter = CacheReporter(kv)

@@ -16,7 +16,7 @@ from headrace.multimodal.threads import media_workers, use_one_core
 
 
 class Inputs:
-    """Prompts above 9 have media, which are ready once they are told."""
+    """Prompts above 9 have media, whose futures the test completes."""
 
     media_ahead = 3
 

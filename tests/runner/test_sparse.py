@@ -137,7 +137,7 @@ def test_chunks_change_nothing(mode: str, budget: int) -> None:
 
 @pytest.mark.parametrize("mode", [pytest.param(mode, marks=[pytest.mark.slow] if mode != "elastic" else []) for mode in EXACT])
 def test_an_fp8_cache_keeps_the_invariants(mode: str) -> None:
-    """Company, chunks and cached prefixes; and it is the same prompt, nearly, as with a cache of full precision."""
+    """Batching, chunking and prefix hits change nothing; the outputs are close to those of a cache of full precision."""
     world = dataclasses.replace(MODES[mode], kv_dtype=FP8_KV)
     requests = traffic()[:4]
     wanted = alone(world, requests)  # type: ignore[arg-type]

@@ -107,6 +107,8 @@ class LoadOptions(Checked):
     """Open loop: seeds the arrivals."""
     max_in_flight: Annotated[int | None, OptionSpec(min=1, max=16_384, default=str(IN_FLIGHT))] = None
     """Open loop: requests in flight at most. What would be beyond counts as dropped."""
+    processes: Annotated[int, OptionSpec(min=1, max=256)] = 1
+    """Client processes that share the load. One process reads some thousands of events a second; a faster server needs more."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -115,6 +117,27 @@ class LoadOptions(Checked):
         for option, value in (("--seed", self.seed), ("--max-in-flight", self.max_in_flight)):
             if self.rate is None and value is not None:
                 raise ConfigError("it applies to the open loop, and needs --rate", option)
+        if self.processes > min(self.num_requests, self.clients or self.num_requests):
+            raise ConfigError("each process needs a client and a request of its own", "--processes")
+
+    def shares(self) -> list[LoadOptions]:
+        """The load of each process: equal parts of the clients or of the rate, and of the requests."""
+        count = self.processes
+
+        def part(whole: int, index: int) -> int:
+            return whole // count + (index < whole % count)
+
+        shares = []
+        for index in range(count):
+            mine = dataclasses.replace(self, processes=1, num_requests=part(self.num_requests, index))
+            if self.rate is None:
+                mine = dataclasses.replace(mine, concurrency=part(self.clients or CLIENTS, index))
+            else:
+                in_flight = max(1, part(self.max_in_flight or IN_FLIGHT, index))
+                seed = (self.seed or 0) + index
+                mine = dataclasses.replace(mine, rate=self.rate / count, seed=seed, max_in_flight=in_flight)
+            shares.append(mine)
+        return shares
 
     @property
     def clients(self) -> int | None:

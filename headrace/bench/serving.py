@@ -4,11 +4,16 @@ loop (requests arrive at random times at a mean rate, whether the server keeps u
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import ipaddress
+import itertools
+import multiprocessing
 import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing.synchronize import Barrier
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -19,6 +24,9 @@ from headrace.bench.options import IN_FLIGHT, LoadOptions
 from headrace.bench.report import facts, load_average
 from headrace.errors import EngineError, RequestError
 from headrace.metrics.exchanges import Exchange, totals
+
+START_SECONDS = 60.0
+"""For all client processes to start."""
 
 
 def is_loopback(url: str) -> bool:
@@ -40,16 +48,69 @@ async def run(load: LoadOptions, prompts: Sequence[str], *, tell: Callable[[str]
         EngineError: the server cannot be reached before the first request.
     """
     load_before, base = load_average(), base_url(load.url)
-    limit = load.clients or load.max_in_flight or IN_FLIGHT
-    limits = httpx.Limits(max_connections=limit, max_keepalive_connections=limit)
-    timeout = httpx.Timeout(2 * load.duration, connect=CONNECT_SECONDS)
-    async with httpx.AsyncClient(headers=authorization(load.api_key), limits=limits, timeout=timeout) as client:
+    async with _http_client(load) as client:
         model = load.model or await first_model(client, base)
-        sender = _Sender(client, load, prompts, model, tell)
-        start = time.perf_counter()
-        await (sender.closed_loop() if load.clients else sender.open_loop())
-        seconds = time.perf_counter() - start
-    return summary(load, model, sender.exchanges, sender.dropped, seconds) | facts(load_before)
+        if load.processes == 1:
+            sent = await _send(client, load, prompts, model, tell)
+        else:
+            tell(f"{load.processes} processes send the load")
+            sent = await asyncio.to_thread(_send_from_processes, load, prompts, model)
+    return summary(load, model, sent) | facts(load_before)
+
+
+@dataclasses.dataclass
+class Sent:
+    """What came of a load."""
+
+    exchanges: list[Exchange]
+    dropped: int
+    seconds: float
+
+
+def _http_client(load: LoadOptions) -> httpx.AsyncClient:
+    limit = load.clients or load.max_in_flight or IN_FLIGHT
+    return httpx.AsyncClient(
+        headers=authorization(load.api_key),
+        limits=httpx.Limits(max_connections=limit, max_keepalive_connections=limit),
+        timeout=httpx.Timeout(2 * load.duration, connect=CONNECT_SECONDS),
+    )
+
+
+async def _send(
+    client: httpx.AsyncClient, load: LoadOptions, prompts: Sequence[str], model: str, tell: Callable[[str], None]
+) -> Sent:
+    sender = _Sender(client, load, prompts, model, tell)
+    start = time.perf_counter()
+    await (sender.closed_loop() if load.clients else sender.open_loop())
+    return Sent(sender.exchanges, sender.dropped, time.perf_counter() - start)
+
+
+def _send_from_processes(load: LoadOptions, prompts: Sequence[str], model: str) -> Sent:
+    """Each process sends its share; all begin when the last has started."""
+    context = multiprocessing.get_context("spawn")
+    start = context.Barrier(load.processes)
+    with ProcessPoolExecutor(load.processes, context, initializer=_wait_with, initargs=(start,)) as pool:
+        parts = list(pool.map(_send_share, load.shares(), itertools.repeat(prompts), itertools.repeat(model)))
+    exchanges = [exchange for part in parts for exchange in part.exchanges]
+    return Sent(exchanges, sum(part.dropped for part in parts), max(part.seconds for part in parts))
+
+
+_start: Barrier
+"""Of a client process: passed when all have started."""
+
+
+def _wait_with(start: Barrier) -> None:
+    global _start
+    _start = start
+
+
+def _send_share(load: LoadOptions, prompts: Sequence[str], model: str) -> Sent:
+    async def main() -> Sent:
+        async with _http_client(load) as client:
+            _start.wait(START_SECONDS)
+            return await _send(client, load, prompts, model, lambda text: None)
+
+    return asyncio.run(main())
 
 
 class _Sender:
@@ -143,8 +204,9 @@ class _Sender:
                 exchange.input_tokens, exchange.output_tokens = event.usage.prompt_tokens, event.usage.completion_tokens
 
 
-def summary(load: LoadOptions, model: str, exchanges: list[Exchange], dropped: int, seconds: float) -> dict[str, Any]:
+def summary(load: LoadOptions, model: str, sent: Sent) -> dict[str, Any]:
     """Times of the requests that succeeded; the others are counted by error."""
+    exchanges, seconds = sent.exchanges, sent.seconds
     good = [exchange for exchange in exchanges if exchange.error is None]
     measured = totals(good, "between events")
     return measured | {
@@ -153,7 +215,12 @@ def summary(load: LoadOptions, model: str, exchanges: list[Exchange], dropped: i
         "model": model,
         "loop": {"closed": {"concurrency": load.clients}} if load.clients else {"open": {"rate": load.rate}},
         "seconds": round(seconds, 3),
-        "requests": {"sent": len(exchanges), "succeeded": len(good), "failed": len(exchanges) - len(good), "dropped": dropped},
+        "requests": {
+            "sent": len(exchanges),
+            "succeeded": len(good),
+            "failed": len(exchanges) - len(good),
+            "dropped": sent.dropped,
+        },
         "errors": Counter(exchange.error for exchange in exchanges if exchange.error is not None),
         "rates": {
             "requests": round(len(good) / seconds, 3),

@@ -108,6 +108,31 @@ def test_closed_loop() -> None:
     assert {entry["messages"][0]["content"] for entry in server.bodies} == {"a", "b"}
 
 
+def test_processes_share_the_load() -> None:
+    server = Server(gap=0.1)
+    report = measure(server, concurrency=5, num_requests=11, processes=2)
+    assert report["requests"] == {"sent": 11, "succeeded": 11, "failed": 0, "dropped": 0}
+    assert server.most == 5
+    assert report["output_tokens"] == 33
+
+
+def test_shares_add_up() -> None:
+    closed = load("http://x", concurrency=7, num_requests=10, processes=3).shares()
+    assert [(part.clients, part.num_requests, part.processes) for part in closed] == [(3, 4, 1), (2, 3, 1), (2, 3, 1)]
+    opened = load("http://x", rate=8.0, num_requests=10, processes=4, max_in_flight=6, seed=5).shares()
+    assert [(part.rate, part.num_requests, part.max_in_flight, part.seed) for part in opened] == [
+        (2.0, 3, 2, 5),
+        (2.0, 3, 2, 6),
+        (2.0, 2, 1, 7),
+        (2.0, 2, 1, 8),
+    ]
+
+
+def test_each_process_needs_a_client() -> None:
+    with pytest.raises(ConfigError, match="client"):
+        load("http://x", concurrency=2, processes=3)
+
+
 def test_open_loop_does_not_wait_for_answers() -> None:
     server = Server(tokens=1, gap=0.3)
     report = measure(server, rate=100.0, ignore_eos=True)

@@ -60,8 +60,6 @@ class SparsePrefillAttention(AttentionBackend):
     def __init__(self, config: SparseConfig, scratch: Scratch | None = None) -> None:
         super().__init__(scratch)
         self._config = config
-        self._types: torch.Tensor | None = None
-        """``[2]`` int8: the types of heads that the router answers 0 and 1."""
         self._query_start = self._first_blocks = torch.empty(0)
         """Of the planned rows, as if their tokens were the whole batch."""
         self._paged: PagedRows | None = None
@@ -168,10 +166,10 @@ class SparsePrefillAttention(AttentionBackend):
         """``[R, num_heads]`` int8"""
         if self._config.types is None:
             return torch.full((len(rows.slots), spec.num_heads), SELECTED, dtype=torch.int8, device=device)
-        if self._types is None:
-            self._types = torch.tensor(self._config.types, dtype=torch.int8, device=device)
+        first, second = self._config.types
         classes = rows.classes_of(spec.layer, spec.num_kv_heads)
-        return self._types[classes.long()].repeat_interleave(spec.group_size, dim=1)
+        types = torch.full(classes.shape, first, dtype=torch.int8, device=device).masked_fill_(classes != 0, second)
+        return types.repeat_interleave(spec.group_size, dim=1)
 
     def _select(
         self, q: torch.Tensor, inputs: AttentionInputs, types: torch.Tensor

@@ -9,6 +9,7 @@ import logging
 import resource
 import socket
 import ssl
+import sys
 import time
 from collections.abc import Iterable
 from functools import partial
@@ -36,6 +37,9 @@ _OTHER_FILES = 128
 """Files that the server opens beside its connections: listeners, the engine's sockets, logs, modules."""
 _CLEANUP_SECONDS = 5
 """What ended requests get to send their last words."""
+_SWITCH_SECONDS = 5e-4
+"""After which a thread that waits for the interpreter's lock gets it. The event loop keeps the lock while requests stream in, and
+with Python's 5 ms a chat template, rendered in a thread that takes the lock a few times, would wait longer than it runs."""
 
 
 class DrainingServer(uvicorn.Server):
@@ -76,6 +80,7 @@ def run(llm: AsyncLLM, settings: ServerSettings) -> None:
         EngineError: the engine did not start.
     """
     use_no_tokenizer_threads()
+    sys.setswitchinterval(_SWITCH_SECONDS)
     if settings.tls_cert is not None and settings.tls_key is not None:
         _check_certificate(settings.tls_cert, settings.tls_key)
     sockets = listen(settings)

@@ -6,14 +6,12 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import ipaddress
-import itertools
 import multiprocessing
 import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing.synchronize import Barrier
+from multiprocessing.connection import Connection
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -24,9 +22,6 @@ from headrace.bench.options import IN_FLIGHT, LoadOptions
 from headrace.bench.report import facts, load_average
 from headrace.errors import EngineError, RequestError
 from headrace.metrics.exchanges import Exchange, totals
-
-START_SECONDS = 60.0
-"""For all client processes to start."""
 
 
 def is_loopback(url: str) -> bool:
@@ -86,31 +81,36 @@ async def _send(
 
 
 def _send_from_processes(load: LoadOptions, prompts: Sequence[str], model: str) -> Sent:
-    """Each process sends its share; all begin when the last has started."""
+    """Each process sends its share; all begin when the last has started. Raises: EngineError: one has failed."""
     context = multiprocessing.get_context("spawn")
-    start = context.Barrier(load.processes)
-    with ProcessPoolExecutor(load.processes, context, initializer=_wait_with, initargs=(start,)) as pool:
-        parts = list(pool.map(_send_share, load.shares(), itertools.repeat(prompts), itertools.repeat(model)))
+    connections = []
+    for share in load.shares():
+        ours, theirs = context.Pipe()
+        context.Process(target=_send_share, args=(theirs, share, prompts, model), daemon=True).start()
+        theirs.close()
+        connections.append(ours)
+    try:
+        for connection in connections:
+            connection.recv()
+        for connection in connections:
+            connection.send(None)
+        parts: list[Sent] = [connection.recv() for connection in connections]
+    except (EOFError, OSError) as error:
+        raise EngineError("a client process failed") from error
     exchanges = [exchange for part in parts for exchange in part.exchanges]
     return Sent(exchanges, sum(part.dropped for part in parts), max(part.seconds for part in parts))
 
 
-_start: Barrier
-"""Of a client process: passed when all have started."""
+def _send_share(connection: Connection, load: LoadOptions, prompts: Sequence[str], model: str) -> None:
+    """The main function of a client process: says that it has started, waits for the others, sends its share."""
 
-
-def _wait_with(start: Barrier) -> None:
-    global _start
-    _start = start
-
-
-def _send_share(load: LoadOptions, prompts: Sequence[str], model: str) -> Sent:
     async def main() -> Sent:
         async with _http_client(load) as client:
-            _start.wait(START_SECONDS)
+            connection.send(None)
+            connection.recv()
             return await _send(client, load, prompts, model, lambda text: None)
 
-    return asyncio.run(main())
+    connection.send(asyncio.run(main()))
 
 
 class _Sender:

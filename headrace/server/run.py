@@ -38,8 +38,8 @@ _OTHER_FILES = 128
 _CLEANUP_SECONDS = 5
 """What ended requests get to send their last words."""
 _SWITCH_SECONDS = 5e-4
-"""After which a thread that waits for the interpreter's lock gets it. The event loop keeps the lock while requests stream in, and
-with Python's 5 ms a chat template, rendered in a thread that takes the lock a few times, would wait longer than it runs."""
+"""After which a thread that waits for the interpreter's lock gets it. The event loop keeps the lock while requests stream in,
+and with Python's 5 ms a chat template, rendered in a thread that takes the lock a few times, would wait longer than it runs."""
 
 
 class DrainingServer(uvicorn.Server):

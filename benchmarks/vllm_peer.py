@@ -24,6 +24,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
+from headrace.bench.constrained import constraint_of
 from headrace.bench.workloads import PICTURE_WORKLOADS, RANDOM_WORKLOADS, Workload, placeholder
 
 # Features in place of pictures are in the layout of headrace's models.
@@ -113,12 +114,15 @@ def run(options: argparse.Namespace) -> None:
     config = json.loads((options.model / "config.json").read_text(encoding="utf-8"))
     reads_pictures = "vision_config" in config
     more: dict[str, Any] = {"limit_mm_per_prompt": {"image": 1, "video": 0}} if reads_pictures else {}
+    if options.constrain:
+        # Of vLLM's backends, the one that reads the same grammar, with the library that headrace uses.
+        more["structured_outputs_config"] = {"backend": "guidance"}
     start = time.perf_counter()
     llm = LLM(
         model=str(options.model),
         load_format="dummy",
-        # Its processor of pictures needs one.
-        skip_tokenizer_init=not reads_pictures,
+        # Its processor of pictures needs one, and so do its grammars.
+        skip_tokenizer_init=not (reads_pictures or options.constrain),
         trust_remote_code=False,
         model_impl=options.model_impl,
         max_model_len=options.max_len,
@@ -138,13 +142,23 @@ def run(options: argparse.Namespace) -> None:
         if load.longest > options.max_len:
             say({**told, "skipped": name, "why": f"its longest request has {load.longest} tokens"})
             continue
+        lengths = {"ignore_eos": True, "detokenize": False}
         params = [
-            SamplingParams(temperature=options.temperature, ignore_eos=True, max_tokens=n, min_tokens=n, detokenize=False)
-            for n in load.output_lens
+            SamplingParams(temperature=options.temperature, max_tokens=n, min_tokens=n, **lengths, **constraint(options, index))
+            for index, n in enumerate(load.output_lens)
         ]
         seconds = measured(llm, load, params, options.repetitions)
         counts = {"requests": len(load.prompts), "in_tok": load.input_tokens, "out_tok": load.output_tokens}
         say({**told, "workload": name, "seconds": round(min(seconds), 5), "all_seconds": seconds, **counts})
+
+
+def constraint(options: argparse.Namespace, index: int) -> dict[str, Any]:
+    """Sampling parameters that hold a request's output to headrace's grammar."""
+    if not options.constrain:
+        return {}
+    from vllm.sampling_params import StructuredOutputsParams
+
+    return {"structured_outputs": StructuredOutputsParams(grammar=constraint_of(index).grammar)}
 
 
 def measured(llm: Any, load: Workload, params: list[Any], repetitions: int | None) -> list[float]:
@@ -194,6 +208,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, default=0.6)
     parser.add_argument("--repetitions", type=int, help="of each workload; 3, of large ones 2, unless told otherwise")
     parser.add_argument("--attention-backend", metavar="NAME", help="vLLM's name of one; it chooses unless told")
+    parser.add_argument(
+        "--constrain",
+        choices=["json-schema"],
+        help="hold outputs to the same grammars as headrace bench throughput --constrain",
+    )
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs, no torch.compile")
     parser.add_argument(
         "--trust-remote-code",

@@ -49,8 +49,8 @@ class Rank:
         self._agreement = PipeAgreement(connection, start.size)
         device = environment.probe(start.args.device).device
         ordered, peers = start.args.deterministic, not start.args.disable_custom_all_reduce
-        group = join_group(start.rank, start.size, Path(start.store), device, ordered=ordered, peers=peers)
-        source = FileSource(start.args, self._agreement, group)
+        self._group = join_group(start.rank, start.size, Path(start.store), device, ordered=ordered, peers=peers)
+        source = FileSource(start.args, self._agreement, self._group)
         loaded = load_executor(source, source.frontend(), Timeline())
         if not isinstance(loaded.executor, LocalExecutor):
             raise TypeError(f"a rank has one runner, not a {type(loaded.executor).__name__}")
@@ -77,6 +77,7 @@ class Rank:
                     self._executor.sample(self._handles[plan.step], plan)
             case "collect":
                 result = self._executor.collect(self._handles.pop(payload))
+                self._group.check()
                 self._results.append(result)
                 self._done((digest(result), b"" if self._rank else msgspec.msgpack.encode(result)))
             case "tokens":

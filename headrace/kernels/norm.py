@@ -7,6 +7,8 @@ Face's LlamaRMSNorm.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch.nn.functional import rms_norm as wide_rms_norm
 
@@ -89,3 +91,22 @@ def norm_add_rms_norm(
         kernels = gpu.kernels("norm")
         return kernels.norm_add_rms_norm(x, residual, first, first_eps, weight, eps, offset=offset)  # type: ignore[no-any-return]
     return add_rms_norm(rms_norm(x, first, first_eps, offset=offset), residual, weight, eps, offset=offset)
+
+
+class ResidualNorm(NamedTuple):
+    """What a layer does with its parts' outputs: it adds them to the residual stream and norms the sum."""
+
+    weight: torch.Tensor
+    """``[n]``"""
+    eps: float
+    offset: bool = False
+    """Both norms multiply by ``1 + weight``."""
+    first: torch.Tensor | None = None
+    """``[n]``: an output is normed by it before it is added."""
+    first_eps: float = 0.0
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(the norm of the sum, the sum), both as x: ``[..., n]``."""
+        if self.first is None:
+            return add_rms_norm(x, residual, self.weight, self.eps, offset=self.offset)
+        return norm_add_rms_norm(x, residual, self.first, self.first_eps, self.weight, self.eps, offset=self.offset)

@@ -10,7 +10,7 @@ from torch import nn
 from headrace.errors import ConfigError
 from headrace.layers.embedding import Embedding
 from headrace.layers.method import LinearMethod, UnquantizedMethod
-from headrace.parallel.group import ALONE, Group
+from headrace.parallel.group import Group
 
 
 class Linear(nn.Module):
@@ -62,15 +62,11 @@ class FusedLinear(Linear):
 
 
 class RowParallelLinear(Linear):
-    """A matrix whose inputs are dealt to tensor-parallel ranks: the sum over ranks is the product with the whole.
+    """A matrix whose inputs are dealt to tensor-parallel ranks: the product with the whole is the sum over ranks, which the
+    norm behind it makes (``RMSNorm.add``).
 
     Its bias is that of rank 0, and zeros on the others.
     """
-
-    group: Group = ALONE
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.group.all_reduce(self.method.apply(self, x))
 
 
 def connect(model: nn.Module, group: Group) -> None:

@@ -9,7 +9,7 @@ from torch import nn
 
 from headrace.errors import ConfigError
 from headrace.kernels.activation import gelu_mul, gelu_tanh_mul, silu_mul
-from headrace.layers.linear import FusedLinear, Linear, RowParallelLinear
+from headrace.layers.linear import FusedLinear, RowParallelLinear
 from headrace.model_spec import DenseSpec
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -23,23 +23,16 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class GatedMLP(nn.Module):
-    """``down(act(gate(x)) * up(x))``
+    """``down(act(gate(x)) * up(x))``; a tensor-parallel rank gives its part of the sum over ranks."""
 
-    Args:
-        partial: on tensor-parallel ranks, leave the sum over them to the caller.
-    """
-
-    def __init__(
-        self, hidden_size: int, spec: DenseSpec, *, partial: bool = False, dtype: torch.dtype, device: str | torch.device
-    ) -> None:
+    def __init__(self, hidden_size: int, spec: DenseSpec, *, dtype: torch.dtype, device: str | torch.device) -> None:
         super().__init__()
         self.spec = spec
         if spec.act not in ACTIVATIONS:
             raise ConfigError(f"hidden_act {spec.act!r} is not one of {', '.join(ACTIVATIONS)}", "hidden_act")
         parts = {"gate_proj": spec.intermediate_size, "up_proj": spec.intermediate_size}
         self.gate_up_proj = FusedLinear(hidden_size, parts, bias=spec.bias, dtype=dtype, device=device)
-        down_class = Linear if partial else RowParallelLinear
-        self.down_proj = down_class(spec.intermediate_size, hidden_size, bias=spec.bias, dtype=dtype, device=device)
+        self.down_proj = RowParallelLinear(spec.intermediate_size, hidden_size, bias=spec.bias, dtype=dtype, device=device)
         self.act_mul = ACTIVATIONS[spec.act]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,6 @@ from headrace.kernels.moe import GATES, held_experts, route, router_logits
 from headrace.layers.method import ExpertsMethod
 from headrace.layers.mlp import GatedMLP
 from headrace.model_spec import MoeSpec
-from headrace.parallel.group import ALONE, Group
 
 
 def _empty(*shape: int, dtype: torch.dtype, device: str | torch.device) -> nn.Parameter:
@@ -41,10 +40,9 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """The experts' weights, stacked. A tensor-parallel rank has a slice of each expert, or some of the experts; the sum over
-    ranks is then part of the result."""
+    """The experts' weights, stacked. A tensor-parallel rank has a slice of each expert, or some of the experts, and gives
+    its part of the sum over ranks."""
 
-    group: Group = ALONE
     gate_up_proj: nn.Parameter
     """``[num_held, 2 * intermediate_size, hidden]``: an expert's gate, then its up."""
     down_proj: nn.Parameter
@@ -74,7 +72,7 @@ class Experts(nn.Module):
         rank its own."""
         if self.spec.held is not None:
             experts = held_experts(experts, *self.spec.held)
-        return self.group.all_reduce(self.method.apply(self, x, experts, weights, plus))
+        return self.method.apply(self, x, experts, weights, plus)
 
 
 class MoeMLP(nn.Module):
@@ -86,7 +84,7 @@ class MoeMLP(nn.Module):
         self.experts = Experts(hidden_size, spec, dtype=dtype, device=device)
         self.shared_experts: GatedMLP | None = None
         if spec.shared is not None:
-            self.shared_experts = GatedMLP(hidden_size, spec.shared, partial=True, dtype=dtype, device=device)
+            self.shared_experts = GatedMLP(hidden_size, spec.shared, dtype=dtype, device=device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[T, hidden] -> [T, hidden]``"""

@@ -1,11 +1,12 @@
-"""RMS norm, alone or fused with the addition to the residual stream."""
+"""RMS norm, alone or with the sum over ranks and the addition to the residual stream before it."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
-from headrace.kernels.norm import add_rms_norm, norm_add_rms_norm, rms_norm
+from headrace.kernels.norm import ResidualNorm, rms_norm
+from headrace.parallel.group import ALONE, Group
 
 
 class RMSNorm(nn.Module):
@@ -15,6 +16,8 @@ class RMSNorm(nn.Module):
     """False in a class that computes anything else: kernels must then leave the norm to it."""
     offset = False
     """It multiplies by ``1 + weight``, which kernels support too."""
+    group: Group = ALONE
+    """The ranks that ``add`` and ``add_normed`` sum over."""
 
     def __init__(self, width: int, eps: float, *, dtype: torch.dtype, device: str | torch.device) -> None:
         super().__init__()
@@ -25,14 +28,15 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps, offset=self.offset)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """``(norm(x + residual), x + residual)``"""
-        return add_rms_norm(x, residual, self.weight, self.eps, offset=self.offset)
+        """``(norm(total + residual), total + residual)``, where total is the sum of the ranks' x."""
+        return self.group.add_norm(x, residual, ResidualNorm(self.weight, self.eps, self.offset))
 
     def add_normed(self, x: torch.Tensor, first: RMSNorm, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """``(norm(first(x) + residual), first(x) + residual)``"""
+        """``(norm(first(total) + residual), first(total) + residual)``, where total is the sum of the ranks' x."""
+        norm = ResidualNorm(self.weight, self.eps, self.offset)
         if type(first) is not type(self) or not (self.plain or self.offset):
-            return self.add(first(x), residual)
-        return norm_add_rms_norm(x, residual, first.weight, first.eps, self.weight, self.eps, offset=self.offset)
+            return norm.add(first(self.group.all_reduce(x)), residual)
+        return self.group.add_norm(x, residual, norm._replace(first=first.weight, first_eps=first.eps))
 
     def extra_repr(self) -> str:
         return f"{len(self.weight)}, eps={self.eps}"

@@ -9,7 +9,7 @@ from torch import nn
 
 from headrace.layers.linear import FusedLinear, Linear, RowParallelLinear
 from headrace.layers.mlp import GatedMLP
-from headrace.layers.moe import Experts
+from headrace.layers.moe import Experts, MoeMLP
 from headrace.model_spec import DenseSpec, MoeSpec, Shard
 from headrace.models.decoder import Decoder
 from headrace.parallel.shards import Cut, attention_cuts, dense_cuts
@@ -99,6 +99,8 @@ def _ranges(axis: int, cuts: Sequence[Cut]) -> ParameterCut:
 
 
 def num_sums(model: Decoder) -> int:
-    """Sums over ranks in a step: of modules that hold a part of the inputs, of the experts, or of the vocabulary."""
+    """Sums over ranks in a step: of modules that hold a part of the inputs, of the experts (with those shared by all
+    tokens), or of the vocabulary."""
     parallel = [module for module in model.modules() if isinstance(module, RowParallelLinear | Experts)]
-    return len(parallel) + (model.embed_tokens.start is not None)
+    with_experts = [module for module in model.modules() if isinstance(module, MoeMLP) and module.shared_experts is not None]
+    return len(parallel) - len(with_experts) + (model.embed_tokens.start is not None)

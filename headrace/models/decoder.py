@@ -54,7 +54,7 @@ class DecoderAttention(nn.Module):
         self.attention = Attention(spec, device)
 
     def forward(self, x: torch.Tensor, cos_sin: torch.Tensor | None, ctx: ForwardContext) -> torch.Tensor:
-        """``[T, hidden] -> [T, hidden]``
+        """``[T, hidden] -> [T, hidden]``, the rank's part of the sum over tensor-parallel ranks.
 
         The call between the projections is fused. Unfused, with q, k and v split by heads::
 
@@ -75,6 +75,8 @@ class DecoderAttention(nn.Module):
 class DecoderLayer(nn.Module):
     attention_class: type[nn.Module] = DecoderAttention
     norm_class: type[RMSNorm] = RMSNorm
+    group: Group = ALONE
+    """The tensor-parallel ranks, of which each has a part of the layer."""
 
     def __init__(self, model: ModelSpec, index: int, dtype: torch.dtype, device: str | torch.device) -> None:
         super().__init__()
@@ -93,10 +95,10 @@ class DecoderLayer(nn.Module):
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, cos_sin: torch.Tensor | None, ctx: ForwardContext
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The residual stream is ``x + residual``; the next norm fuses the sum.
+        """The residual stream is ``x + residual``; the next norm fuses the sum, and the one over tensor-parallel ranks.
 
         Args:
-            x: ``[T, hidden]``, the previous layer's addition to the stream.
+            x: ``[T, hidden]``, the rank's part of the previous layer's addition to the stream.
             residual: ``[T, hidden]``, the stream before that; None: x is the whole stream, as in the first layer.
 
         Returns:
@@ -112,7 +114,7 @@ class DecoderLayer(nn.Module):
 
     def stream(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """Returns the residual stream after the layer, ``[T, hidden]``, from the two results of ``forward``."""
-        return residual + x
+        return residual + self.group.all_reduce(x)
 
 
 class Decoder(nn.Module):

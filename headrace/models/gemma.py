@@ -52,10 +52,10 @@ class GemmaLayer(DecoderLayer):
         return self.feed_forward(x, residual), residual
 
     def stream(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        return residual + self.post_feedforward_layernorm(x)  # type: ignore[no-any-return]
+        return residual + self.post_feedforward_layernorm(self.group.all_reduce(x))  # type: ignore[no-any-return]
 
     def feed_forward(self, x: torch.Tensor, stream: torch.Tensor) -> torch.Tensor:
-        """Returns the MLP's output for x, the normed stream."""
+        """Returns the rank's part of the MLP's output for x, the normed stream."""
         return self.mlp(x)  # type: ignore[no-any-return]
 
 

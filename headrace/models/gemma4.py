@@ -109,10 +109,11 @@ class Gemma4Layer(GemmaLayer):
         return GatedMLP(model.hidden_size, dense, dtype=dtype, device=device)
 
     def feed_forward(self, x: torch.Tensor, stream: torch.Tensor) -> torch.Tensor:
-        dense: torch.Tensor = self.mlp(x)
+        """Returns the whole output: that of experts is normed apart."""
+        dense = self.group.all_reduce(self.mlp(x))
         if self.router is None:
             return dense
-        experts = self.experts(self.pre_feedforward_layernorm_2(stream), *self.router(stream))
+        experts = self.group.all_reduce(self.experts(self.pre_feedforward_layernorm_2(stream), *self.router(stream)))
         return self.post_feedforward_layernorm_1(dense) + self.post_feedforward_layernorm_2(experts)  # type: ignore[no-any-return]
 
     def forward(
@@ -128,7 +129,8 @@ class Gemma4Layer(GemmaLayer):
         Args:
             tokens: ``[T, token_width]``, what this layer has for each token; None: nothing.
         """
-        stream = super().stream(*super().forward(x, residual, cos_sin, ctx))  # type: ignore[arg-type]
+        x, residual = super().forward(x, residual, cos_sin, ctx)
+        stream = residual + self.post_feedforward_layernorm(x)
         if tokens is not None:
             gated = self.act_mul(torch.cat((self.per_layer_input_gate(stream), tokens), dim=-1))
             stream = stream + self.post_per_layer_input_norm(self.per_layer_projection(gated))

@@ -6,6 +6,7 @@ for any number of rows.
 
 from __future__ import annotations
 
+import logging
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -14,8 +15,13 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from headrace.parallel.peers import MOST_BYTES, SIZES, PeerMemory
+from headrace.kernels.norm import ResidualNorm
+from headrace.parallel.peers import MOST_BYTES, ONE_SHOT_BYTES, SIZES, PeerMemory
 
+logger = logging.getLogger("headrace.engine")
+
+_TRIED = 1024
+"""Channels of a sum that is tried."""
 _TIMEOUT = timedelta(days=1)
 """Of a collective. A lost rank is noticed by whoever started the ranks; idle ranks may wait for days."""
 
@@ -36,8 +42,16 @@ class Group(Protocol):
         """``[...] -> [size, ...]``: every rank's, by rank."""
         ...
 
+    def add_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: ResidualNorm) -> tuple[torch.Tensor, torch.Tensor]:
+        """``norm.add`` of the sum over all ranks. ``x`` may be overwritten; the residual is the same on every rank."""
+        return norm.add(self.all_reduce(x), residual)
 
-class Alone:
+    def check(self) -> None:
+        """Raises EngineError if a sum that was launched has not been made. It does not wait for the device."""
+        return None
+
+
+class Alone(Group):
     """One rank."""
 
     rank = 0
@@ -75,7 +89,7 @@ def ordered_sum(parts: torch.Tensor) -> torch.Tensor:
     return total.to(parts.dtype)
 
 
-class ThreadGroup:
+class ThreadGroup(Group):
     """One of several ranks that are threads of this process, for tests and debugging.
 
     ``ThreadGroup.make(size)`` makes all of them. ``abort`` ends the waiting of the others where one has failed.
@@ -109,7 +123,7 @@ class ThreadGroup:
         self._barrier.abort()
 
 
-class GlooGroup:
+class GlooGroup(Group):
     """Ranks that are processes of this machine, on CPUs."""
 
     transport = "gloo", "the ranks are processes on CPUs"
@@ -132,7 +146,7 @@ class GlooGroup:
         return gathered
 
 
-class NcclGroup:
+class NcclGroup(Group):
     """Ranks that are processes with a GPU each. The current stream waits for collectives, which may be captured with it."""
 
     def __init__(self, rank: int, size: int, store: Any, *, ordered: bool = False, peers: bool = True) -> None:
@@ -147,9 +161,7 @@ class NcclGroup:
         # The communicator is made by the first collective, which must not be one that is captured.
         self.all_gather(torch.zeros(1, device=self._device))
         self.all_reduce(torch.zeros(1, device=self._device))
-        if ordered:
-            self.transport = "NCCL", "deterministic sums are made in the order of the ranks"
-        elif not peers:
+        if not peers:
             self.transport = "NCCL", "disable_custom_all_reduce"
         elif size not in SIZES:
             self.transport = "NCCL", f"symmetric memory sums are for {', '.join(map(str, SIZES))} ranks"
@@ -166,31 +178,50 @@ class NcclGroup:
         # A kernel waits for those of its peers, so none is launched unless all have mapped the memory.
         if not self._everywhere(peers is not None) or peers is None:
             return "NCCL", failure
-        if not self._everywhere(all(self._agree(peers, count) for count in (1 << 10, MOST_BYTES // 4))):
+        peers.patient = False
+        if not all(
+            self._everywhere(self._agree(peers, rows)) for rows in (1, peers.most_rows(_TRIED), MOST_BYTES // 4 // _TRIED)
+        ):
             return "NCCL", "sums through symmetric memory are wrong on this machine"
+        peers.patient = True
         self._peers = peers
         return (
-            f"symmetric memory up to {MOST_BYTES >> 20} MiB, then NCCL",
+            f"symmetric memory up to {(ONE_SHOT_BYTES[self.size] if self._ordered else MOST_BYTES) >> 10} KiB, then NCCL",
             "the GPUs map each other's memory, and its sums are NCCL's",
         )
 
-    def _agree(self, peers: PeerMemory, count: int) -> bool:
+    def _agree(self, peers: PeerMemory, rows: int) -> bool:
         """Whether both sum whole numbers alike."""
-        numbers = (torch.arange(count, device=self._device) % 1021 * (self.rank + 1)).float()
-        return torch.equal(peers.all_reduce(numbers.clone()), self.all_reduce(numbers))
+        numbers = torch.arange(rows * _TRIED, device=self._device) % 1021 * (self.rank + 1)
+        x = numbers.float().view(rows, _TRIED)
+        expected = self.all_reduce(x.clone())
+        try:
+            return torch.equal(peers.all_reduce(x), expected)
+        except Exception as error:  # The others must hear of it.
+            logger.warning("a sum through symmetric memory failed", exc_info=error)
+            return False
 
     def _everywhere(self, flag: bool) -> bool:
         return bool(self.all_gather(torch.tensor([flag], dtype=torch.int32, device=self._device)).all())
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        if self._peers is not None and self._peers.takes(x, ordered=self._ordered):
+            return self._peers.all_reduce(x)
         if self._ordered:
             return ordered_sum(self.all_gather(x))
-        if self._peers is not None and self._peers.takes(x):
-            return self._peers.all_reduce(x)
         x = x.contiguous()
         if x.numel():
             self._group.allreduce([x]).wait()
         return x
+
+    def add_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: ResidualNorm) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._peers is not None and self._peers.fuses(x, residual, norm):
+            return self._peers.add_norm(x, residual, norm)
+        return super().add_norm(x, residual, norm)
+
+    def check(self) -> None:
+        if self._peers is not None:
+            self._peers.check()
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         gathered = x.new_empty(self.size, *x.shape)

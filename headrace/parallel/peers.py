@@ -7,53 +7,110 @@ from typing import Any
 
 import torch
 
-ONE_SHOT_BYTES = 512 * 1024
-"""Up to here every rank reads everything of all others; beyond, each sums its part and reads the others' sums."""
-MOST_BYTES = 4 * 1024 * 1024
+from headrace.errors import EngineError
+from headrace.kernels import gpu
+from headrace.kernels.norm import ResidualNorm
+
+ONE_SHOT_BYTES = {2: 2 << 20, 4: 512 << 10, 8: 256 << 10}
+"""By the number of ranks: up to here every rank sends all of its part to all others, in one kernel with what follows the sum;
+beyond, each sums a share and reads the others' sums."""
+MOST_BYTES = 4 << 20
 """Larger tensors are NCCL's."""
-SIZES = (2, 4, 8)
+SIZES = tuple(ONE_SHOT_BYTES)
 """Numbers of ranks that the kernels are compiled for."""
 _ALIGNMENT = 16
 _DTYPES = (torch.bfloat16, torch.float32)
+_TRIES = 1 << 29
+"""Looks at memory that a kernel takes before it gives up its peers, several minutes in all: whoever started the ranks has then
+long noticed that one is gone, or is gone as well."""
+_FEW_TRIES = 1 << 25
+"""Some ten seconds."""
 
 
 class PeerMemory:
-    """All-reduce with torch's symmetric memory: one kernel a rank, on a buffer whose address never changes, so that a captured
-    graph may contain it. NVLink multicast is not used. Elements are summed in the order of the ranks, whatever the size.
+    """All-reduce in torch's symmetric memory: one kernel a rank, on buffers whose addresses never change, so that a captured
+    graph may contain it. NVLink multicast is not used. One-shot sums are float32 sums in the order of the ranks.
 
     A kernel waits for those of the other ranks, and none may overtake: all of them run on one stream.
     """
 
     def __init__(self, group: Any, device: torch.device) -> None:
-        """``group``: a ``torch.distributed.ProcessGroup``, whose ranks all come here.
+        """``group``: a ``torch.distributed.ProcessGroup``, whose ranks all come here, and wait for each other before they sum.
 
         Raises:
             RuntimeError, AttributeError, ImportError: the GPUs cannot map each other's memory, or PyTorch lacks an operation.
         """
         memory = importlib.import_module("torch.distributed._symmetric_memory")
+        self._kernels = gpu.kernels("peer_sum")
         self._ops: Any = torch.ops.symm_mem
-        for name in ("one_shot_all_reduce_copy_out", "two_shot_all_reduce_"):
-            getattr(self._ops, name)
-        self._name = group.group_name
+        self._ops.two_shot_all_reduce_  # noqa: B018
+        self._name, self.size = group.group_name, group.size()
         self._buffer = memory.empty(MOST_BYTES, dtype=torch.uint8, device=device)
         memory.rendezvous(self._buffer, self._name)
+        nbytes = self._kernels.nbytes(self.size)
+        self._places = memory.empty(nbytes, dtype=torch.uint8, device=device)
+        self._places.fill_(self._kernels.EMPTY_BYTE)
+        handle = memory.rendezvous(self._places, self._name)
+        self._alarm = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._buffers = self._kernels.PeerBuffers(
+            rank=group.rank(),
+            ranks=[handle.get_buffer(rank, (nbytes,), torch.uint8) for rank in range(self.size)],
+            turns=torch.zeros(self._kernels.ROWS, dtype=torch.int32, device=device),
+            failed=torch.zeros(1, dtype=torch.int32, device=device),
+            alarm=self._alarm,
+        )
+        self.patient = True
+        """Kernels wait for peers that take minutes."""
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
-    @staticmethod
-    def takes(x: torch.Tensor) -> bool:
+    def takes(self, x: torch.Tensor, *, ordered: bool) -> bool:
+        """``ordered``: elements are float32 sums in the order of the ranks."""
         nbytes = x.numel() * x.element_size()
-        return 0 < nbytes <= MOST_BYTES and nbytes % _ALIGNMENT == 0 and x.dtype in _DTYPES
+        fits = 0 < nbytes <= MOST_BYTES and nbytes % _ALIGNMENT == 0 and x.dtype in _DTYPES
+        return fits and (not ordered or self._one_shot(x))
+
+    def fuses(self, x: torch.Tensor, residual: torch.Tensor, norm: ResidualNorm) -> bool:
+        """Whether ``add_norm`` takes x, ``[T, n]``."""
+        same = residual.shape == x.shape and residual.dtype == norm.weight.dtype == x.dtype
+        same = same and (norm.first is None or norm.first.dtype == x.dtype)
+        return same and self.takes(x, ordered=True)
+
+    def most_rows(self, width: int) -> int:
+        """Rows of so many float32 that one kernel sums."""
+        return min(int(self._kernels.ROWS), ONE_SHOT_BYTES[self.size] // (4 * width))
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """``x``: one that it ``takes``; it is overwritten if it is contiguous."""
-        x = x.contiguous()
-        if x.data_ptr() % _ALIGNMENT:
-            x = x.clone()
-        nbytes = x.numel() * x.element_size()
-        shared = self._buffer[:nbytes].view(x.dtype).view(x.shape)
-        if nbytes <= ONE_SHOT_BYTES:
-            self._ops.one_shot_all_reduce_copy_out(shared, x, "sum", self._name, x)
-        else:
-            shared.copy_(x)
-            self._ops.two_shot_all_reduce_(shared, "sum", self._name)
-            x.copy_(shared)
-        return x
+        x = _straight(x)
+        if self._one_shot(x):
+            return self._kernels.peer_sum(x.view(-1, x.shape[-1]), self._buffers, self._tries).view(x.shape)  # type: ignore[no-any-return]
+        shared = self._buffer[: x.numel() * x.element_size()].view(x.dtype).view(x.shape)
+        shared.copy_(x)
+        self._ops.two_shot_all_reduce_(shared, "sum", self._name)
+        return x.copy_(shared)
+
+    def add_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: ResidualNorm) -> tuple[torch.Tensor, torch.Tensor]:
+        """``norm.add`` of the sum over ranks, of what it ``fuses``."""
+        return self._kernels.peer_sum_norm(_straight(x), residual.contiguous(), norm, self._buffers, self._tries)  # type: ignore[no-any-return]
+
+    def check(self) -> None:
+        """Raises EngineError if a kernel has given up waiting."""
+        if self._alarm.item():
+            raise EngineError("a rank waited for another's part of a sum in vain")
+
+    def _one_shot(self, x: torch.Tensor) -> bool:
+        width, nbytes = x.shape[-1], x.numel() * x.element_size()
+        rows = x.numel() // width
+        small = nbytes <= ONE_SHOT_BYTES[self.size] and rows <= self._kernels.ROWS
+        return small and width * x.element_size() <= self._kernels.ROW_BYTES and width * x.element_size() % _ALIGNMENT == 0
+
+    @property
+    def _tries(self) -> int:
+        return _TRIES if self.patient else _FEW_TRIES
+
+
+def _straight(x: torch.Tensor) -> torch.Tensor:
+    """x, or a copy whose elements lie one behind the other from an address that kernels read in whole words."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % _ALIGNMENT else x

@@ -22,8 +22,8 @@ PACKAGES: list[set[str]] = [
     {"constrain"},
     {"sim"},
     # Below this line torch is allowed.
-    {"parallel"},
     {"kernels"},
+    {"parallel"},
     {"cache"},
     {"attention"},
     {"layers", "quant"},

@@ -13,10 +13,11 @@ from headrace.kernels.triton.pdl import begin, options
 
 
 @triton.jit
-def _normed(value, weight, eps, channel, mask, WIDTH: tl.constexpr, OFFSET: tl.constexpr):
+def normed(value, factor, eps, WIDTH: tl.constexpr, OFFSET: tl.constexpr):
+    """The norm of one row of ``WIDTH`` channels by their factors, which are loaded before: the sum takes a while."""
     wide = value.to(tl.float32)
+    factor = factor.to(tl.float32)
     rms = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
-    factor = tl.load(weight + channel, mask=mask, other=0.0).to(tl.float32)
     if OFFSET:
         scaled = wide * rms * (1.0 + factor)
     else:
@@ -57,13 +58,14 @@ def _rms_norm(
     place = row.to(tl.int64) * WIDTH + channel
     outer, within = row // inner, row % inner
     value = tl.load(x + outer * x_outer + within * x_inner + channel, mask=mask, other=0.0)
+    factor = tl.load(weight + channel, mask=mask, other=0.0)
     if FIRST:
-        value = _normed(value, first, first_eps, channel, mask, WIDTH, OFFSET)
+        value = normed(value, tl.load(first + channel, mask=mask, other=0.0), first_eps, WIDTH, OFFSET)
     if ADD:
         added = tl.load(residual + outer * residual_outer + within * residual_inner + channel, mask=mask, other=0.0)
         value = (value.to(tl.float32) + added.to(tl.float32)).to(value.dtype)
         tl.store(total + place, value, mask=mask)
-    tl.store(out + place, _normed(value, weight, eps, channel, mask, WIDTH, OFFSET), mask=mask)
+    tl.store(out + place, normed(value, factor, eps, WIDTH, OFFSET), mask=mask)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, offset: bool = False) -> torch.Tensor:

@@ -24,6 +24,7 @@ from headrace.cache.fp8 import Fp8LayerCache
 from headrace.kernels import support
 from headrace.kernels.head_routing import RouterWeights
 from headrace.kernels.inputs import LogitsInputs, RowTensors
+from headrace.kernels.norm import ResidualNorm
 from headrace.kernels.sparse_prefill import KeyCopies
 from headrace.kernels.support import NATIVE_FP8_SM, Resources
 from headrace.kernels.triton import (
@@ -40,6 +41,7 @@ from headrace.kernels.triton import (
     norm,
     paged_attention,
     pages,
+    peer_sum,
     qkv,
     rotary,
     router,
@@ -178,6 +180,12 @@ def others() -> None:
     norm.rms_norm(x, x[0], 1e-6, offset=True)
     norm.add_rms_norm(x, x, x[0], 1e-6, offset=True)
     norm.norm_add_rms_norm(x, x, x[0], 1e-6, x[0], 1e-6, offset=True)
+    for size, shared in ((2, x), (4, x.float()), (8, x)):
+        parts = [torch.zeros(64, dtype=torch.uint8) for _ in range(size)]
+        buffers = peer_sum.PeerBuffers(1, parts, *torch.zeros(3, 4, dtype=torch.int32).unbind())
+        peer_sum.peer_sum(shared, buffers, 9)
+        for one in (ResidualNorm(shared[0], 1e-6), ResidualNorm(shared[0], 1e-6, offset=True, first=shared[0])):
+            peer_sum.peer_sum_norm(shared, shared, one, buffers, 9)
     activation.silu_mul(x)
     activation.gelu_tanh_mul(x)
     rotary.rotate_heads(torch.zeros(4, 32, 80, dtype=BF16), torch.zeros(4, 80), torch.zeros(4, 80))

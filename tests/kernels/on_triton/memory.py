@@ -32,7 +32,8 @@ class Checker:
 
         def launch(executor: Any, *args: Any, **kwargs: Any) -> Any:
             before = self._begins, self._ends, self._kernel
-            given = [each.base if isinstance(each, TensorDescriptor) else each for each in (*args, *kwargs.values())]
+            listed = [each if isinstance(each, tuple) else (each,) for each in (*args, *kwargs.values())]
+            given = [each.base if isinstance(each, TensorDescriptor) else each for group in listed for each in group]
             tensors = [each.untyped_storage() for each in given if isinstance(each, torch.Tensor)]
             self._begins = np.array([each.data_ptr() for each in tensors], dtype=np.uint64)
             self._ends = self._begins + np.array([each.nbytes() for each in tensors], dtype=np.uint64)

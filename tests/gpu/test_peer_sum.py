@@ -1,0 +1,77 @@
+"""Kernels of several ranks that run at the same time on one GPU, each on a stream of its own, and wait for each other."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from headrace.kernels.norm import ResidualNorm
+from headrace.kernels.triton.peer_sum import EMPTY_BYTE, ROWS, PeerBuffers, nbytes, peer_sum, peer_sum_norm
+from headrace.parallel.group import ordered_sum
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
+TRIES = 1 << 24
+"""Some seconds: a kernel that waits in vain ends, and the test fails."""
+
+
+def ranks(size: int) -> list[PeerBuffers]:
+    memory = [torch.full((nbytes(size),), EMPTY_BYTE, dtype=torch.uint8, device="cuda") for _ in range(size)]
+
+    def zeros(count: int) -> torch.Tensor:
+        return torch.zeros(count, dtype=torch.int32, device="cuda")
+
+    alarms = [torch.zeros(1, dtype=torch.int32, pin_memory=True) for _ in range(size)]
+    return [PeerBuffers(rank, memory, zeros(ROWS), zeros(1), alarms[rank]) for rank in range(size)]
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("size", [2, 4])
+def test_sums_of_ranks_that_are_late_in_turn(size: int, dtype: torch.dtype, graph: bool) -> None:
+    chance = random.Random(size)
+    torch.manual_seed(0)
+    group, streams = ranks(size), [torch.cuda.Stream() for _ in range(size)]
+    weight = torch.rand(2048, device="cuda").to(dtype)
+    norm = ResidualNorm(weight, 1e-6)
+    # All programs of all ranks must run at once on this one GPU.
+    shapes = [(chance.choice((1, 2, 7, 16)), 2048) for _ in range(24)]
+    inputs = [[torch.randn(shape, device="cuda").to(dtype) for _ in range(size)] for shape in shapes]
+    residuals = [torch.randn(shape, device="cuda").to(dtype) for shape in shapes]
+    peer_sum_norm(inputs[0][0], residuals[0], norm, ranks(size)[0], 0)  # Compiles.
+    peer_sum(inputs[0][0], ranks(size)[0], 0)
+    torch.cuda.synchronize()
+    found: list[list[tuple[torch.Tensor, ...]]] = [[] for _ in range(size)]
+
+    def run(rank: int) -> None:
+        for number, xs in enumerate(inputs):
+            if not graph and chance.random() < 0.3:
+                torch.cuda._sleep(chance.randrange(100_000))
+            alone = (peer_sum(xs[rank], group[rank], TRIES),)
+            found[rank].append((*alone, *peer_sum_norm(xs[rank], residuals[number], norm, group[rank], TRIES)))
+
+    if graph:
+        graphs = [torch.cuda.CUDAGraph() for _ in range(size)]
+        for rank, stream in enumerate(streams):
+            with torch.cuda.graph(graphs[rank], stream=stream):
+                run(rank)
+        for _ in range(20):
+            for rank, stream in enumerate(streams):
+                with torch.cuda.stream(stream):
+                    torch.cuda._sleep(chance.randrange(200_000))
+                    graphs[rank].replay()
+    else:
+        for rank, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                run(rank)
+    torch.cuda.synchronize()
+    assert not any(int(one.alarm) for one in group)
+    for number, xs in enumerate(inputs):
+        total = ordered_sum(torch.stack(xs))
+        for rank in range(size):
+            summed, normed, stream = found[rank][number]
+            assert torch.equal(summed, total) and torch.equal(stream, total + residuals[number])
+            assert torch.equal(normed, found[0][number][1])
+            expected = norm.add(total.cpu(), residuals[number].cpu())[0]
+            torch.testing.assert_close(normed.cpu(), expected, atol=1e-5, rtol=0.02 if dtype == torch.bfloat16 else 1e-4)

@@ -3,20 +3,21 @@
     python benchmarks/compare_vllm.py --site SITE --models MODEL... --output results.json
     python benchmarks/compare_vllm.py --site SITE --models MODEL... --output results.json \\
         --engines headrace,headrace-transformers,vllm-transformers
+    python benchmarks/compare_vllm.py --site SITE --models MODEL... --output results.json --tensor-parallel-size 2
     python benchmarks/compare_vllm.py --merge first.json second.json --output results.json
 
 Engines are headrace and vllm, and both with transformers' implementation of the model: headrace-transformers and
 vllm-transformers. Each headrace engine is compared with each vLLM engine.
 
-vllm_peer.py, or the script given as --peer, measures vLLM: it takes --model, --workloads (comma-separated), --max-len and,
-for vllm-transformers, --model-impl, and prints a line of JSON when vLLM is ready (engine, model, startup_s) and one for
-every workload (workload, seconds, in_tok, out_tok); it may print one of its KV cache (kv). SITE is the folder in which vLLM
-is installed, unless it is importable; headrace does not use it. Weights are random: a model is a folder with a
-config.json. If --peer-models has a folder of the same name, vLLM reads that one.
+vllm_peer.py, or the script given as --peer, measures vLLM: it takes --model, --workloads (comma-separated), --max-len, for
+vllm-transformers --model-impl, and for several GPUs --tensor-parallel-size, and prints a line of JSON when vLLM is ready
+(engine, model, startup_s) and one for every workload (workload, seconds, in_tok, out_tok); it may print one of its KV cache
+(kv). SITE is the folder in which vLLM is installed, unless it is importable; headrace does not use it. Weights are random: a
+model is a folder with a config.json. If --peer-models has a folder of the same name, vLLM reads that one.
 
 Both files, the JSON with every raw row and the table beside it (.md), are rewritten after every row. An engine that
-fails loses only its own rows, and the table reports it. Two rows are compared only if both were measured on the same GPU
-within an hour.
+fails loses only its own rows, and the table reports it. Two rows are compared only if both were measured on the same GPU,
+or the same number of GPUs from the same first one, within an hour.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ FOREIGN = "-transformers"
 ENGINES = (OURS, OURS + FOREIGN, THEIRS, THEIRS + FOREIGN)
 PEER = Path(__file__).with_name("vllm_peer.py")
 IMPLEMENTATION = "--model-impl"
+RANKS = "--tensor-parallel-size"
 WORKLOADS = ("single", "batch8", "batch64", "mixed256", "prefill8k", "longctx_decode", "prefill32k")
 SAME_SITTING = 3600.0
 """Seconds that two rows may lie apart to be compared."""
@@ -85,6 +87,7 @@ def run_of(options: argparse.Namespace, engine: str, model: Path) -> Run:
 def further(options: argparse.Namespace, engine: str) -> list[str]:
     """The words that an engine gets beyond those that every comparison needs."""
     words = [IMPLEMENTATION, "transformers"] if engine.endswith(FOREIGN) else []
+    words += [RANKS, str(options.tensor_parallel_size)] if options.tensor_parallel_size > 1 else []
     words += shlex.split(options.ours if side(engine) == OURS else options.theirs)
     return [*words, *options.extra.get(engine, [])]
 
@@ -221,7 +224,13 @@ class Book:
 
 
 def gpu_of(sitting: Json) -> str:
-    """The GPU that engines started from here take: the first, unless CUDA_VISIBLE_DEVICES begins with another."""
+    """The GPUs that engines started from here take: the first, unless CUDA_VISIBLE_DEVICES begins with another, and how many
+    there are from there on, if several."""
+    count = sitting.get("tensor_parallel_size", 1)
+    return first_gpu_of(sitting) + (f" and {count - 1} more" if count > 1 else "")
+
+
+def first_gpu_of(sitting: Json) -> str:
     names: list[str] = [gpu["uuid"] for gpu in sitting["machine"]["gpus"]]
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
     if first.isdigit() and int(first) < len(names):
@@ -285,6 +294,7 @@ def measure(options: argparse.Namespace) -> Json:
     sitting["asked"] = [[model.name, workload] for model in options.models for workload in options.workloads]
     sitting["engines"] = options.engines
     sitting["temperature"] = options.temperature
+    sitting["tensor_parallel_size"] = options.tensor_parallel_size
     sitting["versions"]["vllm"] = vllm_version(options.site)
     sitting["commands"] = []
     book = Book(options.output, sitting)
@@ -503,6 +513,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--only", choices=["ours", "theirs"], help="of the engines, ours or theirs alone; --merge joins both")
     parser.add_argument("--max-len", type=int, default=40960, help="context of both engines")
     parser.add_argument("--temperature", type=float, default=0.6, help="ours; should be what the peer's script samples with")
+    parser.add_argument(RANKS, type=int, default=1, help="GPUs on which each engine computes a step")
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds for everything; then engines are ended")
     parser.add_argument("--python", default=sys.executable, help="runs headrace")
     parser.add_argument("--vllm-python", default=sys.executable, help="runs vLLM")
@@ -529,15 +540,18 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
             parser.error(f"--models: there is no {model}/config.json")
     if len({model.name for model in options.models}) < len(options.models):
         parser.error("--models: two have the same name")
-    if options.max_len < 1 or options.budget <= 0:
-        parser.error("--max-len and --budget must be above 0")
+    if options.max_len < 1 or options.budget <= 0 or options.tensor_parallel_size < 1:
+        parser.error("--max-len, --budget and --tensor-parallel-size must be above 0")
     if unused := [engine for engine in options.extra if engine not in options.engines]:
         parser.error(f"--extra: {unused[0]} is not one of --engines")
     if any(side(engine) == THEIRS for engine in options.engines):
         if not options.peer.is_file():
             parser.error(f"--peer: there is no {options.peer}")
-        if THEIRS + FOREIGN in options.engines and IMPLEMENTATION not in options.peer.read_text(encoding="utf-8"):
+        known = options.peer.read_text(encoding="utf-8")
+        if THEIRS + FOREIGN in options.engines and IMPLEMENTATION not in known:
             parser.error(f"--peer: {options.peer} does not take {IMPLEMENTATION}, which {THEIRS + FOREIGN} needs")
+        if options.tensor_parallel_size > 1 and RANKS not in known:
+            parser.error(f"--peer: {options.peer} does not take {RANKS}")
         if options.peer_models is not None and not options.peer_models.is_dir():
             parser.error(f"--peer-models: there is no folder {options.peer_models}")
     elif options.peer_models is not None or options.theirs:

@@ -6,13 +6,15 @@
 Parts, each in processes of its own with a time limit, so that one that fails or hangs costs only its own results:
 
     sums        an all-reduce inside a CUDA graph, 8 KB to 8 MB of bfloat16: NCCL, torch's symmetric memory in one shot and in
-                two, and headrace's group as the engine's ranks make it. Microseconds of the slowest rank; sums are checked.
+                two, and headrace's group as the engine's ranks make it; and with the residual addition and norm behind it.
+                Microseconds of the slowest rank; sums are checked.
     tokens      greedy tokens of a tiny float32 model on several ranks, with and without CUDA graphs and symmetric memory,
                 compared with those of one rank.
-    throughput  `headrace bench throughput` with random weights of --model's shape: tensor parallel, one GPU, replicas, and
-                tensor parallel with all sums left to NCCL.
+    throughput  `headrace bench throughput` with random weights of each --model's shape, in the --cases: tensor parallel (tp),
+                one GPU (one), replicas, each with as many requests as the one GPU (dp), and tensor parallel with all sums
+                left to NCCL (nccl).
 
-The JSON is rewritten after every part. Without NVLink multicast, which not every machine has.
+The JSON is rewritten whenever a part has a new row. Without NVLink multicast, which not every machine has.
 """
 
 from __future__ import annotations
@@ -38,10 +40,14 @@ Json = dict[str, Any]
 WITHOUT_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 SIZES = [2**exponent for exponent in range(13, 24)]
 """Bytes of a message."""
+HIDDEN = 4096
+"""Its rows."""
 IN_GRAPH, REPLAYS = 20, 30
 PARTS = ("sums", "tokens", "throughput")
+CASES = ("tp", "one", "dp", "nccl")
 WORKLOADS = "single,batch8,batch64,mixed256,prefill8k"
-SMALL_WORKLOADS = "single,batch8,batch64"
+CASE_SECONDS = 200.0
+"""Of one model's throughput in one case, the start and the compilers of a bare machine within."""
 
 QWEN3_8B: Json = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -99,7 +105,7 @@ class Runner:
         return self._end - time.monotonic()
 
     def part(self, name: str, commands: Sequence[tuple[Sequence[str], Json]], limit: float, read: Callable[[], Json]) -> None:
-        """Runs commands side by side. ``limit``: seconds; ``read`` returns what they have written."""
+        """Runs commands side by side. ``limit``: seconds; ``read`` returns what they have written so far."""
         limit = min(limit, self.left())
         if limit < 5:
             self.say(f"{name}: left out, the time is up")
@@ -107,15 +113,25 @@ class Runner:
             return self.save()
         self.say(f"{name}: at most {limit:.0f} s")
         begin = time.monotonic()
-        failure = run(commands, limit)
+        self.report["parts"][name] = {"failure": "not done"}
+
+        def look() -> None:
+            if (found := read() | {"failure": "not done"}) != self.report["parts"][name]:
+                self.report["parts"][name] = found
+                self.save()
+
+        failure = run(commands, limit, look)
         found = read() | {"seconds": round(time.monotonic() - begin, 1)} | ({"failure": failure} if failure else {})
         self.report["parts"][name] = found
         self.save()
         self.say(f"{name}: {f'FAILED: {failure}' if failure else 'done'} after {found['seconds']} s")
 
 
-def run(commands: Sequence[tuple[Sequence[str], Json]], limit: float) -> str:
-    """Why the commands, which run at the same time, failed; empty: they did not. The first failure ends the others."""
+def run(commands: Sequence[tuple[Sequence[str], Json]], limit: float, look: Callable[[], None]) -> str:
+    """Why the commands, which run at the same time, failed; empty: they did not. The first failure ends the others.
+
+    ``look`` is called again and again meanwhile.
+    """
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     processes = [
         subprocess.Popen(words, env=WITHOUT_MULTICAST | os.environ | {"PYTHONPATH": path} | changes, start_new_session=True)
@@ -126,6 +142,7 @@ def run(commands: Sequence[tuple[Sequence[str], Json]], limit: float) -> str:
         failed = [f"process {place}: exit status {p.returncode}" for place, p in enumerate(processes) if p.poll()]
         failure = failed[0] if failed else "" if time.monotonic() < end else f"not done after {limit:.0f} s"
         time.sleep(0.1)
+        look()
     for process in processes:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGTERM)
@@ -167,8 +184,10 @@ def sums(rank: int, size: int, store: str, output: str, device: str, own_first: 
     group = join_group(rank, size, Path(store), device, peers=own_first)
     found: Json = {"transport": list(group.transport), "microseconds": {}, "wrong": [], "failures": {}}
     ways: dict[str, Callable[[Any], Any]] = {"headrace" if own_first else "group": group.all_reduce}
+    if own_first:
+        ways["headrace, with norm"] = sum_and_norm(group, device)
     if device == "cuda" and not own_first:
-        ways = {"nccl": group.all_reduce} | symmetric_ways(found)
+        ways = {"nccl": group.all_reduce, "nccl, with norm": sum_and_norm(group, device)} | symmetric_ways(found)
     for nbytes in SIZES if device == "cuda" else SIZES[:4]:
         row: dict[str, float] = {}
         for way, reduce in list(ways.items()):
@@ -181,6 +200,17 @@ def sums(rank: int, size: int, store: str, output: str, device: str, own_first: 
         if rank == 0:
             print(f"  {nbytes >> 10:6} KB: " + ", ".join(f"{way} {us:.1f} us" for way, us in row.items()), flush=True)
             Path(output).write_text(json.dumps(found), encoding="utf-8")
+
+
+def sum_and_norm(group: Any, device: str) -> Callable[[Any], Any]:
+    """What follows a sum is in its kernel or in its own. Returns the new residual: the sum, since the old one is zero."""
+    import torch
+
+    from headrace.kernels.norm import ResidualNorm
+
+    residual = torch.zeros(max(SIZES) // 2, dtype=torch.bfloat16, device=device)
+    norm = ResidualNorm(torch.ones(HIDDEN, dtype=torch.bfloat16, device=device), 1e-6)
+    return lambda x: group.add_norm(x.view(-1, HIDDEN), residual[: x.numel()].view(-1, HIDDEN), norm)[1].flatten()
 
 
 def symmetric_ways(found: Json) -> dict[str, Callable[[Any], Any]]:
@@ -233,6 +263,8 @@ def measure(reduce: Callable[[Any], Any], nbytes: int, group: Any, device: str, 
     import torch
 
     count, places = nbytes // 2, torch.arange(nbytes // 2, device=device)
+    plain = reduce
+    reduce = lambda x: plain(x.view(-1, HIDDEN)).flatten()  # noqa: E731
     parts = [(places * 7 + rank * 13) % 61 for rank in range(group.size)]
     x = torch.empty(count, dtype=torch.bfloat16, device=device)
     if "no copy" not in way:
@@ -314,33 +346,35 @@ def compare_tokens(
 
 def compare_throughput(runner: Runner, folder: Path, scratch: Path, options: argparse.Namespace) -> None:
     count = str(options.ranks)
-    workloads, small = ("single,batch8", "single") if options.tiny else (WORKLOADS, SMALL_WORKLOADS)
     ranks = ["--tensor-parallel-size", count]
     cases = {
-        f"TP {count}": (ranks, workloads, 130.0),
-        "one GPU": ([], workloads, 130.0),
-        f"DP {count}": (["--data-parallel-size", count], workloads, 130.0),
-        f"TP {count}, NCCL alone": ([*ranks, "--disable-custom-all-reduce"], small, 90.0),
+        "tp": (f"TP {count}", ranks),
+        "one": ("one GPU", []),
+        "dp": (f"DP {count}", ["--data-parallel-size", count, "--copies", count]),
+        "nccl": (f"TP {count}, NCCL alone", [*ranks, "--disable-custom-all-reduce"]),
     }
-    for name, (words, loads, limit) in cases.items():
+    for case in options.cases.split(","):
+        name, words = cases[case]
         out = scratch / "throughput.json"
         out.unlink(missing_ok=True)
         command = [sys.executable, "-m", "headrace.cli", "bench", "throughput", str(folder), "--load-format", "dummy"]
-        command += ["--device", options.device, "--workload", loads, "--max-model-len", str(8448 if not options.tiny else 1024)]
-        command += ["--repetitions", str(options.repetitions), "--output", str(out), *words]
-        command += [] if options.device == "cpu" else ["--wait-for-kernels"]
+        command += ["--device", options.device, "--workload", options.workloads, "--output", str(out)]
+        command += ["--max-model-len", str(8448 if not options.tiny else 1024), "--repetitions", str(options.repetitions)]
+        command += [*words, *([] if options.device == "cpu" else ["--wait-for-kernels"])]
+        told: set[str] = set()
 
-        def read(out: Path = out) -> Json:
+        def read(out: Path = out, told: set[str] = told) -> Json:
             found = read_json(out)
             kept = ("workload", "seconds", "best", "output_rate", "prompt_rate", "total_rate", "counters")
             rows = [{key: row[key] for key in kept} for row in found.get("rows", [])]
             for row in rows:
-                rate = row["prompt_rate"] or row["output_rate"]
-                print(f"  {row['workload']:12} {rate:10,.1f} tokens/s", flush=True)
+                if row["workload"] not in told:
+                    told.add(row["workload"])
+                    runner.say(f"{row['workload']:12} {row['prompt_rate'] or row['output_rate']:10,.1f} tokens/s")
             decisions = found.get("engine", {}).get("decisions", {})
             return {"rows": rows, "startup": found.get("startup"), "all-reduce": decisions.get("all-reduce")}
 
-        runner.part(f"throughput: {name}", [(command, {})], limit, read)
+        runner.part(f"throughput: {folder.name}, {name}", [(command, {})], CASE_SECONDS, read)
 
 
 def compare_sums(runner: Runner, scratch: Path, options: argparse.Namespace) -> None:
@@ -373,55 +407,47 @@ def machine(device: str) -> Json:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="the JSON file to write")
-    parser.add_argument("--model", type=Path, help="a folder with a config.json (default: the shape of Qwen3-8B)")
+    parser.add_argument("--model", type=Path, nargs="+", help="folders with a config.json (default: the shape of Qwen3-8B)")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a tiny model for the throughput too")
     parser.add_argument("--parts", default=",".join(PARTS), help=f"some of {', '.join(PARTS)}, separated by commas")
+    parser.add_argument("--cases", default=",".join(CASES), help=f"of throughput: some of {', '.join(CASES)}")
+    parser.add_argument("--workloads", help=f"of throughput (default: {WORKLOADS})")
     parser.add_argument("--repetitions", type=int, default=2, help="of each workload")
     parser.add_argument("--seconds", type=float, default=460.0, help="for all parts together")
     options = parser.parse_args()
     parts, gpus = options.parts.split(","), options.device == "cuda"
     if unknown := set(parts) - set(PARTS):
         parser.error(f"there is no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    if unknown := set(options.cases.split(",")) - set(CASES):
+        parser.error(f"there is no case {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
+    options.workloads = options.workloads or ("single,batch8" if options.tiny else WORKLOADS)
     runner = Runner(options.output, options.seconds)
     runner.report |= machine(options.device) | {"ranks": options.ranks}
     runner.say(", ".join(f"{key} {value}" for key, value in runner.report.items() if key in ("torch", "gpus", "nccl")))
     runner.save()
     with tempfile.TemporaryDirectory(prefix="tensor-parallel-") as temporary:
         scratch = Path(temporary)
-        tiny, model = write_model(scratch / "tiny", TINY), options.model
-        if model is None:
-            model = tiny if options.tiny else write_model(scratch / "qwen3-8b", QWEN3_8B)
-        compiling = None
-        if gpus and "throughput" in parts:  # Beside the first parts: it takes a minute.
-            script = str(ROOT / "benchmarks" / "compile_kernels.py")
-            with (scratch / "compile.log").open("w") as log:
-                compiling = subprocess.Popen([sys.executable, script, str(model)], stdout=log, stderr=log)
-        try:
-            if "sums" in parts:
-                compare_sums(runner, scratch, options)
-            many, expected = {"tensor_parallel_size": options.ranks}, list[Any]()
-            if "tokens" in parts:
-                first = {"one rank": {}, "ranks": many} | ({"ranks, eager": many | {"enforce_eager": True}} if gpus else {})
-                compare_tokens(runner, first, tiny, scratch, options, expected)
-            if compiling is not None:
-                runner.say("waiting for the kernels' compiler")
-                compiling.wait(max(1.0, min(90.0, runner.left())))
-            if "throughput" in parts:
+        tiny, models = write_model(scratch / "tiny", TINY), options.model
+        if models is None:
+            models = [tiny if options.tiny else write_model(scratch / "qwen3-8b", QWEN3_8B)]
+        if "sums" in parts:
+            compare_sums(runner, scratch, options)
+        many, expected = {"tensor_parallel_size": options.ranks}, list[Any]()
+        if "tokens" in parts:
+            first = {"one rank": {}, "ranks": many} | ({"ranks, eager": many | {"enforce_eager": True}} if gpus else {})
+            compare_tokens(runner, first, tiny, scratch, options, expected)
+        if "throughput" in parts:
+            for model in models:
                 compare_throughput(runner, model, scratch, options)
-            if "tokens" in parts and gpus:
-                more = {
-                    "ranks, NCCL alone": {"disable_custom_all_reduce": True},
-                    "ranks, deterministic": {"deterministic": True},
-                }
-                cases = {name: many | changes for name, changes in more.items()}
-                compare_tokens(runner, cases, tiny, scratch, options, expected)
-        except subprocess.TimeoutExpired:
-            runner.say("the kernels are not compiled in time")
-        finally:
-            if compiling is not None and compiling.poll() is None:
-                compiling.kill()
+        if "tokens" in parts and gpus:
+            more = {
+                "ranks, NCCL alone": {"disable_custom_all_reduce": True},
+                "ranks, deterministic": {"deterministic": True},
+            }
+            cases = {name: many | changes for name, changes in more.items()}
+            compare_tokens(runner, cases, tiny, scratch, options, expected)
     runner.save()
     failed = [name for name, part in runner.report["parts"].items() if "failure" in part]
     runner.say(f"failed: {', '.join(failed)}" if failed else "all parts are done")

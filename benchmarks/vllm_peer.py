@@ -40,6 +40,9 @@ ENVIRONMENT = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     # So that a function can be sent to the worker, which is asked for its KV cache with one.
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+    # Not every machine has NVLink multicast. Headrace's ranks do without it too.
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
 }
 
 
@@ -127,6 +130,7 @@ def run(options: argparse.Namespace) -> None:
         model_impl=options.model_impl,
         max_model_len=options.max_len,
         gpu_memory_utilization=options.mem,
+        tensor_parallel_size=options.tensor_parallel_size,
         enforce_eager=options.eager,
         attention_backend=options.attention_backend,
         enable_prefix_caching=False,
@@ -213,6 +217,7 @@ def arguments() -> argparse.Namespace:
         choices=["json-schema"],
         help="hold outputs to the same grammars as headrace bench throughput --constrain",
     )
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs that compute each step together")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs, no torch.compile")
     parser.add_argument(
         "--trust-remote-code",
@@ -225,6 +230,8 @@ def arguments() -> argparse.Namespace:
         parser.error(f"there is no {options.model}/config.json")
     if options.max_len < 1:
         parser.error("--max-len must be at least 1")
+    if options.tensor_parallel_size < 1:
+        parser.error("--tensor-parallel-size must be at least 1")
     if options.temperature < 0:
         parser.error("--temperature cannot be below 0")
     if options.repetitions is not None and options.repetitions < 1:

@@ -101,6 +101,14 @@ class Workload:
         folded = self.folded(min(tokens))
         return dataclasses.replace(folded, prompts=[[*tokens, *prompt] for prompt in folded.prompts])
 
+    def copied(self, count: int) -> Workload:
+        """The same requests so many times."""
+        if count == 1:
+            return self
+        return dataclasses.replace(
+            self, name=f"{self.name} x{count}", prompts=self.prompts * count, output_lens=self.output_lens * count
+        )
+
     def repetition(self, number: int) -> Workload:
         """The same with pictures of its own, where prompts bring any: equal ones would measure caches."""
         if self.pictures is None:

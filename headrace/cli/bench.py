@@ -106,6 +106,8 @@ def throughput(args: EngineArgs, options: ThroughputOptions, to: ReportOptions) 
     if options.workload:
         _refuse(OF_WORKLOADS, {"--batch": options.batch or None})
         _refuse(OF_WORKLOADS, {"--input-len": options.input_len, "--output-len": options.output_len})
+    else:
+        _refuse("it copies a workload, and needs --workload", {"--copies": options.copies})
     if "transformers" not in options.compare:
         _refuse("it applies to transformers, and needs --compare transformers", {"--reference-dtype": options.reference_dtype})
     if options.compare:
@@ -131,6 +133,7 @@ def throughput(args: EngineArgs, options: ThroughputOptions, to: ReportOptions) 
         chosen = dict.fromkeys(each for name in names for each in (RANDOM_WORKLOADS if name == "all" else [name]))
         loads = [_workload(name, encoder, vocab_size) for name in chosen]
         loads = [load if load.pictures is None else _with_pictures(load, args) for load in loads]
+        loads = [load.copied(options.copies or 1) for load in loads]
         if options.compare and any(load.pictures is not None for load in loads):
             raise ConfigError("workloads with pictures are measured for headrace alone: leave out --compare", "--workload")
     else:

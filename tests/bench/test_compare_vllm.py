@@ -70,6 +70,7 @@ def test_the_gpu_of_a_row_is_the_one_that_is_seen(compare: ModuleType, monkeypat
         if seen is not None:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
         assert compare.gpu_of(machine) == wanted
+        assert compare.gpu_of(machine | {"tensor_parallel_size": 2}) == f"{wanted} and 1 more"
     assert compare.gpu_of({"machine": {"gpus": []}}) == "none"
 
 
@@ -208,6 +209,8 @@ def test_every_implementation_in_one_table(tmp_path: Path) -> None:
         (["--max-len", "0"], "above 0"),
         (["--engines", "vllm-transformers", "--peer", "PEER"], "does not take --model-impl"),
         (["--peer", "nowhere.py"], "there is no nowhere.py"),
+        (["--tensor-parallel-size", "0"], "above 0"),
+        (["--tensor-parallel-size", "2", "--peer", "PEER"], "does not take --tensor-parallel-size"),
     ],
 )
 def test_nonsense_is_refused(words: list[str], told: str, tmp_path: Path) -> None:

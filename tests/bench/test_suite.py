@@ -134,6 +134,7 @@ NAMED = ["--workload", "single"]
         ([*THROUGHPUT, *NAMED, "--output-len", "7"], "--output-len"),
         ([*THROUGHPUT, *NAMED, "--timeout", "60"], "--timeout"),
         ([*THROUGHPUT, "--timeout", "60"], "--timeout"),
+        ([*THROUGHPUT, "--copies", "2"], "--copies"),
         ([*THROUGHPUT, *NAMED, "--compare", "transformers", "--temperature", "0.5"], "--temperature"),
         ([*THROUGHPUT, *NAMED, "--reference-dtype", "float32"], "--reference-dtype"),
         ([*THROUGHPUT, "--reference-dtype", "float32"], "--reference-dtype"),

@@ -68,6 +68,14 @@ def test_text_workloads(name: str) -> None:
     assert load.longest == max(len(prompt) + n for prompt, n in zip(load.prompts, load.output_lens, strict=True))
 
 
+def test_copies_are_more_of_the_same_requests() -> None:
+    load = build("batch8", None)
+    assert load.copied(1) is load
+    twice = load.copied(2)
+    assert (twice.name, twice.input_tokens, twice.output_tokens) == ("batch8 x2", 2 * 8 * 256, 2 * 8 * 256)
+    assert twice.prompts == [*load.prompts, *load.prompts]
+
+
 def test_shared_prompts_begin_the_same() -> None:
     shared, plain = build("chat_shared", Letters()), build("chat", Letters())
     assert len({tuple(prompt[:500]) for prompt in shared.prompts}) == 1

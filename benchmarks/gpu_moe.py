@@ -33,6 +33,7 @@ from headrace.model_spec import AttentionSpec, MLASpec, MoeSpec
 
 MODELS: dict[str, tuple[int, MoeSpec]] = {
     "qwen3-30b-a3b": (2048, MoeSpec(num_experts=128, top_k=8, intermediate_size=768)),
+    "qwen3-30b-a3b, a rank of 2": (2048, MoeSpec(num_experts=128, top_k=8, intermediate_size=384)),
     "deepseek-v2-lite": (2048, MoeSpec(num_experts=64, top_k=6, intermediate_size=1408, normalize=False)),
     "deepseek-v3": (
         7168,
@@ -104,8 +105,10 @@ class Mixture:
         return [partial(library, self.x, self.experts, self.weights, *layer, self.spec) for layer in self.layers]
 
 
-def mixtures() -> Iterator[tuple[dict[str, object], Mixture]]:
+def mixtures(options: argparse.Namespace) -> Iterator[tuple[dict[str, object], Mixture]]:
     for (name, (hidden, spec)), tokens in itertools.product(MODELS.items(), TOKENS):
+        if name not in (options.model or MODELS) or tokens not in (options.tokens or TOKENS):
+            continue
         yield {"model": name, "tokens": tokens}, Mixture(hidden, spec, tokens)
         torch.cuda.empty_cache()
 
@@ -119,19 +122,22 @@ def routing() -> None:
                 report("route", [partial(run, logits, spec, bias)] * 8, kernel=kind, model=name, tokens=tokens)
 
 
-def experts() -> None:
-    for facts, mixture in mixtures():
+def experts(options: argparse.Namespace) -> None:
+    for facts, mixture in mixtures(options):
         sizes = {"nbytes": mixture.nbytes, "flops": mixture.flops}
         report("experts", mixture.calls(None), kernel="triton", **facts, **sizes)
         report("experts", mixture.library_calls(), kernel="grouped_mm", **facts, **sizes)
 
 
-def sweep() -> None:
-    for facts, mixture in mixtures():
+def sweep(options: argparse.Namespace) -> None:
+    for facts, mixture in mixtures(options):
         found: list[tuple[float, MoeTiling]] = []
+        average = mixture.tokens * mixture.spec.top_k / mixture.spec.num_experts
         for rows, outputs, channels, warps, stages in itertools.product(
-            (16, 32, 64, 128), (32, 64, 128), (64, 128), (4, 8), (2, 3, 4)
+            (16, 32, 64, 128), (16, 32, 64, 128), (64, 128, 256), (4, 8), (2, 3, 4)
         ):
+            if rows > max(16, 4 * average):
+                continue
             tiling = MoeTiling(rows, outputs, channels, warps, stages)
             try:
                 found.append((seconds(mixture.calls(tiling)), tiling))
@@ -189,6 +195,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=["route", "experts", "decode", "prefill"], action="append")
     parser.add_argument("--sweep", action="store_true", help="try tilings of the experts, print the fastest")
+    parser.add_argument("--model", choices=MODELS, action="append", help="of the experts and their sweep; all unless told")
+    parser.add_argument("--tokens", type=int, choices=TOKENS, action="append")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("there is no CUDA device here")
@@ -196,12 +204,12 @@ def main() -> None:
     print(json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__}), flush=True)
     wanted = options.only or ["route", "experts", "decode", "prefill"]
     if options.sweep:
-        sweep()
+        sweep(options)
         return
     if "route" in wanted:
         routing()
     if "experts" in wanted:
-        experts()
+        experts(options)
     if "decode" in wanted:
         for heads, rows, length in itertools.product((16, 128), (1, 8, 64), (4096, 16384)):
             mla(heads, rows, length, 1, absorbed=True)

@@ -21,6 +21,7 @@ import msgspec
 from headrace.core.plan import SamplePlan, StepPlan, StepResult, decode_plan
 from headrace.engine import environment
 from headrace.engine.executor import LocalExecutor
+from headrace.engine.garbage import freeze_gc
 from headrace.engine.loader import load_executor
 from headrace.engine.multiprocess import PipeAgreement, RankStart, digest
 from headrace.engine.process import kill_with_parent, outlive_terminal_signals
@@ -61,6 +62,7 @@ class Rank:
 
     def run(self) -> None:
         """Raises EOFError when the connection closes."""
+        freeze_gc()  # A rank whose collector stops it holds up all others.
         try:
             while True:
                 self._handle(*self._connection.recv())

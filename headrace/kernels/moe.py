@@ -85,6 +85,7 @@ def check_route(logits: torch.Tensor, spec: MoeSpec, correction_bias: torch.Tens
         raise ValueError(f"correction_bias must be [{spec.num_experts}] float32")
 
 
+@gpu.dispatch("moe.held_experts")
 def held_experts(experts: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     """Numbers the experts ``[start, stop)`` of one rank from 0 on; all others become the number behind the last."""
     own = experts - start

@@ -72,13 +72,7 @@ def gather_columns(group: Group, x: torch.Tensor, width: int) -> torch.Tensor:
     """``[N, columns] -> [N, width]``: the ranks' columns side by side, without padding at the end."""
     if group.size == 1:
         return x
-    parts = group.all_gather(x)
-    out = x.new_empty(len(x), width)
-    for rank in range(group.size):
-        start = rank * x.shape[1]
-        own = out[:, start : start + x.shape[1]]
-        own.copy_(parts[rank, :, : own.shape[1]])
-    return out
+    return group.all_gather(x).transpose(0, 1).flatten(1)[:, :width].contiguous()
 
 
 def ordered_sum(parts: torch.Tensor) -> torch.Tensor:

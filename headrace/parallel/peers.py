@@ -14,7 +14,7 @@ from headrace.kernels.norm import ResidualNorm
 ONE_SHOT_BYTES = {2: 2 << 20, 4: 512 << 10, 8: 256 << 10}
 """By the number of ranks: up to here every rank sends all of its part to all others, in one kernel with what follows the sum;
 beyond, each sums a share and reads the others' sums."""
-MOST_BYTES = 4 << 20
+MOST_BYTES = 8 << 20
 """Larger tensors are NCCL's."""
 SIZES = tuple(ONE_SHOT_BYTES)
 """Numbers of ranks that the kernels are compiled for."""

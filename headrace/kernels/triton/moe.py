@@ -180,6 +180,25 @@ def route(
     return experts, weights
 
 
+@triton.jit(do_not_specialize=["count", "low", "high"])
+def _held_experts(experts, out, count, low, high, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    begin(PDL)
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    expert = tl.load(experts + index, mask=index < count, other=0)
+    own = tl.where((expert >= low) & (expert < high), expert, high) - low
+    tl.store(out + index, own, mask=index < count)
+
+
+def held_experts(experts: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """Kernel version of ``headrace.kernels.moe.held_experts``."""
+    experts = experts.contiguous()
+    out, count = torch.empty_like(experts), experts.numel()
+    if count:
+        grid = (triton.cdiv(count, _BLOCK),)
+        _held_experts[grid](experts, out, count, start, stop, BLOCK=_BLOCK, **options(experts.device))
+    return out
+
+
 # --------------------------------------------------------------------------------------------------------------- products
 
 

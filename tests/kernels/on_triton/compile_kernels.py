@@ -240,6 +240,7 @@ def mixtures() -> None:
             for rows in (tokens, 16):
                 router.router_logits(torch.zeros(rows, 256, dtype=dtype), torch.zeros(160, 256), torch.zeros(160))
         experts, weights = moe.route(torch.zeros(tokens, 160), spec, torch.zeros(160))
+        moe.held_experts(experts, 80, 160)
         x = torch.zeros(tokens, 256, dtype=dtype)
         for invariant in (False, True):
             moe.moe_mlp(x, experts, weights, gate_up, down, spec, invariant=invariant)

@@ -21,7 +21,7 @@ ALONE = {"_reshape_and_cache"}
 """Launched when the kernel before is complete."""
 
 
-PARTS = {"rest": 30, "sparse": 9}
+PARTS = {"rest": 31, "sparse": 9}
 """Kernels of each part."""
 
 

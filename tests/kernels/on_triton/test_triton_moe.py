@@ -54,6 +54,14 @@ def test_routes(name: str, tokens: int, device: torch.device) -> None:
     torch.testing.assert_close(got[1], expected[1], atol=1e-6, rtol=1e-5)
 
 
+def test_experts_of_a_rank_are_numbered_from_zero(device: torch.device) -> None:
+    experts = torch.randint(0, 12, (7, 200), dtype=torch.int32)
+    for held in ((0, 5), (5, 12)):
+        expected = ref.held_experts.__wrapped__(experts, *held)
+        assert torch.equal(moe.held_experts(experts.to(device), *held).cpu(), expected)
+    assert moe.held_experts(experts[:0].to(device), 0, 5).shape == (0, 200)
+
+
 def test_routes_of_wide_rows(device: torch.device) -> None:
     logits = torch.randn(5, 40)
     got = by_expert(*moe.route(logits.to(device)[:, 4:16], SPEC))

@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
 
 from headrace.kernels.norm import ResidualNorm
-from headrace.kernels.triton.peer_sum import EMPTY_BYTE, ROWS, PeerBuffers, nbytes, peer_sum, peer_sum_norm
 from headrace.parallel.group import ordered_sum
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
+kernels = pytest.importorskip("headrace.kernels.triton.peer_sum")
 TRIES = 1 << 24
 """Some seconds: a kernel that waits in vain ends, and the test fails."""
 
 
-def ranks(size: int) -> list[PeerBuffers]:
-    memory = [torch.full((nbytes(size),), EMPTY_BYTE, dtype=torch.uint8, device="cuda") for _ in range(size)]
+def ranks(size: int) -> list[Any]:
+    memory = [torch.full((kernels.nbytes(size),), kernels.EMPTY_BYTE, dtype=torch.uint8, device="cuda") for _ in range(size)]
 
     def zeros(count: int) -> torch.Tensor:
         return torch.zeros(count, dtype=torch.int32, device="cuda")
 
     alarms = [torch.zeros(1, dtype=torch.int32, pin_memory=True) for _ in range(size)]
-    return [PeerBuffers(rank, memory, zeros(ROWS), zeros(1), alarms[rank]) for rank in range(size)]
+    return [kernels.PeerBuffers(rank, memory, zeros(kernels.ROWS), zeros(1), alarms[rank]) for rank in range(size)]
 
 
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
@@ -39,8 +40,8 @@ def test_sums_of_ranks_that_are_late_in_turn(size: int, dtype: torch.dtype, grap
     shapes = [(chance.choice((1, 2, 7, 16)), 2048) for _ in range(24)]
     inputs = [[torch.randn(shape, device="cuda").to(dtype) for _ in range(size)] for shape in shapes]
     residuals = [torch.randn(shape, device="cuda").to(dtype) for shape in shapes]
-    peer_sum_norm(inputs[0][0], residuals[0], norm, ranks(size)[0], 0)  # Compiles.
-    peer_sum(inputs[0][0], ranks(size)[0], 0)
+    kernels.peer_sum_norm(inputs[0][0], residuals[0], norm, ranks(size)[0], 0)  # Compiles.
+    kernels.peer_sum(inputs[0][0], ranks(size)[0], 0)
     torch.cuda.synchronize()
     found: list[list[tuple[torch.Tensor, ...]]] = [[] for _ in range(size)]
 
@@ -48,8 +49,8 @@ def test_sums_of_ranks_that_are_late_in_turn(size: int, dtype: torch.dtype, grap
         for number, xs in enumerate(inputs):
             if not graph and chance.random() < 0.3:
                 torch.cuda._sleep(chance.randrange(100_000))
-            alone = (peer_sum(xs[rank], group[rank], TRIES),)
-            found[rank].append((*alone, *peer_sum_norm(xs[rank], residuals[number], norm, group[rank], TRIES)))
+            alone = (kernels.peer_sum(xs[rank], group[rank], TRIES),)
+            found[rank].append((*alone, *kernels.peer_sum_norm(xs[rank], residuals[number], norm, group[rank], TRIES)))
 
     if graph:
         graphs = [torch.cuda.CUDAGraph() for _ in range(size)]

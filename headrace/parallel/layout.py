@@ -15,8 +15,8 @@ VOCAB_MULTIPLE = 64
 SLICE_MULTIPLE = 64
 """Experts are sliced where each rank gets a multiple of this many channels: whole tiles of the kernels, and whole blocks of
 MXFP4, which share a scale."""
-LARGE_EMBEDDING = 1 << 30
-"""Bytes from which on an untied token embedding is cut too, which costs an all-reduce a step."""
+LARGE_EMBEDDING = 2 << 30
+"""Bytes from which on an untied token embedding is cut too, which costs an all-reduce and some small kernels a step."""
 MOST_RANKS = 64
 
 

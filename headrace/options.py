@@ -46,9 +46,13 @@ MEDIA = "Pictures and videos"
 SAMPLING = "Sampling"
 LIMITS = "Sampling limits"
 SERVER = "Server"
+CONVERSATION = "Conversation"
 SECURITY = "Security"
 DEBUGGING = "Debugging"
-PANELS = (WHAT, HOW, PROMPTS, REPORT, MODEL, CACHE, SCHEDULING, MEDIA, SAMPLING, LIMITS, SERVER, SECURITY, DEBUGGING)
+PANELS = (
+    *(WHAT, HOW, PROMPTS, REPORT, MODEL, CACHE, SCHEDULING, MEDIA, SAMPLING, LIMITS),
+    *(SERVER, CONVERSATION, SECURITY, DEBUGGING),
+)
 """Sections of a command's help, in their order."""
 
 

@@ -13,18 +13,18 @@ import threading
 from collections.abc import Coroutine
 from concurrent.futures import CancelledError, Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
 from headrace.cli.errors import EXIT_FAILURE, describe, print_error, printable
-from headrace.cli.options import ENGINE_OPTIONS, SAMPLING_OPTIONS, command
+from headrace.cli.options import ENGINE_OPTIONS, SAMPLING_OPTIONS, Group, command
+from headrace.cli.own_options import ChatOptions
 from headrace.cli.prompts import read_stdin
 from headrace.config import EngineArgs
 from headrace.errors import ConfigError, EngineError, RequestError
-from headrace.options import SERVER
 
 if TYPE_CHECKING:
     from headrace.cli.talk import Messages, Talker
@@ -45,60 +45,27 @@ A line that ends with \\ goes on in the next one. Ctrl-C stops a reply."""
 @command(
     args=ENGINE_OPTIONS,
     sampling=SAMPLING_OPTIONS.without("n", "logprobs", "logprobs_mode", "prompt_logprobs", "detokenize", "sparse_prefill"),
+    options=Group.of(ChatOptions),
 )
-def chat(
-    args: EngineArgs,
-    sampling: dict[str, Any],
-    url: Annotated[
-        str | None,
-        typer.Option(
-            "--url",
-            help="Talk to a running OpenAI-compatible server, such as http://127.0.0.1:8000, and load no model here. "
-            "MODEL is then the name of one of its models.",
-            rich_help_panel=SERVER,
-        ),
-    ] = None,
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            "--api-key",
-            help="Key for --url.",
-            envvar="HEADRACE_API_KEY",
-            show_envvar=True,
-            rich_help_panel=SERVER,
-        ),
-    ] = None,
-    system: Annotated[
-        str | None, typer.Option("--system", help="The system message to begin with.", rich_help_panel="Conversation")
-    ] = None,
-    chat_template: Annotated[
-        str | None,
-        typer.Option(
-            "--chat-template",
-            help="Jinja file, or the template itself, that replaces the model's chat template.",
-            metavar="FILE|TEMPLATE",
-            rich_help_panel="Conversation",
-        ),
-    ] = None,
-) -> None:
+def chat(args: EngineArgs, sampling: dict[str, Any], options: ChatOptions) -> None:
     """Talk with a model, here or on a server. /help lists what you can type."""
     # The client library is not needed to print the help.
     from headrace.cli.talk import EngineTalker, ServerTalker
 
-    if url is not None:
+    if options.url is not None:
         _only_model(args)
-        if chat_template is not None:
+        if options.chat_template is not None:
             raise ConfigError(_ELSEWHERE, "chat_template")
     console = Console(stderr=True)
     with LoopThread() as loop:
         talker: Talker = (
-            EngineTalker(args, console, sampling, chat_template)
-            if url is None
-            else ServerTalker(url, args.model, api_key, sampling)
+            EngineTalker(args, console, sampling, options.chat_template)
+            if options.url is None
+            else ServerTalker(options.url, args.model, options.api_key, sampling)
         )
         try:
             loop.wait(talker.start())
-            conversation = Conversation(talker, loop, console, system)
+            conversation = Conversation(talker, loop, console, options.system)
             conversation.run()
         finally:
             loop.wait(talker.close())

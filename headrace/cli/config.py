@@ -9,7 +9,8 @@ import msgspec
 import typer
 
 from headrace.cli.options import ENGINE_OPTIONS, Setting, command
-from headrace.cli.serve import SERVER_OPTIONS, LogLevelOption
+from headrace.cli.own_options import LogOptions
+from headrace.cli.serve import LOG_OPTIONS, SERVER_OPTIONS
 from headrace.config import EngineArgs
 from headrace.server.settings import ServerSettings
 
@@ -17,8 +18,8 @@ app = typer.Typer(no_args_is_help=True, help="Configuration files.")
 
 
 @app.command("show")
-@command(args=ENGINE_OPTIONS, settings=SERVER_OPTIONS)
-def show(args: EngineArgs, settings: ServerSettings, sources: list[Setting], log_level: LogLevelOption = "info") -> None:
+@command(args=ENGINE_OPTIONS, settings=SERVER_OPTIONS, logging=LOG_OPTIONS)
+def show(args: EngineArgs, settings: ServerSettings, logging: LogOptions, sources: list[Setting]) -> None:
     """Print what `headrace serve` with the same options would use, and where each value comes from.
 
     The output is a configuration file itself. Values of API keys are left out.

@@ -7,13 +7,14 @@ import dataclasses
 import re
 import sys
 import time
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import msgspec
 import typer
 from rich.console import Console
 
-from headrace.cli.options import ENGINE_OPTIONS, command
+from headrace.cli.options import ENGINE_OPTIONS, Group, command
+from headrace.cli.own_options import DoctorOptions
 from headrace.config import Decision, EngineArgs
 from headrace.engine.spawn import spawn
 from headrace.engine.timeline import process_start
@@ -24,33 +25,8 @@ if TYPE_CHECKING:
     from headrace.engine.info import EngineInfo
 
 
-@command(args=ENGINE_OPTIONS)
-def doctor(
-    args: EngineArgs,
-    load: Annotated[
-        bool,
-        typer.Option("--load", help="Also load the weights and run a first step, for the timeline and the memory as they are."),
-    ] = False,
-    parity: Annotated[
-        bool,
-        typer.Option(
-            "--parity",
-            help="In place of the report: run prompts through every implementation of the model and through its library's own "
-            "forward (transformers', or Megatron's for its checkpoints), in float32 and in the dtype that would be served, and "
-            "compare logprobs, layers and tokens. Exit code 0: they agree; 1: they do not. Loads the model several times.",
-        ),
-    ] = False,
-    image_size: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--image-size",
-            help="Size of a picture, such as 1024x768, whose number of tokens the report says. Repeatable. Default: 1024x1024, "
-            "for a model that sees.",
-            metavar="WIDTHxHEIGHT",
-        ),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
-) -> None:
+@command(args=ENGINE_OPTIONS, options=Group.of(DoctorOptions))
+def doctor(args: EngineArgs, options: DoctorOptions) -> None:
     """Say what would be served here, how, and why: environment, decisions, attention layer by layer, memory.
 
     Without --load it reads no weights: the memory of the weights is then an estimate.
@@ -59,20 +35,20 @@ def doctor(
     from headrace.cli.startup import as_json as encoded
     from headrace.cli.startup import print_report
 
-    sizes = [_size(size) for size in image_size or ["1024x1024"]]
-    if parity:
-        if image_size:
+    sizes = [_size(size) for size in options.image_size or ["1024x1024"]]
+    if options.parity:
+        if options.image_size:
             raise ConfigError("--parity reports on no pictures: leave --image-size out, or --parity", "--image-size")
-        if load:
+        if options.load:
             raise ConfigError("--parity reports on no engine that was loaded to serve: leave --load out, or --parity", "--load")
-        _compare(args, as_json)
+        _compare(args, options.as_json)
         return
-    info = asyncio.run(_loaded(args)) if load else planned(args)
-    if info.media is None and image_size:
+    info = asyncio.run(_loaded(args)) if options.load else planned(args)
+    if info.media is None and options.image_size:
         raise ConfigError("the model reads text alone: it sees no pictures", "--image-size")
     if info.media is not None:
         info = _with_picture_tokens(info, args, sizes)
-    if as_json:
+    if options.as_json:
         sys.stdout.write(encoded(info) + "\n")
         return
     print_report(Console(), info, environment=True)

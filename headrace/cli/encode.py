@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from headrace.cli.options import ENGINE_OPTIONS, command
+from headrace.cli.options import ENGINE_OPTIONS, Group, command
+from headrace.cli.own_options import EncodeOptions
 from headrace.config import EngineArgs
 from headrace.errors import ConfigError, EngineError
 from headrace.sources.locate import locate
@@ -27,26 +29,15 @@ OPTIONS = ENGINE_OPTIONS.changed("model", positional=False).only(
 )
 
 
-@command(args=OPTIONS)
-def encode(
-    args: EngineArgs,
-    pictures: Annotated[list[Path], typer.Argument(help="Files of pictures.", metavar="FILE...", show_default=False)],
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="Directory for the features. Default: that of each picture.", metavar="DIRECTORY"),
-    ] = None,
-) -> None:
+@command(args=OPTIONS, options=Group.of(EncodeOptions))
+def encode(args: EngineArgs, options: EncodeOptions) -> None:
     """Encode pictures with a model's vision part alone: FILE.safetensors has what the model would see of FILE.
 
     Prompts of the model take them as image_embeds in place of the pictures, on this machine or another.
     """
     locate(args.model)
-    for path in pictures:
-        if not path.is_file():
-            raise ConfigError(f"there is no file {path}", "FILE")
-    if output is not None and not output.is_dir():
-        raise ConfigError(f"there is no directory {output}", "--output")
-    targets = [(output or path.parent) / f"{path.stem}.safetensors" for path in pictures]
+    pictures = options.pictures
+    targets = [(options.output or path.parent) / f"{path.stem}.safetensors" for path in pictures]
     if len(set(targets)) < len(targets):
         raise ConfigError("two pictures would be written to one file", "FILE")
     for path, target in itertools.product(pictures, targets):
@@ -89,7 +80,7 @@ def _read(path: Path, most: int) -> bytes:
     return data
 
 
-def _loaded(args: EngineArgs, paths: list[Path]) -> list[Picture]:
+def _loaded(args: EngineArgs, paths: Sequence[Path]) -> list[Picture]:
     """The pictures, decoded within the limits of the arguments."""
     from headrace.multimodal.media import MediaLoader
 

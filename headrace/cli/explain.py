@@ -3,47 +3,19 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from headrace.cli.options import ENGINE_OPTIONS, command
+from headrace.cli.options import ENGINE_OPTIONS, Group, command
+from headrace.cli.own_options import ExplainOptions
 from headrace.config import EngineArgs
-from headrace.errors import ConfigError
 
 
-@command(args=ENGINE_OPTIONS.without("enable_prefix_caching"))
-def explain(
-    args: EngineArgs,
-    prompt: Annotated[str | None, typer.Option("--prompt", help="The prompt, as text.", show_default=False)] = None,
-    prompt_file: Annotated[
-        Path | None,
-        typer.Option("--prompt-file", help="Text file with the prompt.", metavar="FILE", show_default=False),
-    ] = None,
-    layer: Annotated[int, typer.Option("--layer", help="Layer of the head whose blocks are shown.", min=0)] = 0,
-    head: Annotated[int, typer.Option("--head", help="Query head whose blocks are shown.", min=0)] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
-    html: Annotated[
-        Path | None, typer.Option("--html", help="Write a page with pictures and numbers.", metavar="FILE", show_default=False)
-    ] = None,
-    png: Annotated[
-        Path | None,
-        typer.Option(
-            "--png",
-            help="Write a picture: the density of each layer's heads, and the blocks of keys that one head attends to.",
-            metavar="FILE",
-            show_default=False,
-        ),
-    ] = None,
-) -> None:
+@command(args=ENGINE_OPTIONS.without("enable_prefix_caching"), options=Group.of(ExplainOptions))
+def explain(args: EngineArgs, options: ExplainOptions) -> None:
     """Compute one prompt and say how it attends: the density of each layer and head, and what a model's router decided.
 
     For models with elastic attention, and for others with --sparse-prefill.
     """
-    if (prompt is None) == (prompt_file is None):
-        raise ConfigError("give the prompt by --prompt or by --prompt-file", "--prompt")
-    text = prompt if prompt is not None else _read(prompt_file)
+    text = options.text
     import dataclasses
 
     import msgspec
@@ -55,12 +27,12 @@ def explain(
 
     values = {field.name: getattr(args, field.name) for field in dataclasses.fields(args)}
     with LLM(**values | {"enable_prefix_caching": False}) as llm:
-        found = look(llm, text, layer=layer, head=head)
-    if png is not None:
-        png.write_bytes(picture(found))
-    if html is not None:
-        html.write_text(page(found), encoding="utf-8")
-    if as_json:
+        found = look(llm, text, layer=options.layer, head=options.head)
+    if options.png is not None:
+        options.png.write_bytes(picture(found))
+    if options.html is not None:
+        options.html.write_text(page(found), encoding="utf-8")
+    if options.as_json:
         sys.stdout.write(msgspec.json.encode(found).decode() + "\n")
         return
     report = found.report
@@ -71,10 +43,3 @@ def explain(
         kinds = " | ".join(" ".join(segment[number]) for segment in report.head_types)
         numbers = "dense" if mean is None else f"{mean:.3f}: " + " ".join(f"{one:.2f}" for one in heads if one is not None)
         print(f"layer {number:3} {numbers}{f'  ({kinds})' if kinds else ''}")
-
-
-def _read(path: Path | None) -> str:
-    try:
-        return "" if path is None else path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the prompt cannot be read from {path}: {error}", "--prompt-file") from error

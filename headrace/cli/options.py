@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Annotated, Any, Generic, Literal, NamedTuple, Self, TypeVar
 
 import typer
-from typer.models import ArgumentInfo, OptionInfo
+from typer.models import ArgumentInfo
 
 from headrace.cli.config_file import field_name, match, read_config
 from headrace.cli.errors import reported
@@ -30,15 +30,12 @@ from headrace.constrain.fields import folded
 from headrace.errors import ConfigError, RequestError
 from headrace.options import (
     DEBUGGING,
-    INT64_MAX,
     PANELS,
     Option,
-    OptionSpec,
     check_value,
     from_json,
     nested,
     options,
-    without_none,
 )
 from headrace.sampling_params import SamplingParams, StructuredOutputsParams
 
@@ -186,36 +183,29 @@ CONFIG = Annotated[
 
 
 def command(**groups: Group[Any]) -> Callable[[Callable[..., Any]], Callable[..., None]]:
-    """Expands each parameter named in ``groups`` into its options, adds ``--debug`` and, to groups, ``--config``, and reports
-    errors as one line.
+    """Expands each parameter named in ``groups`` into its options, adds ``--debug`` and, unless a group has an option of that
+    name, ``--config``, and reports errors as one line.
 
     A parameter ``sources`` of the function gets the Setting of every option.
     """
+    keys = {field_name(option.key): option for group in groups.values() for option in group.options}
 
     def decorate(function: Callable[..., Any]) -> Callable[..., None]:
-        signature = inspect.signature(function, eval_str=True)
-        parameters: list[inspect.Parameter] = []
-        own: list[inspect.Parameter] = []
-        for parameter in signature.parameters.values():
-            if parameter.name in groups:
-                parameters += groups[parameter.name].parameters(parameter.name)
-            elif parameter.name not in ("debug", "sources"):
-                own.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
-        debug = inspect.Parameter("debug", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=DEBUG)
-        config = inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=CONFIG)
-        parameters = sorted([*parameters, *own, debug, *([config] if groups else [])], key=_place)
+        wants_sources = "sources" in inspect.signature(function).parameters
+        parameters = [parameter for name, group in groups.items() for parameter in group.parameters(name)]
+        parameters.append(inspect.Parameter("debug", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=DEBUG))
+        if groups and "config" not in keys:
+            parameters.append(inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=CONFIG))
+        parameters.sort(key=_place)
 
         @functools.wraps(function)
-        def run(**values: Any) -> None:
-            wants_debug = values["debug"]
-            if "debug" not in signature.parameters:
-                del values["debug"]
-            with reported(wants_debug):
-                if groups:
-                    values = _merged(groups, own, values)
-                    if "sources" not in signature.parameters:
-                        del values["sources"]
-                function(**values)
+        def run(*, debug: bool, config: _Invocation | None = None, **values: Any) -> None:
+            with reported(debug):
+                in_file = {}
+                if config is not None and config.path is not None:
+                    in_file = match(read_config(config.path), keys, config.context.command_path)
+                arguments, settings = _merged(groups, in_file, values)
+                function(**arguments, **({"sources": settings} if wants_sources else {}))
 
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in parameters}
@@ -225,15 +215,12 @@ def command(**groups: Group[Any]) -> Callable[[Callable[..., Any]], Callable[...
     return decorate
 
 
-def _merged(groups: dict[str, Group[Any]], own: list[inspect.Parameter], values: dict[str, Any]) -> dict[str, Any]:
+def _merged(
+    groups: dict[str, Group[Any]], in_file: dict[str, tuple[Any, str]], values: dict[str, Any]
+) -> tuple[dict[str, Any], list[Setting]]:
     """Arguments of the command's function, from the command line, the environment, the configuration file and the defaults,
-    the first that has a value. ``sources`` is the list of Settings."""
-    path, context = values.pop("config")
-    own_options = [option for parameter in own if (option := _own_option(parameter)) is not None]
-    declared = [option for group in groups.values() for option in group.options]
-    keys = {field_name(option.key): option for option in (*declared, *own_options)}
-    in_file = match(read_config(path), keys, context.command_path) if path is not None else {}
-    result = {name: value for name, value in values.items() if "__" not in name}
+    the first that has a value; and the Settings."""
+    arguments: dict[str, Any] = {}
     settings: list[Setting] = []
     for prefix, group in groups.items():
         given = group.given({option.name: values[f"{prefix}__{option.name}"] for option in group.options})
@@ -249,38 +236,16 @@ def _merged(groups: dict[str, Group[Any]], own: list[inspect.Parameter], values:
             else:
                 source = "default"
             settings.append(Setting(option.key, fields.get(option.name, option.default_value), source, option.spec.secret))
-        result[prefix] = group.build(fields)
-    for option in own_options:
-        origin = getattr(context.get_parameter_source(option.name), "name", "DEFAULT")
-        source = {"COMMANDLINE": "command line", "ENVIRONMENT": "environment"}.get(origin, "default")
-        if source == "default" and (found := in_file.get(field_name(option.key))) is not None:
-            result[option.name], source = found
-        settings.append(Setting(option.key, result[option.name], source, option.spec.secret))
-    return result | {"sources": settings}
-
-
-def _own_option(parameter: inspect.Parameter) -> Option | None:
-    """An option that the command's function has itself, as its annotation for typer declares it; None for an argument."""
-    info = parameter.annotation.__metadata__[0]
-    if not isinstance(info, OptionInfo):
-        return None
-    flags = [word for word in (info.default, *(info.param_decls or ())) if isinstance(word, str) and word.startswith("--")]
-    hint = parameter.annotation.__origin__
-    plain = without_none(hint)
-    low = high = None
-    if plain in (int, float):
-        low, high = (-INT64_MAX if info.min is None else info.min), (INT64_MAX if info.max is None else info.max)
-    spec = OptionSpec(min=low, max=high, flags=tuple(flag.partition("/")[0] for flag in flags[:1]))
-    return Option(None, parameter.name, spec, plain, plain != hint, parameter.default)
+        arguments[prefix] = group.build(fields)
+    return arguments, settings
 
 
 def _place(parameter: inspect.Parameter) -> int:
-    """Where the help shows a parameter: arguments, a command's own options, then the panels in their order."""
-    (info,) = getattr(parameter.annotation, "__metadata__", (None,))
+    """Where the help shows a parameter: arguments, options of every command, then the panels in their order."""
+    (info,) = parameter.annotation.__metadata__
     if isinstance(info, ArgumentInfo):
         return -2
-    panel = getattr(info, "rich_help_panel", None)
-    return PANELS.index(panel) if panel in PANELS else -1
+    return PANELS.index(info.rich_help_panel) if info.rich_help_panel in PANELS else -1
 
 
 def int_or_auto(text: str) -> int | Literal["auto"]:

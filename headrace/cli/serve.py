@@ -2,37 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
-
-import typer
 from rich.console import Console
 
 from headrace.cli.options import ENGINE_OPTIONS, Group, command
+from headrace.cli.own_options import LogOptions
 from headrace.config import EngineArgs
 from headrace.engine.spawn import spawn
 from headrace.engine.timeline import process_start
-from headrace.options import DEBUGGING
 from headrace.server.settings import ServerSettings
 from headrace.sources.locate import locate
 
-LogLevel = Literal["debug", "info", "warning", "error"]
-LogLevelOption = Annotated[
-    LogLevel,
-    typer.Option(
-        "--log-level",
-        help="Log level. debug adds lines about each request from the engine process.",
-        rich_help_panel=DEBUGGING,
-    ),
-]
+LOG_OPTIONS: Group[LogOptions] = Group.of(LogOptions)
 SERVER_OPTIONS: Group[ServerSettings] = Group.of(ServerSettings)
 
 
-@command(args=ENGINE_OPTIONS, settings=SERVER_OPTIONS)
-def serve(
-    args: EngineArgs,
-    settings: ServerSettings,
-    log_level: LogLevelOption = "info",
-) -> None:
+@command(args=ENGINE_OPTIONS, settings=SERVER_OPTIONS, logging=LOG_OPTIONS)
+def serve(args: EngineArgs, settings: ServerSettings, logging: LogOptions) -> None:
     """Serve a model over HTTP, in the shape of OpenAI's API.
 
     Without MODEL it serves a small embedded one, so that `headrace serve` works on a machine with no GPU and no network.
@@ -44,6 +29,6 @@ def serve(
     from headrace.cli.announce import AnnouncedLLM
     from headrace.server.run import run
 
-    logs.set_up(log_level)
+    logs.set_up(logging.log_level)
     console = Console(stderr=True)
     run(AnnouncedLLM(args, console, chat_template=settings.chat_template, spawned=spawned), settings)

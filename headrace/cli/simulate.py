@@ -2,38 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from headrace.bench.options import ReportOptions
-from headrace.cli.bench import emit
+from headrace.cli.bench import REPORT_OPTIONS, emit
 from headrace.cli.errors import print_note
-from headrace.cli.options import command
+from headrace.cli.options import Group, command
+from headrace.cli.own_options import SimulateOptions
 from headrace.errors import ConfigError
 
 
-@command()
-def simulate(
-    config: Annotated[
-        Path | None,
-        typer.Option("--config", help="JSON file: calibration, replicas, routing policy, traffic, failures.", metavar="FILE"),
-    ] = None,
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            "--trace",
-            help="JSONL file of requests in place of the configuration's traffic: at, input_tokens, output_tokens, and "
-            "prefix, prefix_tokens, session; or lines of Mooncake's traces.",
-            metavar="FILE",
-        ),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON, not as tables.")] = False,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Also write the report as JSON to this file.", metavar="FILE")
-    ] = None,
-) -> None:
+@command(options=Group.of(SimulateOptions), to=REPORT_OPTIONS)
+def simulate(options: SimulateOptions, to: ReportOptions) -> None:
     """Simulate a server: latencies and throughput of traffic on an engine that was calibrated before.
 
     Scheduler, cache manager and router are those of the server; only the time of a step comes from a model, which
@@ -43,10 +23,10 @@ def simulate(
     from headrace.sim.config import load
     from headrace.sim.traffic import generate, read_trace
 
-    if config is None:
+    if options.config is None:
         raise ConfigError("say what to simulate", "--config")
-    settings = load(config)
-    longest, traffic = settings.measured.engine.max_model_len, settings.traffic
+    settings = load(options.config)
+    longest, traffic, trace = settings.measured.engine.max_model_len, settings.traffic, options.trace
     simulation = Simulation(settings)
     if trace is not None and traffic is None:
         requests = read_trace(trace, settings.seed, longest)
@@ -56,7 +36,7 @@ def simulate(
         raise ConfigError("give a trace, or traffic in the configuration, one of the two", "--trace")
     simulation.run(requests)
     report = simulation.report()
-    emit(report, _tables(report), ReportOptions(as_json=as_json, output=output))
+    emit(report, _tables(report), to)
     for error, count in report["errors"].items():
         print_note(f"{count} requests failed: {error}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,7 +20,7 @@ from headrace.cli.main import app
 from headrace.cli.options import ENGINE_OPTIONS, SAMPLING_OPTIONS, Group, command
 from headrace.cli.serve import SERVER_OPTIONS
 from headrace.config import EngineArgs
-from headrace.options import Option, options
+from headrace.options import Checked, Option, OptionSpec, options
 from headrace.server.settings import ServerSettings
 
 Write = Callable[[str], str]
@@ -134,22 +135,28 @@ def test_keys_twice_in_a_nested_mapping(write: Write) -> None:
     assert ":3: 5 stands on line 2 already" in result.stderr
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OwnOptions(Checked):
+    count: Annotated[int, OptionSpec(min=1)] = 3
+    """How many."""
+    verbose: bool = False
+    """Say more."""
+    key: Annotated[str | None, OptionSpec(secret=True)] = dataclasses.field(
+        default_factory=lambda: os.environ.get("HEADRACE_TEST_KEY"), metadata={"environment": "HEADRACE_TEST_KEY"}
+    )
+    """A secret."""
+
+
 def test_options_of_the_command_itself(write: Write) -> None:
     seen: list[Any] = []
 
-    def run(
-        args: EngineArgs,
-        count: Annotated[int, typer.Option(min=1)] = 3,
-        verbose: Annotated[bool, typer.Option("--verbose/--quiet")] = False,
-        key: Annotated[str | None, typer.Option("--key", envvar="HEADRACE_TEST_KEY")] = None,
-        words: Annotated[list[str] | None, typer.Argument()] = None,
-    ) -> None:
-        seen.append((count, verbose, key))
+    def run(args: EngineArgs, options: OwnOptions) -> None:
+        seen.append((options.count, options.verbose, options.key))
 
     typed = typer.Typer()
-    typed.command()(command(args=ENGINE_OPTIONS.changed("model", positional=False))(run))
+    typed.command()(command(args=ENGINE_OPTIONS, options=Group.of(OwnOptions))(run))
     runner, path = CliRunner(), write("count: 5\nverbose: true\nkey: file\nmodel: x\n")
-    for words, variables in [([], {}), (["--count", "3", "--quiet"], {}), ([], {"HEADRACE_TEST_KEY": "variable"})]:
+    for words, variables in [([], {}), (["--count", "3", "--no-verbose"], {}), ([], {"HEADRACE_TEST_KEY": "variable"})]:
         assert runner.invoke(typed, ["--config", path, *words], env=variables).exit_code == 0
     assert seen == [(5, True, "file"), (3, False, "file"), (5, True, "variable")]
     for text in ("count: 0", "count: 2.5", "verbose: yes please", "words: [a]"):

@@ -1,0 +1,126 @@
+"""Options of single commands, beside those of the engine and of the server. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated, Literal
+
+from headrace.errors import ConfigError
+from headrace.options import CONVERSATION, DEBUGGING, PROMPTS, REPORT, SERVER, WHAT, Checked, OptionSpec
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LogOptions(Checked):
+    panels = MappingProxyType({"log_level": DEBUGGING})
+
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Log level. debug adds lines about each request from the engine process."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChatOptions(Checked):
+    panels = MappingProxyType({"url": SERVER, "system": CONVERSATION})
+
+    url: str | None = None
+    """Talk to a running OpenAI-compatible server, such as http://127.0.0.1:8000, and load no model here. MODEL is then the name
+    of one of its models."""
+    api_key: Annotated[str | None, OptionSpec(secret=True, default="the environment's HEADRACE_API_KEY")] = dataclasses.field(
+        default_factory=lambda: os.environ.get("HEADRACE_API_KEY", "").strip() or None,
+        metadata={"environment": "HEADRACE_API_KEY"},
+    )
+    """Key for --url."""
+    system: str | None = None
+    """The system message to begin with."""
+    chat_template: Annotated[str | None, OptionSpec(metavar="FILE|TEMPLATE")] = None
+    """Jinja file, or the template itself, that replaces the model's chat template."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DoctorOptions(Checked):
+    panels = MappingProxyType({"load": REPORT})
+
+    load: Annotated[bool, OptionSpec(flags=("--load",))] = False
+    """Also load the weights and run a first step, for the timeline and the memory as they are."""
+    parity: Annotated[bool, OptionSpec(flags=("--parity",))] = False
+    """In place of the report: run prompts through every implementation of the model and through its library's own forward
+    (transformers', or Megatron's for its checkpoints), in float32 and in the dtype that would be served, and compare logprobs,
+    layers and tokens. Exit code 0: they agree; 1: they do not. Loads the model several times."""
+    image_size: Annotated[tuple[str, ...], OptionSpec(metavar="WIDTHxHEIGHT", default="1024x1024, for a model that sees")] = ()
+    """Size of a picture, such as 1024x768, whose number of tokens the report says."""
+    as_json: Annotated[bool, OptionSpec(flags=("--json",))] = False
+    """Print the report as JSON."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EncodeOptions(Checked):
+    panels = MappingProxyType({"pictures": PROMPTS})
+
+    pictures: Annotated[tuple[Path, ...], OptionSpec(positional=True, metavar="FILE...")] = ()
+    """Files of pictures."""
+    output: Annotated[
+        Path | None, OptionSpec(flags=("--output", "-o"), metavar="DIRECTORY", default="that of each picture")
+    ] = None
+    """Directory for the features."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.pictures:
+            raise ConfigError("name the files of pictures to encode", "FILE")
+        for path in self.pictures:
+            if not path.is_file():
+                raise ConfigError(f"there is no file {path}", "FILE")
+        if self.output is not None and not self.output.is_dir():
+            raise ConfigError(f"there is no directory {self.output}", "--output")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExplainOptions(Checked):
+    panels = MappingProxyType({"prompt": PROMPTS, "layer": REPORT})
+
+    prompt: str | None = None
+    """The prompt, as text."""
+    prompt_file: Annotated[Path | None, OptionSpec(metavar="FILE")] = None
+    """Text file with the prompt."""
+    layer: Annotated[int, OptionSpec(min=0)] = 0
+    """Layer of the head whose blocks are shown."""
+    head: Annotated[int, OptionSpec(min=0)] = 0
+    """Query head whose blocks are shown."""
+    as_json: Annotated[bool, OptionSpec(flags=("--json",))] = False
+    """Print everything as JSON."""
+    html: Annotated[Path | None, OptionSpec(metavar="FILE")] = None
+    """Write a page with pictures and numbers."""
+    png: Annotated[Path | None, OptionSpec(metavar="FILE")] = None
+    """Write a picture: the density of each layer's heads, and the blocks of keys that one head attends to."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.prompt is None) == (self.prompt_file is None):
+            raise ConfigError("give the prompt by --prompt or by --prompt-file", "--prompt")
+
+    @property
+    def text(self) -> str:
+        """The prompt.
+
+        Raises:
+            ConfigError: its file cannot be read.
+        """
+        if self.prompt_file is None:
+            return self.prompt or ""
+        try:
+            return self.prompt_file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"the prompt cannot be read from {self.prompt_file}: {error}", "--prompt-file") from error
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SimulateOptions(Checked):
+    panels = MappingProxyType({"config": WHAT})
+
+    config: Annotated[Path | None, OptionSpec(metavar="FILE")] = None
+    """JSON file: calibration, replicas, routing policy, traffic, failures."""
+    trace: Annotated[Path | None, OptionSpec(metavar="FILE")] = None
+    """JSONL file of requests in place of the configuration's traffic: at, input_tokens, output_tokens, and prefix,
+    prefix_tokens, session; or lines of Mooncake's traces."""

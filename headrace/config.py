@@ -28,7 +28,8 @@ from headrace.options import (
     Checked,
     OptionSpec,
     check,
-    nested,
+    is_declared,
+    options,
 )
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -424,15 +425,9 @@ class EngineArgs:
         return dataclasses.replace(self, max_prefill_tokens_beside_decode=limit)
 
     def __post_init__(self) -> None:
-        if isinstance(self.structured_outputs_config, dict):
-            config = nested(StructuredOutputsConfig, self.structured_outputs_config, "structured_outputs_config")
-            object.__setattr__(self, "structured_outputs_config", config)
-        if isinstance(self.limit_mm_per_prompt, dict):
-            counts = nested(MediaCounts, self.limit_mm_per_prompt, "limit_mm_per_prompt")
-            object.__setattr__(self, "limit_mm_per_prompt", counts)
-        if isinstance(self.kv_events_config, dict):
-            events = nested(KVEventsConfig, self.kv_events_config, "kv_events_config")
-            object.__setattr__(self, "kv_events_config", events)
+        for name, option in options(EngineArgs).items():
+            if is_declared(option.type):
+                object.__setattr__(self, name, option.from_json(getattr(self, name)))
         check(self, ConfigError)
         if self.data_parallel_size == 1 and self.dp_queue_timeout is not None:
             raise ConfigError(

@@ -25,7 +25,7 @@ from typer.models import ArgumentInfo
 from headrace.cli.config_file import field_name, match, read_config
 from headrace.cli.errors import reported
 from headrace.cli.units import parse_size
-from headrace.config import EngineArgs, KVEventsConfig, MediaCounts, StructuredOutputsConfig
+from headrace.config import EngineArgs
 from headrace.constrain.fields import folded
 from headrace.errors import ConfigError, RequestError
 from headrace.options import (
@@ -34,10 +34,10 @@ from headrace.options import (
     Option,
     check_value,
     from_json,
-    nested,
+    is_declared,
     options,
 )
-from headrace.sampling_params import SamplingParams, StructuredOutputsParams
+from headrace.sampling_params import SamplingParams
 
 T = TypeVar("T")
 
@@ -108,6 +108,8 @@ class Group(Generic[T]):
 def _annotation(option: Option) -> Any:
     spec = option.spec
     parser = parse_size if spec.size else _PARSERS.get(option.type)
+    if is_declared(option.type):
+        parser = _json_object(option)
     value_type = str if parser else option.type
     if typing.get_origin(value_type) is tuple:
         value_type = list[typing.get_args(value_type)[0]]  # type: ignore[misc]
@@ -272,8 +274,8 @@ def _token_numbers(text: str) -> dict[int, float]:
         raise ValueError(f'{text!r} is not a JSON object from token id to number, such as {{"42": -5}}') from None
 
 
-def _json_object(cls: Any, name: str) -> Callable[[str], Any]:
-    """A JSON object of a class of declared fields."""
+def _json_object(option: Option) -> Callable[[str], Any]:
+    """A JSON object of the option's class of declared fields."""
 
     def parse(text: str) -> Any:
         try:
@@ -281,9 +283,9 @@ def _json_object(cls: Any, name: str) -> Callable[[str], Any]:
         except ValueError as error:
             raise ValueError(f"{text!r} is not JSON: {error}") from None
         if not isinstance(fields, dict):
-            raise ValueError(f"{text!r} is not a JSON object of {', '.join(options(cls))}")
+            raise ValueError(f"{text!r} is not a JSON object of {', '.join(options(option.type))}")
         try:
-            return nested(cls, fields, name)
+            return option.from_json(fields)
         except (RequestError, ConfigError) as error:
             raise ValueError(error.message) from None
 
@@ -294,10 +296,6 @@ _PARSERS: dict[Any, Callable[[str], Any]] = {
     int | Literal["auto"]: int_or_auto,
     list[int]: _token_ids,
     dict[int, float]: _token_numbers,
-    StructuredOutputsParams: _json_object(StructuredOutputsParams, "structured_outputs"),
-    KVEventsConfig: _json_object(KVEventsConfig, "kv_events_config"),
-    MediaCounts: _json_object(MediaCounts, "limit_mm_per_prompt"),
-    StructuredOutputsConfig: _json_object(StructuredOutputsConfig, "structured_outputs_config"),
 }
 """From the written word to a field's type; what typer parses itself is not here. Ranges are checked by the field's class."""
 

@@ -322,7 +322,7 @@ def options(cls: Any) -> Mapping[str, Option]:
     found = {}
     for name, hint in typing.get_type_hints(cls, include_extras=True).items():
         metadata = getattr(hint, "__metadata__", ())
-        spec = metadata[0] if metadata else OptionSpec()
+        spec = next((each for each in metadata if isinstance(each, OptionSpec)), OptionSpec())
         declared = hint.__origin__ if metadata else hint
         plain = without_none(declared)
         if spec.max is None and int in (plain, *typing.get_args(plain)[:1]):

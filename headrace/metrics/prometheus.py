@@ -32,6 +32,8 @@ _LATENCY = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 6
 _TOKEN = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
 _COUNTS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
 _SHARES = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+_Family = type[GaugeMetricFamily] | type[CounterMetricFamily]
+_FAMILIES: tuple[tuple[_Family, dict[str, str]], ...] = ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS))
 _METHODS = frozenset({"GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH"})
 
 
@@ -44,17 +46,16 @@ class EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         stats = self._stats()
         fields = options(EngineStats)
-        for field, name in GAUGES.items():
-            yield GaugeMetricFamily(name, fields[field].help, value=getattr(stats, field))
-        for field, name in COUNTERS.items():
-            yield CounterMetricFamily(name, fields[field].help, value=getattr(stats, field))
+        for family, names in _FAMILIES:
+            for field, name in names.items():
+                yield family(name, fields[field].help, value=getattr(stats, field))
         usage = "Fraction of the KV blocks owned by sequences, 0 to 1, at the engine's last report."
         yield GaugeMetricFamily("headrace_kv_cache_usage_ratio", usage, value=stats.kv_usage)
         for field, (name, labels) in LABELLED_COUNTERS.items():
-            family = CounterMetricFamily(name, fields[field].help, labels=labels)
+            labelled = CounterMetricFamily(name, fields[field].help, labels=labels)
             for key, count in getattr(stats, field).items():
-                family.add_metric(key.split(), count)
-            yield family
+                labelled.add_metric(key.split(), count)
+            yield labelled
 
 
 class ReplicaReport(NamedTuple):
@@ -79,10 +80,9 @@ class ReplicaCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         reports = self._reports()
         fields = options(EngineStats)
-        for field, name in GAUGES.items():
-            yield _by_replica(GaugeMetricFamily, name, fields[field].help, [getattr(one.stats, field) for one in reports])
-        for field, name in COUNTERS.items():
-            yield _by_replica(CounterMetricFamily, name, fields[field].help, [getattr(one.stats, field) for one in reports])
+        for family, names in _FAMILIES:
+            for field, name in names.items():
+                yield _by_replica(family, name, fields[field].help, [getattr(one.stats, field) for one in reports])
         usage = "Fraction of the replica's KV blocks owned by sequences, 0 to 1, at its last report."
         yield _by_replica(GaugeMetricFamily, "headrace_kv_cache_usage_ratio", usage, [one.stats.kv_usage for one in reports])
         up = "1 while the replica takes requests, else 0."
@@ -99,9 +99,7 @@ _ROUTING = {
 }
 
 
-def _by_replica(
-    family: type[GaugeMetricFamily] | type[CounterMetricFamily], name: str, text: str, values: Sequence[float]
-) -> Metric:
+def _by_replica(family: _Family, name: str, text: str, values: Sequence[float]) -> Metric:
     metric = family(name.replace("headrace_", "headrace_replica_", 1), text, labels=["replica"])
     for replica, value in enumerate(values):
         metric.add_metric([str(replica)], value)

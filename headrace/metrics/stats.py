@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import typing
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
@@ -10,60 +11,70 @@ MetricsCompat = Literal["vllm"]
 """Engines whose names the metrics may have beside their own."""
 
 
+class MetricSpec(NamedTuple):
+    """The Prometheus metric of a field."""
+
+    name: str
+    gauge: bool = False
+    """A current value; else a counter."""
+    labels: str = ""
+    """Their names, a blank between them, as a key of the field holds their values."""
+
+
 class EngineStats(msgspec.Struct, kw_only=True):
     """Counters rise from the engine's start; gauges are current values. The descriptions are those of the metrics."""
 
-    step: int = 0
+    step: Annotated[int, MetricSpec("headrace_engine_steps")] = 0
     """Engine steps planned, counted when a step is planned."""
-    num_running: int = 0
+    num_running: Annotated[int, MetricSpec("headrace_requests_running", gauge=True)] = 0
     """Sequences that have a slot, at the engine's last report."""
-    num_waiting: int = 0
+    num_waiting: Annotated[int, MetricSpec("headrace_requests_waiting", gauge=True)] = 0
     """Sequences without a slot, new or preempted, at the engine's last report."""
-    num_preemptions: int = 0
+    num_preemptions: Annotated[int, MetricSpec("headrace_preemptions")] = 0
     """Preemptions: a running sequence lost its KV blocks and is computed again later."""
-    kv_blocks_used: int = 0
+    kv_blocks_used: Annotated[int, MetricSpec("headrace_kv_blocks_used", gauge=True)] = 0
     """KV blocks owned by sequences, over all cache groups. Blocks that only the prefix cache holds count as free."""
-    kv_blocks_total: int = 0
+    kv_blocks_total: Annotated[int, MetricSpec("headrace_kv_blocks", gauge=True)] = 0
     """KV blocks in total, over all cache groups."""
-    kv_blocks_moved: int = 0
+    kv_blocks_moved: Annotated[int, MetricSpec("headrace_kv_blocks_moved")] = 0
     """KV blocks copied to another place so that another cache group can use theirs."""
-    prefix_query_tokens: int = 0
+    prefix_query_tokens: Annotated[int, MetricSpec("headrace_prefix_cache_query_tokens")] = 0
     """Prompt tokens looked up in the prefix cache, counted when the request first runs."""
-    prefix_hit_tokens: int = 0
+    prefix_hit_tokens: Annotated[int, MetricSpec("headrace_prefix_cache_hit_tokens")] = 0
     """Prompt tokens found in the prefix cache, counted when the request first runs."""
-    prompt_tokens: int = 0
+    prompt_tokens: Annotated[int, MetricSpec("headrace_prompt_tokens")] = 0
     """Prompt tokens of requests, counted once when the request first runs."""
-    computed_prompt_tokens: int = 0
+    computed_prompt_tokens: Annotated[int, MetricSpec("headrace_computed_prompt_tokens")] = 0
     """Prompt tokens computed by the model, not found in the prefix cache, counted when their step is collected."""
-    generation_tokens: int = 0
+    generation_tokens: Annotated[int, MetricSpec("headrace_generation_tokens")] = 0
     """Output tokens generated, over all samples, counted when their step is collected."""
-    finished: dict[str, int] = {}
+    finished: Annotated[dict[str, int], MetricSpec("headrace_sequences_finished", labels="reason")] = {}
     """Finished sequences, by finish reason."""
-    grammar_requests: dict[str, int] = {}
+    grammar_requests: Annotated[dict[str, int], MetricSpec("headrace_grammar_requests", labels="kind outcome")] = {}
     """Requests with a constraint, by its kind and by what became of it: compiled, cached (compiled before), failed."""
-    grammar_compile_seconds: float = 0.0
+    grammar_compile_seconds: Annotated[float, MetricSpec("headrace_grammar_compile_seconds")] = 0.0
     """Seconds spent compiling constraints, beside the engine's steps."""
-    grammar_fill_seconds: float = 0.0
+    grammar_fill_seconds: Annotated[float, MetricSpec("headrace_grammar_fill_seconds")] = 0.0
     """Seconds spent computing token masks of constraints."""
-    grammar_wait_seconds: float = 0.0
+    grammar_wait_seconds: Annotated[float, MetricSpec("headrace_grammar_wait_seconds")] = 0.0
     """Seconds between the result of a step and the launch of the sampling that waited for it to compute token masks."""
-    parse_fallbacks: dict[str, int] = {}
+    parse_fallbacks: Annotated[dict[str, int], MetricSpec("headrace_parse_fallbacks", labels="format")] = {}
     """Times an answer broke its format and the text became content, by format, counted when the sequence ends."""
-    forward_seconds: float = 0.0
+    forward_seconds: Annotated[float, MetricSpec("headrace_engine_forward_seconds")] = 0.0
     """Seconds spent in the model's forward pass, added when a step is collected."""
-    sample_seconds: float = 0.0
+    sample_seconds: Annotated[float, MetricSpec("headrace_engine_sample_seconds")] = 0.0
     """Seconds spent in the sampler, added when a step is collected."""
-    host_seconds: float = 0.0
+    host_seconds: Annotated[float, MetricSpec("headrace_engine_host_seconds")] = 0.0
     """Seconds of steps spent on the host, outside the forward pass and the sampler."""
-    replayed_steps: int = 0
+    replayed_steps: Annotated[int, MetricSpec("headrace_engine_replayed_steps")] = 0
     """Steps whose forward pass replayed a CUDA graph."""
-    eager_steps: int = 0
+    eager_steps: Annotated[int, MetricSpec("headrace_engine_eager_steps")] = 0
     """Steps whose forward pass launched its kernels one by one."""
-    padding_tokens: int = 0
+    padding_tokens: Annotated[int, MetricSpec("headrace_padding_tokens")] = 0
     """Padding tokens computed to fill CUDA graphs."""
-    graphs_captured: int = 0
+    graphs_captured: Annotated[int, MetricSpec("headrace_cuda_graphs_captured", gauge=True)] = 0
     """CUDA graphs captured so far; the others are captured while the engine is idle, or when a step first needs them."""
-    graphs_total: int = 0
+    graphs_total: Annotated[int, MetricSpec("headrace_cuda_graphs", gauge=True)] = 0
     """CUDA graphs that the engine captures in total."""
 
     @property
@@ -92,37 +103,11 @@ class EngineStats(msgspec.Struct, kw_only=True):
         return EngineStats(**sums)
 
 
-GAUGES = {
-    "num_running": "headrace_requests_running",
-    "num_waiting": "headrace_requests_waiting",
-    "kv_blocks_used": "headrace_kv_blocks_used",
-    "kv_blocks_total": "headrace_kv_blocks",
-    "graphs_captured": "headrace_cuda_graphs_captured",
-    "graphs_total": "headrace_cuda_graphs",
+_METRICS: dict[str, MetricSpec] = {
+    field: hint.__metadata__[0] for field, hint in typing.get_type_hints(EngineStats, include_extras=True).items()
 }
+GAUGES = {field: metric.name for field, metric in _METRICS.items() if metric.gauge}
 """Field -> name of its Prometheus metric."""
-COUNTERS = {
-    "step": "headrace_engine_steps",
-    "num_preemptions": "headrace_preemptions",
-    "kv_blocks_moved": "headrace_kv_blocks_moved",
-    "prefix_query_tokens": "headrace_prefix_cache_query_tokens",
-    "prefix_hit_tokens": "headrace_prefix_cache_hit_tokens",
-    "prompt_tokens": "headrace_prompt_tokens",
-    "computed_prompt_tokens": "headrace_computed_prompt_tokens",
-    "generation_tokens": "headrace_generation_tokens",
-    "forward_seconds": "headrace_engine_forward_seconds",
-    "sample_seconds": "headrace_engine_sample_seconds",
-    "replayed_steps": "headrace_engine_replayed_steps",
-    "eager_steps": "headrace_engine_eager_steps",
-    "padding_tokens": "headrace_padding_tokens",
-    "host_seconds": "headrace_engine_host_seconds",
-    "grammar_compile_seconds": "headrace_grammar_compile_seconds",
-    "grammar_fill_seconds": "headrace_grammar_fill_seconds",
-    "grammar_wait_seconds": "headrace_grammar_wait_seconds",
-}
-LABELLED_COUNTERS = {
-    "finished": ("headrace_sequences_finished", ["reason"]),
-    "grammar_requests": ("headrace_grammar_requests", ["kind", "outcome"]),
-    "parse_fallbacks": ("headrace_parse_fallbacks", ["format"]),
-}
-"""Field -> name of its metric and its labels. A key of the field holds their values, a blank between them."""
+COUNTERS = {field: metric.name for field, metric in _METRICS.items() if not metric.gauge and not metric.labels}
+LABELLED_COUNTERS = {field: (metric.name, metric.labels.split()) for field, metric in _METRICS.items() if metric.labels}
+"""Field -> name of its metric and its labels."""

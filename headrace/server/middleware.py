@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import hashlib
 import hmac
 import logging
@@ -90,24 +91,35 @@ TENANT = "headrace.tenant"
 """Key of the scope: whose request it is, where the server has API keys."""
 
 
-class ApiKeys:
+class _Gate(abc.ABC):
+    """Answers an HTTP request with the error that it finds in it, and passes all others on."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        error = self.refusal(scope, Headers(scope=scope)) if scope["type"] == "http" else None
+        await (self._app if error is None else error.response(scope))(scope, receive, send)
+
+    @abc.abstractmethod
+    def refusal(self, scope: Scope, headers: Headers) -> ApiError | None: ...
+
+
+class ApiKeys(_Gate):
     """Answers 401 unless the request has one of the keys, which are compared in constant time."""
 
     def __init__(self, app: ASGIApp, keys: Iterable[str]) -> None:
-        self._app = app
+        super().__init__(app)
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        known = self._known(Headers(scope=scope)) if scope["type"] == "http" else None
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and known is None:
-            message = "this server needs an API key that it knows: send 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
-            headers = {"WWW-Authenticate": "Bearer"}
-            error = ApiError(401, message, code="invalid_api_key", headers=headers)
-            await error.response(scope)(scope, receive, send)
-            return
+    def refusal(self, scope: Scope, headers: Headers) -> ApiError | None:
+        known = self._known(headers)
         if known is not None:
             scope[TENANT] = known
-        await self._app(scope, receive, send)
+        elif scope["path"] not in OPEN_PATHS:
+            message = "this server needs an API key that it knows: send 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
+            return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+        return None
 
     def _known(self, headers: Headers) -> str | None:
         """The digest of the key, if the request has one that is known."""
@@ -135,39 +147,35 @@ class HeadAsGet:
         await self._app(scope, receive, send)
 
 
-class AllowedHosts:
+class AllowedHosts(_Gate):
     """Answers 403 to requests whose Host header is another name."""
 
     def __init__(self, app: ASGIApp, names: Iterable[str]) -> None:
-        self._app = app
+        super().__init__(app)
         self._names = frozenset(name.lower() for name in names)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            host = Headers(scope=scope).get("host", "").lower()
-            if host not in self._names and _PORT.sub("", host) not in self._names:
-                error = ApiError(403, f"the Host header {shown(host)!r} names no host of this server", code="unknown_host")
-                await error.response(scope)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+    def refusal(self, scope: Scope, headers: Headers) -> ApiError | None:
+        host = headers.get("host", "").lower()
+        if host in self._names or _PORT.sub("", host) in self._names:
+            return None
+        return ApiError(403, f"the Host header {shown(host)!r} names no host of this server", code="unknown_host")
 
 
-class SameOrigin:
+class SameOrigin(_Gate):
     """Answers 403 to a POST that a browser sends for a page of another origin: without keys, such a page could act as the user.
 
     Browsers say so in Sec-Fetch-Site; older ones send an Origin that differs from the Host. Other clients send neither.
     """
 
     def __init__(self, app: ASGIApp, others: Iterable[str]) -> None:
-        self._app = app
+        super().__init__(app)
         self._others = frozenset(others)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] not in _SAFE_METHODS and not self._admits(Headers(scope=scope)):
-            message = "this server takes no requests from pages of this origin: its operator may allow it (--cors-origin)"
-            await ApiError(403, message, param="Origin", code="forbidden_origin").response(scope)(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
+    def refusal(self, scope: Scope, headers: Headers) -> ApiError | None:
+        if scope["method"] in _SAFE_METHODS or self._admits(headers):
+            return None
+        message = "this server takes no requests from pages of this origin: its operator may allow it (--cors-origin)"
+        return ApiError(403, message, param="Origin", code="forbidden_origin")
 
     def _admits(self, headers: Headers) -> bool:
         origin, site = headers.get("origin"), headers.get("sec-fetch-site")

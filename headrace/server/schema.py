@@ -46,10 +46,13 @@ class RequestBody(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True, protected_namespaces=())
 
 
-class StreamOptions(RequestBody):
+class ResponsesStreamOptions(RequestBody):
+    include_obfuscation: Literal[False] = False
+
+
+class StreamOptions(ResponsesStreamOptions):
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    include_obfuscation: Literal[False] = False
 
 
 class SampledBody(RequestBody):
@@ -128,21 +131,22 @@ class ProtocolBody(SampledBody):
         return {name: _SAMPLING[name].json_schema() for name in EXTRAS.split()}
 
 
-class MessagesBody(ProtocolBody):
+class CountTokensBody(RequestBody):
     """The parts that are not typed here are checked by shape/messages.py, which names places within them."""
 
+    model: str | None = None
     messages: Messages
-    max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)]
     system: Any = None
-    stop_sequences: Any = None
     tools: Tools = None
     tool_choice: Annotated[Any, WithJsonSchema({"type": "object"})] = None
     thinking: Annotated[Any, WithJsonSchema({"type": "object"})] = None
     output_config: Annotated[Any, WithJsonSchema({"type": "object"})] = None
+    chat_template_kwargs: dict[str, Any] = {}
 
 
-class ResponsesStreamOptions(RequestBody):
-    include_obfuscation: Literal[False] = False
+class MessagesBody(CountTokensBody, ProtocolBody):
+    max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)]
+    stop_sequences: Any = None
 
 
 Label = Annotated[str, Field(max_length=64)]
@@ -185,17 +189,6 @@ class ResponsesBody(ProtocolBody):
     @classmethod
     def sampling_schema(cls) -> dict[str, Any]:
         return {name: _SAMPLING[name].json_schema() for name in f"{EXTRAS} stop min_tokens".split()}
-
-
-class CountTokensBody(RequestBody):
-    model: str | None = None
-    messages: Messages
-    system: Any = None
-    tools: Tools = None
-    tool_choice: Annotated[Any, WithJsonSchema({"type": "object"})] = None
-    thinking: Annotated[Any, WithJsonSchema({"type": "object"})] = None
-    output_config: Annotated[Any, WithJsonSchema({"type": "object"})] = None
-    chat_template_kwargs: dict[str, Any] = {}
 
 
 class CompletionBody(GenerationBody):

@@ -140,7 +140,7 @@ class OutputConfig(_Strict, kw_only=True):
     format: JSONFormat | None = None
 
 
-async def chat_fields(body: MessagesBody | CountTokensBody, state: Serving) -> dict[str, Any]:
+async def chat_fields(body: CountTokensBody, state: Serving) -> dict[str, Any]:
     """The fields of the chat request that a Messages request is.
 
     Raises:
@@ -178,13 +178,13 @@ async def chat_fields(body: MessagesBody | CountTokensBody, state: Serving) -> d
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _budget(thinking: ThinkingEnabled, body: MessagesBody | CountTokensBody) -> int | None:
+def _budget(thinking: ThinkingEnabled, body: CountTokensBody) -> int | None:
     """None: max_tokens ends the answer before the budget does."""
     most = body.max_tokens if isinstance(body, MessagesBody) else 0
     return thinking.budget_tokens if thinking.budget_tokens < most else None
 
 
-def _turns(body: MessagesBody | CountTokensBody, keep_client_headers: bool, late: bool) -> list[dict[str, Any]]:
+def _turns(body: CountTokensBody, keep_client_headers: bool, late: bool) -> list[dict[str, Any]]:
     turns = Turns()
     system = _texts(checked(body.system, str | list[Text] | None, "system"))
     if not keep_client_headers and system and system[0].startswith(_CLIENT_HEADER):
@@ -333,9 +333,6 @@ class MessagesAnswer(Answer):
 
     def whole(self) -> dict[str, Any]:
         return self._message([self._block(part) for part in self._parts.all], self._stop, self._usage)
-
-    def encode(self, event: dict[str, Any]) -> bytes:
-        return named_event(event)
 
     def failed(self, error: ApiError) -> bytes:
         return named_event(error.messages_body(None))

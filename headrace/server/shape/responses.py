@@ -22,7 +22,7 @@ from headrace.server.logprobs import chat_logprobs
 from headrace.server.schema import ResponsesBody
 from headrace.server.shape.parts import Part, PartialText, Parts, Step, events_of
 from headrace.server.shape.turns import ContentPart, Turns, checked, image_part, json_text, served_tools
-from headrace.server.sse import Answer, named_event
+from headrace.server.sse import Answer
 from headrace.server.state import Serving
 
 NAMES = {
@@ -491,9 +491,6 @@ class ResponsesAnswer(Answer):
         if self._keep is not None:
             self._keep(response)
         return response
-
-    def encode(self, event: dict[str, Any]) -> bytes:
-        return named_event(event)
 
     def failed(self, error: ApiError) -> bytes:
         code = "server_error" if error.status >= 500 else (error.code or error.kind)

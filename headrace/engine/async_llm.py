@@ -7,7 +7,6 @@ import logging
 import os
 import uuid
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from headrace.config import EngineArgs
@@ -140,9 +139,7 @@ class AsyncLLM:
         await self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
 
     def health(self) -> Health:

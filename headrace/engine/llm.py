@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
 
 from headrace.config import EngineArgs
@@ -23,7 +23,7 @@ from headrace.engine.kv_events import publish_events
 from headrace.engine.loader import LoadedEngine, load_engine
 from headrace.engine.pending import PendingRequests
 from headrace.engine.progress import ProgressBar
-from headrace.engine.replicated import ReplicatedCore, ReplicatedEngine
+from headrace.engine.replicated import ReplicatedCore, ReplicatedEngine, start_replicas
 from headrace.engine.source import FileSource
 from headrace.engine.streams import failed, new_output
 from headrace.engine.timeline import Timeline
@@ -120,7 +120,7 @@ class LLM:
             self._loaded = load_engine(external or FileSource(args.for_whole_outputs()), Timeline(on_progress))
             publish_events(self._loaded.core, args)
         elif external is None:
-            self._loaded = ReplicatedEngine(args.for_whole_outputs(), on_progress)
+            self._loaded = start_replicas(args.for_whole_outputs(), on_progress)
         else:
             raise ConfigError("the model that was handed over runs in this process, and there alone", "data_parallel_size")
         self._external = external
@@ -378,7 +378,7 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     # Parts

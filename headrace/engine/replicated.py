@@ -128,37 +128,31 @@ async def _start_all(llm: AsyncLLM) -> None:
         await asyncio.sleep(_STEP_SECONDS)
 
 
+@dataclasses.dataclass(frozen=True)
 class ReplicatedEngine:
-    """The parts that ``LLM`` needs of its engine, of several replicas.
+    """The parts that ``LLM`` needs of its engine, of several replicas."""
+
+    core: ReplicatedCore
+    inputs: InputProcessor
+    info: EngineInfo
+    files: ModelFiles
+    tokenizer: Tokenizer | None
+
+
+def start_replicas(args: EngineArgs, on_progress: Callable[[Progress], None] | None) -> ReplicatedEngine:
+    """Starts the engine's replicas.
 
     Raises:
         ConfigError, EngineError: as ``AsyncLLM.start``.
     """
-
-    def __init__(self, args: EngineArgs, on_progress: Callable[[Progress], None] | None) -> None:
-        capture_seconds = _CAPTURE_SECONDS if args.graph_capture_seconds is None else args.graph_capture_seconds
-        # A call hands over all of its prompts at once.
-        args = dataclasses.replace(args, max_queue_len=INT32_MAX, graph_capture_seconds=capture_seconds)
-        self._llm = AsyncLLM(args, on_progress=on_progress)
-        self.core = ReplicatedCore(self._llm)
-        try:
-            self.core.call(_start_all(self._llm))
-        except BaseException:
-            self.core.close()
-            raise
-
-    @property
-    def info(self) -> EngineInfo:
-        return self._llm.info
-
-    @property
-    def inputs(self) -> InputProcessor:
-        return self._llm.inputs
-
-    @property
-    def files(self) -> ModelFiles:
-        return self._llm.files
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        return self._llm.tokenizer
+    capture_seconds = _CAPTURE_SECONDS if args.graph_capture_seconds is None else args.graph_capture_seconds
+    # A call hands over all of its prompts at once.
+    args = dataclasses.replace(args, max_queue_len=INT32_MAX, graph_capture_seconds=capture_seconds)
+    llm = AsyncLLM(args, on_progress=on_progress)
+    core = ReplicatedCore(llm)
+    try:
+        core.call(_start_all(llm))
+    except BaseException:
+        core.close()
+        raise
+    return ReplicatedEngine(core, llm.inputs, llm.info, llm.files, llm.tokenizer)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from types import TracebackType
 
 from headrace.core.request import Request
 from headrace.errors import EngineDeadError, HeadraceError, RequestError
@@ -118,9 +117,7 @@ class OutputStream:
     async def __aenter__(self) -> OutputStream:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.aclose()
 
     def __del__(self) -> None:

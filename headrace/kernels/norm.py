@@ -88,8 +88,8 @@ def norm_add_rms_norm(
         The norm of the sum, and the sum, both ``[..., n]`` of x's dtype.
     """
     if gpu.takes(x) and x.dtype == residual.dtype == first.dtype == weight.dtype:
-        kernels = gpu.kernels("norm")
-        return kernels.norm_add_rms_norm(x, residual, first, first_eps, weight, eps, offset=offset)  # type: ignore[no-any-return]
+        own = (first, first_eps)
+        return gpu.kernels("norm").add_rms_norm(x, residual, weight, eps, first=own, offset=offset)  # type: ignore[no-any-return]
     return add_rms_norm(rms_norm(x, first, first_eps, offset=offset), residual, weight, eps, offset=offset)
 
 

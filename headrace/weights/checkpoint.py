@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Mapping
-from typing import Protocol
 
 import torch
 
@@ -28,23 +27,30 @@ class StoredTensor:
     """Its name in the file, and the file, for errors."""
 
 
-class Checkpoint(Protocol):
-    @property
-    def tensors(self) -> Mapping[str, StoredTensor]:
-        """By Hugging Face's name."""
-        ...
+class Checkpoint:
+    """A kind of file. A subclass overrides ``_whole``, or ``read`` where it reads parts by themselves."""
+
+    tensors: Mapping[str, StoredTensor]
+    """By Hugging Face's name."""
 
     def read(self, name: str, where: Slice | None = None) -> torch.Tensor:
         """Reads the tensor, or a part of it, in a float dtype; it may be a read-only view of the file."""
-        ...
+        whole = self._whole(name)
+        return whole if where is None else where.of(whole)
+
+    def _whole(self, name: str) -> torch.Tensor:
+        raise NotImplementedError
 
     def codes(self, name: str) -> Codes | None:
         """Reads the codes and scales of a matrix; None: it is stored as floats, or in a form that only ``read``
         knows."""
-        ...
+        return None
+
+    def close(self) -> None:
+        """Closes the files."""
 
 
-class DummyCheckpoint:
+class DummyCheckpoint(Checkpoint):
     """Random weights in place of a file: normal with a deviation of 0.02, norms 1. The same for the same seed and names on
     devices of one kind.
 
@@ -58,17 +64,10 @@ class DummyCheckpoint:
         self._seed = seed
         self._device = device
 
-    def read(self, name: str, where: Slice | None = None) -> torch.Tensor:
-        whole = self._make(name)
-        return whole if where is None else where.of(whole)
-
-    def _make(self, name: str) -> torch.Tensor:
+    def _whole(self, name: str) -> torch.Tensor:
         shape = self.tensors[name].shape
         if name.endswith("norm.weight"):
             return torch.ones(shape, device=self._device)
         key = hashlib.blake2b(f"{self._seed}/{name}".encode(), digest_size=8).digest()
         generator = torch.Generator(self._device).manual_seed(int.from_bytes(key, "little") >> 1)
         return torch.empty(shape, device=self._device).normal_(std=DUMMY_STD, generator=generator)
-
-    def codes(self, name: str) -> None:
-        return None

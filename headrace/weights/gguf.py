@@ -23,9 +23,8 @@ from headrace.errors import ConfigError
 from headrace.model_spec import ModelSpec
 from headrace.quant import gguf_blocks
 from headrace.quant.groups import GroupCodes
-from headrace.sources.gguf import Metadata, open_gguf
-from headrace.weights.checkpoint import StoredTensor
-from headrace.weights.names import Slice
+from headrace.sources.gguf import Metadata, forget, open_gguf
+from headrace.weights.checkpoint import Checkpoint, StoredTensor
 
 Type = GGMLQuantizationType
 READABLE = frozenset(
@@ -39,7 +38,7 @@ _PERMUTED = frozenset({"llama"})
 _QK = re.compile(r"model\.layers\.(\d+)\.self_attn\.([qk])_proj\.(?:weight|bias)")
 
 
-class GGUFCheckpoint:
+class GGUFCheckpoint(Checkpoint):
     """One GGUF file.
 
     Args:
@@ -70,11 +69,7 @@ class GGUFCheckpoint:
             self._stored[name] = tensor
             self.tensors[name] = StoredTensor(shape, kind.name, int(tensor.n_bytes), f"{file.name} as {tensor.name}")
 
-    def read(self, name: str, where: Slice | None = None) -> torch.Tensor:
-        whole = self._read(name)
-        return whole if where is None else where.of(whole)
-
-    def _read(self, name: str) -> torch.Tensor:
+    def _whole(self, name: str) -> torch.Tensor:
         tensor, shape = self._stored[name], self.tensors[name].shape
         if tensor.tensor_type in _PLAIN:
             flat = np.array(tensor.data).reshape(-1).view(np.uint8)
@@ -89,6 +84,9 @@ class GGUFCheckpoint:
         if self._stored[name].tensor_type in _PLAIN or len(self.tensors[name].shape) != 2:
             return None
         return gguf_blocks.decode(self._blocks(name), self._stored[name].tensor_type)
+
+    def close(self) -> None:
+        forget()
 
     def _blocks(self, name: str) -> npt.NDArray[np.uint8]:
         """``[rows, bytes of a row]``. A row's blocks lie together, so rows can be put in order before they are decoded."""

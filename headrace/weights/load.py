@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import closing
 from functools import partial
 from typing import Literal
 
@@ -64,37 +64,27 @@ def load_weights(
         ConfigError: a tensor is missing, unexpected, of another shape than the parameter or of a type that is not
             weights (the message names it), or a matrix cannot be packed.
     """
-    with _open(model, table, files, seed) as checkpoint:
+    with closing(_open(model, table, files, seed)) as checkpoint:
         loader = _Loader(model, table.chosen(checkpoint.tensors), checkpoint, progress)
         loader.check()
         return loader.load(quantization)
 
 
-@contextmanager
-def _open(model: nn.Module, table: NameTable, files: ModelFiles, seed: int) -> Iterator[Checkpoint]:
-    with ExitStack() as stack:
-        own: ModelSpec = model.spec  # type: ignore[assignment]
-        spec = own.whole
-        if files.kind == "safetensors":
-            checkpoint = _open_safetensors(files, spec, next(model.parameters()).device)
-            stack.callback(checkpoint.close)
-            yield checkpoint
-        elif files.kind == "gguf":
-            from headrace.sources.gguf import forget
-            from headrace.weights.gguf import GGUFCheckpoint
+def _open(model: nn.Module, table: NameTable, files: ModelFiles, seed: int) -> Checkpoint:
+    own: ModelSpec = model.spec  # type: ignore[assignment]
+    if files.kind == "safetensors":
+        return _open_safetensors(files, own.whole, next(model.parameters()).device)
+    if files.kind == "gguf":
+        from headrace.weights.gguf import GGUFCheckpoint
 
-            (file,) = files.weight_files
-            stack.callback(forget)
-            yield GGUFCheckpoint(file, spec, table.all_names())
-        else:
-            parameters = dict(model.named_parameters())
-            shapes = {name: part.stored_shape(parameters[part.parameter]) for name, part in table.items()}
-            yield DummyCheckpoint(shapes, seed, next(iter(parameters.values())).device)
+        (file,) = files.weight_files
+        return GGUFCheckpoint(file, own.whole, table.all_names())
+    parameters = dict(model.named_parameters())
+    shapes = {name: part.stored_shape(parameters[part.parameter]) for name, part in table.items()}
+    return DummyCheckpoint(shapes, seed, next(iter(parameters.values())).device)
 
 
-def _open_safetensors(
-    files: ModelFiles, spec: ModelSpec, device: torch.device
-) -> SafetensorsCheckpoint | ShardedCheckpoint | ScaledCheckpoint:
+def _open_safetensors(files: ModelFiles, spec: ModelSpec, device: torch.device) -> Checkpoint:
     if is_sharded(files.weight_files):
         return ShardedCheckpoint(files.weight_files, spec)
     checkpoint = SafetensorsCheckpoint(files.weight_files)

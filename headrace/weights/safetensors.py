@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from headrace.errors import ConfigError
-from headrace.weights.checkpoint import StoredTensor
+from headrace.weights.checkpoint import Checkpoint, StoredTensor
 from headrace.weights.names import Slice
 
 _FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
@@ -20,7 +20,7 @@ _FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
 _BYTES = _FLOATS | {"U8": 1, "I8": 1, "I16": 2, "I32": 4, "I64": 8, "BOOL": 1}
 
 
-class SafetensorsCheckpoint:
+class SafetensorsCheckpoint(Checkpoint):
     """One file or several, whose tensors are all different ones.
 
     Raises:
@@ -75,9 +75,6 @@ class SafetensorsCheckpoint:
             tensor = parts[0] if len(parts) == 1 else torch.cat(parts, dim=where.axis)
         self.nbytes_read += tensor.nbytes
         return tensor
-
-    def codes(self, name: str) -> None:
-        return None
 
     def close(self) -> None:
         self._stack.close()

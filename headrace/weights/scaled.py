@@ -9,7 +9,7 @@ import torch
 
 from headrace.errors import ConfigError
 from headrace.quant.float_codes import MicroscaledCodes, TileCodes
-from headrace.weights.checkpoint import StoredTensor
+from headrace.weights.checkpoint import Checkpoint, StoredTensor
 from headrace.weights.names import Slice
 from headrace.weights.safetensors import SafetensorsCheckpoint
 
@@ -17,7 +17,7 @@ _BLOCKS, _SCALES = "_blocks", "_scales"
 _TILE_SCALE = "_scale_inv"
 
 
-class ScaledCheckpoint:
+class ScaledCheckpoint(Checkpoint):
     """A checkpoint in which ``NAME_blocks`` and ``NAME_scales`` are one tensor NAME_blocks of floats, and ``NAME`` and
     ``NAME_scale_inv`` one tensor NAME.
 

@@ -14,8 +14,8 @@ from headrace.errors import ConfigError
 from headrace.model_spec import DenseSpec, ModelSpec
 from headrace.model_spec.projection import GROUPED, grouped_rows, input_matrices
 from headrace.parallel.shards import Cut, attention_cuts, dense_cuts, join, shard_attention
-from headrace.weights.checkpoint import StoredTensor
-from headrace.weights.names import Slice, StoredLayout
+from headrace.weights.checkpoint import Checkpoint, StoredTensor
+from headrace.weights.names import StoredLayout
 from headrace.weights.safetensors import SafetensorsCheckpoint
 
 _RANK_FILE = re.compile(r"model-rank-(\d+)-part-\d+\.safetensors")
@@ -40,7 +40,7 @@ class _Whole:
     """For matrices interleaved by KV group: the layouts of each rank's part and of the whole."""
 
 
-class ShardedCheckpoint:
+class ShardedCheckpoint(Checkpoint):
     """Files ``model-rank-R-part-P.safetensors`` of ranks 0 to N - 1, whose tensors have the names of a whole model's.
 
     Each matrix is cut by its own width, as ``headrace.parallel.shards`` says, or in fused ones (``qkv_proj``,
@@ -86,11 +86,7 @@ class ShardedCheckpoint:
             shape = (*shape[:axis], size, *shape[axis + 1 :])
         return dataclasses.replace(parts[0], shape=shape, nbytes=nbytes)
 
-    def read(self, name: str, where: Slice | None = None) -> torch.Tensor:
-        whole = self._join(name)
-        return whole if where is None else where.of(whole)
-
-    def _join(self, name: str) -> torch.Tensor:
+    def _whole(self, name: str) -> torch.Tensor:
         whole = self._wholes[name]
         if not whole.segments:
             return self._ranks[0].read(name)
@@ -108,9 +104,6 @@ class ShardedCheckpoint:
         if whole.grouped is not None:
             return whole.grouped[1].give(torch.cat(joined))
         return torch.cat(joined)[: whole.rows] if len(joined) > 1 or whole.rows is not None else joined[0]
-
-    def codes(self, name: str) -> None:
-        return None
 
     def close(self) -> None:
         for one in self._ranks:

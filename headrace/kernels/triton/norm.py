@@ -74,35 +74,26 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, offset: bool 
     ``x`` is ``[T, n]`` or ``[T, heads, n]`` of any strides with a contiguous last axis.
     """
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(x, None, weight, out, None, eps, offset=offset)
+    _launch(x, None, weight, out, out, eps, None, offset)
     return out
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, offset: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Kernel version of ``headrace.kernels.norm.add_rms_norm``; strides as in ``rms_norm``."""
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(x, residual, weight, out, total, eps, offset=offset)
-    return out, total
-
-
-def norm_add_rms_norm(
     x: torch.Tensor,
     residual: torch.Tensor,
-    first: torch.Tensor,
-    first_eps: float,
     weight: torch.Tensor,
     eps: float,
     *,
+    first: tuple[torch.Tensor, float] | None = None,
     offset: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Kernel version of ``headrace.kernels.norm.norm_add_rms_norm``; strides as in ``rms_norm``."""
-    _check_weight(first, x)
+    """Kernel version of ``headrace.kernels.norm.add_rms_norm``; strides as in ``rms_norm``.
+
+    ``first``: weight and eps of x's own norm, as in ``norm_add_rms_norm``.
+    """
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(x, residual, weight, out, total, eps, first=first, first_eps=first_eps, offset=offset)
+    _launch(x, residual, weight, out, total, eps, first, offset)
     return out, total
 
 
@@ -111,15 +102,15 @@ def _launch(
     residual: torch.Tensor | None,
     weight: torch.Tensor,
     out: torch.Tensor,
-    total: torch.Tensor | None,
+    total: torch.Tensor,
     eps: float,
-    *,
-    first: torch.Tensor | None = None,
-    first_eps: float = 0.0,
+    first: tuple[torch.Tensor, float] | None,
     offset: bool,
 ) -> None:
     width = x.shape[-1]
-    _check_weight(weight, x)
+    first_weight, first_eps = first or (weight, 0.0)
+    for each in (weight, first_weight):
+        _check_weight(each, x)
     if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
         raise ValueError(
             f"the residual must be {list(x.shape)} {x.dtype}, as x is, not {list(residual.shape)} {residual.dtype}"
@@ -130,10 +121,10 @@ def _launch(
     _rms_norm[(out.numel() // width,)](
         x,
         x if residual is None else residual,
-        weight if first is None else first,
+        first_weight,
         weight,
         out,
-        out if total is None else total,
+        total,
         first_eps,
         eps,
         x.shape[1] if x.ndim == 3 else 1,

@@ -179,7 +179,7 @@ def others() -> None:
     norm.add_rms_norm(x, x, x[0], 1e-6)
     norm.rms_norm(x, x[0], 1e-6, offset=True)
     norm.add_rms_norm(x, x, x[0], 1e-6, offset=True)
-    norm.norm_add_rms_norm(x, x, x[0], 1e-6, x[0], 1e-6, offset=True)
+    norm.add_rms_norm(x, x, x[0], 1e-6, first=(x[0], 1e-6), offset=True)
     for size, shared in ((2, x), (4, x.float()), (8, x)):
         parts = [torch.zeros(64, dtype=torch.uint8) for _ in range(size)]
         buffers = peer_sum.PeerBuffers(1, parts, *torch.zeros(3, 4, dtype=torch.int32).unbind())

@@ -59,9 +59,8 @@ def test_a_norm_on_either_side_of_a_sum(shape: tuple[int, ...], dtype: torch.dty
     torch.manual_seed(0)
     x, residual = (torch.randn(shape).to(dtype) for _ in range(2))
     first, weight = (0.2 * torch.randn(2, shape[-1])).to(dtype)
-    args = (x, residual, first, 1e-2, weight, EPS)
-    normed, total = norm.norm_add_rms_norm(
-        *(one.to(device) if isinstance(one, torch.Tensor) else one for one in args), offset=offset
+    normed, total = norm.add_rms_norm(
+        x.to(device), residual.to(device), weight.to(device), EPS, first=(first.to(device), 1e-2), offset=offset
     )
     expected = ref.rms_norm_ref(x, first, 1e-2, offset=offset) + residual
     assert normed.dtype == total.dtype == dtype
@@ -104,7 +103,7 @@ def test_refusals(device: torch.device) -> None:
     with pytest.raises(ValueError, match="weight"):
         norm.rms_norm(x, torch.ones(8, dtype=torch.float16, device=device), EPS)
     with pytest.raises(ValueError, match=r"weight must be \[8\]"):
-        norm.norm_add_rms_norm(x, x, torch.ones(7, device=device), EPS, torch.ones(8, device=device), EPS)
+        norm.add_rms_norm(x, x, torch.ones(8, device=device), EPS, first=(torch.ones(7, device=device), EPS))
     with pytest.raises(ValueError, match="residual"):
         norm.add_rms_norm(x, x[:3], torch.ones(8, device=device), EPS)
     with pytest.raises(ValueError, match="contiguous"):

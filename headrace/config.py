@@ -550,25 +550,6 @@ class SchedulerConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SamplingLimits:
-    """What one request may ask of sampling; more is refused with the parameter's name."""
-
-    max_logprobs: int
-    max_bad_words_num: int
-    bad_words_max_len: int
-    """In tokens."""
-    max_stop_seqs_num: int
-    stop_seqs_max_len: int
-    """In characters."""
-    max_stop_token_ids: int = 1024
-    max_allowed_token_ids: int = 65_536
-
-    @classmethod
-    def of(cls, args: EngineArgs) -> SamplingLimits:
-        return cls(**{field.name: getattr(args, field.name) for field in dataclasses.fields(cls)})
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Everything decided. Serialisable by pickle between our own processes; never received from outside."""
 

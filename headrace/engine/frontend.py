@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from headrace.config import Decision, EngineArgs, SamplingLimits
+from headrace.config import Decision, EngineArgs
 from headrace.constrain.compiler import GrammarCompiler
 from headrace.constrain.constraints import Constraints
 from headrace.constrain.factory import GrammarFactory
@@ -19,7 +19,6 @@ from headrace.engine.info import EngineInfo
 from headrace.engine.inputs import InputProcessor
 from headrace.errors import ConfigError
 from headrace.limited_process import ProcessLimits
-from headrace.multimodal.threads import media_workers
 from headrace.sources.files import ModelFiles, find_model
 from headrace.text.answers import AnswerFormats
 from headrace.text.templates import TemplateRenderer
@@ -69,18 +68,15 @@ class Frontend:
 
                 text_alone = why_text_alone(self.files.config)
         return InputProcessor(
+            args,
             vocab_size=vocab_size,
             max_model_len=max_model_len,
-            limits=SamplingLimits.of(args),
             tokenizer=self.tokenizer,
             generation_config=self.files.generation_config,
-            seed=args.seed,
             grammars=GrammarFactory(args.structured_outputs_config, self._grammars(args, vocab_size)),
             answers=self.answers(args),
-            max_prompt_chars=args.max_prompt_chars,
             multimodal=multimodal,
             media=None if multimodal is None else self._media_loader(args),
-            media_workers=media_workers(args.media_workers),
             text_alone=text_alone,
         )
 

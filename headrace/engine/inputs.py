@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, TypeVar, cast
 
 import msgspec
 
-from headrace.config import SamplingLimits, StructuredOutputsConfig
+from headrace.config import EngineArgs
 from headrace.constrain.compose import AnswerPlan, CallRules, plan_of
 from headrace.constrain.factory import GrammarFactory
 from headrace.core.request import BadWordsTable, Constraint, ParseOptions, Request
 from headrace.errors import ConfigError, RequestError
 from headrace.kv import Item
 from headrace.multimodal.items import MultiModalData
-from headrace.multimodal.threads import use_one_core
+from headrace.multimodal.threads import media_workers, use_one_core
 from headrace.options import Option, OptionSpec, check_value, options, shown
 from headrace.sampling_params import MAX_SEED, SamplingParams
 from headrace.text.bad_words import check_bad_words, compile_bad_words
@@ -88,24 +88,20 @@ class InputProcessor:
 
     def __init__(
         self,
+        args: EngineArgs,
         *,
         vocab_size: int,
         max_model_len: int,
-        limits: SamplingLimits,
         tokenizer: Tokenizer | None,
         generation_config: Mapping[str, Any],
-        seed: int,
         grammars: GrammarFactory | None = None,
-        max_prompt_chars: int | None = None,
         answers: AnswerFormats | None = None,
         multimodal: MultiModalProcessor | None = None,
         media: MediaLoader | None = None,
-        media_workers: int = 1,
         text_alone: str = "the model has no vision part",
     ) -> None:
-        """``generation_config``: as in ``ModelFiles``. ``max_prompt_chars``: of ``EngineArgs``. ``answers``: None: answers are
-        not parsed. ``media``: loads what conversations refer to, for ``multimodal``. ``media_workers``: threads that process
-        media. ``text_alone``: why ``multimodal`` is None.
+        """``generation_config``: as in ``ModelFiles``. ``answers``: None: answers are not parsed. ``media``: loads what
+        conversations refer to, for ``multimodal``. ``text_alone``: why ``multimodal`` is None.
 
         Raises:
             ConfigError: the model's generation config holds a value that no request may have.
@@ -124,17 +120,18 @@ class InputProcessor:
         eos = {*tokenizer_eos, *generation_config.get("eos_token_id", ())}
         self.eos_token_ids = sorted(token for token in eos if token < vocab_size)
         """Every token that ends a sequence of this model."""
-        self._limits = limits
-        self._grammars = grammars if grammars is not None else GrammarFactory(StructuredOutputsConfig(), None)
+        self._args = args
+        self._grammars = grammars if grammars is not None else GrammarFactory(args.structured_outputs_config, None)
         self._in_reasoning = self._grammars.config.enable_in_reasoning
-        self._seeds = random.Random(seed)
+        self._seeds = random.Random(args.seed)
         self._bad_words: OrderedDict[tuple[tuple[str, ...], bool], BadWordsTable] = OrderedDict()
         pieces = tokenizer.token_bytes.pieces if tokenizer is not None else ()
         self._longest_piece = max((len(piece) for piece in pieces), default=1)
-        self.max_prompt_chars = max_prompt_chars or max(_LEAST_PROMPT_CHARS, _CHARACTERS_PER_TOKEN * max_model_len)
+        self.max_prompt_chars = args.max_prompt_chars or max(_LEAST_PROMPT_CHARS, _CHARACTERS_PER_TOKEN * max_model_len)
         self._threads = WorkerThreads(_NUM_THREADS, "inputs")
-        self._media_threads = WorkerThreads(media_workers, "media-inputs", initializer=use_one_core)
-        self.media_ahead = 2 * media_workers
+        workers = media_workers(args.media_workers)
+        self._media_threads = WorkerThreads(workers, "media-inputs", initializer=use_one_core)
+        self.media_ahead = 2 * workers
         """Prompts of a list whose media may be prepared before the first of them runs."""
 
     def prepare(self) -> None:
@@ -365,7 +362,7 @@ class InputProcessor:
     def check_sizes(self, fields: Mapping[str, Any]) -> None:
         """Raises RequestError for parameters with too long a list: to be called before anything else reads the lists."""
         for name, option in _LIST_LIMITS.items():
-            value, most = fields.get(name), getattr(self._limits, option)
+            value, most = fields.get(name), getattr(self._args, option)
             if isinstance(value, list) and len(value) > most:
                 message = f"{name} has {len(value)} entries; at most {most} are allowed ({option})"
                 raise RequestError(message, name, code="invalid_value")
@@ -379,12 +376,12 @@ class InputProcessor:
             self._check_vocabulary(name, getattr(params, name) or ())
         if params.stop:
             self._need_tokenizer("stop")
-            check_stops(params.stop, self._limits)
+            check_stops(params.stop, self._args)
         if params.bad_words:
-            check_bad_words(params.bad_words, self._need_tokenizer("bad_words"), self._limits)
+            check_bad_words(params.bad_words, self._need_tokenizer("bad_words"), self._args)
 
     def _check_logprobs(self, name: str, count: int | None) -> None:
-        limit = self._limits.max_logprobs
+        limit = self._args.max_logprobs
         if count is None or limit == -1:
             return
         requested = self.vocab_size if count == -1 else count

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from headrace.config import SamplingLimits
+from headrace.config import EngineArgs
 from headrace.core.request import BadWordsTable
 from headrace.errors import RequestError
 from headrace.text.tokenizer import Tokenizer
@@ -18,10 +18,10 @@ _MAX_STATES = 2**15 - 1
 """States are int16."""
 
 
-def check_bad_words(words: Sequence[str], tokenizer: Tokenizer, limits: SamplingLimits) -> None:
+def check_bad_words(words: Sequence[str], tokenizer: Tokenizer, args: EngineArgs) -> None:
     """Raises RequestError where there are longer bad words than the server allows."""
     for word in words:
-        length, most = len(tokenizer.encode(word, add_special_tokens=False, param="bad_words")), limits.bad_words_max_len
+        length, most = len(tokenizer.encode(word, add_special_tokens=False, param="bad_words")), args.bad_words_max_len
         if length > most:
             raise RequestError(
                 f"bad_words has a string of {length} tokens; at most {most} are allowed: {word[:40]!r}", "bad_words"

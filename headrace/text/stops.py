@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from headrace.config import SamplingLimits
+from headrace.config import EngineArgs
 from headrace.errors import RequestError
 
 
@@ -116,10 +116,10 @@ class StopAutomaton:
                 queue.append(child)
 
 
-def check_stops(stops: Sequence[str], limits: SamplingLimits) -> None:
+def check_stops(stops: Sequence[str], args: EngineArgs) -> None:
     """Raises RequestError where there are longer stop strings than the server allows."""
     for stop in stops:
-        if len(stop) > limits.stop_seqs_max_len:
-            most = limits.stop_seqs_max_len
+        if len(stop) > args.stop_seqs_max_len:
+            most = args.stop_seqs_max_len
             long = f"stop has a string of {len(stop)} characters"
             raise RequestError(f"{long}; at most {most} are allowed (stop_seqs_max_len): {stop[:40]!r}", "stop")

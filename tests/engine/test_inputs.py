@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine.tiny import CONTEXT, EOS, VOCAB
-from headrace.config import EngineArgs, SamplingLimits
+from headrace.config import EngineArgs
 from headrace.engine.frontend import Frontend
 from headrace.engine.inputs import InputProcessor
 from headrace.errors import ConfigError, RequestError
@@ -24,12 +24,11 @@ def inputs(frontend: Frontend) -> InputProcessor:
 def bare() -> InputProcessor:
     """Without a tokenizer."""
     return InputProcessor(
+        EngineArgs(),
         vocab_size=VOCAB,
         max_model_len=CONTEXT,
-        limits=SamplingLimits.of(EngineArgs()),
         tokenizer=None,
         generation_config={"eos_token_id": [3], "temperature": 0.5, "top_k": 7},
-        seed=0,
     )
 
 
@@ -169,12 +168,11 @@ def test_text_without_a_tokenizer_is_refused_by_name(bare: InputProcessor) -> No
 def test_the_model_s_own_defaults_have_the_ranges_of_requests(name: str) -> None:
     def defaults(value: float) -> SamplingParams:
         return InputProcessor(
+            EngineArgs(),
             vocab_size=3,
             max_model_len=3,
-            limits=SamplingLimits.of(EngineArgs()),
             tokenizer=None,
             generation_config={name: value, "eos_token_id": [1, 2**70]},
-            seed=0,
         ).default_sampling
 
     for value in (1e300, 3.5e38, 1e-40, 5e-324, -0.0, -1.0, 0, 1, 2**31, 2**63, 10**30, 10**400):
@@ -191,12 +189,11 @@ def test_the_model_s_own_defaults(bare: InputProcessor) -> None:
     assert bare.default_sampling == SamplingParams(temperature=0.5, top_k=7)
     with pytest.raises(ConfigError, match="temperature"):
         InputProcessor(
+            EngineArgs(),
             vocab_size=3,
             max_model_len=3,
-            limits=SamplingLimits.of(EngineArgs()),
             tokenizer=None,
             generation_config={"temperature": -1},
-            seed=0,
         )
 
 
@@ -206,7 +203,7 @@ def test_an_environment_variable_that_is_no_number_is_named(variable: str, monke
     with pytest.raises(ConfigError, match=f"{variable} must be a whole number, not 'many'"):
         EngineArgs()
     monkeypatch.setenv(variable, "")
-    assert SamplingLimits.of(EngineArgs()).max_stop_seqs_num == 16
+    assert EngineArgs().max_stop_seqs_num == 16
 
 
 def test_limits_follow_their_environment_variables(frontend: Frontend, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from headrace.config import EngineArgs, SamplingLimits
+from headrace.config import EngineArgs
 from headrace.core.request import Request
 from headrace.engine.info import EngineInfo, LayerLine
 from headrace.engine.inputs import InputProcessor
@@ -99,8 +99,8 @@ class SeededInputs(InputProcessor):
         return msgspec.structs.replace(request, seed=request.sampling.seed or 0)
 
 
-LIMITS = SamplingLimits(
-    max_logprobs=20, max_bad_words_num=1000, bad_words_max_len=64, max_stop_seqs_num=1000, stop_seqs_max_len=64
+LIMITS = EngineArgs(
+    media_workers=1, max_logprobs=20, max_bad_words_num=1000, bad_words_max_len=64, max_stop_seqs_num=1000, stop_seqs_max_len=64
 )
 
 
@@ -159,9 +159,7 @@ class FakeLLM:
 
     def _make_inputs(self) -> SeededInputs:
         config = {"eos_token_id": [EOS]}
-        return SeededInputs(
-            vocab_size=VOCAB, max_model_len=512, limits=LIMITS, tokenizer=self.tokenizer, generation_config=config, seed=0
-        )
+        return SeededInputs(LIMITS, vocab_size=VOCAB, max_model_len=512, tokenizer=self.tokenizer, generation_config=config)
 
     async def start(self) -> None:
         await asyncio.sleep(self.load_seconds)

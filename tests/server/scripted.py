@@ -68,12 +68,11 @@ class ScriptedLLM(FakeLLM):
     def _make_inputs(self) -> SeededInputs:
         made: Any = self.tokenizer
         return SeededInputs(
+            LIMITS,
             vocab_size=made.vocab_size,
             max_model_len=4096,
-            limits=LIMITS,
             tokenizer=made,
             generation_config={"eos_token_id": made.eos_token_ids},
-            seed=0,
             answers=self._formats if isinstance(made, Tokenizer) else None,
             grammars=self.grammars,
         )

@@ -11,13 +11,13 @@ from bad_words_reference import BadWordsStepper
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.config import SamplingLimits
+from headrace.config import EngineArgs
 from headrace.errors import RequestError
 from headrace.text.bad_words import check_bad_words, compile_bad_words
 from headrace.text.tokenizer import Tokenizer
 from headrace.text.vocab import TokenBytes, VocabularyIndex
 
-LIMITS = SamplingLimits(max_logprobs=20, max_bad_words_num=2, bad_words_max_len=3, max_stop_seqs_num=2, stop_seqs_max_len=3)
+LIMITS = EngineArgs(max_logprobs=20, max_bad_words_num=2, bad_words_max_len=3, max_stop_seqs_num=2, stop_seqs_max_len=3)
 
 words = st.lists(st.text(alphabet="abé", min_size=1, max_size=5), min_size=1, max_size=4)
 pieces = st.lists(st.text(alphabet="abcé", max_size=4).map(str.encode), min_size=3, max_size=20)

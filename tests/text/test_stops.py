@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.config import SamplingLimits
+from headrace.config import EngineArgs
 from headrace.errors import RequestError
 from headrace.text.stops import StopAutomaton, StopStrings, check_stops
 
@@ -106,7 +106,7 @@ def test_samples_share_an_automaton() -> None:
 
 
 def test_lengths_count_characters() -> None:
-    limits = SamplingLimits(max_logprobs=20, max_bad_words_num=2, bad_words_max_len=3, max_stop_seqs_num=2, stop_seqs_max_len=9)
+    limits = EngineArgs(max_logprobs=20, max_bad_words_num=2, bad_words_max_len=3, max_stop_seqs_num=2, stop_seqs_max_len=9)
     check_stops(["x" * 9, "🙂" * 9], limits)
     with pytest.raises(RequestError, match="10 characters; at most 9") as error:
         check_stops(["a", "🙂" * 10], limits)

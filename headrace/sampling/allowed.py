@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from headrace.core.plan import NewSequence
-from headrace.sampling.feature import Feature, LogitsRows
+from headrace.sampling.feature import Feature, Indices, LogitsRows
 from headrace.sampling.slot_masks import SlotMasks
 
 
@@ -27,8 +27,6 @@ class AllowedTokens(Feature):
         if not self._num_users:
             self._masks.forget()
 
-    def apply(self, logits: torch.Tensor, rows: LogitsRows) -> bool:
-        if not len(picked := self.users(rows)):
-            return False
-        self._masks.apply(logits, picked, rows.slots[picked])
+    def apply(self, logits: torch.Tensor, rows: LogitsRows, users: Indices) -> bool:
+        self._masks.apply(logits, users, rows.slots[users])
         return True

@@ -16,7 +16,7 @@ import torch
 from headrace.core.plan import NewSequence
 from headrace.core.request import BadWordsTable
 from headrace.kernels.transfer import upload
-from headrace.sampling.feature import Feature, LogitsRows, take_rows
+from headrace.sampling.feature import Feature, Indices, LogitsRows, take_rows
 from headrace.sampling.slot_masks import SlotMasks
 from headrace.text.vocab import TokenBytes
 
@@ -61,19 +61,17 @@ class BadWords(Feature):
         if not self._automatons:
             self._masks.forget()
 
-    def apply(self, logits: torch.Tensor, rows: LogitsRows) -> bool:
-        if not len(picked := self.users(rows)):
-            return False
-        slots = rows.slots[picked]
+    def apply(self, logits: torch.Tensor, rows: LogitsRows, users: Indices) -> bool:
+        slots = rows.slots[users]
         flat = logits.view(-1)
-        self._masks.apply(logits, picked, slots)
+        self._masks.apply(logits, users, slots)
         tables = self._current_tables()
         lengths = tables.most_banned[slots]
         total = int(lengths.sum())
         if not total:
             return True
         # Only the device knows how many tokens a row's state bans: each row gets places for the maximum over its states.
-        row = torch.arange(len(picked), device=self._device).repeat_interleave(upload(lengths, self._device), output_size=total)
+        row = torch.arange(len(users), device=self._device).repeat_interleave(upload(lengths, self._device), output_size=total)
         nth = torch.arange(total, device=self._device) - upload(np.cumsum(lengths) - lengths, self._device)[row]
         states = (self._state[upload(slots, self._device)] + upload(tables.first_state[slots], self._device))[row]
         start, count = tables.ban_starts[states], tables.ban_starts[states + 1] - tables.ban_starts[states]
@@ -81,19 +79,19 @@ class BadWords(Feature):
         tokens = tables.bans[(start + nth).masked_fill(~banned, 0)]
         # Surplus places add 0; an addition, unlike an assignment, may name a place twice.
         values = torch.zeros(total, device=self._device).masked_fill_(banned, -torch.inf)
-        flat.index_add_(0, upload(picked, self._device)[row] * self._vocab_size + tokens, values)
+        flat.index_add_(0, upload(users, self._device)[row] * self._vocab_size + tokens, values)
         return True
 
-    def update(self, rows: LogitsRows, tokens: torch.Tensor) -> None:
-        if not len(picked := self.users(rows)) or self._texts is None:
+    def update(self, rows: LogitsRows, users: Indices, tokens: torch.Tensor) -> None:
+        if self._texts is None:
             return
         tables = self._current_tables()
-        slots = rows.slots[picked]
+        slots = rows.slots[users]
         slots_device, first = upload(slots, self._device), upload(tables.first_state[slots], self._device)
         shows_special = upload(tables.special_text[slots], self._device)
         depth = int(tables.depth[slots].max())
         state = self._state[slots_device]
-        ends, lengths = self._texts.of(take_rows(tokens, picked), shows_special)
+        ends, lengths = self._texts.of(take_rows(tokens, users), shows_special)
         # A state is a suffix of the text, so bytes further back than the longest word do not affect it.
         state = state.masked_fill(lengths > depth, 0)
         for back in range(min(depth, self._texts.longest), 0, -1):

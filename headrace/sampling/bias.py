@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from headrace.core.plan import NewSequence
-from headrace.sampling.feature import LogitsRows
+from headrace.sampling.feature import Indices, LogitsRows
 from headrace.sampling.token_lists import TokenLists
 
 
@@ -19,9 +19,7 @@ class LogitBias(TokenLists):
         self.put(slot, bias.keys(), list(bias.values()))
         return True
 
-    def apply(self, logits: torch.Tensor, rows: LogitsRows) -> bool:
-        if not len(picked := self.users(rows)):
-            return False
-        places, values = self.places(picked, rows.slots[picked])
+    def apply(self, logits: torch.Tensor, rows: LogitsRows, users: Indices) -> bool:
+        places, values = self.places(users, rows.slots[users])
         logits.view(-1).index_add_(0, places, values)
         return True

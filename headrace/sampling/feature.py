@@ -62,12 +62,13 @@ class Feature:
         self._num_users -= int(self._uses[slot])
         self._uses[slot] = False
 
-    def apply(self, logits: torch.Tensor, rows: LogitsRows) -> bool:
-        """Changes ``logits [N, vocab]`` float32 in place; returns True if it may have changed any."""
+    def apply(self, logits: torch.Tensor, rows: LogitsRows, users: Indices) -> bool:
+        """Changes ``logits [N, vocab]`` float32 in place, of the rows of its users; returns True if it may have changed any.
+        Called where there are users."""
         return False
 
-    def update(self, rows: LogitsRows, tokens: torch.Tensor) -> None:
-        """Updates the state with the sampled ``tokens [N]`` int64."""
+    def update(self, rows: LogitsRows, users: Indices, tokens: torch.Tensor) -> None:
+        """Updates the state of its users with the sampled ``tokens [N]`` int64. Called where there are users."""
 
 
 def take_rows(tensor: torch.Tensor, picked: Indices) -> torch.Tensor:

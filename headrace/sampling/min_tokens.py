@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from headrace.core.plan import NewSequence
-from headrace.sampling.feature import LogitsRows
+from headrace.sampling.feature import Indices, LogitsRows
 from headrace.sampling.token_lists import TokenLists
 
 
@@ -29,9 +29,8 @@ class MinTokens(TokenLists):
         self._minimum[slot] = seq.sampling.min_tokens
         return True
 
-    def apply(self, logits: torch.Tensor, rows: LogitsRows) -> bool:
-        picked = self.users(rows)
-        picked = picked[rows.num_outputs[picked] < self._minimum[rows.slots[picked]]]
+    def apply(self, logits: torch.Tensor, rows: LogitsRows, users: Indices) -> bool:
+        picked = users[rows.num_outputs[users] < self._minimum[rows.slots[users]]]
         if not len(picked):
             return False
         places, _ = self.places(picked, rows.slots[picked])

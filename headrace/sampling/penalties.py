@@ -12,7 +12,7 @@ import torch
 from headrace.core.plan import NewSequence
 from headrace.kernels.transfer import upload
 from headrace.options import FLOAT32_MAX
-from headrace.sampling.feature import Feature, LogitsRows, take_rows
+from headrace.sampling.feature import Feature, Indices, LogitsRows, take_rows
 
 _FIRST_CAPACITY = 4
 _FIRST_WIDTH = 256
@@ -70,14 +70,12 @@ class Penalties(Feature):
             self._free.append(int(self._place[slot]))
         super().remove(slot)
 
-    def apply(self, logits: torch.Tensor, rows: LogitsRows) -> bool:
-        if not len(picked := self.users(rows)):
-            return False
-        places_host = self._place[rows.slots[picked]]
+    def apply(self, logits: torch.Tensor, rows: LogitsRows, users: Indices) -> bool:
+        places_host = self._place[rows.slots[users]]
         places = upload(places_host, self._device)
         seen = self._seen[:, : int(self._length[places_host].max())].index_select(0, places).long()
         # A token listed twice is computed twice, from the same logit, with the same result.
-        flat = seen + upload(picked * self._vocab_size, self._device).unsqueeze(1)
+        flat = seen + upload(users * self._vocab_size, self._device).unsqueeze(1)
         counts = self._counts.view(-1)[seen + (places * self._vocab_size).unsqueeze(1)].float()
         repetition, presence, frequency = self._strengths[places].unsqueeze(1).unbind(-1)
         logit = logits.view(-1)[flat]
@@ -88,16 +86,14 @@ class Penalties(Feature):
         logits.view(-1)[flat] = values
         return True
 
-    def update(self, rows: LogitsRows, tokens: torch.Tensor) -> None:
-        if not len(picked := self.users(rows)):
-            return
-        places_host = self._place[rows.slots[picked]]
+    def update(self, rows: LogitsRows, users: Indices, tokens: torch.Tensor) -> None:
+        places_host = self._place[rows.slots[users]]
         self._widen(int(self._length[places_host].max()) + 1)
         ends = upload(places_host * self._seen.shape[1] + self._length[places_host], self._device)
         self._length[places_host] += 1
-        places, sampled = upload(places_host, self._device), take_rows(tokens, picked)
+        places, sampled = upload(places_host, self._device), take_rows(tokens, users)
         self._seen.view(-1).index_copy_(0, ends, sampled.int())
-        ones = torch.ones(len(picked), dtype=torch.int32, device=self._device)
+        ones = torch.ones(len(users), dtype=torch.int32, device=self._device)
         self._counts.view(-1).index_add_(0, places * self._vocab_size + sampled, ones)
 
     def _add_places(self) -> None:

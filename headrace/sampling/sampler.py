@@ -145,15 +145,16 @@ class Sampler:
         changed = masks is not None
         if masks is not None:
             masks.apply(logits)
-        for feature in self._features:
-            changed |= feature.apply(logits, rows)
+        users = [(feature, picked) for feature in self._features if len(picked := feature.users(rows))]
+        for feature, picked in users:
+            changed |= feature.apply(logits, rows, picked)
         sampled = self._topk_topp.sample(logits, rows, None if changed else maxima)
         faults = _faults(model_best, sampled)
         tokens = sampled.tokens.masked_fill(faults > 0, 0)
         logprobs = [] if raw is None else self._logprobs.raw(rows, wants_raw, raw, sampled)
         logprobs += self._logprobs.processed(rows, logits, sampled, self._topk_topp.params[rows.slots_device, 0])
-        for feature in self._features:
-            feature.update(rows, tokens)
+        for feature, picked in users:
+            feature.update(rows, picked, tokens)
         return Sampled(tokens, faults, logprobs)
 
 

@@ -19,7 +19,7 @@ from headrace.kernels.paged_attention import paged_attention
 from headrace.runner.graphs import Captured, SampleShape, Shape, StepGraphs
 from headrace.runner.inputs import PROMPT_ROWS
 from headrace.runner.runner import ModelRunner
-from headrace.sampling.feature import LogitsRows
+from headrace.sampling.feature import Feature, Indices, LogitsRows
 from headrace.sampling.sampler import NOTHING_ALLOWED
 
 from .harness import VOCAB, Engine, Outcomes, World, model, prompt, request, same, serve, token_bytes
@@ -237,34 +237,23 @@ def test_masked_rows_beside_others_are_drawn_as_kernel_by_kernel(monkeypatch: py
     assert [*found[0][1][1].values()] == [NOTHING_ALLOWED]
 
 
-class Forcing:
+class Forcing(Feature):
     """A sampling feature that the package does not know: sequences whose seed is 5 draw token 77."""
-
-    def __init__(self) -> None:
-        self._slots: set[int] = set()
 
     def add(self, slot: int, seq: NewSequence) -> bool:
         if seq.seed == 5:
-            self._slots.add(slot)
+            self.use(slot)
         return seq.seed == 5
 
-    def remove(self, slot: int) -> None:
-        self._slots.discard(slot)
-
-    def apply(self, logits: torch.Tensor, rows: LogitsRows) -> bool:
-        for place, slot in enumerate(rows.slots.tolist()):
-            if slot in self._slots:
-                logits[place, 77] = 1e9
+    def apply(self, logits: torch.Tensor, rows: LogitsRows, users: Indices) -> bool:
+        logits[users.tolist(), 77] = 1e9
         return True
-
-    def update(self, rows: LogitsRows, tokens: torch.Tensor) -> None:
-        pass
 
 
 def test_a_new_feature_is_never_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph draws only for steps of which no row has it."""
     made, graphs = runner(World(), monkeypatch)
-    made.sampler._features = (*made.sampler._features, Forcing())
+    made.sampler._features = (*made.sampler._features, Forcing(made.config.scheduler.max_num_seqs))
     engine = Engine(World(), made)
     plain = request("plain", prompt(1, 4), max_tokens=5, ignore_eos=True)
     engine.add(plain, request("forced", prompt(2, 4), max_tokens=3, seed=5, ignore_eos=True))

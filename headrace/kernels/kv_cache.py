@@ -36,7 +36,7 @@ def reshape_and_cache(
             is passed as its ``transpose(1, 2)``.
         value_cache: ``[blocks, block_size, kv_heads, dv]`` of any strides.
         slot_mapping: ``[T]`` int64, ``block * block_size + offset``; -1 writes nothing.
-        k_scale, v_scale: ``[blocks, block_size, kv_heads]`` float32 of any strides, for a cache in e4m3.
+        k_scale, v_scale: ``[blocks, block_size, kv_heads]`` float32 of the same strides, for a cache in e4m3.
 
     Raises:
         ConfigError: the device cannot do FP8.
@@ -104,7 +104,6 @@ def gather_numbers(
         ValueError: a tensor does not fit the others.
     """
     check_scales(key_cache, k_scale, v_scale)
-    check_same_strides(k_scale, v_scale)
     row_shape = (key_cache.shape[2], key_cache.shape[3] + value_cache.shape[3])
     if out.ndim != 3 or out.shape[1:] != row_shape or not out.is_contiguous():
         raise ValueError(f"out must be [tokens, {row_shape[0]}, {row_shape[1]}] and contiguous, not {list(out.shape)}")
@@ -131,9 +130,6 @@ def check_scales(key_cache: torch.Tensor, k_scale: torch.Tensor | None, v_scale:
         if scale is None or scale.dtype != torch.float32 or scale.shape != key_cache.shape[:3]:
             got = "nothing" if scale is None else f"{list(scale.shape)} {scale.dtype}"
             raise ValueError(f"{name} must be {list(key_cache.shape[:3])} float32, not {got}")
-
-
-def check_same_strides(k_scale: torch.Tensor, v_scale: torch.Tensor) -> None:
-    """Raises ValueError if the scales differ in strides: kernels compute one offset for both."""
-    if k_scale.stride() != v_scale.stride():
+    if k_scale is not None and v_scale is not None and k_scale.stride() != v_scale.stride():
+        # Kernels compute one offset for both.
         raise ValueError(f"k_scale and v_scale differ in strides: {k_scale.stride()} and {v_scale.stride()}")

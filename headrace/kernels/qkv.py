@@ -44,7 +44,7 @@ def norm_rotate_and_cache(
         v_from_k: the values are the keys before their norm and rotation, and ``qkv`` has no v.
         v_norm: each head of v goes through the RMS norm without weights.
         v_factor: what v is multiplied by after that.
-        k_scale, v_scale: ``[blocks, block_size, kv_heads]`` float32, for a cache in e4m3.
+        k_scale, v_scale: ``[blocks, block_size, kv_heads]`` float32 of the same strides, for a cache in e4m3.
         q_out: ``[T, num_heads, d]`` for the finished q; None: written in place of q in ``qkv``.
 
     Returns:

@@ -63,12 +63,9 @@ def _reshape_and_cache(
     vc_block: tl.int64,
     vc_offset: tl.int64,
     vc_head: tl.int64,
-    ks_block: tl.int64,
-    ks_offset: tl.int64,
-    ks_head: tl.int64,
-    vs_block: tl.int64,
-    vs_offset: tl.int64,
-    vs_head: tl.int64,
+    scale_block: tl.int64,
+    scale_offset: tl.int64,
+    scale_head: tl.int64,
     BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
     HEADS_P: tl.constexpr,
@@ -93,14 +90,14 @@ def _reshape_and_cache(
         new = tl.load(key + token * key_token + head[:, None] * key_head + lane[None, :], mask=mask, other=0.0)
         store_heads(
             new, key_cache, k_scale, block, offset, head, lane, mask, present,
-            kc_block, kc_offset, kc_head, ks_block, ks_offset, ks_head, K_LANE, FP8,
+            kc_block, kc_offset, kc_head, scale_block, scale_offset, scale_head, K_LANE, FP8,
         )  # fmt: skip
         lane = tl.arange(0, DV_P)
         mask = present[:, None] & (lane < DV)[None, :]
         new = tl.load(value + token * value_token + head[:, None] * value_head + lane[None, :], mask=mask, other=0.0)
         store_heads(
             new, value_cache, v_scale, block, offset, head, lane, mask, present,
-            vc_block, vc_offset, vc_head, vs_block, vs_offset, vs_head, V_LANE, FP8,
+            vc_block, vc_offset, vc_head, scale_block, scale_offset, scale_head, V_LANE, FP8,
         )  # fmt: skip
 
 
@@ -137,7 +134,6 @@ def reshape_and_cache(
         *key_cache.stride()[:3],
         *value_cache.stride()[:3],
         *scale_strides(k_scale),
-        *scale_strides(v_scale),
         BLOCK_SIZE=key_cache.shape[1],
         HEADS=heads,
         HEADS_P=heads_p,

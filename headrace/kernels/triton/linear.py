@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from headrace.kernels.triton.matmul import check_factors
 from headrace.kernels.triton.pdl import announce, options, wait
 
 MAX_ROWS = 32
@@ -244,10 +245,7 @@ def linear(
     """
     rows, in_features = x.shape
     out_features = weight.shape[0]
-    if rows > MAX_ROWS or weight.shape != (out_features, in_features) or weight.dtype != x.dtype:
-        raise ValueError(f"{list(weight.shape)} {weight.dtype} does not fit x, {list(x.shape)} {x.dtype}")
-    if x.stride(1) != 1 or weight.stride(1) != 1:
-        raise ValueError("the last axes of x and weight must be contiguous")
+    check_factors(x, weight, MAX_ROWS)
     tiling = tiling or choose_tiling(rows, in_features, out_features)
     if rows > 1 and not tiling.ahead:
         raise ValueError(f"{rows} rows take the matrix units: {tiling} has none of their tiles ahead")

@@ -68,15 +68,18 @@ def matmul(
     Raises:
         ValueError: a tensor does not fit the others.
     """
-    rows, in_features = x.shape
-    out_features = weight.shape[0]
-    if weight.shape != (out_features, in_features) or weight.dtype != x.dtype:
+    check_factors(x, weight)
+    y = torch.empty(len(x), len(weight), dtype=out_dtype or x.dtype, device=x.device)
+    _launch(x.unsqueeze(1), weight.unsqueeze(0), bias, y.unsqueeze(1))
+    return y
+
+
+def check_factors(x: torch.Tensor, weight: torch.Tensor, most: int | None = None) -> None:
+    """Raises ValueError if the factors of ``x W^T`` do not fit each other, or x has more than ``most`` rows."""
+    if (most is not None and len(x) > most) or weight.shape != (len(weight), x.shape[1]) or weight.dtype != x.dtype:
         raise ValueError(f"{list(weight.shape)} {weight.dtype} does not fit x, {list(x.shape)} {x.dtype}")
     if x.stride(1) != 1 or weight.stride(1) != 1:
         raise ValueError("the last axes of x and weight must be contiguous")
-    y = torch.empty(rows, out_features, dtype=out_dtype or x.dtype, device=x.device)
-    _launch(x.unsqueeze(1), weight.unsqueeze(0), bias, y.unsqueeze(1))
-    return y
 
 
 def matmul_by_head(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:

@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from headrace.kernels.kv_cache import check_same_strides, check_scales
+from headrace.kernels.kv_cache import check_scales
 from headrace.kernels.triton.attention_tile import find_row, finish, load_queries, spread, store_output, take_tile, zeros
 from headrace.kernels.triton.fp8 import OFF, as_bytes, mode
 from headrace.kernels.triton.kv_cache import scale_strides
@@ -311,8 +311,5 @@ def check_tensors(
     if not fits or q.stride(2) != 1 or keys.stride(3) != 1 or 1 not in (values.stride(3), values.stride(1)):
         shapes = ", ".join(f"{list(t.shape)} by {t.stride()}" for t in (q, keys, values))
         raise ValueError(f"q, keys and values do not fit each other: {shapes}")
-    if k_scale is None and v_scale is None:
-        return
-    check_scales(keys, k_scale, v_scale)
-    if k_scale is not None and v_scale is not None:
-        check_same_strides(k_scale, v_scale)
+    if k_scale is not None or v_scale is not None:
+        check_scales(keys, k_scale, v_scale)

@@ -146,12 +146,9 @@ def _norm_rotate_and_cache(
     vc_block: tl.int64,
     vc_offset: tl.int64,
     vc_head: tl.int64,
-    ks_block: tl.int64,
-    ks_offset: tl.int64,
-    ks_head: tl.int64,
-    vs_block: tl.int64,
-    vs_offset: tl.int64,
-    vs_head: tl.int64,
+    scale_block: tl.int64,
+    scale_offset: tl.int64,
+    scale_head: tl.int64,
     BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -204,7 +201,7 @@ def _norm_rotate_and_cache(
             if FP8 > 0:
                 peak = tl.maximum(tl.maximum(_peak(first), _peak(second)), _peak(rest))
                 scale = scale_of_peak(peak.to(tl.float32, bitcast=True))
-                tl.store(k_scale + block * ks_block + offset * ks_offset + head * ks_head, scale, mask=present)
+                tl.store(k_scale + block * scale_block + offset * scale_offset + head * scale_head, scale, mask=present)
                 first = _quantized_part(first, scale, FP8)
                 second = _quantized_part(second, scale, FP8)
                 rest = _quantized_part(rest, scale, FP8)
@@ -225,7 +222,7 @@ def _norm_rotate_and_cache(
             mask = present[:, None] & (lane < DV)[None, :]
             store_heads(
                 value, value_cache, v_scale, block, offset, head, lane, mask, present,
-                vc_block, vc_offset, vc_head, vs_block, vs_offset, vs_head, V_LANE, FP8,
+                vc_block, vc_offset, vc_head, scale_block, scale_offset, scale_head, V_LANE, FP8,
             )  # fmt: skip
 
 
@@ -290,7 +287,6 @@ def norm_rotate_and_cache(
         *keys.stride()[:3],
         *values.stride()[:3],
         *scale_strides(k_scale),
-        *scale_strides(v_scale),
         BLOCK_SIZE=keys.shape[1],
         HEADS=num_heads,
         KV_HEADS=kv_heads,

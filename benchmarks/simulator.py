@@ -2,6 +2,7 @@
 
     python benchmarks/simulator.py MODEL --output results.json
     python benchmarks/simulator.py MODEL --clock processor --cycles 8
+    python benchmarks/simulator.py MODEL --served --load-format dummy --seconds 45 --output results.json
 
 MODEL is a model as `headrace serve` takes it, or `tiny`: a Llama of two layers with random weights. Calibration and cases take
 turns for --cycles cycles, so that a machine whose speed drifts drifts for all; the step times are then fitted to the steps of
@@ -9,6 +10,11 @@ all cycles. A case's number is the median of its runs, with their range.
 
 With --clock processor every clock of this process counts its processor time: what one idle core would take, whatever else
 runs on the machine. It is for one thread without a pipeline, and leaves out the cases that are served by an engine process.
+
+With --served one process calibrates the engine with its default limits (`headrace bench calibrate`); then AsyncLLM serves
+traffic with other limits, prompts and arrivals, one engine process after the other, while the simulator expects what will be
+measured. Rates are shares of what the simulator says the engine can do. Every case is printed and written when it is done.
+Each has 3 simulations, whose medians count.
 """
 
 from __future__ import annotations
@@ -17,11 +23,13 @@ import argparse
 import asyncio
 import dataclasses
 import json
+import math
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +46,13 @@ from headrace.bench.report import facts, load_average  # noqa: E402
 from headrace.config import EngineArgs  # noqa: E402
 from headrace.core.request import Request  # noqa: E402
 from headrace.engine.async_llm import AsyncLLM  # noqa: E402
+from headrace.engine.garbage import freeze_gc  # noqa: E402
 from headrace.engine.loader import LoadedEngine, load_engine  # noqa: E402
 from headrace.engine.source import FileSource  # noqa: E402
 from headrace.metrics.exchanges import Exchange, totals  # noqa: E402
+from headrace.metrics.stats import EngineStats  # noqa: E402
 from headrace.sim.cluster import Simulation  # noqa: E402
-from headrace.sim.config import Calibration, Lengths, SimConfig, Traffic  # noqa: E402
+from headrace.sim.config import Calibration, Lengths, SimConfig, Traffic, read  # noqa: E402
 from headrace.sim.fit import MeasuredStep, fit  # noqa: E402
 from headrace.sim.traffic import generate  # noqa: E402
 
@@ -202,7 +212,7 @@ def measure(args: EngineArgs, chosen: Sequence[Case], options: argparse.Namespac
             rates.setdefault((case.name.split(",")[0], case.served), len(requests) / seconds)  # type: ignore[arg-type]
             runs[case.name].append((requests, seconds, exchanges))
             print(f"cycle {cycle}, {case.name}: {numbers(seconds, exchanges)['tokens/s']:,.0f} tokens/s", flush=True)
-    fitted = fit(steps, base.config.graph_rows)
+    fitted = fit(steps, calibrate.graph_sizes(base.core, base.config))
     report: Json = {"fit": msgspec.to_builtins(fitted.model), "errors": msgspec.to_builtins(fitted.errors), "cases": {}}
     for case in chosen:
         config = engines[case.name].config if not case.served else None
@@ -236,6 +246,147 @@ def serve_case(args: EngineArgs, case: Case, requests: Sequence[Request]) -> tup
     return asyncio.run(work())
 
 
+@dataclasses.dataclass(frozen=True)
+class Served:
+    """Cases of one engine process."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    cases: tuple[tuple[str, int, Lengths, Lengths, float | None], ...]
+    """Name, requests, tokens in and out, and the load: a share of what the engine can do; None: all requests at once."""
+
+
+def served(tiny: bool) -> list[Served]:
+    """For a GPU, or a tenth of it for the tiny model on a CPU."""
+    scale = 10 if tiny else 1
+
+    def lengths(median: float, sigma: float, most: int) -> Lengths:
+        return Lengths(median / scale, sigma, most // scale)
+
+    def limit(value: int) -> int:
+        return value // (4 if tiny else 1)
+
+    chat = lengths(500, 0.6, 3000), lengths(150, 0.5, 500)
+    documents = lengths(3000, 0.5, 9000), lengths(120, 0.5, 400)
+    answers = lengths(100, 0.5, 400), lengths(400, 0.4, 900)
+    return [
+        Served(limit(96), 4096 // scale, (("chat, at once", 256, *chat, None), ("chat, 0.7 of the load", 256, *chat, 0.7))),
+        Served(
+            limit(32),
+            2048 // scale,
+            (("documents, 0.6 of the load", 80, *documents, 0.6), ("long answers, at once", 64, *answers, None)),
+        ),
+    ]
+
+
+def simulations(calibration: Calibration, requests: Sequence[Request]) -> list[Json]:
+    found = []
+    for seed in range(3):
+        simulation = Simulation(SimConfig(calibration=calibration, max_queue_len=2**20, seed=seed))
+        simulation.run(requests)
+        replica = simulation.replicas[0]
+        done = numbers(simulation.now, list(simulation.exchanges.values()))
+        found.append(done | {"seconds": simulation.now, "steps": replica.num_steps, "device seconds": replica.busy_seconds})
+    return found
+
+
+def expected(calibration: Calibration, engine: Served) -> list[tuple[str, list[Request], Json]]:
+    """Name, requests and simulated numbers of each case."""
+    shape = msgspec.structs.replace(
+        calibration.engine, max_num_seqs=engine.max_num_seqs, max_num_batched_tokens=engine.max_num_batched_tokens
+    )
+    calibration = msgspec.structs.replace(calibration, engine=shape)
+    found = []
+    for name, count, inputs, outputs, load in engine.cases:
+
+        def made(rate: float, count: int = count, inputs: Lengths = inputs, outputs: Lengths = outputs) -> list[Request]:
+            asked = Traffic(requests=count, rate=rate, input_tokens=inputs, output_tokens=outputs)
+            return list(generate(asked, 1, shape.max_model_len))
+
+        requests = made(1e6)
+        if load is not None:
+            simulation = Simulation(SimConfig(calibration=calibration, max_queue_len=2**20))
+            simulation.run(requests)
+            requests = made(load * count / simulation.now)
+        all_found = simulations(calibration, requests)
+        found.append((name, requests, {key: statistics.median(one[key] for one in all_found) for key in all_found[0]}))
+    return found
+
+
+async def measure_served(llm: AsyncLLM, requests: Sequence[Request]) -> Json:
+    """A case on an engine that has nothing else to do, with what the engine counted meanwhile."""
+    before = await quiet(llm)
+    seconds, exchanges = await run_served(llm, requests)
+    after = await quiet(llm)
+    counted = ("step", "forward_seconds", "sample_seconds", "host_seconds", "replayed_steps", "eager_steps", "padding_tokens")
+    engine = {name: getattr(after, name) - getattr(before, name) for name in counted}
+    device = engine["forward_seconds"] + engine["sample_seconds"]
+    totals = {"seconds": seconds, "steps": engine["step"], "device seconds": device}
+    return numbers(seconds, exchanges) | totals | {"engine": engine}
+
+
+async def quiet(llm: AsyncLLM) -> EngineStats:
+    """The statistics once the engine is idle and has captured its graphs."""
+    while True:
+        await asyncio.sleep(0.1)
+        stats = llm.stats
+        if not stats.num_running and not stats.num_waiting and stats.graphs_captured >= stats.graphs_total:
+            await asyncio.sleep(0.1)
+            return llm.stats
+
+
+async def serve_cases(
+    args: EngineArgs, engine: Served, calibration: Calibration, done: Callable[[str, Json, Json], None]
+) -> None:
+    limits = {"max_num_seqs": engine.max_num_seqs, "max_num_batched_tokens": engine.max_num_batched_tokens}
+    llm = AsyncLLM(dataclasses.replace(args, **limits))
+    try:
+        _, prepared = await asyncio.gather(llm.start(), asyncio.to_thread(expected, calibration, engine))
+        freeze_gc()
+        first = [msgspec.structs.replace(one, request_id=f"warm-{one.request_id}") for one in prepared[0][1][:8]]
+        await quiet(llm)
+        await run_served(llm, [msgspec.structs.replace(one, prompt_token_ids=one.prompt_token_ids[::-1]) for one in first])
+        for place, (name, requests, simulated) in enumerate(prepared):
+            named = [msgspec.structs.replace(one, request_id=f"{place}-{one.request_id}") for one in requests]
+            done(name, await measure_served(llm, named), simulated)
+    finally:
+        await llm.close()
+
+
+def compare_served(args: EngineArgs, options: argparse.Namespace, report: Json) -> None:
+    """Fills ``report``, which is written after each case."""
+    start = time.monotonic()
+    file = options.output.with_suffix(".calibration.json") if options.output else Path(args.model or "") / "calibration.json"
+    command = [sys.executable, "-m", "headrace.cli", "bench", "calibrate", *([args.model] if args.model else [])]
+    command += ["--seconds", str(options.seconds), "--load-format", args.load_format, "--output", str(file)]
+    if options.model == "tiny":
+        command += ["--num-threads", "1", "--max-num-seqs", "64", "--max-num-batched-tokens", "1024"]
+        command += ["--num-kv-blocks", str(args.num_kv_blocks)]
+    else:
+        command += ["--wait-for-kernels"]
+    subprocess.run(command, check=True)
+    calibration = read(file, Calibration, "calibration")
+    print(f"{time.monotonic() - start:.0f} s: calibrated, errors {calibration.errors}", flush=True)
+    report |= {"calibration": msgspec.to_builtins(calibration), "cases": {}}
+
+    def done(name: str, real: Json, simulated: Json) -> None:
+        ratios = {key: simulated[key] / real[key] if real[key] else math.nan for key in simulated}
+        report["cases"][name] = {"real": real, "simulated": simulated, "ratio": ratios}
+        print(f"{time.monotonic() - start:.0f} s: {name}")
+        for key, ratio in ratios.items():
+            print(f"    {key:20} real {real[key]:12,.2f}   simulated {simulated[key]:12,.2f}   ratio {ratio:.3f}", flush=True)
+        write(report, options.output)
+
+    for engine in served(options.model == "tiny"):
+        asyncio.run(serve_cases(args, engine, calibration, done))
+    report["seconds"] = time.monotonic() - start
+
+
+def write(report: Json, output: Path | None) -> None:
+    if output:
+        output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="tiny, embedded, or a model's folder or name")
@@ -245,6 +396,8 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=120, help="of a case")
     parser.add_argument("--clock", choices=("wall", PROCESSOR), default="wall")
     parser.add_argument("--cases", help="numbers of some cases, separated by commas")
+    parser.add_argument("--served", action="store_true", help="served traffic alone, on an engine calibrated once")
+    parser.add_argument("--load-format", default="auto", help="of MODEL with --served, as `headrace serve` takes it")
     options = parser.parse_args()
     before = load_average()
     chosen = [case for case in cases(options.requests) if not (case.served and options.clock == PROCESSOR)]
@@ -253,9 +406,18 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="simulator-") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(TINY), encoding="utf-8")
         model = {"tiny": folder, "embedded": None}.get(options.model, options.model)
-        load_format = "dummy" if options.model == "tiny" else "auto"
-        args = EngineArgs(model=model, load_format=load_format, num_threads=1, skip_tokenizer_init=True)  # type: ignore[arg-type]
-        report = measure(args, chosen, options)
+        load_format = "dummy" if options.model == "tiny" else options.load_format
+        args = EngineArgs(model=model, load_format=load_format, skip_tokenizer_init=True)
+        report: Json = {}
+        if options.served:
+            if options.model == "tiny":
+                args = dataclasses.replace(args, num_threads=1, num_kv_blocks=4000)
+            else:
+                args = dataclasses.replace(args, wait_for_kernels=True)
+            compare_served(args, options, report)
+            write(report | {"benchmark": "simulator, served", "model": options.model} | facts(before), options.output)
+            return
+        report = measure(dataclasses.replace(args, num_threads=1), chosen, options)
     report |= {"benchmark": "simulator", "model": options.model, "clock": options.clock} | facts(before)
     for name, case in report["cases"].items():
         print(name)
@@ -265,8 +427,7 @@ def main() -> None:
                 f"    {key:20} real {one['real']:10,.1f} ({low:,.1f} to {high:,.1f})"
                 f"   simulated {one['simulated']:10,.1f}   ratio {one['ratio']:.3f}"
             )
-    if options.output:
-        options.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    write(report, options.output)
 
 
 if __name__ == "__main__":

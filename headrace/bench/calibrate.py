@@ -17,17 +17,22 @@ from headrace.core.plan import SamplePlan, StepPlan, StepResult
 from headrace.core.request import Request
 from headrace.engine.core import EngineCore
 from headrace.engine.executor import Executor
+from headrace.engine.garbage import freeze_gc
 from headrace.engine.loader import LoadedEngine, load_engine
 from headrace.engine.messages import StepDeltas, encode
 from headrace.engine.source import FileSource
 from headrace.errors import ConfigError
+from headrace.runner.graphs import rows_beside
+from headrace.runner.inputs import PROMPT_ROWS
 from headrace.sampling_params import SamplingParams
 from headrace.sim.config import Calibration, EngineShape, GroupShape
 from headrace.sim.fit import Fit, MeasuredStep, fit
-from headrace.sim.step_time import features
+from headrace.sim.step_time import NO_GRAPHS, GraphSizes, features
 
-_ROUND_SHARE = 0.04
-"""Of the measuring time that one round has."""
+_ROUND_SHARE = 0.02
+"""Of the measuring time that the shortest rounds have; the longest, in which contexts are longest, have ``_LONGEST`` times as
+much."""
+_LONGEST = 5.0
 _MOST_SHARE = 0.2
 """The same of a round in which a step full of prompt tokens takes longer."""
 _LEAST_ROUND = 0.5
@@ -45,12 +50,11 @@ class Watched:
     def __init__(self, executor: Executor[Any]) -> None:
         self._executor = executor
         self.waited = 0.0
-        self.starts = 0
-        """Sequences of the plans that were executed."""
+        self.launched: list[StepPlan] = []
         self.done: list[tuple[StepPlan, StepResult]] = []
 
     def execute(self, plan: StepPlan) -> Any:
-        self.starts += len(plan.new)
+        self.launched.append(plan)
         return plan, self._executor.execute(plan)
 
     def sample(self, handle: Any, plan: SamplePlan) -> None:
@@ -68,7 +72,7 @@ class Watched:
 
 
 def run(args: EngineArgs, seconds: float, *, seed: int = 0, tell: Callable[[str], None]) -> Calibration:
-    """Measures for ``seconds``.
+    """Measures for ``seconds``, in a process of its own.
 
     Raises:
         ConfigError: the arguments cannot work, or too few steps were measured.
@@ -77,11 +81,21 @@ def run(args: EngineArgs, seconds: float, *, seed: int = 0, tell: Callable[[str]
         raise ConfigError("one engine is calibrated; the simulator multiplies it", "data_parallel_size")
     tell("loading the engine")
     engine = load_engine(FileSource(dataclasses.replace(args, skip_tokenizer_init=True)))
+    freeze_gc()
     try:
         steps = measure(engine.core, engine.config, seconds, seed=seed, tell=tell)
+        fitted = fit(steps, graph_sizes(engine.core, engine.config), seed=seed)
     finally:
         engine.core.close()
-    return calibration(engine, fit(steps, engine.config.graph_rows, seed=seed))
+    return calibration(engine, fitted)
+
+
+def graph_sizes(core: EngineCore, config: EngineConfig) -> GraphSizes:
+    """Of the steps that an engine has captured."""
+    rows = config.graph_rows
+    if not core.executor.graphs().captured:
+        return NO_GRAPHS
+    return GraphSizes(rows, rows_beside(rows), config.graph_prompt_tokens, PROMPT_ROWS)
 
 
 def calibration(engine: LoadedEngine, fitted: Fit) -> Calibration:
@@ -115,7 +129,11 @@ def measure(
     core: EngineCore, config: EngineConfig, seconds: float, *, seed: int, tell: Callable[[str], None]
 ) -> list[MeasuredStep]:
     """The steps of random traffic, in rounds of two kinds: one keeps a number of sequences running, whose prompts come between
-    the decode steps of the others; the other starts so many and lets them decode until they end."""
+    the decode steps of the others; the other starts so many and lets them decode until they end. All CUDA graphs are captured
+    before, as an idle server captures them."""
+    while core.idle():
+        tell("capturing CUDA graphs")
+    graphs = graph_sizes(core, config)
     traffic = _Traffic(config, seed)
     executor, watched = core.executor, Watched(core.executor)
     core.executor = watched
@@ -129,7 +147,7 @@ def measure(
             tell(f"{time.perf_counter() - start:.0f} of {seconds:.0f} s, {len(steps)} steps")
             lasts = traffic.begin_round(steps, round_seconds, seconds * _MOST_SHARE)
             end = min(start + seconds, time.perf_counter() + lasts)
-            _round(core, watched, traffic, end, steps, refill=number % 2 == 0, config=config)
+            _round(core, watched, traffic, end, steps, refill=number % 2 == 0, graphs=graphs)
     finally:
         core.executor = executor
     return steps
@@ -143,12 +161,12 @@ def _round(
     steps: list[MeasuredStep],
     *,
     refill: bool,
-    config: EngineConfig,
+    graphs: GraphSizes,
 ) -> None:
     """Runs until ``end``, or until all sequences have ended, and leaves nothing behind."""
-    scheduler, serial = core.scheduler, config.scheduler.pipeline_depth == 1
-    missing, wall = traffic.concurrency, 0.0
-    watched.starts, watched.waited = 0, 0.0
+    scheduler, serial = core.scheduler, core.scheduler.config.pipeline_depth == 1
+    missing, wall, watched.waited = traffic.concurrency, 0.0, 0.0
+    watched.launched.clear()
     while time.perf_counter() < end:
         requests = [traffic.request() for _ in range(missing)]
         begin = time.perf_counter()
@@ -163,9 +181,13 @@ def _round(
             device = result.forward_seconds + result.sample_seconds
             host = wall - device if serial else wall - watched.waited
             ends = sum(delta.finish_reason is not None for delta in deltas)
-            found = features(plan, config.graph_rows), len(plan.rows), device, host
-            steps.append(MeasuredStep(*found, starts=watched.starts, ends=ends))
-            wall, watched.starts, watched.waited = 0.0, 0, 0.0
+            starts = sum(len(launched.new) for launched in watched.launched)
+            prompt_tokens = sum(features(launched).prefill_tokens for launched in watched.launched)
+            eager = sum(features(launched, graphs).eager for launched in watched.launched)
+            found = features(plan, graphs), len(plan.rows), device, host
+            steps.append(MeasuredStep(*found, starts, ends, prompt_tokens, eager))
+            wall, watched.waited = 0.0, 0.0
+            watched.launched.clear()
         watched.done.clear()
         missing = traffic.concurrency - scheduler.num_running - scheduler.num_waiting if refill else 0
     for request_id in traffic.names:
@@ -185,26 +207,31 @@ class _Traffic:
         self._random = random.Random(seed)
         self._config = config
         self._numbers = itertools.count()
-        self._most_prompt = 1
+        self._prompts = 1, 1
+        """The shortest and the longest of the round."""
 
     def begin_round(self, steps: list[MeasuredStep], seconds: float, most: float) -> float:
         """Chooses the number of sequences, and bounds their prompts: computing them takes a part of the round.
 
-        Returns the seconds of the round: ``seconds``, or up to ``most`` where it takes so long to compute as many prompt tokens
-        as a step may have, without which the largest steps would be estimated from small ones.
+        Returns the seconds of the round: those given or up to ``_LONGEST`` times as many, or up to ``most`` where it takes so
+        long to compute as many prompt tokens as a step may have, without which the largest steps would be estimated from small
+        ones.
         """
         self.names.clear()
         limits = self._config.scheduler
         self.concurrency = self._log_uniform(1, limits.max_num_seqs)
         rates = [step.features.prefill_tokens / step.device_seconds for step in steps if step.features.prefill_tokens]
-        rate = sorted(rates)[len(rates) // 2] if rates else _FIRST_RATE
-        seconds = max(seconds, min(most, limits.max_num_batched_tokens / rate / _PROMPT_SHARE))
+        # Large steps have the highest rates. Short ones are slow for what they compute.
+        rate = sorted(rates)[len(rates) * 9 // 10] if rates else _FIRST_RATE
+        full = limits.max_num_batched_tokens / rate / _PROMPT_SHARE
+        seconds = min(most, max(seconds * math.pow(_LONGEST, self._random.random()), full))
         affordable = int(rate * seconds * _PROMPT_SHARE / self.concurrency)
-        self._most_prompt = max(1, min(self._longest() - 1, affordable))
+        longest = max(1, min(self._longest() - 1, affordable))
+        self._prompts = self._log_uniform(1, longest), longest
         return seconds
 
     def request(self) -> Request:
-        prompt_len = self._log_uniform(1, self._most_prompt)
+        prompt_len = self._log_uniform(*self._prompts)
         output = self._log_uniform(1, max(1, min(_MOST_OUTPUT, self._longest() - prompt_len)))
         number = next(self._numbers)
         name = f"calibrate-{number}"

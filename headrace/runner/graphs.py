@@ -30,6 +30,12 @@ _BESIDE = (0, 8, 32, 64, 128, 256)
 """Decode rows beside prompts: fewer sizes than without, since the shapes multiply."""
 
 
+def rows_beside(graph_rows: tuple[int, ...]) -> tuple[int, ...]:
+    """Sizes of the decode rows beside prompts, of those without."""
+    most = graph_rows[-1]
+    return (*(size for size in _BESIDE if size < most), most)
+
+
 @dataclasses.dataclass(frozen=True)
 class Shape:
     """What a captured run of the model has room for. Its decode rows come first, a token each, and then its prompts."""
@@ -99,7 +105,7 @@ class StepGraphs:
         self._max_len = config.scheduler.max_model_len
         self._decode_rows = config.graph_rows
         most = config.graph_rows[-1]
-        self._beside = tuple(sorted({*(size for size in _BESIDE if size < most), most}))
+        self._beside = rows_beside(config.graph_rows)
         self._prompt_tokens = config.graph_prompt_tokens
         # Fewer sizes than of decode rows: a padding row costs the draw less than it costs the model.
         self._logits_rows = tuple(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import itertools
 from collections.abc import Callable, Iterable, Iterator
@@ -9,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from headrace.core.request import Request
-from headrace.core.routing import Router, make_policy
+from headrace.core.routing import Capacity, Router, make_policy
 from headrace.errors import EngineDeadError, RequestError
 from headrace.metrics.exchanges import Exchange, totals
 from headrace.sim.config import Failure, SimConfig
@@ -17,6 +18,7 @@ from headrace.sim.replica import SimReplica, SimStep
 
 _STATS_SECONDS = 0.5
 """Between two reports of an engine's statistics."""
+_ALL = 2**31 - 1
 
 
 class Simulation:
@@ -37,7 +39,6 @@ class Simulation:
         self.router = Router(
             policy, config.replicas, engine.block_size, by_priority=by_priority, max_queue_len=config.max_queue_len
         )
-        self.replicas = [self._make(number) for number in range(config.replicas)]
         self._running = [False] * config.replicas
         """Whether a turn of the replica's loop is among the events."""
         self._lives = [0] * config.replicas
@@ -47,12 +48,21 @@ class Simulation:
         """Request -> when its last tokens arrived."""
         self._requests: dict[str, Request] = {}
         """Those that have not ended."""
+        self._times = self._calibration.step_times.limited(engine.max_num_seqs, engine.max_num_batched_tokens)
+        self.replicas = [self._make(number) for number in range(config.replicas)]
         for number in range(config.replicas):
-            self.router.start(number, engine.capacity())
+            self.router.start(number, self._capacity())
+
+    def _capacity(self) -> Capacity:
+        """A single engine has no router before it, and takes all requests."""
+        return self._calibration.engine.capacity() if self.config.replicas > 1 else Capacity(_ALL, _ALL, _ALL)
 
     def _make(self, number: int) -> SimReplica:
         engine = self._calibration.engine
-        return SimReplica(engine.scheduler(), engine.cache(), self._calibration.step_times, self.config.seed * 4096 + number)
+        scheduler = engine.scheduler()
+        if self.config.replicas == 1:
+            scheduler = dataclasses.replace(scheduler, max_queue_len=self.config.max_queue_len)
+        return SimReplica(scheduler, engine.cache(), self._times, self.config.seed * 4096 + number)
 
     def run(self, requests: Iterable[Request]) -> None:
         """Until all requests have ended. They come in order of arrival."""
@@ -175,7 +185,7 @@ class Simulation:
         self._bind()
 
     def _restart(self, number: int) -> None:
-        self.router.start(number, self._calibration.engine.capacity())
+        self.router.start(number, self._capacity())
         self._bind()
 
     # The outcome

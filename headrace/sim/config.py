@@ -14,7 +14,7 @@ from headrace.errors import ConfigError
 from headrace.model_spec import CacheGroup
 from headrace.sim.step_time import StepTimeModel
 
-FORMAT: Literal["headrace calibration 1"] = "headrace calibration 1"
+FORMAT: Literal["headrace calibration 2"] = "headrace calibration 2"
 
 Positive = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(ge=0)]
@@ -71,7 +71,7 @@ class EngineShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A measured engine."""
 
-    format: Literal["headrace calibration 1"] = FORMAT
+    format: Literal["headrace calibration 2"] = FORMAT
     model: str = ""
     device: str = ""
     engine: EngineShape

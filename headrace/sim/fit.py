@@ -12,9 +12,24 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.errors import ConfigError
-from headrace.sim.step_time import KINDS, PROBABILITIES, Curve, KindTimes, StepFeatures, StepKind, StepTimeModel, curve_weights
+from headrace.sim.step_time import (
+    KINDS,
+    NO_GRAPHS,
+    PROBABILITIES,
+    Curve,
+    GraphSizes,
+    KindTimes,
+    StepFeatures,
+    StepKind,
+    StepTimeModel,
+)
 
-_KNOTS: dict[StepKind, int] = {"decode": 5, "mixed": 6}
+_KNOTS: dict[StepKind, int] = {"decode": 6, "mixed": 8}
+_PLACES = 32
+"""Where knots may be."""
+_PLACING = 1500
+"""Steps that knots are placed by."""
+_HOST = ("host_step", "host_row", "host_start", "host_end", "host_prompt", "host_eager")
 _LEAST_STEPS = 40
 """Steps of a kind that a fit needs."""
 _ROUNDS = 8
@@ -32,6 +47,10 @@ class MeasuredStep(NamedTuple):
     starts: int = 0
     """Sequences that the host started in this turn."""
     ends: int = 0
+    prompt_tokens: int = 0
+    """Of the steps that the host launched in this turn."""
+    eager: int = 0
+    """Those of them that were launched kernel by kernel, where others are replayed."""
 
 
 class KindError(msgspec.Struct, frozen=True):
@@ -50,7 +69,7 @@ class Fit(NamedTuple):
     errors: dict[StepKind, KindError]
 
 
-def fit(steps: Sequence[MeasuredStep], graph_rows: Sequence[int] = (), *, held_out: float = 0.2, seed: int = 0) -> Fit:
+def fit(steps: Sequence[MeasuredStep], graphs: GraphSizes = NO_GRAPHS, *, held_out: float = 0.2, seed: int = 0) -> Fit:
     """Fits to all steps but a random part, on which the errors are measured.
 
     Raises:
@@ -67,29 +86,31 @@ def fit(steps: Sequence[MeasuredStep], graph_rows: Sequence[int] = (), *, held_o
         count = int(len(mine) * held_out)
         kinds[kind] = _fit_kind(kind, mine[count:])
         errors[kind] = _error(kinds[kind], mine[:count])
-    step, row, start, end = _fit_host(shuffled)
-    return Fit(StepTimeModel(kinds["decode"], kinds["mixed"], step, row, start, end, list(graph_rows)), errors)
+    host = dict(zip(_HOST, _fit_host(shuffled), strict=True))
+    return Fit(StepTimeModel(kinds["decode"], kinds["mixed"], **host, graphs=graphs), errors)
 
 
 def _fit_host(steps: Sequence[MeasuredStep]) -> list[float]:
-    """Seconds of a step, a row, a start and an end. Their sum over all steps is that of the measured times."""
-    columns = np.array([[1.0, step.rows, step.starts, step.ends] for step in steps])
+    """Seconds of a step, a row, a start, an end, a prompt token and an eager launch. Their sum over all steps is that of the
+    measured times."""
+    columns = np.array([[1.0, step.rows, step.starts, step.ends, step.prompt_tokens, step.eager] for step in steps])
     seconds = np.array([max(step.host_seconds, 1e-7) for step in steps])
     found = _least_squares(columns, seconds)
     return [_rounded(float(value)) for value in found * (seconds.sum() / (columns @ found).sum())]
 
 
 def _fit_kind(kind: StepKind, steps: Sequence[MeasuredStep]) -> KindTimes:
-    base = [_base(kind, step.features) for step in steps]
-    knots = _knots(base, _KNOTS[kind])
-    columns = [[*curve_weights(knots, at), *_slopes(kind, step.features)] for at, step in zip(base, steps, strict=True)]
+    tokens = np.array([step.features.tokens for step in steps], dtype=np.float64)
+    slopes = np.array([_slopes(kind, step.features) for step in steps], dtype=np.float64)
     seconds = np.array([step.device_seconds for step in steps])
-    found = [float(value) for value in _least_squares(np.array(columns), seconds)]
-    curve, slopes = Curve([float(knot) for knot in knots], found[: len(knots)]), found[len(knots) :]
-    times = KindTimes(curve, slopes[0]) if kind == "decode" else KindTimes(curve, slopes[0], slopes[1], slopes[2])
+    knots = _knots(tokens, slopes, seconds, _KNOTS[kind])
+    found = [float(value) for value in _least_squares(_columns(knots, tokens, slopes), seconds)]
+    curve, slope = Curve([float(knot) for knot in knots], found[: len(knots)]), found[len(knots) :]
+    times = KindTimes(curve, slope[0]) if kind == "decode" else KindTimes(curve, slope[0], slope[1], slope[2])
     ratios = sorted(step.device_seconds / times.mean(step.features) for step in steps)
     quantiles = [float(value) for value in np.quantile(ratios, PROBABILITIES)]
-    tail = ratios[int(PROBABILITIES[-2] * len(ratios)) :]
+    head, tail = ratios[: math.ceil(PROBABILITIES[1] * len(ratios))], ratios[int(PROBABILITIES[-2] * len(ratios)) :]
+    quantiles[0] = max(0.0, min(quantiles[1], 2 * sum(head) / len(head) - quantiles[1]))
     quantiles[-1] = max(quantiles[-2], 2 * sum(tail) / len(tail) - quantiles[-2])
     times = msgspec.structs.replace(times, residuals=tuple(quantiles))
     # The quantiles keep the tails; their mean must be that of the measured times, or throughput would be off.
@@ -98,21 +119,47 @@ def _fit_kind(kind: StepKind, steps: Sequence[MeasuredStep]) -> KindTimes:
     return msgspec.structs.replace(times, residuals=tuple(_rounded(value * total / drawn) for value in quantiles))
 
 
-def _base(kind: StepKind, step: StepFeatures) -> int:
-    return step.decode_rows if kind == "decode" else step.prefill_tokens
-
-
 def _slopes(kind: StepKind, step: StepFeatures) -> list[float]:
     if kind == "decode":
         return [step.context_tokens]
     return [step.context_tokens, step.decode_rows, step.prefill_context]
 
 
-def _knots(values: Sequence[int], count: int) -> list[int]:
-    """From the smallest to the largest value, by equal factors."""
-    low, high = max(1, min(values)), max(1, max(values))
-    points = np.geomspace(low, high, count)
-    return sorted({round(float(point)) for point in points})
+def _knots(tokens: Array, slopes: Array, seconds: Array, count: int) -> list[int]:
+    """The smallest and the largest value, and those between them that explain most: one after the other, then each is
+    exchanged for a better one."""
+    low, high = float(tokens.min()), float(tokens.max())
+    every = -(-len(tokens) // _PLACING)
+    tokens, slopes, seconds = tokens[::every], slopes[::every], seconds[::every]
+    places = set(np.unique(tokens).astype(int).tolist())
+    if len(places) > _PLACES:
+        places = {int(tokens[np.abs(tokens - at).argmin()]) for at in np.geomspace(low, high, _PLACES)}
+    knots = sorted({int(low), int(high)})
+
+    def with_best(knots: list[int]) -> list[int]:
+        wider = [sorted([*knots, place]) for place in sorted(places.difference(knots))]
+        return min(wider, key=lambda each: _error_of(each, tokens, slopes, seconds))
+
+    while len(knots) < min(count, len(places)):
+        knots = with_best(knots)
+    for knot in knots[1:-1]:
+        knots = with_best([each for each in knots if each != knot])
+    return knots
+
+
+def _error_of(knots: Sequence[int], tokens: Array, slopes: Array, seconds: Array) -> float:
+    """The mean relative error of a fit with these knots, in which outliers count as what they are: few."""
+    columns = _columns(knots, tokens, slopes)
+    found = _non_negative(columns / seconds[:, None], np.ones(len(seconds)))
+    return float(np.abs(columns @ found / seconds - 1.0).mean())
+
+
+def _columns(knots: Sequence[int], tokens: Array, slopes: Array) -> Array:
+    """Those of ``KindTimes.mean``: the weight of each knot, and what the slopes multiply."""
+    if len(knots) == 1:
+        return np.column_stack([np.ones(len(tokens)), slopes])
+    hats = [np.interp(tokens, knots, np.eye(len(knots))[place]) for place in range(len(knots))]
+    return np.column_stack([*hats, slopes])
 
 
 def _least_squares(columns: Array, seconds: Array) -> Array:
@@ -178,7 +225,7 @@ def numbers(model: StepTimeModel) -> int:
 
     def count(value: Any) -> int:
         if isinstance(value, dict):
-            return sum(count(part) for name, part in value.items() if name != "graph_rows")
+            return sum(count(part) for name, part in value.items() if name != "graphs")
         return sum(count(part) for part in value) if isinstance(value, (list, tuple)) else 1
 
     return count(msgspec.to_builtins(model))

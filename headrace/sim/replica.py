@@ -110,6 +110,7 @@ class SimReplica:
         seconds = self._times.device_seconds(plan, self._random)
         self._device_free = max(self._device_free, self.now) + seconds
         self._launched.append((plan, self._device_free))
+        self.now += self._times.eager_seconds(plan)
         self.busy_seconds += seconds
         self.num_steps += 1
         self.num_rows += len(plan.rows)

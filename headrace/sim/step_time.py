@@ -13,39 +13,77 @@ from headrace.core.plan import StepPlan
 
 StepKind = Literal["decode", "mixed"]
 KINDS: tuple[StepKind, ...] = ("decode", "mixed")
-PROBABILITIES = (0.0, 0.5, 0.9, 0.99, 1.0)
-"""Of the quantiles that a ``KindTimes`` keeps of its residuals. The last one is no quantile: values between the last two
-are drawn evenly, and their mean is that of the measured ones, which a single outlier at the end would exceed."""
+PROBABILITIES = (0.0, 0.1, 0.5, 0.9, 0.99, 1.0)
+"""Of the quantiles that a ``KindTimes`` keeps of its residuals. The first and the last are no quantiles: values between
+them and their neighbours are drawn evenly, with the mean of the measured ones, which a single outlier would put wrong."""
+
+
+class GraphSizes(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Sizes of captured steps, rising. A step is padded to the next one; a step beyond them is launched kernel by kernel."""
+
+    rows: tuple[int, ...] = ()
+    """Decode rows of steps without prompts. Empty: nothing is captured."""
+    rows_beside: tuple[int, ...] = ()
+    """Decode rows of steps with prompts."""
+    prompt_tokens: tuple[int, ...] = ()
+    max_prompts: int = 0
+    """Of a captured step."""
+
+    def limited(self, max_num_seqs: int, max_num_batched_tokens: int) -> GraphSizes:
+        """Those of the same engine with limits that are at most as high."""
+        tokens = tuple(size for size in self.prompt_tokens if size <= max_num_batched_tokens)
+        return GraphSizes(_limited(self.rows, max_num_seqs), _limited(self.rows_beside, max_num_seqs), tokens, self.max_prompts)
+
+
+def _limited(sizes: tuple[int, ...], most: int) -> tuple[int, ...]:
+    """The limit itself is captured too."""
+    return (*sizes[: bisect_left(sizes, most)], most) if sizes and most < sizes[-1] else sizes
+
+
+NO_GRAPHS = GraphSizes()
 
 
 class StepFeatures(NamedTuple):
     """What the time of a step depends on."""
 
     decode_rows: int
-    """Padded to the captured size where the step is replayed."""
+    """Padded to the captured size where the step is replayed, as ``prefill_tokens``."""
     context_tokens: int
     """Tokens whose KV the decode rows read."""
     prefill_tokens: int
     prefill_context: int
     """Sum over prompt tokens of the tokens whose KV each reads."""
+    eager: bool = False
+    """Other steps are replayed, and this one is launched kernel by kernel."""
 
     @property
     def kind(self) -> StepKind:
         return "mixed" if self.prefill_tokens else "decode"
 
+    @property
+    def tokens(self) -> int:
+        return self.decode_rows + self.prefill_tokens
 
-def features(plan: StepPlan, graph_rows: Sequence[int] = ()) -> StepFeatures:
-    """``graph_rows``: sizes to which decode steps are padded, rising."""
+
+def features(plan: StepPlan, graphs: GraphSizes = NO_GRAPHS) -> StepFeatures:
     decode, prefill = plan.rows[: plan.num_decode_rows], plan.rows[plan.num_decode_rows :]
-    rows = len(decode)
-    if not prefill and (place := bisect_left(graph_rows, rows)) < len(graph_rows):
-        rows = graph_rows[place]
+    rows, tokens = len(decode), sum(row.num_tokens for row in prefill)
+    padded_rows = _padded(graphs.rows_beside if prefill else graphs.rows, rows)
+    padded_tokens = _padded(graphs.prompt_tokens, tokens) if tokens and len(prefill) <= graphs.max_prompts else None
+    replayed = padded_rows is not None and (padded_tokens is not None or not prefill)
     return StepFeatures(
-        rows,
+        padded_rows if replayed and padded_rows is not None else rows,
         sum(row.num_computed + row.num_tokens for row in decode),
-        sum(row.num_tokens for row in prefill),
+        padded_tokens if replayed and padded_tokens is not None else tokens,
         sum(row.num_tokens * row.num_computed + row.num_tokens * (row.num_tokens + 1) // 2 for row in prefill),
+        bool(graphs.rows) and not replayed,
     )
+
+
+def _padded(sizes: tuple[int, ...], count: int) -> int | None:
+    """None: there is no size so large."""
+    place = bisect_left(sizes, count)
+    return sizes[place] if place < len(sizes) else None
 
 
 class Curve(msgspec.Struct, frozen=True):
@@ -79,11 +117,11 @@ class KindTimes(msgspec.Struct, frozen=True, omit_defaults=True):
     """Seconds of the steps of one kind."""
 
     base: Curve
-    """By decode rows for the kind ``decode``, by prompt tokens for ``mixed``."""
+    """By the step's tokens, those of decode rows included."""
     context: float
     """Per token read by decode rows."""
     row: float = 0.0
-    """Per decode row of a mixed step."""
+    """Per decode row of a mixed step, beside its part in ``base``."""
     prefill_context: float = 0.0
     """Per token read by prompt tokens."""
     residuals: tuple[float, ...] = (1.0,) * len(PROBABILITIES)
@@ -91,7 +129,7 @@ class KindTimes(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def mean(self, step: StepFeatures) -> float:
         return (
-            self.base(step.prefill_tokens if step.prefill_tokens else step.decode_rows)
+            self.base(step.tokens)
             + self.context * step.context_tokens
             + (self.row * step.decode_rows if step.prefill_tokens else 0.0)
             + self.prefill_context * step.prefill_context
@@ -105,7 +143,7 @@ class KindTimes(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class StepTimeModel(msgspec.Struct, frozen=True):
-    """Seconds that the device and the host spend on a step. At most 40 numbers.
+    """Seconds that the device and the host spend on a step. At most 50 numbers.
 
     A step without prompt tokens is of the kind ``decode``, another ``mixed``.
     """
@@ -120,8 +158,15 @@ class StepTimeModel(msgspec.Struct, frozen=True):
     """For each sequence that a step starts, from its request's arrival in the engine on."""
     host_end: float = 0.0
     """For each sequence that ends with a step."""
-    graph_rows: list[int] = []
-    """Sizes to which decode steps are padded; empty: they are not."""
+    host_prompt: float = 0.0
+    """For each prompt token."""
+    host_eager: float = 0.0
+    """To launch a step kernel by kernel, while the device already runs it."""
+    graphs: GraphSizes = NO_GRAPHS
+
+    def limited(self, max_num_seqs: int, max_num_batched_tokens: int) -> StepTimeModel:
+        """The same engine with limits that are at most as high."""
+        return msgspec.structs.replace(self, graphs=self.graphs.limited(max_num_seqs, max_num_batched_tokens))
 
     def times(self, kind: StepKind) -> KindTimes:
         return self.decode if kind == "decode" else self.mixed
@@ -130,14 +175,20 @@ class StepTimeModel(msgspec.Struct, frozen=True):
         """``random``: draws a residual; None: the estimate without one."""
         if not plan.rows:
             return 0.0
-        step = features(plan, self.graph_rows)
+        step = features(plan, self.graphs)
         times = self.times(step.kind)
         seconds = times.mean(step)
         return seconds if random is None else seconds * times.factor(random.random())
 
     def launch_seconds(self, plan: StepPlan) -> float:
-        """On the host, until the step is launched."""
-        return (self.host_step + self.host_row * len(plan.rows)) / 2 + self.host_start * len(plan.new)
+        """On the host, until the device begins with the step."""
+        prompt_tokens = sum(row.num_tokens for row in plan.rows[plan.num_decode_rows :])
+        own = self.host_start * len(plan.new) + self.host_prompt * prompt_tokens
+        return (self.host_step + self.host_row * len(plan.rows)) / 2 + own
+
+    def eager_seconds(self, plan: StepPlan) -> float:
+        """On the host, from then on until the step is launched."""
+        return self.host_eager if self.host_eager and features(plan, self.graphs).eager else 0.0
 
     def collect_seconds(self, plan: StepPlan, num_ended: int) -> float:
         """On the host, from the step's result on."""

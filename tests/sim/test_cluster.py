@@ -22,7 +22,7 @@ from headrace.engine.core import EngineCore
 from headrace.engine.outputs import OutputProcessor
 from headrace.sim.cluster import Simulation
 from headrace.sim.config import Failure, Lengths
-from headrace.sim.step_time import StepTimeModel
+from headrace.sim.step_time import GraphSizes, StepTimeModel
 from headrace.sim.traffic import generate, make_request
 
 from .examples import SHAPE, SHARED, TIMES, SleepingExecutor, config, run, slower, traffic
@@ -64,6 +64,28 @@ def test_the_host_overlaps_with_the_device_in_a_pipeline() -> None:
         simulation.run([make_request(0, 0.0, [1], 101)])
         seconds[depth] = simulation.now
     assert seconds[1] == pytest.approx(101 * 0.014, rel=0.02) and seconds[2] == pytest.approx(101 * 0.008, rel=0.02)
+
+
+def test_the_device_runs_an_eager_step_while_the_host_launches_it() -> None:
+    """A long prompt alone: its first token comes when the slower one of both is done."""
+    graphs = GraphSizes((1, 2, 4), (0, 4), (16,), 16)
+    firsts = []
+    for launch in (0.0, 0.020, 0.300):
+        times = msgspec.structs.replace(TIMES, host_step=0.0, host_row=0.0, host_eager=launch, graphs=graphs)
+        simulation = Simulation(config({"pipeline_depth": 1}, times, message_seconds=0.0))
+        simulation.run([make_request(0, 0.0, [1] * 1000, 3)])
+        firsts.append(next(iter(simulation.exchanges.values())).first_token)
+    mixed = TIMES.mixed.base(1000) + TIMES.mixed.prefill_context * 500_500
+    assert firsts == pytest.approx([mixed, mixed, 0.3])
+
+
+def test_one_engine_has_no_router_before_it() -> None:
+    """All requests wait in the engine, and too many are refused there. The first begins at once."""
+    simulation = Simulation(config({"max_num_seqs": 4}, max_queue_len=30))
+    simulation.run([make_request(number, 0.0, [number], 3) for number in range(50)])
+    report = simulation.report()
+    assert report["requests"] == {"sent": 50, "succeeded": 31, "failed": 19}
+    assert all("queue" in error for error in report["errors"]) and not simulation.router.num_queued
 
 
 def test_everything_ends_and_is_counted() -> None:

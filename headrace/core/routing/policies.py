@@ -73,27 +73,34 @@ class _Lowest(Policy):
 class PrefixPolicy(_Lowest):
     """Prompt tokens that the replica then has to compute, times the sequences that it then has (LMetric).
 
-    A cached prefix lowers the first factor, load raises both: no weight has to be tuned.
+    A cached prefix lowers the first factor, load raises both: no weight has to be tuned. Tokens that another replica has cached
+    count twice, since computed again they displace as many of another prefix, which will have to be computed again too.
     """
 
     def scores(self, request: RoutedRequest, loads: Loads) -> list[float]:
-        prompt, rows = request.num_prompt, request.rows
+        most, rows = _most_cached(request, loads), request.rows
+        new = request.num_prompt + most
         scores = [
-            (prefill + prompt) * (running + rows) if up else _DOWN
+            (prefill + new) * (running + rows) if up else _DOWN
             for prefill, running, up in zip(loads.prefill, loads.rows, loads.up, strict=True)
         ]
         for replica, cached in request.hits:
             if loads.up[replica]:
-                new = loads.prefill[replica] + request.new_tokens(cached)
+                new = loads.prefill[replica] + request.new_tokens(cached) + most - cached
                 scores[replica] = new * (loads.rows[replica] + rows)
         return scores
 
     def moves(self, request: RoutedRequest, source: int, target: int, loads: Loads) -> bool:
-        hits = dict(request.hits)
+        cached = dict(request.hits).get(target, 0)
         # The source's load contains the request.
         stays = loads.prefill[source] * loads.rows[source]
-        new = loads.prefill[target] + request.new_tokens(hits.get(target, 0))
+        new = loads.prefill[target] + request.new_tokens(cached) + _most_cached(request, loads) - cached
         return new * (loads.rows[target] + request.rows) < stays
+
+
+def _most_cached(request: RoutedRequest, loads: Loads) -> int:
+    """Of one replica that is up."""
+    return max((cached for replica, cached in request.hits if loads.up[replica]), default=0)
 
 
 class LeastTokensPolicy(_Lowest):

@@ -55,6 +55,19 @@ def test_prefixes_are_found_where_they_are() -> None:
     assert waits["prefix"] <= 0.6 * waits["round-robin"]
 
 
+def test_a_prefix_is_computed_again_only_where_that_saves_much() -> None:
+    """What it displaces elsewhere counts: the holder may have twice as much to do."""
+    policy, asked = make_policy("prefix", 2), RoutedRequest(4296, 1, [(0, 4096)])
+    for waiting, chosen in ((0, 0), (3900, 0), (4500, 1)):
+        loads = Loads(2)
+        for replica in range(2):
+            loads.start(replica, CAPACITY)
+        loads.queue(0, 1, waiting)
+        assert policy.choose(asked, loads, 0.0).replica == chosen
+        loads.queue(0, 1, 200)
+        assert policy.moves(asked, 0, 1, loads) == (chosen == 1)
+
+
 def test_a_hot_prefix_starves_nobody() -> None:
     """Most requests have one prefix; the load must still be shared."""
     world = World(router("prefix", 4), 4)

@@ -297,17 +297,14 @@ def expected(calibration: Calibration, engine: Served) -> list[tuple[str, list[R
     )
     calibration = msgspec.structs.replace(calibration, engine=shape)
     found = []
-    for name, count, inputs, outputs, load in engine.cases:
-
-        def made(rate: float, count: int = count, inputs: Lengths = inputs, outputs: Lengths = outputs) -> list[Request]:
-            asked = Traffic(requests=count, rate=rate, input_tokens=inputs, output_tokens=outputs)
-            return list(generate(asked, 1, shape.max_model_len))
-
-        requests = made(1e6)
+    for seed, (name, count, inputs, outputs, load) in enumerate(engine.cases):
+        asked = Traffic(requests=count, rate=1e6, input_tokens=inputs, output_tokens=outputs)
+        requests = list(generate(asked, seed, shape.max_model_len))
         if load is not None:
             simulation = Simulation(SimConfig(calibration=calibration, max_queue_len=2**20))
             simulation.run(requests)
-            requests = made(load * count / simulation.now)
+            asked = msgspec.structs.replace(asked, rate=load * count / simulation.now)
+            requests = list(generate(asked, seed, shape.max_model_len))
         all_found = simulations(calibration, requests)
         found.append((name, requests, {key: statistics.median(one[key] for one in all_found) for key in all_found[0]}))
     return found

@@ -223,7 +223,7 @@ class _Traffic:
         rates = [step.features.prefill_tokens / step.device_seconds for step in steps if step.features.prefill_tokens]
         # Large steps have the highest rates. Short ones are slow for what they compute.
         rate = sorted(rates)[len(rates) * 9 // 10] if rates else _FIRST_RATE
-        full = limits.max_num_batched_tokens / rate / _PROMPT_SHARE
+        full = limits.max_num_batched_tokens / rate / _PROMPT_SHARE if rates else 0.0
         seconds = min(most, max(seconds * math.pow(_LONGEST, self._random.random()), full))
         affordable = int(rate * seconds * _PROMPT_SHARE / self.concurrency)
         longest = max(1, min(self._longest() - 1, affordable))

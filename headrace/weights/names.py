@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
@@ -210,7 +211,7 @@ class NameTable:
         self._parts: dict[str, Target] = {}
         self._names: dict[str, list[str]] = {}
         self._ties: dict[str, str] = {}
-        self._instead: dict[str, dict[str, Target]] = {}
+        self._instead: dict[str, list[dict[str, Target]]] = {}
         self._ignorable = [re.compile(pattern) for pattern in ignorable]
         self._elsewhere: list[dict[str, str]] = []
         self._explained: list[tuple[re.Pattern[str], str]] = []
@@ -239,12 +240,19 @@ class NameTable:
             self._insert(name, Target(parameter, start, start + rows, index, (layouts or {}).get(name)))
             start += rows
 
-    def instead(self, name: str, parameter: str, layout: StoredLayout | None = None) -> None:
-        """A checkpoint may have one tensor ``name`` in place of all those that make up ``parameter``.
+    def instead(self, names: str | Mapping[str, int], parameter: str, layout: StoredLayout | None = None) -> None:
+        """A checkpoint may have one tensor, or several (name -> rows), in place of all those that make up ``parameter``.
 
-        ``chosen`` takes it where it is there.
+        ``chosen`` takes them where one is there.
         """
-        self._instead.setdefault(parameter, {})[name] = Target(parameter, layout=layout)
+        if isinstance(names, str):
+            group = {names: Target(parameter, layout=layout)}
+        else:
+            ends = list(itertools.accumulate(names.values()))
+            group = {
+                name: Target(parameter, end - names[name], end, None, layout) for name, end in zip(names, ends, strict=True)
+            }
+        self._instead.setdefault(parameter, []).append(group)
 
     def ignore(self, pattern: re.Pattern[str]) -> None:
         """Names that match in full carry nothing to load."""
@@ -277,8 +285,8 @@ class NameTable:
                 return self._under(prefixes).chosen(names)
         table = self._emptied()
         for parameter, usual in self._names.items():
-            others = self._instead.get(parameter, {})
-            other = next((name for name in others if name in names), None)
+            others = self._instead.get(parameter, [])
+            other = next((group for group in others if any(name in names for name in group)), None)
             if other is None:
                 for name in usual:
                     part, plain = self._parts[name], self._transposable.get(name)
@@ -286,7 +294,8 @@ class NameTable:
                         part = dataclasses.replace(part, layout=None)
                     table._insert(name, part)
             else:
-                table._insert(other, others[other])
+                for name, part in other.items():
+                    table._insert(name, part)
         return table
 
     def _emptied(self) -> NameTable:
@@ -305,7 +314,7 @@ class NameTable:
         table._transposable = {_move(name, prefixes): shape for name, shape in self._transposable.items()}
         table._ties = {_move(name, prefixes): parameter for name, parameter in self._ties.items()}
         table._instead = {
-            parameter: {_move(name, prefixes): part for name, part in others.items()}
+            parameter: [{_move(name, prefixes): part for name, part in group.items()} for group in others]
             for parameter, others in self._instead.items()
         }
         return table
@@ -327,7 +336,8 @@ class NameTable:
         for name, part in self._parts.items():
             table._insert(name, cut(part))
         table._instead = {
-            parameter: {name: cut(part) for name, part in others.items()} for parameter, others in self._instead.items()
+            parameter: [{name: cut(part) for name, part in group.items()} for group in others]
+            for parameter, others in self._instead.items()
         }
         return table
 

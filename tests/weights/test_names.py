@@ -99,3 +99,15 @@ def test_a_checkpoint_of_something_larger() -> None:
     old = names.chosen(["text.model.qkv.weight", "text.lm_head.weight"])
     assert old.names("qkv.weight") == ["text.model.qkv.weight"]
     assert old.tied("text.lm_head.weight") == "norm.weight"
+
+
+def test_several_tensors_in_place_of_one() -> None:
+    """All of them, where a checkpoint has one: the others are then missing."""
+    names = NameTable()
+    names.add("model.bias", "bias")
+    names.instead({"model.a.bias": 2, "model.b.bias": 1}, "bias")
+    names.elsewhere({"model.": "text."})
+    assert names.chosen(["model.bias"]).names("bias") == ["model.bias"]
+    other = names.chosen(["text.b.bias"])
+    assert other.names("bias") == ["text.a.bias", "text.b.bias"]
+    assert other.part("text.b.bias") == Target("bias", 2, 3)

@@ -16,9 +16,11 @@ SPECIAL = (
     *("<start_of_image>", "<end_of_image>", "<image_soft_token>", "<image>"),
     *("[IMG]", "[IMG_BREAK]", "[IMG_END]", "<IMG_CONTEXT>", "<img>", "</img>"),
     *("<fake_token_around_image>", "<global-img>", "<video>"),
+    *("<|IMAGE_START|>", "<|IMAGE_PLACEHOLDER|>", "<|IMAGE_END|>"),
+    *("<|VIDEO_START|>", "<|VIDEO_PLACEHOLDER|>", "<|VIDEO_END|>"),
 )
 IDS = {token: 256 + index for index, token in enumerate(SPECIAL)}
-VOCAB = 280
+VOCAB = 288
 CONTEXT = 2048
 TEMPLATE = (
     "{% for message in messages %}[{{ message.role }}]{% if message.content is string %}{{ message.content }}{% else %}"
@@ -133,6 +135,30 @@ def _configs() -> dict[str, tuple[type[PreTrainedModel], dict[str, Any], dict[st
                 **_QWEN_IDS,
             },
             qwen3 | {"size": {"shortest_edge": 64 * 64, "longest_edge": 32 * 32 * 40}},
+        ),
+        "ernie4_5_vl_moe": (
+            transformers.Ernie4_5_VLMoeForConditionalGeneration,
+            {
+                "text_config": _TEXT
+                | {
+                    "moe_num_experts": 4,
+                    "moe_k": 2,
+                    "moe_intermediate_size": [24, 16],
+                    "moe_num_shared_experts": 2,
+                }
+                | _mrope([3, 3, 2]),
+                "vision_config": {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2},
+                **{
+                    f"{modality}{place}_token_id": IDS[f"<|{modality.upper()}_{name}|>"]
+                    for modality in ("image", "video")
+                    for place, name in (("_start", "START"), ("", "PLACEHOLDER"), ("_end", "END"))
+                },
+            },
+            {
+                "image_processor_type": "Ernie4_5_VLMoeImageProcessor",
+                "size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 40},
+                "draw_on_frames": False,
+            },
         ),
         "gemma3": (
             transformers.Gemma3ForConditionalGeneration,

@@ -4,8 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
 
 from headrace.attention.backend import AttentionBackend, LayerCache, StepMetadata
+
+
+class TokenKinds(NamedTuple):
+    """The tokens of a step by what they stand for: int64 indices into the packed batch, ascending."""
+
+    text: torch.Tensor
+    items: torch.Tensor
+    """Markers around an item are among its tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,3 +26,5 @@ class ForwardContext:
     step: StepMetadata
     caches: Sequence[LayerCache]
     backends: Sequence[AttentionBackend]
+    kinds: TokenKinds | None = None
+    """For models with ``VisionSpec.own_experts``; None: all tokens are text."""

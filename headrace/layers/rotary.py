@@ -53,6 +53,9 @@ class RotaryTable:
 
 def _section_of(rope: RopeSpec) -> list[int]:
     """Angle -> its section: of time (0), height (1) and width (2)."""
+    if rope.time_last:
+        time, height, _ = rope.sections
+        return [1, 2] * height + [0] * time
     if not rope.interleaved:
         return [section for section, size in enumerate(rope.sections) for _ in range(size)]
     angles = [0] * sum(rope.sections)

@@ -53,6 +53,8 @@ class MoeSpec:
     """Of one expert."""
     shared: DenseSpec | None = None
     """The shared experts, all of them one MLP that every token goes through."""
+    vision: MoeSpec | None = None
+    """The experts of tokens of items, which do not go through these; None: all tokens do."""
     act: str = "silu"
     """Of the gate, by its Hugging Face name, or CLAMPED_SWIGLU."""
     alpha: float = 1.702
@@ -118,7 +120,8 @@ class MoeSpec:
         """(outputs, inputs) of every matrix."""
         expert = [(2 * self.intermediate_size, hidden_size), (hidden_size, self.intermediate_size)]
         shared = [] if self.shared is None else self.shared.matrices(hidden_size)
-        return [(self.num_experts, hidden_size), *expert * self.num_held, *shared]
+        vision = [] if self.vision is None else self.vision.matrices(hidden_size)
+        return [(self.num_experts, hidden_size), *expert * self.num_held, *shared, *vision]
 
 
 MlpSpec = DenseSpec | MoeSpec

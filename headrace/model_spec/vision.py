@@ -13,3 +13,5 @@ class VisionSpec:
     """The first layers whose outputs get features of their own added."""
     bidirectional: bool = False
     """Tokens of one picture see each other both ways."""
+    own_experts: bool = False
+    """Mixtures have experts of their own for tokens of items."""

@@ -49,7 +49,8 @@ def parameter_cuts(whole: Decoder, shard: Shard, mlps: Sequence[DenseSpec | MoeS
             if isinstance(module, GatedMLP):
                 cuts |= _dense(f"{here}.{path}", module, shard)
             elif isinstance(module, Experts) and isinstance(mlp, MoeSpec):
-                cuts |= _experts(f"{here}.{path}", module, mlp, shard)
+                own = mlp.vision if mlp.vision is not None and module.spec.vision is None else mlp
+                cuts |= _experts(f"{here}.{path}", module, own, shard)
     return cuts
 
 
@@ -99,8 +100,12 @@ def _ranges(axis: int, cuts: Sequence[Cut]) -> ParameterCut:
 
 
 def num_sums(model: Decoder) -> int:
-    """Sums over ranks in a step: of modules that hold a part of the inputs, of the experts (with those shared by all
+    """Sums over ranks in a step of text: of modules that hold a part of the inputs, of the experts (with those shared by all
     tokens), or of the vocabulary."""
-    parallel = [module for module in model.modules() if isinstance(module, RowParallelLinear | Experts)]
+    parallel = [
+        path
+        for path, module in model.named_modules()
+        if isinstance(module, RowParallelLinear | Experts) and not path.endswith(".vision_experts")
+    ]
     with_experts = [module for module in model.modules() if isinstance(module, MoeMLP) and module.shared_experts is not None]
     return len(parallel) - len(with_experts) + (model.embed_tokens.start is not None)

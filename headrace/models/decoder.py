@@ -110,7 +110,11 @@ class DecoderLayer(nn.Module):
             x, residual = self.input_layernorm.add(x, residual)
         x = self.self_attn(x, cos_sin, ctx)
         x, residual = self.post_attention_layernorm.add(x, residual)
-        return self.mlp(x), residual
+        return self.run_mlp(x, ctx), residual
+
+    def run_mlp(self, x: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
+        """``[T, hidden] -> [T, hidden]``"""
+        return self.mlp(x)  # type: ignore[no-any-return]
 
     def stream(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """Returns the residual stream after the layer, ``[T, hidden]``, from the two results of ``forward``."""

@@ -72,13 +72,18 @@ def _apart_or_stacked(table: NameTable, theirs: str, ours: str, module: Experts)
     """``experts.3.gate_proj.weight`` and so on of every expert; or ``experts.gate_up_proj`` of all, as transformers has it."""
     if module.gate_up_proj_bias is not None:
         raise ValueError(f"{theirs}: experts with biases have names of their family's own")
-    inner = module.spec.intermediate_size
-    for expert in range(module.spec.num_experts):
-        names = {f"{theirs}.{expert}.{part}_proj.weight": inner for part in ("gate", "up")}
-        table.fuse(f"{ours}.gate_up_proj", names, index=expert)
-        table.add(f"{theirs}.{expert}.down_proj.weight", f"{ours}.down_proj", index=expert)
+    experts_apart(table, theirs, ours, module)
     for kind in ("gate_up_proj", "down_proj"):
         table.instead(f"{theirs}.{kind}", f"{ours}.{kind}")
+
+
+def experts_apart(table: NameTable, theirs: str, ours: str, module: Experts, first: int = 0) -> None:
+    """Adds each expert's matrices by names of their own, which count from ``first``."""
+    for expert in range(module.spec.num_experts):
+        one = f"{theirs}.{first + expert}"
+        names = {f"{one}.{part}_proj.weight": module.spec.intermediate_size for part in ("gate", "up")}
+        table.fuse(f"{ours}.gate_up_proj", names, index=expert)
+        table.add(f"{one}.down_proj.weight", f"{ours}.down_proj", index=expert)
 
 
 def checkpoint_name(name: str, moved: Mapping[str, str] = _MOVED) -> str:

@@ -23,7 +23,9 @@ _AROUND_TEXT = {
     "smolvlm": "SmolVLMForConditionalGeneration",
 }
 """Model types of models around the text part of others -> their architectures."""
-VISION_NAME = re.compile(r"(?:model\.)?(?:visual|vision_tower|multi_modal_projector|vision_model|connector)\..*")
+VISION_NAME = re.compile(
+    r"(?:model\.)?(?:visual|vision_tower|multi_modal_projector|vision_model|connector|resampler_model)\..*"
+)
 """Checkpoint names of the vision part."""
 _PREFIXES = (
     {"model.": "model.language_model."},
@@ -43,6 +45,8 @@ def vision_spec(config: HFConfig) -> VisionSpec | None:
         return VisionSpec(model_type=kind, deepstack_layers=levels)
     if kind == "gemma3":
         return VisionSpec(model_type=kind, bidirectional=True)
+    if kind == "ernie4_5_vl_moe":
+        return VisionSpec(model_type=kind, own_experts=True)
     if is_around_text(config):
         return VisionSpec(model_type=kind)
     return None

@@ -24,6 +24,8 @@ from headrace.sources.files import ModelFiles
 from headrace.sources.plain_config import in_transformers
 
 _GRIDS = "image_grid_thw"
+_VIDEO_GRIDS = "video_grid_thw"
+"""An input of encoders that compute videos in another way than pictures."""
 _FEW_TOKENS = 8
 """Vocabulary of the text part that transformers builds beside the vision part, and that is thrown away."""
 
@@ -74,7 +76,8 @@ class TransformersEncoder:
         if self._tower is not None:
             grids = torch.cat([device_tensor(item.tensors[_GRIDS], torch.device("cpu")) for item in items])
             inputs |= {_GRIDS: grids, **geometry(self._tower, grids, self._device)}
-        out = self._parts.get_image_features(**inputs)  # type: ignore[operator]
+        encode = self._parts.get_video_features if _VIDEO_GRIDS in inputs else self._parts.get_image_features
+        out = encode(**inputs)  # type: ignore[operator]
         rows = _rows(out.pooler_output).to(self._dtype)
         counts = [item.num_rows for item in items]
         if sum(counts) != len(rows):

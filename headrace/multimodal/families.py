@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import ConfigError
+from headrace.multimodal.ernie4_5_vl import ErnieRules
 from headrace.multimodal.gemma3 import Gemma3Rules
 from headrace.multimodal.idefics3 import Idefics3Rules
 from headrace.multimodal.internvl import InternVLRules
@@ -20,6 +21,7 @@ _RULES: dict[str, Callable[[Path, Any], MediaRules]] = {
     "qwen2_5_vl": lambda folder, config: Qwen25Rules(folder, config.vision_config),
     "qwen3_vl": lambda folder, config: Qwen3Rules(folder, config.vision_config),
     "qwen3_vl_moe": lambda folder, config: Qwen3Rules(folder, config.vision_config),
+    "ernie4_5_vl_moe": lambda folder, config: ErnieRules(folder, config.vision_config),
     "gemma3": Gemma3Rules,
     "llava": lambda folder, config: _LLAVA.get(config.vision_config.model_type, LlavaRules)(folder, config),
     "mistral3": PixtralRules,
@@ -32,7 +34,6 @@ _LLAVA: dict[str, Callable[[Path, Any], MediaRules]] = {"pixtral": PixtralRules}
 
 
 _REASONS = {
-    "ernie4_5_vl_moe": "its layers have experts of their own for tokens of pictures, and headrace's cannot tell those tokens",
     "paligemma": "all tokens of its prompts see each other, and headrace's prompts are cut in chunks",
 }
 

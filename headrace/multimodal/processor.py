@@ -66,6 +66,11 @@ class MultiModalProcessor:
         }
         self._cache = _ProcessedCache(cache_bytes)
         self._ids = {modality: self._id(token) for modality, token in rules.feature_tokens.items()}
+        self._markers = {
+            modality: tuple(self._id(token) for token in tokens)
+            for modality, tokens in rules.markers.items()
+            if modality in known
+        }
         self._placeholders = known
         self._placeholder_ids = {self._id(token): modality for modality, token in known.items()}
         spelt = {*known.values(), *rules.feature_tokens.values()}
@@ -214,6 +219,9 @@ class MultiModalProcessor:
                 runs.append(Run(start, count, block, one.expansion.interval))
                 position = start + count
             begin, end = own[0][0], own[-1][0] + own[-1][1]
+            before, behind = self._markers.get(one.modality, (None, None))
+            begin -= begin > 0 and token_ids[begin - 1] == before
+            end += end < len(token_ids) and token_ids[end] == behind
             items.append(
                 Item(
                     begin,

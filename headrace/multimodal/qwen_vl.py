@@ -43,6 +43,9 @@ class QwenRules(MediaRules):
     """Mean and deviation of a video's colours, where its processor's settings have none."""
     video_size: ClassVar[Mapping[str, int]] = {"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768}
     sampling: ClassVar[Mapping[str, Any]] = {"do_sample_frames": False, "fps": None, "multiple": 2}
+    sampling_class: ClassVar[type[Sampling]] = Sampling
+    video_tensors: ClassVar[tuple[str, str]] = ("pixel_values", "image_grid_thw")
+    """The encoder's inputs of a video: its patches, and their grid."""
 
     def __init__(self, folder: Path, vision: Any) -> None:
         self._process = ImageProcessor(folder)
@@ -61,7 +64,7 @@ class QwenRules(MediaRules):
         for name in ("do_sample_frames", "fps", "num_frames", "min_frames", "max_frames"):
             if self._video.get(name) is not None:
                 defaults[name] = self._video[name]
-        self._sample = Sampling(**{"num_frames": None, "min_frames": 4, "max_frames": 768} | defaults)
+        self._sample = self.sampling_class(**{"num_frames": None, "min_frames": 4, "max_frames": 768} | defaults)
         self.fingerprint = self._process.fingerprint(self._video)
 
     # One medium
@@ -77,7 +80,8 @@ class QwenRules(MediaRules):
             return [Processed("image", self._blocks(grid), made, grid)]
         sampled = self._sample(medium, options, where)
         patches, grid = self._video_patches(sampled, options, where)
-        tensors = {"pixel_values": tensor_data(patches, where), "image_grid_thw": _grid_tensor(grid)}
+        pixels, grids = self.video_tensors
+        tensors = {pixels: tensor_data(patches, where), grids: _grid_tensor(grid)}
         seconds = self._temporal / sampled.sampled_fps
         return [Processed("video", self._video_expansion(grid, seconds, self._times(sampled)), tensors, grid)]
 
@@ -112,7 +116,8 @@ class QwenRules(MediaRules):
         frames = sampled.frames
         height, width = frames.shape[1:3]
         tall, wide = self._target(height, width, len(frames), self._capped(size, len(frames)), where)
-        self.check_rows(len(frames) * tall * wide // self._temporal // (self._patch * self._merge) ** 2, where)
+        expected = -(-len(frames) // self._temporal), tall // self._patch, wide // self._patch
+        self.check_rows(math.prod(self._merged(expected)), where)
         frames = self._process.resize(frames, tall, wide)
         made = [self._process(frame, where, do_resize=False, **self._video_options)["pixel_values"] for frame in frames]
         # The processor repeats a picture in each frame of a temporal patch.

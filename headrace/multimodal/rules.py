@@ -59,6 +59,8 @@ class MediaRules(abc.ABC):
     """What stands for a medium in a prompt; a token of the vocabulary."""
     feature_tokens: Mapping[Modality, str]
     """The token that takes a feature row."""
+    markers: ClassVar[Mapping[Modality, tuple[str, str]]] = {}
+    """Tokens before and behind the feature tokens of a medium that belong to its item, where a prompt has them."""
     backend: str = "none"
     """Library that resizes pictures: torchvision, or pil. They round differently."""
     fingerprint: str = ""

@@ -91,15 +91,20 @@ def _shard_mlp(spec: MlpSpec, layer: int, rank: int, sizes: ParallelSizes) -> Ml
         if isinstance(spec, DenseSpec):
             return shard_dense(spec, sizes.tensor)
         shared = None if spec.shared is None else shard_dense(spec.shared, sizes.tensor)
+        vision = None if spec.vision is None else _shard_experts(spec.vision, layer, rank, sizes)
     except ConfigError as error:
         raise ConfigError(f"layer {layer}: {error.message}", error.param) from None
+    return dataclasses.replace(_shard_experts(spec, layer, rank, sizes), shared=shared, vision=vision)
+
+
+def _shard_experts(spec: MoeSpec, layer: int, rank: int, sizes: ParallelSizes) -> MoeSpec:
     if slices_experts(spec, sizes):
-        return dataclasses.replace(spec, intermediate_size=spec.intermediate_size // sizes.tensor, shared=shared)
+        return dataclasses.replace(spec, intermediate_size=spec.intermediate_size // sizes.tensor)
     count = spec.num_experts
     if count < sizes.tensor:
         raise ConfigError(f"layer {layer}: {count} experts cannot be dealt to {sizes.tensor} ranks", "tensor_parallel_size")
     held = rank * count // sizes.tensor, (rank + 1) * count // sizes.tensor
-    return dataclasses.replace(spec, held=held, shared=shared)
+    return dataclasses.replace(spec, held=held)
 
 
 def slices_experts(spec: MoeSpec, sizes: ParallelSizes) -> bool:
@@ -152,10 +157,16 @@ def _describe_mlps(spec: ModelSpec, whole: ModelSpec) -> list[tuple[str, str, st
     for own, all_ in dict.fromkeys(zip(spec.mlps, whole.mlps, strict=True)):
         if isinstance(own, DenseSpec) or isinstance(all_, DenseSpec):
             found.append(("MLP of a rank", f"{own.intermediate_size:,} of {all_.intermediate_size:,} channels", "a slice"))
-        elif own.held is None:
-            value = f"{own.intermediate_size:,} of {all_.intermediate_size:,} channels of each expert"
-            found.append(("experts of a rank", value, "slices of every expert keep the ranks equally busy"))
         else:
-            why = f"asked for, or {all_.intermediate_size:,} channels do not cut into multiples of {SLICE_MULTIPLE}"
-            found.append(("experts of a rank", f"{own.num_held} of {all_.num_experts}, whole", why))
+            found.append(_describe_experts("experts of a rank", own, all_))
+            if own.vision is not None and all_.vision is not None:
+                found.append(_describe_experts("experts of pictures of a rank", own.vision, all_.vision))
     return found
+
+
+def _describe_experts(name: str, own: MoeSpec, whole: MoeSpec) -> tuple[str, str, str]:
+    if own.held is None:
+        value = f"{own.intermediate_size:,} of {whole.intermediate_size:,} channels of each expert"
+        return name, value, "slices of every expert keep the ranks equally busy"
+    why = f"asked for, or {whole.intermediate_size:,} channels do not cut into multiples of {SLICE_MULTIPLE}"
+    return name, f"{own.num_held} of {whole.num_experts}, whole", why

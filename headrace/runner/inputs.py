@@ -191,12 +191,13 @@ class ForwardPass:
         )
         for backend in self.to_plan:
             backend.plan(step)
-        inputs = ModelInputs(given.ids, given.positions)
+        inputs, kinds = ModelInputs(given.ids, given.positions), None
         if self._media is not None and self._media.sectioned:
             # Padding rows are at position 0, and a sequence with pictures has positions behind those of its tokens.
             rope = given.positions + self._media.delta[_token_slots(rows, bounds.num_tokens)]
             inputs = dataclasses.replace(inputs, rope_positions=rope.clamp_(min=0))
         if media is not None:
+            kinds = media.kinds
             inputs = dataclasses.replace(
                 inputs,
                 inputs_embeds=media.inputs_embeds,
@@ -204,7 +205,7 @@ class ForwardPass:
                 extras=media.extras,
                 rope_positions=media.rope_positions if media.rope_positions is not None else inputs.rope_positions,
             )
-        hidden = self._model(inputs, ForwardContext(step, self._caches, self._backends))
+        hidden = self._model(inputs, ForwardContext(step, self._caches, self._backends, kinds))
         out = self._buffers.logits(hidden)
         single = max_queries == 1 and bounds.num_tokens == bounds.num_rows
         logits_inputs(hidden, rows, given.seq_lens, tables.num_computed, out, single=single)

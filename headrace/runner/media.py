@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from headrace.attention.context import TokenKinds
 from headrace.core.media import ItemInputs, RopePositions
 from headrace.core.plan import NewSequence
 from headrace.kernels.transfer import SideStream, upload
@@ -34,6 +35,8 @@ class StepMedia:
     rope_positions: torch.Tensor | None = None
     visible_ends: torch.Tensor | None = None
     """As in ``StepMetadata``."""
+    kinds: TokenKinds | None = None
+    """As in ``ForwardContext``."""
 
 
 @dataclasses.dataclass
@@ -127,13 +130,15 @@ class MediaTables:
         if not batch.parts and not batch.positioned:
             return None, {}
         failed = self._encode(batch.parts)
-        embeds = mask = extras = ends = None
+        embeds = mask = extras = ends = kinds = None
         if batch.parts:
             embeds, mask, extras = self._features([part for part in batch.parts if part.slot not in failed], batch.num_tokens)
         if self._model.vision is not None and self._model.vision.bidirectional and batch.parts:
             ends = upload(batch.visible_ends(), self._device)
+        if self._model.vision is not None and self._model.vision.own_experts and batch.parts:
+            kinds = TokenKinds(*(upload(tokens, self._device) for tokens in batch.kinds()))
         rope = upload(batch.rope(self._delta), self._device) if batch.positioned else None
-        return StepMedia(embeds, mask, extras, rope, ends), failed
+        return StepMedia(embeds, mask, extras, rope, ends, kinds), failed
 
     def _features(
         self, parts: Sequence[_Part], num_tokens: int
@@ -255,6 +260,14 @@ class _Batch:
             if part.item.bidirectional:
                 ends[part.item.start + part.shift : part.item.end + part.shift] = part.item.end
         return ends.astype(np.int32)
+
+    def kinds(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Tokens of text, and those of items."""
+        of_items = np.zeros(self.num_tokens, dtype=np.bool_)
+        for part in self.parts:
+            first, end = max(part.item.start, part.start), min(part.item.end, part.end)
+            of_items[first + part.shift : end + part.shift] = True
+        return np.flatnonzero(~of_items), np.flatnonzero(of_items)
 
     def rope(self, delta: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """``[3, T]``"""

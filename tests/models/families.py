@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import torch
 from transformers import (
+    Ernie4_5_VLMoeConfig,
+    Ernie4_5_VLMoeForConditionalGeneration,
     Gemma3Config,
     Gemma3ForCausalLM,
     Gemma3ForConditionalGeneration,
@@ -91,6 +93,13 @@ QWEN2_VISION = {"depth": 1, "embed_dim": 16, "num_heads": 2, "hidden_size": 48, 
 QWEN25_VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 20, "num_heads": 2, "out_hidden_size": 48}
 QWEN3_VISION = QWEN25_VISION | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
 QWEN3_VL = {"head_dim": 16} | rope("default", mrope_section=[4, 2, 2])
+ERNIE_VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 20, "num_heads": 2}
+ERNIE_VL = rope("default", mrope_section=[1, 1, 2]) | {
+    "moe_num_experts": 5,
+    "moe_k": 2,
+    "moe_intermediate_size": [20, 12],
+    "use_bias": True,
+}
 LLAMA3 = rope("llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
 CASES: dict[str, tuple[type[PreTrainedModel], Callable[..., PretrainedConfig], dict]] = {
     "llama": (LlamaForCausalLM, LlamaConfig, {}),
@@ -195,6 +204,7 @@ CASES |= {
         with_pictures(Qwen3VLMoeConfig, **QWEN3_VISION),
         QWEN3_VL | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20},
     ),
+    "ernie-vl": (Ernie4_5_VLMoeForConditionalGeneration, with_pictures(Ernie4_5_VLMoeConfig, **ERNIE_VISION), ERNIE_VL),
 }
 """Of text alone: ``test_pictures`` has the others."""
 CASES |= mixtures.CASES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from thread_ranks import on_ranks
 from weights.export import export
 
+from headrace.attention.context import TokenKinds
 from headrace.errors import ConfigError
 from headrace.model_spec import CLAMPED_SWIGLU, AttentionSpec, DenseSpec, ModelSpec, MoeSpec, RopeSpec
 from headrace.models import registry
@@ -123,6 +125,34 @@ def test_experts_are_sliced_or_dealt_out(architecture: str, changes: dict) -> No
     same_on_ranks(whole, state, four)
     with pytest.raises(ConfigError, match=r"layer 0: 5 experts cannot be dealt to 12 ranks; sizes that work: 1, 2, 4"):
         parts(whole.spec, 12)
+
+
+@pytest.mark.parametrize("whole_experts", [False, True])
+def test_experts_of_pictures_are_sliced_or_dealt_out(whole_experts: bool) -> None:
+    """In widths of their own, in steps of text and in those with tokens of pictures."""
+    text = MoeSpec(**MOE, correction_bias=True)
+    pictures = dataclasses.replace(text, intermediate_size=256)
+    mixture = dataclasses.replace(text, shared=DenseSpec(24), vision=pictures)
+    whole, state = made([attention(0)], mlps=(mixture,), architecture="Ernie4_5_VLMoeForConditionalGeneration")
+    specs = parts(whole.spec, 2, whole_experts=whole_experts)
+    held = [(spec.mlps[0].vision.intermediate_size, spec.mlps[0].vision.num_held) for spec in specs]  # type: ignore[union-attr]
+    assert held == ([(256, 2), (256, 3)] if whole_experts else [(128, 5)] * 2)
+    assert "experts of pictures of a rank" in [name for name, _, _ in describe(specs[1])]
+    same_on_ranks(whole, state, specs)
+    x, tokens = torch.randn(7, whole.spec.hidden_size), torch.tensor([0, 2, 3])
+    kinds = TokenKinds(torch.tensor([1, 4, 5, 6]), tokens)
+    expected = whole.layers[0].mlp(x, kinds)
+    alone = whole.layers[0].mlp(x)
+    assert not torch.equal(expected[tokens], alone[tokens])
+    torch.testing.assert_close(expected[kinds.text], alone[kinds.text])
+
+    def run(group: Any) -> torch.Tensor:
+        model = registry.build(specs[group.rank], "float32", "cpu", group)
+        copy_weights(model, state)
+        return model.layers[0].mlp(x, kinds)
+
+    for found in on_ranks(2, run):
+        torch.testing.assert_close(found, expected)
 
 
 def test_an_mla_layer_has_its_latent_on_every_rank() -> None:

@@ -16,7 +16,10 @@ from headrace.multimodal.items import array_of
 
 BYTES = 256
 """Tokens that may be generated: transformers would take a placeholder for a picture that is missing."""
-IMAGE, VIDEO, SOFT = IDS["<|image_pad|>"], IDS["<|video_pad|>"], IDS["<image_soft_token>"]
+MEDIA = [IDS[token] for token in ("<|image_pad|>", "<|video_pad|>", "<|IMAGE_PLACEHOLDER|>", "<|VIDEO_PLACEHOLDER|>")]
+SOFT = IDS["<image_soft_token>"]
+ERNIE = [IDS[token] for token in IDS if token.startswith(("<|IMAGE_", "<|VIDEO_"))]
+"""Tokens of pictures, those around them included."""
 
 
 @dataclasses.dataclass
@@ -63,11 +66,13 @@ def positions_by_hand(request: Request, merge: int, rate: float | None, frames_a
     left: list[tuple[int, int, int]] = []
     base, highest, grids = 0, -1, []
     for token in request.prompt_token_ids:
-        if token in (IMAGE, VIDEO):
+        if token in MEDIA:
             if not left:
                 if not grids:
                     item = next(media)
-                    time, tall, wide = tensor(item.tensors["image_grid_thw"])[0].tolist()
+                    (grid,) = (data for name, data in item.tensors.items() if name.endswith("_grid_thw"))
+                    time, tall, wide = tensor(grid)[0].tolist()
+                    time = time // 2 if "video_grid_thw" in item.tensors else time
                     step = 1.0 if rate is None or item.modality == "image" else rate * next(videos)
                     whole = [
                         (int(t * step), y, x) for t in range(time) for y in range(tall // merge) for x in range(wide // merge)
@@ -104,6 +109,9 @@ def generated(model: PreTrainedModel, request: Request, steps: int, positions: l
             more["token_type_ids"] = (given == SOFT).int()
         elif positions is not None:
             after = np.array(positions).max() + 1 + np.arange(len(ids) - len(positions[0]))
+            of_media = [token in ERNIE for token in request.prompt_token_ids] + [False] * len(found.token_ids)
+            if any(of_media):
+                more["moe_mm_token_type_ids"] = torch.tensor([of_media]).int()
             more["position_ids"] = torch.tensor([[*axis, *after] for axis in positions])[:, None]
         logits = model(input_ids=given, use_cache=False, **inputs, **more).logits[0, -1].log_softmax(-1)
         token = int(logits[:BYTES].argmax())

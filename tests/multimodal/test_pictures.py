@@ -28,20 +28,29 @@ from .reference import BYTES, Reference, generated, positions_by_hand
 
 STEPS = 6
 PICTURE, VIDEO = "<|vision_start|><|image_pad|><|vision_end|>", "<|vision_start|><|video_pad|><|vision_end|>"
-RATES: dict[str, float | None] = {"qwen2_vl": None, "qwen2_5_vl": 2.0, "qwen3_vl": None, "qwen3_vl_moe": None}
-QWEN = list(RATES)
+RATES: dict[str, float | None] = {
+    "qwen2_vl": None,
+    "qwen2_5_vl": 2.0,
+    "qwen3_vl": None,
+    "qwen3_vl_moe": None,
+    "ernie4_5_vl_moe": None,
+}
+"""Kinds with positions in time, height and width -> positions in a second of a video."""
+MOVING = list(RATES)
 ALONE = ["gemma3", "llava", "llava_pixtral", "mistral3", "internvl", "idefics3", "smolvlm"]
 """Kinds without positions in time, height and width."""
 APART = ("idefics3", "smolvlm")
 """Grids of different pictures have different numbers of rows for a part: their features are given one by one."""
-QUICK = ("qwen2_5_vl", "qwen3_vl", "gemma3", "llava", "mistral3", "internvl", "idefics3")
+QUICK = ("qwen2_5_vl", "qwen3_vl", "ernie4_5_vl_moe", "gemma3", "llava", "mistral3", "internvl", "idefics3")
 MARKS = {
     "gemma3": "<start_of_image>",
     **dict.fromkeys(("llava_pixtral", "mistral3"), "[IMG]"),
     **dict.fromkeys(("llava", "idefics3", "smolvlm"), "<image>"),
     "internvl": "<IMG_CONTEXT>",
+    "ernie4_5_vl_moe": "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>",
 }
 """What stands for a picture; Qwen's is the default."""
+CLIPS = {"ernie4_5_vl_moe": "<|VIDEO_START|><|VIDEO_PLACEHOLDER|><|VIDEO_END|>"}
 
 
 def of(kinds: list[str]) -> pytest.MarkDecorator:
@@ -125,14 +134,15 @@ def prompts(kind: str) -> dict[str, Any]:
 
 def videos(kind: str) -> dict[str, tuple[Any, tuple[float, ...]]]:
     """Prompt, and seconds between the temporal patches of each video."""
+    mark, clip = MARKS.get(kind, PICTURE), CLIPS.get(kind, VIDEO)
     spaced = {"fps": 2.0, "do_sample_frames": False}
     slow = video(7, fps=0.5, do_sample_frames=False)
     return {
-        "video": ({"prompt": f"see {VIDEO} end", "multi_modal_data": {"video": [video(4, **spaced)]}}, (1.0,)),
-        "slow video": ({"prompt": f"{VIDEO} end", "multi_modal_data": {"video": slow}}, (4.0,)),
+        "video": ({"prompt": f"see {clip} end", "multi_modal_data": {"video": [video(4, **spaced)]}}, (1.0,)),
+        "slow video": ({"prompt": f"{clip} end", "multi_modal_data": {"video": slow}}, (4.0,)),
         "mixed": (
             {
-                "prompt": f"{PICTURE} then {VIDEO} then {PICTURE} then {VIDEO}!",
+                "prompt": f"{mark} then {clip} then {mark} then {clip}!",
                 "multi_modal_data": {"image": [picture(60, 60), picture(30, 99)], "video": [slow, video(5, 44, 56, **spaced)]},
             },
             (4.0, 1.0),
@@ -140,7 +150,7 @@ def videos(kind: str) -> dict[str, tuple[Any, tuple[float, ...]]]:
     }
 
 
-@of([*QWEN, *ALONE])
+@of([*MOVING, *ALONE])
 def test_pictures_equal_transformers(kind: str) -> None:
     """All in one batch, in chunks of pictures and text, beside a prompt of text."""
     own = served(kind)
@@ -155,7 +165,7 @@ def test_pictures_equal_transformers(kind: str) -> None:
     assert (decisions["vision encoder"], decisions["image processor"]) == ("transformers", own.llm.inputs.multimodal.backend)  # type: ignore[union-attr]
 
 
-@of(QWEN)
+@of(MOVING)
 def test_videos_equal_transformers(kind: str) -> None:
     own = served(kind)
     cases = videos(kind)
@@ -196,7 +206,7 @@ def test_videos_of_frames_equal_transformers() -> None:
     assert found.outputs[0].logprobs == expected.outputs[0].logprobs
 
 
-@of([*QWEN, *ALONE])
+@of([*MOVING, *ALONE])
 def test_features_give_what_their_pictures_give(kind: str) -> None:
     """Bit for bit, with an encoder or without."""
     own = served(kind)
@@ -213,7 +223,7 @@ def test_features_give_what_their_pictures_give(kind: str) -> None:
         generate(without, prompts(kind)["small"])
 
 
-@of([kind for kind in QWEN if kind != "qwen2_vl"])
+@of([kind for kind in MOVING if kind not in ("qwen2_vl", "ernie4_5_vl_moe")])
 def test_features_of_a_video_bring_its_seconds(kind: str) -> None:
     own = served(kind)
     prompt, (seconds,) = videos(kind)["video"]
@@ -240,7 +250,12 @@ def encoded(own: Served, prompt: Mapping[str, Any]) -> dict[str, Any]:
         media = MultiModalData.of(prompt["multi_modal_data"]).items()
         grids = [own.llm.inputs.multimodal._rules.process(one, {}, "medium")[0].grid for _, one in media]  # type: ignore[union-attr,arg-type]
     else:
-        grids = [tuple(array_of(item.tensors["image_grid_thw"])[0].tolist()) for item in request.media]
+        grids = [
+            tuple(array_of(tensor)[0].tolist())
+            for item in request.media
+            for name, tensor in item.tensors.items()
+            if name.endswith("_grid_thw")
+        ]
     if own.kind in APART:
         parts = [{"features": one.features, "grid_thw": [grid]} for one, grid in zip(made, grids, strict=True)]
         return {"prompt": prompt["prompt"], "multi_modal_data": {"image_embeds": parts}}
@@ -251,7 +266,7 @@ def encoded(own: Served, prompt: Mapping[str, Any]) -> dict[str, Any]:
     return {"prompt": prompt["prompt"], "multi_modal_data": data}
 
 
-@of(["qwen2_5_vl", "gemma3", "mistral3"])
+@of(["qwen2_5_vl", "gemma3", "mistral3", "ernie4_5_vl_moe"])
 def test_a_cached_prefix_covers_equal_pictures_alone(kind: str) -> None:
     own = served(kind)
     mark = MARKS.get(kind, PICTURE)
@@ -325,6 +340,7 @@ def test_a_checkpoint_of_2024_is_the_same_model(kind: str, tmp_path: Path) -> No
     "kind",
     [
         "qwen2_5_vl",
+        "ernie4_5_vl_moe",
         *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("gemma3", "llava", "mistral3", "internvl", "smolvlm")),
     ],
 )

@@ -18,7 +18,7 @@ from transformers import AutoConfig
 from headrace import LLM, SamplingParams
 from headrace.core.media import MediaFacts
 from headrace.errors import ConfigError, RequestError
-from headrace.multimodal.families import media_rules
+from headrace.multimodal.families import media_rules, why_text_alone
 from headrace.multimodal.items import MultiModalData, array_of
 from headrace.multimodal.positions import Run, rope_positions
 from headrace.multimodal.processor import MultiModalProcessor, PreparedPrompt
@@ -238,13 +238,17 @@ def test_without_a_processor_there_are_no_pictures(tmp_path: Path) -> None:
         media_rules("owlvit", tmp_path, None)
 
 
-def theirs(module: str, name: str = "replace_image_token") -> Any:
-    """A method of a processor of transformers out of its source, since most of the modules import torchvision."""
+def theirs(module: str, name: str = "replace_image_token", **space: Any) -> Any:
+    """A method of a processor of transformers out of its source, since most of the modules import torchvision.
+
+    Args:
+        space: what its module imports.
+    """
     found = importlib.util.find_spec("transformers")
     assert found is not None and found.origin is not None
     tree = ast.parse((Path(found.origin).parent / "models" / f"{module}.py").read_text(encoding="utf-8"))
     methods = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    space: dict[str, Any] = {"get_image_size": lambda pixels: pixels.shape[-2:], "to_numpy_array": np.asarray}
+    space |= {"get_image_size": lambda pixels: pixels.shape[-2:], "to_numpy_array": np.asarray}
     for node in methods:
         if node.name == name or node in tree.body:
             node.decorator_list, node.returns = [], None
@@ -351,28 +355,29 @@ def test_processor_and_tower_are_of_one_size(tmp_path: Path, kind: str, settings
 
 
 def test_a_model_without_rules_says_why_it_reads_text_alone(tmp_path: Path) -> None:
-    """ERNIE-4.5-VL answers text; a picture is refused by name, and the report has the reason."""
+    """Gemma 4 answers text; a picture is refused by name, and the report has the reason."""
     text = {
         "hidden_size": 32,
         "intermediate_size": 48,
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
+        "head_dim": 16,
+        "global_head_dim": 16,
         "vocab_size": 300,
-        "moe_intermediate_size": [16, 8],
-        "moe_num_experts": 4,
-        "moe_k": 2,
-        "moe_num_shared_experts": 1,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [3, 3, 2]},
+        "vocab_size_per_layer_input": 300,
+        "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": 0,
+        "layer_types": ["sliding_attention", "full_attention"],
     }
-    vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48}
-    config = transformers.Ernie4_5_VLMoeConfig(text_config=text, vision_config=vision)
-    config.architectures = ["Ernie4_5_VLMoeForConditionalGeneration"]
+    config = transformers.Gemma4Config(text_config=text, vision_config={"hidden_size": 32})
+    config.architectures = ["Gemma4ForConditionalGeneration"]
     config.save_pretrained(tmp_path)
     llm = LLM(model=str(tmp_path), load_format="dummy", skip_tokenizer_init=True, num_kv_blocks=50, num_threads=1)
     params = SamplingParams(max_tokens=2, detokenize=False, ignore_eos=True)
     assert len(llm.generate({"prompt_token_ids": [1, 2, 3]}, params)[0].outputs[0].token_ids) == 2
     reason = next(line.reason for line in llm.info.decisions if line.name == "vision encoder")
-    assert "experts of their own" in reason
-    with pytest.raises(RequestError, match=r"pictures of ernie4_5_vl_moe are not supported: .*experts of their own"):
+    assert reason == "pictures of gemma4 are not supported"
+    with pytest.raises(RequestError, match="pictures of gemma4 are not supported"):
         llm.generate({"prompt_token_ids": [1], "multi_modal_data": {"image": picture(8, 8)}}, params)
+    assert "see each other" in why_text_alone(SimpleNamespace(model_type="paligemma"))

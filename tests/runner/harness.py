@@ -20,7 +20,7 @@ from headrace.core.plan import SamplePlan, StepPlan, StepResult
 from headrace.core.request import Request
 from headrace.core.scheduler import Scheduler
 from headrace.core.sequence import SequenceUpdate
-from headrace.model_spec import AttentionSpec, DenseSpec, ModelSpec, RopeSpec, VisionSpec, cache_groups
+from headrace.model_spec import AttentionSpec, DenseSpec, ModelSpec, MoeSpec, RopeSpec, VisionSpec, cache_groups
 from headrace.model_spec.kv import FP8_KV
 from headrace.models.decoder import Decoder
 from headrace.models.gemma4 import Gemma4Spec
@@ -109,6 +109,8 @@ FAMILIES |= {
     ),
 }
 """Few heads: on the CPU it is the oracle that attends, a head at a time."""
+_EXPERTS = MoeSpec(num_experts=4, top_k=2, intermediate_size=12, correction_bias=True)
+_EXPERTS_OF_PICTURES = dataclasses.replace(_EXPERTS, intermediate_size=8)
 _MROPE = RopeSpec(10000.0, sections=(1, 1, 2))
 WITH_MEDIA: dict[str, ModelSpec] = {
     "positions in three sections": _spec(
@@ -117,6 +119,12 @@ WITH_MEDIA: dict[str, ModelSpec] = {
     ),
     "both ways": _spec(
         [_layer(0, window=6), _layer(1), _layer(2, window=6)], vision=VisionSpec(model_type="of tests", bidirectional=True)
+    ),
+    "experts of pictures": _spec(
+        [dataclasses.replace(_layer(i), rope=RopeSpec(10000.0, sections=(2, 1, 1), time_last=True)) for i in range(2)],
+        architecture="Ernie4_5_VLMoeForConditionalGeneration",
+        mlps=(DenseSpec(48), dataclasses.replace(_EXPERTS, shared=DenseSpec(16), vision=_EXPERTS_OF_PICTURES)),
+        vision=VisionSpec(model_type="of tests", own_experts=True),
     ),
 }
 """Models that read pictures: ``test_media_invariants``."""

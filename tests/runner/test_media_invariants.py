@@ -64,13 +64,15 @@ def with_pictures(family: str, name: str, index: int, **sampling: Any) -> Reques
     length, places = PROMPTS[name]
     tokens = prompt(index, length)
     items, media, runs = [], [], []
-    both, deep = spec.vision.bidirectional, bool(spec.vision.deepstack_layers)
+    both, deep, end = spec.vision.bidirectional, bool(spec.vision.deepstack_layers), 0
     for start, block, number, encoded in places:
         rows = int(np.prod(block))
+        begin = start - (spec.vision.own_experts and start > end)  # A marker before the features.
+        end = start + rows
         tokens[start : start + rows] = [PLACEHOLDER] * rows
         name_of = f"{number}{'e' * encoded}"
-        items.append(Item(start, start + rows, both, both, name_of, 0 if encoded else rows))
-        media.append(ItemInputs("image", ((0, rows),), content(number, rows, deep, encoded), encoded))
+        items.append(Item(begin, end, both, both, name_of, 0 if encoded else rows))
+        media.append(ItemInputs("image", ((start - begin, rows),), content(number, rows, deep, encoded), encoded))
         runs.append(Run(start, rows, block, 3.0 if block[0] > 1 else 1.0))
     made = request(name, tokens, **sampling)
     rope = rope_positions(length, runs) if spec.sectioned_rope and runs else None
@@ -138,9 +140,11 @@ def test_pictures_do_something(family: str) -> None:
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="the kernels of graphs need Triton")
-def test_padding_rows_of_a_graph_have_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "family", quick([name for name in WITH_MEDIA if SPECS[name].sectioned_rope], "positions in three sections")
+)
+def test_padding_rows_of_a_graph_have_positions(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Positions of a sequence with pictures are behind those of its tokens; those of padding rows must not be negative."""
-    family = next(name for name in WITH_MEDIA if SPECS[name].sectioned_rope)
     world = World(family)
     made, graphs = graph_runner(world, monkeypatch)
     least: list[int] = []

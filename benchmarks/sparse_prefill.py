@@ -3,6 +3,8 @@
     python benchmarks/sparse_prefill.py                       # 16k to 128k tokens, a few minutes with compiling
     python benchmarks/sparse_prefill.py --quick               # 16k and 32k tokens, two densities
     python benchmarks/sparse_prefill.py --sweep               # other tiles, at the longest length
+    python benchmarks/sparse_prefill.py --sweep copies        # the same over copies alone, and streaming heads by FlashInfer
+    python benchmarks/sparse_prefill.py --kernels             # 4k to 32k tokens: from which length on FlashInfer's launches pay
     python benchmarks/sparse_prefill.py --fp8 --output x.json # a cache in e4m3; the results in a file too
 
 One layer of 32 query heads and 8 KV heads of 128 channels; one prompt, in blocks of 16 tokens that lie in any order. Dense is
@@ -30,7 +32,7 @@ import torch
 
 from headrace.attention.backend import Scratch
 from headrace.attention.flashinfer import kernels
-from headrace.attention.flashinfer.dense_heads import DenseHeads
+from headrace.attention.flashinfer.heads import DenseHeads, HeadsByFlashInfer, StreamingHeads
 from headrace.kernels.head_routing import BLOCK_SPARSE, DENSE, STREAMING
 from headrace.kernels.kv_cache import dequantize, gather_numbers, quantize
 from headrace.kernels.sparse_prefill import BLOCK, BlockMeans, KeyCopies
@@ -50,6 +52,19 @@ TILINGS = [
     for stages in (2, 3, 4)
 ]
 """Over copies and over the cache itself."""
+COPIES_TILINGS = [
+    Tiling(block_q, 1, block_n, 1, 0, warps, stages, registers)
+    for block_q, block_n, warps, stages, registers in (
+        (128, 128, 8, 3, None),
+        (128, 128, 8, 2, None),
+        (128, 64, 8, 2, 128),
+        (128, 64, 4, 2, None),
+        (128, 32, 8, 3, 128),
+        (128, 32, 4, 3, None),
+        (64, 64, 4, 2, None),
+    )
+]
+"""Over copies: one program for each multiprocessor; and two, one of which multiplies while the other is at its softmax."""
 ESTIMATE_TILINGS = [
     EstimateTiling(rows, columns, side, warps, stages)
     for rows, columns, side, warps in ((64, 128, 2, 4), (64, 64, 3, 4), (64, 128, 2, 8), (128, 128, 1, 8), (128, 128, 2, 8))
@@ -165,12 +180,14 @@ class Prompt:
             self.places = (self.table[0].long()[:, None] * self.page + inside).flatten()[: self.length]
         if self.fp8:
             width = self.head_dim + self.v_head_dim
-            rows = torch.empty(self.length, self.kv_heads, width, dtype=self.q.dtype, device=CUDA)
+            rows = torch.empty(self.width * BLOCK, self.kv_heads, width, dtype=self.q.dtype, device=CUDA)
             first = torch.arange(0, self.length, self.page, device=CUDA)
             count = (self.length - first).clamp(max=self.page).int()
-            gather_numbers(self.keys, self.values, *self.scales.values(), self.table[0], first, count, rows)
+            gather_numbers(self.keys, self.values, *self.scales.values(), self.table[0], first, count, rows[: self.length])
         else:
-            rows = self.rows.flatten(0, 1).index_select(0, self.places)
+            size = (self.width * BLOCK, self.kv_heads, self.head_dim + self.v_head_dim)
+            rows = torch.empty(size, dtype=self.q.dtype, device=CUDA)
+            torch.index_select(self.rows.flatten(0, 1), 0, self.places, out=rows[: self.length])
         return KeyCopies(rows, self.starts[:1])
 
     def attend(
@@ -237,10 +254,11 @@ def check(options: argparse.Namespace) -> dict[str, float]:
         got = made.attend(made.types(kind), mask, copies=copies)[-300:].float()
         torch.cuda.synchronize()
         found[name if copies is None else f"{name}, copies"] = (got - _expected(made, kept, 300)).abs().max().item()
-    by_flashinfer = flashinfer_heads(made, made.copy(), made.kv_heads)
-    if by_flashinfer is not None:
-        expected = _expected(made, torch.ones_like(mask), 300)
-        found["dense, fa3 by KV head"] = (by_flashinfer()[-300:].float() - expected).abs().max().item()
+    for name, kind, kept in kinds:
+        by_flashinfer = None if kind == BLOCK_SPARSE else flashinfer_heads(made, made.copy(), kind, made.kv_heads)
+        if by_flashinfer is not None:
+            difference = by_flashinfer(None)[-300:].float() - _expected(made, kept, 300)
+            found[f"{name}, fa3 by KV head"] = difference.abs().max().item()
     made.select(made.estimate())
     made.select_mean(made.means())
     types, keep = made.types(BLOCK_SPARSE), made.means()
@@ -286,12 +304,38 @@ def flashinfer_dense(made: Prompt) -> Callable[[], object] | None:
     return lambda: wrapper.run(made.q, (made.keys, made.values))
 
 
-def flashinfer_heads(made: Prompt, copies: KeyCopies, count: int) -> Callable[[], torch.Tensor] | None:
-    """The first ``count`` KV heads by fa3 over copies, the others switched off; None: as ``flashinfer_dense``."""
+def flashinfer_heads(
+    made: Prompt, copies: KeyCopies, kind: int, count: int
+) -> Callable[[torch.Tensor | None], torch.Tensor] | None:
+    """The first ``count`` KV heads by fa3 over copies, the others switched off; None: as ``flashinfer_dense``.
+
+    Args:
+        kind: ``DENSE`` or ``STREAMING``.
+    """
     if importlib.util.find_spec("flashinfer") is None:
         return None
-    heads = DenseHeads(Scratch())
-    spec = AttentionSpec(
+    heads: HeadsByFlashInfer = DenseHeads(Scratch()) if kind == DENSE else StreamingHeads(Scratch(), BLOCK, SINK, LOCAL)
+    spec = layer(made)
+    kernel = heads.wanted(spec, made.q.dtype, CUDA)
+    kernels.compiling(kernel).join(None)
+    if kernel.variant != "fa3" or not kernels.compiling(kernel).ready:
+        return None
+    starts, length = made.starts.cpu(), made.length
+    rows = SimpleNamespace(query_start=starts, key_start=starts, num_tokens=length, num_keys=length, lengths=[length])
+    chosen = (torch.arange(made.kv_heads, device=CUDA) < count).int()
+    if kind == STREAMING:
+        chosen = 1 - (torch.arange(made.kv_heads, device=CUDA) < made.kv_heads - count).int()
+
+    def run(out: torch.Tensor | None = None) -> torch.Tensor:
+        out = torch.empty_like(made.q[..., : made.v_head_dim]) if out is None else out
+        heads.run(kernel, spec, rows, made.q, copies.rows, chosen, out)  # type: ignore[arg-type]
+        return out
+
+    return run
+
+
+def layer(made: Prompt) -> AttentionSpec:
+    return AttentionSpec(
         layer=0,
         num_heads=made.heads,
         num_kv_heads=made.kv_heads,
@@ -299,26 +343,12 @@ def flashinfer_heads(made: Prompt, copies: KeyCopies, count: int) -> Callable[[]
         v_head_dim=made.v_head_dim,
         scale=made.head_dim**-0.5,
     )
-    kernel = kernels.for_contiguous(spec, made.q.dtype, CUDA) or kernels.for_prompts(spec, made.q.dtype, CUDA)
-    kernels.compiling(kernel).join(None)
-    if kernel.variant != "fa3" or not kernels.compiling(kernel).ready:
-        return None
-    starts = made.starts.cpu()
-    rows = SimpleNamespace(query_start=starts, key_start=starts)
-    dense = (torch.arange(made.kv_heads, device=CUDA) < count).int()
-    out = torch.empty_like(made.q[..., : made.v_head_dim])
-
-    def run() -> torch.Tensor:
-        heads.run(kernel, spec, rows, made.q, copies.rows, dense, out)  # type: ignore[arg-type]
-        return out
-
-    return run
 
 
 Results = list[dict[str, Any]]
 
 
-def measure(made: Prompt, densities: list[float], repeats: int, results: Results) -> None:
+def measure(densities: list[float], made: Prompt, repeats: int, results: Results) -> None:
     """All measurements of one length; the first one is the dense attention that others are compared with."""
     sparse, causal = made.types(BLOCK_SPARSE), made.flops
 
@@ -348,10 +378,12 @@ def measure(made: Prompt, densities: list[float], repeats: int, results: Results
             report(f"block-sparse heads{where}", partial(attend, sparse, mask), density=round(made.density(mask), 4))
         report(f"streaming heads{where}", partial(attend, made.types(STREAMING), None))
         report(f"a quarter dense, others streaming{where}", partial(attend, mixed, None))
-    for count in (made.kv_heads, made.kv_heads // 4):
-        by_flashinfer = flashinfer_heads(made, copies, count)
-        if by_flashinfer is not None:
-            report(f"dense KV heads by fa3: {count} of {made.kv_heads}", by_flashinfer, density=count / made.kv_heads)
+    for name, kind in (("dense", DENSE), ("streaming", STREAMING)):
+        for count in (made.kv_heads, made.kv_heads // 4, 0):
+            by_flashinfer = flashinfer_heads(made, copies, kind, count)
+            if by_flashinfer is not None:
+                facts = {"density": count / made.kv_heads} if kind == DENSE and count else {}
+                report(f"{name} KV heads by fa3: {count} of {made.kv_heads}", partial(by_flashinfer, made.out), **facts)
     sums = made.estimate()
     mask = made.select(sums)
     report("estimate", made.estimate)
@@ -377,8 +409,56 @@ def sweep(made: Prompt, repeats: int, results: Results) -> None:
         _try(results, "estimate", tiling, partial(made.estimate, tiling), repeats)
 
 
-def _try(results: Results, name: str, tiling: Tiling | EstimateTiling, call: Callable[[], object], repeats: int) -> None:
-    line: dict[str, Any] = {"name": name, "tiling": dataclasses.asdict(tiling)}
+def sweep_copies(made: Prompt, repeats: int, results: Results) -> None:
+    """As ``sweep``, over copies; and streaming heads by FlashInfer, whose kernel is compiled meanwhile."""
+    if importlib.util.find_spec("flashinfer") is not None:
+        kernels.compile_ahead([kernels.for_prompts(layer(made), made.q.dtype, CUDA)])
+    copies = made.copy()
+    _try(results, "copy of keys and values", None, made.copy, repeats)
+    kinds = [("streaming heads", made.types(STREAMING), None)]
+    kinds += [(f"density {density}", made.types(BLOCK_SPARSE), made.mask(density)) for density in (0.1, 0.7)]
+    for tiling, (name, types, mask) in itertools.product(COPIES_TILINGS, kinds):
+        _try(results, f"{name}, copies", tiling, partial(made.attend, types, mask, tiling=tiling, copies=copies), repeats)
+    expected = made.attend(made.types(STREAMING), None, copies=copies).clone()
+    for count in (made.kv_heads, made.kv_heads // 4, 0):
+        by_flashinfer = flashinfer_heads(made, copies, STREAMING, count)
+        if by_flashinfer is None:
+            continue
+        _try(results, f"streaming KV heads by fa3: {count} of {made.kv_heads}", None, partial(by_flashinfer, made.out), repeats)
+        if count == made.kv_heads:
+            difference = {"name": "largest difference of fa3", "value": (made.out - expected).abs().max().item()}
+            print(json.dumps(difference), flush=True)
+            results.append(difference)
+    dense = flashinfer_dense(made)
+    if dense is not None:
+        _try(results, "dense, FlashInfer fa3", None, dense, repeats)
+
+
+def compare_kernels(made: Prompt, repeats: int, results: Results) -> None:
+    """One launch of headrace's kernel, which has all heads, against FlashInfer's launches for each KV head."""
+    copies, group = made.copy(), made.heads // made.kv_heads
+    for count in (0, made.kv_heads // 4, made.kv_heads):
+        types = made.types(STREAMING)
+        types[:, : count * group] = DENSE
+        own = seconds(partial(made.attend, types, None, copies=copies), repeats)
+        dense = flashinfer_heads(made, copies, DENSE, count)
+        streaming = flashinfer_heads(made, copies, STREAMING, made.kv_heads - count)
+        if dense is None or streaming is None:
+            sys.exit("FlashInfer has no fa3 for these heads")
+
+        def both(first: Callable[..., object] = dense, second: Callable[..., object] = streaming) -> None:
+            first(made.out)
+            second(made.out)
+
+        theirs = seconds(both, repeats)
+        line = {"length": made.length, "dense KV heads": f"{count} of {made.kv_heads}", "headrace ms": round(own * 1e3, 4)}
+        line |= {"fa3 ms": round(theirs * 1e3, 4), "fa3 pays": theirs < own}
+        print(json.dumps(line), flush=True)
+        results.append(line)
+
+
+def _try(results: Results, name: str, tiling: Tiling | EstimateTiling | None, call: Callable[[], object], repeats: int) -> None:
+    line: dict[str, Any] = {"name": name} | ({} if tiling is None else {"tiling": dataclasses.asdict(tiling)})
     try:
         line["ms"] = round(seconds(call, repeats) * 1e3, 4)
     except Exception as error:  # too large for the device's shared memory or registers
@@ -406,7 +486,12 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", help="tokens of the prompts")
     parser.add_argument("--densities", type=float, nargs="+", help="of random masks")
     parser.add_argument("--quick", action="store_true", help="few lengths, densities and repeats")
-    parser.add_argument("--sweep", action="store_true", help="time other tiles, at the longest length")
+    parser.add_argument(
+        "--sweep", nargs="?", choices=("all", "copies"), const="all", help="time other tiles, at the longest length"
+    )
+    parser.add_argument(
+        "--kernels", action="store_true", help="compare FlashInfer's launches for each KV head with headrace's one"
+    )
     parser.add_argument("--fp8", action="store_true", help="a cache in e4m3")
     parser.add_argument("--page", type=int, default=16, help="tokens of a block of the cache")
     parser.add_argument("--heads", type=int, default=32)
@@ -417,19 +502,22 @@ def main() -> None:
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("there is no CUDA device")
-    lengths = options.lengths or ([1 << 14, 1 << 15] if options.quick else [1 << n for n in (14, 15, 16, 17)])
+    exponents = (12, 13, 14, 15) if options.kernels else (14, 15) if options.quick else (14, 15, 16, 17)
+    lengths = options.lengths or [1 << n for n in exponents]
     densities = options.densities or ([0.1, 0.7] if options.quick else list(DENSITIES))
     repeats = 3 if options.quick else 7
     device = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-    differences = check(options)
+    # The sweep of copies compares what it times.
+    differences = {} if options.sweep == "copies" else check(options)
     print(json.dumps({"name": "largest differences", **differences}), flush=True)
     results: Results = []
+    run = {"all": sweep, "copies": sweep_copies, None: partial(measure, densities)}[options.sweep]
     for length in [max(lengths)] if options.sweep else lengths:
         made = prompt(options, length)
-        (sweep(made, repeats, results) if options.sweep else measure(made, densities, repeats, results))
+        (compare_kernels if options.kernels else run)(made, repeats, results)
         del made
         torch.cuda.empty_cache()
-    if not options.sweep:
+    if not options.sweep and not options.kernels:
         print(table(results))
     if options.output:
         facts = {**device, "differences": differences, "options": {name: str(value) for name, value in vars(options).items()}}

@@ -75,15 +75,20 @@ class PagedRows:
         nbytes = self.num_keys * cache.spec.num_kv_heads * cache.spec.row_width * dtype.itemsize
         return long and nbytes <= _COPY_BYTES and (cache.k_scale is not None or cache.rows.is_contiguous())
 
-    def copies(self, cache: LayerCache, dtype: torch.dtype) -> torch.Tensor:
-        """``[keys, kv_heads, head_dim + v_head_dim]``: the rows' keys and values, concatenated."""
-        if cache.k_scale is None or cache.v_scale is None:
-            return cache.rows.flatten(0, 1).index_select(0, self.key_places(cache.group))
+    def copies(self, cache: LayerCache, dtype: torch.dtype, multiple: int = 1) -> torch.Tensor:
+        """``[keys, kv_heads, head_dim + v_head_dim]``: the rows' keys and values, concatenated.
+
+        Behind them there is room, which is not written, up to a multiple of ``multiple`` keys.
+        """
         spec = cache.spec
-        copies = torch.empty(self.num_keys, spec.num_kv_heads, spec.row_width, dtype=dtype, device=cache.rows.device)
-        gather_numbers(
-            cache.keys, cache.values, cache.k_scale, cache.v_scale, self.pages(cache.group), *self.page_spans, copies
-        )
+        size = (-(-self.num_keys // multiple) * multiple, spec.num_kv_heads, spec.row_width)
+        copies = torch.empty(size, dtype=dtype, device=cache.rows.device)
+        written = copies[: self.num_keys]
+        if cache.k_scale is None or cache.v_scale is None:
+            torch.index_select(cache.rows.flatten(0, 1), 0, self.key_places(cache.group), out=written)
+        else:
+            scales = (cache.k_scale, cache.v_scale)
+            gather_numbers(cache.keys, cache.values, *scales, self.pages(cache.group), *self.page_spans, written)
         return copies
 
 

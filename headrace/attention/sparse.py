@@ -17,7 +17,7 @@ from headrace.attention.backend import (
     StepMetadata,
 )
 from headrace.attention.compose import WithUsual
-from headrace.attention.flashinfer.dense_heads import DenseHeads
+from headrace.attention.flashinfer.heads import DenseHeads, HeadsByFlashInfer, StreamingHeads
 from headrace.attention.paged_rows import PagedRows
 from headrace.attention.sparse_rows import SparseRows
 from headrace.config import SparseConfig
@@ -66,7 +66,12 @@ class SparsePrefillAttention(AttentionBackend):
         """The planned rows."""
         self._key_start = torch.empty(0)
         """``[R]`` int32: the first key of each, in copies."""
-        self._dense_heads = DenseHeads(self.scratch)
+        blocks = (config.block, config.sink_blocks, config.local_blocks)
+        self._by_flashinfer: dict[int, HeadsByFlashInfer] = {
+            DENSE: DenseHeads(self.scratch),
+            STREAMING: StreamingHeads(self.scratch, *blocks),
+        }
+        """By types of heads."""
         self.watch: Watch | None = None
         """Looks at what the first row attends to, for explanations: waits for the device."""
 
@@ -94,7 +99,8 @@ class SparsePrefillAttention(AttentionBackend):
         self._query_start = step.query_start - int(step.query_start_host[0])
         self._first_blocks = first_query_blocks(self._query_start, self._config.block).long()
         self._paged = None
-        self._dense_heads.next_step()
+        for heads in self._by_flashinfer.values():
+            heads.next_step()
 
     @property
     def rows(self) -> SparseRows:
@@ -110,27 +116,28 @@ class SparsePrefillAttention(AttentionBackend):
         types = self._types_of(rows, spec, q.device)
         mask, means = self._select(own, inputs, types)
         copies = self._copies(own, cache)
-        attended = types if copies is None else self._attend_densely(own, cache, copies, types, out_own)
-        sparse_prefill_attention(
-            own,
-            cache.keys,
-            cache.values,
-            step.block_tables[cache.group],
-            self._query_start,
-            step.seq_lens,
-            attended,
-            mask,
-            max_seq_len=int(step.seq_lens_host.max()),
-            scale=spec.scale,
-            sink_blocks=self._config.sink_blocks,
-            local_blocks=self._config.local_blocks,
-            means=means,
-            k_scale=cache.k_scale,
-            v_scale=cache.v_scale,
-            copies=copies,
-            block=self._config.block,
-            out=out_own,
-        )
+        left = types if copies is None else self._attend_by_flashinfer(own, cache, copies, types, out_own)
+        if left is not None:
+            sparse_prefill_attention(
+                own,
+                cache.keys,
+                cache.values,
+                step.block_tables[cache.group],
+                self._query_start,
+                step.seq_lens,
+                left,
+                mask,
+                max_seq_len=int(step.seq_lens_host.max()),
+                scale=spec.scale,
+                sink_blocks=self._config.sink_blocks,
+                local_blocks=self._config.local_blocks,
+                means=means,
+                k_scale=cache.k_scale,
+                v_scale=cache.v_scale,
+                copies=copies,
+                block=self._config.block,
+                out=out_own,
+            )
         rows.kept[spec.layer] = self._kept(rows, types, mask)
         if self.watch is not None:
             self._show(self.watch, spec.layer, types[0].tolist(), mask)
@@ -146,21 +153,24 @@ class SparsePrefillAttention(AttentionBackend):
             self._key_start = upload(self._paged.key_start.numpy()[:-1], q.device)
         if not self._paged.copies_pay(cache, q.dtype):
             return None
-        return KeyCopies(self._paged.copies(cache, q.dtype), self._key_start)
+        return KeyCopies(self._paged.copies(cache, q.dtype, self._config.block), self._key_start)
 
-    def _attend_densely(
+    def _attend_by_flashinfer(
         self, q: torch.Tensor, cache: LayerCache, copies: KeyCopies, types: torch.Tensor, out: torch.Tensor
-    ) -> torch.Tensor:
-        """Leaves dense heads to FlashInfer where that is faster, and returns the types that are left."""
-        spec, kernel = cache.spec, None
-        if self._config.types is not None and DENSE in self._config.types and self._paged is not None:
-            kernel = self._dense_heads.kernel(spec, self._paged, q)
-        if kernel is None or self._paged is None:
-            return types
-        dense = types == DENSE
-        flags = dense[0, :: spec.group_size].int()
-        self._dense_heads.run(kernel, spec, self._paged, q, copies.rows, flags, out)
-        return types.masked_fill(dense, ELSEWHERE)
+    ) -> torch.Tensor | None:
+        """Leaves heads that select nothing to FlashInfer where that is faster, and returns the types that are left; None: all
+        heads are done."""
+        spec, left = cache.spec, set(self._config.types or (SELECTED,))
+        for kind in left & set(self._by_flashinfer):
+            heads = self._by_flashinfer[kind]
+            kernel = None if self._paged is None else heads.kernel(spec, self._paged, q)
+            if kernel is None or self._paged is None:
+                continue
+            chosen = types == kind
+            heads.run(kernel, spec, self._paged, q, copies.rows, chosen[0, :: spec.group_size].int(), out)
+            types = types.masked_fill(chosen, ELSEWHERE)
+            left.discard(kind)
+        return types if left else None
 
     def _types_of(self, rows: SparseRows, spec: AttentionSpec, device: torch.device) -> torch.Tensor:
         """``[R, num_heads]`` int8"""

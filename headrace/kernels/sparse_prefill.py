@@ -43,7 +43,7 @@ class KeyCopies(NamedTuple):
     """Keys and values of all rows out of their blocks, one token after another."""
 
     rows: torch.Tensor
-    """``[keys, kv_heads, d + dv]``: a head's key, then its value."""
+    """``[keys, kv_heads, d + dv]``: a head's key, then its value; there may be room behind the last key."""
     start: torch.Tensor
     """``[R]`` int32: where each row's first key is."""
 

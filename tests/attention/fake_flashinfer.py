@@ -213,6 +213,7 @@ def module_for(device: Device) -> dict[str, Any]:
                 self._buffers = [
                     each.clone() for each in (qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
                 ]
+                self._integers[:4] = 1
             fixed = (rows, self._most, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, page_size)
             self._launch = (*fixed, sm_scale, window_left, logits_soft_cap, self._backend)
             self._dtype, self._page_size = q_data_type, page_size
@@ -231,6 +232,8 @@ def module_for(device: Device) -> dict[str, Any]:
             if not device.replaying:
                 assert len(q) == self._total
             plan = self.read_plan(self._launch)
+            if not self._graph and not self._integers.any():
+                return  # A plan without tiles.
             starts, page_start, pages, last = self._buffers
             assert starts.tolist() == plan["queries"] and page_start.tolist() == plan["pages"]
             counts = page_start.diff()

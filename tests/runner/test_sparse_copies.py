@@ -7,7 +7,7 @@ import torch
 from attention.fake_flashinfer import Device, flashinfer
 
 from headrace.attention import sparse
-from headrace.attention.flashinfer import dense_heads, kernels
+from headrace.attention.flashinfer import heads, kernels
 from headrace.kernels import support
 
 from .harness import alone, same
@@ -39,17 +39,40 @@ def test_copies_change_nothing(mode: str, copies: list[int]) -> None:
     assert copies
 
 
-@pytest.mark.parametrize("toggle", ["streaming", pytest.param("xattn", marks=pytest.mark.slow)])
-def test_dense_heads_by_flashinfer(toggle: str, copies: list[int], flashinfer: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+HEADS = [("full", "streaming"), ("xattn", "streaming"), pytest.param("full", "xattn", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("retrieval", "toggle"), HEADS)
+def test_heads_by_flashinfer(
+    retrieval: str, toggle: str, copies: list[int], flashinfer: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each head of a row is one kernel's alone: heads that fa3 skips would be left as they were."""
-    world = SparseWorld(elastic=elastic("full", toggle))
+    world = SparseWorld(elastic=elastic(retrieval, toggle))
     requests = traffic()[:3]
     wanted = alone(world, requests)  # type: ignore[arg-type]
     assert not flashinfer.wrappers
     monkeypatch.setattr(support, "compute_capability", lambda device: 90)
     monkeypatch.setattr(kernels, "refusals", lambda *args: [])
-    monkeypatch.setattr(dense_heads, "_QUERIES", 100)
+    monkeypatch.setattr(heads, "_QUERIES", 100)
     for layer in world.spec.layers:
         kernels.compiling(kernels.for_prompts(layer, torch.float32, torch.device("cpu"))).join(600)
+    selecting: list[object] = []
+    attend = sparse.sparse_prefill_attention
+    monkeypatch.setattr(
+        sparse, "sparse_prefill_attention", lambda *args, **kw: selecting.append(args[0]) or attend(*args, **kw)
+    )
     same(alone(world, requests), wanted)  # type: ignore[arg-type]
     assert flashinfer.wrappers and copies
+    long = [q for q in selecting if len(q) >= 100]  # type: ignore[arg-type]
+    assert bool(long) == ("xattn" in (retrieval, toggle)), "no launch is for no head"
+
+
+@pytest.mark.parametrize(("tokens", "length"), [(1000, 1000), (1024, 1024), (300, 1196), (100, 100)])
+@pytest.mark.parametrize(("sinks", "local"), [(1, 2), (2, 1), (0, 3), (3, 20)])
+def test_pages_of_streaming_heads(tokens: int, length: int, sinks: int, local: int) -> None:
+    query_start, page_start, pages, last = heads.streamed_pages(tokens, length, 128, sinks, local)
+    for number, own in enumerate(range((length - tokens) // 128, -(-length // 128))):
+        seen = [block for block in range(own + 1) if block < sinks or block > own - local]
+        assert pages[page_start[number] : page_start[number + 1]].tolist() == seen
+        assert last[number] == min(128, length - own * 128) == query_start[number + 1] - query_start[number]
+    assert query_start[-1] == tokens

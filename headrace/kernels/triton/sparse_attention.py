@@ -356,7 +356,7 @@ def sparse_prefill_attention(
         BLOCK_N=tiling.block_n, D=head_dim, D_A=d_a, D_B=d_b, DV=v_head_dim, DV_A=dv_a, DV_B=dv_b, FP8=fp8,
         V_LANE=values.stride(3), MEANS=means is not None, COPIES=copies is not None,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        num_warps=tiling.num_warps, num_stages=tiling.num_stages, **options(q.device),
+        num_warps=tiling.num_warps, num_stages=tiling.num_stages, maxnreg=tiling.max_registers, **options(q.device),
     )  # fmt: skip
     return out
 

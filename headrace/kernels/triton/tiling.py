@@ -78,6 +78,8 @@ class Tiling:
     holds the keys from ``i * split_tokens`` on, whatever the row's length, so that no row's sums depend on the batch."""
     num_warps: int
     num_stages: int
+    max_registers: int | None = None
+    """Of a thread, where fewer let another program run beside; None: as many as the compiler takes."""
 
     @property
     def keys_first(self) -> bool:

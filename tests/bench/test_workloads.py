@@ -17,6 +17,7 @@ RECORDED = {
     "mixed256": (256, 144831, 144160, "e47ab8dda3096273"),
     "prefill8k": (16, 131072, 16, "8be06422629f3584"),
     "longctx_decode": (16, 262144, 2048, "e7ff8c4266b5207f"),
+    "prefill16k": (1, 16384, 1, "8b7d5002fcb8cd44"),
     "prefill32k": (1, 32768, 1, "688519d73b2f0f67"),
     "prefill64k": (1, 65536, 1, "dced56ba9dc5c265"),
     "prefill128k": (1, 131072, 1, "2be9c1e7d20d043a"),

@@ -8,7 +8,7 @@ from headrace.attention.select import modes_of
 from headrace.attention.sparse import SparsePrefillAttention
 from headrace.config import EngineArgs, SparseConfig
 from headrace.errors import ConfigError
-from headrace.model_spec import AnySpec, ElasticSpec, RopeSpec
+from headrace.model_spec import AnySpec, ElasticSpec, ModelSpec, RopeSpec
 from headrace.resolve.facts import DecisionLog
 
 MIN_TOKENS = 8192
@@ -42,17 +42,18 @@ def sparse(
         return None
     if args.deterministic:
         raise ConfigError(
-            "deterministic is for dense attention: which blocks are selected may depend on the batch by rounding; set "
-            "sparse_prefill off",
-            "sparse_prefill",
-        )
-    if args.tensor_parallel_size > 1:
-        raise ConfigError(
-            "tensor_parallel_size is for dense attention: a rank knows the head types and blocks of its own heads alone; set "
+            "deterministic is for dense attention: which kernel attends to a sparse prompt depends on the rows beside it; set "
             "sparse_prefill off",
             "sparse_prefill",
         )
     config = _training_free(args) if args.sparse_prefill != "auto" or elastic is None else _routed(args, elastic, max_model_len)
+    kv_heads, ranks = min(layer.num_kv_heads for layer in _whole(model).layers), args.tensor_parallel_size
+    if config.routed and kv_heads < ranks:
+        raise ConfigError(
+            f"the model's router decides for each of {kv_heads} KV heads, and {ranks} ranks would hold the same ones, which "
+            "they may route otherwise by rounding; set sparse_prefill off",
+            "tensor_parallel_size",
+        )
     if num_batched < config.block:
         raise ConfigError(
             f"sparse prefill takes chunks of {config.block} tokens: max_num_batched_tokens is {num_batched}",
@@ -70,6 +71,11 @@ def sparse(
     )
     _note(args, config, elastic, log)
     return config
+
+
+def _whole(model: AnySpec) -> AnySpec:
+    """The model of all ranks."""
+    return model.shard.whole if isinstance(model, ModelSpec) and model.shard is not None else model
 
 
 def _note_off(model: AnySpec, device: str, dtype: str, kv_dtype: str, log: DecisionLog) -> None:
@@ -149,7 +155,7 @@ def _heads(
     for why in dict.fromkeys(tuple(each) for each in reasons if each):
         dense = [index for index, each in enumerate(reasons) if tuple(each) == why]
         log.note("sparse_prefill", f"{len(dense)} of {len(reasons)} layers stay dense", "; ".join(why))
-    return tuple(0 if why else spec.num_heads for spec, why in zip(model.layers, reasons, strict=True))
+    return tuple(0 if why else spec.num_heads for spec, why in zip(_whole(model).layers, reasons, strict=True))
 
 
 def _note(args: EngineArgs, config: SparseConfig, elastic: ElasticSpec | None, log: DecisionLog) -> None:

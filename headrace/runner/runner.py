@@ -17,9 +17,11 @@ from headrace.config import EngineConfig
 from headrace.core.plan import NewSequence, RunnerEvent, SamplePlan, StepPlan, StepResult, pack_tokens
 from headrace.errors import EngineError, RequestError
 from headrace.kernels.transfer import upload
+from headrace.models.decoder import Decoder
 from headrace.models.interface import Model
 from headrace.models.vision import VisionEncoder
 from headrace.outputs import Failure, TokenLogprobs
+from headrace.parallel.group import ALONE
 from headrace.runner.build import make_backends, make_caches, make_media, make_recorder
 from headrace.runner.clock import Stopwatch
 from headrace.runner.graphs import GraphCount, StepGraphs
@@ -107,7 +109,8 @@ class ModelRunner:
         self.recorder = make_recorder(config) if recorder is None else recorder
         with torch.inference_mode():
             self.slots = SlotTables(config, self.device)
-            self._sparse = None if config.sparse is None else SparseTables(config, config.sparse, self.device)
+            group = model.group if isinstance(model, Decoder) else ALONE
+            self._sparse = None if config.sparse is None else SparseTables(config, config.sparse, self.device, group)
             self.sampler = Sampler(config.scheduler.max_num_seqs, model.spec.vocab_size, self.device, token_bytes)
             self._buffers = StepBuffers(config, self.device)
             self.media = make_media(config, encoder)

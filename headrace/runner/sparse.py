@@ -16,6 +16,7 @@ from headrace.core.sparse import block_pairs, num_segments, segment_length
 from headrace.errors import EngineError
 from headrace.kernels.transfer import upload
 from headrace.model_spec import POOLED
+from headrace.parallel.group import ALONE, Group
 from headrace.runner.slots import Ints, RowArrays
 from headrace.sampling.device import to_host
 
@@ -41,10 +42,10 @@ class SparseResults:
 
 
 class SparseTables:
-    """Index space: slot, ``[S]``."""
+    """Index space: slot, ``[S]``. A rank of several keeps its own heads' classes, and reports and takes those of all heads."""
 
-    def __init__(self, config: EngineConfig, sparse: SparseConfig, device: torch.device) -> None:
-        self._config, self._device = sparse, device
+    def __init__(self, config: EngineConfig, sparse: SparseConfig, device: torch.device, group: Group = ALONE) -> None:
+        self._config, self._device, self._group = sparse, device, group
         slots, layers = config.scheduler.max_num_seqs, config.model.layers
         self.num_layers = len(layers)
         self._kv_heads = max(layer.num_kv_heads for layer in layers)
@@ -83,11 +84,11 @@ class SparseTables:
             self._count[slot] = count = num_segments(seq.prompt_len, length, sparse.block)
             self._decided[slot] = not sparse.routed or bool(seq.sparse)
             if seq.sparse and self._classes is not None:
-                shape = (count, self.num_layers, self._kv_heads)
+                shape = (count, self.num_layers, self._group.size * self._kv_heads)
                 if len(seq.sparse) != np.prod(shape):
                     raise EngineError(f"sequence {seq.seq_id} has {len(seq.sparse)} classes of heads, not {shape}")
-                classes = np.frombuffer(seq.sparse, dtype=np.int8).reshape(shape)
-                self._classes[slot, :count] = upload(classes.copy(), self._device)
+                classes = np.frombuffer(seq.sparse, dtype=np.int8).reshape(*shape[:2], self._group.size, self._kv_heads)
+                self._classes[slot, :count] = upload(classes[:, :, self._group.rank].copy(), self._device)
 
     def rows(self, rows: RowArrays) -> SparseRows | None:
         """The rows that attend sparsely; None: there are none.
@@ -146,8 +147,10 @@ class SparseTables:
         routed = np.flatnonzero(~self._decided[slots]).tolist()
         classes = None
         if sparse.routed is not None and self._classes is not None:
-            classes = to_host(self._classes[sparse.routed.slots, sparse.routed.segments])
-        return SparseResults(seq_ids, to_host(sparse.kept), routed, classes)
+            own = self._classes[sparse.routed.slots, sparse.routed.segments]
+            # [size, N, layers, kv_heads]: ranks hold their heads in order.
+            classes = to_host(self._group.all_gather(own).permute(1, 2, 0, 3).flatten(2))
+        return SparseResults(seq_ids, to_host(self._group.all_gather(sparse.kept).sum(0)), routed, classes)
 
     def _check(self, rows: RowArrays, is_sparse: np.ndarray, first: int) -> None:
         """Raises EngineError unless sparse rows are the last, and chunks end where they may."""

@@ -198,7 +198,7 @@ def with_bidirectional_pictures(spec: ModelSpec) -> ModelSpec:
         ({"sparse_selection": "upstream"}, "sparse_selection"),
         ({"sparse_prefill": "mean", "sparse_selection": "upstream"}, "sparse_selection"),
         ({"sparse_prefill": "xattn", "deterministic": True}, "sparse_prefill"),
-        ({"sparse_prefill": "xattn", "tensor_parallel_size": 2}, "sparse_prefill"),
+        ({"spec": spec_of(elastic_spec=elastic()), "tensor_parallel_size": 6}, "tensor_parallel_size"),
         ({"sparse_prefill": "xattn", "spec": with_bidirectional_pictures(spec_of())}, "sparse_prefill"),
         ({"sparse_prefill": "mean", "elastic_max_exact_tokens": 512}, "elastic_max_exact_tokens"),
         ({"sparse_prefill": "xattn", "batched": 100}, "max_num_batched_tokens"),

@@ -57,6 +57,29 @@ def test_every_implementation_attends_alike(tmp_path: Path) -> None:
     assert found[0][1] == pytest.approx(found[1][1]) and found[0][2] == pytest.approx(found[1][2], abs=1e-3)
 
 
+def test_an_fp8_cache_is_read_sparsely(tmp_path: Path) -> None:
+    """With every block kept as with dense attention to the same cache; with some, chunks and prefix hits change nothing."""
+    folder, asked, greedy = saved(tmp_path, "llama"), {"prompt_token_ids": prompt(5, 400)}, GREEDY.replace({"max_tokens": 2})
+    options = {"kv_cache_dtype": "fp8_e4m3", "sparse_prefill": "xattn", "sparse_min_tokens": 0, "kv_cache_memory": 2**21}
+    options["attention_backend"] = "reference"
+    with engine(folder, sparse_threshold=1.0, enable_prefix_caching=False, **options) as llm:
+        assert llm._engine.config.cache.dtype == "fp8_e4m3"
+        (sparse,) = llm.generate([asked], greedy)
+        (dense,) = llm.generate([asked], greedy.replace({"sparse_prefill": False}))
+    assert sparse.attention is not None and sparse.attention.density == 1.0
+    assert sparse.outputs[0].token_ids == dense.outputs[0].token_ids
+    assert sparse.outputs[0].cumulative_logprob == pytest.approx(dense.outputs[0].cumulative_logprob, abs=1e-3)
+    with engine(folder, sparse_threshold=0.5, **options) as llm:
+        whole, hit = (llm.generate([asked], greedy)[0] for _ in range(2))
+        assert llm.stats.prefix_hit_tokens >= 256
+    with engine(folder, sparse_threshold=0.5, max_num_batched_tokens=256, **options) as llm:
+        (chunked,) = llm.generate([asked], greedy)
+    assert whole.attention is not None and (whole.attention.density or 0) < 1
+    for other in (hit, chunked):
+        assert other.outputs[0].token_ids == whole.outputs[0].token_ids
+        assert other.outputs[0].cumulative_logprob == pytest.approx(whole.outputs[0].cumulative_logprob, abs=1e-3)
+
+
 def test_layers_that_cannot_stay_dense_and_are_named(tmp_path: Path) -> None:
     folder = saved(tmp_path, "mistral")
     with pytest.raises(Exception, match=r"no layer of this model can attend sparsely: it has a sliding window"):

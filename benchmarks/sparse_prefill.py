@@ -507,8 +507,8 @@ def main() -> None:
     densities = options.densities or ([0.1, 0.7] if options.quick else list(DENSITIES))
     repeats = 3 if options.quick else 7
     device = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-    # The sweep of copies compares what it times.
-    differences = {} if options.sweep == "copies" else check(options)
+    # The sweep of copies compares its own results, and --kernels runs the same kernels.
+    differences = {} if options.sweep == "copies" or options.kernels else check(options)
     print(json.dumps({"name": "largest differences", **differences}), flush=True)
     results: Results = []
     run = {"all": sweep, "copies": sweep_copies, None: partial(measure, densities)}[options.sweep]

@@ -78,12 +78,13 @@ class PagedRows:
     def copies(self, cache: LayerCache, dtype: torch.dtype, multiple: int = 1) -> torch.Tensor:
         """``[keys, kv_heads, head_dim + v_head_dim]``: the rows' keys and values, concatenated.
 
-        Behind them there is room, which is not written, up to a multiple of ``multiple`` keys.
+        Behind them there are zeros up to a multiple of ``multiple`` keys: a masked value that is NaN would spoil a sum.
         """
         spec = cache.spec
         size = (-(-self.num_keys // multiple) * multiple, spec.num_kv_heads, spec.row_width)
         copies = torch.empty(size, dtype=dtype, device=cache.rows.device)
         written = copies[: self.num_keys]
+        copies[self.num_keys :].zero_()
         if cache.k_scale is None or cache.v_scale is None:
             torch.index_select(cache.rows.flatten(0, 1), 0, self.key_places(cache.group), out=written)
         else:

@@ -24,7 +24,7 @@ from headrace.layers.norm import RMSNorm, UnitRMSNorm
 from headrace.layers.rotary import RotaryTable
 from headrace.model_spec import AttentionSpec, ModelSpec, MoeSpec, RopeSpec
 from headrace.model_spec.projection import input_matrices
-from headrace.models.interface import ModelInputs
+from headrace.models.interface import HiddenStates, ModelInputs
 from headrace.parallel.group import ALONE, Group, gather_columns
 
 if TYPE_CHECKING:
@@ -151,17 +151,18 @@ class Decoder(nn.Module):
     @torch.inference_mode()
     def forward(self, inputs: ModelInputs, ctx: ForwardContext) -> torch.Tensor:
         """Computes the normed hidden states of one step, ``[T, hidden]``."""
-        angles = self.rotary(inputs, ctx)
-        x, residual = inputs.embedded(self.embed), None
-        extras = inputs.extras or {}
-        if self.fused is not None and not extras and self.fused.takes(ctx):
-            x, residual = self.fused(x, angles, ctx)
-        else:
-            for index, (layer, cos_sin) in enumerate(zip(self.layers, angles, strict=True)):
-                x, residual = layer(x, residual, cos_sin, ctx)
-                if index in extras:
-                    residual = residual + extras[index]
-        return self.last_norm(x, residual)
+        if self.fused is not None and not inputs.extras and self.fused.takes(ctx):
+            return self.last_norm(*self.fused(inputs.embedded(self.embed), self.rotary(inputs, ctx), ctx))
+        states = HiddenStates(inputs.embedded(self.embed))
+        self.run_layers(states, inputs, ctx, range(self.spec.num_layers))
+        return self.last_norm(states.x, states.residual)
+
+    def run_layers(self, states: HiddenStates, inputs: ModelInputs, ctx: ForwardContext, layers: range) -> None:
+        """Runs some layers of one step: ``states`` are those before the first of them, and then those after the last."""
+        angles, extras = self.rotary(inputs, ctx), inputs.extras or {}
+        for index in layers:
+            x, residual = self.layers[index](states.x, states.residual, angles[index], ctx)
+            states.x, states.residual = x, residual + extras[index] if index in extras else residual
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Embeds ids ``[T]`` int64 to the first layer's input ``[T, hidden]``, a new tensor."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -38,6 +38,20 @@ class ModelInputs:
         return torch.where(self.embeds_mask[:, None], self.inputs_embeds, embed(self.input_ids))
 
 
+@dataclasses.dataclass(slots=True)
+class HiddenStates:
+    """Hidden states of a step's tokens between two layers: the residual stream is ``x + residual``."""
+
+    x: torch.Tensor
+    """``[T, hidden]``: the last layer's addition to the stream."""
+    residual: torch.Tensor | None = None
+    """``[T, hidden]``: the stream before that; None: ``x`` is all of it, as before the first layer."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.x.nbytes + (0 if self.residual is None else self.residual.nbytes)
+
+
 class Model(Protocol):
     """Computes the hidden states of a step's tokens, and logits of hidden states."""
 
@@ -54,4 +68,22 @@ class Model(Protocol):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[N, hidden] -> [N, vocab]`` float32."""
+        ...
+
+
+@runtime_checkable
+class LayeredModel(Model, Protocol):
+    """A model that can pause between two layers of a forward pass. All calls of one pass together compute what ``Model``'s
+    call does, bit for bit."""
+
+    def first_states(self, inputs: ModelInputs) -> HiddenStates:
+        """Returns the states before the first layer."""
+        ...
+
+    def run_layers(self, states: HiddenStates, inputs: ModelInputs, ctx: ForwardContext, layers: range) -> None:
+        """Replaces the states before the first of ``layers`` by those after the last one."""
+        ...
+
+    def last_states(self, states: HiddenStates) -> torch.Tensor:
+        """Returns ``[T, hidden]`` after the last layer, as ``logits`` takes them."""
         ...

@@ -20,6 +20,7 @@ from headrace.models import llama, qwen3
 from headrace.models.decoder import Decoder, DecoderAttention, DecoderLayer
 from headrace.models.family import Family
 from headrace.models.hf_config import HFConfig, uniform, whole
+from headrace.models.interface import HiddenStates, ModelInputs
 from headrace.models.moe_config import must_be, number
 from headrace.models.names import decoder_names
 from headrace.options import INT32_MAX
@@ -113,7 +114,15 @@ class PawLayer(DecoderLayer):
 
 
 class PawDecoder(Decoder):
+    """A ``LayeredModel``: prompts that its routers see as a whole take several steps."""
+
     layer_class = PawLayer
+
+    def first_states(self, inputs: ModelInputs) -> HiddenStates:
+        return HiddenStates(inputs.embedded(self.embed))
+
+    def last_states(self, states: HiddenStates) -> torch.Tensor:
+        return self.last_norm(states.x, states.residual)
 
 
 def names(model: Decoder) -> NameTable:

@@ -310,9 +310,9 @@ class EngineArgs:
     elastic_max_exact_tokens: Annotated[
         int | None, OptionSpec(min=256, default="the longest prompt, at most 131072", metavar="INTEGER")
     ] = None
-    """Longest prompt that a model's router sees as a whole, as it was trained to. Such a prompt is computed in one step,
-    whatever --max-num-batched-tokens says: a larger value takes more memory for activations, and other requests wait longer for
-    their next token. A longer prompt is routed in segments of about this length, each by its own last keys and the prompt's
+    """Longest prompt that a model's router sees as a whole, as it was trained to. It is computed in one piece; beside other
+    sequences, a few layers a step. A larger value takes more memory for activations, and a layer of a longer piece is a longer
+    pause for the others. A longer prompt is routed in segments of about this length, each by its own last keys and the prompt's
     first; the report of a request says so."""
     yarn_factor: YarnFactor = "checkpoint"
     """Factor of YaRN's rotary embedding. checkpoint: the config's `factor`. positions: max_position_embeddings divided by
@@ -497,7 +497,7 @@ class SparseConfig:
     min_tokens: int
     """Shorter prompts are dense."""
     max_exact_tokens: int
-    """The longest segment that the router sees at once, and that a step computes in one piece; 0: no router."""
+    """The longest segment that the router sees at once, and that is computed in one piece; 0: no router."""
     block: int
     stride: int
     norm: float
@@ -544,9 +544,9 @@ class SchedulerConfig:
     @property
     def most_tokens(self) -> int:
         """The most tokens of a step."""
-        if self.sparse is None or self.sparse.max_exact_tokens <= self.max_num_batched_tokens:
+        if self.sparse is None:
             return self.max_num_batched_tokens
-        return min(self.sparse.max_exact_tokens, self.max_model_len) + self.max_num_seqs
+        return max(self.max_num_batched_tokens, min(self.sparse.max_exact_tokens, self.max_model_len))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,8 +16,6 @@ class StepBudget:
     """Part of ``tokens`` kept for decoding sequences later in the order, so that a long prompt ahead does not stall them."""
     prefill: int | None = None
     """Tokens left for prefill while sequences decode, whose next tokens wait for the end of the step; None: no limit."""
-    pieces: int = 0
-    """Tokens left for prompts that are computed in one piece, whatever ``tokens`` says; other prefill takes from it too."""
     prefilled: int = 0
     """Tokens spent on prefill so far."""
     blocks_short: bool = False
@@ -29,11 +27,20 @@ class StepBudget:
         free = max(self.tokens - self.reserved, min(self.tokens, 1))
         return free if self.prefill is None else min(free, self.prefill)
 
+    def layers(self, tokens: int, left: int, total: int) -> int:
+        """How many of the ``left`` layers of a piece of so many tokens may be computed now; the model has ``total``.
+
+        As many as ``spendable`` tokens are worth, but at least one in a step without other prefill.
+        """
+        layers = self.spendable * total // tokens
+        if not layers and not self.prefilled and self.spendable:
+            layers = 1
+        return min(layers, left)
+
     def spend(self, tokens: int, *, decoding: bool, whole: bool = False) -> None:
-        """``whole``: a prompt in one piece, which may be longer than ``tokens``; what is reserved is not spent on it."""
+        """``whole``: layers of a piece, which may be worth more than ``tokens``; what is reserved is not spent on them."""
         self.tokens -= min(tokens, max(0, self.tokens - self.reserved)) if whole else tokens
         if not decoding:
             self.prefilled += tokens
-            self.pieces = max(0, self.pieces - tokens)
             if self.prefill is not None:
                 self.prefill = max(0, self.prefill - tokens)

@@ -67,6 +67,23 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
     """Per cache group, the blocks to append to the slot's block table."""
 
 
+class LayerRange(msgspec.Struct, frozen=True, array_like=True):
+    """Some layers of the model, ``[first, end)`` of ``total``: a step's share of a piece (``SparsePrompt.whole``)."""
+
+    first: int
+    end: int
+    total: int
+
+    @property
+    def last(self) -> bool:
+        """Whether the piece is complete after them."""
+        return self.end == self.total
+
+    def share(self, num_tokens: int) -> int:
+        """Their part of the piece's tokens, such that the shares of all its steps add up to ``num_tokens``."""
+        return num_tokens * self.end // self.total - num_tokens * self.first // self.total
+
+
 class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="step"):
     """The work of one step; may be empty. The runner applies ``moves``, ``released``, ``new`` and ``rows`` in this order."""
 
@@ -83,10 +100,18 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="step"):
     """(cache group, source block, target block), executed in order: the content is copied, and the target replaces the source
     in every block table. ``rows`` have the new numbers already. Steps launched before may still write the sources, so the
     copies run after them; the bytes of a source may belong to another group from this step on."""
+    layers: LayerRange | None = None
+    """The last row computes these layers alone, apart from the other rows. It is a row of several plans, in turn for all
+    layers; its tokens count as computed, and it may have logits rows, in the last of them. One such piece is under way at a
+    time. None: every row computes all layers."""
 
     @property
     def num_tokens(self) -> int:
-        return sum(row.num_tokens for row in self.rows)
+        """Tokens of all layers: of a row that computes some of them, its share."""
+        num_tokens = sum(row.num_tokens for row in self.rows)
+        if self.layers is None:
+            return num_tokens
+        return num_tokens - self.rows[-1].num_tokens + self.layers.share(self.rows[-1].num_tokens)
 
 
 class SamplePlan(msgspec.Struct, frozen=True, array_like=True, tag="sample"):

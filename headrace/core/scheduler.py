@@ -14,7 +14,7 @@ from headrace.core.admission import check_request
 from headrace.core.budget import StepBudget
 from headrace.core.items import affordable_length
 from headrace.core.ordered import OrderedSequences
-from headrace.core.plan import SparseOutcome, StepPlan, StepResult
+from headrace.core.plan import LayerRange, SparseOutcome, StepPlan, StepResult
 from headrace.core.policies import running_order, waiting_order
 from headrace.core.request import Request
 from headrace.core.results import collect_tokens, keep_prompt_logprobs
@@ -24,6 +24,7 @@ from headrace.core.sparse import Decisions, SparsePrompt
 from headrace.core.step import InFlightRow, InFlightStep, StepBuilder
 from headrace.errors import EngineError, RequestError
 from headrace.kv import KVCacheManager
+from headrace.kv.manager import NewBlocks
 from headrace.metrics.stats import EngineStats
 from headrace.outputs import Failure, FinishReason
 
@@ -60,6 +61,10 @@ class Scheduler:
         self._prefill_debt = 0
         """Prefill tokens of past steps above the limit beside decoding sequences: the next steps' limits pay for them."""
         self._decisions = Decisions()
+        self._layered: Sequence | None = None
+        """The sequence whose piece is under way, layer by layer: other pieces begin when it is complete."""
+        self._abandoned = False
+        """A piece was abandoned between two layers, and no plan has released its slot, and so its hidden states, since."""
         self._counters = EngineStats()
         self._clock = clock
 
@@ -101,8 +106,8 @@ class Scheduler:
         self._failed.append(SequenceUpdate(seq, finish_reason="error", error=error))
 
     def has_work(self) -> bool:
-        """True while a sequence is unfinished or a launched step is not collected."""
-        return bool(self._num_unfinished or self._in_flight or self._failed)
+        """True while a sequence is unfinished, a launched step is not collected, or hidden states are to be freed."""
+        return bool(self._num_unfinished or self._in_flight or self._failed or self._abandoned)
 
     @property
     def num_running(self) -> int:
@@ -118,7 +123,8 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """Returns the next step, or None if no step can be launched before another is collected or a request is added.
 
-        A plan without rows lets ``update`` report sequences that failed while they were scheduled.
+        A plan without rows lets ``update`` report sequences that failed while they were scheduled, or frees what an abandoned
+        piece holds.
         """
         if len(self._in_flight) >= self.config.pipeline_depth:
             return None
@@ -130,7 +136,6 @@ class Scheduler:
             self.config.max_num_encoder_tokens,
             reserved=num_decoding,
             prefill=None if limit is None else max(0, limit - self._prefill_debt),
-            pieces=self.config.sparse.max_exact_tokens if self.config.sparse else 0,
         )
         step = StepBuilder(budget, self.kv.moves, self.kv.no_blocks)
         if self._starved is not None:
@@ -148,8 +153,9 @@ class Scheduler:
             first = self._first_ready()
             if first is None or not self._admit(first, step):
                 break
-        if not step and (self._in_flight or not self._failed):
+        if not step and (self._in_flight or not (self._failed or self._abandoned)):
             return None
+        self._abandoned = False
         self._prefill_debt = 0 if limit is None else max(0, self._prefill_debt + budget.prefilled - limit)
         self._last_step += 1
         self._in_flight.append(InFlightStep(self._last_step, step.in_flight, step.constrained))
@@ -240,19 +246,20 @@ class Scheduler:
         if seq.decoding:
             wanted = min(seq.num_tokens - seq.num_computed, step.budget.tokens)
         else:
-            wanted = self._chunk(seq, seq.num_computed, step.budget)
+            wanted = self._chunk(seq, seq.num_computed, step)
         granted = self._secure_blocks(seq, wanted, step) if wanted else 0
         if granted:
             new_blocks = self.kv.allocate(seq.blocks, seq.num_computed + granted)
             if new_blocks is None:
                 raise EngineError(f"{seq!r} was granted {granted} tokens without blocks for them")
-            step.add_row(seq, granted, new_blocks)
+            self._add_row(seq, granted, new_blocks, step)
 
-    def _chunk(self, seq: Sequence, start: int, budget: StepBudget) -> int:
+    def _chunk(self, seq: Sequence, start: int, step: StepBuilder) -> int:
         """Length of the prefill chunk from ``start`` that the budget allows; may be 0."""
         if seq.whole(start):
-            # A step without other prefill has room for it.
-            return 0 if budget.prefill == 0 else seq.cut(start, seq.num_tokens, budget.pieces)
+            piece = seq.least_chunk(start)
+            return piece if self._layers(seq, piece, step) else 0
+        budget = step.budget
         limit = budget.spendable
         chunk = seq.cut(start, seq.num_tokens, limit)
         if chunk == 0 and self._starved is None and seq.least_chunk(start) > max(1, limit):
@@ -261,6 +268,23 @@ class Scheduler:
             return chunk
         # Encoder work needs no such precedence: only sequences earlier in the order spend it, once for each item.
         return affordable_length(start, chunk, seq.items, seq.num_encoded, budget.encoder_tokens)
+
+    def _layers(self, seq: Sequence, num_tokens: int, step: StepBuilder) -> int:
+        """Number of layers of the sequence's piece that the step may compute."""
+        sparse = self.config.sparse
+        if sparse is None or (self._layered is not None and self._layered is not seq):
+            return 0
+        return step.layers_of(seq, num_tokens, len(sparse.heads))
+
+    def _add_row(self, seq: Sequence, num_tokens: int, new_blocks: NewBlocks, step: StepBuilder) -> None:
+        """Adds a row of the chunk that was granted; of a piece with the layers that the budget allows."""
+        layers, sparse = None, self.config.sparse
+        if sparse is not None and seq.whole(seq.num_computed):
+            first, total = seq.num_layers, len(sparse.heads)
+            layers = LayerRange(first, first + self._layers(seq, num_tokens, step), total)
+            self._layered = None if layers.last else seq
+            layers = layers if first or not layers.last else None
+        step.add_row(seq, num_tokens, new_blocks, layers)
 
     def _secure_blocks(self, seq: Sequence, wanted: int, step: StepBuilder) -> int:
         """Number of the wanted tokens that can have blocks in this step, preempting others if necessary; may be 0."""
@@ -334,7 +358,7 @@ class Scheduler:
         start = seq.blocks.capacity if hit is None else hit.num_tokens
         if not self.kv.fits(seq.blocks, hit, seq.num_tokens, seq.least_chunk(start)):
             return self._blocks_missing(seq)
-        chunk = self._chunk(seq, start, step.budget)
+        chunk = self._chunk(seq, start, step)
         if chunk == 0:
             return False
         if hit is not None:
@@ -347,7 +371,7 @@ class Scheduler:
         self._start(seq, start, first_time=seq.status is Status.WAITING, forked=forked)
         self._running.add(seq)
         step.add_new(seq)
-        step.add_row(seq, chunk, new_blocks)
+        self._add_row(seq, chunk, new_blocks, step)
         return True
 
     def _blocks_missing(self, seq: Sequence) -> bool:
@@ -507,5 +531,7 @@ class Scheduler:
 
     def _leave_slot(self, seq: Sequence) -> None:
         """Releases slot and blocks; steps in flight may still write the blocks."""
+        if self._layered is seq:
+            self._layered, seq.num_layers, self._abandoned = None, 0, True
         self._slots.release(seq.slot)
         self.kv.free(seq.blocks, self._last_step if seq.num_in_flight else None)

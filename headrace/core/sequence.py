@@ -64,6 +64,8 @@ class Sequence:
     """Length when the sequence took its slot: up to here its rows are prefill, afterwards decode."""
     num_computed: int = 0
     num_collected: int = 0
+    num_layers: int = 0
+    """Layers computed of the piece that begins at ``num_computed``; 0: none is under way."""
     num_encoded: int = 0
     """Encoders have run for the items that start before this token."""
     num_placeholders: int = 0

@@ -1,7 +1,8 @@
 """SparsePrompt: a prompt that attends sparsely, and where its chunks may be cut.
 
 Selectors see whole blocks of queries, so chunks begin and end at multiples of a block, or end with the prompt. A router sees
-a whole *segment* of the prompt, as a rule all of it: until its answer is known, a segment is computed in one piece.
+a whole *segment* of the prompt, as a rule all of it: until its answer is known, a segment is computed in one *piece*, of
+which a step may compute some of the layers.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import msgspec
 
 from headrace.core.budget import StepBudget
 from headrace.core.items import encoder_cost
-from headrace.core.plan import NewSequence, Row, StepPlan, pack_tokens
+from headrace.core.plan import LayerRange, NewSequence, Row, StepPlan, pack_tokens
 from headrace.core.sequence import Sequence, Status
 from headrace.kv.manager import Move, NewBlocks
 
@@ -56,6 +56,9 @@ class StepBuilder:
         self._prefill: list[Row] = []
         self._sparse: list[Row] = []
         """Prefill rows that attend sparsely."""
+        self._piece: list[Row] = []
+        """The row that computes ``layers`` alone, if there is one."""
+        self.layers: LayerRange | None = None
 
     def __bool__(self) -> bool:
         return bool(self.in_flight)
@@ -112,18 +115,37 @@ class StepBuilder:
         seq.num_in_flight += 1
         return True
 
-    def add_row(self, seq: Sequence, num_tokens: int, new_blocks: NewBlocks) -> None:
-        """Adds a row and advances the sequence over it."""
+    def layers_of(self, seq: Sequence, num_tokens: int, total: int) -> int:
+        """How many more layers of the sequence's piece of so many tokens the step has room for; the model has ``total``."""
+        left = total - seq.num_layers
+        if not self and not self.budget.reserved:
+            return left  # No other sequence waits for the end of the step.
+        return self.budget.layers(num_tokens, left, total) if self.layers is None else 0
+
+    def add_row(self, seq: Sequence, num_tokens: int, new_blocks: NewBlocks, layers: LayerRange | None = None) -> None:
+        """Adds a row and advances the sequence over it.
+
+        Args:
+            layers: that the row computes, of a piece; the sequence advances over its tokens with the last one. None: all.
+        """
         start, end = seq.num_computed, seq.num_computed + num_tokens
+        cost = num_tokens
+        if layers is not None:
+            self.layers, cost = layers, layers.share(num_tokens)
+            seq.num_layers = 0 if layers.last else layers.end
+            end = end if layers.last else start
         num_logits = int(end == seq.num_tokens)
         row = Row(seq.seq_id, seq.slot, start, num_tokens, num_logits, new_blocks)
-        (self._decode if seq.decoding else self._sparse if seq.is_sparse(start) else self._prefill).append(row)
+        if layers is not None:
+            self._piece.append(row)
+        else:
+            (self._decode if seq.decoding else self._sparse if seq.is_sparse(start) else self._prefill).append(row)
         self.in_flight.append(InFlightRow(seq, seq.preemption_epoch, start, end, num_logits))
         if num_logits and seq.request.constraint is not None:
             self.constrained.append(seq)
         self.scheduled.add(seq.seq_id)
         self._moves_before[seq.seq_id] = len(self._moves)
-        self.budget.spend(num_tokens, decoding=seq.decoding, whole=seq.whole(start))
+        self.budget.spend(cost, decoding=seq.decoding, whole=seq.whole(start))
         if seq.items and start < seq.num_prompt:
             self.budget.encoder_tokens -= encoder_cost(start, end, seq.items, seq.num_encoded)
             seq.num_encoded = end
@@ -132,10 +154,10 @@ class StepBuilder:
         seq.num_in_flight += 1
 
     def build(self, step: int, released: tuple[int, ...], moves: tuple[Move, ...] = ()) -> StepPlan:
-        rows = self._decode + self._prefill + self._sparse
+        rows = self._decode + self._prefill + self._sparse + self._piece
         if moves:
             rows = [self._moved(row, moves) for row in rows]
-        return StepPlan(step, released, tuple(self._new), tuple(rows), len(self._decode), moves)
+        return StepPlan(step, released, tuple(self._new), tuple(rows), len(self._decode), moves, self.layers)
 
     def _moved(self, row: Row, moves: tuple[Move, ...]) -> Row:
         """Applies to a row's blocks the moves made after the row was added."""

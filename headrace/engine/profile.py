@@ -14,7 +14,7 @@ from headrace.attention.sparse_rows import SparseRows
 from headrace.cache.planes import allocate
 from headrace.config import EngineConfig
 from headrace.core.plan import NewSequence, Row, StepPlan, pack_tokens
-from headrace.models.interface import Model, ModelInputs
+from headrace.models.interface import HiddenStates, Model, ModelInputs
 from headrace.resolve.memory import CUDA_SLACK
 from headrace.runner.build import make_backends
 from headrace.runner.slots import RowArrays
@@ -59,6 +59,11 @@ def measure(model: Model, config: EngineConfig, encode: Sequence[Callable[[], ob
             backend.reserve(torch.device(config.device))
     torch.cuda.reset_peak_memory_stats()
     _largest_step(model, config, caches, backends)
+    if config.sparse is not None and config.sparse.routed:
+        # Other rows run while the hidden states of a piece are paused.
+        paused = paused_states(config, config.sparse.max_exact_tokens)
+        _largest_step(model, config, caches, backends, config.scheduler.max_num_batched_tokens)
+        del paused
     torch.cuda.synchronize()
     workspaces, peak = workspace_bytes(backends), torch.cuda.max_memory_allocated()
     vision = max(map(_peak, encode), default=0)
@@ -86,12 +91,20 @@ def _peak(work: Callable[[], object]) -> int:
     return torch.cuda.max_memory_allocated() - held
 
 
-def _largest_step(model: Model, config: EngineConfig, caches: list[LayerCache], backends: list[AttentionBackend]) -> None:
+def paused_states(config: EngineConfig, most: int) -> HiddenStates:
+    """The largest that a piece of up to ``most`` tokens may leave between two of its steps."""
+    shape = (2, min(config.scheduler.max_model_len, most), config.model.hidden_size)
+    return HiddenStates(*torch.empty(shape, dtype=getattr(torch, config.dtype), device=config.device))
+
+
+def _largest_step(
+    model: Model, config: EngineConfig, caches: list[LayerCache], backends: list[AttentionBackend], tokens: int | None = None
+) -> None:
     """Runs the maximum number of tokens, in prompts of maximum length, and logits for the maximum number of sampled rows.
 
-    Their KV goes nowhere, and what they see is the null block's.
+    Their KV goes nowhere, and what they see is the null block's. ``tokens``: as in ``largest_step``.
     """
-    step, positions = largest_step(config)
+    step, positions = largest_step(config, tokens)
     for backend in distinct(backends):
         backend.plan(step)
     hidden = model(ModelInputs(torch.zeros_like(positions), positions), ForwardContext(step, caches, backends))
@@ -100,9 +113,12 @@ def _largest_step(model: Model, config: EngineConfig, caches: list[LayerCache], 
     logits.clone()
 
 
-def largest_step(config: EngineConfig) -> tuple[StepMetadata, torch.Tensor]:
-    """The step with most tokens, and their positions. Its prompts attend sparsely where prompts may."""
-    tokens, longest = config.scheduler.most_tokens, config.scheduler.max_model_len
+def largest_step(config: EngineConfig, tokens: int | None = None) -> tuple[StepMetadata, torch.Tensor]:
+    """The step with most tokens, and their positions. Its prompts attend sparsely where prompts may.
+
+    ``tokens``: so many in place of the most.
+    """
+    tokens, longest = tokens or config.scheduler.most_tokens, config.scheduler.max_model_len
     if config.sparse is not None and config.sparse.routed:
         longest = min(longest, config.sparse.max_exact_tokens)
     starts = np.append(np.arange(0, tokens, longest), tokens)

@@ -168,7 +168,7 @@ def _note(args: EngineArgs, config: SparseConfig, elastic: ElasticSpec | None, l
             f"{where}: the model's router decides for each prompt; threshold {config.threshold}",
         )
         if args.elastic_max_exact_tokens is None:
-            why = "prompts up to this length are routed as a whole, in one step; longer ones in segments"
+            why = "prompts up to this length are routed as a whole, beside others a few layers a step; longer ones in segments"
             log.note("elastic_max_exact_tokens", config.max_exact_tokens, why)
         return
     why = f"{where}, prompts from {config.min_tokens} tokens on, threshold {config.threshold}"

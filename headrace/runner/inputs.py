@@ -14,7 +14,7 @@ from headrace.attention.context import ForwardContext
 from headrace.attention.sparse_rows import SparseRows
 from headrace.config import EngineConfig
 from headrace.errors import EngineError
-from headrace.kernels.inputs import LogitsInputs, RowTensors, logits_inputs, step_inputs
+from headrace.kernels.inputs import LogitsInputs, RowTensors, StepInputs, logits_inputs, step_inputs
 from headrace.models.interface import Model, ModelInputs
 from headrace.runner.media import MediaTables, StepMedia
 from headrace.runner.slots import RowArrays, SlotTables
@@ -45,6 +45,10 @@ class Bounds:
     def num_tokens(self) -> int:
         return int(self.query_start[-1])
 
+    @property
+    def max_queries(self) -> int:
+        return max(int(np.diff(self.query_start).max()), 1)
+
     @classmethod
     def of(cls, rows: RowArrays) -> Bounds:
         return cls(rows.num_decode_rows, np.concatenate(([0], np.cumsum(rows.counts))), rows.ends)
@@ -57,8 +61,9 @@ class StepBuffers:
         scheduler = config.scheduler
         self.num_logits_rows = max(scheduler.max_num_seqs, *config.graph_rows, 0)
         """The most that a step may have."""
-        self._most = self.num_logits_rows + PROMPT_ROWS
-        self._device = device
+        # One place more than a captured step has, for a piece beside it.
+        self._most = self.num_logits_rows + PROMPT_ROWS + 1
+        self.device = device
         size = 3 * _aligned(self._most + 1)
         self._rows = torch.zeros(size, dtype=torch.int32, device=device)
         self._sent = np.zeros(size, dtype=np.int32)
@@ -79,7 +84,7 @@ class StepBuffers:
         if self._logits is None:
             if hidden is None:
                 raise EngineError("no step has run its model yet")
-            count, device = self.num_logits_rows, self._device
+            count, device = self.num_logits_rows, self.device
             self._logits = LogitsInputs(
                 hidden=torch.zeros(count, hidden.shape[1], dtype=hidden.dtype, device=device),
                 slots=torch.full((count,), PAD_SLOT, dtype=torch.int64, device=device),
@@ -94,13 +99,16 @@ class StepBuffers:
         slots, query_start, logits_start = self._rows[: 3 * pitch].view(3, pitch)
         return RowTensors(slots[:count], query_start[: count + 1], logits_start[: count + 1])
 
+    def next_step(self) -> None:
+        """To be called before anything else of a step."""
+        self._turn = (self._turn + 1) % len(self._inbox)
+
     def send(self, rows: RowArrays, decode_rows: int, num_rows: int) -> npt.NDArray[np.int64]:
         """Sends the rows, padded to ``decode_rows`` decode rows and ``num_rows`` in all, unless they are as they were.
 
         Returns:
             ``[R]``: row -> its place among those.
         """
-        self._turn = (self._turn + 1) % len(self._inbox)
         own = rows.num_decode_rows
         places = np.arange(len(rows))
         places[own:] += decode_rows - own
@@ -164,8 +172,30 @@ class ForwardPass:
             media: None: there are no tokens of items.
             sparse: None: every row attends densely.
         """
-        tables, rows = self._tables, self._buffers.rows(bounds.num_rows)
-        max_queries = max(int(np.diff(bounds.query_start).max()), 1)
+        rows = self._buffers.rows(bounds.num_rows)
+        given, ctx = self.begin(rows, bounds, media, sparse)
+        inputs = ModelInputs(given.ids, given.positions)
+        if self._media is not None and self._media.sectioned:
+            # Padding rows are at position 0, and a sequence with pictures has positions behind those of its tokens.
+            rope = given.positions + self._media.delta[_token_slots(rows, bounds.num_tokens)]
+            inputs = dataclasses.replace(inputs, rope_positions=rope.clamp_(min=0))
+        if media is not None:
+            inputs = dataclasses.replace(
+                inputs,
+                inputs_embeds=media.inputs_embeds,
+                embeds_mask=media.embeds_mask,
+                extras=media.extras,
+                rope_positions=media.rope_positions if media.rope_positions is not None else inputs.rope_positions,
+            )
+        hidden = self._model(inputs, ctx)
+        self.end(hidden, rows, bounds, given, self._buffers.logits(hidden))
+        return hidden
+
+    def begin(
+        self, rows: RowTensors, bounds: Bounds, media: StepMedia | None = None, sparse: SparseRows | None = None
+    ) -> tuple[StepInputs, ForwardContext]:
+        """Gathers the inputs of the rows, and plans the attention backends for them."""
+        tables = self._tables
         given = step_inputs(
             tables.token_ids.tensor,
             tables.num_computed,
@@ -173,7 +203,7 @@ class ForwardPass:
             rows.slots,
             rows.query_start,
             num_tokens=bounds.num_tokens,
-            max_queries=max_queries,
+            max_queries=bounds.max_queries,
             table_width=-(-int(bounds.seq_lens.max()) // tables.block_size),
             block_size=tables.block_size,
         )
@@ -191,25 +221,13 @@ class ForwardPass:
         )
         for backend in self.to_plan:
             backend.plan(step)
-        inputs, kinds = ModelInputs(given.ids, given.positions), None
-        if self._media is not None and self._media.sectioned:
-            # Padding rows are at position 0, and a sequence with pictures has positions behind those of its tokens.
-            rope = given.positions + self._media.delta[_token_slots(rows, bounds.num_tokens)]
-            inputs = dataclasses.replace(inputs, rope_positions=rope.clamp_(min=0))
-        if media is not None:
-            kinds = media.kinds
-            inputs = dataclasses.replace(
-                inputs,
-                inputs_embeds=media.inputs_embeds,
-                embeds_mask=media.embeds_mask,
-                extras=media.extras,
-                rope_positions=media.rope_positions if media.rope_positions is not None else inputs.rope_positions,
-            )
-        hidden = self._model(inputs, ForwardContext(step, self._caches, self._backends, kinds))
-        out = self._buffers.logits(hidden)
-        single = max_queries == 1 and bounds.num_tokens == bounds.num_rows
-        logits_inputs(hidden, rows, given.seq_lens, tables.num_computed, out, single=single)
-        return hidden
+        kinds = None if media is None else media.kinds
+        return given, ForwardContext(step, self._caches, self._backends, kinds)
+
+    def end(self, hidden: torch.Tensor, rows: RowTensors, bounds: Bounds, given: StepInputs, out: LogitsInputs) -> None:
+        """Writes the logits inputs of the rows, and advances their slots."""
+        single = bounds.max_queries == 1 and bounds.num_tokens == bounds.num_rows
+        logits_inputs(hidden, rows, given.seq_lens, self._tables.num_computed, out, single=single)
 
 
 def _token_slots(rows: RowTensors, num_tokens: int) -> torch.Tensor:

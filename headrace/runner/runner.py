@@ -14,7 +14,7 @@ import torch
 from headrace.attention.backend import AttentionBackend, LayerCache, workspace_bytes
 from headrace.cache.blocks import ArenaBlocks
 from headrace.config import EngineConfig
-from headrace.core.plan import NewSequence, RunnerEvent, SamplePlan, StepPlan, StepResult, pack_tokens
+from headrace.core.plan import LayerRange, NewSequence, Row, RunnerEvent, SamplePlan, StepPlan, StepResult, pack_tokens
 from headrace.errors import EngineError, RequestError
 from headrace.kernels.transfer import upload
 from headrace.models.decoder import Decoder
@@ -26,6 +26,7 @@ from headrace.runner.build import make_backends, make_caches, make_media, make_r
 from headrace.runner.clock import Stopwatch
 from headrace.runner.graphs import GraphCount, StepGraphs
 from headrace.runner.inputs import Bounds, ForwardPass, StepBuffers
+from headrace.runner.pieces import Pieces
 from headrace.runner.record import Recorder
 from headrace.runner.slots import RowArrays, SlotTables
 from headrace.runner.sparse import SparseResults, SparseTables
@@ -42,6 +43,7 @@ _LOGITS_BYTES = 64 * 2**20
 """The most that the logits of prompt tokens take at a time."""
 FEATURES = "features of pictures"
 """What the runner's memory for them is called."""
+PIECE = "hidden states of a piece"
 BROKEN = Failure("the model gave hidden states that are not finite")
 
 
@@ -52,7 +54,9 @@ class StepHandle:
     step: int
     stopwatch: Stopwatch
     rows: RowArrays | None = None
-    """None: the plan has none."""
+    """Those that are complete after the step; None: the plan has no rows."""
+    seq_ids: Indices = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))
+    """``[R]``: of all rows of the plan."""
     places: Indices = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))
     """``[R]``: row -> its place in column 1 of ``outcome``."""
     num_places: int = 0
@@ -62,8 +66,8 @@ class StepHandle:
     replayed: bool | None = None
     """As ``StepResult.replayed``, and so is ``padding_tokens``."""
     padding_tokens: int = 0
-    sparse: SparseResults | None = None
-    """None: no row attends sparsely."""
+    sparse: list[SparseResults] = dataclasses.field(default_factory=list)
+    """Of the rows that attend sparsely, by forward pass."""
     # Of the draw:
     outcome: torch.Tensor | None = None
     """As ``LogitsInputs.outcome``. None: the step has not been sampled."""
@@ -115,6 +119,9 @@ class ModelRunner:
             self._buffers = StepBuffers(config, self.device)
             self.media = make_media(config, encoder)
         self._forward = ForwardPass(model, self._caches, self._backends, self.slots, self._buffers, self.media)
+        self._pieces: Pieces | None = None
+        if self._sparse is not None and config.sparse is not None and config.sparse.routed:
+            self._pieces = Pieces(model, self._forward, self._buffers, self._sparse)
         self._unsampled: StepHandle | None = None
         """Executed, and not sampled yet."""
         self._prompt_logprobs: dict[int, NewSequence] = {}
@@ -173,17 +180,37 @@ class ModelRunner:
         self._change_slots(plan)
         step = self._unsampled = StepHandle(plan.step, Stopwatch(self.device))
         if plan.rows:
-            step.rows = RowArrays(plan)
-            self._run_model(plan, step, step.rows)
+            self._run_model(plan, step)
         return step
 
-    def _run_model(self, plan: StepPlan, step: StepHandle, rows: RowArrays) -> None:
+    def _run_model(self, plan: StepPlan, step: StepHandle) -> None:
         """From the plan to the logits inputs."""
+        rows = RowArrays(plan)
+        step.seq_ids = rows.seq_ids
         fresh_blocks = self.slots.begin(plan, rows)
         if rows.num_logits_rows > self._buffers.num_logits_rows:
             raise EngineError(f"step {plan.step} has {rows.num_logits_rows} logits rows; {self._buffers.num_logits_rows} fit")
         if self._tainted:
             self._clear(fresh_blocks)
+        self._buffers.next_step()
+        batch, own = plan, rows
+        if plan.layers is not None:
+            batch = msgspec.structs.replace(plan, rows=plan.rows[:-1], layers=None)
+            own = RowArrays(batch)
+        if batch.rows:
+            self._run_batch(batch, step, own)
+        else:
+            step.stopwatch.mark()
+        if plan.layers is not None:
+            self._run_piece(plan, plan.layers, step, own.num_logits_rows)
+        step.rows = own if rows.unfinished.any() else rows
+        step.refused = self._refusals(plan)
+        self.slots.end(step.rows)
+        if self.media is not None:
+            self.media.advance(step.rows)
+
+    def _run_batch(self, plan: StepPlan, step: StepHandle, rows: RowArrays) -> None:
+        """Runs rows that compute all layers."""
         wants_logprobs = self._prompt_logprobs and any(
             slot in self._prompt_logprobs for slot in rows.slots[~rows.decode].tolist()
         )
@@ -203,13 +230,23 @@ class ModelRunner:
             step.places = self._buffers.send(rows, rows.num_decode_rows, len(rows))
             hidden = self._forward(Bounds.of(rows), media, sparse)
             if self._sparse is not None and sparse is not None:
-                step.sparse = self._sparse.results(rows, sparse)
-            step.prompt_logprobs = self._measure_prompts(plan, hidden)
+                step.sparse.append(self._sparse.results(rows, sparse))
+            step.prompt_logprobs = self._measure_prompts(plan.rows, hidden)
         step.replayed = shape is not None
-        step.refused = self._refusals(plan)
-        self.slots.end(rows)
-        if self.media is not None:
-            self.media.advance(rows)
+
+    def _run_piece(self, plan: StepPlan, layers: LayerRange, step: StepHandle, logits_row: int) -> None:
+        """Runs layers of the last row, behind the others. ``logits_row``: of its last token, if it has one."""
+        if self._pieces is None or self._sparse is None:
+            raise EngineError(f"step {plan.step} has layers of a piece, and the model has no routers")
+        own = plan.rows[-1:]
+        rows, place = RowArrays(msgspec.structs.replace(plan, rows=own, num_decode_rows=0)), step.num_places
+        step.places = np.append(step.places, place)
+        step.num_places = place + 1
+        done = self._pieces.run(own[0], rows, layers, place, logits_row)
+        if done is not None:
+            hidden, sparse = done
+            step.sparse.append(self._sparse.results(rows, sparse))
+            step.prompt_logprobs |= self._measure_prompts(own, hidden)
 
     @torch.inference_mode()
     def sample(self, step: StepHandle, plan: SamplePlan) -> None:
@@ -290,7 +327,7 @@ class ModelRunner:
             sample,
             step.replayed,
             step.padding_tokens,
-            {} if step.sparse is None else step.sparse.outcomes(),
+            {seq_id: outcome for part in step.sparse for seq_id, outcome in part.outcomes().items()},
         )
 
     def _errors(self, step: StepHandle, rows: RowArrays, outcome: npt.NDArray[np.int32]) -> dict[int, Failure]:
@@ -306,7 +343,7 @@ class ModelRunner:
                 errors[seq_id] = NOT_FINITE
         if broken.any():
             self._tainted = True
-            errors |= dict.fromkeys(rows.seq_ids[broken > 0].tolist(), BROKEN)
+            errors |= dict.fromkeys(step.seq_ids[broken > 0].tolist(), BROKEN)
         return errors | step.refused
 
     def close(self) -> None:
@@ -322,6 +359,7 @@ class ModelRunner:
             ("slots", self.slots.nbytes + self._buffers.nbytes + (0 if self._sparse is None else self._sparse.nbytes)),
             ("penalty histograms", self.sampler.nbytes),
             *([] if self.media is None else [(FEATURES, self.media.nbytes)]),
+            *([] if self._pieces is None else [(PIECE, self._pieces.nbytes)]),
             ("CUDA graphs", 0 if self._graphs is None else self._graphs.nbytes),
         ]
 
@@ -342,6 +380,8 @@ class ModelRunner:
             self._refused.pop(slot, None)
             if self.media is not None:
                 self.media.release(slot)
+            if self._pieces is not None:
+                self._pieces.release(slot)
         if not plan.new:
             return
         known = [self._with_known_tokens(seq) for seq in plan.new]
@@ -383,13 +423,13 @@ class ModelRunner:
             if index is not None:
                 cache.rows.index_fill_(0, index, 0)
 
-    def _measure_prompts(self, plan: StepPlan, hidden: torch.Tensor) -> dict[int, list[Measured]]:
+    def _measure_prompts(self, rows: Sequence[Row], hidden: torch.Tensor) -> dict[int, list[Measured]]:
         """seq_id -> logprobs of the prompt tokens after those of its chunk."""
         if not self._prompt_logprobs:
             return {}
         measured = {}
         start = 0
-        for row in plan.rows:
+        for row in rows:
             seq = self._prompt_logprobs.get(row.slot)
             if seq is not None:
                 last = min(row.num_computed + row.num_tokens, seq.prompt_len - 1)

@@ -43,6 +43,10 @@ class RowArrays:
         self.num_logits_rows = int(self.logits_start[-1])
         self.num_decode_rows = plan.num_decode_rows
         self.decode: npt.NDArray[np.bool_] = np.arange(len(rows)) < plan.num_decode_rows
+        self.unfinished: npt.NDArray[np.bool_] = np.zeros(len(rows), dtype=np.bool_)
+        """Rows of which layers are left for later steps."""
+        if plan.layers is not None:
+            self.unfinished[-1] = not plan.layers.last
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -217,7 +221,7 @@ class SlotTables:
         drafts = np.maximum(rows.num_logits - 1, 0)
         inside = (rows.starts >= 0) & (rows.counts > drafts) & (rows.ends - drafts <= known)
         _check(rows, inside, "is not of its tokens, of which there are", known)
-        ends = (rows.num_logits > 0) == (rows.ends - drafts == known)
+        ends = (rows.num_logits > 0) == ((rows.ends - drafts == known) & ~rows.unfinished)
         _check(rows, ends, "must sample if and only if it ends at token", known)
         prefill = self.prefill_len[rows.slots]
         past = rows.starts >= prefill

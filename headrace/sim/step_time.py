@@ -67,15 +67,18 @@ class StepFeatures(NamedTuple):
 
 def features(plan: StepPlan, graphs: GraphSizes = NO_GRAPHS) -> StepFeatures:
     decode, prefill = plan.rows[: plan.num_decode_rows], plan.rows[plan.num_decode_rows :]
-    rows, tokens = len(decode), sum(row.num_tokens for row in prefill)
+    rows, tokens = len(decode), plan.num_tokens - sum(row.num_tokens for row in decode)
     padded_rows = _padded(graphs.rows_beside if prefill else graphs.rows, rows)
     padded_tokens = _padded(graphs.prompt_tokens, tokens) if tokens and len(prefill) <= graphs.max_prompts else None
     replayed = padded_rows is not None and (padded_tokens is not None or not prefill)
+    reads = [row.num_tokens * row.num_computed + row.num_tokens * (row.num_tokens + 1) // 2 for row in prefill]
+    if plan.layers is not None:
+        reads[-1] = plan.layers.share(reads[-1])
     return StepFeatures(
         padded_rows if replayed and padded_rows is not None else rows,
         sum(row.num_computed + row.num_tokens for row in decode),
         padded_tokens if replayed and padded_tokens is not None else tokens,
-        sum(row.num_tokens * row.num_computed + row.num_tokens * (row.num_tokens + 1) // 2 for row in prefill),
+        sum(reads),
         bool(graphs.rows) and not replayed,
     )
 

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 from runner.harness import World, model
+from runner.sparse_world import SparseWorld, elastic
+from runner.sparse_world import model as sparse_model
 
 from headrace.config import EngineConfig, MemoryLine
 from headrace.engine import profile as profiles
 from headrace.engine.ledger import cache_lines, ledger, planned_ledger
-from headrace.engine.profile import Profile, measure
+from headrace.engine.profile import Profile, largest_step, measure, paused_states
 from headrace.resolve.memory import CUDA_SLACK
 from headrace.runner.runner import FEATURES
 
@@ -94,6 +96,17 @@ def test_what_the_largest_step_takes_is_measured(captured: bool, workspaces: int
 @pytest.mark.usefixtures("gpu")
 def test_the_largest_step_runs_and_leaves_what_its_backends_keep() -> None:
     assert measure(model("llama"), World().config()).workspaces > 0
+
+
+@pytest.mark.usefixtures("gpu")
+def test_the_longest_piece_is_paused_beside_an_ordinary_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = SparseWorld(elastic=elastic(), max_exact_tokens=600, max_num_batched_tokens=200)
+    ran: list[int] = []
+    monkeypatch.setattr(profiles, "_largest_step", lambda model, config, caches, backends, *tokens: ran.extend(tokens or [0]))
+    measure(sparse_model(world.spec), world.config())
+    assert ran == [0, 200]
+    assert paused_states(world.config(), 600).nbytes == 2 * 600 * 32 * 4
+    assert len(largest_step(world.config(), 200)[1]) == 200 and len(largest_step(world.config())[1]) == 600
 
 
 @pytest.mark.usefixtures("gpu")

@@ -32,7 +32,9 @@ def elastic(retrieval: str = "full", toggle: str = "xattn", **changes: Any) -> E
     return ElasticSpec(retrieval_mode=retrieval, toggle_type=toggle, **fields | changes)  # type: ignore[arg-type]
 
 
-def spec_of(architecture: str = "PawQwen3ForCausalLM", elastic_spec: ElasticSpec | None = None) -> ModelSpec:
+def spec_of(
+    architecture: str = "PawQwen3ForCausalLM", elastic_spec: ElasticSpec | None = None, num_layers: int = 2
+) -> ModelSpec:
     layers = tuple(
         AttentionSpec(
             layer=index,
@@ -44,14 +46,14 @@ def spec_of(architecture: str = "PawQwen3ForCausalLM", elastic_spec: ElasticSpec
             rotary_dim=16,
             rope=RopeSpec(10000.0),
         )
-        for index in range(2)
+        for index in range(num_layers)
     )
     return ModelSpec(
         architecture=architecture,
         vocab_size=VOCAB,
         hidden_size=32,
         layers=layers,
-        mlps=(DenseSpec(48),) * 2,
+        mlps=(DenseSpec(48),) * num_layers,
         norm_eps=1e-5,
         max_position=MAX_LEN,
         qk_norm=architecture == "PawQwen3ForCausalLM",
@@ -60,9 +62,9 @@ def spec_of(architecture: str = "PawQwen3ForCausalLM", elastic_spec: ElasticSpec
 
 
 @functools.cache
-def _weights(architecture: str) -> dict[str, torch.Tensor]:
+def _weights(architecture: str, num_layers: int = 2) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(11)
-    decoder = build(spec_of(architecture, elastic()), "float32", "cpu")
+    decoder = build(spec_of(architecture, elastic(), num_layers), "float32", "cpu")
     for name, parameter in decoder.named_parameters():
         if "norm" in name:
             parameter.data.uniform_(0.8, 1.6, generator=generator)
@@ -76,7 +78,7 @@ def _weights(architecture: str) -> dict[str, torch.Tensor]:
 
 def model(spec: ModelSpec, device: str = "cpu") -> Decoder:
     decoder = build(spec, "float32", device)
-    decoder.load_state_dict(_weights(spec.architecture))
+    decoder.load_state_dict(_weights(spec.architecture, spec.num_layers))
     return decoder
 
 
@@ -106,10 +108,11 @@ class SparseWorld:
     kv_dtype: str = "float32"
     backend: str = "torch"
     device: str = "cpu"
+    num_layers: int = 2
 
     @property
     def spec(self) -> ModelSpec:
-        return spec_of(self.architecture, self.elastic or elastic())
+        return spec_of(self.architecture, self.elastic or elastic(), self.num_layers)
 
     @property
     def sparse(self) -> SparseConfig | None:
@@ -128,7 +131,7 @@ class SparseWorld:
         return SparseConfig(
             selector="mean" if self.selector == "mean" else "xattn",
             types=None if self.elastic is None else self.elastic.types,
-            heads=(6, 6),
+            heads=(6,) * self.num_layers,
             threshold=self.threshold if self.elastic is None else self.elastic.threshold,
             min_tokens=self.min_tokens,
             max_exact_tokens=0 if self.elastic is None else self.max_exact_tokens,
@@ -194,7 +197,7 @@ class Reference:
 
     def __init__(self, world: SparseWorld) -> None:
         self.world = world
-        self.weights = {name: tensor.double() for name, tensor in _weights(world.architecture).items()}
+        self.weights = {name: tensor.double() for name, tensor in _weights(world.architecture, world.num_layers).items()}
 
     def __call__(
         self,

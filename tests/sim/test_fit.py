@@ -7,7 +7,7 @@ import random
 import msgspec
 import pytest
 
-from headrace.core.plan import Row, StepPlan
+from headrace.core.plan import LayerRange, Row, StepPlan
 from headrace.errors import ConfigError
 from headrace.sim.fit import MeasuredStep, fit, numbers
 from headrace.sim.step_time import Curve, GraphSizes, StepFeatures, features
@@ -102,6 +102,12 @@ def test_features_of_a_plan() -> None:
     decode = StepPlan(1, (), (), (*rows[:2], Row(4, 3, 1, 1, 1, ())), 3)
     assert features(decode, GRAPHS).decode_rows == 4 and features(decode, GraphSizes((1, 2))).decode_rows == 3
     assert TIMES.device_seconds(StepPlan(1, (3,), (), (), 0)) == 0.0
+    parts = [
+        StepPlan(1, (), (), (*rows[:2], Row(3, 2, 0, 100, 0, ())), 2, layers=LayerRange(*own, 7)) for own in ((0, 3), (3, 7))
+    ]
+    shares = [features(part) for part in parts]
+    assert [share.decode_rows for share in shares] == [2, 2]
+    assert [sum(share[at] for share in shares) for at in (2, 3)] == [100, 100 * 101 // 2]
 
 
 def test_a_captured_step_is_padded_and_another_is_eager() -> None:

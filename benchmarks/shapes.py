@@ -30,8 +30,8 @@ class Shape:
     peer: Callable[[Json], Json] | None = None
     """The same config in vLLM's words."""
     runs: bool = True
-    files: Callable[[Json], dict[str, Json]] | None = None
-    """Called with the config: further files by name."""
+    files: Callable[[Json], dict[str, Json | str]] | None = None
+    """Called with the config: further files by name, JSON or text."""
 
 
 def mimo(layers: int, experts: int, tiny: bool) -> Json:
@@ -201,9 +201,24 @@ def _special_ids(first: int) -> dict[str, int]:
     return {token: first + index for index, token in enumerate(QWEN_SPECIAL)}
 
 
-def qwen25_vl_processor(config: Json) -> dict[str, Json]:
-    """The processor's settings as published, and a tokenizer of bytes with the special tokens at the model's ids."""
+QWEN_TEMPLATE = """\
+{% for message in messages %}<|im_start|>{{ message['role'] }}
+{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}\
+{% if part['type'] == 'text' %}{{ part['text'] }}\
+{% elif part['type'] == 'video' %}<|vision_start|><|video_pad|><|vision_end|>\
+{% else %}<|vision_start|><|image_pad|><|vision_end|>{% endif %}{% endfor %}{% endif %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+def qwen25_vl_processor(config: Json) -> dict[str, Json | str]:
+    """The processor's settings as published, a template of conversations, and a tokenizer with the special tokens at the
+    model's ids. It reads bytes, and writes a word for every other id: an answer of random weights has text.
+    """
     special = _special_ids(config["bos_token_id"])
+    vocab = {letter: index for index, letter in enumerate(_byte_letters())} | special
+    taken = set(vocab.values())
+    vocab |= {f"\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}t{i}": i for i in range(config["vocab_size"]) if i not in taken}
     added = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     return {
@@ -218,6 +233,7 @@ def qwen25_vl_processor(config: Json) -> dict[str, Json]:
             "image_processor_type": "Qwen2VLImageProcessor",
             "processor_class": "Qwen2_5_VLProcessor",
         },
+        "chat_template.jinja": QWEN_TEMPLATE,
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "eos_token": "<|im_end|>",
@@ -242,7 +258,7 @@ def qwen25_vl_processor(config: Json) -> dict[str, Json]:
                 "fuse_unk": False,
                 "byte_fallback": False,
                 "ignore_merges": False,
-                "vocab": {letter: index for index, letter in enumerate(_byte_letters())} | special,
+                "vocab": vocab,
                 "merges": [],
             },
         },
@@ -288,8 +304,8 @@ def _write(folder: Path, config: Json) -> Path:
     return folder
 
 
-def _dump(file: Path, content: Json) -> None:
-    file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+def _dump(file: Path, content: Json | str) -> None:
+    file.write_text(content if isinstance(content, str) else json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def main() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import AsyncGenerator, Iterator
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -20,6 +19,8 @@ T = TypeVar("T")
 
 
 class _Model(msgspec.Struct):
+    """A model, or an upload: what has an id."""
+
     id: str
 
 
@@ -104,7 +105,7 @@ async def chat_events(client: httpx.AsyncClient, base: str, body: dict[str, Any]
     """
     finished = done = False
     try:
-        content = json.dumps(body, ensure_ascii=False).encode()
+        content = msgspec.json.encode(body)
     except UnicodeEncodeError:
         raise RequestError("messages must be text that UTF-8 can hold, without lone surrogates", "messages") from None
     headers = {"Content-Type": "application/json"}
@@ -124,6 +125,25 @@ async def chat_events(client: httpx.AsyncClient, base: str, body: dict[str, Any]
                 yield event
     if not (finished or done):
         raise EngineError(f"the answer of {base} is cut off: the stream ended before the answer did")
+
+
+async def upload_features(client: httpx.AsyncClient, base: str, file: bytes) -> str:
+    """Uploads the features of a picture, safetensors. Returns their id.
+
+    Raises:
+        RequestError, EngineError: the server refuses them, or is none that keeps features.
+    """
+    headers = {"Content-Type": "application/octet-stream"}
+    with _connected(f"the connection to {base} failed"):
+        response = await client.post(base + "/v1/features", content=file, headers=headers)
+        await _check(response)
+    return _decoded(response.content, _Model, f"{base}/v1/features").id
+
+
+async def delete_features(client: httpx.AsyncClient, base: str, identity: str) -> None:
+    """Deletes an upload. Raises RequestError or EngineError if the server does not."""
+    with _connected(f"the connection to {base} failed"):
+        await _check(await client.delete(f"{base}/v1/features/{identity}", timeout=CONNECT_SECONDS))
 
 
 async def _check(response: httpx.Response) -> None:

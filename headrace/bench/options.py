@@ -12,6 +12,7 @@ from headrace.bench.constrained import Constrained
 from headrace.errors import ConfigError
 from headrace.options import HOW, REPORT, WHAT, Checked, OptionSpec
 
+ImageForm = Literal["png", "jpeg", "features", "upload"]
 LENGTH = 128
 """Default length of a prompt and of an output, in tokens."""
 CLIENTS = 8
@@ -83,7 +84,7 @@ class LoadOptions(Checked):
         ConfigError: a value is out of range, or contradicts another; names it.
     """
 
-    panels = MappingProxyType({"url": WHAT, "seed": HOW})
+    panels = MappingProxyType({"url": WHAT, "seed": HOW, "image_size": WHAT})
 
     url: str = "http://127.0.0.1:8000"
     """The server."""
@@ -111,6 +112,13 @@ class LoadOptions(Checked):
     """Open loop: requests in flight at most. What would be beyond counts as dropped."""
     processes: Annotated[int, OptionSpec(min=1, max=256)] = 1
     """Client processes that share the load. One process reads some thousands of events a second; a faster server needs more."""
+    image_size: Annotated[str | None, OptionSpec(metavar="WIDTHxHEIGHT")] = None
+    """Send a picture of this size with each request, of random pixels: no two are alike."""
+    image_form: Annotated[ImageForm | None, OptionSpec(default="png")] = None
+    """How pictures are sent: as data URLs of PNG or JPEG; or random features in their place, as safetensors in the request,
+    or uploaded before the first request, which then refers to them."""
+    image_model: Annotated[str | None, OptionSpec(metavar="MODEL")] = None
+    """The served model's directory or name, whose config and processor say what features of a picture look like."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -121,6 +129,11 @@ class LoadOptions(Checked):
                 raise ConfigError("it applies to the open loop, and needs --rate", option)
         if self.processes > min(self.num_requests, self.clients or self.num_requests):
             raise ConfigError("each process needs a client and a request of its own", "--processes")
+        for option, given in (("--image-form", self.image_form), ("--image-model", self.image_model)):
+            if self.image_size is None and given is not None:
+                raise ConfigError("it applies to pictures, and needs --image-size", option)
+        if self.sends_features != (self.image_model is not None):
+            raise ConfigError("--image-form features and upload need it, and no other form does", "--image-model")
 
     def shares(self) -> list[LoadOptions]:
         """The load of each process: equal parts of the clients or of the rate, and of the requests."""
@@ -145,6 +158,10 @@ class LoadOptions(Checked):
     def clients(self) -> int | None:
         """Of the closed loop; None: the loop is open."""
         return None if self.rate is not None else self.concurrency or CLIENTS
+
+    @property
+    def sends_features(self) -> bool:
+        return self.image_form in ("features", "upload")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

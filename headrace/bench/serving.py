@@ -4,21 +4,31 @@ loop (requests arrive at random times at a mean rate, whether the server keeps u
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import ipaddress
 import multiprocessing
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import httpx
 
-from headrace.bench.client import CONNECT_SECONDS, authorization, base_url, chat_events, first_model
+from headrace.bench.client import (
+    CONNECT_SECONDS,
+    authorization,
+    base_url,
+    chat_events,
+    delete_features,
+    first_model,
+    upload_features,
+)
 from headrace.bench.options import IN_FLIGHT, LoadOptions
+from headrace.bench.pictures import SentPictures
 from headrace.bench.report import facts, load_average
 from headrace.errors import EngineError, RequestError
 from headrace.metrics.exchanges import Exchange, totals
@@ -35,22 +45,32 @@ def is_loopback(url: str) -> bool:
         return False
 
 
-async def run(load: LoadOptions, prompts: Sequence[str], *, tell: Callable[[str], None]) -> dict[str, Any]:
+async def run(
+    load: LoadOptions, prompts: Sequence[str], pictures: SentPictures | None = None, *, tell: Callable[[str], None]
+) -> dict[str, Any]:
     """Sends the load and returns the report.
 
+    Args:
+        pictures: each request brings one of them.
+
     Raises:
-        ConfigError: the load names no server.
+        ConfigError: the load names no server, or its pictures take too much memory.
         EngineError: the server cannot be reached before the first request.
+        RequestError: it refuses the upload of features.
     """
     load_before, base = load_average(), base_url(load.url)
     async with _http_client(load) as client:
         model = load.model or await first_model(client, base)
         if load.processes == 1:
-            sent = await _send(client, load, prompts, model, tell)
+            sent = await _send(client, load, prompts, pictures, model, tell)
         else:
             tell(f"{load.processes} processes send the load")
-            sent = await asyncio.to_thread(_send_from_processes, load, prompts, model)
-    return summary(load, model, sent) | facts(load_before)
+            sent = await asyncio.to_thread(_send_from_processes, load, prompts, pictures, model)
+    report = summary(load, model, sent) | facts(load_before)
+    if pictures is None:
+        return report
+    described = {"size": load.image_size, "form": pictures.form, "bytes_each": round(sent.picture_bytes / load.num_requests)}
+    return report | {"pictures": described | ({"upload_seconds": round(sent.upload_seconds, 3)} if sent.upload_seconds else {})}
 
 
 @dataclasses.dataclass
@@ -60,6 +80,10 @@ class Sent:
     exchanges: list[Exchange]
     dropped: int
     seconds: float
+    picture_bytes: int = 0
+    """Of all pictures, or features in their place."""
+    upload_seconds: float = 0.0
+    """For all uploads of features, before the load."""
 
 
 def _http_client(load: LoadOptions) -> httpx.AsyncClient:
@@ -72,21 +96,68 @@ def _http_client(load: LoadOptions) -> httpx.AsyncClient:
 
 
 async def _send(
-    client: httpx.AsyncClient, load: LoadOptions, prompts: Sequence[str], model: str, tell: Callable[[str], None]
+    client: httpx.AsyncClient,
+    load: LoadOptions,
+    prompts: Sequence[str],
+    pictures: SentPictures | None,
+    model: str,
+    tell: Callable[[str], None],
+    ready: Callable[[], object] = lambda: None,
 ) -> Sent:
-    sender = _Sender(client, load, prompts, model, tell)
-    start = time.perf_counter()
-    await (sender.closed_loop() if load.clients else sender.open_loop())
-    return Sent(sender.exchanges, sender.dropped, time.perf_counter() - start)
+    """``ready`` is called before the first request, when all pictures are made."""
+    async with _prepared(client, load, pictures, tell) as made:
+        sender = _Sender(client, load, prompts, made.parts, model, tell)
+        ready()
+        start = time.perf_counter()
+        await (sender.closed_loop() if load.clients else sender.open_loop())
+        seconds = time.perf_counter() - start
+    return Sent(sender.exchanges, sender.dropped, seconds, made.num_bytes, made.upload_seconds)
 
 
-def _send_from_processes(load: LoadOptions, prompts: Sequence[str], model: str) -> Sent:
-    """Each process sends its share; all begin when the last has started. Raises: EngineError: one has failed."""
+class _Prepared(NamedTuple):
+    parts: list[dict[str, Any]]
+    """For the message of each request; empty: requests have text alone."""
+    num_bytes: int = 0
+    upload_seconds: float = 0.0
+
+
+@contextlib.asynccontextmanager
+async def _prepared(
+    client: httpx.AsyncClient, load: LoadOptions, pictures: SentPictures | None, tell: Callable[[str], None]
+) -> AsyncIterator[_Prepared]:
+    """Makes the pictures of a load; uploads features first where it refers to them, and deletes them behind it."""
+    if pictures is None:
+        yield _Prepared([])
+        return
+    base = base_url(load.url)
+    parts: list[dict[str, Any]] = []
+    uploads: list[str] = []
+    num_bytes, seconds = 0, 0.0
+    try:
+        for file in pictures.files(load.num_requests, tell):
+            num_bytes += len(file)
+            if pictures.form != "upload":
+                parts.append(pictures.part(file))
+                continue
+            start = time.perf_counter()
+            uploads.append(await upload_features(client, base, file))
+            seconds += time.perf_counter() - start
+            parts.append({"type": "image_embeds", "image_embeds": {"ref": uploads[-1]}})
+        yield _Prepared(parts, num_bytes, seconds)
+    finally:
+        for identity in uploads:
+            with contextlib.suppress(RequestError, EngineError):
+                await delete_features(client, base, identity)
+
+
+def _send_from_processes(load: LoadOptions, prompts: Sequence[str], pictures: SentPictures | None, model: str) -> Sent:
+    """Each process sends its share; all begin when the last is ready. Raises: EngineError: one has failed."""
     context = multiprocessing.get_context("spawn")
-    connections = []
-    for share in load.shares():
+    shares, connections = load.shares(), []
+    own = [None] * len(shares) if pictures is None else pictures.shares([share.num_requests for share in shares])
+    for share, shown in zip(shares, own, strict=True):
         ours, theirs = context.Pipe()
-        context.Process(target=_send_share, args=(theirs, share, prompts, model), daemon=True).start()
+        context.Process(target=_send_share, args=(theirs, share, prompts, shown, model), daemon=True).start()
         theirs.close()
         connections.append(ours)
     try:
@@ -97,18 +168,27 @@ def _send_from_processes(load: LoadOptions, prompts: Sequence[str], model: str) 
         parts: list[Sent] = [connection.recv() for connection in connections]
     except (EOFError, OSError) as error:
         raise EngineError("a client process failed") from error
-    exchanges = [exchange for part in parts for exchange in part.exchanges]
-    return Sent(exchanges, sum(part.dropped for part in parts), max(part.seconds for part in parts))
+    return Sent(
+        [exchange for part in parts for exchange in part.exchanges],
+        sum(part.dropped for part in parts),
+        max(part.seconds for part in parts),
+        sum(part.picture_bytes for part in parts),
+        max(part.upload_seconds for part in parts),
+    )
 
 
-def _send_share(connection: Connection, load: LoadOptions, prompts: Sequence[str], model: str) -> None:
+def _send_share(
+    connection: Connection, load: LoadOptions, prompts: Sequence[str], pictures: SentPictures | None, model: str
+) -> None:
     """The main function of a client process: says that it has started, waits for the others, sends its share."""
+
+    def wait() -> None:
+        connection.send(None)
+        connection.recv()
 
     async def main() -> Sent:
         async with _http_client(load) as client:
-            connection.send(None)
-            connection.recv()
-            return await _send(client, load, prompts, model, lambda text: None)
+            return await _send(client, load, prompts, pictures, model, lambda text: None, wait)
 
     connection.send(asyncio.run(main()))
 
@@ -117,11 +197,18 @@ class _Sender:
     """Sends the requests of one load and records each exchange."""
 
     def __init__(
-        self, client: httpx.AsyncClient, load: LoadOptions, prompts: Sequence[str], model: str, tell: Callable[[str], None]
+        self,
+        client: httpx.AsyncClient,
+        load: LoadOptions,
+        prompts: Sequence[str],
+        parts: Sequence[dict[str, Any]],
+        model: str,
+        tell: Callable[[str], None],
     ) -> None:
         self._client = client
         self._load = load
         self._prompts = prompts
+        self._parts = parts
         self._base = base_url(load.url)
         self._model = model
         self._tell = tell
@@ -178,10 +265,12 @@ class _Sender:
         self._tell(f"{sum(e.whole is not None for e in self.exchanges)} answered")
 
     def _body(self, number: int) -> dict[str, Any]:
-        prompt = self._prompts[number % len(self._prompts)]
+        content: Any = self._prompts[number % len(self._prompts)]
+        if self._parts:
+            content = [self._parts[number], {"type": "text", "text": content}]
         body: dict[str, Any] = {
             "model": self._model,
-            "messages": [{"role": "user", "content": prompt}],
+            "messages": [{"role": "user", "content": content}],
             "max_tokens": self._load.max_tokens,
             "temperature": 0,
             "stream": True,

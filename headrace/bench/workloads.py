@@ -12,8 +12,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-
+from headrace.bench.pictures import Pictures
 from headrace.bench.texts import CHAT_PROMPTS, PROSE, SYSTEM_PROMPT
 from headrace.errors import ConfigError
 
@@ -30,40 +29,6 @@ class Encoder(Protocol):
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 
     def encode_chat(self, messages: list[dict[str, str]], /) -> list[int]: ...
-
-
-@dataclasses.dataclass(frozen=True)
-class Features:
-    """The size of a picture's features in a model."""
-
-    rows: int
-    hidden_size: int
-    grid: tuple[int, int, int]
-
-
-@dataclasses.dataclass(frozen=True)
-class Pictures:
-    """One picture for each prompt, of random pixels, which no cache has seen."""
-
-    width: int
-    height: int
-    encoded: bool = False
-    """Random features stand for the pictures."""
-    features: Features | None = None
-    """What stands for an encoded picture in the model; None: not known yet."""
-
-    def media(self, seed: int) -> dict[str, Any]:
-        """``multi_modal_data`` of one prompt."""
-        rng = np.random.default_rng(seed)
-        if not self.encoded:
-            from PIL import Image
-
-            return {"image": [Image.fromarray(rng.integers(0, 256, (self.height, self.width, 3), np.uint8))]}
-        if self.features is None:
-            raise ConfigError("features are made for a model, and none is known", "--workload")
-        size = self.features
-        rows = rng.standard_normal((size.rows, size.hidden_size), np.float32).astype(np.float16)
-        return {"image_embeds": {"features": rows, "grid_thw": np.array([size.grid])}}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -34,6 +34,7 @@ from headrace.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from headrace.bench.pictures import SentPictures
     from headrace.bench.workloads import Encoder, Workload
 
 BUSY = 0.5
@@ -176,23 +177,18 @@ def _workload(name: str, encoder: Encoder | None, vocab_size: int) -> Workload:
 
 def _with_pictures(load: Workload, args: EngineArgs) -> Workload:
     """The workload with the model's placeholder in each prompt and, where they are encoded, the size of its features."""
-    from headrace.bench.workloads import Features, placeholder
+    from headrace.bench.pictures import features_of
+    from headrace.bench.workloads import placeholder
     from headrace.engine.features import picture_rules
-    from headrace.multimodal.items import Picture
     from headrace.sources.files import find_model
 
     files = find_model(args)
-    rules = picture_rules(args, files)
-    if rules is None:
+    if picture_rules(args, files) is None:
         raise ConfigError(f"{load.name} has pictures, and the model has no processor of them", "--workload")
     load, pictures = load.marked(placeholder(vars(files.config))), load.pictures
     if pictures is None or not pictures.encoded:
         return load
-    (image,) = dataclasses.replace(pictures, encoded=False).media(0)["image"]
-    processed = rules.process(Picture(image), {}, load.name)
-    if len(processed) != 1:
-        raise ConfigError(f"the model sees {len(processed)} crops of a picture, which have no features of one", "--workload")
-    features = Features(processed[0].expansion.num_rows, files.config.get_text_config().hidden_size, processed[0].grid)
+    features = features_of(args, pictures, "--workload")
     return dataclasses.replace(load, pictures=dataclasses.replace(pictures, features=features))
 
 
@@ -204,21 +200,39 @@ def serve(load: LoadOptions, to: ReportOptions) -> None:
     from headrace.bench.report import distributions_table, table
     from headrace.bench.texts import CHAT_PROMPTS
 
+    sent = None if load.image_size is None else _sent_pictures(load, load.image_size)
     if not bench.is_loopback(load.url):
         Console(stderr=True).print(Text(f"note: {load.url} is not this machine; make sure that you may load it", "yellow"))
     with _status(f"asking {load.url}") as tell:
-        report = asyncio.run(bench.run(load, CHAT_PROMPTS, tell=tell))
+        report = asyncio.run(bench.run(load, CHAT_PROMPTS, sent, tell=tell))
     counts, rates = report["requests"], report["rates"]
     tables = [
         table("Requests", list(counts), [[f"{value:,}" for value in counts.values()]]),
         table("A second", list(rates), [[f"{value:,.2f}" for value in rates.values()]]),
         distributions_table("Times", report["milliseconds"]),
     ]
+    if sent is not None:
+        tables.append(table("Pictures", list(report["pictures"]), [[f"{value}" for value in report["pictures"].values()]]))
     emit(report, tables, to)
     for error, count in report["errors"].items():
         print_error(f"{count} x {error}")
     if not counts["succeeded"]:
         raise typer.Exit(EXIT_FAILURE)
+
+
+def _sent_pictures(load: LoadOptions, size: str) -> SentPictures:
+    """Raises: ConfigError: the size is none, or no picture has features in the model."""
+    from headrace.bench.pictures import MAX_BYTES, Pictures, SentPictures, features_of
+    from headrace.cli.units import picture_size
+
+    width, height = picture_size(size, "--image-size")
+    if 3 * width * height > MAX_BYTES:
+        raise ConfigError(f"a picture of {size} takes more than {MAX_BYTES} bytes", "--image-size")
+    pictures = Pictures(width, height)
+    if load.sends_features:
+        args = EngineArgs(model=load.image_model, load_format="dummy")
+        pictures = dataclasses.replace(pictures, encoded=True, features=features_of(args, pictures, "--image-model"))
+    return SentPictures(pictures, load.image_form or "png")
 
 
 @app.command("calibrate")

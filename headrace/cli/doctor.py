@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import re
 import sys
 import time
 from typing import TYPE_CHECKING
@@ -15,6 +14,7 @@ from rich.console import Console
 
 from headrace.cli.options import ENGINE_OPTIONS, Group, command
 from headrace.cli.own_options import DoctorOptions
+from headrace.cli.units import picture_size
 from headrace.config import Decision, EngineArgs
 from headrace.engine.spawn import spawn
 from headrace.engine.timeline import process_start
@@ -35,7 +35,7 @@ def doctor(args: EngineArgs, options: DoctorOptions) -> None:
     from headrace.cli.startup import as_json as encoded
     from headrace.cli.startup import print_report
 
-    sizes = [_size(size) for size in options.image_size or ["1024x1024"]]
+    sizes = [picture_size(size, "--image-size") for size in options.image_size or ["1024x1024"]]
     if options.parity:
         if options.image_size:
             raise ConfigError("--parity reports on no pictures: leave --image-size out, or --parity", "--image-size")
@@ -52,14 +52,6 @@ def doctor(args: EngineArgs, options: DoctorOptions) -> None:
         sys.stdout.write(encoded(info) + "\n")
         return
     print_report(Console(), info, environment=True)
-
-
-def _size(text: str) -> tuple[int, int]:
-    """The width and height that an option writes."""
-    match = re.fullmatch(r"(\d{1,6})x(\d{1,6})", text)
-    if match is None or not int(match[1]) or not int(match[2]):
-        raise ConfigError(f"must be a width and a height such as 1024x768, not {text!r}", "--image-size")
-    return int(match[1]), int(match[2])
 
 
 def _with_picture_tokens(info: EngineInfo, args: EngineArgs, sizes: list[tuple[int, int]]) -> EngineInfo:

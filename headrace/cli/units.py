@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 
+from headrace.errors import ConfigError
+
 _FACTORS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _FACTORS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_PICTURE = re.compile(r"(\d{1,6})x(\d{1,6})")
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
 
 
@@ -23,6 +26,14 @@ def parse_size(text: str) -> int:
     if size != int(size):
         raise ValueError(f"{text!r} is not a whole number of bytes")
     return int(size)
+
+
+def picture_size(text: str, option: str) -> tuple[int, int]:
+    """The width and height that an option writes, such as 1024x768. Raises ConfigError that names the option."""
+    match = _PICTURE.fullmatch(text)
+    if match is None or not int(match[1]) or not int(match[2]):
+        raise ConfigError(f"must be a width and a height such as 1024x768, not {text!r}", option)
+    return int(match[1]), int(match[2])
 
 
 def human_size(nbytes: int) -> str:

@@ -9,14 +9,19 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+from server.harness import running
 from typer.testing import CliRunner
 
 from bench.stub import VLLM
 from headrace.bench import workloads
-from headrace.bench.workloads import Features, Pictures, Workload, build
+from headrace.bench.pictures import Features, Pictures
+from headrace.bench.workloads import Workload, build
 from headrace.cli.main import app
+from headrace.config import EngineArgs
+from headrace.engine.async_llm import AsyncLLM
 from headrace.errors import ConfigError
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
@@ -86,6 +91,61 @@ def test_headrace_runs_them(shapes: ModuleType, tmp_path: Path, monkeypatch: pyt
     assert [(row["requests"], row["output_tokens"], len(row["seconds"])) for row in rows] == [(2, 5, 2)] * 3
     refused = CliRunner().invoke(app, ["bench", "latency", str(folder), "--load-format", "dummy", "--workload", "images64"])
     assert refused.exit_code == 2 and "bench throughput measures" in refused.output
+
+
+@pytest.mark.slow
+def test_a_server_gets_them_in_every_form(shapes: ModuleType, tmp_path: Path) -> None:
+    """From shape to report: a server of random weights, whose answers have text."""
+    (folder,) = shapes.write(tmp_path, ["qwen2.5-vl-7b"], True)
+    fields: dict[str, Any] = {"load_format": "dummy", "max_model_len": 512, "num_kv_blocks": 200, "num_threads": 1}
+    with running(AsyncLLM(EngineArgs(model=str(folder), **fields))) as server:
+        for form in ("png", "jpeg", "features", "upload"):
+            report = tmp_path / f"{form}.json"
+            words = ["bench", "serve", "--url", server.url, "--num-requests", "3", "--max-tokens", "4", "--ignore-eos"]
+            words += ["--concurrency", "2", "--image-size", "112x84", "--image-form", form, "--output", str(report)]
+            words += ["--image-model", str(folder)] if form in ("features", "upload") else []
+            done = CliRunner().invoke(app, words)
+            assert done.exit_code == 0, done.output
+            found = json.loads(report.read_text())
+            assert found["requests"]["succeeded"] == 3 and found["output_tokens"] == 12
+            assert found["milliseconds"]["first token"]["p99"] > 0
+            prompts = found["input_tokens"]
+            assert prompts == json.loads((tmp_path / "png.json").read_text())["input_tokens"], "a picture has as many tokens"
+
+
+def test_the_encoders_stream_is_timed_against_the_models(
+    monkeypatch: pytest.MonkeyPatch, shapes: ModuleType, tmp_path: Path
+) -> None:
+    (folder,) = shapes.write(tmp_path, ["qwen2.5-vl-7b"], True)
+    monkeypatch.delitem(sys.modules, "encoder_overlap", raising=False)
+    overlap = importlib.import_module("encoder_overlap")
+    used: list[object] = []
+
+    def generate(llm: Any, load: Workload) -> float:
+        used.append(llm._engine.executor.runner.media._side)
+        assert load.media[0]["image"][0].size == (40, 30)
+        return float(len(used))
+
+    monkeypatch.setattr(overlap, "generate", generate)
+    args = EngineArgs(model=str(folder), load_format="dummy", max_model_len=128, num_kv_blocks=9, num_threads=1)
+    report = overlap.measure(args, with_pictures().marked([521, 524, 522]), 2)
+    assert used[0] is used[2] is used[4] is not used[1] is used[3] is used[5]
+    assert report["warm_up"] == {"own stream": 1.0, "model's stream": 2.0}
+    assert report["seconds"] == {"own stream": [3.0, 5.0], "model's stream": [4.0, 6.0]}
+    assert report["speedup"] == 4 / 3
+
+
+def test_answers_of_random_weights_have_text(shapes: ModuleType, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    (folder,) = shapes.write(tmp_path, ["qwen2.5-vl-7b"], True)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = {*range(1024)} - {*range(512, 512 + len(shapes.QWEN_SPECIAL))} - {*range(256)}
+    assert all(tokenizer.decode([token], skip_special_tokens=True).strip() for token in ids)
+    parts = [{"type": "image"}, {"type": "text", "text": "what?"}]
+    text = tokenizer.apply_chat_template([{"role": "user", "content": parts}], tokenize=False, add_generation_prompt=True)
+    asked = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>what?<|im_end|>\n"
+    assert text == f"{asked}<|im_start|>assistant\n"
 
 
 def test_the_published_tokens_have_their_ids(shapes: ModuleType, tmp_path: Path) -> None:

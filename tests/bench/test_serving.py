@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Literal
 
 import pytest
+from PIL import Image
 
 from headrace.bench.client import base_url
 from headrace.bench.options import LoadOptions
+from headrace.bench.pictures import Features, Pictures, SentPictures
 from headrace.bench.serving import is_loopback, run
 from headrace.errors import ConfigError, EngineError
+from headrace.multimodal.feature_file import read_features
 
 
 class Server:
@@ -22,6 +27,8 @@ class Server:
     def __init__(self, *, tokens: int = 3, gap: float = 0.0, fail_every: int = 0) -> None:
         self.tokens, self.gap, self.fail_every = tokens, gap, fail_every
         self.bodies: list[dict[str, Any]] = []
+        self.uploads: dict[str, bytes] = {}
+        self.deleted: list[str] = []
         self.now = self.most = 0
 
     async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -32,7 +39,11 @@ class Server:
                     name, _, value = header.decode().partition(":")
                     length = int(value) if name.lower() == "content-length" else length
                 body = await reader.readexactly(length)
-                await self.answer(line.decode().split()[1], body, writer)
+                method, path, _ = line.decode().split()
+                if path.startswith("/v1/features"):
+                    await self.features(method, path, body, writer)
+                    continue
+                await self.answer(path, body, writer)
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
         finally:
@@ -55,6 +66,13 @@ class Server:
         self.chunk(writer, "data: [DONE]\n\n")
         writer.write(b"0\r\n\r\n")
         await writer.drain()
+
+    async def features(self, method: str, path: str, body: bytes, writer: asyncio.StreamWriter) -> None:
+        if method == "DELETE":
+            self.deleted.append(path.rpartition("/")[2])
+        else:
+            self.uploads[f"feat_{len(self.uploads)}"] = body
+        await self.send(writer, 200, json.dumps({"id": [*self.uploads][-1]}))
 
     def event(self, writer: asyncio.StreamWriter, data: dict[str, Any]) -> None:
         self.chunk(writer, f"data: {json.dumps(data)}\n\n")
@@ -81,10 +99,10 @@ async def listening(server: Server) -> AsyncIterator[str]:
 PROMPTS = ("a", "b")
 
 
-def measure(server: Server, **settings: Any) -> dict[str, Any]:
+def measure(server: Server, sent: SentPictures | None = None, **settings: Any) -> dict[str, Any]:
     async def main() -> dict[str, Any]:
         async with listening(server) as url:
-            return await run(load(url, **settings), PROMPTS, tell=lambda text: None)
+            return await run(load(url, **settings), PROMPTS, sent, tell=lambda text: None)
 
     return asyncio.run(main())
 
@@ -166,9 +184,79 @@ def test_a_server_that_is_not_there() -> None:
         asyncio.run(run(load("http://127.0.0.1:9", concurrency=1), PROMPTS, tell=lambda text: None))
 
 
+FEATURES = Features(6, 16, (1, 4, 6), "bfloat16", deepstack_layers=2)
+
+
+def media_of(server: Server) -> list[dict[str, Any]]:
+    """The part of each request that is no text."""
+    contents = [body["messages"][0]["content"] for body in server.bodies]
+    assert all(text["type"] == "text" and text["text"] in PROMPTS for _, text in contents)
+    return [part for part, _ in contents]
+
+
+@pytest.mark.parametrize("form", ["png", "jpeg"])
+def test_pictures_are_sent_as_data_urls(form: Literal["png", "jpeg"]) -> None:
+    server = Server()
+    report = measure(server, SentPictures(Pictures(40, 30), form), image_size="40x30", image_form=form, concurrency=2)
+    urls = [part["image_url"]["url"] for part in media_of(server)]
+    assert len(set(urls)) == report["requests"]["succeeded"] == 8, "no two are alike"
+    heads, data = zip(*(url.split(",") for url in urls), strict=True)
+    assert set(heads) == {f"data:image/{form};base64"}
+    files = [base64.b64decode(each) for each in data]
+    image = Image.open(io.BytesIO(files[0]))
+    assert (image.size, image.format) == ((40, 30), form.upper())
+    assert report["pictures"] == {"size": "40x30", "form": form, "bytes_each": round(sum(map(len, files)) / 8)}
+
+
+@pytest.mark.parametrize("form", ["features", "upload"])
+def test_features_are_sent_or_uploaded_before(form: Literal["features", "upload"]) -> None:
+    server = Server(fail_every=3)
+    sent = SentPictures(Pictures(40, 30, encoded=True, features=FEATURES), form)
+    report = measure(server, sent, image_size="40x30", image_form=form, image_model="m", concurrency=1)
+    parts = [part["image_embeds"] for part in media_of(server)]
+    if form == "upload":
+        assert [part["ref"] for part in parts] == server.deleted == [*server.uploads] == [f"feat_{i}" for i in range(8)]
+        files = [*server.uploads.values()]
+        assert report["pictures"]["upload_seconds"] > 0
+    else:
+        files = [base64.b64decode(part["data"]) for part in parts]
+        assert not server.uploads
+    assert len(set(files)) == 8 and report["requests"]["failed"] == 2
+    features = read_features(files[0], "data")
+    assert (features.rows.dtype, features.rows.shape, features.grid) == ("bfloat16", (6, 16), (1, 4, 6))
+    assert features.deepstack is not None and features.deepstack.shape == (2, 6, 16)
+
+
+def test_processes_have_pictures_of_their_own() -> None:
+    server = Server()
+    sent = SentPictures(Pictures(8, 8, encoded=True, features=FEATURES), "upload")
+    report = measure(
+        server, sent, image_size="8x8", image_form="upload", image_model="m", concurrency=2, num_requests=3, processes=2
+    )
+    assert report["requests"]["succeeded"] == len(set(server.uploads.values())) == 3
+    assert sorted(server.deleted) == sorted(server.uploads)
+    assert [share.max_bytes for share in sent.shares([2, 1])] == [sent.max_bytes // 2] * 2
+
+
+def test_two_loads_have_other_pictures() -> None:
+    first, second = (next(SentPictures(Pictures(8, 8), "png").files(1, lambda text: None)) for _ in range(2))
+    assert first != second
+
+
+def test_pictures_fit_into_memory() -> None:
+    server = Server()
+    with pytest.raises(ConfigError, match="held at once") as caught:
+        measure(server, SentPictures(Pictures(40, 30), "png", max_bytes=5000), image_size="40x30", concurrency=1)
+    assert caught.value.param == "--num-requests" and not server.bodies
+
+
 @pytest.mark.parametrize(
     ("settings", "param"),
     [
+        ({"image_form": "png"}, "--image-form"),
+        ({"image_model": "m"}, "--image-model"),
+        ({"image_size": "8x8", "image_form": "upload"}, "--image-model"),
+        ({"image_size": "8x8", "image_model": "m"}, "--image-model"),
         ({"seed": 1}, "--seed"),
         ({"concurrency": 1, "max_in_flight": 1}, "--max-in-flight"),
         ({"rate": 1.0, "concurrency": 1}, "--rate"),

@@ -168,7 +168,7 @@ class InputProcessor:
         if self.multimodal is None or self.media is None:
             text = tokenizer.render_chat(messages, **options)
             return {"prompt": text, "prompt_token_ids": self.encode(text, add_special_tokens, "messages")}
-        media = ConversationMedia(self.multimodal.neutral)
+        media = ConversationMedia(self.multimodal.neutral, self.multimodal.written)
         text = tokenizer.render_chat(messages, media=media, **options)
         if not media.parts:
             return {"prompt": text, "prompt_token_ids": self.encode(text, add_special_tokens, "messages")}

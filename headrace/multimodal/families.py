@@ -9,7 +9,7 @@ from typing import Any
 from headrace.errors import ConfigError
 from headrace.multimodal.ernie4_5_vl import ErnieRules
 from headrace.multimodal.gemma3 import Gemma3Rules
-from headrace.multimodal.idefics3 import Idefics3Rules
+from headrace.multimodal.idefics3 import Idefics3Rules, SmolVLMRules
 from headrace.multimodal.internvl import InternVLRules
 from headrace.multimodal.llava import LlavaRules
 from headrace.multimodal.pixtral import PixtralRules
@@ -27,7 +27,7 @@ _RULES: dict[str, Callable[[Path, Any], MediaRules]] = {
     "mistral3": PixtralRules,
     "internvl": InternVLRules,
     "idefics3": Idefics3Rules,
-    "smolvlm": Idefics3Rules,
+    "smolvlm": SmolVLMRules,
 }
 _LLAVA: dict[str, Callable[[Path, Any], MediaRules]] = {"pixtral": PixtralRules}
 """By the vision part, where it has rules of its own."""

@@ -29,6 +29,7 @@ VIDEO_METADATA = frozenset(
 _EMBEDS = ("features", "grid_thw", "deepstack", "second_per_grid")
 _MODALITIES: tuple[Modality, ...] = ("image", "video")
 _MAX_FRAMES = 1 << 16
+_MAX_SECONDS = 10_000_000
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -267,6 +268,9 @@ def checked_metadata(metadata: Mapping[str, Any], num_frames: int, where: str) -
     total = out.get("total_num_frames")
     if total is not None and not (type(total) is int and total >= num_frames):
         raise _wrong(f"{where}.total_num_frames", f"must be a whole number of at least {num_frames}, not {shown(total)}")
+    duration = out.get("duration")
+    if duration is not None and not (type(duration) in (int, float) and 0 <= duration <= _MAX_SECONDS):
+        raise _wrong(f"{where}.duration", f"must be a number of seconds from 0 to {_MAX_SECONDS}, not {shown(duration)}")
     if not isinstance(out.get("do_sample_frames", False), bool):
         raise _wrong(f"{where}.do_sample_frames", "must be true or false")
     if "frames_indices" in out:

@@ -59,7 +59,7 @@ class MultiModalProcessor:
         known: dict[Modality, str] = {
             modality: token
             for modality, token in rules.placeholders.items()
-            if modality == "image" or tokenizer.token_to_id(token) is not None
+            if modality == "image" or modality in rules.written or tokenizer.token_to_id(token) is not None
         }
         self.limits: Mapping[Modality, int] = {
             modality: count if modality in known else 0 for modality, count in limits.items()
@@ -72,7 +72,8 @@ class MultiModalProcessor:
             if modality in known
         }
         self._placeholders = known
-        self._placeholder_ids = {self._id(token): modality for modality, token in known.items()}
+        ids = {modality: tokenizer.token_to_id(token) for modality, token in known.items()}
+        self._placeholder_ids = {token: modality for modality, token in ids.items() if token is not None}
         spelt = {*known.values(), *rules.feature_tokens.values()}
         self._spelt = re.compile("|".join(map(re.escape, sorted(spelt, key=len, reverse=True))))
 
@@ -87,6 +88,11 @@ class MultiModalProcessor:
         """The library that resizes pictures."""
         return self._rules.backend
 
+    @property
+    def written(self) -> Mapping[str, str]:
+        """Modality -> the placeholder that conversations have as text, whatever their template."""
+        return {modality: self._placeholders[modality] for modality in self._rules.written}
+
     def neutral(self, text: str) -> str:
         """Breaks up placeholders spelt in a user's text, which would be counted as media. Call it on every text of a
         conversation before the chat template renders it."""
@@ -99,8 +105,14 @@ class MultiModalProcessor:
     def check_features(self, features: Features, modality: Modality, where: str) -> None:
         """Raises RequestError where features do not fit the model: names the part of ``where``, expected and actual."""
         if modality not in self._placeholders:
-            raise RequestError(f"{where}: the model takes no {modality}s", where, code="invalid_value")
+            raise RequestError(f"{where}: {self._refusal(modality)}", where, code="invalid_value")
         self._features(features, modality, where)
+
+    def _refusal(self, modality: Modality) -> str:
+        """Why the model takes no media of a kind."""
+        token = self._rules.placeholders.get(modality)
+        why = f"its tokenizer has no {token}" if token else f"the processor of {self._facts.model_type} reads none"
+        return f"the model takes no {modality}s: {why}"
 
     def prepare(
         self, prompt: str | list[int], data: MultiModalData, kwargs: Mapping[str, Any], *, add_special_tokens: bool
@@ -139,6 +151,8 @@ class MultiModalProcessor:
         """The media in the order of their placeholders, each with its name in errors."""
         by_modality: dict[Modality, Sequence[Any]] = {"image": data.images, "video": data.videos}
         for modality, media in by_modality.items():
+            if media and modality not in self._placeholders:
+                raise RequestError(self._refusal(modality), f"multi_modal_data.{modality}")
             if len(media) > self.limits.get(modality, 0):
                 raise RequestError(
                     f"the prompt has {len(media)} {modality}s; this engine takes at most {self.limits.get(modality, 0)} "

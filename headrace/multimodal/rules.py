@@ -56,7 +56,9 @@ class MediaRules(abc.ABC):
     """Of one model. Stateless: used from several threads."""
 
     placeholders: Mapping[Modality, str]
-    """What stands for a medium in a prompt; a token of the vocabulary."""
+    """What stands for a medium in a prompt; a token of the vocabulary, but for those of ``written``."""
+    written: ClassVar[frozenset[Modality]] = frozenset()
+    """Media whose placeholder is text that neither tokenizers nor chat templates of the model need to know."""
     feature_tokens: Mapping[Modality, str]
     """The token that takes a feature row."""
     markers: ClassVar[Mapping[Modality, tuple[str, str]]] = {}

@@ -48,6 +48,8 @@ class Sampling:
     """The first and the last frame are among those sampled."""
     middle: bool = False
     """Of as many equal parts of the video, the frames in their middle."""
+    together: bool = False
+    """``fps`` and ``num_frames`` may be given together."""
 
     def __call__(self, video: Video, options: Mapping[str, Any], where: str) -> Sampled:
         """Samples a video. ``options``: ``fps``, ``num_frames`` and ``do_sample_frames`` of the request."""
@@ -56,7 +58,7 @@ class Sampling:
         indices = np.asarray(metadata.get("frames_indices") or range(given), dtype=np.int64)
         total = int(metadata.get("total_num_frames") or max(given, int(indices.max()) + 1))
         asked = {name for name in ("fps", "num_frames") if name in options}
-        if len(asked) == 2:
+        if len(asked) == 2 and not self.together:
             raise RequestError("fps and num_frames exclude each other", "mm_processor_kwargs.fps", code="invalid_value")
         usual = bool(asked) or metadata.get("do_sample_frames", self.do_sample_frames)
         chosen: npt.NDArray[np.int64] = np.arange(given)

@@ -180,7 +180,7 @@ async def render_messages(
         mark = secrets.token_hex(8)
         messages = _escaped(messages, serving.llm.inputs.special_texts, mark)
     processor = serving.llm.inputs.multimodal
-    media = None if processor is None else ConversationMedia(processor.neutral)
+    media = None if processor is None else ConversationMedia(processor.neutral, processor.written)
     if processor is None and body.mm_processor_kwargs:
         message = "mm_processor_kwargs is not supported: the model reads text alone"
         raise RequestError(message, "mm_processor_kwargs", code="unsupported_parameter")

@@ -222,6 +222,7 @@ def _message(where: str, message: Any, strict: bool, media: ConversationMedia | 
     out["content"] = content_of(f"{where}.content", content, strict, media)
     if media is not None:
         out = media.neutralised(out)
+        out["content"] = media.placed(out["content"])
     if out.get("tool_calls"):
         out["tool_calls"] = [_tool_call(f"{where}.tool_calls[{i}]", call, media) for i, call in enumerate(out["tool_calls"])]
     return out

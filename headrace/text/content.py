@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from headrace.core.media import Modality
@@ -43,10 +44,20 @@ class PlacedPart(dict[str, Any]):
 class ConversationMedia:
     """Collects the media of a conversation in the order in which its prompt will have them."""
 
-    def __init__(self, neutral: Callable[[str], str]) -> None:
-        """``neutral``: breaks up spellings of the model's placeholders, which stand for media, in a text."""
+    def __init__(self, neutral: Callable[[str], str], written: Mapping[str, str] = MappingProxyType({})) -> None:
+        """``neutral``: breaks up spellings of the model's placeholders, which stand for media, in a text. ``written``: modality
+        -> its placeholder, where templates need not know the modality: they get it as text."""
         self.parts: list[MediaPart] = []
         self._neutral = neutral
+        self._written = written
+
+    def placed(self, content: Any) -> Any:
+        """Neutral content for the template: placeholders are written as text where it need not know them."""
+        if not self._written or not isinstance(content, list):
+            return content
+        return [
+            {"type": "text", "text": self._written[part["type"]]} if part["type"] in self._written else part for part in content
+        ]
 
     def neutralised(self, value: Any) -> Any:
         """A JSON value in which no text spells a placeholder.

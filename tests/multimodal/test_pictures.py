@@ -186,24 +186,53 @@ def frames_of(kind: str) -> dict[str, Any]:
     }
 
 
-def test_videos_of_frames_equal_transformers() -> None:
-    own = served("internvl")
-    cases = frames_of("internvl")
-    for prompt, output in zip(cases.values(), generate(own.llm, *cases.values()), strict=True):
-        same(output, own.expected(prompt))
-        ids, marks = output.prompt_token_ids, [tiny_vision.IDS[token] for token in ("<img>", "</img>")]
-        assert [ids.count(mark) for mark in marks] == [
-            2 if "mm_processor_kwargs" in prompt else 3 + 3 * (prompt is cases["mixed"])
-        ] * 2
-    text = own.llm.get_tokenizer().decode(own.request(cases["video"]).prompt_token_ids, skip_special_tokens=False)
-    side = text.count("<IMG_CONTEXT>") // 3
-    frame = f": <img>{'<IMG_CONTEXT>' * side}</img>"
-    assert text == f"see Frame1{frame}\nFrame2{frame}\nFrame3{frame} end"
+@pytest.mark.parametrize("kind", ["internvl", "smolvlm"])
+def test_videos_of_frames_equal_transformers(kind: str) -> None:
+    own = served(kind)
+    cases = frames_of(kind)
+    feature = tiny_vision.IDS[MARKS[kind]]
+    frame = 4
+    for name, output in zip(cases, generate(own.llm, *cases.values()), strict=True):
+        same(output, own.expected(cases[name]))
+        frames = {"video": 3, "mixed": 4, "sampled": 2}[name]
+        pictures = sum(item.num_rows for item in own.request(cases[name]).media if item.modality == "image")
+        assert (output.prompt_token_ids or []).count(feature) == pictures + frame * frames
     own.llm.reset_prefix_cache()
     (expected,) = generate(own.llm, cases["video"])
     own.llm.reset_prefix_cache()
-    (found,) = generate(own.llm, encoded(own, cases["video"]))
+    more = {"second_per_grid": [0.5]} if kind == "smolvlm" else {}
+    (found,) = generate(own.llm, encoded(own, cases["video"], **more))
     assert found.outputs[0].logprobs == expected.outputs[0].logprobs
+
+
+def said(kind: str) -> tuple[str, str]:
+    """The text of a video's prompt with one mark for all features of a frame, and the mark."""
+    own, mark = served(kind), MARKS[kind]
+    ids = own.request(frames_of(kind)["video"]).prompt_token_ids
+    return own.llm.get_tokenizer().decode(ids, skip_special_tokens=False).replace(4 * mark, mark), mark
+
+
+def test_frames_are_numbered_or_have_their_time() -> None:
+    text, mark = said("internvl")
+    frame = f": <img>{mark}</img>"
+    assert text == f"see Frame1{frame}\nFrame2{frame}\nFrame3{frame} end"
+    text, mark = said("smolvlm")
+    frame = f":<fake_token_around_image><global-img>{mark}<fake_token_around_image>"
+    assert text == (
+        "see You are provided the following series of three frames from a 0:00:01 [H:MM:SS] video.\n\n"
+        f"Frame from 00:00{frame}\nFrame from 00:00{frame}\nFrame from 00:01{frame}\n\n end"
+    )
+
+
+def test_a_conversation_has_videos_that_its_template_does_not_know() -> None:
+    own = served("smolvlm")
+    clip, _ = video(2)
+    parts: Any = [{"type": "video", "video": (clip, {"fps": 1.0})}, {"type": "text", "text": "what? <video>"}]
+    prompt: Any = own.llm.inputs.chat_prompt([{"role": "user", "content": parts}])
+    broken = "<\u200bvideo>"
+    assert prompt["prompt"] == f"[user]<video>what? {broken}[assistant]"
+    (output,) = own.llm.chat([{"role": "user", "content": parts}], SamplingParams(max_tokens=1))
+    assert (output.prompt_token_ids or []).count(tiny_vision.IDS["<image>"]) == 8
 
 
 @of([*MOVING, *ALONE])
@@ -239,7 +268,7 @@ def test_features_of_a_video_bring_its_seconds(kind: str) -> None:
     assert found.outputs[0].logprobs == expected.outputs[0].logprobs
 
 
-def encoded(own: Served, prompt: Mapping[str, Any]) -> dict[str, Any]:
+def encoded(own: Served, prompt: Mapping[str, Any], **more: Any) -> dict[str, Any]:
     """The prompt with features in place of its media, all of one modality."""
     import torch
 
@@ -257,8 +286,8 @@ def encoded(own: Served, prompt: Mapping[str, Any]) -> dict[str, Any]:
             if name.endswith("_grid_thw")
         ]
     if own.kind in APART:
-        parts = [{"features": one.features, "grid_thw": [grid]} for one, grid in zip(made, grids, strict=True)]
-        return {"prompt": prompt["prompt"], "multi_modal_data": {"image_embeds": parts}}
+        parts = [{"features": one.features, "grid_thw": [grid], **more} for one, grid in zip(made, grids, strict=True)]
+        return {"prompt": prompt["prompt"], "multi_modal_data": {f"{request.media[0].modality}_embeds": parts}}
     embeds: dict[str, Any] = {"features": torch.cat([one.features for one in made]), "grid_thw": grids}
     if made[0].deepstack is not None:
         embeds["deepstack"] = torch.cat([one.deepstack for one in made], dim=1)

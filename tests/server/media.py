@@ -41,6 +41,7 @@ def _written(part: dict[str, Any]) -> str:
 
 class SeeingProcessor:
     limits: Mapping[Modality, int] = {"image": 8, "video": 2}
+    written: Mapping[str, str] = {}
 
     def __init__(self) -> None:
         self.seen: list[tuple[Any, Mapping[str, Any]]] = []

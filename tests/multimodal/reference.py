@@ -94,15 +94,18 @@ def positions_by_hand(request: Request, merge: int, rate: float | None, frames_a
 
 
 @torch.no_grad()
-def generated(model: PreTrainedModel, request: Request, steps: int, positions: list | None) -> Reference:
+def generated(
+    model: PreTrainedModel, request: Request, steps: int, positions: list | None, allowed: Sequence[Sequence[int]] = ()
+) -> Reference:
     """Greedy generation without a cache: every step computes the whole sequence.
 
     Args:
         positions: ``[3, prompt]``; None: those of the tokens.
+        allowed: the tokens that each step may choose from; empty: bytes.
     """
     ids, found = list(request.prompt_token_ids), Reference([], [])
     inputs = inputs_of(request)
-    for _ in range(steps):
+    for step in range(steps):
         given = torch.tensor([ids])
         more: dict[str, torch.Tensor] = {}
         if positions is None and SOFT in ids:
@@ -114,7 +117,7 @@ def generated(model: PreTrainedModel, request: Request, steps: int, positions: l
                 more["moe_mm_token_type_ids"] = torch.tensor([of_media]).int()
             more["position_ids"] = torch.tensor([[*axis, *after] for axis in positions])[:, None]
         logits = model(input_ids=given, use_cache=False, **inputs, **more).logits[0, -1].log_softmax(-1)
-        token = int(logits[:BYTES].argmax())
+        token = max(allowed[step] if allowed else range(BYTES), key=lambda each: float(logits[each]))
         ids.append(token)
         found.token_ids.append(token)
         found.logprobs.append(float(logits[token]))

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,13 +67,13 @@ class Served:
     def request(self, prompt: Any) -> Request:
         return self.llm.inputs.request(prompt, SamplingParams(), request_id="made")
 
-    def expected(self, prompt: Any, seconds: tuple[float, ...] = ()) -> Reference:
+    def expected(self, prompt: Any, seconds: tuple[float, ...] = (), allowed: Sequence[Sequence[int]] = ()) -> Reference:
         request = self.request(prompt)
         positions = None
         if self.kind in RATES:
             apart = self.kind.startswith("qwen3")
             positions = positions_by_hand(request, 2, RATES[self.kind], apart, seconds)
-        return generated(self.theirs, request, STEPS, positions)
+        return generated(self.theirs, request, STEPS, positions, allowed)
 
 
 @functools.cache

@@ -114,11 +114,12 @@ _EXPERTS_OF_PICTURES = dataclasses.replace(_EXPERTS, intermediate_size=8)
 _MROPE = RopeSpec(10000.0, sections=(1, 1, 2))
 WITH_MEDIA: dict[str, ModelSpec] = {
     "positions in three sections": _spec(
-        [dataclasses.replace(_layer(i, window=window), rope=_MROPE) for i, window in enumerate((None, 9))],
+        [dataclasses.replace(layer, rope=_MROPE) for layer in (_layer(0), _layer(1, window=9, kv_heads=1, v_dim=12))],
         vision=VisionSpec(model_type="of tests", deepstack_layers=1),
     ),
     "both ways": _spec(
-        [_layer(0, window=6), _layer(1), _layer(2, window=6)], vision=VisionSpec(model_type="of tests", bidirectional=True)
+        [_layer(0, window=6), _layer(1, kv_heads=1, dim=12, v_dim=8), _layer(2, window=6, kv_heads=4, v_dim=12)],
+        vision=VisionSpec(model_type="of tests", bidirectional=True),
     ),
     "experts of pictures": _spec(
         [dataclasses.replace(_layer(i), rope=RopeSpec(10000.0, sections=(2, 1, 1), time_last=True)) for i in range(2)],
@@ -127,7 +128,7 @@ WITH_MEDIA: dict[str, ModelSpec] = {
         vision=VisionSpec(model_type="of tests", own_experts=True),
     ),
 }
-"""Models that read pictures: ``test_media_invariants``."""
+"""Models that read pictures: ``test_media_invariants``. Their layers differ in KV heads and widths."""
 MEDIA_IN_FP8 = {name + IN_FP8: spec for name, spec in WITH_MEDIA.items()}
 SPECS = FAMILIES | WITH_MEDIA | MEDIA_IN_FP8
 
@@ -231,7 +232,7 @@ class World:
             device=self.device,
             dtype="float32",
             quantization="none",
-            attention_backends=("reference" if in_fp8 and self.device == "cpu" else self.backend,) * spec.num_layers,
+            attention_backends=("reference" if in_fp8 and self.backend == "torch" else self.backend,) * spec.num_layers,
             num_threads=1,
             decisions=(),
         )

@@ -285,14 +285,6 @@ def test_a_cache_in_fp8_changes_as_little(family: str) -> None:
     assert found != exact
 
 
-@pytest.mark.parametrize("family", quick(WITH_MEDIA, "both ways"))
-def test_the_kernel_of_gpus_sees_what_items_see(family: str) -> None:
-    """Interpreted, with two prompts of pictures in a step, chunks, and steps behind them."""
-    short = [msgspec.structs.replace(each, max_tokens=3) for each in requests(family) if each.request_id in ("two", "last")]
-    world = World(family, backend="triton", max_num_batched_tokens=28)
-    same(serve(world, short), alone(World(family, backend="reference"), short))
-
-
 @families
 def test_a_picture_that_breaks_the_encoder_fails_alone(family: str) -> None:
     engine = Engine(World(family))

@@ -1,0 +1,87 @@
+"""Prompts with pictures beside what else an engine may do: constraints, sparse prompts, KV in FP8."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from headrace.errors import ConfigError, RequestError
+from headrace.outputs import RequestOutput
+from headrace.sampling_params import SamplingParams, StructuredOutputsParams
+
+from .reference import BYTES
+from .test_pictures import MARKS, PICTURE, STEPS, engine, generate, of, picture, prompts, same, served
+
+SHAPE = "[0-9]{3}-[a-f]{2}"
+ALLOWED = [b"0123456789"] * 3 + [b"-"] + [b"abcdef"] * 2
+
+
+@of(["qwen2_5_vl", "gemma3"])
+def test_a_constraint_masks_what_pictures_say(kind: str) -> None:
+    """In chunks, beside prompts without one; the best tokens that the constraint allows are transformers'."""
+    own = served(kind)
+    cases = prompts(kind)
+    bound = {"structured_outputs": StructuredOutputsParams(regex=SHAPE), "allowed_token_ids": None}
+    plain = {"temperature": 0.0, "max_tokens": STEPS, "logprobs": 0, "allowed_token_ids": list(range(BYTES))}
+    names = ("two", "odd", "same twice")
+    params = [SamplingParams(**plain | (bound if name != "odd" else {})) for name in names]
+    outputs = own.llm.generate([cases[name] for name in names], params)
+    for name, output in zip(names, outputs, strict=True):
+        same(output, own.expected(cases[name], allowed=() if name == "odd" else ALLOWED))
+    own.llm.check_integrity()
+
+
+@of(["qwen2_5_vl", "llava"])
+def test_prompts_with_pictures_attend_densely_beside_sparse_ones(kind: str) -> None:
+    own = served(kind)
+    sparse = {"sparse_prefill": "xattn", "sparse_threshold": 0.3, "sparse_min_tokens": 1, "max_num_batched_tokens": 160}
+    llm = engine(own.folder, **sparse)
+    mark, words = MARKS.get(kind, PICTURE), "words before a picture " * 15
+    long = {"prompt": f"{words}{mark} and after it", "multi_modal_data": {"image": picture(90, 61)}}
+    text = {"prompt_token_ids": list((words * 2).encode()[:450])}
+    cases: list[Any] = [long, prompts(kind)["two"]]
+    pictured, other, alone = generate(llm, *cases, text)
+    for case, output in zip(cases, (pictured, other), strict=True):
+        same(output, own.expected(case))
+        assert output.attention is None
+    assert alone.attention is not None and (alone.attention.density or 0) < 1
+    with pytest.raises(RequestError, match="sparse_prefill is for prompts of text: images") as caught:
+        generate(llm, long, sparse_prefill=True)
+    assert caught.value.param == "sparse_prefill"
+    same(generate(llm, long, sparse_prefill=False)[0], own.expected(long))
+
+
+def test_a_model_whose_pictures_are_seen_both_ways_has_no_sparse_prompts() -> None:
+    with pytest.raises(ConfigError, match="no layer of this model can attend sparsely: it has no mode visible_ends") as caught:
+        engine(served("gemma3").folder, sparse_prefill="xattn", max_num_batched_tokens=160)
+    assert caught.value.param == "sparse_prefill"
+
+
+@of(["qwen2_5_vl", "gemma3"])
+def test_a_cache_in_fp8_holds_pictures(kind: str) -> None:
+    """Tokens of chunks, cached prefixes and features are those of the prompt alone, near those of float32."""
+    own = served(kind)
+    names, mark = ("two", "wide", "same twice"), MARKS.get(kind, PICTURE)
+    cases = {name: prompts(kind)[name] for name in names}
+    stored = {"kv_cache_dtype": "fp8_e4m3", "attention_backend": "reference"}
+    usual = engine(own.folder, **stored, max_num_batched_tokens=512, enable_prefix_caching=False)
+    alone = {name: generate(usual, case)[0] for name, case in cases.items()}
+    tight = engine(own.folder, **stored)
+    long = "some words before this picture, " + mark
+    cases["long"] = {"prompt": long, "multi_modal_data": {"image": picture(112, 112, 5)}}
+    alone["long"] = generate(usual, cases["long"])[0]
+    for turn in range(2):
+        found = generate(tight, *cases.values())
+        assert bool(sum(output.num_cached_tokens or 0 for output in found)) == bool(turn)
+        for name, output in zip(cases, found, strict=True):
+            assert output.outputs[0].token_ids == alone[name].outputs[0].token_ids
+            assert numbers(output) == pytest.approx(numbers(alone[name]), abs=1e-3)
+    exact = numbers(generate(own.llm, cases["long"])[0])
+    assert numbers(alone["long"])[0] != exact[0]
+    assert numbers(alone["long"])[0] == pytest.approx(exact[0], abs=0.3)
+
+
+def numbers(output: RequestOutput) -> list[float]:
+    (sample,) = output.outputs
+    return [next(iter(entry.values())).logprob for entry in sample.logprobs or []]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -258,15 +259,23 @@ def write_tokenizer(folder: Path) -> None:
     hf.save_pretrained(folder)
 
 
-def save(kind: str, folder: Path) -> PreTrainedModel:
-    """Writes the checkpoint of a model type, with decisive logits. Returns transformers' model of it."""
+def save(kind: str, folder: Path, *, text: Mapping[str, Any] | None = None, noise: float = 0.12) -> PreTrainedModel:
+    """Writes the checkpoint of a model type, with decisive logits. Returns transformers' model of it.
+
+    Args:
+        text: other fields of ``text_config``.
+        noise: added to all weights: the more, the more decisive.
+    """
     factory, fields, processor = _configs()[kind]
+    if text is not None:
+        vision = fields["vision_config"] | {"out_hidden_size": text["hidden_size"]}
+        fields |= {"text_config": fields["text_config"] | text, "vision_config": vision}
     torch.manual_seed(sum(map(ord, kind)))
     config = factory.config_class(**fields)
     made: PreTrainedModel = factory._from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in made.parameters():
-            parameter.add_(0.12 * torch.randn_like(parameter))
+            parameter.add_(noise * torch.randn_like(parameter))
     made.save_pretrained(folder)
     write_tokenizer(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))

@@ -64,6 +64,7 @@ def from_directory(folder: Path) -> FastTokenizer:
         )
     except (OSError, ValueError, KeyError):
         tokenizer = from_transformers(str(folder), local=True, trusted=False)
+    tokenizer.chat_template = _template_of_processor(folder) or tokenizer.chat_template
     facts = {
         "backend": tokenizer.backend_tokenizer.to_str(),
         "special_tokens": tokenizer.special_tokens_map,
@@ -72,6 +73,24 @@ def from_directory(folder: Path) -> FastTokenizer:
     }
     keep(file, json.dumps(facts))
     return tokenizer
+
+
+def _template_of_processor(folder: Path) -> str | None:
+    """The chat template of an older multimodal checkpoint's processor, in a file that transformers' tokenizers do not read.
+
+    Raises:
+        ConfigError: the file has none.
+    """
+    file = folder / "chat_template.json"
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))["chat_template"]
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{file} has no chat template: {error}", "tokenizer") from error
+    if not isinstance(found, str):
+        raise ConfigError(f"{file}: chat_template must be text", "tokenizer")
+    return found
 
 
 def _fingerprint(folder: Path) -> str:

@@ -12,6 +12,7 @@ import vocabularies
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
+from headrace.errors import ConfigError
 from headrace.sources.user_cache import cache_directory
 from headrace.text import fast_tokenizer
 from headrace.text.fast_tokenizer import FastTokenizer, from_directory, from_transformers
@@ -53,6 +54,17 @@ def test_another_file_is_another_tokenizer(folder: Path) -> None:
     (folder / "chat_template.jinja").unlink(missing_ok=True)
     (folder / "tokenizer_config.json").write_text(json.dumps(described | {"chat_template": "changed"}))
     assert from_directory(folder).chat_template == "changed"
+
+
+def test_the_template_of_an_older_processor_is_read(folder: Path) -> None:
+    """Multimodal checkpoints of 2024 have it in a file of its own; transformers' processors prefer it to all others."""
+    file = folder / "chat_template.json"
+    file.write_text(json.dumps({"chat_template": "with pictures"}))
+    assert [from_directory(folder).chat_template for _ in range(2)] == ["with pictures"] * 2
+    for wrong in ("{", "[]", "{}", '{"chat_template": 3}'):
+        file.write_text(wrong)
+        with pytest.raises(ConfigError, match=r"chat_template\.json"):
+            from_directory(folder)
 
 
 def test_a_cache_that_is_broken_or_cannot_be_written_is_done_without(folder: Path) -> None:

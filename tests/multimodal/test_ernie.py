@@ -44,15 +44,8 @@ def rules(tmp_path: Path) -> ErnieRules:
 def test_times_are_drawn_as_transformers_draws_them(rules: ErnieRules) -> None:
     """On the frames of a film of hours, in two sizes."""
     convert = theirs(MODULE, "_convert_timestamp")
-    render = theirs(
-        MODULE,
-        "_render_image_with_timestamp",
-        torch=torch,
-        to_pil_image=Image.fromarray,
-        pil_to_tensor=np.asarray,
-        ImageDraw=ImageDraw,
-        ImageFont=ImageFont,
-    )
+    used = {"torch": torch, "to_pil_image": Image.fromarray, "pil_to_tensor": np.asarray}
+    render = theirs(MODULE, "_render_image_with_timestamp", used | {"ImageDraw": ImageDraw, "ImageFont": ImageFont})
     for size in ((120, 91), (64, 200)):
         frames, _ = video(3, *size)
         sampled = rules._sample(
@@ -93,7 +86,7 @@ def test_without_the_font_there_are_no_videos(rules: ErnieRules) -> None:
     ],
 )
 def test_frames_are_those_of_transformers(rules: ErnieRules, total: int, fps: float, options: dict[str, Any]) -> None:
-    sample = theirs(MODULE, "sample_frames", torch=torch, VideoMetadata=object)
+    sample = theirs(MODULE, "sample_frames", {"torch": torch, "VideoMetadata": object})
     them = SimpleNamespace(num_frames=None, min_frames=16, max_frames=180)
     expected = sample(them, SimpleNamespace(total_num_frames=total, fps=fps), **options).tolist()
     given = Video(np.zeros((total, 1, 1, 3), np.uint8), {"fps": fps})

@@ -19,6 +19,7 @@ from headrace.errors import RequestError
 from headrace.multimodal.families import media_rules
 from headrace.multimodal.idefics3 import _Sampling, in_words
 from headrace.multimodal.items import MultiModalData, Video, array_of
+from headrace.text.content import ConversationMedia
 
 from .test_pictures import video
 from .test_processor import HIDDEN, prepare, processor, theirs
@@ -140,3 +141,23 @@ def test_frames_are_resized_as_by_transformers(tmp_path: Path, settings: dict[st
         (found,) = rules.process(Video(frames, {"fps": 2.0}), {}, "video")
         expected = theirs(videos=[frames], return_tensors="pt")["pixel_values"].numpy()
         assert (array_of(found.tensors["pixel_values"]) == expected).all()
+
+
+def test_a_conversation_reads_as_by_the_template_of_transformers(tmp_path: Path) -> None:
+    """transformers replaces the checkpoint's template where there is a video; writing its placeholder as text is enough."""
+    made = processor(tmp_path, "smolvlm", sectioned_rope=False)
+    space: dict[str, Any] = {}
+    theirs("smolvlm/processing_smolvlm", "replace_video_token", space)
+    whole = space["DEFAULT_CHAT_TEMPLATE"]
+    own = whole.replace("{% elif line['type'] == 'video' %}{{ '<video>' }}", "")
+    assert "<video>" not in own
+    text, clip = {"type": "text", "text": "what?"}, {"type": "video", "video": video(2)}
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    for parts in ([clip, text], [text, clip], [picture, clip, text], [clip, clip, text, picture]):
+        messages = [{"role": "user", "content": parts}]
+        made._tokenizer.hf.chat_template = whole
+        expected = made._tokenizer.render_chat(messages, media=ConversationMedia(made.neutral))
+        made._tokenizer.hf.chat_template = own
+        media = ConversationMedia(made.neutral, made.written)
+        assert made._tokenizer.render_chat(messages, media=media) == expected
+        assert expected.count("<video>") == parts.count(clip) == [part.modality for part in media.parts].count("video")

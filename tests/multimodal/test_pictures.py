@@ -136,16 +136,16 @@ def videos(kind: str) -> dict[str, tuple[Any, tuple[float, ...]]]:
     """Prompt, and seconds between the temporal patches of each video."""
     mark, clip = MARKS.get(kind, PICTURE), CLIPS.get(kind, VIDEO)
     spaced = {"fps": 2.0, "do_sample_frames": False}
-    slow = video(7, fps=0.5, do_sample_frames=False)
+    slow, quick = video(7, fps=0.5, do_sample_frames=False), {"fps": 3.0, "do_sample_frames": False}
     return {
         "video": ({"prompt": f"see {clip} end", "multi_modal_data": {"video": [video(4, **spaced)]}}, (1.0,)),
         "slow video": ({"prompt": f"{clip} end", "multi_modal_data": {"video": slow}}, (4.0,)),
         "mixed": (
             {
                 "prompt": f"{mark} then {clip} then {mark} then {clip}!",
-                "multi_modal_data": {"image": [picture(60, 60), picture(30, 99)], "video": [slow, video(5, 44, 56, **spaced)]},
+                "multi_modal_data": {"image": [picture(60, 60), picture(30, 99)], "video": [slow, video(5, 44, 56, **quick)]},
             },
-            (4.0, 1.0),
+            (4.0, 2 / 3),
         ),
     }
 

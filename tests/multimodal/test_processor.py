@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import importlib.util
 import json
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import tiny_vision
 import transformers
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig
 
 from headrace import LLM, SamplingParams
@@ -238,16 +240,17 @@ def test_without_a_processor_there_are_no_pictures(tmp_path: Path) -> None:
         media_rules("owlvit", tmp_path, None)
 
 
-def theirs(module: str, name: str = "replace_image_token", **space: Any) -> Any:
+def theirs(module: str, name: str = "replace_image_token", more: dict[str, Any] | None = None) -> Any:
     """A method of a processor of transformers out of its source, since most of the modules import torchvision.
 
     Args:
-        space: what its module imports.
+        more: what it uses by name; gets the texts of the source.
     """
     found = importlib.util.find_spec("transformers")
     assert found is not None and found.origin is not None
     tree = ast.parse((Path(found.origin).parent / "models" / f"{module}.py").read_text(encoding="utf-8"))
     methods = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    space: dict[str, Any] = {} if more is None else more
     space |= {"get_image_size": lambda pixels: pixels.shape[-2:], "to_numpy_array": np.asarray}
     for node in tree.body:
         # Texts such as DEFAULT_VIDEO_INTRO.
@@ -302,6 +305,50 @@ def test_expansions_are_those_of_transformers(tmp_path: Path, kind: str, module:
         assert found.token_ids == made._tokenizer.encode(expand(them, inputs, 0), False), size
         assert made.image_tokens(*size) == found.media[0].num_rows
         assert prepare(made, made._tokenizer.encode(MARKS[kind], False), {"image": picture(*size)}) == found
+
+
+@pytest.mark.parametrize("fault", [RuntimeError("operator torchvision::nms does not exist"), ImportError("none")])
+def test_the_library_that_resizes_is_part_of_a_pictures_identity(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Exception
+) -> None:
+    """One for another build of torch is as none; the two libraries round differently."""
+    usual = builtins.__import__
+
+    def broken(name: str, *rest: Any, **more: Any) -> Any:
+        if name == "torchvision":
+            raise fault
+        return usual(name, *rest, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(builtins, "__import__", broken)
+        made = processor(tmp_path, "qwen2_5_vl")
+    assert made.backend == "pil"
+    before = prepare(made, PICTURE, {"image": picture(56, 56)}).items[0].content_hash
+    rules: Any = made._rules
+    rules._process.backend = "torchvision"
+    rules.fingerprint = rules._process.fingerprint(rules._video)
+    assert prepare(made, PICTURE, {"image": picture(56, 56)}).items[0].content_hash != before
+
+
+@pytest.mark.parametrize(("kind", "why"), [("paligemma", "all tokens of its prompts see each other"), ("llava_onevision", "")])
+def test_models_that_are_not_supported_are_named(tmp_path: Path, kind: str, why: str) -> None:
+    said = why_text_alone(SimpleNamespace(model_type=kind))
+    assert said.startswith(f"pictures of {kind} are not supported") and why in said
+    with pytest.raises(ConfigError, match=f"pictures of {kind} are not supported; supported are: qwen2_vl, "):
+        media_rules(kind, tmp_path, None)
+
+
+def test_a_template_and_a_tokenizer_that_both_begin_a_text_begin_it_once(tmp_path: Path) -> None:
+    """Rendered conversations are encoded without the tokenizer's own BOS; plain prompts with it."""
+    made = processor(tmp_path, "gemma3")
+    backend = made._tokenizer.hf.backend_tokenizer
+    begin = ("<bos>", tiny_vision.IDS["<bos>"])
+    backend.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[begin])
+    data = MultiModalData.of({"image": picture(56, 56)})
+    rendered = made.prepare("<bos>[user]<start_of_image>", data, {}, add_special_tokens=False)
+    plain = made.prepare("[user]<start_of_image>", data, {}, add_special_tokens=True)
+    assert rendered.token_ids == plain.token_ids and rendered.token_ids.count(begin[1]) == 1
+    assert rendered.items == plain.items
 
 
 def test_a_picture_of_one_token_is_refused(tmp_path: Path) -> None:

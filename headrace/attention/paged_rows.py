@@ -78,18 +78,21 @@ class PagedRows:
     def copies(self, cache: LayerCache, dtype: torch.dtype, multiple: int = 1) -> torch.Tensor:
         """``[keys, kv_heads, head_dim + v_head_dim]``: the rows' keys and values, concatenated.
 
-        Behind them there are zeros up to a multiple of ``multiple`` keys: a masked value that is NaN would spoil a sum.
+        Up to a multiple of ``multiple`` keys, the last one is repeated: a masked value that is NaN would spoil a sum.
         """
-        spec = cache.spec
-        size = (-(-self.num_keys // multiple) * multiple, spec.num_kv_heads, spec.row_width)
-        copies = torch.empty(size, dtype=dtype, device=cache.rows.device)
-        written = copies[: self.num_keys]
-        copies[self.num_keys :].zero_()
+        spec, behind = cache.spec, -self.num_keys % multiple
         if cache.k_scale is None or cache.v_scale is None:
-            torch.index_select(cache.rows.flatten(0, 1), 0, self.key_places(cache.group), out=written)
-        else:
-            scales = (cache.k_scale, cache.v_scale)
-            gather_numbers(cache.keys, cache.values, *scales, self.pages(cache.group), *self.page_spans, written)
+            index = self.key_places(cache.group)
+            if behind:
+                index = torch.cat((index, index[-1:].expand(behind)))
+            # With a given output index_select takes fifteen times as long.
+            return cache.rows.flatten(0, 1).index_select(0, index)
+        size = (self.num_keys + behind, spec.num_kv_heads, spec.row_width)
+        copies = torch.empty(size, dtype=dtype, device=cache.rows.device)
+        scales = (cache.k_scale, cache.v_scale)
+        written = copies[: self.num_keys]
+        gather_numbers(cache.keys, cache.values, *scales, self.pages(cache.group), *self.page_spans, written)
+        copies[self.num_keys :] = written[-1:]
         return copies
 
 

@@ -17,7 +17,7 @@ from headrace.attention.paged_rows import PagedRows
 from headrace.kernels.transfer import upload
 from headrace.model_spec import AttentionSpec
 
-_QUERIES = 8192
+_QUERIES = 16384
 """Queries of the row from which a launch for each KV head is worth its while."""
 _INTEGERS = 4 << 20
 """Bytes of a plan: room for 128 bytes of each of 32768 tiles."""

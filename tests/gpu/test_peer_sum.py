@@ -11,7 +11,7 @@ import torch
 from headrace.kernels.norm import ResidualNorm
 from headrace.parallel.group import ordered_sum
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 kernels = pytest.importorskip("headrace.kernels.triton.peer_sum")
 TRIES = 1 << 24
 """Some seconds: a kernel that waits in vain ends, and the test fails."""
@@ -27,6 +27,8 @@ def ranks(size: int) -> list[Any]:
     return [kernels.PeerBuffers(rank, memory, zeros(kernels.ROWS), zeros(1), alarms[rank]) for rank in range(size)]
 
 
+@pytest.mark.gpu
+@pytest.mark.captures
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("size", [2, 4])

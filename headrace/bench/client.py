@@ -14,6 +14,7 @@ from headrace.errors import ConfigError, EngineError, RequestError
 from headrace.options import shown
 
 CONNECT_SECONDS = 10.0
+_MAX_LINE_BYTES = 2**24
 
 T = TypeVar("T")
 
@@ -49,6 +50,9 @@ class Event(msgspec.Struct):
     choices: list[Choice] = []
     usage: Usage | None = None
     error: Any = None
+
+
+_decode_event = msgspec.json.Decoder(Event).decode
 
 
 def base_url(url: str) -> str:
@@ -96,35 +100,71 @@ async def first_model(client: httpx.AsyncClient, base: str) -> str:
     return models[0].id
 
 
-async def chat_events(client: httpx.AsyncClient, base: str, body: dict[str, Any]) -> AsyncGenerator[Event]:
-    """The events of a streamed chat completion, to its end.
+async def chat_events(client: httpx.AsyncClient, base: str, body: dict[str, Any]) -> AsyncGenerator[list[Event]]:
+    """The events of a streamed chat completion, to its end: a list for each read that completes some.
 
     Raises:
         RequestError: the server refuses the request.
         EngineError: it fails, sends something else, or the stream ends before the answer does.
     """
-    finished = done = False
     try:
         content = msgspec.json.encode(body)
     except UnicodeEncodeError:
         raise RequestError("messages must be text that UTF-8 can hold, without lone surrogates", "messages") from None
     headers = {"Content-Type": "application/json"}
+    parser = _EventParser()
     with _connected(f"the connection to {base} failed"):
         async with client.stream("POST", base + "/v1/chat/completions", content=content, headers=headers) as response:
             await _check(response)
-            async for line in response.aiter_lines():
-                data = line.removeprefix("data:").strip() if line.startswith("data:") else ""
-                # What follows the end is read and ignored, so that the connection can be used again.
-                done = done or data == "[DONE]"
-                if not data or done:
-                    continue
-                event = _decoded(data.encode(), Event, "an event")
-                if event.error is not None:
-                    raise EngineError(_message(event.error))
-                finished = finished or any(choice.finish_reason for choice in event.choices)
-                yield event
-    if not (finished or done):
+            async for data in response.aiter_bytes():
+                for events in parser.feed(data):
+                    yield events
+    for events in parser.feed(b"\n"):
+        yield events
+    if not parser.finished:
         raise EngineError(f"the answer of {base} is cut off: the stream ended before the answer did")
+
+
+class _EventParser:
+    """Cuts server-sent events out of the reads of a stream, wherever it is split. Each data line is an event."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        """A line whose end has not arrived."""
+        self._done = False
+        self.finished = False
+        """A choice has finished, or the stream has said that it is done."""
+
+    def feed(self, data: bytes) -> Iterator[list[Event]]:
+        """The events that end in the data, as one list; none if there are none. Raises EngineError after those before it."""
+        lines = (self._rest + data).splitlines(keepends=True)
+        self._rest = lines.pop() if lines and not lines[-1].endswith((b"\n", b"\r")) else b""
+        events: list[Event] = []
+        try:
+            for line in lines:
+                # What follows the end is read and ignored, so that the connection can be used again.
+                if not self._done and line.startswith(b"data:") and (text := line[5:].strip()):
+                    self._add(text, events)
+            if len(self._rest) > _MAX_LINE_BYTES:
+                raise EngineError(f"the server sends a line of more than {_MAX_LINE_BYTES} bytes")
+        finally:
+            if events:
+                yield events
+
+    def _add(self, text: bytes, events: list[Event]) -> None:
+        if text == b"[DONE]":
+            self._done = self.finished = True
+            return
+        try:
+            event = _decode_event(text)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise _not_openai(text, "an event", error) from None
+        if event.error is not None:
+            raise EngineError(_message(event.error))
+        for choice in event.choices:
+            if choice.finish_reason:
+                self.finished = True
+        events.append(event)
 
 
 async def upload_features(client: httpx.AsyncClient, base: str, file: bytes) -> str:
@@ -170,4 +210,8 @@ def _decoded(data: bytes, kind: type[T], what: str) -> T:
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise EngineError(f"{what} is not what an OpenAI-compatible server sends: {error}: {shown(data)[1:]}") from None
+        raise _not_openai(data, what, error) from None
+
+
+def _not_openai(data: bytes, what: str, error: Exception) -> EngineError:
+    return EngineError(f"{what} is not what an OpenAI-compatible server sends: {error}: {shown(data)[1:]}")

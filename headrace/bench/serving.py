@@ -30,6 +30,7 @@ from headrace.bench.client import (
 from headrace.bench.options import IN_FLIGHT, LoadOptions
 from headrace.bench.pictures import SentPictures
 from headrace.bench.report import facts, load_average
+from headrace.bench.transport import StreamTransport
 from headrace.errors import EngineError, RequestError
 from headrace.metrics.exchanges import Exchange, totals
 
@@ -84,13 +85,14 @@ class Sent:
     """Of all pictures, or features in their place."""
     upload_seconds: float = 0.0
     """For all uploads of features, before the load."""
+    busy: float = 0.0
+    """Processor time of the client process by the time of the load: the largest, of several."""
 
 
 def _http_client(load: LoadOptions) -> httpx.AsyncClient:
-    limit = load.clients or load.max_in_flight or IN_FLIGHT
     return httpx.AsyncClient(
         headers=authorization(load.api_key),
-        limits=httpx.Limits(max_connections=limit, max_keepalive_connections=limit),
+        transport=StreamTransport(),
         timeout=httpx.Timeout(2 * load.duration, connect=CONNECT_SECONDS),
     )
 
@@ -108,10 +110,10 @@ async def _send(
     async with _prepared(client, load, pictures, tell) as made:
         sender = _Sender(client, load, prompts, made.parts, model, tell)
         ready()
-        start = time.perf_counter()
+        start, busy = time.perf_counter(), time.process_time()
         await (sender.closed_loop() if load.clients else sender.open_loop())
-        seconds = time.perf_counter() - start
-    return Sent(sender.exchanges, sender.dropped, seconds, made.num_bytes, made.upload_seconds)
+        seconds, busy = time.perf_counter() - start, time.process_time() - busy
+    return Sent(sender.exchanges, sender.dropped, seconds, made.num_bytes, made.upload_seconds, busy / seconds)
 
 
 class _Prepared(NamedTuple):
@@ -174,6 +176,7 @@ def _send_from_processes(load: LoadOptions, prompts: Sequence[str], pictures: Se
         max(part.seconds for part in parts),
         sum(part.picture_bytes for part in parts),
         max(part.upload_seconds for part in parts),
+        max(part.busy for part in parts),
     )
 
 
@@ -281,16 +284,17 @@ class _Sender:
 
     async def _stream(self, body: dict[str, Any], exchange: Exchange, start: float) -> None:
         last = start
-        async for event in chat_events(self._client, self._base, body):
-            if any(choice.delta is not None and choice.delta.content for choice in event.choices):
-                now = time.perf_counter()
-                if exchange.first_token is None:
-                    exchange.first_token = now - start
-                else:
-                    exchange.between_tokens.append(now - last)
-                last = now
-            if event.usage is not None:
-                exchange.input_tokens, exchange.output_tokens = event.usage.prompt_tokens, event.usage.completion_tokens
+        async for events in chat_events(self._client, self._base, body):
+            now = time.perf_counter()
+            for event in events:
+                if any(choice.delta is not None and choice.delta.content for choice in event.choices):
+                    if exchange.first_token is None:
+                        exchange.first_token = now - start
+                    else:
+                        exchange.between_tokens.append(now - last)
+                    last = now
+                if event.usage is not None:
+                    exchange.input_tokens, exchange.output_tokens = event.usage.prompt_tokens, event.usage.completion_tokens
 
 
 def summary(load: LoadOptions, model: str, sent: Sent) -> dict[str, Any]:
@@ -316,4 +320,5 @@ def summary(load: LoadOptions, model: str, sent: Sent) -> dict[str, Any]:
             "input_tokens": round(measured["input_tokens"] / seconds, 1),
             "output_tokens": round(measured["output_tokens"] / seconds, 1),
         },
+        "load_generator": {"processes": load.processes, "max_busy": round(sent.busy, 3)},
     }

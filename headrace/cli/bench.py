@@ -205,11 +205,14 @@ def serve(load: LoadOptions, to: ReportOptions) -> None:
         Console(stderr=True).print(Text(f"note: {load.url} is not this machine; make sure that you may load it", "yellow"))
     with _status(f"asking {load.url}") as tell:
         report = asyncio.run(bench.run(load, CHAT_PROMPTS, sent, tell=tell))
-    counts, rates = report["requests"], report["rates"]
+    counts, rates, generator = report["requests"], report["rates"], report["load_generator"]
     tables = [
         table("Requests", list(counts), [[f"{value:,}" for value in counts.values()]]),
         table("A second", list(rates), [[f"{value:,.2f}" for value in rates.values()]]),
         distributions_table("Times", report["milliseconds"]),
+        table(
+            "Load generator", ["processes", "busiest"], [[f"{generator['processes']}", f"{generator['max_busy']:.0%}"]], "rr"
+        ),
     ]
     if sent is not None:
         tables.append(table("Pictures", list(report["pictures"]), [[f"{value}" for value in report["pictures"].values()]]))

@@ -79,9 +79,9 @@ class ServerTalker:
 
     async def reply(self, messages: Messages) -> AsyncIterator[str]:
         body = {"model": self.name, "messages": messages, "stream": True} | self._sampling
-        async with contextlib.aclosing(chat_events(self._client, self._base, body)) as events:
-            async for event in events:
-                for choice in event.choices:
+        async with contextlib.aclosing(chat_events(self._client, self._base, body)) as reads:
+            async for events in reads:
+                for choice in (choice for event in events for choice in event.choices):
                     if choice.index == 0 and choice.delta is not None and choice.delta.content:
                         yield choice.delta.content
 

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import io
 import json
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, Literal
@@ -132,6 +133,21 @@ def test_processes_share_the_load() -> None:
     assert report["requests"] == {"sent": 11, "succeeded": 11, "failed": 0, "dropped": 0}
     assert server.most == 5
     assert report["output_tokens"] == 33
+    assert report["load_generator"]["processes"] == 2 and report["load_generator"]["max_busy"] > 0
+
+
+def test_a_busy_client_process_shows() -> None:
+    def busy(text: str) -> None:
+        end = time.thread_time() + 0.1
+        while time.thread_time() < end:
+            pass
+
+    async def main() -> dict[str, Any]:
+        async with listening(Server(gap=0.01)) as url:
+            return await run(load(url, concurrency=1, num_requests=2), PROMPTS, tell=busy)
+
+    report = asyncio.run(main())
+    assert report["load_generator"]["max_busy"] * report["seconds"] >= 0.19
 
 
 def test_shares_add_up() -> None:

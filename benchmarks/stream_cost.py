@@ -1,9 +1,10 @@
-"""The server's processor time for each streamed event, without sockets and clients:
+"""The server's processor time for each streamed token, without sockets and clients:
 
-    python benchmarks/stream_cost.py [--clients 256] [--tokens 50] [--chat] [--profile]
+    python benchmarks/stream_cost.py [--clients 256] [--tokens 50] [--chat] [--behind 1] [--profile]
 
 The requests are parsed and answered by the server's own HTTP protocol and app over a transport that throws bytes away; the
-engine hands every request a token a step and takes no time. Reports the least of several rounds, which another process on the
+engine hands every request a token a step and takes no time; with ``--behind``, that many steps have passed whenever the server
+gets to send. Reports the least of several rounds, which another process on the
 machine disturbs least.
 """
 
@@ -14,6 +15,7 @@ import asyncio
 import cProfile
 import json
 import pstats
+import statistics
 import time
 from typing import Any
 
@@ -30,15 +32,15 @@ _TURNS = 6
 
 
 class Sink(asyncio.Transport):
-    """Counts what is written: events, and the answers that have ended."""
+    """Counts what is written: tokens, and the answers that have ended."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.events = self.writes = self.ended = 0
+        self.tokens = self.writes = self.ended = 0
 
     def write(self, data: Any) -> None:
         self.writes += 1
-        self.events += data.count(b"data: {")
+        self.tokens += data.count(b"word ")
         self.ended += data.endswith(b"0\r\n\r\n")
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
@@ -57,8 +59,10 @@ class Sink(asyncio.Transport):
         pass
 
 
-async def rounds(clients: int, tokens: int, chat: bool, repeat: int, profile: cProfile.Profile | None) -> list[float]:
-    """Microseconds for each event."""
+async def rounds(
+    clients: int, tokens: int, chat: bool, behind: int, repeat: int, profile: cProfile.Profile | None
+) -> list[float]:
+    """Microseconds for each token."""
     llm: Any = StepLLM()
     settings = ServerSettings(log_requests=False)
     app = build_app(llm, settings)
@@ -80,7 +84,7 @@ async def rounds(clients: int, tokens: int, chat: bool, repeat: int, profile: cP
         protocols.append(protocol)
     found = []
     for _ in range(repeat):
-        sink.events = sink.ended = sink.writes = 0
+        sink.tokens = sink.ended = sink.writes = 0
         for protocol in protocols:
             protocol.data_received(head.encode() + body)
         while len(llm.left) < clients:
@@ -88,15 +92,17 @@ async def rounds(clients: int, tokens: int, chat: bool, repeat: int, profile: cP
         began = time.process_time()
         if profile is not None:
             profile.enable()
-        for _ in range(tokens):
+        for step in range(tokens):
             llm.step()
+            if (step + 1) % behind:
+                continue
             for _ in range(_TURNS):
                 await asyncio.sleep(0)
         while sink.ended < clients:
             await asyncio.sleep(0)
         if profile is not None:
             profile.disable()
-        found.append(1e6 * (time.process_time() - began) / sink.events)
+        found.append(1e6 * (time.process_time() - began) / sink.tokens)
     await llm.close()
     return found
 
@@ -106,15 +112,17 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=50)
     parser.add_argument("--chat", action="store_true", help="stream from /v1/chat/completions")
+    parser.add_argument("--behind", type=int, default=1, help="steps that pass before the server sends")
     parser.add_argument("--repeat", type=int, default=20)
     parser.add_argument("--profile", action="store_true", help="print where the time goes")
     given = parser.parse_args()
     profile = cProfile.Profile() if given.profile else None
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        found = runner.run(rounds(given.clients, given.tokens, given.chat, given.repeat, profile))
+        found = runner.run(rounds(given.clients, given.tokens, given.chat, given.behind, given.repeat, profile))
     if profile is not None:
         pstats.Stats(profile).sort_stats("tottime").print_stats(40)
-    print(json.dumps({"clients": given.clients, "us_per_event": round(min(found), 2), "rounds": [round(x, 2) for x in found]}))
+    least, median = round(min(found), 2), round(statistics.median(found), 2)
+    print(json.dumps({"clients": given.clients, "behind": given.behind, "us_per_token": least, "median": median}))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
 
 The server is headrace's own, in a process of its own, over an engine that hands every request a token a step, as the engine's
 process does: all deltas of a step in one message. The clients are another process. Reports percentiles of the gaps, counted
-from event to event, in units of a step, and the server's processor time for each event.
+from token to token, in units of a step, and the server's processor time for each token.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ async def stream(port: int, tokens: int, gaps: list[float], start: asyncio.Event
     last = None
     while data := await reader.read(65536):
         now = time.perf_counter()
-        for _ in range(data.count(b"data: {")):
+        for _ in range(data.count(b"word ")):
             if last is not None:
                 gaps.append(now - last)
             last = now
@@ -153,7 +153,7 @@ def main() -> None:
         "gap_p50_steps": round(statistics.median(gaps) / step, 2),
         "gap_p99_steps": round(gaps[int(0.99 * len(gaps))] / step, 2),
         "gap_max_steps": round(gaps[-1] / step, 2),
-        "server_cpu_us_per_event": round(1e6 * cpu / max(1, len(gaps)), 1),
+        "server_cpu_us_per_token": round(1e6 * cpu / max(1, len(gaps)), 1),
     }
     print(json.dumps(report))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -170,6 +170,42 @@ class OutputDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     """With the delta that finishes the sequence."""
     attention: AttentionReport | None = None
     """With the delta that finishes the sequence, if its prompt attended sparsely."""
+
+    def continues(self, earlier: OutputDelta) -> bool:
+        """Whether this delta can be read as one with ``earlier``, the one before it: of the same sample, no error, and without
+        logprobs, which belong to the part of the answer that their token is in."""
+        return (
+            self.index == earlier.index
+            and self.request_id == earlier.request_id
+            and earlier.finish_reason is None
+            and self.finish_reason in _MERGEABLE
+            and self.logprobs is earlier.logprobs is None
+            and self.prompt_logprobs is earlier.prompt_logprobs is None
+        )
+
+
+_MERGEABLE = frozenset({None, "stop", "length"})
+
+
+def merged(deltas: Sequence[OutputDelta]) -> OutputDelta:
+    """One delta that says what several of one sample say, each of which continues the one before it."""
+    events: list[Event] = []
+    for event in (event for delta in deltas for event in delta.events):
+        if events and event.kind in _JOINED and (before := events[-1]).kind == event.kind and before.index == event.index:
+            events[-1] = Event(event.kind, before.text + event.text, event.index, before.tokens + event.tokens)
+        else:
+            events.append(event)
+    return msgspec.structs.replace(
+        deltas[-1],
+        text="".join([delta.text for delta in deltas]),
+        events=events,
+        token_ids=[token for delta in deltas for token in delta.token_ids],
+        num_cached_tokens=max(delta.num_cached_tokens for delta in deltas),
+    )
+
+
+_JOINED = frozenset({"reasoning", "content", "arguments"})
+"""Kinds of events whose texts add up."""
 
 
 class CompletionOutput(msgspec.Struct, kw_only=True):

@@ -8,7 +8,10 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 from headrace.core.request import Request
 from headrace.errors import EngineDeadError, HeadraceError, RequestError
-from headrace.outputs import CompletionOutput, OutputDelta, RequestOutput
+from headrace.outputs import CompletionOutput, OutputDelta, RequestOutput, merged
+
+_MOST_MERGED = 32
+"""Deltas that a reader gets as one."""
 
 
 class Inbox:
@@ -102,8 +105,15 @@ class OutputStream:
         return self._inbox.more()
 
     def ready(self) -> OutputDelta | None:
-        """The next delta, if it has arrived."""
-        return self._inbox.deltas.popleft() if self._inbox.deltas else None
+        """The next delta, if it has arrived, merged with those of the same sample that wait behind it: a reader that is behind
+        has less to do for each token."""
+        deltas = self._inbox.deltas
+        if not deltas:
+            return None
+        run = [deltas.popleft()]
+        while deltas and len(run) < _MOST_MERGED and deltas[0].continues(run[-1]):
+            run.append(deltas.popleft())
+        return run[0] if len(run) == 1 else merged(run)
 
     async def aclose(self) -> None:
         """Abort what still runs. May be called again."""

@@ -247,7 +247,7 @@ class GenerationObserver:
         """(prompt, sample) -> its tokens so far, and the arrival of the last one."""
 
     def delta(self, prompt: int, delta: OutputDelta) -> None:
-        """Observes one delta. Several tokens of one step share the time since the previous delta equally."""
+        """Observes one delta. Several tokens of one share the time since the previous one equally."""
         key = (prompt, delta.index)
         generated, last = self._seen.get(key, (0, 0.0))
         if tokens := len(delta.token_ids):

@@ -18,7 +18,8 @@ class TensorData(msgspec.Struct, frozen=True, array_like=True):
     dtype: str
     """One of ``DTYPE_SIZES``."""
     shape: tuple[int, ...]
-    data: bytes
+    data: memoryview
+    """Bytes. A view: the pixels of a picture are large, and a copy would hold up the interpreter's other threads."""
 
     @property
     def fits(self) -> bool:
@@ -53,6 +54,8 @@ class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     has_encoder: bool
     """False: prompts bring features."""
+    dtype: str
+    """To which the encoder rounds its inputs."""
 
 
 class RopePositions(msgspec.Struct, frozen=True, array_like=True):

@@ -58,6 +58,7 @@ def _media_facts(config: EngineConfig) -> MediaFacts | None:
         max_position=model.max_position,
         max_model_len=config.scheduler.max_model_len,
         has_encoder=config.scheduler.max_num_encoder_tokens > 0,
+        dtype=config.dtype,
     )
 
 

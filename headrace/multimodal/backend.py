@@ -10,7 +10,7 @@ import numpy as np
 
 from headrace.core.media import TensorData
 from headrace.errors import ConfigError, RequestError
-from headrace.multimodal.items import Pixels, tensor_data
+from headrace.multimodal.items import Pixels, view_data
 
 _VIDEO = "video_preprocessor_config.json"
 _IMAGE = "preprocessor_config.json"
@@ -49,7 +49,7 @@ class ImageProcessor:
         except (ValueError, ZeroDivisionError, TypeError) as error:
             why = " ".join(str(error).split())[:200]
             raise RequestError(f"{where} cannot be processed: {why}", where, code="invalid_value") from error
-        return {name: tensor_data(np.asarray(value), where) for name, value in made.items()}
+        return {name: view_data(np.ascontiguousarray(value)) for name, value in made.items()}
 
     def fingerprint(self, *others: Any) -> str:
         """Differs where what the processor makes would."""

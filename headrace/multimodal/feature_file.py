@@ -45,7 +45,7 @@ def _tensors(data: bytes, param: str) -> dict[str, TensorData]:
     for name, tensor in found:
         if tensor["dtype"] not in _DTYPES:
             raise _wrong(f"{param}.{name[:64]}", f"has dtype {tensor['dtype']}; expected one of {', '.join(_DTYPES)}")
-        tensors[name] = TensorData(_DTYPES[tensor["dtype"]], tuple(tensor["shape"]), bytes(tensor["data"]))
+        tensors[name] = TensorData(_DTYPES[tensor["dtype"]], tuple(tensor["shape"]), memoryview(tensor["data"]))
     return tensors
 
 

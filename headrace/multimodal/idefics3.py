@@ -16,7 +16,7 @@ import numpy.typing as npt
 from headrace.core.media import Modality
 from headrace.errors import ConfigError, RequestError
 from headrace.multimodal.backend import video_fields
-from headrace.multimodal.items import Features, Picture, Video, array_of, tensor_data
+from headrace.multimodal.items import Features, Picture, Video, array_of, view_data
 from headrace.multimodal.rules import Expansion, Grid, PictureRules, Processed
 from headrace.multimodal.sampling import Sampling
 
@@ -117,7 +117,7 @@ class SmolVLMRules(Idefics3Rules):
         frames = [self._images(Image.fromarray(each), where, **self._of_frames)["pixel_values"] for each in sampled.frames]
         pixels = np.concatenate(list(map(array_of, frames)), axis=1)
         expansion = self._frames((sampled.indices / sampled.fps).tolist(), seconds)
-        return [Processed("video", expansion, {"pixel_values": tensor_data(pixels, where)}, (count, 1, 1))]
+        return [Processed("video", expansion, {"pixel_values": view_data(pixels)}, (count, 1, 1))]
 
     def expansion(self, features: Features, modality: Modality, where: str) -> Expansion:
         if modality == "image":

@@ -12,7 +12,7 @@ import numpy as np
 from headrace.core.media import Modality, TensorData
 from headrace.errors import ConfigError
 from headrace.multimodal.backend import video_fields
-from headrace.multimodal.items import Features, Picture, Video, array_of, tensor_data
+from headrace.multimodal.items import Features, Picture, Video, array_of, view_data
 from headrace.multimodal.rules import Expansion, Grid, PictureRules, Processed
 from headrace.multimodal.sampling import Sampling
 
@@ -60,7 +60,7 @@ class InternVLRules(PictureRules):
         grid = (len(frames), self._side, self._side)
         self.check_rows(math.prod(grid), where)
         made = [array_of(self._images(frame, where, crop_to_patches=False)["pixel_values"]) for frame in frames]
-        return [Processed("video", _frames(grid), {"pixel_values": tensor_data(np.concatenate(made), where)}, grid)]
+        return [Processed("video", _frames(grid), {"pixel_values": view_data(np.concatenate(made))}, grid)]
 
     def expansion(self, features: Features, modality: Modality, where: str) -> Expansion:
         whole = super().expansion(features, modality, where)

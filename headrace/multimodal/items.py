@@ -120,7 +120,7 @@ class MultiModalData:
 
 
 def tensor_data(value: Any, where: str) -> TensorData:
-    """The bytes of a torch tensor or of what numpy takes as an array.
+    """A copy of a torch tensor or of what numpy takes as an array.
 
     Raises:
         RequestError: it is no tensor, or of no dtype that is read; names ``where``.
@@ -129,17 +129,31 @@ def tensor_data(value: Any, where: str) -> TensorData:
         return value
     if type(value).__module__.split(".")[0] == "torch":
         value = value.detach().cpu().contiguous()
-        dtype = str(value.dtype).removeprefix("torch.")
-        if dtype == "bfloat16":
-            return TensorData(dtype, tuple(value.shape), value.view(value.new_empty(0).short().dtype).numpy().tobytes())
+        if str(value.dtype) == "torch.bfloat16":
+            return view_data(value.view(value.new_empty(0).short().dtype).numpy().copy(), "bfloat16")
         value = value.numpy()
     try:
-        array = np.ascontiguousarray(value)
+        array = np.array(value, order="C", ndmin=1)
     except (ValueError, TypeError, MemoryError) as error:
         raise _wrong(where, f"must be a tensor, not {shown(value)}") from error
     if array.dtype.name not in DTYPE_SIZES:
         raise _wrong(where, f"has dtype {array.dtype.name}; expected one of {', '.join(DTYPE_SIZES)}")
-    return TensorData(array.dtype.name, array.shape, array.tobytes())
+    return view_data(array)
+
+
+def view_data(array: npt.NDArray[Any], dtype: str | None = None) -> TensorData:
+    """A contiguous array, not copied: nothing may write to it any more. ``dtype``: of its bytes, where numpy has none."""
+    return TensorData(dtype or array.dtype.name, array.shape, array.reshape(-1).view(np.uint8).data)
+
+
+def rounded(tensor: TensorData, dtype: str) -> TensorData:
+    """A tensor of float32 in the dtype to which the encoder would round it: half as much to copy on its way there."""
+    if tensor.dtype != "float32" or dtype == "float32":
+        return tensor
+    import torch
+
+    made = torch.from_numpy(array_of(tensor)).to(getattr(torch, dtype))
+    return view_data(made.view(torch.int16).numpy(), dtype)
 
 
 def split_features(embeds: Any, where: str) -> list[Features]:
@@ -337,8 +351,7 @@ def _rows(tensor: TensorData, start: int, end: int) -> TensorData:
 
 
 def _deep_rows(tensor: TensorData, start: int, end: int) -> TensorData:
-    part = np.ascontiguousarray(array_of(tensor)[:, start:end])
-    return TensorData(tensor.dtype, part.shape, part.tobytes())
+    return view_data(np.ascontiguousarray(array_of(tensor)[:, start:end]), tensor.dtype)
 
 
 def _wrong(where: str, what: str) -> RequestError:

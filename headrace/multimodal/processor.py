@@ -15,7 +15,7 @@ import msgspec
 from headrace.core.media import ItemInputs, MediaFacts, Modality, RopePositions
 from headrace.errors import ConfigError, RequestError
 from headrace.kv import Item
-from headrace.multimodal.items import Features, MultiModalData, Picture, Video, is_finite
+from headrace.multimodal.items import Features, MultiModalData, Picture, Video, is_finite, rounded
 from headrace.multimodal.positions import Run, rope_positions
 from headrace.multimodal.rules import Expansion, MediaRules, Processed
 from headrace.text.tokenizer import Tokenizer
@@ -274,7 +274,12 @@ class MultiModalProcessor:
         if found is None:
             made = self._rules.process(medium, options, where)
             found = [
-                msgspec.structs.replace(one, content_hash=f"{key}/{index}" if index else key) for index, one in enumerate(made)
+                msgspec.structs.replace(
+                    one,
+                    tensors={name: rounded(tensor, self._facts.dtype) for name, tensor in one.tensors.items()},
+                    content_hash=f"{key}/{index}" if index else key,
+                )
+                for index, one in enumerate(made)
             ]
             self._cache.put(key, found)
         return found

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from headrace.core.media import Modality, TensorData
 from headrace.errors import RequestError
 from headrace.multimodal.backend import ImageProcessor, video_fields
-from headrace.multimodal.items import Features, Picture, Video, array_of, tensor_data
+from headrace.multimodal.items import Features, Picture, Video, array_of, view_data
 from headrace.multimodal.rules import Expansion, Grid, MediaRules, Processed
 from headrace.multimodal.sampling import Sampled, Sampling
 
@@ -81,7 +81,7 @@ class QwenRules(MediaRules):
         sampled = self._sample(medium, options, where)
         patches, grid = self._video_patches(sampled, options, where)
         pixels, grids = self.video_tensors
-        tensors = {pixels: tensor_data(patches, where), grids: _grid_tensor(grid)}
+        tensors = {pixels: view_data(patches), grids: _grid_tensor(grid)}
         seconds = self._temporal / sampled.sampled_fps
         return [Processed("video", self._video_expansion(grid, seconds, self._times(sampled)), tensors, grid)]
 
@@ -254,4 +254,4 @@ def _grid(tensor: TensorData) -> Grid:
 
 
 def _grid_tensor(grid: Grid) -> TensorData:
-    return tensor_data(np.array([grid], dtype=np.int64), "grid")
+    return view_data(np.array([grid], dtype=np.int64))

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny_vision
+import torch
 import transformers
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig
@@ -20,6 +21,7 @@ from transformers import AutoConfig
 from headrace import LLM, SamplingParams
 from headrace.core.media import MediaFacts
 from headrace.errors import ConfigError, RequestError
+from headrace.models.vision import device_tensor
 from headrace.multimodal.families import media_rules, why_text_alone
 from headrace.multimodal.items import MultiModalData, array_of
 from headrace.multimodal.positions import Run, rope_positions
@@ -49,6 +51,7 @@ def processor(folder: Path, kind: str, **changes: Any) -> MultiModalProcessor:
         "max_position": 2048,
         "max_model_len": 256,
         "has_encoder": True,
+        "dtype": "float32",
     }
     tokenizer = Tokenizer(from_directory(folder), vocab_size=None, eos_token_ids=[], renderer=TemplateRenderer())
     rules = media_rules(config.model_type, folder, AutoConfig.from_pretrained(folder))
@@ -76,6 +79,25 @@ def test_items_cover_the_features(qwen: MultiModalProcessor) -> None:
     assert [found.token_ids[item.start : item.end] for item in found.items] == [[image] * 4, [image] * 8]
     assert [media.num_rows for media in found.media] == [4, 8]
     assert len({item.content_hash for item in found.items}) == 2
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_pixels_are_rounded_as_the_encoder_rounds_them(tmp_path: Path, qwen: MultiModalProcessor, dtype: str) -> None:
+    data = {"image": picture(56, 56)}
+    (exact,), (found,) = (prepare(made, PICTURE, data).media for made in (qwen, processor(tmp_path, "qwen2_5_vl", dtype=dtype)))
+    pixels, grid = found.tensors["pixel_values"], found.tensors["image_grid_thw"]
+    expected = torch.from_numpy(array_of(exact.tensors["pixel_values"])).to(getattr(torch, dtype))
+    assert torch.equal(device_tensor(pixels, torch.device("cpu")), expected)
+    assert pixels.fits and pixels.dtype == dtype
+    assert grid == exact.tensors["image_grid_thw"]
+
+
+def test_features_are_copied(qwen: MultiModalProcessor) -> None:
+    """Their owner may write to them while the request waits."""
+    rows = np.ones((4, HIDDEN), dtype=np.float32)
+    found = prepare(qwen, PICTURE, {"image_embeds": {"features": rows, "grid_thw": [[1, 4, 4]]}})
+    rows[:] = 0
+    assert array_of(found.media[0].tensors["features"]).all()
 
 
 def test_tokens_are_expanded_as_text_is(qwen: MultiModalProcessor, qwen3: MultiModalProcessor) -> None:

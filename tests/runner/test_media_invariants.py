@@ -51,7 +51,7 @@ def content(number: int, rows: int, deep: bool, encoded: bool) -> dict[str, Tens
 
     def data(array: np.ndarray) -> TensorData:
         array = np.ascontiguousarray(array, dtype=np.float32)
-        return TensorData("float32", array.shape, array.tobytes())
+        return TensorData("float32", array.shape, memoryview(array.tobytes()))
 
     if not encoded:
         return {"pixels": data(values)} | ({"deep": data(values[:0])} if deep else {})

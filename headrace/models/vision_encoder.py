@@ -69,7 +69,7 @@ class TransformersEncoder:
 
     def _encode(self, items: Sequence[ItemInputs]) -> list[EncodedItem]:
         inputs: dict[str, Any] = {
-            name: torch.cat([self._tensor(item.tensors[name]) for item in items])
+            name: _joined([self._tensor(item.tensors[name]) for item in items])
             for name in items[0].tensors
             if self._tower is None or name != _GRIDS
         }
@@ -109,9 +109,14 @@ def _calls(members: Sequence[int], rows: Sequence[int], most: int) -> Iterator[l
     yield call
 
 
+def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """As ``torch.cat``, which would copy a single tensor too."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
+
+
 def _rows(features: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
     """``[n, hidden]`` of several items, one behind the other."""
-    rows = features if isinstance(features, torch.Tensor) else torch.cat(list(features))
+    rows = features if isinstance(features, torch.Tensor) else _joined(features)
     return rows.reshape(-1, rows.shape[-1])
 
 

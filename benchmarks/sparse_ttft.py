@@ -37,7 +37,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
-from gpu_profile import by_name, watched  # noqa: E402
+from gpu_profile import by_name, setting, watched  # noqa: E402
 
 from headrace.attention import select  # noqa: E402
 from headrace.attention import sparse as attention  # noqa: E402
@@ -286,16 +286,6 @@ def table(rows: Sequence[Json]) -> str:
     return "\n".join(lines)
 
 
-def setting(text: str) -> tuple[str, Any]:
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
-    try:
-        return name, json.loads(value)
-    except ValueError:
-        return name, value
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
@@ -306,7 +296,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=2)
     parser.add_argument("--profile", action="store_true", help="list the kernels of the longest prompt, in a run of its own")
     parser.add_argument("--budget", type=float, default=140.0, help="seconds after which no other measurement begins")
-    parser.add_argument("--set", type=setting, action="append", default=[], metavar="NAME=VALUE", help="of EngineArgs")
+    parser.add_argument("--set", type=setting, action="append", default=[], metavar="FIELD=VALUE", help="of EngineArgs")
     parser.add_argument("--vllm", type=Path, help="lines that vllm_peer.py printed")
     parser.add_argument("--output", type=Path, help="write the results there as JSON")
     options = parser.parse_args()

@@ -374,7 +374,7 @@ class EngineArgs:
     """Processor time that decoding one picture or video may take. Raise it for long videos: all of their frames are decoded."""
     media_decode_memory: Annotated[int, OptionSpec(min=1, size=True, default="2GiB")] = 2**31
     """Memory that decoding one picture or video may take, in a process of its own."""
-    media_workers: Annotated[int | None, OptionSpec(min=1, max=256, default="half of the cores, at most 8")] = None
+    media_workers: Annotated[int | None, OptionSpec(min=1, max=256, default="half of the cores, at most 4")] = None
     """Processes that decode pictures and videos, and threads that resize and normalise them. They start with the first ones."""
     max_logprobs: Annotated[int, OptionSpec(min=-1)] = 20
     """Largest `logprobs` and `prompt_logprobs` of a request; -1: no limit. High values slow each step and enlarge responses."""

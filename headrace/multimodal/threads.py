@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 
-_MAX_WORKERS = 8
+_MAX_WORKERS = 4
 
 
 def media_workers(asked: int | None) -> int:

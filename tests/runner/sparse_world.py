@@ -9,10 +9,12 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from cache_config import cache_holding
 from kernels.sparse_cases import select_upstream
 
+from headrace.attention.sparse import SparsePrefillAttention, WithSparsePrompts
 from headrace.config import EngineArgs, EngineConfig, SchedulerConfig, SparseConfig
 from headrace.model_spec import AttentionSpec, DenseSpec, ElasticSpec, ModelSpec, RopeSpec, cache_groups
 from headrace.model_spec.kv import FP8_KV
@@ -21,6 +23,7 @@ from headrace.models.registry import build
 from headrace.runner.runner import ModelRunner
 
 from .harness import VOCAB, token_bytes
+from .test_graphs import DeviceAttention, Immediate
 
 BLOCK = 64
 MAX_LEN = 1024
@@ -349,3 +352,18 @@ def _chosen(sums: torch.Tensor, threshold: float, count: int) -> torch.Tensor:
     row = torch.zeros(count, dtype=torch.bool)
     row[sorted(kept)] = True
     return row
+
+
+def captured_runner(world: SparseWorld, graph_rows: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> ModelRunner:
+    """A runner that replays steps of so many rows, which are captured already; without a GPU, by computing them."""
+    assert world.sparse is not None
+    monkeypatch.setattr("headrace.runner.runner.StepGraphs", Immediate)
+    config = dataclasses.replace(world.config(), graph_rows=graph_rows, graph_prompt_tokens=(256,))
+    backends = [WithSparsePrompts(DeviceAttention(), SparsePrefillAttention(world.sparse))] * len(config.model.layers)
+    runner = ModelRunner(model(world.spec), config, token_bytes(), backends=backends)
+    graphs = runner._graphs
+    assert isinstance(graphs, Immediate)
+    graphs.models, graphs.draws = [], []
+    while (count := runner.capture_next()).captured < count.total:
+        pass
+    return runner

@@ -14,7 +14,6 @@ import msgspec
 import pytest
 import torch
 
-from headrace.attention.sparse import SparsePrefillAttention, WithSparsePrompts
 from headrace.core.plan import LayerRange, SamplePlan, StepPlan
 from headrace.core.request import Request
 from headrace.errors import EngineError
@@ -24,9 +23,8 @@ from headrace.runner.pieces import Pieces
 from headrace.runner.record import replay
 from headrace.runner.runner import PIECE, ModelRunner
 
-from .harness import Engine, Outcomes, alone, prompt, request, same, token_bytes
-from .sparse_world import SparseWorld, elastic, model
-from .test_graphs import DeviceAttention, Immediate
+from .harness import Engine, Outcomes, alone, prompt, request, same
+from .sparse_world import SparseWorld, captured_runner, elastic
 from .test_sparse import strip
 
 LAYERS = 5
@@ -259,18 +257,8 @@ def test_a_replay_is_the_run(tmp_path: Path) -> None:
 
 
 def test_decoding_rows_are_replayed_beside_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.runner.runner.StepGraphs", Immediate)
     world = dataclasses.replace(WORLD, beside_decode=210)
-    assert world.sparse is not None
-    config = dataclasses.replace(world.config(), graph_rows=(1, 2, 4), graph_prompt_tokens=(256,))
-    backends = [WithSparsePrompts(DeviceAttention(), SparsePrefillAttention(world.sparse))] * LAYERS
-    runner = ModelRunner(model(world.spec), config, token_bytes(), backends=backends)
-    graphs = runner._graphs
-    assert isinstance(graphs, Immediate)
-    graphs.models, graphs.draws = [], []
-    while (count := runner.capture_next()).captured < count.total:
-        pass
-    engine = Watched(world, runner)
+    engine = Watched(world, captured_runner(world, (1, 2, 4), monkeypatch))
     engine.begin(long())
     with torch.inference_mode():
         same(engine.run(), decoded() | expected())

@@ -12,18 +12,15 @@ import torch
 from headrace.attention import sparse
 from headrace.attention.backend import StepMetadata, distinct
 from headrace.attention.context import ForwardContext
-from headrace.attention.sparse import SparsePrefillAttention, WithSparsePrompts
 from headrace.core.request import Request
 from headrace.engine.profile import largest_step
 from headrace.kernels import gpu, support
 from headrace.models.capture import no_host_sync
 from headrace.models.interface import ModelInputs
 from headrace.runner.build import make_backends, make_caches
-from headrace.runner.runner import ModelRunner
 
-from .harness import Engine, alone, prompt, request, same, token_bytes
-from .sparse_world import SparseWorld, model
-from .test_graphs import DeviceAttention, Immediate
+from .harness import Engine, alone, prompt, request, same
+from .sparse_world import SparseWorld, captured_runner, model
 from .test_sparse import EXACT, MODES, expected, run, traffic
 
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="the kernels need Triton")
@@ -53,19 +50,9 @@ def test_the_kernels_of_gpus_say_the_same(mode: str, copies: bool, monkeypatch: 
 def test_steps_with_sparse_rows_are_no_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those without any are, in the same engine."""
     world = MODES["elastic"]
-    assert world.sparse is not None
     requests = [request(f"r{i}", prompt(80 + i, 70), max_tokens=4) for i in range(2)]
     wanted = alone(MODES["elastic"], requests)  # type: ignore[arg-type]
-    monkeypatch.setattr("headrace.runner.runner.StepGraphs", Immediate)
-    config = dataclasses.replace(world.config(), graph_rows=(1, 2), graph_prompt_tokens=(256,))
-    backends = [WithSparsePrompts(DeviceAttention(), SparsePrefillAttention(world.sparse))] * 2
-    runner = ModelRunner(model(world.spec), config, token_bytes(), backends=backends)
-    graphs = runner._graphs
-    assert isinstance(graphs, Immediate)
-    graphs.models, graphs.draws = [], []
-    while (count := runner.capture_next()).captured < count.total:
-        pass
-    engine = Engine(world, runner)  # type: ignore[arg-type]
+    engine = Engine(world, captured_runner(world, (1, 2), monkeypatch))  # type: ignore[arg-type]
     engine.add(*requests)
     with torch.inference_mode():
         same(engine.run(), wanted)

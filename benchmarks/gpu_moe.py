@@ -195,7 +195,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=["route", "experts", "decode", "prefill"], action="append")
     parser.add_argument("--sweep", action="store_true", help="try tilings of the experts, print the fastest")
-    parser.add_argument("--model", choices=MODELS, action="append", help="of the experts and their sweep; all unless told")
+    parser.add_argument("--model", choices=MODELS, action="append", help="measure this model's experts (default: all)")
     parser.add_argument("--tokens", type=int, choices=TOKENS, action="append")
     options = parser.parse_args()
     if not torch.cuda.is_available():

@@ -266,8 +266,8 @@ def run(options: argparse.Namespace, save: Callable[[list[Json]], None]) -> list
 
 def of_vllm(path: Path) -> list[Json]:
     """Rows of what ``vllm_peer.py`` printed."""
-    told = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("{")]
-    return [{"mode": "vLLM, dense", "length": row["in_tok"], "seconds": row["seconds"]} for row in told if "workload" in row]
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("{")]
+    return [{"mode": "vLLM, dense", "length": row["in_tok"], "seconds": row["seconds"]} for row in lines if "workload" in row]
 
 
 def table(rows: Sequence[Json]) -> str:
@@ -306,8 +306,8 @@ def main() -> None:
 
     def save(rows: list[Json]) -> None:
         if options.output:
-            told = {"rows": [*rows, *others], "sparse_heads": options.sparse_heads, **facts(load_before)}
-            options.output.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+            report = {"rows": [*rows, *others], "sparse_heads": options.sparse_heads, **facts(load_before)}
+            options.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
     rows = run(options, save)
     print(table([*rows, *others]))

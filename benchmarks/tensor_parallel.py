@@ -361,15 +361,15 @@ def compare_throughput(runner: Runner, folder: Path, scratch: Path, options: arg
         command += ["--device", options.device, "--workload", options.workloads, "--output", str(out)]
         command += ["--max-model-len", str(8448 if not options.tiny else 1024), "--repetitions", str(options.repetitions)]
         command += [*words, *([] if options.device == "cpu" else ["--wait-for-kernels"])]
-        told: set[str] = set()
+        reported: set[str] = set()
 
-        def read(out: Path = out, told: set[str] = told) -> Json:
+        def read(out: Path = out, reported: set[str] = reported) -> Json:
             found = read_json(out)
             kept = ("workload", "seconds", "best", "output_rate", "prompt_rate", "total_rate", "counters")
             rows = [{key: row[key] for key in kept} for row in found.get("rows", [])]
             for row in rows:
-                if row["workload"] not in told:
-                    told.add(row["workload"])
+                if row["workload"] not in reported:
+                    reported.add(row["workload"])
                     runner.say(f"{row['workload']:12} {row['prompt_rate'] or row['output_rate']:10,.1f} tokens/s")
             decisions = found.get("engine", {}).get("decisions", {})
             return {"rows": rows, "startup": found.get("startup"), "all-reduce": decisions.get("all-reduce")}

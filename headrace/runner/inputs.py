@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -45,7 +46,7 @@ class Bounds:
     def num_tokens(self) -> int:
         return int(self.query_start[-1])
 
-    @property
+    @functools.cached_property
     def max_queries(self) -> int:
         return max(int(np.diff(self.query_start).max()), 1)
 

@@ -26,6 +26,19 @@ class TensorData(msgspec.Struct, frozen=True, array_like=True):
         return len(self.data) == DTYPE_SIZES[self.dtype] * math.prod(self.shape)
 
 
+class PatchLayout(msgspec.Struct, frozen=True, array_like=True):
+    """How an encoder's patches are made of frames, on its device: frames are a quarter of float32's size, or less."""
+
+    shades: TensorData
+    """``[3, 256]`` float32: what the encoder gets for each value of red, green and blue."""
+    patch_size: int
+    """Pixels of a side."""
+    merge_size: int
+    """Patches of a side that follow each other, since they are merged."""
+    temporal_patch_size: int
+    """Frames of a patch."""
+
+
 class ItemInputs(msgspec.Struct, frozen=True, array_like=True):
     """The content of one item of a prompt: inputs of the vision encoder, or features that were encoded elsewhere."""
 
@@ -36,6 +49,8 @@ class ItemInputs(msgspec.Struct, frozen=True, array_like=True):
     """Inputs of the encoder by name. If encoded: ``features [n, hidden]``, and ``deepstack [levels, n, hidden]`` where used."""
     encoded: bool = False
     """``tensors`` are features: the item needs no encoder."""
+    patches: PatchLayout | None = None
+    """Of the tensor in ``tensors`` that is of uint8: frames ``[n, height, width, 3]``. None: there is none."""
 
     @property
     def num_rows(self) -> int:

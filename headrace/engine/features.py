@@ -59,7 +59,7 @@ class FeatureEncoder:
             (one,) = processed
             ends = one.expansion.counts
             runs = tuple((sum(ends[:index]), count) for index, count in enumerate(ends))
-            (found,) = self._encoder.encode([ItemInputs("image", runs, one.tensors)])
+            (found,) = self._encoder.encode([ItemInputs("image", runs, one.tensors, patches=one.patches)])
             tensors = {"features": found.features.cpu().contiguous(), "grid_thw": torch.tensor([one.grid], dtype=torch.int64)}
             if found.deepstack is not None:
                 tensors["deepstack"] = found.deepstack.cpu().contiguous()

@@ -72,7 +72,7 @@ def encoder_calls(files: ModelFiles, config: EngineConfig, encoder: VisionEncode
         while side > _LEAST_SIDE and rules.image_rows(side, side) > config.scheduler.max_num_encoder_tokens:
             side //= 2
         made = rules.process(Picture(Image.new("RGB", (side, side))), {}, "the picture of the profile")
-        items = [ItemInputs(one.modality, ((0, one.expansion.num_rows),), one.tensors) for one in made]
+        items = [ItemInputs(one.modality, ((0, one.expansion.num_rows),), one.tensors, patches=one.patches) for one in made]
         batches.append(items * -(-rows // sum(item.num_rows for item in items)))
     return [functools.partial(encoder.encode, batch) for batch in batches]
 

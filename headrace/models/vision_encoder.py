@@ -14,10 +14,11 @@ from safetensors import safe_open
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from headrace.core.media import ItemInputs, TensorData
+from headrace.core.media import ItemInputs
 from headrace.errors import ConfigError
 from headrace.model_spec import VisionSpec
 from headrace.models.capture import one_line
+from headrace.models.patches import patches_of
 from headrace.models.vision import CALL_ROWS, VISION_NAME, EncodedItem, device_tensor
 from headrace.models.vision_varlen import can_use_varlen, geometry, use_varlen
 from headrace.sources.files import ModelFiles
@@ -58,7 +59,11 @@ class TransformersEncoder:
         """Encodes several items, those of equal geometry in one call. Attention in the encoders stays inside an item."""
         groups: dict[object, list[int]] = {}
         for index, item in enumerate(items):
-            shapes = tuple((name, tensor.dtype, tensor.shape[1:]) for name, tensor in sorted(item.tensors.items()))
+            shapes = tuple(
+                # Patches have one shape, whatever the size of the frames that they are made of.
+                (name, tensor.dtype, () if tensor.dtype == "uint8" and item.patches is not None else tensor.shape[1:])
+                for name, tensor in sorted(item.tensors.items())
+            )
             groups.setdefault(shapes, []).append(index)
         most = 1 if self._one_by_one else CALL_ROWS
         found: dict[int, EncodedItem] = {}
@@ -69,7 +74,7 @@ class TransformersEncoder:
 
     def _encode(self, items: Sequence[ItemInputs]) -> list[EncodedItem]:
         inputs: dict[str, Any] = {
-            name: _joined([self._tensor(item.tensors[name]) for item in items])
+            name: _joined([self._tensor(item, name) for item in items])
             for name in items[0].tensors
             if self._tower is None or name != _GRIDS
         }
@@ -91,8 +96,10 @@ class TransformersEncoder:
             for count, end in zip(counts, ends, strict=True)
         ]
 
-    def _tensor(self, data: TensorData) -> torch.Tensor:
-        tensor = device_tensor(data, self._device)
+    def _tensor(self, item: ItemInputs, name: str) -> torch.Tensor:
+        tensor = device_tensor(item.tensors[name], self._device)
+        if item.patches is not None and tensor.dtype == torch.uint8:
+            return patches_of(tensor, item.patches, self._dtype)
         return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
 
 

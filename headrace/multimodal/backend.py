@@ -10,7 +10,7 @@ import numpy as np
 
 from headrace.core.media import TensorData
 from headrace.errors import ConfigError, RequestError
-from headrace.multimodal.items import Pixels, view_data
+from headrace.multimodal.items import Pixels, array_of, view_data
 
 _VIDEO = "video_preprocessor_config.json"
 _IMAGE = "preprocessor_config.json"
@@ -56,7 +56,7 @@ class ImageProcessor:
         return json.dumps([self.backend, type(self.hf).__name__, self.hf.to_dict(), *others], sort_keys=True, default=str)
 
     def resize(self, frames: Pixels, height: int, width: int) -> Pixels:
-        """Frames ``[n, h, w, 3]`` at another size, as transformers resizes those of a video."""
+        """Frames ``[n, h, w, 3]`` at another size, as transformers resizes pictures and the frames of a video."""
         from PIL import Image
 
         if frames.shape[1:3] == (height, width):
@@ -69,9 +69,20 @@ class ImageProcessor:
         from transformers.image_utils import pil_torch_interpolation_mapping
 
         mode = pil_torch_interpolation_mapping[resample]
-        first = torch.from_numpy(frames.copy()).permute(0, 3, 1, 2)
-        made: Pixels = functional.resize(first, [height, width], interpolation=mode, antialias=True).permute(0, 2, 3, 1).numpy()
-        return made
+        first = torch.from_numpy(frames.copy()).permute(0, 3, 1, 2)  # torch takes no array that may not be written to.
+        made = functional.resize(first, [height, width], interpolation=mode, antialias=True).permute(0, 2, 3, 1)
+        return np.ascontiguousarray(made.numpy())
+
+    def shades(self, block: int, **options: Any) -> TensorData:
+        """``[3, 256]`` float32: what the processor makes of each value of red, green and blue.
+
+        Args:
+            block: pixels of a side of merged patches, which follow each other row by row.
+        """
+        values = np.arange(256, dtype=np.uint8).reshape(16, 16)
+        picture = values.repeat(block, axis=0).repeat(block, axis=1)[:, :, None].repeat(3, axis=2)
+        made = array_of(self(picture, "the picture of all shades", do_resize=False, **options)["pixel_values"])
+        return view_data(np.ascontiguousarray(made.reshape(256, -1, 3, made.shape[-1] // 3)[:, 0, :, 0].T))
 
 
 def _usable_backend() -> Backend:

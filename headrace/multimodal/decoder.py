@@ -34,9 +34,7 @@ class MediaDecoder:
     async def image(self, data: bytes, param: str) -> Picture:
         """Raises: RequestError: it is no picture that can be decoded within the limits; names ``param``."""
         decoded = await self.threads.run(self._decode, "image", data, param)
-        from PIL import Image
-
-        return Picture(Image.fromarray(np.frombuffer(decoded.pixels, np.uint8).reshape(decoded.height, decoded.width, 3)))
+        return Picture(np.frombuffer(decoded.pixels, np.uint8).reshape(decoded.height, decoded.width, 3))
 
     async def video(self, data: bytes, param: str) -> Video:
         """Raises: RequestError: it is no video that can be decoded within the limits; names ``param``."""

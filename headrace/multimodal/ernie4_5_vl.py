@@ -74,10 +74,10 @@ class ErnieRules(QwenRules):
         _, tall, wide = super()._merged(grid)
         return -(-grid[0] // _FRAMES), tall, wide
 
-    def _video_patches(self, sampled: Sampled, options: Mapping[str, Any], where: str) -> tuple[npt.NDArray[np.float32], Grid]:
+    def _video_frames(self, sampled: Sampled, options: Mapping[str, Any], where: str) -> Pixels:
         frames = sampled.frames if self._font is None else self._timed(sampled, self._font, where)
         frames = np.concatenate([frames, *[frames[-1:]] * (-len(frames) % _FRAMES)])
-        return super()._video_patches(dataclasses.replace(sampled, frames=frames), options, where)
+        return super()._video_frames(dataclasses.replace(sampled, frames=frames), options, where)
 
     def _timed(self, sampled: Sampled, font: Path, where: str) -> Pixels:
         """The frames with the time of each in their upper left corner."""

@@ -34,9 +34,27 @@ _MAX_SECONDS = 10_000_000
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Picture:
-    """One picture, upright (EXIF orientation applied) and in mode RGB (alpha composited over white)."""
+    """One picture, upright (EXIF orientation applied) and in RGB (alpha composited over white)."""
 
-    image: Image
+    source: Image | Pixels
+    """Of PIL, or ``[height, width, 3]``, contiguous. Never written to."""
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Width and height."""
+        return self.source.shape[1::-1] if isinstance(self.source, np.ndarray) else self.source.size
+
+    @property
+    def pixels(self) -> Pixels:
+        """``[height, width, 3]``: a copy of each call's own if the source is PIL's."""
+        return np.asarray(self.source)
+
+    @property
+    def image(self) -> Image:
+        """A copy of each call's own if the source is an array."""
+        from PIL import Image
+
+        return Image.fromarray(self.source) if isinstance(self.source, np.ndarray) else self.source
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -235,10 +253,7 @@ def _picture(value: Any, where: str) -> Picture:
 
     if isinstance(value, Picture):
         return value
-    if not isinstance(value, Image.Image):
-        pixels = _pixels(value, 3, where)
-        value = Image.fromarray(pixels)
-    return Picture(_rgb(value))
+    return Picture(_rgb(value) if isinstance(value, Image.Image) else _pixels(value, 3, where))
 
 
 def _rgb(image: Image) -> Image:
@@ -264,7 +279,7 @@ def _video(value: Any, where: str) -> Video:
             raise _wrong(where, "must be an array of frames, or (array, metadata)")
         value, metadata = value
     if isinstance(value, list):
-        value = np.stack([np.asarray(_picture(frame, f"{where}[{index}]").image) for index, frame in enumerate(value)])
+        value = np.stack([_picture(frame, f"{where}[{index}]").pixels for index, frame in enumerate(value)])
     frames = _pixels(value, 4, where)
     if not 0 < len(frames) <= _MAX_FRAMES:
         raise _wrong(where, f"has {len(frames)} frames; expected 1 to {_MAX_FRAMES}")
@@ -302,7 +317,7 @@ def _pixels(value: Any, rank: int, where: str) -> Pixels:
     if array.dtype != np.uint8 or array.ndim != rank or array.shape[-1] != 3 or not array.size:
         shape = "[height, width, 3]" if rank == 3 else "[frames, height, width, 3]"
         raise _wrong(where, f"must be a uint8 array {shape}, not {array.dtype.name} {list(array.shape)}")
-    return np.ascontiguousarray(array)
+    return np.array(array, order="C")  # Caches keep it, and the caller may write to its own.
 
 
 def _checked(tensor: TensorData, rank: int, where: str) -> TensorData:

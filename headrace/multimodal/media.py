@@ -12,6 +12,7 @@ import base64
 import binascii
 import contextlib
 import dataclasses
+import math
 import os
 import stat
 import urllib.parse
@@ -150,7 +151,7 @@ class MediaLoader:
         data = await self._bytes(part.value, part.param, share)
         if part.modality == "image":
             picture = await self.decoder.image(data, part.param)
-            share.charge(3 * picture.image.width * picture.image.height)
+            share.charge(3 * math.prod(picture.size))
             return picture
         video = await self.decoder.video(data, part.param)
         share.charge(video.frames.nbytes)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from headrace.core.media import ItemInputs, MediaFacts, Modality, RopePositions
 from headrace.errors import ConfigError, RequestError
@@ -247,7 +248,7 @@ class MultiModalProcessor:
                 )
             )
             offsets = tuple((start - begin, count) for start, count in own)
-            media.append(ItemInputs(one.modality, offsets, one.tensors, one.encoded))
+            media.append(ItemInputs(one.modality, offsets, one.tensors, one.encoded, one.patches))
         if sum(map(token_ids.count, set(self._ids.values()))) != sum(run.length for run in runs):
             raise RequestError("the prompt has more feature tokens than its media", "prompt")
         rope = rope_positions(len(token_ids), runs) if self._facts.sectioned_rope else None
@@ -269,6 +270,8 @@ class MultiModalProcessor:
             return [self._features(medium, modality, where)]
         if not self._facts.has_encoder:
             raise RequestError(f"{where}: this engine has no vision encoder (mm_encoder none): send {modality}_embeds", where)
+        if isinstance(medium, Picture):
+            medium = Picture(medium.pixels)  # PIL holds up the interpreter's other threads each time that it gives them.
         key = self._hash(medium, modality, options)
         found = self._cache.get(key)
         if found is None:
@@ -290,11 +293,11 @@ class MultiModalProcessor:
         parts = (self._rules.fingerprint, modality, sorted(options.items()))
         digest.update(repr(parts).encode())
         if isinstance(medium, Picture):
-            digest.update(repr(medium.image.size).encode())
-            digest.update(medium.image.tobytes())
+            digest.update(repr(medium.size).encode())
+            digest.update(medium.pixels.data)
         else:
             digest.update(repr((medium.frames.shape, sorted(medium.metadata.items()))).encode())
-            digest.update(medium.frames.tobytes())
+            digest.update(np.ascontiguousarray(medium.frames).data)
         return digest.hexdigest()
 
     def _features(self, features: Features, modality: Modality, where: str) -> Processed:

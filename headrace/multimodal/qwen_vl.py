@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
-from headrace.core.media import Modality, TensorData
-from headrace.errors import RequestError
+from headrace.core.media import Modality, PatchLayout
+from headrace.errors import ConfigError, RequestError
 from headrace.multimodal.backend import ImageProcessor, video_fields
-from headrace.multimodal.items import Features, Picture, Video, array_of, view_data
+from headrace.multimodal.items import Features, Picture, Pixels, Video, view_data
 from headrace.multimodal.rules import Expansion, Grid, MediaRules, Processed
 from headrace.multimodal.sampling import Sampled, Sampling
 
@@ -65,6 +64,12 @@ class QwenRules(MediaRules):
             if self._video.get(name) is not None:
                 defaults[name] = self._video[name]
         self._sample = self.sampling_class(**{"num_frames": None, "min_frames": 4, "max_frames": 768} | defaults)
+        if not self._images.do_resize:
+            raise ConfigError("do_resize of the image processor must be true: patches are cut out of resized pictures", "model")
+        self._shades = {
+            "image": self._process.shades(self._patch * self._merge),
+            "video": self._process.shades(self._patch * self._merge, **self._video_options),
+        }
         self.fingerprint = self._process.fingerprint(self._video)
 
     # One medium
@@ -72,18 +77,27 @@ class QwenRules(MediaRules):
     def process(self, medium: Picture | Video, options: Mapping[str, Any], where: str) -> list[Processed]:
         if isinstance(medium, Picture):
             size = self._pixel_limits(dict(self._images.size), options)
-            width, height = medium.image.size
+            width, height = medium.size
             tall, wide = self._target(height, width, 1, size, where)
             self.check_rows(tall * wide // (self._patch * self._merge) ** 2, where)
-            made = self._process(medium.image, where, size=size)
-            grid = _grid(made["image_grid_thw"])
-            return [Processed("image", self._blocks(grid), made, grid)]
+            frames = self._process.resize(medium.pixels[None], tall, wide)
+            return [self._made("image", frames, self._blocks(self._grid(frames)), ("pixel_values", "image_grid_thw"))]
         sampled = self._sample(medium, options, where)
-        patches, grid = self._video_patches(sampled, options, where)
-        pixels, grids = self.video_tensors
-        tensors = {pixels: view_data(patches), grids: _grid_tensor(grid)}
+        frames = self._video_frames(sampled, options, where)
         seconds = self._temporal / sampled.sampled_fps
-        return [Processed("video", self._video_expansion(grid, seconds, self._times(sampled)), tensors, grid)]
+        expansion = self._video_expansion(self._grid(frames), seconds, self._times(sampled))
+        return [self._made("video", frames, expansion, self.video_tensors)]
+
+    def _made(self, modality: Modality, frames: Pixels, expansion: Expansion, names: tuple[str, str]) -> Processed:
+        grid = self._grid(frames)
+        tensors = {names[0]: view_data(frames), names[1]: view_data(np.array([grid], dtype=np.int64))}
+        layout = PatchLayout(self._shades[modality], self._patch, self._merge, self._temporal)
+        return Processed(modality, expansion, tensors, grid, patches=layout)
+
+    def _grid(self, frames: Pixels) -> Grid:
+        """Of resized frames, of which the last is repeated up to a whole temporal patch."""
+        count, height, width, _ = frames.shape
+        return -(-count // self._temporal), height // self._patch, width // self._patch
 
     def _pixel_limits(self, size: dict[str, Any], options: Mapping[str, Any]) -> dict[str, int]:
         """The least and the most pixels of a resized picture."""
@@ -109,8 +123,8 @@ class QwenRules(MediaRules):
 
     # Videos
 
-    def _video_patches(self, sampled: Sampled, options: Mapping[str, Any], where: str) -> tuple[npt.NDArray[np.float32], Grid]:
-        """The patches of a video, as transformers' video processor makes them."""
+    def _video_frames(self, sampled: Sampled, options: Mapping[str, Any], where: str) -> Pixels:
+        """The frames of a video, resized as by transformers' video processor."""
         size = {**self.video_size, **(self._video.get("size") or {})}
         size = self._pixel_limits(size, {**self._video_limits, **options})
         frames = sampled.frames
@@ -118,14 +132,7 @@ class QwenRules(MediaRules):
         tall, wide = self._target(height, width, len(frames), self._capped(size, len(frames)), where)
         expected = -(-len(frames) // self._temporal), tall // self._patch, wide // self._patch
         self.check_rows(math.prod(self._merged(expected)), where)
-        frames = self._process.resize(frames, tall, wide)
-        made = [self._process(frame, where, do_resize=False, **self._video_options)["pixel_values"] for frame in frames]
-        # The processor repeats a picture in each frame of a temporal patch.
-        pixels = np.stack([array_of(one).reshape(-1, 3, self._temporal, self._patch**2)[:, :, 0] for one in made])
-        pixels = np.concatenate([pixels, *[pixels[-1:]] * (-len(pixels) % self._temporal)])
-        patches = pixels.reshape(-1, self._temporal, *pixels.shape[1:]).transpose(0, 2, 3, 1, 4)
-        grid = (len(patches), tall // self._patch, wide // self._patch)
-        return np.ascontiguousarray(patches).reshape(math.prod(grid), -1), grid
+        return np.ascontiguousarray(self._process.resize(frames, tall, wide))
 
     def _capped(self, size: dict[str, int], frames: int) -> dict[str, int]:
         """The limits of pixels where all frames of a video share a budget."""
@@ -246,12 +253,3 @@ def _resized(
         beta = math.sqrt(least / pixels)
         tall, wide = (math.ceil(side * beta / factor) * factor for side in (height, width))
     return tall, wide
-
-
-def _grid(tensor: TensorData) -> Grid:
-    time, height, width = array_of(tensor).reshape(3).tolist()
-    return time, height, width
-
-
-def _grid_tensor(grid: Grid) -> TensorData:
-    return view_data(np.array([grid], dtype=np.int64))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
-from headrace.core.media import Modality, TensorData
+from headrace.core.media import Modality, PatchLayout, TensorData
 from headrace.errors import RequestError
 from headrace.multimodal.backend import ImageProcessor
 from headrace.multimodal.items import Features, Picture, Video
@@ -50,6 +50,8 @@ class Processed(msgspec.Struct, frozen=True):
     """As of ``Features``."""
     encoded: bool = False
     content_hash: str = ""
+    patches: PatchLayout | None = None
+    """As in ``ItemInputs``."""
 
 
 class MediaRules(abc.ABC):
@@ -123,7 +125,7 @@ class PictureRules(MediaRules):
     def process(self, medium: Picture | Video, options: Mapping[str, Any], where: str) -> list[Processed]:
         if not isinstance(medium, Picture):
             raise RequestError(f"{where}: this model takes no videos", where)
-        grid = self._grid(*medium.image.size, where)
+        grid = self._grid(*medium.size, where)
         expansion = self._expanded(grid)
         self.check_rows(expansion.num_rows, where)
         return [Processed("image", expansion, self._tensors(medium.image, where), grid)]

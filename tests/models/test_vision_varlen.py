@@ -9,9 +9,10 @@ import torch
 from tiny_vision import _configs
 from torch.nn.functional import scaled_dot_product_attention as attend
 
-from headrace.core.media import ItemInputs
+from headrace.core.media import ItemInputs, PatchLayout
 from headrace.kernels.rotary import rotate_ref
 from headrace.models import vision_varlen
+from headrace.models.patches import patches_of
 from headrace.models.vision_encoder import TransformersEncoder, _calls
 from headrace.multimodal.items import tensor_data
 
@@ -70,6 +71,36 @@ def test_segments_at_once_are_segments_one_by_one(kind: str, monkeypatch: pytest
     alone = [at_once.encode([item])[0].features for item in items]
     for ours, theirs in zip(alone, expected, strict=True):
         torch.testing.assert_close(ours, theirs.features, atol=1e-5, rtol=1e-5)
+
+
+def test_pictures_of_several_sizes_share_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their patches have one shape."""
+    factory, fields, _ = _configs()["qwen2_5_vl"]
+    encoder = TransformersEncoder(factory(factory.config_class(**fields)).eval().model, torch.float32, CPU)
+    layout = PatchLayout(tensor_data(torch.randn(3, 256), "shades"), 14, 2, 2)
+    items = []
+    for frames, tall, wide in ((1, 2, 4), (2, 4, 2), (3, 2, 2)):
+        pixels = torch.randint(256, (frames, tall * 14, wide * 14, 3), dtype=torch.uint8)
+        time = -(-frames // 2)
+        given = {"pixel_values": pixels, "image_grid_thw": torch.tensor([[time, tall, wide]])}
+        tensors = {name: tensor_data(tensor, name) for name, tensor in given.items()}
+        items.append(ItemInputs("image", ((0, time * tall * wide // 4),), tensors, patches=layout))
+    alone = [encoder.encode([item])[0].features for item in items]
+    encoder._one_by_one = False
+    calls, encode = [], encoder._encode
+    monkeypatch.setattr(encoder, "_encode", lambda items: calls.append(len(items)) or encode(items))
+    for found, expected in zip(encoder.encode(items), alone, strict=True):
+        torch.testing.assert_close(found.features, expected, atol=1e-5, rtol=1e-5)
+    assert calls == [3]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_patches_of_a_gpu_are_those_of_a_cpu(dtype: torch.dtype) -> None:
+    layout = PatchLayout(tensor_data(torch.randn(3, 256), "shades"), 14, 2, 2)
+    frames = torch.randint(256, (3, 56, 84, 3), dtype=torch.uint8)
+    expected = patches_of(frames, layout, dtype)
+    assert torch.equal(patches_of(frames.cuda(), layout, dtype).cpu(), expected) and expected.shape == (48, 3 * 2 * 14 * 14)
 
 
 def test_calls_are_bounded() -> None:

@@ -10,9 +10,11 @@ import torch
 from tiny_vision import IDS
 from transformers import PreTrainedModel
 
-from headrace.core.media import TensorData
+from headrace.core.media import ItemInputs, TensorData
 from headrace.core.request import Request
+from headrace.models.patches import patches_of
 from headrace.multimodal.items import array_of
+from headrace.multimodal.rules import Processed
 
 BYTES = 256
 """Tokens that may be generated: transformers would take a placeholder for a picture that is missing."""
@@ -34,6 +36,12 @@ def tensor(data: TensorData) -> torch.Tensor:
     return torch.from_numpy(array_of(data).copy())
 
 
+def encoder_input(item: ItemInputs | Processed, data: TensorData) -> torch.Tensor:
+    """One of the tensors of an item, as the encoder gets it in float32."""
+    made = tensor(data)
+    return made if item.patches is None or made.dtype != torch.uint8 else patches_of(made, item.patches, torch.float32)
+
+
 def inputs_of(request: Request) -> dict[str, torch.Tensor]:
     """The arguments of transformers' model beside the token ids."""
     inputs: dict[str, list[torch.Tensor]] = {}
@@ -41,7 +49,7 @@ def inputs_of(request: Request) -> dict[str, torch.Tensor]:
         for name, data in item.tensors.items():
             if item.modality == "video" and "image_grid_thw" in item.tensors:
                 name = {"pixel_values": "pixel_values_videos", "image_grid_thw": "video_grid_thw"}[name]
-            inputs.setdefault(name, []).append(tensor(data))
+            inputs.setdefault(name, []).append(encoder_input(item, data))
     return {name: torch.cat(padded(parts)) for name, parts in inputs.items()}
 
 

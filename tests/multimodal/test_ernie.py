@@ -18,7 +18,7 @@ from headrace.multimodal.ernie4_5_vl import ErnieRules
 from headrace.multimodal.items import Video, array_of
 from headrace.multimodal.processor import MultiModalProcessor
 
-from .reference import generated
+from .reference import encoder_input, generated
 from .test_pictures import CLIPS, MARKS, STEPS, encoded, generate, picture, same, served, video, videos
 from .test_processor import prepare, processor, theirs
 
@@ -126,7 +126,7 @@ def test_an_item_has_the_markers_around_it(made: MultiModalProcessor) -> None:
     )
     (frames, tall, wide) = array_of(media.tensors["video_grid_thw"])[0].tolist()
     assert frames == 4 and media.num_rows == 2 * (tall // 2) * (wide // 2)
-    assert media.tensors["pixel_values_videos"].shape == (frames * tall * wide, 3 * 14 * 14)
+    assert encoder_input(media, media.tensors["pixel_values_videos"]).shape == (frames * tall * wide, 3 * 14 * 14)
 
 
 def test_features_of_a_video_need_no_seconds() -> None:

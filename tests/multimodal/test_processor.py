@@ -21,6 +21,7 @@ from transformers import AutoConfig
 from headrace import LLM, SamplingParams
 from headrace.core.media import MediaFacts
 from headrace.errors import ConfigError, RequestError
+from headrace.models.patches import patches_of
 from headrace.models.vision import device_tensor
 from headrace.multimodal.families import media_rules, why_text_alone
 from headrace.multimodal.items import MultiModalData, array_of
@@ -42,6 +43,12 @@ def processor(folder: Path, kind: str, **changes: Any) -> MultiModalProcessor:
     config.save_pretrained(folder)
     tiny_vision.write_tokenizer(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+    return processor_of(folder, kind, **changes)
+
+
+def processor_of(folder: Path, kind: str, **changes: Any) -> MultiModalProcessor:
+    """Of the files that ``processor`` wrote."""
+    config = AutoConfig.from_pretrained(folder)
     facts = {
         "model_type": config.model_type,
         "hidden_size": HIDDEN,
@@ -54,7 +61,7 @@ def processor(folder: Path, kind: str, **changes: Any) -> MultiModalProcessor:
         "dtype": "float32",
     }
     tokenizer = Tokenizer(from_directory(folder), vocab_size=None, eos_token_ids=[], renderer=TemplateRenderer())
-    rules = media_rules(config.model_type, folder, AutoConfig.from_pretrained(folder))
+    rules = media_rules(config.model_type, folder, config)
     return MultiModalProcessor(rules, tokenizer, MediaFacts(**facts | changes), {"image": 3, "video": 1}, 1 << 20)
 
 
@@ -82,14 +89,46 @@ def test_items_cover_the_features(qwen: MultiModalProcessor) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_pixels_are_rounded_as_the_encoder_rounds_them(tmp_path: Path, qwen: MultiModalProcessor, dtype: str) -> None:
-    data = {"image": picture(56, 56)}
-    (exact,), (found,) = (prepare(made, PICTURE, data).media for made in (qwen, processor(tmp_path, "qwen2_5_vl", dtype=dtype)))
-    pixels, grid = found.tensors["pixel_values"], found.tensors["image_grid_thw"]
-    expected = torch.from_numpy(array_of(exact.tensors["pixel_values"])).to(getattr(torch, dtype))
+def test_pixels_are_rounded_as_the_encoder_rounds_them(tmp_path: Path, dtype: str) -> None:
+    each = (processor(tmp_path, "mistral3", sectioned_rope=False, dtype=one) for one in ("float32", dtype))
+    (exact,), (found,) = (prepare(made, "[IMG]", {"image": picture(57, 30)}).media for made in each)
+    pixels, sizes = found.tensors["pixel_values"], found.tensors["image_sizes"]
+    expected = torch.from_numpy(array_of(exact.tensors["pixel_values"]).copy()).to(getattr(torch, dtype))
     assert torch.equal(device_tensor(pixels, torch.device("cpu")), expected)
     assert pixels.fits and pixels.dtype == dtype
-    assert grid == exact.tensors["image_grid_thw"]
+    assert sizes == exact.tensors["image_sizes"]
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "ernie4_5_vl_moe"])
+@pytest.mark.parametrize("settings", [{}, {"do_rescale": False}, {"do_normalize": False, "rescale_factor": 1 / 3}])
+def test_patches_are_those_of_transformers(tmp_path: Path, kind: str, settings: dict[str, Any]) -> None:
+    """The engine's process makes them of resized pictures, in the encoder's dtype."""
+    processor(tmp_path, kind)
+    file = tmp_path / "preprocessor_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"image_mean": [0.5, 0.4, 0.3]} | settings))
+    made = processor_of(tmp_path, kind)
+    usual = made._rules._images  # type: ignore[attr-defined]
+    for size in ((56, 56), (61, 90), (140, 33), (9, 20)):
+        found = prepare(made, MARKS.get(kind, PICTURE), {"image": picture(*size)}).media[0]
+        theirs = usual(images=[picture(*size)], return_tensors="np")
+        assert (array_of(found.tensors["image_grid_thw"]) == theirs["image_grid_thw"]).all()
+        pixels, expected = found.tensors["pixel_values"], torch.from_numpy(np.array(theirs["pixel_values"]))
+        assert pixels.fits and pixels.dtype == "uint8" and found.patches is not None
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            patches = patches_of(device_tensor(pixels, torch.device("cpu")), found.patches, dtype)
+            assert torch.equal(patches, expected.to(dtype)), size
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"do_resize": False}))
+    with pytest.raises(ConfigError, match="do_resize of the image processor must be true"):
+        processor_of(tmp_path, kind)
+
+
+def test_what_a_caller_writes_to_an_array_changes_no_picture(qwen: MultiModalProcessor) -> None:
+    """Neither that of a request that waits, nor the one that the cache has."""
+    array = np.array(picture(56, 56, seed=3))
+    found, before = prepare(qwen, PICTURE, {"image": array}), array.copy()
+    array[:] = 0
+    assert prepare(qwen, PICTURE, {"image": before}) == found
+    assert (array_of(found.media[0].tensors["pixel_values"])[0] == before).all()
 
 
 def test_features_are_copied(qwen: MultiModalProcessor) -> None:

@@ -1,4 +1,4 @@
-"""Qwen's vision towers on a GPU: attention over all segments in one call, fused norms and rotation, no wait for the device.
+"""Qwen's vision towers on a GPU: attention over all segments in one call, fused norms and MLPs, no wait for the device.
 
 transformers computes a segment after the other (a window, or a temporal patch: some hundred for a large picture) and asks the
 device for their lengths. Here their geometry is computed on the host, whose copy of the grids it comes from.
@@ -7,17 +7,22 @@ device for their lengths. Here their geometry is computed on the host, whose cop
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import vision_utils
 
 from headrace.kernels.transfer import upload
+from headrace.layers.mlp import ACTIVATIONS
 from headrace.layers.norm import RMSNorm
 
 _TOWERS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 _HEAD_DIM_STEP = 8
+_WIDTH_STEP = 64
+"""Channels of an MLP. Matrix units need rows of 16 bytes; the 3,420 channels of Qwen2.5-VL's MLPs are none."""
 _LEAST_CAPABILITY = (8, 0)
 """What PyTorch's flash attention supports."""
 
@@ -48,11 +53,40 @@ def can_use_varlen(tower: nn.Module, dtype: torch.dtype, device: torch.device) -
     return fits and torch.cuda.get_device_capability(device) >= _LEAST_CAPABILITY
 
 
-def use_varlen(tower: nn.Module) -> None:
+class _GatedMLP(nn.Module):
+    """``down(act(gate(x)) * up(x))`` with a single product for gate and up, and channels of zeros up to an aligned width."""
+
+    def __init__(self, mlp: Any, act_mul: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        gate, up, down = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+        more = -gate.out_features % _WIDTH_STEP
+        self.gate_up = _constant(torch.cat([F.pad(each.weight, (0, 0, 0, more)) for each in (gate, up)]))
+        self.down = _constant(F.pad(down.weight, (0, more)))
+        self.gate_up_bias, self.down_bias = None, down.bias
+        if gate.bias is not None:
+            self.gate_up_bias = _constant(torch.cat([F.pad(each.bias, (0, more)) for each in (gate, up)]))
+        self._act_mul = act_mul
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(self._act_mul(F.linear(x, self.gate_up, self.gate_up_bias)), self.down, self.down_bias)
+
+
+def _constant(weight: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(weight, requires_grad=False)
+
+
+def _embed(proj: nn.Conv3d, patches: torch.Tensor) -> torch.Tensor:
+    """The convolution of a patch embedding, whose kernel covers a patch, as a product: ``[n, 3 * ...] -> [n, hidden]``."""
+    return F.linear(patches, proj.weight.flatten(1), proj.bias)
+
+
+def use_varlen(tower: Any) -> None:
     """Lets a tower compute its segments at once. Its calls then need ``geometry``."""
-    blocks: Any = tower.blocks
-    for block in blocks:
+    tower.patch_embed.forward = functools.partial(_embed, tower.patch_embed.proj)
+    for block in tower.blocks:
         block.attn.forward = functools.partial(_attend, block.attn)
+        if hasattr(block.mlp, "gate_proj"):
+            block.mlp = _GatedMLP(block.mlp, ACTIVATIONS[tower.config.hidden_act])
     for parent in list(tower.modules()):
         for name, norm in list(parent.named_children()):
             if type(norm).__name__.endswith("RMSNorm"):

@@ -19,7 +19,7 @@ def patches_of(frames: torch.Tensor, layout: PatchLayout, dtype: torch.dtype) ->
     """
     side, merge, time = layout.patch_size, layout.merge_size, layout.temporal_patch_size
     shades = device_tensor(layout.shades, frames.device).to(dtype)
-    places = frames.int() + torch.arange(0, shades.numel(), shades.shape[1], dtype=torch.int32, device=frames.device)
+    places = frames.int().add_(torch.arange(0, shades.numel(), shades.shape[1], dtype=torch.int32, device=frames.device))
     pixels = shades.view(-1).index_select(0, places.view(-1)).view(frames.shape)
     if missing := -len(pixels) % time:
         pixels = torch.cat([pixels, pixels[-1:].expand(missing, -1, -1, -1)])

@@ -339,7 +339,9 @@ class EngineArgs:
     mm_encoder: MMEncoder = "auto"
     """Vision encoder of a multimodal model. auto loads it. none leaves it out, which saves its memory: prompts then bring
     features that were encoded elsewhere."""
-    max_num_encoder_tokens: Annotated[int | None, OptionSpec(min=1, default="what one prompt may have, at most 16384")] = None
+    max_num_encoder_tokens: Annotated[
+        int | None, OptionSpec(min=1, default="what a prompt or a step may have, at most 16384")
+    ] = None
     """Maximum number of tokens whose pictures and videos are encoded in one step. A smaller value keeps the time between tokens
     even while pictures arrive; a picture or video with more tokens is refused."""
     mm_processor_cache_bytes: Annotated[int, OptionSpec(min=0, size=True, default="256MiB")] = 2**28

@@ -67,9 +67,10 @@ def encoder_calls(files: ModelFiles, config: EngineConfig, encoder: VisionEncode
         rules = media_rules(config.model.vision.model_type, files.directory, files.config)
     except ConfigError:
         return []  # Prompts cannot have pictures.
+    most = min(config.scheduler.max_num_encoder_tokens, config.scheduler.max_model_len)
     batches: list[list[ItemInputs]] = []
     for side, rows in ((_USUAL_SIDE, CALL_ROWS), (_LARGE_SIDE, 1)):
-        while side > _LEAST_SIDE and rules.image_rows(side, side) > config.scheduler.max_num_encoder_tokens:
+        while side > _LEAST_SIDE and rules.image_rows(side, side) > most:
             side //= 2
         made = rules.process(Picture(Image.new("RGB", (side, side))), {}, "the picture of the profile")
         items = [ItemInputs(one.modality, ((0, one.expansion.num_rows),), one.tensors, patches=one.patches) for one in made]

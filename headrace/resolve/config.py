@@ -66,7 +66,7 @@ def resolve(
             max_queue_len=args.max_queue_len,
             policy=args.policy,
             pipeline_depth=depth,
-            max_num_encoder_tokens=schedule.encoder_tokens(args, model, max_model_len),
+            max_num_encoder_tokens=schedule.encoder_tokens(args, model, max_model_len, num_batched),
             max_prefill_tokens_beside_decode=schedule.prefill_beside_decode(
                 args, device, num_threads, 1 if prompts is None else prompts.block, log
             ),

@@ -89,11 +89,11 @@ ENCODER_TOKENS = 16_384
 """Default of ``max_num_encoder_tokens`` where prompts may have more: the encoder's memory grows with it."""
 
 
-def encoder_tokens(args: EngineArgs, model: AnySpec, max_model_len: int) -> int:
-    """Encoder work of a step. 0: there is no encoder."""
+def encoder_tokens(args: EngineArgs, model: AnySpec, max_model_len: int, num_batched: int) -> int:
+    """Encoder work of a step: by default it may compute pictures alone. 0: there is no encoder."""
     if model.vision is None or args.mm_encoder == "none":
         return 0
-    return args.max_num_encoder_tokens or min(max_model_len, ENCODER_TOKENS)
+    return args.max_num_encoder_tokens or min(max(max_model_len, num_batched), ENCODER_TOKENS)
 
 
 def pipeline_depth(args: EngineArgs, device: DeviceFacts, log: DecisionLog) -> int:

@@ -17,7 +17,7 @@ from headrace.config import EngineArgs, EngineConfig
 from headrace.errors import ConfigError
 from headrace.kernels import support
 from headrace.kv import KVCacheManager
-from headrace.model_spec import AttentionSpec, DenseSpec, ModelSpec, RopeSpec
+from headrace.model_spec import AttentionSpec, DenseSpec, ModelSpec, RopeSpec, VisionSpec
 from headrace.models.size import weight_bytes
 from headrace.resolve import DeviceFacts, resolve
 from headrace.sources.files import ModelFiles
@@ -236,6 +236,21 @@ def test_a_batch_holds_a_token_of_every_sequence() -> None:
     assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens) == (64, 2048)
     assert decide(max_num_batched_tokens=20).scheduler.max_num_seqs == 20
     assert decide(max_num_seqs=3000).scheduler.max_num_batched_tokens == 3000
+
+
+@pytest.mark.parametrize(
+    ("args", "tokens"),
+    [
+        ({}, 2048),
+        ({"max_num_batched_tokens": 300}, 512),
+        ({"max_num_batched_tokens": 30_000}, 16_384),
+        ({"max_num_encoder_tokens": 100}, 100),
+        ({"mm_encoder": "none"}, 0),
+    ],
+)
+def test_a_step_may_encode_as_many_tokens_as_it_computes(args: dict, tokens: int) -> None:
+    spec = dataclasses.replace(model(), vision=VisionSpec(model_type="x"))
+    assert decide(spec, **args).scheduler.max_num_encoder_tokens == tokens
 
 
 def test_threads_are_the_cores_unless_given() -> None:

@@ -138,12 +138,13 @@ class Encoder:
 
     nbytes = 0
 
-    def __init__(self) -> None:
+    def __init__(self, device: str) -> None:
         self.num_encoded = 0
+        self._device = torch.device(device)
 
     def encode(self, items: Sequence[ItemInputs]) -> list[EncodedItem]:
         self.num_encoded += len(items)
-        pixels = [device_tensor(item.tensors["pixels"], torch.device("cpu")) for item in items]
+        pixels = [device_tensor(item.tensors["pixels"], self._device) for item in items]
         return [
             EncodedItem(each.tanh(), each.cos()[None] if "deep" in item.tensors else None)
             for each, item in zip(pixels, items, strict=True)
@@ -238,7 +239,7 @@ class World:
         )
 
     def runner(self) -> ModelRunner:
-        encoder = Encoder() if SPECS[self.family].vision is not None else None
+        encoder = Encoder(self.device) if SPECS[self.family].vision is not None else None
         return ModelRunner(model(self.family, self.device), self.config(), token_bytes(), encoder=encoder)
 
 

@@ -59,7 +59,7 @@ def flashinfer_engine(world: World) -> tuple[Engine, list[Any]]:
         wait_for_kernels("flashinfer", layer)
         usual = select.create("flashinfer")
         backends.append(WithVisibleEnds(usual, select.create("reference")) if both else usual)
-    made = ModelRunner(model(world.family), world.config(), token_bytes(), backends=backends, encoder=Encoder())
+    made = ModelRunner(model(world.family), world.config(), token_bytes(), backends=backends, encoder=Encoder(world.device))
     return Engine(world, made), backends
 
 

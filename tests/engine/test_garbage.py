@@ -22,9 +22,10 @@ print(gc.get_freeze_count() > 1000, any(item is kept[5] for item in gc.get_objec
 
 def test_settle_leaves_nothing_to_walk() -> None:
     """In a process of its own: it is for good."""
+    frozen = gc.get_freeze_count()
     done = subprocess.run([sys.executable, "-c", SETTLED], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split() == ["True", "False", "5000"]
-    assert gc.get_freeze_count() == 0
+    assert gc.get_freeze_count() <= frozen  # Objects that were frozen may be freed.
 
 
 def test_a_prepared_frontend_has_its_tables(tmp_path: Path) -> None:

@@ -42,6 +42,49 @@ def remember_builtins() -> None:
     interpreter._patch_builtin = patch
 
 
+def patch_once_a_launch() -> None:
+    """Replace Triton's builtins at a launch's first call of device functions in its place, not at every call.
+
+    A function sees the builtins as members of ``tl``, of ``tl.core`` or of both, and needs them replaced in those.
+    """
+    langs: dict[Any, frozenset[Any]] = {}
+    patched: set[frozenset[Any]] = set()
+    patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+
+    def patch_new(fn: Any) -> Any:
+        if (seen := langs.get(fn)) is None:
+            modules = (value for value in fn.__globals__.values() if inspect.ismodule(value))
+            seen = langs[fn] = frozenset(module.__name__ for module in modules if module in (tl, tl.core))
+        if seen in patched:
+            return interpreter._LangPatchScope()
+        scope = patch(fn)
+        patched.add(seen)
+        return scope
+
+    def launch_unpatched(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        patched.clear()
+        return launch(executor, *args, **kwargs)
+
+    interpreter._patch_lang = patch_new
+    interpreter.GridExecutor.__call__ = launch_unpatched
+
+
+def remember_types() -> None:
+    """Make the table of numpy's types once, not at every operation."""
+    convert = interpreter._get_np_dtype
+    known: dict[str, np.dtype] = {}
+
+    def dtype_of(dtype: Any) -> np.dtype:
+        scalar = dtype.element_ty if isinstance(dtype, tl.block_type) else dtype
+        if isinstance(scalar, tl.pointer_type):
+            return convert(scalar)
+        if (found := known.get(scalar.name)) is None:
+            found = known[scalar.name] = convert(scalar)
+        return found
+
+    interpreter._get_np_dtype = dtype_of
+
+
 def use_invariant_dot() -> None:
     """Compute ``tl.dot`` by :func:`product` in place of BLAS, whose rows depend on how many there are.
 

@@ -37,12 +37,12 @@ PLAINER = ("gemma4-shared", "llama-tied", "mistral-window", "qwen2-mixed", "gemm
 @pytest.mark.parametrize("name", ["qwen3-uneven-wide-v", *(pytest.param(name, marks=pytest.mark.slow) for name in PLAINER)])
 def test_every_backend_says_the_same(name: str) -> None:
     _, ours = pair(name)
-    prompts = [prompt(length) for length in LENGTHS]
-    expected = Bench(ours, "reference").generate(prompts, 4)
+    prompts = [prompt(length) for length in (1, 17)]
+    expected = Bench(ours, "reference").generate(prompts, 3)
     for seed, (backend, reasons) in enumerate(select.refusals(ours.spec.layers[0], "cpu", "float32").items()):
         if reasons or backend == "reference":
             continue
-        tokens, logits = Bench(ours, backend, seed=seed).generate(prompts, 4)
+        tokens, logits = Bench(ours, backend, seed=seed).generate(prompts, 3)
         assert tokens == expected[0]
         for a, b in zip(logits, expected[1], strict=True):
             close(a, b)

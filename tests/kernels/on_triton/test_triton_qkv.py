@@ -123,17 +123,28 @@ def check(made: Problem, device: torch.device) -> None:
     assert torch.equal(there.cached().flatten(0, 1)[untouched], before)
 
 
-@pytest.mark.parametrize("fp8", [False, True], ids=["auto", "fp8"])
-@pytest.mark.parametrize("norm", [False, True], ids=["plain", "norm"])
+WIDTHS = [(64, 64, 64), (80, 80, 20), (96, 96, 48), (128, 128, 128), (192, 128, 64), (40, 24, 40), (64, 96, 0), (576, 512, 64)]
+ALIKE = [(96, 96, 48), (128, 128, 128)]
+"""Every width with all else on, and with all else off; those that others stand for are slow."""
+
+
+@pytest.mark.parametrize(
+    ("norm", "fp8"),
+    [(True, True), (False, False), *(pytest.param(norm, not norm, marks=pytest.mark.slow) for norm in (True, False))],
+)
 @pytest.mark.parametrize(
     ("head_dim", "v_head_dim", "rotary_dim"),
-    [(64, 64, 64), (80, 80, 20), (96, 96, 48), (128, 128, 128), (192, 128, 64), (40, 24, 40), (64, 96, 0), (576, 512, 64)],
+    [pytest.param(*widths, marks=pytest.mark.slow) if widths in ALIKE else widths for widths in WIDTHS],
 )
 def test_widths(head_dim: int, v_head_dim: int, rotary_dim: int, norm: bool, fp8: bool, device: torch.device) -> None:
     check(problem(head_dim=head_dim, v_head_dim=v_head_dim, rotary_dim=rotary_dim, norm=norm, fp8=fp8), device)
 
 
-@pytest.mark.parametrize("dtype", STEP, ids=str)
+FLOAT32_FIRST = [dtype if dtype == torch.float32 else pytest.param(dtype, marks=pytest.mark.slow) for dtype in STEP]
+"""For what has nothing to do with the type: ``test_values`` has all types."""
+
+
+@pytest.mark.parametrize("dtype", FLOAT32_FIRST, ids=str)
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 64), (256, 256), (80, 20), (40, 0)])
 def test_weights_less_one(head_dim: int, rotary_dim: int, dtype: torch.dtype, device: torch.device) -> None:
     made = problem(head_dim=head_dim, v_head_dim=head_dim, rotary_dim=rotary_dim, dtype=dtype)
@@ -145,7 +156,7 @@ def test_weights_less_one(head_dim: int, rotary_dim: int, dtype: torch.dtype, de
 @pytest.mark.parametrize(
     "changes", [{"v_norm": True}, {"v_factor": 0.612}, {"v_norm": True, "v_factor": -1.7}, {"v_from_k": True}], ids=str
 )
-@pytest.mark.parametrize("head_dim", [64, 40])
+@pytest.mark.parametrize("head_dim", [pytest.param(64, marks=pytest.mark.slow), 40])
 def test_values(head_dim: int, changes: dict[str, object], dtype: torch.dtype, fp8: bool, device: torch.device) -> None:
     """Normed, multiplied, and the same as the keys were."""
     own = "v_from_k" in changes
@@ -155,7 +166,7 @@ def test_values(head_dim: int, changes: dict[str, object], dtype: torch.dtype, f
     check(dataclasses.replace(made, **changes), device)
 
 
-@pytest.mark.parametrize("dtype", STEP, ids=str)
+@pytest.mark.parametrize("dtype", FLOAT32_FIRST, ids=str)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (3, 1), (15, 5), (7, 1), (24, 2)])
 def test_heads(heads: int, kv_heads: int, dtype: torch.dtype, device: torch.device) -> None:
     check(problem(heads=heads, kv_heads=kv_heads, dtype=dtype), device)

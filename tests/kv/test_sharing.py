@@ -45,8 +45,12 @@ MODELS = {
     "as many of either, of one size": layers((12, None, 8, 64, 64), (12, 128, 8, 64, 64)),
     "three groups of odd sizes": layers((3, None, 6, 80, 48), (2, 700, 1, 192, 128), (4, 100, 3, 64, 40)),
 }
+FIRST, *_, LAST = MODELS
+models = pytest.mark.parametrize(
+    "model", [name if name in (FIRST, LAST) else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
+)
 
-TOKENS = dict.fromkeys(MODELS, 120_000) | {next(iter(MODELS)): 30_000}
+TOKENS = dict.fromkeys(MODELS, 120_000) | {FIRST: 30_000}
 """Memory that the mixed trace fills."""
 
 
@@ -166,7 +170,7 @@ def mixed_trace(count: int) -> Iterator[Request]:
         yield request(f"r{number}", [number] * length, chance.randint(100, 250))
 
 
-@pytest.mark.parametrize("model", MODELS)
+@models
 def test_hardly_anything_is_free_when_an_admission_is_refused(model: str) -> None:
     kv = Counted(cache(model, TOKENS[model]))
     serve(kv, mixed_trace(480))
@@ -178,7 +182,7 @@ def test_hardly_anything_is_free_when_an_admission_is_refused(model: str) -> Non
     assert all(refusal.free - unusable < refusal.needed for refusal in kv.refusals)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@models
 def test_divided_memory_is_what_this_saves(model: str) -> None:
     """The trace can tell: with shares that were fixed in advance a good part is free when somebody is refused."""
     divided = Separate(cache(model, TOKENS[model]))
@@ -202,7 +206,7 @@ def conversations(count: int) -> Iterator[Request]:
         histories[who] += [7] * outputs
 
 
-@pytest.mark.parametrize("model", MODELS)
+@models
 @pytest.mark.parametrize("num_tokens", [200_000, 16_000])
 def test_as_many_hits_as_with_divided_memory(model: str, num_tokens: int) -> None:
     """With room for all, exactly as many; without, no fewer."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import msgspec
@@ -64,15 +64,16 @@ QUICK = ("qwen3", "uneven", "windows" + IN_FP8)
 """One stands for plain layers, one for layers of several sizes with windows, one for rounded and shared KV."""
 
 
-def of(names: Iterable[str]) -> pytest.MarkDecorator:
+def of(names: Iterable[str], quick: Collection[str] = QUICK) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(
-        "family", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in names]
+        "family", [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
     )
 
 
 families = of(FAMILIES)
 of_the_models_dtype = of(family for family in FAMILIES if not family.endswith(IN_FP8))
-all_families = pytest.mark.parametrize("family", FAMILIES)
+short_of_blocks = of(FAMILIES, (*QUICK, "windows between", "gemma 4 of text"))
+"""Where groups of layers take blocks from each other: also among three, and with shared KV."""
 slow = pytest.mark.slow
 
 
@@ -117,7 +118,7 @@ def test_the_backends_agree(family: str) -> None:
 
 
 @families
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=slow)])
 def test_company_and_order_change_nothing(family: str, seed: int) -> None:
     same(serve(World(family, max_num_seqs=32), shuffled(seed)), expected(family))
 
@@ -139,7 +140,7 @@ def test_chunks_change_nothing(family: str, budget: int) -> None:
     same(serve(World(family, max_num_batched_tokens=budget), requests), wanted)
 
 
-@all_families
+@short_of_blocks
 @pytest.mark.parametrize("depth", [pytest.param(1, marks=slow), 2, pytest.param(3, marks=slow)])
 def test_preemption_for_want_of_blocks_changes_nothing(family: str, depth: int) -> None:
     engine = Engine(World(family, num_blocks=22, depth=depth, max_num_batched_tokens=24))
@@ -177,7 +178,7 @@ def test_cache_hits_change_nothing(family: str) -> None:
     assert engine.scheduler.stats().prefix_hit_tokens > 50
 
 
-@all_families
+@short_of_blocks
 def test_cache_hits_under_pressure_change_nothing(family: str) -> None:
     engine = Engine(World(family, caching=True, num_blocks=26, depth=2, max_num_batched_tokens=16))
     engine.add(*shuffled(3))
@@ -208,7 +209,7 @@ def test_the_null_block_is_never_written(family: str) -> None:
     assert all(not cache.rows[0].any() for cache in engine.runner._caches)
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [pytest.param(1, marks=slow), 2])
 def test_abort_at_any_step_frees_every_block(depth: int) -> None:
     """The harness checks at the end that no block is used; those who stay are not disturbed."""
     for step in range(0, 28, 4):

@@ -43,11 +43,27 @@ def final_distribution(logits: torch.Tensor, params: SamplingParams) -> tuple[di
     return found, entry.token_ids[0]
 
 
-@settings(derandomize=True, max_examples=150, deadline=None)
-@given(filters, st.sampled_from([20, 129, 2000]), st.sampled_from([None, 4, 40]), st.integers(0, 5))
+problems = given(filters, st.sampled_from([20, 129, 2000]), st.sampled_from([None, 4, 40]), st.integers(0, 5))
+
+
+@settings(derandomize=True, max_examples=50, deadline=None)
+@problems
 def test_filters_keep_what_the_definition_says(
     filters: tuple[float, int, float, float], size: int, levels: int | None, seed: int
 ) -> None:
+    keeps_what_the_definition_says(filters, size, levels, seed)
+
+
+@pytest.mark.slow
+@settings(derandomize=True, max_examples=400, deadline=None)
+@problems
+def test_many_filters_keep_what_the_definition_says(
+    filters: tuple[float, int, float, float], size: int, levels: int | None, seed: int
+) -> None:
+    keeps_what_the_definition_says(filters, size, levels, seed)
+
+
+def keeps_what_the_definition_says(filters: tuple[float, int, float, float], size: int, levels: int | None, seed: int) -> None:
     """Few levels: many equal logits. 2000 tokens: more than the first candidates."""
     temperature, top_k, top_p, min_p = filters
     params = SamplingParams(
@@ -110,14 +126,14 @@ def chi_square(counts: torch.Tensor, expected: torch.Tensor) -> tuple[float, int
 
 DISTRIBUTIONS = [
     {"temperature": 1.0},
-    {"temperature": 0.4},
-    {"temperature": 2.5},
+    pytest.param({"temperature": 0.4}, marks=pytest.mark.slow),
+    pytest.param({"temperature": 2.5}, marks=pytest.mark.slow),
     {"temperature": 1.0, "top_k": 12},
     {"temperature": 1.3, "top_k": 500},
     {"temperature": 1.0, "top_p": 0.85},
-    {"temperature": 3.0, "top_p": 0.95},
+    pytest.param({"temperature": 3.0, "top_p": 0.95}, marks=pytest.mark.slow),
     {"temperature": 1.0, "min_p": 0.05},
-    {"temperature": 3.0, "min_p": 0.02, "top_p": 0.97},
+    pytest.param({"temperature": 3.0, "min_p": 0.02, "top_p": 0.97}, marks=pytest.mark.slow),
     {"temperature": 0.9, "min_p": 0.01, "top_k": 30, "top_p": 0.9},
 ]
 

@@ -137,11 +137,17 @@ WORLDS = [(name, tokens) for name in FORMATS for tokens in (True, False) if toke
 """Harmony's vocabulary has its markers."""
 
 
+def seeds(quick: int, all_of_them: int) -> pytest.MarkDecorator:
+    """Answers are drawn with the first few seeds, and with all of them in a test that is slow."""
+    return pytest.mark.parametrize("seeds", [quick, pytest.param(all_of_them, marks=pytest.mark.slow)], ids=["few", "all"])
+
+
+@seeds(2, 8)
 @pytest.mark.parametrize(("name", "tokens"), WORLDS)
-def test_an_answer_behind_reasoning_is_valid_and_is_content(name: str, tokens: bool) -> None:
+def test_an_answer_behind_reasoning_is_valid_and_is_content(name: str, tokens: bool, seeds: int) -> None:
     made = world(name, tokens)
     for opening in ("start", "reasoning"):
-        for seed in range(4):
+        for seed in range(seeds):
             drawn = made.draw(made.matcher({"json": CITY}, None, opening), seed)
             message = made.parsed(drawn, tail=tail_of(opening, made))
             jsonschema.validate(json.loads(message.content or ""), CITY)
@@ -198,20 +204,22 @@ def test_one_call_and_the_end(name: str, tokens: bool) -> None:
         assert [call.name for call in message.calls] == ["add"] and matcher.ended
 
 
+@seeds(7, 24)
 @pytest.mark.parametrize(("name", "tokens"), WORLDS)
-def test_text_goes_on_with_valid_calls_or_ends(name: str, tokens: bool) -> None:
+def test_text_goes_on_with_valid_calls_or_ends(name: str, tokens: bool, seeds: int) -> None:
     made, kinds = world(name, tokens), set()
-    for seed in range(12):
+    for seed in range(seeds):
         message = made.parsed(made.draw(made.matcher(None, CallRules(TOOLS), made.opening), seed, most=20_000), TOOLS)
         check_calls(message, TOOLS)
         kinds.add(bool(message.calls))
     assert True in kinds
 
 
+@seeds(3, 12)
 @pytest.mark.parametrize(("name", "tokens"), WORLDS)
-def test_an_answer_or_calls(name: str, tokens: bool) -> None:
+def test_an_answer_or_calls(name: str, tokens: bool, seeds: int) -> None:
     made = world(name, tokens)
-    for seed in range(6):
+    for seed in range(seeds):
         drawn = made.draw(made.matcher({"json": CITY}, CallRules(TOOLS), made.opening), seed)
         message = made.parsed(drawn, TOOLS, broken=name == "llama3_json")
         check_calls(message, TOOLS)
@@ -222,9 +230,10 @@ def test_an_answer_or_calls(name: str, tokens: bool) -> None:
 RAW = [*(format.name for format in TOOL_FORMATS if format.written[0].parameter), "hf-named", "hf-inline"]
 
 
+@seeds(2, 8)
 @pytest.mark.parametrize("tokens", [True, False])
 @pytest.mark.parametrize("name", RAW)
-def test_raw_values_keep_to_their_schema(name: str, tokens: bool) -> None:
+def test_raw_values_keep_to_their_schema(name: str, tokens: bool, seeds: int) -> None:
     properties = {
         "code": {"type": "string", "pattern": "^[a-z]{2}-[0-9]+/?$"},
         "unit": {"$ref": "#/$defs/unit"},
@@ -246,7 +255,7 @@ def test_raw_values_keep_to_their_schema(name: str, tokens: bool) -> None:
     schema = {"type": "object", "properties": properties, "required": [*properties], "$defs": definitions}
     tool = HeldTool("f", json.dumps(schema), "tools[0].function.parameters")
     made = world(name, tokens)
-    for seed in range(4):
+    for seed in range(seeds):
         drawn = made.draw(made.matcher(None, CallRules((tool,), required=True, parallel=False)), seed)
         (call,) = made.parsed(drawn, [tool]).calls
         jsonschema.validate(json.loads(call.arguments), schema | {"additionalProperties": False})
@@ -263,14 +272,15 @@ end: "*** End" LF?
 """
 
 
+@seeds(1, 6)
 @pytest.mark.parametrize(("name", "tokens"), WORLDS)
-def test_the_text_of_a_custom_tool_is_of_its_grammar(name: str, tokens: bool) -> None:
+def test_the_text_of_a_custom_tool_is_of_its_grammar(name: str, tokens: bool, seeds: int) -> None:
     made = world(name, tokens)
     for syntax, definition in (("lark", PATCH), ("regex", r'a+|x[\s"\\b]{2,5}x')):
         grammar = TextGrammar(syntax, definition)  # type: ignore[arg-type]
         tools = held_tools([{"function": {"name": "patch"}}], grammars={"patch": grammar})
         given = {"grammar" if syntax == "lark" else "regex": definition}
-        for seed in range(3):
+        for seed in range(seeds):
             matcher = made.matcher(None, CallRules(tools, required=True, parallel=False))
             drawn = made.draw(matcher, seed, most=20_000)
             (call,) = made.parsed(drawn, [msgspec.structs.replace(tools[0], parameters=TEXT)], broken=True).calls

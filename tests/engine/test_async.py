@@ -304,7 +304,7 @@ def test_a_stopped_engine_is_found_out_and_replaced(make: Callable[..., AsyncLLM
     assert "fake_process.py" in logged, "the stacks say where it was"
 
 
-@pytest.mark.parametrize("trouble", ["scarce", "still"])
+@pytest.mark.parametrize("trouble", ["scarce", pytest.param("still", marks=pytest.mark.slow)])
 def test_a_restart_that_lacks_something_is_tried_until_it_is_there(
     trouble: str,
     make: Callable[..., AsyncLLM],

@@ -341,15 +341,26 @@ def graphs_ran(driver: Driver, device: str, way: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "dtype"),
-    [("cpu", "float32"), *(pytest.param("cuda", dtype, marks=CUDA.marks) for dtype in ("float32", "bfloat16"))],
+    ("device", "dtype", "family", "way"),
+    [
+        ("cpu", "float32", "qwen3", "cached, short of blocks"),
+        *(
+            pytest.param("cpu", "float32", "qwen3", way, marks=pytest.mark.slow)
+            for way in ("chunks of 20", "preempted in chunks")
+        ),
+        *(
+            pytest.param("cuda", dtype, family, way, marks=CUDA.marks)
+            for dtype in ("float32", "bfloat16")
+            for family in IN_FP8
+            for way in WAYS
+        ),
+    ],
 )
-@pytest.mark.parametrize("family", IN_FP8)
-@ways
 def test_fp8_kv(family: str, device: str, dtype: str, way: str, folder_of: Callable[[str], Path]) -> None:
-    """A token's bytes in the cache are those of its own K and V, which differ by no more than rounding."""
-    if device == "cpu" and (family != "qwen3" or way not in ("chunks of 20", "preempted in chunks", "cached, short of blocks")):
-        pytest.skip("what the CPU has to show, the runner's own tests show")
+    """A token's bytes in the cache are those of its own K and V, which differ by no more than rounding.
+
+    The runner's own tests show most of it on the CPU.
+    """
     folder = folder_of(family)
     wanted = expected(folder, device, dtype, tuple(FP8[device].items()))
     with driving(arguments(folder, device, dtype, **WAYS[way].args | FP8[device])) as driver:

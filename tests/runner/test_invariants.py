@@ -190,13 +190,13 @@ def test_cache_hits_under_pressure_change_nothing(family: str) -> None:
 
 
 @families
-@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("slots", [1, pytest.param(2, marks=slow)])
 def test_a_reused_slot_is_as_new(family: str, slots: int) -> None:
     same(serve(World(family, max_num_seqs=slots), shuffled(slots)), expected(family))
 
 
 @families
-@pytest.mark.parametrize("depth", [2, 3])
+@pytest.mark.parametrize("depth", [2, pytest.param(3, marks=slow)])
 def test_pipelining_changes_nothing(family: str, depth: int) -> None:
     same(serve(World(family, depth=depth, max_num_batched_tokens=40), shuffled(depth)), expected(family))
 
@@ -243,7 +243,7 @@ def test_a_replay_equals_the_run(family: str, tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("family", ["llama", "windows between", "uneven"])
+@pytest.mark.parametrize("family", [pytest.param("llama", marks=slow), "windows between", "uneven"])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_sequence_that_breaks_down_takes_nobody_along(family: str, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A token whose embedding is not a number: its KV is none either, in blocks that others then get."""

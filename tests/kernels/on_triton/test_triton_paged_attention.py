@@ -374,8 +374,15 @@ def test_dirty_blocks(features: dict[str, object], unseen: int, device: torch.de
     decode.check(device, chosen(decode), dirty=True, single=True)
 
 
-@pytest.mark.parametrize("features", [{}, {"window": 30, "sinks": True}], ids=["plain", "window and sinks"])
-@pytest.mark.parametrize("fp8", [False, True], ids=["auto", "fp8"])
+@pytest.mark.parametrize(
+    ("features", "fp8"),
+    [
+        pytest.param({}, False, marks=pytest.mark.slow, id="plain-auto"),
+        pytest.param({}, True, id="plain-fp8"),
+        pytest.param({"window": 30, "sinks": True}, False, id="window and sinks-auto"),
+        pytest.param({"window": 30, "sinks": True}, True, marks=pytest.mark.slow, id="window and sinks-fp8"),
+    ],
+)
 def test_invariance(features: dict[str, object], fp8: bool, device: torch.device) -> None:
     """Bitwise: one chunk, two chunks, a token at a time; alone, and with others that are longer."""
     made = problem([(45, 70), (5, 130)], group=3, fp8=fp8, dtype=torch.float16, **features)

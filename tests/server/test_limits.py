@@ -190,11 +190,12 @@ def test_a_body_has_a_time_limit_and_a_slow_one_within_it_passes(quick: Running)
 
 
 def test_connections_without_requests_are_closed_silently(quick: Running) -> None:
-    for sent in (b"", b"\r\n", get()):
-        with RawClient(quick.url) as client:
-            client.send(sent)
-            if sent == get():
-                assert client.answer("GET").status == 200
+    with contextlib.ExitStack() as clients:
+        nothing, an_empty_line, a_request = (clients.enter_context(RawClient(quick.url)) for _ in range(3))
+        an_empty_line.send(b"\r\n")
+        a_request.send(get())
+        assert a_request.answer("GET").status == 200
+        for client in (nothing, an_empty_line, a_request):
             assert client.rest() == b""
 
 

@@ -6,8 +6,9 @@ import abc
 import asyncio
 import contextlib
 import logging
+import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import msgspec
@@ -31,6 +32,10 @@ SESSION_HEADER = "x-session-id"
 SEND = "headrace.send"
 """Key of the scope: the ``send`` of the HTTP server. The middleware's, one around the other, change the start of a response
 alone, and cost as much as the rest of an event's way."""
+
+
+_MARK = secrets.token_hex(16)
+"""A text that no client knows, and so none sends."""
 
 
 class Answer(abc.ABC):
@@ -64,6 +69,10 @@ class Answer(abc.ABC):
         """An event as it is sent."""
         return named_event(event)
 
+    def sent(self, piece: Piece) -> bytes:
+        """The events of one delta as they are sent."""
+        return b"".join([self.encode(event) for event in self.add(piece)])
+
     @abc.abstractmethod
     def failed(self, error: ApiError) -> bytes:
         """What ends the stream in place of ``last`` and ``done``."""
@@ -94,6 +103,11 @@ class ChunkAnswer(Answer):
         self._include_usage = options is not None and options.include_usage
         self._include_metrics = body.return_metrics or model.per_request_metrics
         self._continuous_usage = options is not None and options.continuous_usage_stats
+        with_logprobs = generation.requests[0].sampling.logprobs is not None
+        self.varies_in_text = body.stream and not (with_logprobs or body.return_token_ids or self._continuous_usage)
+        """The events of a choice between the first and the last differ in their text alone."""
+        self._frames: dict[Hashable, list[bytes]] = {}
+        """Events around their text."""
         self._head = {
             "id": request_id,
             "object": kind,
@@ -106,6 +120,14 @@ class ChunkAnswer(Answer):
 
     def encode(self, event: dict[str, Any]) -> bytes:
         return b"%b%b\n\n" % (self._opening, _encode(event)[1:])
+
+    def text_event(self, key: Hashable, text: str, choice: Callable[[str], dict[str, Any]]) -> bytes:
+        """The event of a text, as it is sent. The first one of a key is encoded whole, with ``choice(text)``; with the others,
+        the text alone is."""
+        frame = self._frames.get(key)
+        if frame is None:
+            frame = self._frames[key] = self.encode(self.chunk(choice(_MARK))).split(_encode(_MARK))
+        return _encode(text).join(frame)
 
     def failed(self, error: ApiError) -> bytes:
         return _data(error.body)
@@ -224,8 +246,7 @@ class EventStream(Response):
             while len(body) < _MOST_AT_ONCE and (piece := self._generation.ready()) is not None:
                 if piece.delta.prompt_logprobs is not None:
                     await answer.prepare(piece)
-                for event in answer.add(piece):
-                    body += answer.encode(event)
+                body += answer.sent(piece)
         except Exception as error:
             failure = error
         if body:

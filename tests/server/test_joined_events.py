@@ -35,8 +35,8 @@ class Waiting:
 class Answer:
     ping = b""
 
-    def add(self, piece: Piece) -> list[str]:
-        return [piece.delta.text]
+    def sent(self, piece: Piece) -> bytes:
+        return piece.delta.text.encode()
 
     def encode(self, event: str) -> bytes:
         return event.encode()

@@ -97,6 +97,8 @@ class ChatAnswer(ChunkAnswer):
         self._reasoning = ("reasoning_content", "reasoning") if field == "both" else (field,)
         """Fields that have the reasoning."""
         self._choices = [_ChatChoice(index, names_function(body)) for index in range(generation.num_choices)]
+        self._texts = ("content", "reasoning") if body.include_reasoning else ("content",)
+        """Kinds of events that are nothing but a text."""
         self._prompt_logprobs: dict[str, Any] = {}
         self._prompt_token_ids: dict[str, Any] = {}
         if body.return_token_ids:
@@ -123,19 +125,27 @@ class ChatAnswer(ChunkAnswer):
             choice.keep(delta, logprobs)
             return
         if first:
-            yield self._chunk(delta.index, {"delta": {"role": "assistant", "content": ""}} | self._prompt_token_ids)
+            yield self.chunk(self._choice(delta.index, {"role": "assistant", "content": ""}, **self._prompt_token_ids))
         shapes = [shape for event in events_of(delta) if (shape := self._shape(event)) is not None]
         if not shapes and delta.token_ids and (logprobs or body.return_token_ids):
             shapes = [{"content": ""}]
         for place, shape in enumerate(shapes):
             # All of the delta's tokens go with its first part.
-            chunk: dict[str, Any] = {"delta": shape, "logprobs": None if place else logprobs}
+            chunk: dict[str, Any] = {"logprobs": None if place else logprobs}
             if body.return_token_ids:
                 chunk["token_ids"] = [] if place else delta.token_ids
-            yield self._chunk(delta.index, chunk)
+            yield self.chunk(self._choice(delta.index, shape, **chunk))
         if delta.finish_reason is not None:
-            finish: dict[str, Any] = {"delta": {}, "finish_reason": choice.finish_reason, "stop_reason": delta.stop_reason}
-            yield self._chunk(delta.index, finish)
+            finish = {"finish_reason": choice.finish_reason, "stop_reason": delta.stop_reason}
+            yield self.chunk(self._choice(delta.index, {}, **finish))
+
+    def sent(self, piece: Piece) -> bytes:
+        delta = piece.delta
+        if self.varies_in_text and delta.finish_reason is None and self._choices[delta.index].started:
+            events, index = events_of(delta), delta.index
+            if len(events) == 1 and (text := events[0].text) and (kind := events[0].kind) in self._texts:
+                return self.text_event((index, kind), text, lambda text: self._choice(index, self._shape(Event(kind, text))))
+        return super().sent(piece)
 
     def _shape(self, event: Event) -> dict[str, Any] | None:
         """One event as OpenAI's delta."""
@@ -160,8 +170,8 @@ class ChatAnswer(ChunkAnswer):
         choices = [choice.shape(body.logprobs, body.return_token_ids, reasoning) for choice in self._choices]
         return {**self._head, **self._prompt_logprobs, "choices": choices, "usage": self.usage(), **self._prompt_token_ids}
 
-    def _chunk(self, index: int, choice: dict[str, Any]) -> dict[str, Any]:
-        return self.chunk({"index": index, "logprobs": None, "finish_reason": None, **choice})
+    def _choice(self, index: int, delta: dict[str, Any] | None, **fields: Any) -> dict[str, Any]:
+        return {"index": index, "logprobs": None, "finish_reason": None, "delta": delta, **fields}
 
 
 class _ChatChoice:

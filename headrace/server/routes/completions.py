@@ -118,6 +118,13 @@ class CompletionAnswer(ChunkAnswer):
                     self._logprobs[choice.index].join(logprobs)
                 _append(self._shapes[choice.index], gained)
 
+    def sent(self, piece: Piece) -> bytes:
+        prompt, delta = piece
+        choice = self._choices[prompt * self._n + delta.index]
+        if self.varies_in_text and choice.started and delta.finish_reason is None and delta.prompt_logprobs is None:
+            return self.text_event(choice.index, delta.text, choice.shape) if delta.text else b""
+        return super().sent(piece)
+
     def whole(self) -> dict[str, Any]:
         """The answer at once."""
         choices = [shape | {"logprobs": logprobs.json} for shape, logprobs in zip(self._shapes, self._logprobs, strict=True)]
@@ -152,7 +159,7 @@ class _CompletionChoice:
         self._model = model
         self._prompt_token_ids = request.prompt_token_ids
         self._echo = echo
-        self._started = False
+        self.started = False
         self._logprobs: CompletionLogprobs | None = None
         if body.logprobs is not None:
             special_text = not request.sampling.skip_special_tokens
@@ -179,6 +186,10 @@ class _CompletionChoice:
             choice |= {"token_ids": [], "prompt_token_ids": self._prompt_token_ids}
         return choice
 
+    def shape(self, text: str) -> dict[str, Any]:
+        """An event of a text and nothing else."""
+        return {"index": self.index, "text": text, "logprobs": None, "finish_reason": None, "stop_reason": None}
+
     def ready(self) -> Iterator[dict[str, Any]]:
         """The pieces that can be sent now, in order. Their logprobs are None where the request has none."""
         if self._waits_for_prompt and self._prompt is None:
@@ -193,10 +204,10 @@ class _CompletionChoice:
         if self._body.max_tokens == 0:
             text, tokens, finish, stop = "", [], finish and "length", None
         logprobs = None if self._logprobs is None else JSONColumns()
-        piece = {"index": self.index, "text": text, "logprobs": logprobs, "finish_reason": finish, "stop_reason": stop}
-        first = not self._started
+        piece = self.shape(text) | {"logprobs": logprobs, "finish_reason": finish, "stop_reason": stop}
+        first = not self.started
         if first:
-            self._started = True
+            self.started = True
             self._begin(piece)
         if self._logprobs is not None and logprobs is not None and tokens and delta.logprobs:
             logprobs.extend(self._logprobs.add(tokens, delta.logprobs))

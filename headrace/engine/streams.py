@@ -32,6 +32,10 @@ class Inbox:
         self.bound: set[str] = set()
         """Requests that no other replica can run again: their reader has seen a part, or has left."""
         self._reader: asyncio.Future[None] | None = None
+        self._take: Callable[[], bool] | None = None
+        """What reads for the reader."""
+        self._scheduled = False
+        """``_call`` is about to run."""
 
     def accept(self, request_id: str) -> None:
         self._unanswered.discard(request_id)
@@ -52,7 +56,9 @@ class Inbox:
             if not samples:
                 del self.open[delta.request_id]
         self.deltas.append(delta)
-        if self._reader is not None and not self._reader.done():
+        if self._take is not None:
+            self._schedule()
+        elif self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 
     def lost(self, request_id: str, error: HeadraceError) -> None:
@@ -73,6 +79,36 @@ class Inbox:
             finally:
                 self._reader = None
         return True
+
+    async def each(self, take: Callable[[], bool]) -> None:
+        """Calls ``take`` when deltas have come, until it returns False or has taken the last ones. One reader at a time."""
+        self._reader, self._take = self._loop.create_future(), take
+        if self.deltas or not self.open:
+            self._schedule()
+        try:
+            await self._reader
+        finally:
+            self._reader = self._take = None
+
+    def _schedule(self) -> None:
+        # Not at once: deltas of the messages that wait behind this one are taken together with it.
+        if not self._scheduled:
+            self._scheduled = True
+            self._loop.call_soon(self._call)
+
+    def _call(self) -> None:
+        self._scheduled = False
+        if self._take is None or self._reader is None or self._reader.done():
+            return
+        try:
+            more = self._take()
+        except Exception as error:
+            self._reader.set_exception(error)
+            return
+        if more and self.deltas:
+            self._schedule()
+        elif not more or not self.open:
+            self._reader.set_result(None)
 
 
 class OutputStream:
@@ -104,16 +140,25 @@ class OutputStream:
         """Waits until a delta is ready. False: the last one has been read."""
         return self._inbox.more()
 
+    def each(self, take: Callable[[], bool]) -> Awaitable[None]:
+        """Calls ``take`` whenever deltas are ready, until it returns False or the last one is taken; raises what it raises.
+
+        The task that waits here does not run in between, so a delta costs less than with ``more``."""
+        return self._inbox.each(take)
+
     def ready(self) -> OutputDelta | None:
         """The next delta, if it has arrived, merged with those of the same sample that wait behind it: a reader that is behind
         has less to do for each token."""
         deltas = self._inbox.deltas
         if not deltas:
             return None
-        run = [deltas.popleft()]
+        first = deltas.popleft()
+        if not deltas:
+            return first
+        run = [first]
         while deltas and len(run) < _MOST_MERGED and deltas[0].continues(run[-1]):
             run.append(deltas.popleft())
-        return run[0] if len(run) == 1 else merged(run)
+        return first if len(run) == 1 else merged(run)
 
     async def aclose(self) -> None:
         """Abort what still runs. May be called again."""

@@ -80,6 +80,11 @@ class Generation:
         waiting: Awaitable[bool] = self._stream.more()
         return waiting
 
+    def each(self, take: Callable[[], bool]) -> Awaitable[None]:
+        """Calls ``take``, after ``begin``, whenever deltas are ready, until it returns False or the last one is taken."""
+        waiting: Awaitable[None] = self._stream.each(take)
+        return waiting
+
     def ready(self) -> Piece | None:
         """The next delta of any of the prompts, in order of arrival, if it has arrived."""
         if self._first is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from asyncio.events import TimerHandle
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import httptools
@@ -20,6 +21,8 @@ might lose the answer."""
 _PROBE_SECONDS = 0.1
 """Time from a client's end of file to the first probe; it doubles from probe to probe. A client that left is noticed by the
 second, one that waits for a quick answer gets none."""
+WRITE = "headrace.write"
+"""Key of the scope: writes a part of the answer at once, at a fraction of the cost of ``send``, which is a coroutine."""
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -153,7 +156,14 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:  # type: ignore[override]
         self._started = cycle
+        cycle.scope[WRITE] = partial(self._write, cycle)  # type: ignore[literal-required]
         super()._start_asgi_task(cycle, app)  # type: ignore[arg-type]
+
+    def _write(self, cycle: RequestResponseCycle, body: bytes) -> bool:
+        """Writes a part of a chunked answer that has begun. False: the client is slow to read, and ``send`` waits for it."""
+        if not cycle.disconnected:
+            self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+        return not self.flow.write_paused
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

@@ -9,6 +9,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Hashable, Iterable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -21,6 +22,7 @@ from headrace.errors import RequestError
 from headrace.server.body import release_body
 from headrace.server.errors import JSON, ApiError, api_error
 from headrace.server.generation import Generation, Piece, cancel_on_disconnect, cancelled
+from headrace.server.protocol import WRITE
 from headrace.server.schema import GenerationBody
 from headrace.server.state import ServedModel, Serving
 
@@ -36,6 +38,7 @@ alone, and cost as much as the rest of an event's way."""
 
 _MARK = secrets.token_hex(16)
 """A text that no client knows, and so none sends."""
+_Write = Callable[[bytes], bool]
 
 
 class Answer(abc.ABC):
@@ -206,11 +209,12 @@ class EventStream(Response):
         self._serving = serving
         self._generation = generation
         self._answer = answer
+        self._prepares = any(request.sampling.prompt_logprobs is not None for request in generation.requests)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await cancel_on_disconnect(self._serving, receive, self._send_all(scope[SEND]))
+            await cancel_on_disconnect(self._serving, receive, self._send_all(scope[SEND], scope.get(WRITE)))
             last = self._answer.done
         except ClientDisconnect:
             scope["headrace.outcome"] = "disconnected"
@@ -225,7 +229,7 @@ class EventStream(Response):
             await self._generation.aclose()
         await scope[SEND]({"type": "http.response.body", "body": last, "more_body": False})
 
-    async def _send_all(self, send: Send) -> None:
+    async def _send_all(self, send: Send, write: _Write | None = None) -> None:
         more, pings = self._generation.more, None
         try:
             await self._send_ready(send)
@@ -233,6 +237,8 @@ class EventStream(Response):
                 pings = asyncio.create_task(self._send_pings(send))
             while await more():
                 await self._send_ready(send)
+                if write is not None and not self._prepares:
+                    await self._generation.each(partial(self._write_ready, write))
         finally:
             if pings is not None:
                 await cancelled(pings)
@@ -253,6 +259,17 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": bytes(body), "more_body": True})
         if failure is not None:
             raise failure
+
+    def _write_ready(self, write: _Write) -> bool:
+        """As ``_send_ready``, without waiting. False: what comes next must wait."""
+        body, more = b"", True
+        try:
+            while len(body) < _MOST_AT_ONCE and (piece := self._generation.ready()) is not None:
+                body += self._answer.sent(piece)
+        finally:
+            if body:
+                more = write(body)
+        return more
 
     async def _send_pings(self, send: Send) -> None:
         while True:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import msgspec
@@ -115,3 +116,116 @@ def test_logprobs_stay_with_their_tokens() -> None:
         delta(5),
     ]
     assert [each.token_ids for each in read(deltas, [9])] == [[0], [1, 2], [3], [4], [5]]
+
+
+def taken(
+    script: Callable[[Inbox, OutputStream, list[list[OutputDelta]]], Coroutine[Any, Any, None]],
+) -> list[list[OutputDelta]]:
+    """Runs a script with the stream of one request; returns what it collected, call by call."""
+
+    async def main() -> list[list[OutputDelta]]:
+        inbox = Inbox(
+            [Request(request_id="r", prompt_token_ids=[1], sampling=SamplingParams(max_tokens=500), max_tokens=500, seed=0)]
+        )
+        calls: list[list[OutputDelta]] = []
+        await script(inbox, OutputStream(inbox, lambda names: None), calls)
+        return calls
+
+    return asyncio.run(main())
+
+
+def all_ready(stream: OutputStream) -> list[OutputDelta]:
+    return [*iter(stream.ready, None)]
+
+
+async def turns() -> None:
+    for _ in range(4):
+        await asyncio.sleep(0)
+
+
+def test_deltas_of_one_turn_are_taken_together() -> None:
+    async def script(inbox: Inbox, stream: OutputStream, calls: list[list[OutputDelta]]) -> None:
+        def take() -> bool:
+            calls.append(all_ready(stream))
+            return True
+
+        waiting = asyncio.create_task(stream.each(take))
+        await turns()
+        for numbers in ([0], [1, 2, 3], [4]):
+            for number in numbers:
+                inbox.put(delta(number))
+            await turns()
+        assert not waiting.done()
+        inbox.put(delta(5, **END))
+        await waiting
+        assert not await stream.more()
+
+    assert [[each.token_ids for each in call] for call in taken(script)] == [[[0]], [[1, 2, 3]], [[4]], [[5]]]
+
+
+def test_what_arrived_before_each_is_taken() -> None:
+    async def script(inbox: Inbox, stream: OutputStream, calls: list[list[OutputDelta]]) -> None:
+        def take() -> bool:
+            calls.append([ready] if (ready := stream.ready()) is not None else [])
+            return True
+
+        inbox.put(delta(0, logprobs=[TokenLogprobs([0], [-1.0], 1)]))
+        inbox.put(delta(1, **END))
+        # ``take`` leaves a delta behind, and is called again for it.
+        await stream.each(take)
+        assert len(calls) == 2
+        await stream.each(take)
+
+    assert [[each.token_ids for each in call] for call in taken(script)] == [[[0]], [[1]], []]
+
+
+def test_a_taker_that_must_wait_is_called_no_more() -> None:
+    async def script(inbox: Inbox, stream: OutputStream, calls: list[list[OutputDelta]]) -> None:
+        def take() -> bool:
+            calls.append(all_ready(stream))
+            return False
+
+        for number in (0, 1):
+            waiting = asyncio.create_task(stream.each(take))
+            await turns()
+            inbox.put(delta(number))
+            await waiting
+        inbox.put(delta(2))
+        await turns()
+        assert len(calls) == 2 and await stream.more()
+        calls.append(all_ready(stream))
+
+    assert [[each.token_ids for each in call] for call in taken(script)] == [[[0]], [[1]], [[2]]]
+
+
+def test_an_error_of_a_taker_reaches_the_reader() -> None:
+    async def script(inbox: Inbox, stream: OutputStream, calls: list[list[OutputDelta]]) -> None:
+        def take() -> bool:
+            raise ValueError("broken")
+
+        waiting = asyncio.create_task(stream.each(take))
+        await turns()
+        inbox.put(delta(0))
+        with pytest.raises(ValueError, match="broken"):
+            await waiting
+        calls.append(all_ready(stream))
+
+    assert [each.token_ids for call in taken(script) for each in call] == [[0]]
+
+
+def test_a_cancelled_reader_takes_nothing() -> None:
+    async def script(inbox: Inbox, stream: OutputStream, calls: list[list[OutputDelta]]) -> None:
+        def take() -> bool:
+            calls.append(all_ready(stream))
+            return True
+
+        waiting = asyncio.create_task(stream.each(take))
+        await turns()
+        inbox.put(delta(0))
+        waiting.cancel()
+        await turns()
+        inbox.put(delta(1))
+        await turns()
+        assert waiting.cancelled() and len(inbox.deltas) == 2
+
+    assert taken(script) == []

@@ -287,6 +287,10 @@ class FakeStream:
                 del self._deltas[request_id]
         return True
 
+    async def each(self, take: Callable[[], bool]) -> None:
+        while await self.more() and take():
+            pass
+
     def ready(self) -> OutputDelta | None:
         arrived, self._arrived = self._arrived, None
         return arrived

@@ -19,6 +19,7 @@ class Waiting:
 
     def __init__(self, *arrived: str | Exception) -> None:
         self._arrived = deque(arrived)
+        self.requests: list[Any] = []
 
     async def more(self) -> bool:
         return bool(self._arrived)

@@ -46,7 +46,9 @@ def rotate_heads(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
 
 def can_use_varlen(tower: nn.Module, dtype: torch.dtype, device: torch.device) -> bool:
     config: Any = tower.config
-    if getattr(config, "model_type", "") not in _TOWERS or device.type != "cuda":
+    # Checkpoints name the type of their vision part as the whole model's, transformers' classes with an ending.
+    kind = getattr(config, "model_type", "").removesuffix("_vision")
+    if kind not in _TOWERS or device.type != "cuda":
         return False
     width = getattr(config, "embed_dim", None) or config.hidden_size
     fits = dtype in (torch.bfloat16, torch.float16) and width // config.num_heads % _HEAD_DIM_STEP == 0

@@ -76,5 +76,5 @@ def test_sums_of_ranks_that_are_late_in_turn(size: int, dtype: torch.dtype, grap
             summed, normed, stream = found[rank][number]
             assert torch.equal(summed, total) and torch.equal(stream, total + residuals[number])
             assert torch.equal(normed, found[0][number][1])
-            expected = norm.add(total.cpu(), residuals[number].cpu())[0]
+            expected = norm._replace(weight=weight.cpu()).add(total.cpu(), residuals[number].cpu())[0]
             torch.testing.assert_close(normed.cpu(), expected, atol=1e-5, rtol=0.02 if dtype == torch.bfloat16 else 1e-4)

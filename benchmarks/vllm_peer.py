@@ -43,6 +43,8 @@ ENVIRONMENT = {
     # Not every machine has NVLink multicast. Headrace's ranks do without it too.
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    # The other one, which vLLM chooses by itself, needs multicast: without it, its kernel reads out of bounds.
+    "VLLM_FLASHINFER_ALLREDUCE_BACKEND": "trtllm",
 }
 
 

@@ -49,10 +49,12 @@ class ApiError(HeadraceError):
         return {"error": error}
 
     def messages_body(self, request_id: str | None) -> dict[str, Any]:
-        """As Anthropic writes it."""
+        """As Anthropic writes it: the message alone names the field."""
         kind = _KINDS.get(self.status) or _MESSAGES_KINDS.get(self.status)
         kind = kind or ("invalid_request_error" if self.status < 500 else "api_error")
-        return {"type": "error", "error": {"type": kind, "message": self.message}, "request_id": request_id}
+        named = not self.param or self.param in self.message
+        message = self.message if named else f"{self.param}: {self.message}"
+        return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
 
     def response(self, scope: Scope | None = None) -> Response:
         """The answer to the request of ``scope``, in the dialect of its path."""

@@ -46,6 +46,9 @@ def _checked_function(function: Any, where: str) -> str:
         raise RequestError(f"{where}.name must have 1 to 64 letters, digits, '_', '-' or '.'", f"{where}.name")
     if parameters is not None and not isinstance(parameters, Mapping):
         raise wrong_type(f"{where}.parameters", "a JSON Schema object")
+    if parameters is not None and parameters.get("type", "object") != "object":
+        message = f"{where}.parameters.type must be object, not {shown(parameters['type'])}: arguments have names"
+        raise RequestError(message, f"{where}.parameters.type")
     if not isinstance(function.get("description") or "", str):
         raise wrong_type(f"{where}.description", "a string")
     if not isinstance(function.get("strict"), bool | None):

@@ -23,6 +23,7 @@ TOOL: dict[str, Any] = {
     "input_schema": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
 }
 OTHER = {"name": "now", "input_schema": {"type": "object"}}
+UNHELD = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
 BOTH = f'<think>\nsums, ü\n</think>\n\nLet me see.\n{CALL}\n<tool_call>\n{{"name": "now", "arguments": {{}}}}\n</tool_call>'
 HI = [{"role": "user", "content": "Hi"}]
@@ -191,6 +192,15 @@ def test_thinking_reaches_the_template(api: Make) -> None:
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "--unsupported-tools"),
         ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name"),
         ({"tools": [{"name": "f"}]}, "input_schema"),
+        ({"tools": [{"name": "f", "input_schema": {"type": "string"}}]}, "tools[0].input_schema.type must be object"),
+        (
+            {"tools": [OTHER, {"name": "f", "strict": True, "input_schema": UNHELD}]},
+            "tools[1].input_schema: the schema at #/properties/a/uniqueItems: ",
+        ),
+        (
+            {"output_config": {"format": {"type": "json_schema", "schema": UNHELD}}},
+            "output_config.format.schema: the schema at #/properties/a/uniqueItems: ",
+        ),
         ({"tool_choice": {"type": "some"}}, "tool_choice"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
         ({"thinking": {"type": "maybe"}}, "thinking"),

@@ -195,6 +195,10 @@ def test_old_functions_are_tools(api: Make) -> None:
         ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
         ({"tools": [TOOL, TOOL]}, "tools[1].function.name"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]}, "tools[0].function.parameters"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]},
+            "tools[0].function.parameters.type",
+        ),
         ({"tools": [{"type": "function", "function": {"name": "f", "strict": "yes"}}]}, "tools[0].function.strict"),
         ({"tools": [{"type": "function", "function": {"name": "f", "description": 7}}]}, "tools[0].function.description"),
         ({"tools": [TOOL], "functions": []}, "functions"),

@@ -22,7 +22,7 @@ router = APIRouter()
 @answers(router, "/v1/messages", "msg_", MessagesBody, "messages")
 async def messages(state: Serving, body: MessagesBody, message_id: str, tenant: str | None) -> Begun:
     """Answers a conversation in the shape of Anthropic's API."""
-    with renamed(NAMES):
+    with renamed(NAMES, "input_schema"):
         chat = parsed_body(await chat_fields(body, state), ChatBody, "chat")
         generation = await chat_generation(state, chat, message_id, tenant=tenant, room=body.max_tokens)
     return generation, MessagesAnswer(body, state, generation, message_id)
@@ -35,7 +35,7 @@ async def count_tokens(request: Request) -> Response:
     body = await checked_body(request, state, CountTokensBody, "count_tokens")
     state.model.check_name(body.model)
     need_tokenizer(state, "messages")
-    with renamed(NAMES):
+    with renamed(NAMES, "input_schema"):
         chat = parsed_body(await chat_fields(body, state), ChatBody, "chat")
         rendered = await render_messages(state, chat, offered(chat, state.llm.inputs.answers, state.settings).schemas)
         tokens = await rendered.token_ids(state, state.features.finder(tenant(request)))

@@ -113,8 +113,13 @@ def served_tools(
 
 
 @contextmanager
-def renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Errors of a chat request name the fields that it was made of: ``names`` maps the chat's fields to them."""
+def renamed(names: Mapping[str, str], parameters: str = "parameters") -> Iterator[None]:
+    """Errors of a chat request name the fields that it was made of.
+
+    Args:
+        names: Field of the chat -> the field that sets it.
+        parameters: The field of a tool that has the schema of its arguments.
+    """
     try:
         yield
     except (ApiError, RequestError) as error:
@@ -122,9 +127,9 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
         roots = [name for name in names if given == name or given.startswith((f"{name}.", f"{name}["))]
         if roots:
             root = max(roots, key=len)
+            rest = given.removeprefix(root).replace(".parameters", f".{parameters}").replace(".function", "")
             # The messages of a chat are counted otherwise than what they are made of.
-            rest = "" if root == "messages" else given.removeprefix(root).replace(".function", "")
-            error.param = names[root] + rest
+            error.param = names[root] + ("" if root == "messages" else rest)
             error.message = error.message.replace(given, error.param)
             error.args = (error.message,)
         raise

@@ -19,6 +19,7 @@ from runner.harness import EOS, VOCAB, World, prompt, request
 
 from headrace.config import StructuredOutputsConfig
 from headrace.constrain.compiler import GrammarCompiler
+from headrace.constrain.compose import AnswerPlan
 from headrace.constrain.constraints import Constraints
 from headrace.constrain.factory import GrammarFactory
 from headrace.constrain.vocabulary import GrammarVocabulary
@@ -34,10 +35,14 @@ from headrace.parallel.agreement import Alone
 from headrace.runner.record import replay
 from headrace.runner.runner import ModelRunner
 from headrace.sampling_params import SamplingParams, StructuredOutputsParams
+from headrace.text.parse.format import Choice, Vocabulary
+from headrace.text.parse.formats import reasoning_format
 from headrace.text.vocab import TokenBytes
 
 PIECES = [b"<pad>", b"<eos>", b"<sep>", *(bytes([byte]) for byte in range(32, 127)), b"\n"]
 PIECES += [b'{"', b'":', b'": ', b'",', b", ", b'"}', b"}}", b"name", b"true", b"10", b"ab", b"  "]
+OPEN, CLOSE = len(PIECES), len(PIECES) + 1
+PIECES += [b"<think>", b"</think>"]
 PIECES += [b""] * (VOCAB - 10 - len(PIECES))
 """What JSON is written with. Ids beyond are of the model alone."""
 SCHEMA = {
@@ -63,7 +68,7 @@ class Letters:
 
 @functools.lru_cache(maxsize=1)
 def grammars(name: str = "letters") -> tuple[GrammarFactory, GrammarVocabulary]:
-    vocabulary = GrammarVocabulary(Letters(), VOCAB)  # type: ignore[arg-type]
+    vocabulary = GrammarVocabulary(Letters(), VOCAB, {OPEN, CLOSE})  # type: ignore[arg-type]
     return GrammarFactory(StructuredOutputsConfig(), vocabulary), vocabulary
 
 
@@ -208,6 +213,33 @@ def test_random_outputs_hold(depth: int) -> None:
     engine.add(*(constrained(name, index, n=4, temperature=5.0) for index, name in enumerate(CONSTRAINTS)))
     engine.run().assert_valid()
     assert len(engine.finish) == 16 and "stop" in engine.finish.values()
+
+
+@pytest.mark.parametrize("world", ["one step at a time", "two in flight", "three in flight", "preempted, three in flight"])
+@pytest.mark.parametrize("answer", [None, "choice"])
+def test_a_thinking_budget_is_exact_to_the_token(world: str, answer: str | None) -> None:
+    """Of reasoning that the prompt has opened, whatever is in flight; its end comes earlier only where it is drawn."""
+    vocabulary = Vocabulary({"<think>": OPEN, "</think>": CLOSE}, frozenset())
+    choice, made = Choice(None, reasoning_format("think")), grammars("letters")[0]
+    held = params(answer) if answer is not None else None
+    engine = Engine(WORLDS[world])
+    for budget in (0, 1, 5, 9):
+        plan = AnswerPlan(choice, vocabulary, "reasoning", budget=budget)
+        asked = request(
+            f"budget {budget}", prompt(budget, 6), seed=budget, n=3, temperature=1.0, max_tokens=24, ignore_eos=True
+        )
+        engine.add(msgspec.structs.replace(asked, constraint=made.constraint(held, plan)))
+        engine.add(request(f"free {budget}", prompt(50 + budget, 7), temperature=1.0, max_tokens=20))
+    engine.run()
+    ends = []
+    for (name, _), tokens in engine.tokens.items():
+        if not name.startswith("budget"):
+            continue
+        end, budget = tokens.index(CLOSE), int(name.split()[1])
+        assert end <= budget and OPEN not in tokens[end:]
+        ends.append(end == budget)
+        assert answer is None or valid(answer, b"".join(PIECES[token] for token in tokens[end + 1 :]).strip())
+    assert len(ends) == 12 and sum(ends) > 6
 
 
 def test_samples_differ_and_each_holds() -> None:

@@ -16,9 +16,9 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn, TypeVar
-from urllib.parse import unquote
 
 from headrace.constrain.dates import DATES
+from headrace.constrain.references import References, escaped, local
 from headrace.errors import RequestError
 
 Schema = dict[str, Any] | bool
@@ -26,7 +26,10 @@ Schema = dict[str, Any] | bool
 ANNOTATIONS = frozenset(
     {
         *("title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly", "discriminator"),
-        *("$comment", "$schema", "$id", "id", "contentEncoding", "contentMediaType", "contentSchema"),
+        *("$comment", "$schema", "$id", "id", "$anchor", "contentEncoding", "contentMediaType", "contentSchema"),
+        # Of editors.
+        *("markdownDescription", "enumDescriptions", "markdownEnumDescriptions", "deprecationMessage", "errorMessage"),
+        *("patternErrorMessage", "defaultSnippets", "doNotSuggest", "suggestSortText", "allowComments", "allowTrailingCommas"),
     }
 )
 """Say nothing about which values are valid. So do names that begin with x-."""
@@ -101,14 +104,13 @@ class _Walk:
 
     def __init__(self, root: Any, options: SchemaOptions) -> None:
         self.nodes: dict[str, _Node] = {}
-        self._root = root
         self._options = options
         self._booleans: set[str] = set()
         """Pointers of schemas that are true or false."""
-        self._references: list[tuple[str, str, bool]] = []
+        self._found: list[tuple[str, str, bool]] = []
         """(pointer of a $ref, pointer of its target, merged)"""
         self._num_values = 0
-        self._base = root.get("$id", root.get("id")) if isinstance(root, dict) else None
+        self._links = References(root)
         self._handlers: Mapping[str, Callable[[Any, str, int, bool], Any]] = {
             **dict.fromkeys(("properties", "patternProperties", "$defs", "definitions"), self._by_name),
             **dict.fromkeys(("additionalProperties", "additionalItems"), self.schema),
@@ -138,24 +140,24 @@ class _Walk:
         for name, value in kept.items():
             below = node.merged
             if name == "oneOf" and isinstance(value, list):
-                below = below or not _told_apart(value, self._root)
+                below = below or not self._told_apart(len(value), f"{pointer}/oneOf")
             elif name == "allOf":
                 below = below or len(value) > 1 if isinstance(value, list) else below
             elif name in ("$defs", "definitions"):
                 below = False
-            node.keywords[name] = self._handlers[name](value, f"{pointer}/{_escaped(name)}", depth + 1, below)
+            node.keywords[name] = self._handlers[name](value, f"{pointer}/{escaped(name)}", depth + 1, below)
         _spell_out_dates(node.keywords)
         return node.keywords
 
     def resolve(self) -> None:
         """Checks that each $ref points to a schema, and marks what merged ones point to as merged."""
         pending = []
-        for pointer, target, merged in self._references:
+        for pointer, target, merged in self._found:
             if target not in self.nodes and target not in self._booleans:
                 self._fail("$ref must point to a schema of this document", pointer)
             if merged:
                 pending.append(target)
-        pointers, references = sorted(self.nodes), sorted(self._references)
+        pointers, references = sorted(self.nodes), sorted(self._found)
         done: set[str] = set()
         while pending:
             start = pending.pop()
@@ -171,9 +173,7 @@ class _Walk:
 
     def _held(self, name: str, value: Any, schema: dict[str, Any], pointer: str, depth: int) -> bool:
         """Whether a keyword is kept; False for those that say nothing."""
-        where = f"{pointer}/{_escaped(name)}"
-        if name in ("$id", "id") and depth and isinstance(value, str):
-            self._fail(f"{name} inside a schema changes what $ref means, which is not supported", where)
+        where = f"{pointer}/{escaped(name)}"
         if name in ANNOTATIONS or name.startswith("x-"):
             return False
         if name == "uniqueItems" and value is False:
@@ -195,7 +195,7 @@ class _Walk:
         if not isinstance(value, dict):
             self._fail(f"must be an object of schemas, not {_shown(value)}", pointer)
         self._spend(len(value), pointer)
-        return {name: self.schema(own, f"{pointer}/{_escaped(name)}", depth, merged) for name, own in value.items()}
+        return {name: self.schema(own, f"{pointer}/{escaped(name)}", depth, merged) for name, own in value.items()}
 
     def _list(self, value: Any, pointer: str, depth: int, merged: bool) -> list[Schema]:
         if not isinstance(value, list) or not value:
@@ -257,16 +257,37 @@ class _Walk:
     def _reference(self, value: Any, pointer: str, depth: int, merged: bool) -> Any:
         if not isinstance(value, str):
             self._fail(f"must be a string, not {_shown(value)}", pointer)
-        if isinstance(self._base, str) and self._base and value.startswith(self._base.rstrip("#") + "#"):
-            value = value[len(self._base.rstrip("#")) :]
-        if value != "#" and not value.startswith("#/"):
-            self._fail(f"must point into this document (#/...), not {_shown(value)}", pointer)
-        try:
-            target = unquote(value[1:], errors="strict")
-        except UnicodeDecodeError:
-            self._fail(f"is not a JSON Pointer: {_shown(value)}", pointer)
-        self._references.append((pointer, target, merged))
-        return value
+        target = self._links.target(pointer.removesuffix("/$ref"))
+        if target is None:
+            self._fail(f"must point to a schema of this document, not {_shown(value)}", pointer)
+        self._found.append((pointer, target, merged))
+        return local(value, target)
+
+    def _told_apart(self, count: int, pointer: str) -> bool:
+        """Whether no value is valid for two branches of a oneOf, by their types or by a required property's constants."""
+        followed = [self._followed(f"{pointer}/{index}") for index in range(min(count, _COMPARED + 1))]
+        if not 0 < len(followed) <= _COMPARED or not all(isinstance(branch, dict) for branch in followed):
+            return False
+        types = [_types(branch) for branch in followed]
+        properties = [own if isinstance(own := branch.get("properties"), dict) else {} for branch in followed]
+        names = set.intersection(*({*own} & {*_names(branch)} for own, branch in zip(properties, followed, strict=True)))
+        constants = [[_constants(own[name]) for own in properties] for name in names]
+        return all(
+            not (types[i] & types[j]) or any(of[i] and of[j] and not (of[i] & of[j]) for of in constants)
+            for i, j in itertools.combinations(range(len(followed)), 2)
+        )
+
+    def _followed(self, pointer: str) -> Any:
+        """The schema at a pointer, or what it stands for if it is a bare $ref. None: that is not known."""
+        for _ in range(8):
+            schema = self._links.schemas.get(pointer)
+            if schema is None or "$ref" not in schema or _combines(schema):
+                return schema
+            target = self._links.target(pointer)
+            if target is None:
+                return None
+            pointer = target
+        return None
 
     def _spend(self, count: int, pointer: str) -> None:
         self._num_values += count
@@ -301,34 +322,6 @@ def _modern(schema: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(found.get(exclusive), bool) and found.pop(exclusive) and bound in found:
             found[exclusive] = found.pop(bound)
     return found
-
-
-def _told_apart(branches: list[Any], root: Any) -> bool:
-    """Whether no value is valid for two branches of a oneOf, by their types or by a required property's constants."""
-    followed = [_followed(branch, root) for branch in branches[: _COMPARED + 1]]
-    if not 0 < len(followed) <= _COMPARED or not all(isinstance(branch, dict) for branch in followed):
-        return False
-    types = [_types(branch) for branch in followed]
-    properties = [own if isinstance(own := branch.get("properties"), dict) else {} for branch in followed]
-    names = set.intersection(*({*own} & {*_names(branch)} for own, branch in zip(properties, followed, strict=True)))
-    constants = [[_constants(own[name]) for own in properties] for name in names]
-    return all(
-        not (types[i] & types[j]) or any(of[i] and of[j] and not (of[i] & of[j]) for of in constants)
-        for i, j in itertools.combinations(range(len(followed)), 2)
-    )
-
-
-def _followed(branch: Any, root: Any) -> Any:
-    """The schema that a bare $ref stands for."""
-    for _ in range(8):
-        if not isinstance(branch, dict) or not isinstance(branch.get("$ref"), str) or _combines(branch):
-            return branch
-        target = root
-        for part in branch["$ref"].lstrip("#").split("/")[1:]:
-            part = unquote(part).replace("~1", "/").replace("~0", "~")
-            target = target.get(part) if isinstance(target, dict) else None
-        branch = target
-    return None
 
 
 def _types(schema: Mapping[str, Any]) -> set[str]:
@@ -414,17 +407,13 @@ def subschemas(schema: Schema) -> Iterator[tuple[str, Schema]]:
         return
     for name in ("properties", "patternProperties", "$defs", "definitions"):
         for key, own in schema.get(name, {}).items():
-            yield f"/{_escaped(name)}/{_escaped(key)}", own
+            yield f"/{escaped(name)}/{escaped(key)}", own
     for name in ("anyOf", "oneOf", "allOf", "prefixItems", "items"):
         if isinstance(own := schema.get(name), list):
             yield from ((f"/{name}/{index}", each) for index, each in enumerate(own))
     for name in ("additionalProperties", "additionalItems", "items"):
         if isinstance(own := schema.get(name), dict):
             yield f"/{name}", own
-
-
-def _escaped(name: str) -> str:
-    return name.replace("~", "~0").replace("/", "~1")
 
 
 def _shown(value: Any) -> str:

@@ -14,6 +14,7 @@ from headrace.errors import RequestError
 jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is not installed: pip install 'headrace[dev]'")
 
 A, B = {"type": "string"}, {"type": "integer"}
+DRAFT = "http://json-schema.org/draft-{}/schema#"
 DISCRIMINATED = {
     "oneOf": [
         {"type": "object", "properties": {"kind": {"const": "cat"}, "lives": B}, "required": ["kind", "lives"]},
@@ -74,6 +75,29 @@ HELD: list[tuple[dict[str, Any], list[Any], list[Any]]] = [
         [{"a": "x"}],
         [{"a": 1}],
     ),
+    *(
+        (
+            {"$id": root, "$defs": {"n": {**named, "$defs": {"b": B}, "type": "object"}, "s": A}, "items": {"$ref": ref}},
+            ["a", [own]],
+            [[other]],
+        )
+        for root, named, ref, own, other in [
+            ("", {"$anchor": "it"}, "#it", {}, None),
+            ("http://a.org/d/root.json", {"$id": "n.json"}, "n.json#/$defs/b", 1, "b"),
+            ("http://a.org/d/root.json", {"$id": "n.json", "$anchor": "it"}, "http://a.org/d/n.json#it", {}, None),
+            ("http://a.org/d/root.json", {"$id": "/n/"}, "../n/#/$defs/b", 1, "b"),
+            ("http://a.org/d/root.json", {"$id": "/n/"}, "root.json#/$defs/s", "s", 1),
+            ("urn:x", {"$id": "urn:y"}, "urn:y", {}, None),
+        ]
+    ),
+    (
+        {"$defs": {"n": {"$id": "n", "$defs": {"b": B}, "items": {"$ref": "#/$defs/b"}}, "b": A}, "items": {"$ref": "n"}},
+        [[[1]]],
+        [[["b"]]],
+    ),
+    ({"$schema": DRAFT.format("07"), "definitions": {"n": {"$id": "#n", "type": "integer"}}, "$ref": "#n"}, [1], ["b"]),
+    ({"$schema": DRAFT.format("04"), "definitions": {"n": {"id": "n", "type": "integer"}}, "$ref": "n"}, [1], ["b"]),
+    ({"properties": {"a": {"id": "a", "type": "string"}}, "type": "object"}, [{"a": "x"}], [{"a": 1}]),
     ({"title": "T", "x-order": 3, "default": 1, "examples": [2], "deprecated": True, "type": "integer"}, [1], ["a"]),
 ]
 """(schema, instances that pass, instances that do not)."""
@@ -92,7 +116,8 @@ def test_a_keyword_is_held(schema: dict[str, Any], right: list[Any], wrong: list
 @pytest.mark.parametrize("schema", [schema for schema, _, _ in HELD], ids=lambda value: json.dumps(value)[:50])
 def test_every_walk_through_a_grammar_is_valid(schema: dict[str, Any]) -> None:
     """Random outputs are instances, for the schema that was given and not for the one it was narrowed to."""
-    kind = jsonschema.Draft4Validator if schema.get("exclusiveMinimum") is True else jsonschema.Draft202012Validator
+    kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
+    kind = jsonschema.Draft4Validator if schema.get("exclusiveMinimum") is True else kind
     validator = kind(schema, format_checker=kind.FORMAT_CHECKER)
     made = matcher(json=schema)
     complete = 0
@@ -131,7 +156,13 @@ REFUSED: list[tuple[Any, str]] = [
     ({"$ref": "#/nope"}, "/$ref"),
     ({"$ref": "https://example.com/schema"}, "/$ref"),
     ({"const": {"$ref": "#/x"}, "properties": {"a": {"$ref": "#/const"}}}, "/properties/a/$ref"),
-    ({"properties": {"a": {"$id": "urn:a", "type": "string"}}}, "/properties/a/$id"),
+    ({"$defs": {"a": {"$id": "urn:a"}}, "$ref": "urn:b"}, "/$ref"),
+    ({"$defs": {"a": {"$id": "urn:a"}, "b": {"$id": "urn:a"}}, "$ref": "urn:a"}, "/$ref"),
+    ({"$defs": {"a": {"$anchor": "a"}, "b": {"$anchor": "a"}}, "$ref": "#a"}, "/$ref"),
+    ({"$defs": {"a": {"$id": "urn:a", "items": {"$ref": "#/$defs/b"}}, "b": {}}}, "/$defs/a/items/$ref"),
+    ({"$defs": {"a": {"id": "a", "items": {"$ref": "#/$defs/b"}}, "b": {}}}, "/$defs/a/items/$ref"),
+    ({"$defs": {"a": {"$id": "a", "$ref": "#/$defs/b"}, "b": {}}}, "/$defs/a/$ref"),
+    ({"$ref": "http://[a"}, "/$ref"),
     ({"minProperties": 2, "type": "object"}, "/minProperties"),
     ({"properties": {"a": {"type": "string", "pattern": "(?=x)"}, "b": {}}}, "/properties/a"),
     ({"properties": {"p": {"oneOf": [{"minimum": 1}, {"maximum": 5}]}}}, "/properties/p"),
@@ -213,6 +244,20 @@ def test_closing_the_branches_of_a_one_of_would_allow_more() -> None:
     except RequestError:
         return
     assert not accepts(made, '{"b": 1}')
+
+
+def test_branches_that_are_named_are_told_apart() -> None:
+    """Where the names say so, and not where a pointer is one of another schema."""
+    cat, dog = DISCRIMINATED["oneOf"]
+    named = {"$defs": {"cat": {"$id": "urn:cat"} | cat, "dog": {"$anchor": "dog"} | dog}}
+    kinds = named | {"oneOf": [{"$ref": "urn:cat"}, {"$ref": "#dog"}]}
+    narrowed = narrow(kinds, SchemaOptions())
+    assert isinstance(narrowed, dict) and narrowed["oneOf"] == [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}]
+    assert all(kind["additionalProperties"] is False for kind in narrowed["$defs"].values())
+    inner = {"$id": "urn:n", "$defs": {"cat": dog, "dog": dog}, "oneOf": [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}]}
+    narrowed = narrow({"$defs": {"cat": cat, "dog": dog}, "items": inner}, SchemaOptions())
+    assert isinstance(narrowed, dict)
+    assert all("additionalProperties" not in kind for kind in narrowed["items"]["$defs"].values())
 
 
 def test_integers_are_bounded() -> None:

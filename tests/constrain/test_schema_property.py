@@ -107,6 +107,7 @@ KEYWORDS = [
         "$ref",
         "$defs",
         "$id",
+        "$anchor",
         "properties",
         "required",
         "items",
@@ -115,7 +116,8 @@ KEYWORDS = [
     *("additionalProperties", "patternProperties", "minProperties", "minItems", "maxLength", "pattern", "format", "minimum"),
     *("maximum", "exclusiveMinimum", "multipleOf", "uniqueItems", "title", "x-a", "nope"),
 ]
-JUNK = [None, True, 0, -1, 2.5, 1e308, 2**70, "", "#", "#/%zz", "#/properties/~", "(", "string", "date", [], {}, ["a"], [1, 1]]
+JUNK = [None, True, 0, -1, 2.5, 1e308, 2**70, "", "#", "#/%zz", "#/properties/~", "a", "#a", "http://[a", "(", "string"]
+JUNK += ["date", [], {}, ["a"], [1, 1]]
 
 
 def junk(chance: random.Random, depth: int = 0) -> Any:

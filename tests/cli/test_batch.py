@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from server.fakes import FakeLLM
 from typer.testing import CliRunner, Result
 
 from headrace.cli.main import app
+from headrace.cli.results import ResultFile
 from headrace.errors import EngineDeadError
 
 HI = [{"role": "user", "content": "Hi"}]
@@ -142,6 +144,34 @@ def test_unordered_results_come_as_they_end(tmp_path: Path, monkeypatch: pytest.
     assert [record["custom_id"] for record in records] == ["1", "0"]
     _, records = run(tmp_path, lines)
     assert [record["custom_id"] for record in records] == ["0", "1"]
+
+
+@pytest.mark.parametrize("words", [(), ("--unordered",)])
+def test_lines_are_read_only_as_far_ahead_as_they_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    """So memory does not grow with the file, beside the digests of its ids."""
+    import headrace.cli.run
+
+    ahead = most = 0
+    parse, write = headrace.cli.run.parse_lines, ResultFile.write
+
+    def parsed(lines: Iterable[str]) -> Iterator[Any]:
+        nonlocal ahead
+        for job in parse(lines):
+            ahead += 1
+            yield job
+
+    def noted(self: ResultFile, record: Any) -> None:
+        nonlocal ahead, most
+        most, ahead = max(most, ahead), ahead - 1
+        write(self, record)
+
+    monkeypatch.setattr(headrace.cli.run, "parse_lines", parsed)
+    monkeypatch.setattr(ResultFile, "write", noted)
+    monkeypatch.setattr(headrace.cli.run, "AHEAD", 1)
+    _, records = run(tmp_path, [line(str(number)) for number in range(200)], *words)
+    assert len(records) == 200 and ahead == 0 and 1 < most <= FakeLLM().info.max_num_seqs + 1
 
 
 def test_an_engine_that_dies_costs_a_retry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

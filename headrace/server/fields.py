@@ -22,7 +22,7 @@ from headrace.server.errors import shown
 from headrace.server.schema import EXTRAS, Metadata
 
 Endpoint = Literal["chat", "completions", "messages", "count_tokens", "responses"]
-Origin = Literal["OpenAI", "Anthropic", "vLLM", "SGLang", "llama.cpp", "headrace"]
+Origin = Literal["OpenAI", "Codex", "Anthropic", "vLLM", "SGLang", "llama.cpp", "headrace"]
 Treatment = Literal["applied", "accepted", "refused"]
 
 _BOTH: tuple[Endpoint, ...] = ("chat", "completions")
@@ -200,6 +200,9 @@ FIELDS: tuple[FieldRule, ...] = (
         user="Repeated in the response.",
         safety_identifier="Repeated in the response.",
         prompt_cache_key="Repeated in the response; every equal prefix is found in the cache.",
+    ),
+    *_accepted(
+        "Codex", _RESPONSES, client_metadata=("labels for the caller's own records", dict[str, str], "an object of strings")
     ),
     *_refused(
         "OpenAI",

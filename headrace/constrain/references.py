@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import quote, unquote, urljoin
 
+_MOST_CHARS = 2**24
+"""Of all pointers and URIs together: a long name with many schemas below it is in the pointer of each."""
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 _SINGLE = ("items", "additionalProperties", "additionalItems")
@@ -17,7 +19,8 @@ _SINGLE = ("items", "additionalProperties", "additionalItems")
 class References:
     """The references of one document."""
 
-    def __init__(self, root: Any) -> None:
+    def __init__(self, root: Any, max_depth: int) -> None:
+        """Schemas nested deeper than ``max_depth`` are not looked at."""
         old = isinstance(root, dict) and "draft-04" in str(root.get("$schema"))
         self._own, self._other = ("id", "$id") if old else ("$id", "id")
         """What names a schema, and what does so in other drafts."""
@@ -27,18 +30,29 @@ class References:
         """Of each schema; None: drafts differ in what it is."""
         self._places: dict[str, str | None] = {}
         """URI, with an anchor or without -> pointer; None: several schemas have this name."""
-        pending: list[tuple[str, Any, str | None]] = [("", root, "")]
+        self._left = _MOST_CHARS
+        pending: list[Iterator[tuple[str, Any, str | None, int]]] = [iter([("", root, "", 0)])]
         while pending:
-            pointer, schema, base = pending.pop()
-            if isinstance(schema, dict):
+            pointer, schema, base, depth = next(pending[-1], ("", None, None, -1))
+            if depth < 0:
+                pending.pop()
+            elif isinstance(schema, dict) and depth <= max_depth:
+                self._left -= len(pointer)
+                if self.too_long:
+                    return
                 self.schemas[pointer] = schema
                 self._bases[pointer] = base = self._base(pointer, schema, base)
-                pending += [(pointer + step, own, base) for step, own in _within(schema)]
+                pending.append(_below(schema, pointer, base, depth))
+
+    @property
+    def too_long(self) -> bool:
+        """Whether the names of schemas take too much memory; not all schemas are known then."""
+        return self._left < 0
 
     def target(self, pointer: str) -> str | None:
         """The pointer that the ``$ref`` of the schema at a pointer stands for, if that is known. It may lead nowhere."""
         base, value = self._bases[pointer], self.schemas[pointer]["$ref"]
-        if base is None or not isinstance(value, str):
+        if base is None or self.too_long or not isinstance(value, str):
             return None
         try:
             uri, _, fragment = _joined(base, value).partition("#")
@@ -48,7 +62,10 @@ class References:
         if fragment and not fragment.startswith("/"):
             return self._places.get(f"{uri}#{fragment}")
         place = self._places.get(uri)
-        return None if place is None else place + fragment
+        if place is None:
+            return None
+        self._left -= len(base) + len(place) + len(fragment)
+        return place + fragment
 
     def _base(self, pointer: str, schema: dict[str, Any], base: str | None) -> str | None:
         """The base URI within a schema; notes the schema's names."""
@@ -67,6 +84,7 @@ class References:
         names = [] if pointer and uri == base else [uri]
         names += [f"{uri}#{name}" for name in (fragment, anchor) if isinstance(name, str) and name and name[0] != "/"]
         for name in names:
+            self._left -= len(name)
             self._places[name] = pointer if self._places.get(name, pointer) == pointer else None
         return uri
 
@@ -84,6 +102,10 @@ def escaped(name: str) -> str:
 def _joined(base: str, value: str) -> str:
     """Raises: ValueError: it is no URI."""
     return base + value if value.startswith("#") else urljoin(base, value)
+
+
+def _below(schema: dict[str, Any], pointer: str, base: str | None, depth: int) -> Iterator[tuple[str, Any, str | None, int]]:
+    return ((pointer + step, own, base, depth + 1) for step, own in _within(schema))
 
 
 def _within(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -110,7 +110,9 @@ class _Walk:
         self._found: list[tuple[str, str, bool]] = []
         """(pointer of a $ref, pointer of its target, merged)"""
         self._num_values = 0
-        self._links = References(root)
+        self._links = References(root, options.max_depth)
+        if self._links.too_long:
+            self._fail("the names of nested schemas are too long", "")
         self._handlers: Mapping[str, Callable[[Any, str, int, bool], Any]] = {
             **dict.fromkeys(("properties", "patternProperties", "$defs", "definitions"), self._by_name),
             **dict.fromkeys(("additionalProperties", "additionalItems"), self.schema),

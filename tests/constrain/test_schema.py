@@ -278,6 +278,17 @@ def test_limits_are_named() -> None:
         deep = {"items": deep}
     with pytest.raises(SchemaError, match="deeper than 64"):
         narrow(deep, SchemaOptions())
+    # 100 kB, of which the pointers and URIs of the schemas would be 100 MB.
+    long, names = "k" * 100_000, [f"a{number}" for number in range(1000)]
+    for value in (
+        {"properties": {long: {"properties": {name: {} for name in names}}}},
+        {"$id": f"http://a.org/{long}/b", "$defs": {name: {"$id": name} for name in names}},
+        {"$id": f"http://a.org/{long}", "$defs": {name: {"$anchor": name} for name in names}},
+    ):
+        with pytest.raises(SchemaError, match="too long"):
+            narrow(value, SchemaOptions())
+    with pytest.raises(SchemaError, match="must point to"):
+        narrow({"$defs": {long: {"$id": "n"}}, "prefixItems": [{"$ref": "n"} for _ in names]}, SchemaOptions())
     with pytest.raises(SchemaError, match="more than 20000"):
         narrow({"enum": list(range(20_001))}, SchemaOptions())
 

@@ -232,7 +232,10 @@ class GrammarFactory:
         if not compact:
             overrides["whitespace_pattern"] = _whitespace(params.whitespace_pattern)
         held = schema if isinstance(schema, dict) else {} if schema else {"anyOf": []}
-        return LLMatcher.grammar_from_json_schema(json.dumps(held, ensure_ascii=False), overrides=overrides)
+        try:
+            return LLMatcher.grammar_from_json_schema(json.dumps(held, ensure_ascii=False), overrides=overrides)
+        except (ValueError, RecursionError):  # A const or enum, since schemas have a limit of their own.
+            raise SchemaError("a value is nested too deep", "") from None
 
     def _regex(self, params: StructuredOutputsParams) -> str:
         from llguidance import LLMatcher

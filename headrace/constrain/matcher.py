@@ -127,6 +127,6 @@ def finish_masks(matchers: Sequence[GrammarMatcher], own: Mask, masks: Mask) -> 
 
 def reason(error: str) -> str:
     """llguidance's error as a client gets it: in one line, and whether a limit was hit."""
-    first = " ".join(error.replace("<non-verbose/>", "").split())[:300] or "unknown error"
-    limited = any(word in error for word in ("limit", "too complex", "TooComplex", "fuel", "too large", "too many"))
+    first = " ".join(error.replace("<non-verbose/>", "").partition("<backtrace>")[0].split())[:300] or "unknown error"
+    limited = any(word in first for word in ("limit", "too complex", "TooComplex", "fuel", "too large", "too many", "u16::MAX"))
     return f"{TOO_COMPLEX}: {first}" if limited else first

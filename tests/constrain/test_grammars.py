@@ -14,7 +14,9 @@ from constrain.words import EOS, OTHER_SPECIAL, PIECES, VOCAB, ByteTokenizer, ac
 from headrace.config import StructuredOutputsConfig
 from headrace.constrain.compiler import GrammarCompiler
 from headrace.constrain.factory import GrammarFactory
+from headrace.constrain.matcher import reason
 from headrace.constrain.vocabulary import GrammarVocabulary
+from headrace.core.matcher import TOO_COMPLEX
 from headrace.core.request import Constraint
 from headrace.errors import RequestError
 from headrace.sampling_params import StructuredOutputsParams
@@ -109,6 +111,7 @@ def test_params_are_checked_when_they_are_made(constraint: dict[str, Any], param
         ({"json": "{"}, "structured_outputs.json", "not JSON"),
         ({"json": "[" * 100_000}, "structured_outputs.json", "not JSON"),
         ({"json": '{"minimum": NaN}'}, "structured_outputs.json", "NaN"),
+        ({"json": '{"const": ' + "[" * 200 + "]" * 200 + "}"}, "structured_outputs.json", "nested too deep"),
         ({"json_object": True, "whitespace_pattern": "a?"}, "structured_outputs.whitespace_pattern", "whitespace only"),
         ({"choice": [f"c{i}" for i in range(20_001)]}, "structured_outputs.choice", "20001"),
         ({"regex": "a" * (2**20 + 1)}, "structured_outputs.regex", "limit"),
@@ -256,6 +259,11 @@ def test_bombs_are_bounded(name: str) -> None:
     except (RequestError, AssertionError) as error:
         assert "structured_outputs" in str(getattr(error, "param", "")) or "grammar_too_complex" in str(error)
     assert time.process_time() - start < 20
+
+
+def test_a_panic_is_told_without_its_trace() -> None:
+    told = reason("panic: assertion failed: symbols.len() < u16::MAX <backtrace> 0: <unknown> 1: <unknown>")
+    assert told == f"{TOO_COMPLEX}: panic: assertion failed: symbols.len() < u16::MAX"
 
 
 def test_nothing_is_imported_before_it_is_needed() -> None:

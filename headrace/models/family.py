@@ -31,4 +31,4 @@ class Family:
     """Fields that change other models, and that this family's published configurations have without effect."""
     to_transformers_fields: Callable[[HFConfig], HFConfig] | None = None
     """Rewrites the published config into the fields that transformers' module reads; None: it reads the published ones.
-    Raises ConfigError as ``model_spec`` does."""
+    Raises ConfigError as ``model_spec`` does, and where transformers has no module of this model."""

@@ -171,12 +171,25 @@ def elastic_spec(config: HFConfig) -> ElasticSpec:
     )
 
 
+def _refuse_transformers(config: HFConfig) -> HFConfig:
+    """Raises ConfigError: transformers builds the plain model of the config's ``model_type``, and skips weights of routers."""
+    name = " / ".join(config.architectures or [])
+    raise ConfigError(f"transformers' module of {config.model_type} would leave out the routers of {name}", "model_impl")
+
+
 def _family(architecture: str, plain: Callable[[HFConfig], ModelSpec]) -> Family:
     def model_spec(config: HFConfig) -> ModelSpec:
         changes: dict[str, Any] = {"architecture": architecture, "elastic": elastic_spec(config)}
         return dataclasses.replace(plain(config), **changes)
 
-    return Family(architectures=(architecture,), model_types=(), model_spec=model_spec, decoder=PawDecoder, names=names)
+    return Family(
+        architectures=(architecture,),
+        model_types=(),
+        model_spec=model_spec,
+        decoder=PawDecoder,
+        names=names,
+        to_transformers_fields=_refuse_transformers,
+    )
 
 
 FAMILIES = (_family(QWEN3, qwen3.model_spec), _family(LLAMA, llama.model_spec))

@@ -105,7 +105,7 @@ def test_the_longest_piece_is_paused_beside_an_ordinary_step(monkeypatch: pytest
     monkeypatch.setattr(profiles, "_largest_step", lambda model, config, caches, backends, *tokens: ran.extend(tokens or [0]))
     measure(sparse_model(world.spec), world.config())
     assert ran == [0, 200]
-    assert paused_states(world.config(), 600).nbytes == 2 * 600 * 32 * 4
+    assert paused_states(world.config(), 600).nbytes == 2 * 600 * world.spec.hidden_size * 4
     assert len(largest_step(world.config(), 200)[1]) == 200 and len(largest_step(world.config())[1]) == 600
 
 

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, Qwen3Config
 from typer.testing import CliRunner
 
+from headrace.attention.sparse import SparsePrefillAttention
 from headrace.cli import heatmap
 from headrace.cli.heatmap import page, png
 from headrace.cli.main import app
@@ -26,18 +27,19 @@ from headrace.config import EngineArgs
 from headrace.engine.explain import explain
 from headrace.engine.llm import LLM
 from headrace.errors import ConfigError
-from headrace.model_spec import ModelSpec, VisionSpec
-from headrace.models import registry
+from headrace.model_spec import ELASTIC_MODES, ModelSpec, VisionSpec
+from headrace.models import implementation, registry
 from headrace.models.fused import FusedLayers, _objections
 from headrace.resolve.facts import DecisionLog
 from headrace.resolve.sparse import sparse, with_yarn_factor
 from headrace.sampling_params import SamplingParams
+from headrace.sources.files import find_model
 
 CONFIG: dict[str, Any] = {
     "architectures": ["PawQwen3ForCausalLM"],
     "model_type": "qwen3",
     "vocab_size": 160,
-    "hidden_size": 32,
+    "hidden_size": 48,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
     "num_attention_heads": 6,
@@ -65,9 +67,12 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def tensors() -> dict[str, torch.Tensor]:
+LLAMA: dict[str, Any] = {"architectures": ["PawLlamaForCausalLM"], "model_type": "llama"}
+
+
+def tensors(architecture: str = "PawQwen3ForCausalLM") -> dict[str, torch.Tensor]:
     """A checkpoint of the tiny model, with what training leaves in it."""
-    made, table = model(spec_of(elastic_spec=elastic("xattn", "streaming"))), None
+    made = model(spec_of(architecture, elastic("xattn", "streaming")))
     table, parameters = registry.name_table(made.spec), dict(made.named_parameters())
     found = {name: part.view(parameters[part.parameter]).contiguous().clone() for name, part in table.items()}
     for layer in range(2):
@@ -76,7 +81,7 @@ def tensors() -> dict[str, torch.Tensor]:
         found[f"{here}.attn_mask_log_alphas"] = torch.zeros(3)
     found["model.layers.0.self_attn.mask_allocator.task_embedding.weight"] = torch.zeros(4, 16)
     found["model.sparsity_lambda_1"] = found["model.sparsity_lambda_2"] = torch.zeros(1)
-    found["model.sparsity_lambda1_task"] = torch.zeros(5)
+    found["model.sparsity_lambda1_task"] = found["model.sparsity_lambda2_task"] = torch.zeros(5)
     return {name: tensor.clone() for name, tensor in found.items()}
 
 
@@ -90,13 +95,17 @@ def engine(folder: Path, **options: Any) -> LLM:
     return LLM(str(folder), skip_tokenizer_init=True, dtype="float32", device="cpu", kv_cache_memory=2**24, **options)
 
 
-def test_a_checkpoint_is_served(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("changes", "page"), [({}, 16), (LLAMA, 32)], ids=["qwen3", "llama"])
+def test_a_checkpoint_is_served(changes: dict[str, Any], page: int, tmp_path: Path) -> None:
+    """The grid of blocks is the checkpoint's, whatever the KV cache's blocks are."""
+    (architecture,) = (CONFIG | changes)["architectures"]
     tokens = prompt(60, 450)
-    world = SparseWorld(elastic=elastic("xattn", "streaming"))
+    world = SparseWorld(elastic=elastic("xattn", "streaming"), architecture=architecture)
     expected, _ = Reference(world).generate(tokens, 4)
     trace = Reference(world)(tokens, len(tokens))
     greedy = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
-    with engine(write(tmp_path, tensors())) as llm:
+    with engine(write(tmp_path, tensors(architecture), **changes), block_size=page) as llm:
+        assert llm._engine.config.cache.block_size == page
         notes = {note.name: note for note in llm.info.decisions}
         assert notes["elastic attention"].value == "xattn and streaming heads"
         (output,) = llm.generate([{"prompt_token_ids": tokens}], greedy)
@@ -120,6 +129,42 @@ def test_flux_checkpoints_are_refused(tmp_path: Path) -> None:
         weights[f"{here}.cls_feat_extractor.0.bias"] = torch.zeros(128)
     with pytest.raises(ConfigError, match=r"cls_feat_extractor\.0\..* Flux Attention"):
         engine(write(tmp_path, weights))
+
+
+def test_types_of_heads() -> None:
+    """A query head has the type of its KV head, and stands beside the others of it; retrieval heads are those of class 1."""
+    expected = {
+        ("full", "xattn"): [[0, 0, 1, 1, 0, 0], [1] * 6],
+        ("full", "streaming"): [[0, 0, -1, -1, 0, 0], [-1] * 6],
+        ("xattn", "streaming"): [[1, 1, -1, -1, 1, 1], [-1] * 6],
+        ("xattn", "xattn"): [[1] * 6, [1] * 6],
+        ("full", "full"): [[0] * 6, [0] * 6],
+    }
+    assert set(expected) == set(ELASTIC_MODES)
+    classes = torch.tensor([[1, 0, 1], [0, 0, 0]], dtype=torch.int8)
+    rows: Any = SimpleNamespace(slots=range(2), classes_of=lambda layer, kv_heads: classes)
+    for modes, types in expected.items():
+        config = SparseWorld(elastic=elastic(*modes)).sparse
+        assert config is not None
+        found = SparsePrefillAttention(config)._types_of(rows, spec_of().layers[0], torch.device("cpu"))
+        assert found.dtype == torch.int8 and found.tolist() == types and found.is_contiguous()
+
+
+PAIRS = [
+    *(("streaming", "xattn"), ("streaming", "streaming"), ("xattn", "full")),
+    *(("full", "local"), ("full", "none"), ("triangle", "topk"), ("", "")),
+]
+
+
+@pytest.mark.parametrize("modes", PAIRS, ids=str)
+@pytest.mark.parametrize("impl", ["auto", "native", "transformers"])
+def test_other_pairs_of_modes_are_refused(modes: tuple[str, str], impl: str, tmp_path: Path) -> None:
+    """Nor does transformers' module of the plain model, which has no routers, take over."""
+    write(tmp_path, {}, retrieval_mode=modes[0], toggle_type=modes[1])
+    args = EngineArgs(model=str(tmp_path), model_impl=impl)  # type: ignore[arg-type]
+    expected = "leave out the routers" if impl == "transformers" else r"supported are \(full, xattn\), \(full, streaming\)"
+    with pytest.raises(ConfigError, match=expected):
+        implementation.choose(args, find_model(args))
 
 
 @pytest.mark.parametrize(
@@ -147,6 +192,12 @@ def test_fields_are_checked(field: str, value: object) -> None:
     with pytest.raises(ConfigError) as caught:
         registry.model_spec(Qwen3Config(**CONFIG | {field: value}))
     assert caught.value.param == field
+
+
+def test_transformers_does_not_take_over_a_model_with_routers(tmp_path: Path) -> None:
+    args = EngineArgs(model=str(write(tmp_path, {})), model_impl="transformers")
+    with pytest.raises(ConfigError, match="qwen3 would leave out the routers of PawQwen3ForCausalLM"):
+        implementation.choose(args, find_model(args))
 
 
 def test_fields_that_are_absent_have_the_values_of_training() -> None:

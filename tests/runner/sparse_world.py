@@ -54,7 +54,7 @@ def spec_of(
     return ModelSpec(
         architecture=architecture,
         vocab_size=VOCAB,
-        hidden_size=32,
+        hidden_size=48,
         layers=layers,
         mlps=(DenseSpec(48),) * num_layers,
         norm_eps=1e-5,

@@ -209,7 +209,7 @@ def test_abort_between_layers_frees_what_is_paused(depth: int) -> None:
         engine.begin(long(0), long(1, 500))
         engine.until_layers(at)
         before = len(engine.parts())
-        assert engine.paused == 2 * 512 * 32 * 4
+        assert engine.paused == 2 * 512 * WORLD.spec.hidden_size * 4
         engine.scheduler.abort("long0")
         del engine.outcomes["long0"]
         same(engine.run(), decoded() | expected(1, 500))

@@ -33,13 +33,12 @@ import torch
 from headrace.attention.backend import Scratch
 from headrace.attention.flashinfer import kernels
 from headrace.attention.flashinfer.heads import DenseHeads, HeadsByFlashInfer, StreamingHeads
-from headrace.kernels.head_routing import BLOCK_SPARSE, DENSE, STREAMING
 from headrace.kernels.kv_cache import dequantize, gather_numbers, quantize
 from headrace.kernels.sparse_prefill import BLOCK, BlockMeans, KeyCopies
 from headrace.kernels.triton import sparse_attention, sparse_estimate, sparse_means, sparse_select
 from headrace.kernels.triton.sparse_estimate import EstimateTiling
 from headrace.kernels.triton.tiling import Tiling
-from headrace.model_spec import AttentionSpec
+from headrace.model_spec import BLOCK_SPARSE, DENSE, STREAMING, AttentionSpec
 
 CUDA = torch.device("cuda")
 DENSITIES = (0.1, 0.2, 0.4, 0.7)

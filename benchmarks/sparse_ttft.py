@@ -44,7 +44,7 @@ from headrace.attention import sparse as attention  # noqa: E402
 from headrace.bench.report import facts, load_average  # noqa: E402
 from headrace.bench.workloads import RANDOM_WORKLOADS, Workload, random_tokens  # noqa: E402
 from headrace.engine.llm import LLM  # noqa: E402
-from headrace.model_spec import SELECTED  # noqa: E402
+from headrace.model_spec import BLOCK_SPARSE  # noqa: E402
 from headrace.models.paw import LLAMA, QWEN3, HeadRouter  # noqa: E402
 from headrace.outputs import RequestOutput  # noqa: E402
 from headrace.sampling_params import SamplingParams  # noqa: E402
@@ -126,7 +126,7 @@ class Masks:
         key = (*selected.shape, tokens)
         if key not in self._made:
             self._made[key] = self._make(selected, -(-tokens // block))
-        return self._made[key] & (types[0] == SELECTED)[:, None]
+        return self._made[key] & (types[0] == BLOCK_SPARSE)[:, None]
 
     def _make(self, selected: torch.Tensor, rows: int) -> torch.Tensor:
         places, heads, width = selected.shape

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from headrace.errors import ConfigError
-from headrace.model_spec import SELECTED, AnySpec, Arena, CacheGroup, block_sizes
+from headrace.model_spec import BLOCK_SPARSE, AnySpec, Arena, CacheGroup, block_sizes
 from headrace.options import (
     CACHE,
     DEBUGGING,
@@ -515,7 +515,7 @@ class SparseConfig:
     @property
     def selects(self) -> bool:
         """Whether any head may attend to selected blocks."""
-        return self.types is None or SELECTED in self.types
+        return self.types is None or BLOCK_SPARSE in self.types
 
     @property
     def estimates(self) -> bool:

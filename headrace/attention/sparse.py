@@ -22,8 +22,8 @@ from headrace.attention.paged_rows import PagedRows
 from headrace.attention.sparse_rows import SparseRows
 from headrace.config import SparseConfig
 from headrace.kernels import support
-from headrace.kernels.head_routing import ELSEWHERE
 from headrace.kernels.sparse_prefill import (
+    ELSEWHERE,
     BlockMeans,
     KeyCopies,
     block_means,
@@ -34,7 +34,7 @@ from headrace.kernels.sparse_prefill import (
     sparse_prefill_attention,
 )
 from headrace.kernels.transfer import upload
-from headrace.model_spec import DENSE, SELECTED, STREAMING, AttentionSpec
+from headrace.model_spec import BLOCK_SPARSE, DENSE, STREAMING, AttentionSpec
 
 _DTYPES = ("bfloat16", "float16", "float32")
 TENSOR_MEMORY = 90
@@ -160,7 +160,7 @@ class SparsePrefillAttention(AttentionBackend):
     ) -> torch.Tensor | None:
         """Leaves heads that select nothing to FlashInfer where that is faster, and returns the types that are left; None: all
         heads are done."""
-        spec, left = cache.spec, set(self._config.types or (SELECTED,))
+        spec, left = cache.spec, set(self._config.types or (BLOCK_SPARSE,))
         for kind in left & set(self._by_flashinfer):
             heads = self._by_flashinfer[kind]
             kernel = None if self._paged is None else heads.kernel(spec, self._paged, q)
@@ -175,7 +175,7 @@ class SparsePrefillAttention(AttentionBackend):
     def _types_of(self, rows: SparseRows, spec: AttentionSpec, device: torch.device) -> torch.Tensor:
         """``[R, num_heads]`` int8"""
         if self._config.types is None:
-            return torch.full((len(rows.slots), spec.num_heads), SELECTED, dtype=torch.int8, device=device)
+            return torch.full((len(rows.slots), spec.num_heads), BLOCK_SPARSE, dtype=torch.int8, device=device)
         first, second = self._config.types
         classes = rows.classes_of(spec.layer, spec.num_kv_heads)
         types = torch.full(classes.shape, first, dtype=torch.int8, device=device).masked_fill_(classes != 0, second)
@@ -248,7 +248,7 @@ class SparsePrefillAttention(AttentionBackend):
         streamed = causal & ((keys < config.sink_blocks) | (keys > queries - config.local_blocks))
         selected = None if mask is None else mask[: end - first, :, :end].transpose(0, 1).cpu()
         shown = [
-            selected[head] if kind == SELECTED and selected is not None else causal if kind == DENSE else streamed
+            selected[head] if kind == BLOCK_SPARSE and selected is not None else causal if kind == DENSE else streamed
             for head, kind in enumerate(types)
         ]
         watch(layer, first, torch.stack(shown))

@@ -1,7 +1,7 @@
-"""Routing of attention heads by a prompt's keys (Elastic Attention, arXiv 2601.17367): pooling, router, head types.
+"""Routing of attention heads by a prompt's keys (Elastic Attention, arXiv 2601.17367): pooling and router.
 
 A router decides for every KV head of a layer whether it is a retrieval head (class 1) or a sparse head (class 0) for this
-prompt. Two settings of the checkpoint say how heads of each class attend.
+prompt. ``ElasticSpec`` says how heads of each class attend.
 """
 
 from __future__ import annotations
@@ -12,25 +12,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import linear, silu
 
-from headrace.errors import ConfigError
 from headrace.kernels import gpu
-
-POOLED = 100
-"""Tokens of a prompt's head, and as many of its tail, whose keys the router sees."""
-
-DENSE, BLOCK_SPARSE, STREAMING = 0, 1, -1
-"""Head types: all keys; the key blocks of a mask; the first and the nearest key blocks."""
-ELSEWHERE = 2
-"""Of heads that another kernel attends for."""
-
-HEAD_TYPES = {
-    ("full", "xattn"): (DENSE, BLOCK_SPARSE),
-    ("full", "streaming"): (DENSE, STREAMING),
-    ("xattn", "streaming"): (BLOCK_SPARSE, STREAMING),
-    ("xattn", "xattn"): (BLOCK_SPARSE, BLOCK_SPARSE),
-    ("full", "full"): (DENSE, DENSE),
-}
-"""(retrieval_mode, toggle_type) -> the types of heads of class 1 and of class 0."""
 
 
 class RouterWeights(NamedTuple):
@@ -61,7 +43,7 @@ def pool_keys(keys: torch.Tensor, key_start: torch.Tensor) -> torch.Tensor:
     """Mean of each sequence's keys, which stand one sequence after another.
 
     Args:
-        keys: ``[P, kv_heads, d]``: of each sequence the first ``POOLED`` and the last ones, after the key norm and
+        keys: ``[P, kv_heads, d]``: of each sequence the first ``POOLED`` and as many of the last, after the key norm and
             before the rotary embedding. The last axis is contiguous.
         key_start: ``[R + 1]`` int32: first key of each sequence.
 
@@ -102,37 +84,3 @@ def router_logits_ref(pooled: torch.Tensor, weights: RouterWeights) -> torch.Ten
             hidden = silu(linear(hidden, w.router_hidden, w.router_hidden_bias))
             logits[row, head] = linear(hidden, w.router_out, w.router_out_bias)
     return logits
-
-
-def class_types(retrieval_mode: str, toggle_type: str) -> tuple[int, int]:
-    """Types of heads of class 1 and of class 0.
-
-    Raises:
-        ConfigError: there is no such pair of modes.
-    """
-    types = HEAD_TYPES.get((retrieval_mode, toggle_type))
-    if types is None:
-        pairs = ", ".join(f"{retrieval}/{toggle}" for retrieval, toggle in HEAD_TYPES)
-        raise ConfigError(
-            f"retrieval_mode {retrieval_mode!r} with toggle_type {toggle_type!r} is not supported: there are {pairs}",
-            "retrieval_mode",
-        )
-    return types
-
-
-def head_types(classes: torch.Tensor, retrieval_mode: str, toggle_type: str, group: int) -> torch.Tensor:
-    """Types of query heads: those of one KV head stand side by side and are alike.
-
-    Args:
-        classes: ``[R, kv_heads]`` int8, as ``route`` returns it.
-        group: query heads of a KV head.
-
-    Returns:
-        ``[R, kv_heads * group]`` int8: ``DENSE``, ``BLOCK_SPARSE`` or ``STREAMING``.
-
-    Raises:
-        ConfigError: there is no such pair of modes.
-    """
-    retrieval, sparse = class_types(retrieval_mode, toggle_type)
-    types = sparse + (retrieval - sparse) * classes
-    return types.to(torch.int8).repeat_interleave(group, dim=1)

@@ -24,10 +24,12 @@ from typing import NamedTuple
 import torch
 
 from headrace.kernels import gpu
-from headrace.kernels.head_routing import BLOCK_SPARSE, ELSEWHERE, STREAMING
+from headrace.model_spec import BLOCK_SPARSE, STREAMING
 
 BLOCK = 128
 """Tokens of a block of queries and of a block of keys."""
+ELSEWHERE = 2
+"""Type of heads that another kernel attends for, beside the types of ``model_spec``."""
 
 
 class BlockMeans(NamedTuple):

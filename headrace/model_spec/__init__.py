@@ -2,7 +2,7 @@
 
 from headrace.model_spec.arena import Arena
 from headrace.model_spec.attention import AttentionSpec, MLASpec, Mode
-from headrace.model_spec.elastic import DENSE, ELASTIC_MODES, HEAD_TYPES, POOLED, SELECTED, STREAMING, ElasticSpec, HeadMode
+from headrace.model_spec.elastic import BLOCK_SPARSE, DENSE, ELASTIC_MODES, HEAD_TYPES, POOLED, STREAMING, ElasticSpec, HeadMode
 from headrace.model_spec.foreign import AnySpec, ForeignSpec
 from headrace.model_spec.kv import CacheGroup, LayerKV, Plane, block_sizes, cache_groups, layer_kv
 from headrace.model_spec.mlp import CLAMPED_SWIGLU, DenseSpec, MlpSpec, MoeSpec
@@ -34,7 +34,7 @@ __all__ = [
     "Plane",
     "RopeSpec",
     "VisionSpec",
-    "SELECTED",
+    "BLOCK_SPARSE",
     "STREAMING",
     "Shard",
     "block_sizes",

@@ -7,8 +7,8 @@ from typing import Literal
 
 HeadMode = Literal["full", "xattn", "streaming"]
 """What a head's queries of a prompt see: every earlier key, selected blocks of them, or the first and the last blocks."""
-DENSE, SELECTED, STREAMING = 0, 1, -1
-HEAD_TYPES: dict[str, int] = {"full": DENSE, "xattn": SELECTED, "streaming": STREAMING}
+DENSE, BLOCK_SPARSE, STREAMING = 0, 1, -1
+HEAD_TYPES: dict[str, int] = {"full": DENSE, "xattn": BLOCK_SPARSE, "streaming": STREAMING}
 """Mode -> the type that kernels take."""
 ELASTIC_MODES: tuple[tuple[HeadMode, HeadMode], ...] = (
     ("full", "xattn"),

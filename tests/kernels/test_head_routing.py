@@ -1,4 +1,4 @@
-"""Routing of heads: pooling, the router and the table of types."""
+"""Routing of heads: pooling and the router."""
 
 from __future__ import annotations
 
@@ -6,15 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from headrace.errors import ConfigError
-from headrace.kernels.head_routing import (
-    HEAD_TYPES,
-    RouterWeights,
-    class_types,
-    head_types,
-    pool_keys,
-    route,
-)
+from headrace.kernels.head_routing import RouterWeights, pool_keys, route
 
 
 def router(width: int, *, dtype: torch.dtype = torch.float32) -> tuple[RouterWeights, nn.Module, nn.Module]:
@@ -67,29 +59,3 @@ def test_a_tie_is_a_sparse_head() -> None:
     assert not route(torch.randn(4, 3, 16), tied).any()
     above = torch.tensor([1.0, 1.0 + 1e-3])
     assert route(torch.randn(4, 3, 16), tied._replace(router_out_bias=above)).all()
-
-
-def test_types() -> None:
-    """A query head has the type of its KV head; retrieval heads are those of class 1."""
-    classes = torch.tensor([[1, 0], [0, 0]], dtype=torch.int8)
-    expected = {
-        ("full", "xattn"): [[0, 0, 1, 1], [1, 1, 1, 1]],
-        ("full", "streaming"): [[0, 0, -1, -1], [-1, -1, -1, -1]],
-        ("xattn", "streaming"): [[1, 1, -1, -1], [-1, -1, -1, -1]],
-        ("xattn", "xattn"): [[1, 1, 1, 1], [1, 1, 1, 1]],
-        ("full", "full"): [[0, 0, 0, 0], [0, 0, 0, 0]],
-    }
-    assert set(expected) == set(HEAD_TYPES)
-    for modes, types in expected.items():
-        got = head_types(classes, *modes, group=2)
-        assert got.dtype == torch.int8 and got.tolist() == types and got.is_contiguous()
-
-
-@pytest.mark.parametrize(
-    "modes", [("streaming", "full"), ("xattn", "full"), ("full", "local"), ("full", "none"), ("triangle", "topk"), ("", "")]
-)
-def test_other_modes_are_refused(modes: tuple[str, str]) -> None:
-    with pytest.raises(ConfigError, match="full/streaming"):
-        class_types(*modes)
-    with pytest.raises(ConfigError, match="not supported"):
-        head_types(torch.zeros(1, 1, dtype=torch.int8), *modes, group=1)

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import torch
 
-from headrace.attention.sparse import WithSparsePrompts
+from headrace.attention.sparse import Watch, WithSparsePrompts
 from headrace.core.plan import StepPlan, StepResult
 from headrace.core.request import Request
 from headrace.errors import ConfigError, EngineError
@@ -25,9 +25,14 @@ from .harness import Engine, Outcomes, alone, prompt, request, same
 from .sparse_world import Reference, SparseWorld, elastic
 
 
-def outcome(world: SparseWorld, tokens: list[int], count: int = 4) -> tuple[Engine, list[int], torch.Tensor]:
+def outcome(
+    world: SparseWorld, tokens: list[int], count: int = 4, watch: Watch | None = None
+) -> tuple[Engine, list[int], torch.Tensor]:
     """Greedy tokens, and the log-probabilities of the first one's position by token."""
     engine = Engine(world)  # type: ignore[arg-type]
+    for backend in engine.runner.backends:
+        assert isinstance(backend, WithSparsePrompts)
+        backend.sparse.watch = watch
     engine.add(request("r", tokens, max_tokens=count, eos=(), logprobs=-1))
     (sample,) = engine.run()["r"]
     first = sample.logprobs[0]
@@ -52,8 +57,10 @@ def test_elastic_attention_is_what_it_is_described_as(modes: tuple[str, str], ar
     reference = Reference(world)
     expected, first = reference.generate(tokens, 4)
     trace = reference(tokens, len(tokens))
-    engine, found, row = outcome(world, tokens)
+    masks: dict[int, torch.Tensor] = {}
+    engine, found, row = outcome(world, tokens, watch=lambda layer, first, attended: masks.update({layer: attended}))
     assert decisions(engine) == trace.classes
+    assert all(torch.equal(masks[layer], blocks) for layer, blocks in enumerate(trace.blocks))
     assert len({answer for layer in trace.classes for one in layer for answer in one}) == 2, "there are heads of both classes"
     assert found == expected
     torch.testing.assert_close(row, first, atol=1e-4, rtol=0)
@@ -125,6 +132,28 @@ def test_company_changes_nothing(mode: str) -> None:
     same(run(MODES[mode], requests)[1], expected(mode))
     # Arrivals one by one: prompts beside sequences that decode.
     same(run(dataclasses.replace(MODES[mode], depth=2), [], arrivals=requests)[1], expected(mode))
+
+
+def test_a_step_takes_elastic_prompts_dense_ones_and_decoding_rows() -> None:
+    """Eight elastic prompts in one launch are eight alone."""
+    decoding = request("decoding", prompt(33, 20), max_tokens=5, eos=(), logprobs=2, sparse_prefill=False)
+    dense = request("dense", prompt(34, 150), max_tokens=3, logprobs=2, sparse_prefill=False)
+    sparse = [request(f"r{i}", prompt(35 + i, 70 + 40 * i), max_tokens=3, logprobs=2) for i in range(8)]
+    world = dataclasses.replace(MODES["elastic"], max_num_seqs=10)
+    engine, plans = Engine(world), []  # type: ignore[arg-type]
+    execute = engine.runner.execute
+
+    def watched(plan: StepPlan) -> Any:
+        plans.append(plan)
+        return execute(plan)
+
+    engine.runner.execute = watched  # type: ignore[method-assign]
+    engine.add(decoding)
+    found = engine.run(before_step=lambda step: engine.add(dense, *sparse) if step == 1 else None)
+    mixed = plans[1]
+    assert (mixed.num_decode_rows, mixed.layers) == (1, None)
+    assert [row.num_tokens for row in mixed.rows] == [1, 150, *range(70, 351, 40)]
+    same(found, alone(world, [decoding, dense, *sparse]))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("mode", EXACT)

@@ -306,7 +306,8 @@ class EngineArgs:
     sparse_min_tokens: Annotated[
         int | None, OptionSpec(min=0, default="8192 for xattn and mean, 0 for a model's own router", metavar="INTEGER")
     ] = None
-    """Prompts with fewer tokens attend densely: selecting blocks costs more there than it saves."""
+    """Prompts with fewer tokens attend densely, unless a request asks for it: selecting blocks costs more there than it saves.
+    With more than the context, all prompts are dense but those of requests with sparse_prefill true."""
     elastic_max_exact_tokens: Annotated[
         int | None, OptionSpec(min=256, default="the longest prompt, at most 131072", metavar="INTEGER")
     ] = None
@@ -497,7 +498,7 @@ class SparseConfig:
     threshold: float
     """Of the selector: of xattn the share of attention to keep, of mean the share of the best block's score."""
     min_tokens: int
-    """Shorter prompts are dense."""
+    """Shorter prompts are dense, unless a request asks for it."""
     max_exact_tokens: int
     """The longest segment that the router sees at once, and that is computed in one piece; 0: no router."""
     block: int

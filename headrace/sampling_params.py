@@ -162,8 +162,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     structured_outputs: Annotated[StructuredOutputsParams | None, OptionSpec(metavar="JSON")] = None
     """What the output must be: exactly one of json, json_object, regex, choice and grammar, with options."""
     sparse_prefill: Annotated[bool | None, OptionSpec(default="as --sparse-prefill says")] = None
-    """Attend sparsely in the prompt: false computes it densely; true needs a server that was started with --sparse-prefill, or
-    a model with elastic attention."""
+    """Attend sparsely in the prompt: false computes it densely; true computes it sparsely, however short it is, and needs a
+    server that was started with --sparse-prefill, or a model with elastic attention."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     detokenize: bool = True

@@ -68,9 +68,10 @@ class SparsePrompt:
     @classmethod
     def of(cls, request: Request, config: SparseConfig | None) -> SparsePrompt | None:
         """None: the prompt attends densely. ``check_request`` has refused what cannot be."""
-        if config is None or request.items or len(request.prompt_token_ids) < config.min_tokens:
+        asked = request.sampling.sparse_prefill
+        if config is None or request.items or asked is False:
             return None
-        if request.sampling.sparse_prefill is False:
+        if not asked and len(request.prompt_token_ids) < config.min_tokens:
             return None
         return cls(config, request, None if config.routed else b"")
 

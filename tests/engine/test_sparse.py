@@ -50,8 +50,10 @@ def test_every_implementation_attends_alike(tmp_path: Path) -> None:
         with engine(folder, model_impl=impl, sparse_prefill="xattn", sparse_threshold=0.5, sparse_min_tokens=200) as llm:
             (output,) = llm.generate([asked], GREEDY)
             (short,) = llm.generate([{"prompt_token_ids": prompt(5, 199)}], GREEDY)
+            (wanted,) = llm.generate([{"prompt_token_ids": prompt(8, 199)}], GREEDY.replace({"sparse_prefill": True}))
         assert output.attention is not None and 0.2 < (output.attention.density or 0) < 0.95
         assert short.attention is None
+        assert wanted.attention is not None and wanted.attention.computed == 3
         found.append((output.outputs[0].token_ids, output.attention.layers, output.outputs[0].cumulative_logprob))
     assert found[0][0] == found[1][0]
     assert found[0][1] == pytest.approx(found[1][1]) and found[0][2] == pytest.approx(found[1][2], abs=1e-3)

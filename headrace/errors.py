@@ -80,3 +80,14 @@ class EngineDeadError(EngineError):
 def listed(names: Sequence[str], most: int = 5) -> str:
     """The first names, and how many others there are."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers with runs merged: [0, 1, 2, 5] is "0-2, 5", with an en dash."""
+    parts: list[tuple[int, int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][1] + 1:
+            parts[-1] = (parts[-1][0], number)
+        else:
+            parts.append((number, number))
+    return ", ".join(str(first) if first == last else f"{first}\N{EN DASH}{last}" for first, last in parts)

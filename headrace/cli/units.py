@@ -1,4 +1,4 @@
-"""Human-readable sizes and ranges."""
+"""Human-readable sizes."""
 
 from __future__ import annotations
 
@@ -46,14 +46,3 @@ def human_size(nbytes: int) -> str:
         units.pop(0)
     digits = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
     return f"{value:.{digits}f} {units[0]}"
-
-
-def ranges(numbers: list[int]) -> str:
-    """Ascending numbers with runs merged: [0, 1, 2, 5] is "0-2, 5", with an en dash."""
-    parts: list[tuple[int, int]] = []
-    for number in numbers:
-        if parts and number == parts[-1][1] + 1:
-            parts[-1] = (parts[-1][0], number)
-        else:
-            parts.append((number, number))
-    return ", ".join(str(first) if first == last else f"{first}\N{EN DASH}{last}" for first, last in parts)

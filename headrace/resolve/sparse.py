@@ -7,7 +7,7 @@ import dataclasses
 from headrace.attention.select import modes_of
 from headrace.attention.sparse import SparsePrefillAttention
 from headrace.config import EngineArgs, SparseConfig
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, ranges
 from headrace.model_spec import AnySpec, ElasticSpec, ModelSpec, RopeSpec
 from headrace.resolve.facts import DecisionLog
 
@@ -83,11 +83,19 @@ def _note_off(model: AnySpec, device: str, dtype: str, kv_dtype: str, log: Decis
     if model.elastic is not None:
         log.note(_ELASTIC, "off", "sparse_prefill off: every prompt attends densely, whatever the router would decide")
         return
-    reasons = [SparsePrefillAttention.supports(spec, device, dtype, kv_dtype) for spec in model.layers]
-    could = sum(not each for each in reasons)
-    why = "; ".join(dict.fromkeys(each[0] for each in reasons if each))
-    rest = "" if could == len(reasons) else f", not the others: {why}" if could else f": {why}"
+    reasons = [SparsePrefillAttention.supports(spec, device, dtype, kv_dtype, modes_of(model)) for spec in model.layers]
+    could, dense = sum(not each for each in reasons), _dense_layers(reasons)
+    rest = "".join(f"; not {layers}: {why}" for why, layers in dense.items())
     log.note("sparse_prefill", "off", f"{could} of {len(reasons)} layers could attend sparsely in prompts{rest}")
+
+
+def _dense_layers(reasons: list[list[str]]) -> dict[str, str]:
+    """Reason -> the layers that stay dense for it, as text."""
+    layers: dict[str, list[int]] = {}
+    for index, why in enumerate(reasons):
+        if why:
+            layers.setdefault(", ".join(why), []).append(index)
+    return {why: f"layer{'s' * (len(numbers) > 1)} {ranges(numbers)}" for why, numbers in layers.items()}
 
 
 def _refuse_without_effect(args: EngineArgs) -> None:
@@ -152,9 +160,8 @@ def _heads(
         raise ConfigError(
             f"layer {layer} cannot attend as its router decides: {reasons[layer][0]}; set sparse_prefill off", "sparse_prefill"
         )
-    for why in dict.fromkeys(tuple(each) for each in reasons if each):
-        dense = [index for index, each in enumerate(reasons) if tuple(each) == why]
-        log.note("sparse_prefill", f"{len(dense)} of {len(reasons)} layers stay dense", "; ".join(why))
+    for why, layers in _dense_layers(reasons).items():
+        log.note("sparse_prefill", f"not in {layers}", why)
     return tuple(0 if why else spec.num_heads for spec, why in zip(_whole(model).layers, reasons, strict=True))
 
 

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.cli.units import human_size, parse_size, ranges
+from headrace.cli.units import human_size, parse_size
+from headrace.errors import ranges
 
 
 @pytest.mark.parametrize(

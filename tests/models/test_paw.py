@@ -273,6 +273,29 @@ def test_what_is_decided() -> None:
     assert resolved(spec_of(elastic_spec=elastic()), sparse_prefill="mean").types is None
 
 
+def test_layers_that_stay_dense_are_named() -> None:
+    """With the reason, by the start-up report and doctor; a model's own router takes all of its layers."""
+    plain = spec_of(num_layers=6)
+    changes: dict[int, dict[str, Any]] = {0: {"window": 128}, 1: {"window": 128}, 2: {"window": 128}, 5: {"soft_cap": 30.0}}
+    layers = tuple(dataclasses.replace(layer, **changes.get(layer.layer, {})) for layer in plain.layers)
+    mixed = dataclasses.replace(plain, layers=layers)
+    notes: dict[str, list[tuple[str, str]]] = {}
+    for choice in ("off", "xattn"):
+        log = DecisionLog()
+        chosen = sparse(EngineArgs(sparse_prefill=choice), mixed, "cpu", "float32", "float32", 2048, MAX_LEN, log)  # type: ignore[arg-type]
+        notes[choice] = [(note.value, note.reason) for note in log.entries]
+    assert chosen is not None and chosen.heads == (0, 0, 0, 6, 6, 0)
+    assert notes["xattn"][:2] == [
+        ("not in layers 0\N{EN DASH}2", "it has a sliding window"),
+        ("not in layer 5", "it has a soft cap"),
+    ]
+    ((value, reason),) = notes["off"]
+    dense = "not layers 0\N{EN DASH}2: it has a sliding window; not layer 5: it has a soft cap"
+    assert (value, reason) == ("off", f"2 of 6 layers could attend sparsely in prompts; {dense}")
+    with pytest.raises(ConfigError, match="layer 0 cannot attend as its router decides: it has a sliding window"):
+        resolved(dataclasses.replace(mixed, elastic=elastic()))
+
+
 def test_the_native_call_of_all_layers_takes_routers() -> None:
     """It declines steps with sparse rows instead."""
     (layer, *_) = model(spec_of(elastic_spec=elastic())).layers

@@ -54,11 +54,10 @@ def sparse(
             "they may route otherwise by rounding; set sparse_prefill off",
             "tensor_parallel_size",
         )
-    if num_batched < config.block:
-        raise ConfigError(
-            f"sparse prefill takes chunks of {config.block} tokens: max_num_batched_tokens is {num_batched}",
-            "max_num_batched_tokens",
-        )
+    beside = args.max_prefill_tokens_beside_decode
+    for name, limit in (("max_num_batched_tokens", num_batched), ("max_prefill_tokens_beside_decode", beside)):
+        if limit is not None and limit < config.block:
+            raise ConfigError(f"sparse prefill takes chunks of {config.block} tokens: {name} is {limit}", name)
     if args.sparse_selection == "upstream" and not config.estimates:
         raise ConfigError(
             "sparse_selection upstream is a rule for XAttention's estimate, by which no head of this model selects blocks",

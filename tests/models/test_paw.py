@@ -253,6 +253,7 @@ def with_bidirectional_pictures(spec: ModelSpec) -> ModelSpec:
         ({"sparse_prefill": "xattn", "spec": with_bidirectional_pictures(spec_of())}, "sparse_prefill"),
         ({"sparse_prefill": "mean", "elastic_max_exact_tokens": 512}, "elastic_max_exact_tokens"),
         ({"sparse_prefill": "xattn", "batched": 100}, "max_num_batched_tokens"),
+        ({"sparse_prefill": "xattn", "max_prefill_tokens_beside_decode": 100}, "max_prefill_tokens_beside_decode"),
         ({"spec": spec_of(elastic_spec=elastic(block=256)), "elastic_max_exact_tokens": 300}, "elastic_max_exact_tokens"),
     ],
 )

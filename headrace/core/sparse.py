@@ -77,10 +77,10 @@ class SparsePrompt:
 
     @property
     def digest(self) -> bytes:
-        """Of the prompt, and of the salt that keeps caches apart."""
+        """Of the prompt, and of what keeps its KV apart from that of an equal one: the salt."""
         if self._digest is None:
-            digest = hashlib.blake2b(array("q", self.request.prompt_token_ids).tobytes(), digest_size=16)
-            digest.update((self.request.cache_salt or "").encode())
+            digest = hashlib.blake2b(self.request.cache_identity.root(), digest_size=16)
+            digest.update(array("q", self.request.prompt_token_ids).tobytes())
             self._digest = digest.digest()
         return self._digest
 

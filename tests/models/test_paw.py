@@ -206,6 +206,7 @@ def test_fields_that_are_absent_have_the_values_of_training() -> None:
     )
     spec = registry.model_spec(config)
     assert spec.elastic is not None and (spec.architecture, spec.qk_norm) == ("PawLlamaForCausalLM", False)
+    assert config.architectures == ["PawLlamaForCausalLM"]
     assert spec.elastic.types == (-1, 0)
     assert (spec.elastic.sink_blocks, spec.elastic.local_blocks, spec.elastic.block) == (1, 16, 128)
     assert (spec.elastic.stride, spec.elastic.norm, spec.elastic.threshold) == (16, 1.0, 0.9)

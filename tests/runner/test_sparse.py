@@ -16,6 +16,7 @@ import torch
 from headrace.attention.sparse import Watch, WithSparsePrompts
 from headrace.core.plan import StepPlan, StepResult
 from headrace.core.request import Request
+from headrace.core.sparse import SparsePrompt
 from headrace.errors import ConfigError, EngineError
 from headrace.model_spec import ELASTIC_MODES
 from headrace.model_spec.kv import FP8_KV
@@ -152,6 +153,7 @@ def test_a_step_takes_elastic_prompts_dense_ones_and_decoding_rows() -> None:
     found = engine.run(before_step=lambda step: engine.add(dense, *sparse) if step == 1 else None)
     mixed = plans[1]
     assert (mixed.num_decode_rows, mixed.layers) == (1, None)
+    assert len({outcome.decision for outcome in engine.results[1].sparse.values()}) > 1, "each prompt has its own decision"
     assert [row.num_tokens for row in mixed.rows] == [1, 150, *range(70, 351, 40)]
     same(found, alone(world, [decoding, dense, *sparse]))  # type: ignore[arg-type]
 
@@ -272,6 +274,16 @@ def test_routed_kv_is_found_by_equal_prompts_alone(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("headrace.core.sparse._DECISIONS_KEPT", 1)
     hits, found = in_turn(MODES["elastic"], requests)
     assert hits == [0, 0, 0]
+
+
+def test_decisions_are_of_one_prompt_and_salt() -> None:
+    """A salt is not taken for a further token."""
+    config, seen = MODES["elastic"].sparse, set()
+    for tokens, salt in (([5, 6], None), ([5, 6, 7], None), ([5, 6], "a"), ([5, 6], "\7" + "\0" * 7)):
+        found = SparsePrompt.of(msgspec.structs.replace(request("r", tokens), cache_salt=salt), config)
+        assert found is not None
+        seen.add(found.digest)
+    assert len(seen) == 4
 
 
 def dense(requests: Sequence[Request]) -> list[Request]:

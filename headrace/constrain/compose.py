@@ -116,12 +116,18 @@ def plan_of(
     budget: int | None = None,
     in_reasoning: bool = False,
 ) -> AnswerPlan:
-    """The plan of an answer to ``prompt``. ``in_reasoning``: what is held is held from the first token on.
+    """The plan of an answer to ``prompt``.
+
+    Args:
+        budget: tokens of reasoning at most; a model that does not reason keeps any.
+        in_reasoning: what is held is held from the first token on.
 
     Raises:
         RequestError: the format of the model's tool calls or reasoning is none that can be held.
     """
     choice = answers.recognised.choice
+    if not answers.reasons:
+        budget = None
     if budget is not None:
         _check_budget(choice, answers.vocabulary)
     if rules is not None and (choice.tools is None or not choice.tools.written):

@@ -150,7 +150,8 @@ FIELDS: tuple[FieldRule, ...] = (
         mm_processor_kwargs="Options of the model's processor of pictures and videos, such as min_pixels and max_pixels.",
         add_generation_prompt="End the prompt with the start of the assistant's turn. Default: true.",
         continue_final_message="Continue the last message instead of starting a new turn.",
-        thinking_token_budget="Number of tokens of reasoning at most; then its end is forced. -1 (default): no limit.",
+        thinking_token_budget="Number of tokens of reasoning at most; then its end is forced. -1 (default): no limit; "
+        "a model that does not reason keeps any.",
         include_reasoning="false: leave reasoning out of the answer.",
     ),
     *_applied(
@@ -237,7 +238,8 @@ FIELDS: tuple[FieldRule, ...] = (
         system="System prompt: a string or text blocks.",
         tools="Tools that the client runs: name, description, input_schema, strict. Others: see --unsupported-tools.",
         tool_choice="auto (default), any, tool or none, with disable_parallel_tool_use.",
-        thinking="enabled with budget_tokens, adaptive or disabled: sets enable_thinking of the chat template.",
+        thinking="enabled with budget_tokens, adaptive or disabled: sets enable_thinking of the chat template; "
+        "a model that does not reason keeps any budget.",
         output_config="Object with effort and format, a JSON schema of the answer.",
     ),
     *_applied(

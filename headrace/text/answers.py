@@ -45,6 +45,11 @@ class AnswerFormats:
         reasons = choice.reasoning is not None or (choice.tools is not None and choice.tools.whole)
         return EffortVariables.of(self._templates, reasons=reasons)
 
+    @property
+    def reasons(self) -> bool:
+        """Whether the model reasons: in a known format, or as its chat template's variables tell."""
+        return self.efforts != EffortVariables()
+
     def decisions(self) -> list[tuple[str, str, str]]:
         """Name, value and reason of each format."""
         found, choice = self.recognised, self.recognised.choice

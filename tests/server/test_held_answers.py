@@ -168,3 +168,19 @@ def test_a_thinking_budget(held: Held, made: Tokenizer) -> None:
         assert response.status_code == 400 and response.json()["error"]["param"] == "thinking_token_budget"
     without = Api(ScriptedLLM(made, ["a"], reasoning="mistral")).chat(thinking_token_budget=3)
     assert without.status_code == 400 and "no tokens" in without.json()["error"]["message"]
+    unknown = Api(ScriptedLLM(made, ["a"], reasoning="none")).chat(thinking_token_budget=3)
+    assert unknown.status_code == 400 and "--reasoning-parser" in unknown.json()["error"]["message"]
+
+
+def test_a_model_that_does_not_reason_keeps_any_thinking_budget(made: Tokenizer) -> None:
+    plain = scripted.with_template(made, "{% for m in messages %}{{ m.content }}{% endfor %}<tool_call>")
+    llm = ScriptedLLM(plain, ["a"], reasoning="none")
+    assert Api(llm).chat(thinking_token_budget=0).status_code == 200 and llm.seen[-1].constraint is None
+    keys = set()
+    for budget in (3, 4):
+        assert Api(llm).chat(thinking_token_budget=budget, response_format=FORMAT).status_code == 200
+        constraint = llm.seen[-1].constraint
+        assert constraint is not None
+        keys.add(constraint.grammar)
+    assert len(keys) == 1
+    assert Api(llm).chat(thinking_token_budget=-2).status_code == 400

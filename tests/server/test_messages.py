@@ -170,6 +170,15 @@ def test_thinking_reaches_the_template(api: Make) -> None:
     assert api("x").post("/v1/messages", fields | {"thinking": {"type": "enabled", "budget_tokens": 5}}).status_code == 200
 
 
+def test_a_thinking_budget_is_taken_with_a_model_that_does_not_reason(made: Tokenizer) -> None:
+    plain = scripted.with_template(made, "{% for m in messages %}{{ m.content }}{% endfor %}")
+    llm = ScriptedLLM(plain, ["x"], reasoning="none")
+    fields = {"messages": HI, "max_tokens": 9, "thinking": {"type": "enabled", "budget_tokens": 5}}
+    assert Api(llm).post("/v1/messages", fields).status_code == 200 and llm.seen[-1].constraint is None
+    assert Api(llm).post("/v1/messages/count_tokens", {k: fields[k] for k in ("messages", "thinking")}).status_code == 200
+    assert "thinking.budget_tokens" in refused(Api(ScriptedLLM(made, ["x"], reasoning="none")).post("/v1/messages", fields))
+
+
 @pytest.mark.parametrize(
     ("fields", "named"),
     [

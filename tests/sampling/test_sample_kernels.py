@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.core.plan import NewSequence, pack_tokens
+from headrace.core.plan import NewSequence, SamplePlan, pack_tokens
 from headrace.kernels import gpu
 from headrace.sampling.feature import LogitsRows
 from headrace.sampling.logprobs import ALL
+from headrace.sampling.masks import HostMasks
 from headrace.sampling.sampler import Sampled, Sampler
 from headrace.sampling_params import SamplingParams
 from headrace.text.bad_words import compile_bad_words
@@ -34,11 +35,12 @@ KINDS: list[dict[str, Any]] = [
 
 
 def sampler_of(device: torch.device, kinds: list[dict[str, Any]], vocab: int = VOCAB, **more: Any) -> Sampler:
-    """Slot by slot one of the kinds."""
+    """Slot by slot one of the kinds. ``masked``: slots whose sequences are constrained."""
     sampler = Sampler(len(kinds), vocab, device, more.pop("token_bytes", None))
-    table = more.pop("table", None)
+    table, masked = more.pop("table", None), more.pop("masked", [])
     for slot, kind in enumerate(kinds):
-        seq = NewSequence(slot, slot, pack_tokens([1, 2, 3]), 2, SamplingParams(**kind, **more), slot, 0, [5], table)
+        params = SamplingParams(**kind, **more)
+        seq = NewSequence(slot, slot, pack_tokens([1, 2, 3]), 2, params, slot, 0, [5], table, constrained=slot in masked)
         sampler.add(slot, seq)
     return sampler
 
@@ -95,7 +97,9 @@ def test_faults(by_kernels: torch.device) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("kinds", [KINDS, KINDS[:1], KINDS[:2], KINDS[2:3]], ids=["all", "greedy", "plain", "filtered"])
 @pytest.mark.parametrize("features", [False, True])
-def test_nothing_waits_for_the_device(kinds: list[dict[str, Any]], features: bool) -> None:
+@pytest.mark.parametrize("masks", [False, True])
+def test_nothing_waits_for_the_device(kinds: list[dict[str, Any]], features: bool, masks: bool) -> None:
+    """Every second row has a mask, which the step uploads."""
     device, vocab = torch.device("cuda"), 20_000
     more: dict[str, Any] = {}
     if features:
@@ -104,15 +108,37 @@ def test_nothing_waits_for_the_device(kinds: list[dict[str, Any]], features: boo
         more = {"logit_bias": {7: 1.0}, "frequency_penalty": 0.5, "repetition_penalty": 1.1, "min_tokens": 9}
         more |= {"bad_words": ["t77", "t12 t5"], "logprobs": 4, "logprobs_mode": "processed", "token_bytes": token_bytes}
         more["table"] = compile_bad_words(more["bad_words"], token_bytes, special_text=False)
-    sampler = sampler_of(device, kinds, vocab, **more)
+    masked = list(range(0, len(kinds), 2)) if masks else []
+    plan = masked_plan(masked, vocab)
+    sampler = sampler_of(device, kinds, vocab, masked=masked, **more)
     logits = torch.randn(len(kinds), vocab, device=device)
     rows = rows_of(list(range(len(kinds))), 3, device)
-    sampler.sample(logits.clone(), rows)
+    graph_inputs = torch.zeros(len(kinds) + 1 + len(plan.masks) // 4, dtype=torch.int32, device=device)
+
+    def step() -> Sampled:
+        sent = HostMasks.of(plan, rows.slots, vocab)
+        if sent is not None:
+            sent.copy_to(graph_inputs, len(kinds) + 1)
+        return sampler.sample(logits.clone(), rows, None if sent is None else sent.upload(device))
+
+    step()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        found = sampler.sample(logits.clone(), rows)
+        found = step()
         sampler_of(device, kinds, vocab)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert not found.errors()
+    tokens = found.tokens.tolist()
+    assert all(tokens[row] % 64 < 32 for row in masked)
+    assert graph_inputs[: len(kinds) + 1].tolist() == [
+        row // 2 if row in masked else -1 if masked else 0 for row in range(len(kinds) + 1)
+    ]
+
+
+def masked_plan(slots: list[int], vocab: int) -> SamplePlan:
+    """Masks that allow every second word of the vocabulary."""
+    words = np.zeros((len(slots), -(-vocab // 32)), dtype="<i4")
+    words[:, ::2] = -1
+    return SamplePlan(0, slots, memoryview(words.tobytes()))

@@ -7,16 +7,20 @@ import json
 import sys
 import tempfile
 import time
+from array import array
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
+import numpy as np
+import numpy.typing as npt
 import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from constrain.test_grammars import BOMBS
 
+from e2e.reader import StreamReader
 from e2e.running import Server, start_server, stop_server
 
 NAMES = {"json": "guided_json", "regex": "guided_regex", "choice": "guided_choice", "grammar": "guided_grammar"}
@@ -24,6 +28,7 @@ NAMES = {"json": "guided_json", "regex": "guided_regex", "choice": "guided_choic
 
 STREAM_TOKENS = 160
 """Of one stream: another begins in its blocks."""
+STREAM = {"prompt": "Once", "max_tokens": STREAM_TOKENS, "ignore_eos": True, "stream": True}
 BLOCK = 16
 CONCURRENT = 8
 
@@ -35,7 +40,7 @@ def options(clients: int) -> list[str]:
 
 
 class Gaps(NamedTuple):
-    """Between two tokens of a stream, in seconds."""
+    """Between two events of a stream, in seconds."""
 
     p50: float
     p99: float
@@ -58,6 +63,8 @@ class Report(NamedTuple):
     """Memory after the last one, less ``memory``."""
     seconds: float
     """Spent beside hostile grammars."""
+    reader_busy: float
+    """Processor time of the process that reads the streams by the time that it reads: near 1, it measures itself."""
 
 
 def bodies(count: int, first: int) -> list[dict[str, Any]]:
@@ -78,29 +85,24 @@ def bodies(count: int, first: int) -> list[dict[str, Any]]:
     return made
 
 
-async def streams(url: str, clients: int, gaps: list[tuple[float, float]]) -> None:
-    """Reads streams until it is cancelled; ``gaps``: (end, length) of each gap."""
+def gaps_within(times: list[array[float]], spans: list[tuple[float, float]]) -> npt.NDArray[np.float64]:
+    """Lengths of the gaps between two events of a stream that begin and end in one of the spans.
 
-    async def one(client: httpx.AsyncClient) -> None:
-        body = {"prompt": "Once", "max_tokens": STREAM_TOKENS, "ignore_eos": True, "stream": True}
-        while True:
-            last = None
-            async with client.stream("POST", f"{url}/v1/completions", json=body) as response:
-                async for line in response.aiter_lines():
-                    if line.startswith("data: {"):
-                        now = time.monotonic()
-                        if last is not None:
-                            gaps.append((now, now - last))
-                        last = now
-
-    async with httpx.AsyncClient(timeout=600, limits=httpx.Limits(max_connections=None)) as client:
-        await asyncio.gather(*(one(client) for _ in range(clients)))
+    Args:
+        times: as ``Arrivals.times``.
+    """
+    joined = np.concatenate([np.frombuffer(own) for own in times])
+    begins, ends = joined[:-1], joined[1:]
+    within = np.zeros(len(begins), dtype=bool)
+    for start, stop in spans:
+        within |= (begins >= start) & (ends <= stop)  # of NaN neither is true
+    return (ends - begins)[within]
 
 
-def gaps_of(lengths: list[float], quiet: list[float]) -> Gaps:
-    p50, p99, longest = (sorted(lengths)[min(len(lengths) - 1, int(share * len(lengths)))] for share in (0.5, 0.99, 1.0))
-    limit = 2 * sorted(quiet)[int(0.99 * len(quiet))]
-    return Gaps(p50, p99, longest, sum(length > limit for length in lengths), len(lengths))
+def gaps_of(lengths: npt.NDArray[np.float64], quiet: npt.NDArray[np.float64]) -> Gaps:
+    p50, p99, longest = (float(np.quantile(lengths, share, method="higher")) for share in (0.5, 0.99, 1.0))
+    limit = 2 * np.quantile(quiet, 0.99, method="higher")
+    return Gaps(p50, p99, longest, int((lengths > limit).sum()), len(lengths))
 
 
 def memory(server: Server) -> float:
@@ -134,33 +136,29 @@ async def measure(server: Server, clients: int, grammars: int, rounds: int, quie
         await ask({"prompt": prompts, "max_tokens": BLOCK, "ignore_eos": True})
         await all_of(bodies(len(BOMBS), 0))
         statuses.clear()
-        gaps: list[tuple[float, float]] = []
-        background = asyncio.create_task(streams(server.url, clients, gaps))
-        await asyncio.sleep(quiet)
-        before = memory(server)
-        for place in range(rounds):
-            for phase, spans in phases.items():
-                start = time.monotonic()
-                if phase == "quiet":
-                    await asyncio.sleep(quiet)
-                elif phase == "plain":
-                    await all_of([{"prompt": "Once", "max_tokens": 8, "ignore_eos": True}] * share)
-                else:
-                    await all_of(bodies(share, len(BOMBS) + place * share))
-                spans.append((start, time.monotonic()))
-        after = memory(server)
-    background.cancel()
-    await asyncio.gather(background, return_exceptions=True)
-    found = {
-        phase: [length for end, length in gaps if any(start <= end - length and end <= stop for start, stop in spans)]
-        for phase, spans in phases.items()
-    }
+        with StreamReader(server.url, STREAM, clients) as reader:
+            await asyncio.sleep(quiet)
+            before = memory(server)
+            for place in range(rounds):
+                for phase, spans in phases.items():
+                    start = time.monotonic()
+                    if phase == "quiet":
+                        await asyncio.sleep(quiet)
+                    elif phase == "plain":
+                        await all_of([{"prompt": "Once", "max_tokens": 8, "ignore_eos": True}] * share)
+                    else:
+                        await all_of(bodies(share, len(BOMBS) + place * share))
+                    spans.append((start, time.monotonic()))
+            after = memory(server)
+            arrivals = reader.stop()
+    found = {phase: gaps_within(arrivals.times, spans) for phase, spans in phases.items()}
     return Report(
         *(gaps_of(lengths, found["quiet"]) for lengths in found.values()),
         statuses,
         before,
         after - before,
         sum(stop - start for start, stop in phases["hostile"]),
+        arrivals.busy,
     )
 
 

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import math
+from array import array
+from collections.abc import AsyncIterator
 from pathlib import Path
 
+import httpx
 import pytest
 
-from e2e.hostile import measure, options
+from e2e.hostile import gaps_within, measure, options
+from e2e.reader import StreamReader, read_streams
 from e2e.running import start_server, stop_server
 
 PAUSE = 3.0
@@ -42,3 +47,40 @@ def test_hostile_grammars_stop_no_stream_and_leave_no_memory(
     # A busy machine holds up the streams in each phase; plain requests make the steps longer, too.
     assert report.hostile.p99 < max(PAUSE, 2 * report.quiet.p99, 2 * report.plain.p99), report
     assert report.grown < GROWTH, report
+
+
+def test_the_reader_counts_events_wherever_reads_split_them() -> None:
+    reads = [b"dat", b'a: {"a": "data: {"}\n\nd', b'ata: {"b": 1}\n\ndata: {"c": 1}\n', b"\n", b"data: [DONE]\n\n"]
+    answered = 0
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for read in reads:
+            yield read
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        nonlocal answered
+        answered += 1
+        return httpx.Response(200, content=pieces()) if answered <= 2 else httpx.Response(503)
+
+    async def read(times: array[float]) -> None:
+        async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
+            await read_streams(client, "http://server", {}, times)
+
+    times = array("d")
+    with pytest.raises(httpx.HTTPStatusError):
+        asyncio.run(read(times))
+    assert [math.isnan(time) for time in times] == 2 * [True, False, False, False] + [True]
+
+
+def test_gaps_lie_within_one_stream_and_one_span() -> None:
+    nan = math.nan
+    times = [array("d", [nan, 1.0, 2.0, 4.0, nan, 4.5, 5.0]), array("d", [nan, 1.5, 4.5])]
+    assert gaps_within(times, [(0.0, 6.0)]).tolist() == [1.0, 2.0, 0.5, 3.0]
+    assert gaps_within(times, [(0.0, 2.0), (3.5, 6.0)]).tolist() == [1.0, 0.5]
+
+
+def test_a_reader_without_a_server_fails() -> None:
+    with StreamReader("http://127.0.0.1:9", {}, 1) as reader:
+        reader.process.join(60)
+        with pytest.raises((EOFError, OSError)):
+            reader.stop()

@@ -17,6 +17,7 @@ from headrace.options import INT32_MAX
 from headrace.server.sampling import limit
 from headrace.server.schema import ChatBody, CompletionBody, TokenizeBody
 from headrace.server.state import Serving
+from headrace.server.transcript import Transcript
 from headrace.text.answers import AnswerFormats
 from headrace.text.content import ConversationMedia, MediaPart
 from headrace.text.effort import EffortVariables
@@ -99,6 +100,8 @@ class RenderedChat(NamedTuple):
     """In the order of their placeholders in the text."""
     kwargs: Mapping[str, Any]
     """``mm_processor_kwargs``"""
+    transcript: Transcript | None = None
+    """Of earlier turns: its tokens are the prompt's where the prompt begins with its text."""
 
     @property
     def text(self) -> str:
@@ -120,8 +123,11 @@ class RenderedChat(NamedTuple):
         inputs = serving.llm.inputs
         loader, text = inputs.media, self.text
         tokens: list[int] | None = None
-        if len(self.parts) > 1:
-            inputs.check_length(text, "messages")
+        inputs.check_length(text, "messages")
+        if self.transcript is not None and not self.media:
+            continued = functools.partial(self.transcript.continued, need_tokenizer(serving, "messages"), self.parts)
+            tokens = await inputs.in_thread(continued)
+        if tokens is None and len(self.parts) > 1:
             encode = functools.partial(need_tokenizer(serving, "messages").encode_parts, param="messages")
             tokens = await inputs.in_thread(lambda: encode(self.parts, add_special_tokens))
         if not self.media or loader is None:
@@ -139,7 +145,6 @@ class RenderedChat(NamedTuple):
     async def token_ids(self, serving: Serving, find: FindFeatures | None, *, add_special_tokens: bool = False) -> list[int]:
         """The tokens of the prompt. Raises: as ``prompt``."""
         inputs = serving.llm.inputs
-        inputs.check_length(self.text, "messages")
         async with self.prompt(serving, find, add_special_tokens=add_special_tokens) as prompt:
             if isinstance(prompt, str):
                 tokenizer = need_tokenizer(serving, "messages")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -10,13 +11,14 @@ from typing import Any, NamedTuple
 import msgspec
 
 from headrace.server.settings import ServerSettings
+from headrace.server.transcript import Transcript
 
 _OVERHEAD = 512
 """Bytes of an entry beside its JSON text."""
 
 
 class Stored(NamedTuple):
-    """A response, as JSON text."""
+    """A response, as JSON text, and its transcript."""
 
     response: bytes
     input_items: bytes
@@ -24,10 +26,11 @@ class Stored(NamedTuple):
     history: bytes
     """The items of the whole conversation, the response's own included."""
     item_ids: tuple[str, ...]
+    transcript: Transcript | None = None
 
     @property
     def size(self) -> int:
-        return _OVERHEAD + sum(map(len, (*self[:3], *self.item_ids)))
+        return _OVERHEAD + sum(map(len, (*self[:3], *self.item_ids))) + sum(map(sys.getsizeof, self.transcript or ()))
 
     def items(self) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = msgspec.json.decode(self.history)
@@ -52,10 +55,12 @@ class ResponseStore:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def put(self, response: dict[str, Any], input_items: Sequence[Any], history: Sequence[Any]) -> None:
+    def put(
+        self, response: dict[str, Any], input_items: Sequence[Any], history: Sequence[Any], transcript: Transcript | None = None
+    ) -> None:
         encode = msgspec.json.encode
         ids = tuple(item["id"] for item in (*input_items, *response["output"]))
-        entry = Stored(encode(response), encode(input_items), encode(history), ids)
+        entry = Stored(encode(response), encode(input_items), encode(history), ids, transcript)
         identity = response["id"]
         self._entries[identity] = entry
         self._ends[identity] = self._clock() + self._settings.responses_store_ttl

@@ -54,6 +54,27 @@ def test_stream_equals_the_whole(server: Server) -> None:
     assert chunks[-1].usage == whole.usage or chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
 
 
+def test_a_stored_answer_is_found_in_the_prefix_cache_however_it_is_spelled(server: Server) -> None:
+    """Letter by letter, in place of the tokenizer's own tokens."""
+    with httpx.Client(base_url=server.url, timeout=120) as http:
+        letters = [http.post("/tokenize", json={"prompt": letter}).json()["tokens"][0] for letter in "aeinrst"]
+        end = http.post("/tokenize", json={"prompt": "<|im_end|>"}).json()["tokens"][0]
+        odd = {
+            "allowed_token_ids": [*letters, end],
+            "logit_bias": {str(end): 100},
+            "min_tokens": 70,
+            "temperature": 1,
+            "seed": 1,
+        }
+        first = http.post("/v1/responses", json={"input": "Spell.", "max_output_tokens": 99, **odd}).json()
+        text = first["output"][0]["content"][0]["text"]
+        assert first["status"] == "completed" and len(http.post("/tokenize", json={"prompt": text}).json()["tokens"]) < 70
+        body = {"input": "Again.", "previous_response_id": first["id"], "max_output_tokens": 1}
+        usage = http.post("/v1/responses", json=body).json()["usage"]
+    known = first["usage"]["input_tokens"] + first["usage"]["output_tokens"] - 1
+    assert usage["input_tokens_details"]["cached_tokens"] == known // 16 * 16
+
+
 def test_samples_as_the_model_card_says(server: Server) -> None:
     [card] = httpx.get(f"{server.url}/v1/models", timeout=30).json()["data"]
     assert card["default_sampling_params"] == {"temperature": 0.2, "top_p": 0.9}

@@ -55,9 +55,11 @@ def with_template(made: Tokenizer, template: str) -> Tokenizer:
 
 
 class ScriptedLLM(FakeLLM):
-    """Answers request by request with ``texts``, the last again and again; one token a delta."""
+    """Answers request by request with ``texts`` or token ids, the last again and again; one token a delta."""
 
-    def __init__(self, made: Tokenizer, texts: Sequence[str], *, tools: str = "auto", reasoning: str = "auto") -> None:
+    def __init__(
+        self, made: Tokenizer, texts: Sequence[str | list[int]], *, tools: str = "auto", reasoning: str = "auto"
+    ) -> None:
         self._formats = AnswerFormats(made, tools, reasoning)
         self.texts = texts
         self.vocabulary = GrammarVocabulary(made, made.vocab_size, self._formats.machine.markers)
@@ -79,7 +81,8 @@ class ScriptedLLM(FakeLLM):
 
     async def _stream(self, request: Request) -> AsyncGenerator[OutputDelta]:
         text = self.texts[min(len(self.seen), len(self.texts)) - 1]
-        tokens = self.tokenizer.encode(text, add_special_tokens=False) + self.tokenizer.eos_token_ids[:1]
+        spelled = text if isinstance(text, list) else self.tokenizer.encode(text, add_special_tokens=False)
+        tokens = spelled + self.tokenizer.eos_token_ids[:1]
         outputs = OutputProcessor(self.tokenizer)
         blocks: Any = SimpleNamespace(token_ids=list(request.prompt_token_ids), identity=request.cache_identity)
         for index in range(request.sampling.n):

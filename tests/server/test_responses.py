@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from headrace.server.settings import ServerSettings
 from headrace.server.store import ResponseStore
+from headrace.server.transcript import Transcript
 from headrace.text.tokenizer import Tokenizer
 from server import scripted
 from server.fakes import FakeLLM
@@ -213,13 +215,15 @@ def test_the_store_stays_in_its_bounds() -> None:
     for number in range(20_000):
         now[0] += number % 7
         items = [{"id": f"item_{number}", "text": "x" * (number * 37 % 997)}]
-        store.put({"id": f"resp_{number}", "output": [{"id": f"msg_{number}"}]}, items, items)
+        transcript = Transcript(b"x" * (number * 41 % 997), array("i", range(number % 53))) if number % 3 else None
+        store.put({"id": f"resp_{number}", "output": [{"id": f"msg_{number}"}]}, items, items, transcript)
         store.get("resp_0")
         assert len(store) <= 50 and store.used <= 40_000
         assert len(store._of_item) == 2 * len(store) == 2 * len(store._ends)
     assert store.get(f"resp_{number}") and store.item(f"item_{number}") == items[0]
     assert store.get("resp_0") is None
-    store.put({"id": "large", "output": []}, [], ["x" * 50_000])
+    for history, transcript in (["x" * 50_000], None), ([], Transcript(b"", array("i", range(10_000)))):
+        store.put({"id": "large", "output": []}, [], history, transcript)
     assert store.get("large") is None and store.used == 0
     store.put({"id": "old", "output": []}, [], [])
     now[0] += 1000

@@ -21,6 +21,7 @@ from headrace.server.shape.parts import events_of
 from headrace.server.sse import ChunkAnswer
 from headrace.server.state import Serving
 from headrace.server.tools import names_function, offered
+from headrace.server.transcript import Transcript
 
 router = APIRouter()
 
@@ -40,6 +41,7 @@ async def chat_generation(
     tenant: str | None,
     room: int | None = None,
     grammars: Mapping[str, TextGrammar] = MappingProxyType({}),
+    transcript: Transcript | None = None,
 ) -> Generation:
     """The generation of a conversation.
 
@@ -47,6 +49,7 @@ async def chat_generation(
         tenant: whose request it is; None: of a batch, which has no uploaded features.
         room: most tokens to generate, fewer where the context ends before.
         grammars: of tools whose calls have a text, by name.
+        transcript: of earlier turns.
 
     Raises:
         ApiError, RequestError: 4xx, naming the field of the chat request.
@@ -56,7 +59,7 @@ async def chat_generation(
         params = chat_params(body, state)
         answers = state.llm.inputs.answers
         tools = offered(body, answers, state.settings, grammars)
-        rendered = await render_messages(state, body, tools.schemas)
+        rendered = (await render_messages(state, body, tools.schemas))._replace(transcript=transcript)
         prompt = rendered.text
         parse = answers and answers.options(
             prompt,

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from headrace.errors import RequestError
 from headrace.server.answers import Begun, answers
 from headrace.server.errors import JSON, ApiError, shown
+from headrace.server.prompts import need_tokenizer
 from headrace.server.request import parsed_body
 from headrace.server.routes.chat import chat_generation
 from headrace.server.schema import ChatBody, ResponsesBody
@@ -18,6 +19,7 @@ from headrace.server.shape.responses import NAMES, ResponsesAnswer, conversation
 from headrace.server.shape.turns import renamed
 from headrace.server.state import Serving, serving
 from headrace.server.store import Stored
+from headrace.server.transcript import Transcript
 
 router = APIRouter()
 _MOST_ITEMS = 100
@@ -34,11 +36,14 @@ async def responses(state: Serving, body: ResponsesBody, response_id: str, tenan
     with renamed(NAMES):
         read = conversation(body, state)
         chat = parsed_body(read.chat, ChatBody, "chat")
-        generation = await chat_generation(state, chat, response_id, tenant=tenant, grammars=read.grammars)
+        generation = await chat_generation(
+            state, chat, response_id, tenant=tenant, grammars=read.grammars, transcript=read.transcript
+        )
     stored = state.responses.on and body.store is not False
 
-    def keep(response: dict[str, Any]) -> None:
-        state.responses.put(response, read.input_items, [*read.history, *response["output"]])
+    def keep(response: dict[str, Any], token_ids: list[int]) -> None:
+        transcript = Transcript.of(need_tokenizer(state, "input"), generation.requests[0], token_ids)
+        state.responses.put(response, read.input_items, [*read.history, *response["output"]], transcript)
 
     return generation, ResponsesAnswer(body, state, generation, response_id, read, keep if stored else None)
 

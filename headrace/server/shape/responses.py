@@ -24,6 +24,8 @@ from headrace.server.shape.parts import Part, PartialText, Parts, Step, events_o
 from headrace.server.shape.turns import ContentPart, Turns, checked, image_part, json_text, served_tools
 from headrace.server.sse import Answer
 from headrace.server.state import Serving
+from headrace.server.store import Stored
+from headrace.server.transcript import Transcript
 
 NAMES = {
     "messages": "input",
@@ -192,6 +194,8 @@ class Conversation(NamedTuple):
     """Of this request, each with an id."""
     history: list[dict[str, Any]]
     """Of the whole conversation."""
+    transcript: Transcript | None
+    """Of the response that the request continues."""
     tools: list[dict[str, Any]]
     skipped: list[str]
 
@@ -199,7 +203,8 @@ class Conversation(NamedTuple):
 def conversation(body: ResponsesBody, state: Serving) -> Conversation:
     """Raises: ApiError, RequestError: 4xx, naming the place at fault."""
     given = _given_items(body.input, state)
-    earlier = _earlier(body, state)
+    before = _earlier(body, state)
+    earlier = before.items() if before is not None else []
     history = [*earlier, *given]
     turns = Turns()
     if body.instructions is not None:
@@ -238,6 +243,7 @@ def conversation(body: ResponsesBody, state: Serving) -> Conversation:
         },
         given,
         history,
+        before.transcript if before is not None else None,
         [tool for _, tool in kept],
         skipped,
     )
@@ -264,15 +270,15 @@ def _given_items(given: Any, state: Serving) -> list[dict[str, Any]]:
     return items
 
 
-def _earlier(body: ResponsesBody, state: Serving) -> list[dict[str, Any]]:
+def _earlier(body: ResponsesBody, state: Serving) -> Stored | None:
     identity = body.previous_response_id
     if identity is None:
-        return []
+        return None
     entry = state.responses.get(identity)
     if entry is None:
         message = f"previous_response_id: there is no response {shown(identity)}; it was not stored, or is forgotten"
         raise ApiError(404, message, param="previous_response_id", code="previous_response_not_found")
-    return entry.items()
+    return entry
 
 
 def _add(turns: Turns, item: Item, state: Serving, where: str) -> None:
@@ -392,9 +398,9 @@ class ResponsesAnswer(Answer):
         generation: Generation,
         response_id: str,
         read: Conversation,
-        keep: Callable[[dict[str, Any]], None] | None,
+        keep: Callable[[dict[str, Any], list[int]], None] | None,
     ) -> None:
-        """``keep``: gets the finished response, to be stored."""
+        """``keep``: gets the finished response and its tokens, to be stored."""
         self._generation = generation
         self._read = read
         self._keep = keep
@@ -404,6 +410,7 @@ class ResponsesAnswer(Answer):
         self._secret = state.secret if ENCRYPTED in body.include else None
         self._parts = Parts()
         self._items: list[_OutputItem] = []
+        self._token_ids: list[int] = []
         self._finish: OutputDelta | None = None
         self._pending: list[Any] = []
         """Logprobs of tokens whose text is still to come."""
@@ -412,6 +419,7 @@ class ResponsesAnswer(Answer):
 
     def add(self, piece: Piece) -> Iterator[dict[str, Any]]:
         delta = piece.delta
+        self._token_ids += delta.token_ids
         if not self._sequence and self._streams:
             yield self._event("response.created", response=self._response("in_progress"))
             yield self._event("response.in_progress", response=self._response("in_progress"))
@@ -489,7 +497,7 @@ class ResponsesAnswer(Answer):
         cut = self._finish is not None and self._finish.finish_reason == "length"
         response = self._response("incomplete" if cut else "completed")
         if self._keep is not None:
-            self._keep(response)
+            self._keep(response, self._token_ids)
         return response
 
     def failed(self, error: ApiError) -> bytes:

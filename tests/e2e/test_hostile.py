@@ -81,6 +81,6 @@ def test_gaps_lie_within_one_stream_and_one_span() -> None:
 
 def test_a_reader_without_a_server_fails() -> None:
     with StreamReader("http://127.0.0.1:9", {}, 1) as reader:
-        reader.process.join(60)
+        reader.processes[0].join(60)
         with pytest.raises((EOFError, OSError)):
             reader.stop()

@@ -20,7 +20,8 @@ from headrace.constrain.compiler import compiled
 from headrace.constrain.compose import AnswerPlan, compose
 from headrace.constrain.limits import make_pool
 from headrace.constrain.parameters import HeldTool
-from headrace.constrain.schema import Schema, SchemaError, SchemaOptions, narrow, refusal, subschemas
+from headrace.constrain.references import subschemas
+from headrace.constrain.schema import Schema, SchemaError, SchemaOptions, narrow, refusal
 from headrace.constrain.structural import structural_grammar
 from headrace.constrain.vocabulary import GrammarVocabulary
 from headrace.core.request import Constraint

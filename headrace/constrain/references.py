@@ -105,11 +105,13 @@ def _joined(base: str, value: str) -> str:
 
 
 def _below(schema: dict[str, Any], pointer: str, base: str | None, depth: int) -> Iterator[tuple[str, Any, str | None, int]]:
-    return ((pointer + step, own, base, depth + 1) for step, own in _within(schema))
+    return ((pointer + step, own, base, depth + 1) for step, own in subschemas(schema))
 
 
-def _within(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """(step, schema) of what stands where schemas stand."""
+def subschemas(schema: Any) -> Iterator[tuple[str, Any]]:
+    """(pointer, schema) of what stands where schemas stand directly within one, which need not have been checked."""
+    if not isinstance(schema, dict):
+        return
     for name in _BY_NAME:
         if isinstance(own := schema.get(name), dict):
             yield from ((f"/{escaped(name)}/{escaped(key)}", each) for key, each in own.items())

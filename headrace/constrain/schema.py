@@ -14,7 +14,7 @@ import difflib
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, TypeVar
 
 from headrace.constrain.dates import DATES
@@ -401,21 +401,6 @@ def _check_counted_keys(node: _Node) -> None:
     if least > max(len(keywords.get("required", ())), 1) and keywords.get("additionalProperties") is not False:
         message = "minProperties can only be held where additionalProperties is false, or when the properties are required"
         raise SchemaError(message, f"{node.pointer}/minProperties")
-
-
-def subschemas(schema: Schema) -> Iterator[tuple[str, Schema]]:
-    """(pointer, schema) of the schemas directly within one."""
-    if isinstance(schema, bool):
-        return
-    for name in ("properties", "patternProperties", "$defs", "definitions"):
-        for key, own in schema.get(name, {}).items():
-            yield f"/{escaped(name)}/{escaped(key)}", own
-    for name in ("anyOf", "oneOf", "allOf", "prefixItems", "items"):
-        if isinstance(own := schema.get(name), list):
-            yield from ((f"/{name}/{index}", each) for index, each in enumerate(own))
-    for name in ("additionalProperties", "additionalItems", "items"):
-        if isinstance(own := schema.get(name), dict):
-            yield f"/{name}", own
 
 
 def _shown(value: Any) -> str:

@@ -17,8 +17,6 @@ import asyncio
 import json
 import random
 import shlex
-import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,15 +24,16 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(Path(__file__).parent)]
 
 import httpx  # noqa: E402
+from e2e.running import start_server, stop_server  # noqa: E402
 from sparse_ttft import DENSE, MODES, folder_of  # noqa: E402
 
 from headrace.bench.report import facts, load_average  # noqa: E402
 from headrace.metrics.exchanges import distribution  # noqa: E402
 
-START_SECONDS = 240.0
+OPTIONS = ("--load-format", "dummy", "--skip-tokenizer-init", "--no-enable-prefix-caching")
 PROMPT = 512
 """Tokens of a streaming request's prompt."""
 STREAM = 20_000
@@ -95,26 +94,6 @@ async def measure(url: str, clients: int, length: int, vocab_size: int) -> Json:
     return row
 
 
-def serve(folder: Path, options: list[str], log: Path) -> tuple[subprocess.Popen[bytes], str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "headrace.cli", "serve", str(folder), "--port", str(port), "--load-format", "dummy"]
-    command += ["--skip-tokenizer-init", "--no-enable-prefix-caching", *options]
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
-    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            if httpx.get(f"{url}/ready", timeout=5).status_code == 200:
-                return process, url
-        except httpx.HTTPError:
-            pass
-        time.sleep(0.2)
-    process.kill()
-    sys.exit(f"the server is not ready:\n{log.read_text(errors='replace')[-4000:]}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
@@ -133,12 +112,12 @@ def main() -> None:
             folder = options.model if case == DENSE else folder_of(options.model, MODES[case], Path(parent))
             for beside in [None, *([options.beside] if options.beside else [])]:
                 limit = [] if beside is None else ["--max-prefill-tokens-beside-decode", str(beside)]
-                process, url = serve(folder, [*limit, *options.serve], Path(parent) / "log.txt")
+                server = start_server(Path(parent) / "log.txt", str(folder), *OPTIONS, *limit, *options.serve)
                 try:
-                    row = asyncio.run(measure(url, options.clients, options.length, vocab_size))
+                    server.wait_healthy()
+                    row = asyncio.run(measure(server.url, options.clients, options.length, vocab_size))
                 finally:
-                    process.terminate()
-                    process.wait(30)
+                    stop_server(server)
                 rows.append({"case": case, "beside": beside, **row})
                 print(json.dumps(rows[-1]), flush=True)
                 if options.output:

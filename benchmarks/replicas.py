@@ -24,7 +24,6 @@ import random
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -35,9 +34,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import httpx  # noqa: E402
+from e2e.running import start_server  # noqa: E402
 from simulator import TINY  # noqa: E402
 
 from headrace.bench.report import facts, load_average  # noqa: E402
@@ -69,16 +69,12 @@ class Server:
     """``headrace serve``, from its start to its end."""
 
     def __init__(self, model: str, policy: str, folder: Path, options: argparse.Namespace) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        self.url, self._log = f"http://127.0.0.1:{port}", folder / f"{policy}.log"
+        self._log = folder / f"{policy}.log"
         blocks = options.held * -(-options.prefix_tokens // BLOCK) + 1
-        command = [sys.executable, "-m", "headrace.cli", "serve", model, "--port", str(port), "-dp", str(options.replicas)]
-        command += ["--dp-routing-policy", policy, "--load-format", "dummy", "--skip-tokenizer-init"]
-        command += ["--num-kv-blocks", str(blocks), "--block-size", str(BLOCK), *options.serve]
-        with self._log.open("wb") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+        words = ["-dp", str(options.replicas), "--dp-routing-policy", policy, "--load-format", "dummy", "--skip-tokenizer-init"]
+        words += ["--num-kv-blocks", str(blocks), "--block-size", str(BLOCK), *options.serve]
+        started = start_server(self._log, model, *words)
+        self.url, self.process = started.url, started.process
 
     def wait(self) -> None:
         """Until all replicas take requests and have captured their graphs."""

@@ -138,6 +138,16 @@ def all_ready(stream: OutputStream) -> list[OutputDelta]:
     return [*iter(stream.ready, None)]
 
 
+def taker(stream: OutputStream, calls: list[list[OutputDelta]], *, more: bool) -> Callable[[], bool]:
+    """Takes all that is ready. ``more``: whether it wants to be called again."""
+
+    def take() -> bool:
+        calls.append(all_ready(stream))
+        return more
+
+    return take
+
+
 async def turns() -> None:
     for _ in range(4):
         await asyncio.sleep(0)
@@ -145,11 +155,7 @@ async def turns() -> None:
 
 def test_deltas_of_one_turn_are_taken_together() -> None:
     async def script(inbox: Inbox, stream: OutputStream, calls: list[list[OutputDelta]]) -> None:
-        def take() -> bool:
-            calls.append(all_ready(stream))
-            return True
-
-        waiting = asyncio.create_task(stream.each(take))
+        waiting = asyncio.create_task(stream.each(taker(stream, calls, more=True)))
         await turns()
         for numbers in ([0], [1, 2, 3], [4]):
             for number in numbers:
@@ -181,12 +187,8 @@ def test_what_arrived_before_each_is_taken() -> None:
 
 def test_a_taker_that_must_wait_is_called_no_more() -> None:
     async def script(inbox: Inbox, stream: OutputStream, calls: list[list[OutputDelta]]) -> None:
-        def take() -> bool:
-            calls.append(all_ready(stream))
-            return False
-
         for number in (0, 1):
-            waiting = asyncio.create_task(stream.each(take))
+            waiting = asyncio.create_task(stream.each(taker(stream, calls, more=False)))
             await turns()
             inbox.put(delta(number))
             await waiting
@@ -215,11 +217,7 @@ def test_an_error_of_a_taker_reaches_the_reader() -> None:
 
 def test_a_cancelled_reader_takes_nothing() -> None:
     async def script(inbox: Inbox, stream: OutputStream, calls: list[list[OutputDelta]]) -> None:
-        def take() -> bool:
-            calls.append(all_ready(stream))
-            return True
-
-        waiting = asyncio.create_task(stream.each(take))
+        waiting = asyncio.create_task(stream.each(taker(stream, calls, more=True)))
         await turns()
         inbox.put(delta(0))
         waiting.cancel()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -37,14 +37,11 @@ class MLAAttention(nn.Module):
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__()
         self.spec = spec
-        if spec.mla is None:
-            raise ValueError(f"layer {spec.layer} keeps no compressed KV")
-        self._mla = spec.mla
 
     def forward(
         self,
         q: torch.Tensor,
-        compressed: torch.Tensor | None,
+        compressed: torch.Tensor,
         up: torch.Tensor,
         ctx: ForwardContext,
         cos_sin: torch.Tensor | None = None,
@@ -62,20 +59,20 @@ class MLAAttention(nn.Module):
             ``[T, num_heads * mla.v_head_dim]``
 
         Raises:
-            ValueError: an argument is missing or of another shape.
+            ValueError: ``cos_sin`` is missing.
         """
-        row, backend = self._checked(q, compressed, up).unsqueeze(1), self._backend(ctx)
+        row = compressed.unsqueeze(1)
         angles = required_angles(self.spec, cos_sin)
         if angles is not None:
             q, row = rotate(q, row, angles, self.spec.rotary_dim)
         cache = ctx.caches[self.spec.layer]
         write_mla(cache, row, ctx.step.slot_mapping[cache.group])
-        return backend.attend(q, cache, up)
+        return self._backend(ctx).attend(q, cache, up)
 
     def forward_qkv(
         self,
         q: torch.Tensor,
-        compressed: torch.Tensor | None,
+        compressed: torch.Tensor,
         norm: HeadNorm,
         up: torch.Tensor,
         ctx: ForwardContext,
@@ -88,7 +85,7 @@ class MLAAttention(nn.Module):
             compressed: ``[T, row_width]``: rotary_dim channels to rotate, then the latent.
             norm: applied to the latent.
         """
-        compressed, rotated = self._checked(q, compressed, up), self.spec.rotary_dim
+        rotated = self.spec.rotary_dim
         angles = required_angles(self.spec, cos_sin)
         if gpu.takes(q) and norm.plain and angles is not None:
             cache, backend = ctx.caches[self.spec.layer], self._backend(ctx)
@@ -99,28 +96,8 @@ class MLAAttention(nn.Module):
         normed = torch.cat((compressed[:, :rotated], norm(compressed[:, rotated:])), dim=1)
         return self.forward(q, normed, up, ctx, cos_sin)
 
-    def _checked(self, q: torch.Tensor, compressed: torch.Tensor | None, up: torch.Tensor) -> torch.Tensor:
-        """Returns ``compressed`` after checking the shapes of all arguments."""
-        spec, mla = self.spec, self._mla
-        where = f"layer {spec.layer}"
-        if compressed is None:
-            raise ValueError(f"{where} keeps compressed KV: compressed is missing")
-        per_head = mla.head_dim - spec.rotary_dim + mla.v_head_dim
-        expected = {
-            "q": (q, (len(q), spec.num_heads, mla.head_dim)),
-            "compressed": (compressed, (len(q), spec.row_width)),
-            "up": (up, (spec.num_heads * per_head, spec.v_head_dim)),
-        }
-        for name, (tensor, shape) in expected.items():
-            if tensor.shape != shape:
-                raise ValueError(f"{where}: {name} must be {list(shape)}, not {list(tensor.shape)}")
-        return compressed
-
     def _backend(self, ctx: ForwardContext) -> MLABackend:
-        backend = ctx.backends[self.spec.layer]
-        if not isinstance(backend, MLABackend):
-            raise ValueError(f"layer {self.spec.layer} keeps compressed KV, which {backend.name} alone does not support")
-        return backend
+        return cast("MLABackend", ctx.backends[self.spec.layer])
 
 
 class _Prompts(NamedTuple):
@@ -184,7 +161,7 @@ class MLABackend(Composition):
         return [int(row) for row in self._many]
 
     def run(self, inputs: AttentionInputs) -> torch.Tensor:
-        raise ValueError(f"layer {inputs.cache.spec.layer} keeps compressed KV: call attend()")
+        raise NotImplementedError("an MLA layer calls attend()")
 
     def absorbed_queries(self, q: torch.Tensor) -> torch.Tensor | None:
         """Uninitialised ``[T, num_heads, head_dim]`` for the queries of a step whose rows are all absorbed; else None."""
@@ -199,9 +176,6 @@ class MLABackend(Composition):
             wide: from ``absorbed_queries``, holding the rotated channels of q; those of ``q`` itself are then ignored.
         """
         step, spec = self.step, self._spec
-        width = spec.rotary_dim + spec.v_head_dim
-        if (cache.spec.num_heads, cache.spec.row_width, cache.spec.mla) != (spec.num_heads, width, spec.mla):
-            raise ValueError(f"layer {cache.spec.layer} does not have the geometry of this instance")
         if self._few is not None and not len(self._many):
             return self._attend_absorbed(q, cache, up, wide)
         out = q.new_zeros(len(q), spec.out_size)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
@@ -39,6 +41,16 @@ def gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """``gelu(gate) * up``: ``[..., 2n]`` (gate, then up) -> ``[..., n]``."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.gelu(gate) * up
+
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": silu_mul,
+    "swish": silu_mul,
+    "gelu": gelu_mul,
+    "gelu_new": gelu_tanh_mul,
+    "gelu_pytorch_tanh": gelu_tanh_mul,
+}
+"""Hugging Face's name -> ``act(gate) * up`` for ``[..., 2n] -> [..., n]``."""
 
 
 def clamped_swiglu(gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from headrace.errors import ConfigError
 from headrace.kernels import gpu
-from headrace.kernels.support import fp8_refusals
 
 FP8_MAX = 448.0
 FP8_MIN_SCALE = 1e-12
@@ -37,20 +35,7 @@ def reshape_and_cache(
         value_cache: ``[blocks, block_size, kv_heads, dv]`` of any strides.
         slot_mapping: ``[T]`` int64, ``block * block_size + offset``; -1 writes nothing.
         k_scale, v_scale: ``[blocks, block_size, kv_heads]`` float32 of the same strides, for a cache in e4m3.
-
-    Raises:
-        ConfigError: the device cannot do FP8.
-        ValueError: a tensor does not fit the others.
     """
-    if slot_mapping.shape != key.shape[:1]:
-        raise ValueError(f"slot_mapping {list(slot_mapping.shape)} must have an entry for each of {key.shape[0]} tokens")
-    for name, new, cache in (("key", key, key_cache), ("value", value, value_cache)):
-        if new.ndim != 3 or cache.ndim != 4 or new.shape[1:] != cache.shape[2:]:
-            raise ValueError(f"{name} {list(new.shape)} does not fit {name}_cache {list(cache.shape)}")
-    if key.shape[:2] != value.shape[:2] or key_cache.shape[:3] != value_cache.shape[:3]:
-        raise ValueError("keys and values differ in tokens, heads or blocks")
-    if key_cache.dtype == FP8 or k_scale is not None or v_scale is not None:
-        check_scales(key_cache, k_scale, v_scale)
     if gpu.takes(key):
         gpu.kernels("kv_cache").reshape_and_cache(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
         return
@@ -98,17 +83,7 @@ def gather_numbers(
         first: ``[P]`` int64: where its first token goes in ``out``.
         count: ``[P]`` int32: how many of its tokens go there.
         out: ``[tokens, kv_heads, d + dv]`` contiguous: a head's key, then its value. Other entries are kept.
-
-    Raises:
-        ConfigError: the device cannot do FP8.
-        ValueError: a tensor does not fit the others.
     """
-    check_scales(key_cache, k_scale, v_scale)
-    row_shape = (key_cache.shape[2], key_cache.shape[3] + value_cache.shape[3])
-    if out.ndim != 3 or out.shape[1:] != row_shape or not out.is_contiguous():
-        raise ValueError(f"out must be [tokens, {row_shape[0]}, {row_shape[1]}] and contiguous, not {list(out.shape)}")
-    if not pages.shape == first.shape == count.shape:
-        raise ValueError(f"pages, first and count differ: {list(pages.shape)}, {list(first.shape)}, {list(count.shape)}")
     if gpu.takes(key_cache):
         gpu.kernels("kv_cache").gather_numbers(key_cache, value_cache, k_scale, v_scale, pages, first, count, out)
         return
@@ -118,18 +93,3 @@ def gather_numbers(
     sides = ((key_cache, k_scale), (value_cache, v_scale))
     chosen = [dequantize(side[pages.long()][there], scale[pages.long()][there]) for side, scale in sides]
     out[places] = torch.cat(chosen, dim=-1).to(out.dtype)
-
-
-def check_scales(key_cache: torch.Tensor, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None) -> None:
-    """Raises ConfigError if the device cannot do FP8, ValueError if the scales do not fit the cache."""
-    if reasons := fp8_refusals(key_cache.device):
-        raise ConfigError("; ".join(reasons), "kv_cache_dtype")
-    if key_cache.dtype != FP8:
-        raise ValueError(f"an fp8_e4m3 cache holds {FP8}, not {key_cache.dtype}")
-    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if scale is None or scale.dtype != torch.float32 or scale.shape != key_cache.shape[:3]:
-            got = "nothing" if scale is None else f"{list(scale.shape)} {scale.dtype}"
-            raise ValueError(f"{name} must be {list(key_cache.shape[:3])} float32, not {got}")
-    if k_scale is not None and v_scale is not None and k_scale.stride() != v_scale.stride():
-        # Kernels compute one offset for both.
-        raise ValueError(f"k_scale and v_scale differ in strides: {k_scale.stride()} and {v_scale.stride()}")

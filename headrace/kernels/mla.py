@@ -9,6 +9,7 @@ from headrace.kernels.norm import rms_norm_ref
 from headrace.kernels.rotary import rotate_ref
 
 
+@gpu.dispatch("mla.norm_rotate_and_cache_mla")
 def norm_rotate_and_cache_mla(
     q: torch.Tensor,
     compressed: torch.Tensor,
@@ -30,29 +31,8 @@ def norm_rotate_and_cache_mla(
         slot_mapping: ``[T]`` int64: ``block * block_size + offset``; -1 writes nothing.
         q_out: ``[T, num_heads, rotary_dim or more]``, last axis contiguous: its leading channels get the rotated ones, and q
             stays as it is. None: written in place in q.
-
-    Raises:
-        ValueError: a tensor does not fit the others.
     """
-    tokens, rotary_dim, rank = len(q), cos_sin.shape[1], len(weight)
-    if not q.is_contiguous() or rotary_dim % 2 or rotary_dim > q.shape[2] or len(cos_sin) != tokens:
-        raise ValueError(f"cos_sin {list(cos_sin.shape)} does not fit q, {list(q.shape)}, or q is not contiguous")
-    if compressed.shape != (tokens, rotary_dim + rank) or compressed.stride(1) != 1:
-        raise ValueError(f"compressed must be [{tokens}, {rotary_dim + rank}] with a contiguous last axis")
-    if rows.shape[2:] != (1, rotary_dim + rank) or rows.stride(3) != 1:
-        raise ValueError(f"rows must be [blocks, block_size, 1, {rotary_dim + rank}], not {list(rows.shape)}")
-    if q_out is not None:
-        fits = q_out.shape[:2] == q.shape[:2] and q_out.shape[2] >= rotary_dim and q_out.stride(2) == 1
-        if not fits or q_out.dtype != q.dtype:
-            raise ValueError(
-                f"q_out must be {[*q.shape[:2], rotary_dim]} {q.dtype} or wider, not {list(q_out.shape)} {q_out.dtype}"
-            )
-    if not q.dtype == compressed.dtype == weight.dtype == rows.dtype:
-        raise ValueError(f"q, compressed, weight and rows are of several types: {q.dtype}, {compressed.dtype}, {rows.dtype}")
-    if gpu.takes(q):
-        kernel = gpu.kernels("mla").norm_rotate_and_cache_mla
-        kernel(q, compressed, weight, eps, cos_sin, rows, slot_mapping, q_out)
-        return
+    rotary_dim = cos_sin.shape[1]
     normed = torch.cat((compressed[:, :rotary_dim], rms_norm_ref(compressed[:, rotary_dim:], weight, eps)), dim=1)
     rotated, row = rotate_ref(q, normed.unsqueeze(1), cos_sin, rotary_dim)
     (q if q_out is None else q_out)[..., :rotary_dim] = rotated[..., :rotary_dim]

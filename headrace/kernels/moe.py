@@ -5,14 +5,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from headrace.errors import ConfigError
 from headrace.kernels import gpu
-from headrace.kernels.activation import clamped_swiglu, gelu_mul, gelu_tanh_mul, silu_mul
+from headrace.kernels.activation import ACTIVATIONS, clamped_swiglu
 from headrace.kernels.linear import linear
 from headrace.model_spec import CLAMPED_SWIGLU, MoeSpec
-
-GATES = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", CLAMPED_SWIGLU)
-"""Values of ``MoeSpec.act``."""
 
 MOST_ROUTED = 64
 """Tokens up to which the router kernel is used; more take a library's product."""
@@ -31,12 +27,7 @@ def router_logits(
 
     Returns:
         ``[T, num_experts]`` float32.
-
-    Raises:
-        ValueError: a tensor does not fit the others.
     """
-    if weight.shape[1:] != x.shape[1:] or weight.dtype != torch.float32 or not weight.is_contiguous():
-        raise ValueError(f"a router of {list(weight.shape)} {weight.dtype} does not fit x, {list(x.shape)}")
     if not invariant and len(x) <= MOST_ROUTED and gpu.takes(x) and x.stride(1) == 1:
         return gpu.kernels("router").router_logits(x, weight, bias)  # type: ignore[no-any-return]
     return linear(x.float(), weight, bias, invariant=invariant)
@@ -56,11 +47,7 @@ def route(
 
     Returns:
         Experts ``[T, top_k]`` int32, in no particular order, and their weights ``[T, top_k]`` float32.
-
-    Raises:
-        ValueError: a tensor does not fit the spec.
     """
-    check_route(logits, spec, correction_bias)
     scores = logits.softmax(-1) if spec.scoring == "softmax" else logits.sigmoid()
     ranked = scores if correction_bias is None else scores + correction_bias
     if spec.top_groups < spec.num_groups:
@@ -75,16 +62,6 @@ def route(
     return experts.int(), weights * spec.routed_scale
 
 
-def check_route(logits: torch.Tensor, spec: MoeSpec, correction_bias: torch.Tensor | None) -> None:
-    """Raises ValueError where a tensor does not fit the spec."""
-    if logits.ndim != 2 or logits.shape[1] != spec.num_experts or logits.dtype != torch.float32:
-        raise ValueError(f"logits must be [T, {spec.num_experts}] float32, not {list(logits.shape)} {logits.dtype}")
-    if (correction_bias is not None) != spec.correction_bias:
-        raise ValueError(f"correction_bias is {'missing' if spec.correction_bias else 'not supported by the spec'}")
-    if correction_bias is not None and (correction_bias.shape != (spec.num_experts,) or correction_bias.dtype != torch.float32):
-        raise ValueError(f"correction_bias must be [{spec.num_experts}] float32")
-
-
 @gpu.dispatch("moe.held_experts")
 def held_experts(experts: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     """Numbers the experts ``[start, stop)`` of one rank from 0 on; all others become the number behind the last."""
@@ -92,6 +69,7 @@ def held_experts(experts: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     return own.where((own >= 0) & (own < stop - start), stop - start)
 
 
+@gpu.dispatch("moe.moe_mlp")
 def moe_mlp(
     x: torch.Tensor,
     experts: torch.Tensor,
@@ -122,34 +100,12 @@ def moe_mlp(
 
     Returns:
         ``[T, hidden]``
-
-    Raises:
-        ValueError: a tensor does not fit the others.
     """
-    tokens, hidden = x.shape
-    count, inner = spec.num_held, spec.intermediate_size
-    expected: list[tuple[str, torch.Tensor | None, tuple[int, ...], torch.dtype]] = [
-        ("experts", experts, (tokens, spec.top_k), torch.int32),
-        ("weights", weights, (tokens, spec.top_k), torch.float32),
-        ("gate_up", gate_up, (count, 2 * inner, hidden), x.dtype),
-        ("down", down, (count, hidden, inner), x.dtype),
-        ("gate_up_bias", gate_up_bias, (count, 2 * inner), x.dtype),
-        ("down_bias", down_bias, (count, hidden), x.dtype),
-        ("plus", plus, (tokens, hidden), x.dtype),
-    ]
-    for name, tensor, shape, dtype in expected:
-        if tensor is not None and (tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous()):
-            raise ValueError(f"{name} must be {list(shape)} {dtype} and contiguous, not {list(tensor.shape)} {tensor.dtype}")
-    if tokens and x.stride(1) != 1:
-        raise ValueError("the last axis of x must be contiguous")
-    if gpu.takes(x):
-        arguments = (x, experts, weights, gate_up, down, spec, gate_up_bias, down_bias)
-        return gpu.kernels("moe").moe_mlp(*arguments, plus=plus, invariant=invariant)  # type: ignore[no-any-return]
     # Choices sorted by expert, then an expert at a time: experts without tokens cost nothing.
     flat = experts.flatten().long()
     order = flat.argsort(stable=True)
     counts = torch.bincount(flat, minlength=spec.num_held).tolist()[: spec.num_held]
-    shape = tokens * spec.top_k, x.shape[1]
+    shape = len(x) * spec.top_k, x.shape[1]
     weighted = x.new_empty(shape) if spec.held is None else x.new_zeros(shape)
     factors = weights.flatten().unsqueeze(1)
     start = 0
@@ -161,22 +117,12 @@ def moe_mlp(
         both = F.linear(x[choices // spec.top_k], gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
         out = F.linear(gated(both, spec), down[expert], None if down_bias is None else down_bias[expert])
         weighted[choices] = (out.float() * factors[choices]).to(x.dtype)
-    total = weighted.view(tokens, spec.top_k, x.shape[1]).sum(1)
+    total = weighted.view(len(x), spec.top_k, x.shape[1]).sum(1)
     return total if plus is None else total + plus
 
 
 def gated(gate_up: torch.Tensor, spec: MoeSpec) -> torch.Tensor:
-    """``[N, 2 * intermediate_size] -> [N, intermediate_size]``
-
-    Raises:
-        ConfigError: there is no such activation.
-    """
+    """``[N, 2 * intermediate_size] -> [N, intermediate_size]``"""
     if spec.act == CLAMPED_SWIGLU:
         return clamped_swiglu(gate_up, spec.alpha, spec.limit)
-    if spec.act in ("silu", "swish"):
-        return silu_mul(gate_up)
-    if spec.act == "gelu":
-        return gelu_mul(gate_up)
-    if spec.act in ("gelu_new", "gelu_pytorch_tanh"):
-        return gelu_tanh_mul(gate_up)
-    raise ConfigError(f"activation {spec.act!r} is not one of {', '.join(GATES)}", "hidden_act")
+    return ACTIVATIONS[spec.act](gate_up)

@@ -49,12 +49,8 @@ def norm_rotate_and_cache(
 
     Returns:
         ``[T, num_heads, d]``: the finished q.
-
-    Raises:
-        ConfigError: the device cannot do FP8.
-        ValueError: a tensor does not fit the others.
     """
-    kv_heads, head_dim, v_head_dim = check_qkv(qkv, num_heads, key_cache, value_cache, cos_sin, rotary_dim, v_from_k)
+    kv_heads, head_dim, v_head_dim = head_sizes(qkv, num_heads, key_cache, value_cache)
     q, k = qkv[:, : num_heads * head_dim], qkv[:, num_heads * head_dim : (num_heads + kv_heads) * head_dim]
     v = k if v_from_k else qkv[:, (num_heads + kv_heads) * head_dim :]
     q_view = q.view(len(qkv), num_heads, head_dim)
@@ -75,28 +71,10 @@ def norm_rotate_and_cache(
     return (q_view if q_out is None else q_out).copy_(q)
 
 
-def check_qkv(
-    qkv: torch.Tensor,
-    num_heads: int,
-    key_cache: torch.Tensor | None,
-    value_cache: torch.Tensor | None,
-    cos_sin: torch.Tensor | None,
-    rotary_dim: int,
-    v_from_k: bool,
+def head_sizes(
+    qkv: torch.Tensor, num_heads: int, key_cache: torch.Tensor | None, value_cache: torch.Tensor | None
 ) -> tuple[int, int, int]:
-    """KV heads, head_dim and v_head_dim; 0, head_dim and 0 with no cache. Raises ValueError where they do not fit."""
-    if rotary_dim and (cos_sin is None or cos_sin.shape != (len(qkv), rotary_dim)):
-        got = "nothing" if cos_sin is None else list(cos_sin.shape)
-        raise ValueError(f"cos_sin must be [{len(qkv)}, {rotary_dim}], not {got}")
+    """KV heads, head_dim and v_head_dim; 0, head_dim and 0 with no cache."""
     if key_cache is None or value_cache is None:
-        kv_heads, head_dim, v_head_dim = 0, qkv.shape[1] // num_heads, 0
-    else:
-        kv_heads, head_dim, v_head_dim = *key_cache.shape[2:], value_cache.shape[3]
-    if rotary_dim > head_dim or rotary_dim % 2:
-        raise ValueError(f"rotary_dim {rotary_dim} must be even and at most {head_dim}")
-    if v_from_k and head_dim != v_head_dim:
-        raise ValueError(f"values that are keys are {head_dim} wide, not {v_head_dim}")
-    width = (num_heads + kv_heads) * head_dim + (0 if v_from_k else kv_heads * v_head_dim)
-    if qkv.shape[1] != width:
-        raise ValueError(f"qkv is {qkv.shape[1]} wide, not {width}")
-    return kv_heads, head_dim, v_head_dim
+        return 0, qkv.shape[1] // num_heads, 0
+    return *key_cache.shape[2:], value_cache.shape[3]

@@ -13,9 +13,10 @@ from torch import nn
 
 from headrace.attention.context import ForwardContext
 from headrace.errors import ConfigError
+from headrace.kernels.activation import ACTIVATIONS
 from headrace.layers.embedding import Embedding
 from headrace.layers.linear import Linear
-from headrace.layers.mlp import ACTIVATIONS, GatedMLP
+from headrace.layers.mlp import GatedMLP
 from headrace.layers.moe import Experts, Router
 from headrace.layers.norm import UnitRMSNorm
 from headrace.model_spec import AttentionSpec, MlpSpec, ModelSpec, MoeSpec

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from headrace.errors import ConfigError, ContradictionError
-from headrace.layers.mlp import ACTIVATIONS
+from headrace.kernels.activation import ACTIVATIONS
 from headrace.layers.rotary import frequencies
 from headrace.model_spec import AttentionSpec, DenseSpec, MlpSpec, ModelSpec, RopeSpec
 from headrace.model_spec.integers import MAX_INTEGER, is_integer, is_number

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import vision_utils
 
+from headrace.kernels.activation import ACTIVATIONS
 from headrace.kernels.transfer import upload
-from headrace.layers.mlp import ACTIVATIONS
 from headrace.layers.norm import RMSNorm
 
 _TOWERS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")

@@ -49,13 +49,13 @@ def test_the_kernels_of_gpus_say_the_same(case: str, monkeypatch: pytest.MonkeyP
 
 def test_what_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """An operation more in a layer is an operation more in the count; views and empty tensors are none."""
-    from headrace.layers import mlp
+    from headrace.kernels.activation import ACTIVATIONS
 
     from . import launches
 
     before = launches.of_case("llama")[0]
-    act = mlp.ACTIVATIONS["silu"]
-    monkeypatch.setitem(mlp.ACTIVATIONS, "silu", lambda x: 2 * act(x.view(x.shape)[:, None].squeeze(1)))
+    act = ACTIVATIONS["silu"]
+    monkeypatch.setitem(ACTIVATIONS, "silu", lambda x: 2 * act(x.view(x.shape)[:, None].squeeze(1)))
     after = launches.of_case("llama")[0]
     assert (before.others, after.others) == ([], ["mul"])
     assert before.ours == after.ours

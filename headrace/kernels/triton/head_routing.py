@@ -100,15 +100,9 @@ def route(pooled: torch.Tensor, weights: RouterWeights) -> torch.Tensor:
 
     Args:
         weights: contiguous.
-
-    Raises:
-        ValueError: weights do not fit.
     """
     rows, heads, width = pooled.shape
     inner = len(weights.features_in)
-    shapes = [(inner, width), (inner,), (width, inner), (width,)] * 2 + [(2, width), (2,)]
-    if [tuple(w.shape) for w in weights] != shapes or not all(part.is_contiguous() for part in (pooled, *weights)):
-        raise ValueError(f"weights of a router for heads of {width} must be of the shapes {shapes} and contiguous")
     classes = torch.empty(rows, heads, dtype=torch.int8, device=pooled.device)
     padded = triton.next_power_of_2(width)
     _route[(rows * heads,)](

@@ -110,7 +110,7 @@ def reshape_and_cache(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> None:
-    """Kernel version of ``headrace.kernels.kv_cache.reshape_and_cache``, which checks the arguments.
+    """Kernel version of ``headrace.kernels.kv_cache.reshape_and_cache``.
 
     The last axes of keys and values must be contiguous; ``slot_mapping`` is int64 or int32.
     """
@@ -209,7 +209,7 @@ def gather_numbers(
     count: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """Kernel version of ``headrace.kernels.kv_cache.gather_numbers``, which checks the arguments."""
+    """Kernel version of ``headrace.kernels.kv_cache.gather_numbers``."""
     if not len(pages):
         return
     heads, width, v_width = *key_cache.shape[2:], value_cache.shape[3]

@@ -85,7 +85,7 @@ def norm_rotate_and_cache_mla(
     slot_mapping: torch.Tensor,
     q_out: torch.Tensor | None = None,
 ) -> None:
-    """Kernel version of ``headrace.kernels.mla.norm_rotate_and_cache_mla``, which checks the arguments."""
+    """Kernel version of ``headrace.kernels.mla.norm_rotate_and_cache_mla``."""
     tokens, heads, width = q.shape
     if not tokens:
         return

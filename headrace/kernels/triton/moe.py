@@ -16,7 +16,6 @@ import torch
 import triton
 import triton.language as tl
 
-from headrace.kernels.moe import check_route
 from headrace.kernels.triton.pdl import begin, options
 from headrace.model_spec import CLAMPED_SWIGLU, MoeSpec
 
@@ -144,7 +143,6 @@ def route(
     logits: torch.Tensor, spec: MoeSpec, correction_bias: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Kernel version of ``headrace.kernels.moe.route``; experts in descending order of score, the first of equals."""
-    check_route(logits, spec, correction_bias)
     tokens = len(logits)
     experts = torch.empty(tokens, spec.top_k, dtype=torch.int32, device=logits.device)
     weights = torch.empty(tokens, spec.top_k, dtype=torch.float32, device=logits.device)
@@ -430,7 +428,7 @@ def moe_mlp(
     plus: torch.Tensor | None = None,
     invariant: bool = False,
 ) -> torch.Tensor:
-    """Kernel version of ``headrace.kernels.moe.moe_mlp``, which checks the arguments.
+    """Kernel version of ``headrace.kernels.moe.moe_mlp``.
 
     ``tiling`` replaces the one chosen by size.
     """

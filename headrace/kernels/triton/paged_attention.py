@@ -20,7 +20,6 @@ import torch
 import triton
 import triton.language as tl
 
-from headrace.kernels.kv_cache import check_scales
 from headrace.kernels.triton.attention_tile import find_row, finish, load_queries, spread, store_output, take_tile, zeros
 from headrace.kernels.triton.fp8 import OFF, as_bytes, mode
 from headrace.kernels.triton.kv_cache import scale_strides
@@ -259,7 +258,7 @@ def paged_attention(
     num_heads, head_dim = q.shape[1:]
     block_size, kv_heads, v_head_dim = values.shape[1:]
     group = num_heads // kv_heads
-    check_tensors(q, keys, values, k_scale, v_scale)
+    check_tensors(q, keys, values)
     if out is None:
         out = torch.empty(len(q), num_heads, v_head_dim, dtype=q.dtype, device=q.device)
     num_rows = len(seq_lens)
@@ -299,17 +298,9 @@ def paged_attention(
     return out
 
 
-def check_tensors(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-) -> None:
-    """Raises ValueError if the tensors do not fit each other."""
+def check_tensors(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """Raises ValueError if the tensors do not fit each other: q may be a foreign model's."""
     fits = keys.shape[:3] == values.shape[:3] and keys.shape[3] == q.shape[2] and q.shape[1] % keys.shape[2] == 0
     if not fits or q.stride(2) != 1 or keys.stride(3) != 1 or 1 not in (values.stride(3), values.stride(1)):
         shapes = ", ".join(f"{list(t.shape)} by {t.stride()}" for t in (q, keys, values))
         raise ValueError(f"q, keys and values do not fit each other: {shapes}")
-    if k_scale is not None or v_scale is not None:
-        check_scales(keys, k_scale, v_scale)

@@ -9,10 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
-from headrace.kernels.kv_cache import check_scales
-from headrace.kernels.qkv import check_qkv
+from headrace.kernels.qkv import head_sizes
 from headrace.kernels.triton.fp8 import OFF, as_bytes, mode, quantized, scale_of_peak
-from headrace.kernels.triton.kv_cache import check_last_axes, scale_strides, store_heads
+from headrace.kernels.triton.kv_cache import scale_strides, store_heads
 from headrace.kernels.triton.pdl import begin, options
 
 _ELEMENTS = 1024
@@ -250,7 +249,7 @@ def norm_rotate_and_cache(
 
     Last axes must be contiguous, but for the caches'; ``slot_mapping`` is int64 or int32.
     """
-    kv_heads, head_dim, v_head_dim = check_qkv(qkv, num_heads, key_cache, value_cache, cos_sin, rotary_dim, v_from_k)
+    kv_heads, head_dim, v_head_dim = head_sizes(qkv, num_heads, key_cache, value_cache)
     q = qkv[:, : num_heads * head_dim].unflatten(-1, (num_heads, head_dim)) if q_out is None else q_out
     if not len(qkv):
         return q
@@ -259,10 +258,8 @@ def norm_rotate_and_cache(
     keys = qkv[None, None] if key_cache is None else key_cache
     values = qkv[None, None] if value_cache is None else value_cache
     slots = qkv if slot_mapping is None else slot_mapping
-    check_last_axes(qkv, q, slots, *(t for t in (cos_sin, q_weight, k_weight) if t is not None))
     fp8 = OFF
-    if k_scale is not None or v_scale is not None:
-        check_scales(keys, k_scale, v_scale)
+    if k_scale is not None:
         fp8, keys, values = mode(qkv.device), as_bytes(keys), as_bytes(values)
     half, rest = rotary_dim // 2, head_dim - rotary_dim
     half_p, rest_p, d_p, dv_p = (triton.next_power_of_2(max(width, 1)) for width in (half, rest, head_dim, v_head_dim))

@@ -59,7 +59,7 @@ def _router_logits(
 
 
 def router_logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Kernel version of ``headrace.kernels.moe.router_logits``, which checks the arguments, for few rows."""
+    """Kernel version of ``headrace.kernels.moe.router_logits``, for few rows."""
     rows, in_features = x.shape
     out_features = len(weight)
     logits = torch.empty(rows, out_features, dtype=torch.float32, device=x.device)

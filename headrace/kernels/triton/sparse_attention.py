@@ -29,7 +29,6 @@ from headrace.kernels.triton.attention_tile import (
 from headrace.kernels.triton.fp8 import OFF, as_bytes, gain, mode
 from headrace.kernels.triton.key_copies import describe, walk_copies
 from headrace.kernels.triton.kv_cache import scale_strides
-from headrace.kernels.triton.paged_attention import check_tensors
 from headrace.kernels.triton.pdl import begin as begin_launch
 from headrace.kernels.triton.pdl import options
 from headrace.kernels.triton.tiling import Geometry, Tiling, aligned, block_tiling, copies_tiling, cut
@@ -320,8 +319,8 @@ def sparse_prefill_attention(
     block_size, kv_heads, v_head_dim = values.shape[1:]
     group, num_rows, width = num_heads // kv_heads, len(seq_lens), -(-max_seq_len // block)
     places = num_query_blocks(len(q), num_rows, block)
-    check_tensors(q, keys, values, k_scale, v_scale)
-    _check_blocks(types, mask, means, (num_rows, places, num_heads, kv_heads, width))
+    if width > MAX_BLOCKS:
+        raise ValueError(f"{width} key blocks are too many: at most {MAX_BLOCKS} can be numbered")
     if out is None:
         out = torch.zeros(len(q), num_heads, v_head_dim, dtype=q.dtype, device=q.device)
     if not num_rows or not len(q):
@@ -359,23 +358,3 @@ def sparse_prefill_attention(
         num_warps=tiling.num_warps, num_stages=tiling.num_stages, maxnreg=tiling.max_registers, **options(q.device),
     )  # fmt: skip
     return out
-
-
-def _check_blocks(
-    types: torch.Tensor, mask: torch.Tensor | None, means: BlockMeans | None, sizes: tuple[int, int, int, int, int]
-) -> None:
-    """Raises ValueError if what goes by blocks does not fit ``sizes``: R, N, H, KV heads and Kb."""
-    rows, places, num_heads, kv_heads, width = sizes
-    if width > MAX_BLOCKS:
-        raise ValueError(f"{width} key blocks are too many: at most {MAX_BLOCKS} can be numbered")
-    expected: dict[str, tuple[torch.Tensor, tuple[int, ...]]] = {"types": (types, (rows, num_heads))}
-    if mask is not None:
-        expected["mask"] = (mask, (places, num_heads, width))
-    if means is not None:
-        if mask is None:
-            raise ValueError("means replace the blocks that a mask leaves out, but there is no mask")
-        expected["means.keys"] = (means.keys, (rows, kv_heads, width, means.keys.shape[-1]))
-        expected["means.values"] = (means.values, (rows, kv_heads, width, means.values.shape[-1]))
-    for name, (tensor, shape) in expected.items():
-        if tensor.shape != shape or not tensor.is_contiguous():
-            raise ValueError(f"{name} must be {list(shape)} and contiguous, not {list(tensor.shape)} by {tensor.stride()}")

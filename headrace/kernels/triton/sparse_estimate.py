@@ -219,10 +219,6 @@ def estimate(
     num_heads, head_dim = q.shape[1:]
     block_size, kv_heads = keys.shape[1:3]
     num_rows, width, groups = len(seq_lens), -(-max_seq_len // block), block // stride
-    if keys.shape[3] != head_dim or num_heads % kv_heads or q.stride(2) != 1 or keys.stride(3) != 1:
-        raise ValueError(f"q {list(q.shape)} by {q.stride()} does not fit keys {list(keys.shape)} by {keys.stride()}")
-    if types.shape != (num_rows, num_heads) or not types.is_contiguous():
-        raise ValueError(f"types must be {[num_rows, num_heads]} and contiguous, not {list(types.shape)} by {types.stride()}")
     if block % stride or block & (block - 1) or stride < 1:
         raise ValueError(f"stride {stride} must be a power of two that divides the block, {block}")
     sums = torch.zeros(num_query_blocks(len(q), num_rows, block), num_heads, width, dtype=torch.float32, device=q.device)

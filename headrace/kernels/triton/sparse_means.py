@@ -237,10 +237,6 @@ def select_mean(
     """
     num_heads, head_dim = q.shape[1:]
     rows, kv_heads, width = key_means.shape[:3]
-    if key_means.dtype != q.dtype or key_means.shape[3] != head_dim or not key_means.is_contiguous() or q.stride(2) != 1:
-        raise ValueError(f"key_means {list(key_means.shape)} {key_means.dtype} do not fit q {list(q.shape)} {q.dtype}")
-    if types.shape != (rows, num_heads) or not types.is_contiguous():
-        raise ValueError(f"types must be {[rows, num_heads]} and contiguous, not {list(types.shape)} by {types.stride()}")
     places = num_query_blocks(len(q), rows, block)
     mask = torch.empty(places, num_heads, width, dtype=torch.bool, device=q.device)
     if not places:

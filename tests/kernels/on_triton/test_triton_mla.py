@@ -79,19 +79,3 @@ def test_q_may_go_elsewhere(name: str, dtype: torch.dtype, device: torch.device)
         torch.testing.assert_close(
             wide[..., :rotated].cpu(), expected[..., :rotated], atol=8 * STEP[dtype], rtol=4 * STEP[dtype]
         )
-
-
-def test_what_does_not_fit() -> None:
-    (q, compressed, weight, cos_sin, rows), slots = operands(SIZES["small"], 2, torch.float32)
-    for changed, words in (
-        ((q.transpose(0, 1), compressed, weight, cos_sin, rows), "not contiguous"),
-        ((q, compressed[:, 1:], weight, cos_sin, rows), "compressed must be"),
-        ((q, compressed, weight, cos_sin, rows[..., 1:]), "rows must be"),
-        ((q, compressed.half(), weight, cos_sin, rows), "several types"),
-        ((q, compressed, weight, cos_sin[:1], rows), "cos_sin"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            norm_rotate_and_cache_mla_ref(*changed[:3], 1e-6, *changed[3:], slots)
-    for q_out in (q[..., :3], q[:, :2], q.half(), q.transpose(1, 2)):
-        with pytest.raises(ValueError, match="q_out"):
-            norm_rotate_and_cache_mla_ref(q, compressed, weight, 1e-6, cos_sin, rows, slots, q_out)

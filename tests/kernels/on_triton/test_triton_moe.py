@@ -127,10 +127,6 @@ def test_logits_of_many_rows_are_a_librarys(device: torch.device) -> None:
     weight = torch.randn(5, 8, device=device)
     x = torch.randn(65, 8, device=device)
     torch.testing.assert_close(ref.router_logits(x, weight).cpu(), x.cpu() @ weight.cpu().T)
-    with pytest.raises(ValueError, match="router"):
-        ref.router_logits(x, weight.half())
-    with pytest.raises(ValueError, match="router"):
-        ref.router_logits(x[:, 1:], weight)
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 5])
@@ -164,13 +160,6 @@ def test_experts_of_other_ranks_add_nothing(tokens: int, device: torch.device) -
         check(part, device)
         total += ref.moe_mlp(*part)
     torch.testing.assert_close(total, expected)
-
-
-def test_plus_of_another_shape(device: torch.device) -> None:
-    given = [v.to(device) if isinstance(v, torch.Tensor) else v for v in operands(SPEC, 3, 40, torch.float32)]
-    for plus in (torch.zeros(3, 39), torch.zeros(3, 40).half(), torch.zeros(40, 3).T):
-        with pytest.raises(ValueError, match="plus"):
-            ref.moe_mlp(*given, plus=plus.to(device))
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 33])

@@ -213,17 +213,3 @@ def test_layers_that_keep_no_kv(device: torch.device) -> None:
 
 def test_no_tokens(device: torch.device) -> None:
     assert problem(tokens=0).copy(device).run(qkv.norm_rotate_and_cache).shape == (0, 4, 64)
-
-
-def test_what_does_not_fit(device: torch.device) -> None:
-    made = problem().copy(device)
-    with pytest.raises(ValueError, match="wide"):
-        dataclasses.replace(made, packed=made.packed[:, :-1]).run(qkv.norm_rotate_and_cache)
-    with pytest.raises(ValueError, match="cos_sin"):
-        dataclasses.replace(made, angles=made.angles[:-1]).run(qkv.norm_rotate_and_cache)
-    with pytest.raises(ValueError, match="rotary_dim"):
-        dataclasses.replace(made, angles=torch.zeros(5, 66), rotary_dim=66).run(qkv.norm_rotate_and_cache)
-    with pytest.raises(ValueError, match="values that are keys"):
-        dataclasses.replace(problem(v_head_dim=32).copy(device), v_from_k=True).run(qkv.norm_rotate_and_cache)
-    with pytest.raises(ValueError, match="k_scale"):
-        dataclasses.replace(problem(fp8=True).copy(device), k_scale=None).run(qkv.norm_rotate_and_cache)

@@ -105,7 +105,7 @@ def run(
     # A model without a router refuses elastic: before the others have taken their time.
     for mode in sorted(modes, key=lambda mode: mode.name != "elastic"):
         tell(f"{mode}: starting the engine")
-        with LLM(**_fields(mode.args(args))) as llm:
+        with LLM(**vars(mode.args(args))) as llm:
             _warm_up(llm, samples)
             for index, sample in enumerate(samples):
                 tell(f"{mode}: prompt {index + 1} of {len(samples)}, {sample.task}, {len(sample.prompt):,} tokens")
@@ -124,10 +124,6 @@ def run(
         } | facts(load_before)
         save(report)
     return report
-
-
-def _fields(args: EngineArgs) -> dict[str, Any]:
-    return {field.name: getattr(args, field.name) for field in dataclasses.fields(args)}
 
 
 def _warm_up(llm: LLM, samples: Sequence[Sample]) -> None:

@@ -16,8 +16,6 @@ def explain(args: EngineArgs, options: ExplainOptions) -> None:
     For models with elastic attention, and for others with --sparse-prefill.
     """
     text = options.text
-    import dataclasses
-
     import msgspec
 
     from headrace.cli.heatmap import page
@@ -25,8 +23,7 @@ def explain(args: EngineArgs, options: ExplainOptions) -> None:
     from headrace.engine.explain import explain as look
     from headrace.engine.llm import LLM
 
-    values = {field.name: getattr(args, field.name) for field in dataclasses.fields(args)}
-    with LLM(**values | {"enable_prefix_caching": False}) as llm:
+    with LLM(**vars(args) | {"enable_prefix_caching": False}) as llm:
         found = look(llm, text, layer=options.layer, head=options.head)
     if options.png is not None:
         options.png.write_bytes(picture(found))

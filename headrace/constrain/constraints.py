@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 Failed = list[tuple[EngineSequence, Failure]]
 """Sequences that cannot go on, and why."""
 
-"""Code of errors of a constraint that passed the check: only a limit can end it."""
 _FILL_THREADS = 16
 """Threads that fill the masks of a step, at most."""
 

@@ -12,7 +12,7 @@ import msgspec
 from headrace.constrain.characters import by_character, characters
 from headrace.constrain.lark import Lark, regex, spelled
 from headrace.errors import RequestError
-from headrace.text.answers import types_of
+from headrace.text.answers import referred, types_of
 from headrace.text.parse.format import Format, Literals, Written
 
 CUSTOM_INPUT = "input"
@@ -292,13 +292,7 @@ class Parameters(Lark):
 def _followed(schema: Any, root: Any) -> Any:
     """The schema that a bare $ref stands for."""
     for _ in range(8):
-        reference = schema.get("$ref")
-        if not isinstance(reference, str) or not reference.startswith("#/"):
-            break
-        target = root
-        for name in reference[2:].split("/"):
-            target = target.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(target, dict) else None
-        if not isinstance(target, dict):
+        if not isinstance(target := referred(schema, root), dict):
             break
         schema = {**target, **{name: value for name, value in schema.items() if name != "$ref"}}
     return schema

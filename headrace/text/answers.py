@@ -140,16 +140,22 @@ def types_of(schema: Any, root: Any = None, seen: set[str] | None = None) -> fro
     if not isinstance(schema, Mapping):
         return frozenset()
     root, seen = schema if root is None else root, set() if seen is None else seen
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#/"):
-        if reference in seen:
+    if (target := referred(schema, root)) is not None:
+        if schema["$ref"] in seen:
             return frozenset()
-        seen.add(reference)
-        target = root
-        for key in reference[2:].split("/"):
-            target = target.get(key) if isinstance(target, Mapping) else None
+        seen.add(schema["$ref"])
         return types_of(target, root, seen)
     return frozenset(_types(schema, root, seen))
+
+
+def referred(schema: Mapping[str, Any], root: Any) -> Any:
+    """What the JSON Pointer in the ``$ref`` of a schema stands for; None: nothing."""
+    reference, target = schema.get("$ref"), root
+    if not isinstance(reference, str) or not reference.startswith("#/"):
+        return None
+    for name in reference[2:].split("/"):
+        target = target.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(target, Mapping) else None
+    return target
 
 
 def _types(schema: Mapping[str, Any], root: Any, seen: set[str]) -> Iterator[str]:

@@ -34,7 +34,7 @@ from headrace.attention.backend import Scratch
 from headrace.attention.flashinfer import kernels
 from headrace.attention.flashinfer.heads import DenseHeads, HeadsByFlashInfer, StreamingHeads
 from headrace.kernels.kv_cache import dequantize, gather_numbers, quantize
-from headrace.kernels.sparse_prefill import BLOCK, BlockMeans, KeyCopies
+from headrace.kernels.sparse_prefill import BLOCK, BlockMeans, KeyCopies, PagedKV, PromptRows
 from headrace.kernels.triton import sparse_attention, sparse_estimate, sparse_means, sparse_select
 from headrace.kernels.triton.sparse_estimate import EstimateTiling
 from headrace.kernels.triton.tiling import Tiling
@@ -147,8 +147,11 @@ class Prompt:
         return self.length**2 * self.heads * (self.head_dim + self.v_head_dim)
 
     @property
-    def cache(self) -> tuple[torch.Tensor, ...]:
-        return self.q, self.keys, self.values, self.table, self.starts, self.starts[1:]
+    def kv(self) -> PagedKV:
+        return PagedKV(self.keys, self.values, self.table, **self.scales)
+
+    def blocks(self, types: torch.Tensor) -> PromptRows:
+        return PromptRows(self.starts, self.starts[1:], types, self.length)
 
     def types(self, kind: int) -> torch.Tensor:
         return torch.full((1, self.heads), kind, dtype=torch.int8, device=CUDA)
@@ -200,10 +203,10 @@ class Prompt:
         if not hasattr(self, "out"):
             self.out = torch.empty(self.length, self.heads, self.v_head_dim, dtype=self.q.dtype, device=CUDA)
         return sparse_attention.sparse_prefill_attention(
-            *self.cache,
-            types,
+            self.q,
+            self.kv,
+            self.blocks(types),
             mask,
-            max_seq_len=self.length,
             scale=self.head_dim**-0.5,
             sink_blocks=SINK,
             local_blocks=LOCAL,
@@ -211,26 +214,21 @@ class Prompt:
             out=self.out,
             tiling=tiling,
             copies=copies,
-            **self.scales,
         )
 
     def estimate(self, tiling: EstimateTiling | None = None) -> torch.Tensor:
-        q, keys, _, table, *rest = self.cache
-        scales = {name: scale for name, scale in self.scales.items() if name == "k_scale"}
-        options = {"max_seq_len": self.length, "scale": self.head_dim**-0.5, "tiling": tiling}
-        return sparse_estimate.estimate(q, keys, table, *rest, self.types(BLOCK_SPARSE), **options, **scales)
+        blocks = self.blocks(self.types(BLOCK_SPARSE))
+        return sparse_estimate.estimate(self.q, self.kv, blocks, scale=self.head_dim**-0.5, tiling=tiling)
 
     def select(self, sums: torch.Tensor) -> torch.Tensor:
-        starts = (self.starts, self.starts[1:], self.types(BLOCK_SPARSE))
-        return sparse_select.select(sums, *starts, num_tokens=self.length, threshold=THRESHOLD)
+        return sparse_select.select(sums, self.blocks(self.types(BLOCK_SPARSE)), threshold=THRESHOLD)
 
     def means(self) -> BlockMeans:
-        options = {"max_seq_len": self.length, "dtype": self.q.dtype}
-        return sparse_means.block_means(self.keys, self.values, self.table, self.starts[1:], **options, **self.scales)
+        return sparse_means.block_means(self.q, self.kv, self.blocks(self.types(BLOCK_SPARSE)))
 
     def select_mean(self, means: BlockMeans) -> torch.Tensor:
-        starts = (self.starts, self.starts[1:], self.types(BLOCK_SPARSE))
-        return sparse_means.select_mean(self.q, means.keys, *starts, scale=self.head_dim**-0.5, alpha=ALPHA)
+        blocks = self.blocks(self.types(BLOCK_SPARSE))
+        return sparse_means.select_mean(self.q, means.keys, blocks, scale=self.head_dim**-0.5, alpha=ALPHA)
 
 
 # ------------------------------------------------------------------------------------------------------------- correctness

@@ -44,6 +44,7 @@ from headrace.attention import sparse as attention  # noqa: E402
 from headrace.bench.report import facts, load_average  # noqa: E402
 from headrace.bench.workloads import RANDOM_WORKLOADS, Workload, random_tokens  # noqa: E402
 from headrace.engine.llm import LLM  # noqa: E402
+from headrace.kernels.sparse_prefill import PagedKV, PromptRows  # noqa: E402
 from headrace.model_spec import BLOCK_SPARSE  # noqa: E402
 from headrace.models.paw import LLAMA, QWEN3, HeadRouter  # noqa: E402
 from headrace.outputs import RequestOutput  # noqa: E402
@@ -149,15 +150,21 @@ def overruled_selection(density: float | None) -> Iterator[None]:
     if density is None:
         yield
         return
-    masks, estimated, meant = Masks(density), attention.select, attention.select_mean
+    masks, estimate, selected, selected_by_mean = Masks(density), attention.estimate, attention.select, attention.select_mean
+    tokens = 0
 
-    def by_estimate(sums: torch.Tensor, *rows: torch.Tensor, **options: Any) -> torch.Tensor:
-        return masks.instead(estimated(sums, *rows, **options), options["num_tokens"], rows[-1], options["block"])
+    def estimated(q: torch.Tensor, kv: PagedKV, rows: PromptRows, **options: Any) -> torch.Tensor:
+        nonlocal tokens
+        tokens = len(q)
+        return estimate(q, kv, rows, **options)
 
-    def by_mean(q: torch.Tensor, *rest: torch.Tensor, **options: Any) -> torch.Tensor:
-        return masks.instead(meant(q, *rest, **options), len(q), rest[-1], options["block"])
+    def by_estimate(sums: torch.Tensor, rows: PromptRows, **options: Any) -> torch.Tensor:
+        return masks.instead(selected(sums, rows, **options), tokens, rows.types, rows.block)
 
-    with mock.patch.object(attention, "select", by_estimate), mock.patch.object(attention, "select_mean", by_mean):
+    def by_mean(q: torch.Tensor, key_means: torch.Tensor, rows: PromptRows, **options: Any) -> torch.Tensor:
+        return masks.instead(selected_by_mean(q, key_means, rows, **options), len(q), rows.types, rows.block)
+
+    with mock.patch.multiple(attention, estimate=estimated, select=by_estimate, select_mean=by_mean):
         yield
 
 

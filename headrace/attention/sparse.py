@@ -26,6 +26,8 @@ from headrace.kernels.sparse_prefill import (
     ELSEWHERE,
     BlockMeans,
     KeyCopies,
+    PagedKV,
+    PromptRows,
     block_means,
     estimate,
     first_query_blocks,
@@ -114,28 +116,23 @@ class SparsePrefillAttention(AttentionBackend):
         step, spec, rows, out = self.step, cache.spec, self.rows, self.output(inputs)
         own, out_own = q[step.tokens], out[step.tokens]
         types = self._types_of(rows, spec, q.device)
-        mask, means = self._select(own, inputs, types)
+        kv = PagedKV(cache.keys, cache.values, step.block_tables[cache.group], cache.k_scale, cache.v_scale)
+        longest = int(step.seq_lens_host.max())
+        blocks = PromptRows(self._query_start, step.seq_lens, types, longest, self._config.block)
+        mask, means = self._select(own, kv, blocks, spec.scale)
         copies = self._copies(own, cache)
         left = types if copies is None else self._attend_by_flashinfer(own, cache, copies, types, out_own)
         if left is not None:
             sparse_prefill_attention(
                 own,
-                cache.keys,
-                cache.values,
-                step.block_tables[cache.group],
-                self._query_start,
-                step.seq_lens,
-                left,
+                kv,
+                blocks._replace(types=left),
                 mask,
-                max_seq_len=int(step.seq_lens_host.max()),
                 scale=spec.scale,
                 sink_blocks=self._config.sink_blocks,
                 local_blocks=self._config.local_blocks,
                 means=means,
-                k_scale=cache.k_scale,
-                v_scale=cache.v_scale,
                 copies=copies,
-                block=self._config.block,
                 out=out_own,
             )
         rows.kept[spec.layer] = self._kept(rows, types, mask)
@@ -182,62 +179,19 @@ class SparsePrefillAttention(AttentionBackend):
         return types.repeat_interleave(spec.group_size, dim=1)
 
     def _select(
-        self, q: torch.Tensor, inputs: AttentionInputs, types: torch.Tensor
+        self, q: torch.Tensor, kv: PagedKV, rows: PromptRows, scale: float
     ) -> tuple[torch.Tensor | None, BlockMeans | None]:
         """``[N, num_heads, Kb]`` bool: the key blocks of each query block; and means of those that are left out."""
-        config, step, cache = self._config, self.step, inputs.cache
+        config = self._config
         if not config.selects:
             return None, None
-        table, longest = step.block_tables[cache.group], int(step.seq_lens_host.max())
         if config.selector == "mean":
-            means = block_means(
-                cache.keys,
-                cache.values,
-                table,
-                step.seq_lens,
-                max_seq_len=longest,
-                dtype=q.dtype,
-                block=config.block,
-                k_scale=cache.k_scale,
-                v_scale=cache.v_scale,
-            )
-            return select_mean(
-                q,
-                means.keys,
-                self._query_start,
-                step.seq_lens,
-                types,
-                scale=cache.spec.scale,
-                alpha=config.threshold,
-                sink_blocks=config.sink_blocks,
-                local_blocks=config.local_blocks,
-                block=config.block,
-            ), means
-        sums = estimate(
-            q,
-            cache.keys,
-            table,
-            self._query_start,
-            step.seq_lens,
-            types,
-            max_seq_len=longest,
-            scale=cache.spec.scale,
-            stride=config.stride,
-            norm=config.norm,
-            block=config.block,
-            k_scale=cache.k_scale,
-        )
-        chosen = select(
-            sums,
-            self._query_start,
-            step.seq_lens,
-            types,
-            num_tokens=len(q),
-            threshold=config.threshold,
-            prompt_lens=self.rows.prompt_lens if config.upstream else None,
-            block=config.block,
-        )
-        return chosen, None
+            means = block_means(q, kv, rows)
+            kept = {"sink_blocks": config.sink_blocks, "local_blocks": config.local_blocks}
+            return select_mean(q, means.keys, rows, scale=scale, alpha=config.threshold, **kept), means
+        sums = estimate(q, kv, rows, scale=scale, stride=config.stride, norm=config.norm)
+        prompt_lens = self.rows.prompt_lens if config.upstream else None
+        return select(sums, rows, threshold=config.threshold, prompt_lens=prompt_lens), None
 
     def _show(self, watch: Watch, layer: int, types: list[int], mask: torch.Tensor | None) -> None:
         config, step = self._config, self.step

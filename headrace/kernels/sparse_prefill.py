@@ -32,6 +32,39 @@ ELSEWHERE = 2
 """Type of heads that another kernel attends for, beside the types of ``model_spec``."""
 
 
+class PagedKV(NamedTuple):
+    """Keys and values of a step's R rows in a paged cache."""
+
+    keys: torch.Tensor
+    """``[blocks, block_size, kv_heads, d]``"""
+    values: torch.Tensor
+    """``[blocks, block_size, kv_heads, dv]``"""
+    block_tables: torch.Tensor
+    """``[R, B]`` int32"""
+    k_scale: torch.Tensor | None = None
+    """``[blocks, block_size, kv_heads]`` float32, like ``v_scale``, for keys and values in e4m3."""
+    v_scale: torch.Tensor | None = None
+
+
+class PromptRows(NamedTuple):
+    """A step's R rows, and how they are cut."""
+
+    query_start: torch.Tensor
+    """``[R + 1]`` int32: first token of each row in the packed batch."""
+    seq_lens: torch.Tensor
+    """``[R]`` int32: tokens of each row in the cache, this step's included."""
+    types: torch.Tensor
+    """``[R, num_heads]`` int8"""
+    max_seq_len: int
+    """At least the largest of ``seq_lens``."""
+    block: int = BLOCK
+
+    @property
+    def width(self) -> int:
+        """``Kb``, the number of key blocks."""
+        return -(-self.max_seq_len // self.block)
+
+
 class BlockMeans(NamedTuple):
     """Means of each block of keys, and of its values."""
 
@@ -64,18 +97,12 @@ def first_query_blocks(query_start: torch.Tensor, block: int = BLOCK) -> torch.T
 @gpu.dispatch("sparse_estimate.estimate")
 def estimate(
     q: torch.Tensor,
-    keys: torch.Tensor,
-    block_tables: torch.Tensor,
-    query_start: torch.Tensor,
-    seq_lens: torch.Tensor,
-    types: torch.Tensor,
+    kv: PagedKV,
+    rows: PromptRows,
     *,
-    max_seq_len: int,
     scale: float,
     stride: int = 16,
     norm: float = 1.0,
-    block: int = BLOCK,
-    k_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """XAttention's estimate of the attention that each block of keys gets from each block of queries.
 
@@ -85,32 +112,25 @@ def estimate(
 
     Args:
         q: ``[T, num_heads, d]``, after the rotary embedding.
-        keys: ``[blocks, block_size, kv_heads, d]``
-        block_tables: ``[R, B]`` int32.
-        query_start: ``[R + 1]`` int32: first token of each row in the packed batch.
-        seq_lens: ``[R]`` int32: tokens of each row in the cache, this step's included.
-        types: ``[R, num_heads]`` int8: only heads of type ``BLOCK_SPARSE`` are estimated.
-        max_seq_len: at least the largest of ``seq_lens``; sets the number of key blocks, ``Kb = ceil(max_seq_len / block)``.
+        rows: only heads of type ``BLOCK_SPARSE`` are estimated.
         scale: of attention's scores, as a rule ``d ** -0.5``.
-        stride: a power of two that divides ``block``.
-        k_scale: ``[blocks, block_size, kv_heads]`` float32, for keys in e4m3.
+        stride: a power of two that divides the block.
 
     Returns:
         ``[N, num_heads, Kb]`` float32 (float64 for float64 queries); 0 for other heads.
     """
-    num_heads, head_dim = q.shape[1:]
-    kv_heads = keys.shape[2]
-    group = num_heads // kv_heads
+    (num_heads, head_dim), block = q.shape[1:], rows.block
+    group = num_heads // kv.keys.shape[2]
     per_block = block // stride
     dtype = _wide(q)
-    sums = q.new_zeros(num_query_blocks(len(q), len(seq_lens), block), num_heads, -(-max_seq_len // block), dtype=dtype)
-    for row, place, start, end, context in _rows(query_start, seq_lens, block):
-        wanted = (types[row] == BLOCK_SPARSE).nonzero().flatten().tolist()
+    sums = q.new_zeros(num_query_blocks(len(q), len(rows.seq_lens), block), num_heads, rows.width, dtype=dtype)
+    for row, place, start, end, context in _rows(rows):
+        wanted = (rows.types[row] == BLOCK_SPARSE).nonzero().flatten().tolist()
         length = context + end - start
         first_group = context // stride
         for kv_head in sorted({head // group for head in wanted}):
             heads = [head for head in wanted if head // group == kv_head]
-            k = _gather(keys, k_scale, block_tables[row], length, kv_head, dtype)
+            k = _gather(kv.keys, kv.k_scale, kv.block_tables[row], length, kv_head, dtype)
             k = _padded(k, stride).view(-1, stride * head_dim)
             for number, low in enumerate(range(start, end, block)):
                 queries = q[low : min(low + block, end)][:, heads].to(dtype)
@@ -131,13 +151,9 @@ def estimate(
 @gpu.dispatch("sparse_select.select")
 def select(
     sums: torch.Tensor,
-    query_start: torch.Tensor,
-    seq_lens: torch.Tensor,
-    types: torch.Tensor,
+    rows: PromptRows,
     *,
-    num_tokens: int,
     threshold: float | torch.Tensor,
-    block: int = BLOCK,
     prompt_lens: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Key blocks that make up ``threshold`` of a query block's estimated attention.
@@ -149,10 +165,6 @@ def select(
 
     Args:
         sums: ``[N, num_heads, Kb]``, as ``estimate`` returns them.
-        query_start: ``[R + 1]`` int32.
-        seq_lens: ``[R]`` int32.
-        types: ``[R, num_heads]`` int8.
-        num_tokens: T, the packed batch's.
         threshold: for all heads, or ``[num_heads]`` float32.
         prompt_lens: ``[R]`` int32, of the whole prompts, to select as the code published with XAttention does: for query blocks
             of a prompt's first chunk, whose size depends on its length, block 0 competes with the others, and one more of
@@ -165,8 +177,9 @@ def select(
     mask = torch.zeros(sums.shape, dtype=torch.bool, device=sums.device)
     thresholds = torch.as_tensor(threshold, dtype=torch.float32, device=sums.device).expand(num_heads).double()
     key_block = torch.arange(num_blocks, device=sums.device)
-    for row, place, start, end, context in _rows(query_start, seq_lens, block):
-        heads = (types[row] == BLOCK_SPARSE).nonzero().flatten()
+    block = rows.block
+    for row, place, start, end, context in _rows(rows):
+        heads = (rows.types[row] == BLOCK_SPARSE).nonzero().flatten()
         lagging_blocks = 0 if prompt_lens is None else upstream_chunk(int(prompt_lens[row])) // block
         for number in range(-(-(end - start) // block) if len(heads) else 0):
             own = context // block + number
@@ -200,41 +213,24 @@ def _integers(sums: torch.Tensor) -> torch.Tensor:
 
 
 @gpu.dispatch("sparse_means.block_means")
-def block_means(
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    *,
-    max_seq_len: int,
-    dtype: torch.dtype,
-    block: int = BLOCK,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-) -> BlockMeans:
+def block_means(q: torch.Tensor, kv: PagedKV, rows: PromptRows) -> BlockMeans:
     """Means of keys and of values over each row's blocks of ``block`` tokens; the last block's over the tokens it has.
 
     Args:
-        keys: ``[blocks, block_size, kv_heads, d]``
-        values: ``[blocks, block_size, kv_heads, dv]``
-        block_tables: ``[R, B]`` int32.
-        seq_lens: ``[R]`` int32.
-        max_seq_len: at least the largest of ``seq_lens``; ``Kb = ceil(max_seq_len / block)``.
-        dtype: of the means: that of the queries.
-        k_scale, v_scale: ``[blocks, block_size, kv_heads]`` float32, for keys and values in e4m3.
+        q: the queries, of whose dtype the means are.
 
     Returns:
         ``[R, kv_heads, Kb, d]`` and ``[R, kv_heads, Kb, dv]``; 0 behind a row's last block.
     """
+    keys, values, block_tables, k_scale, v_scale = kv
     kv_heads = keys.shape[2]
-    shape = (len(seq_lens), kv_heads, -(-max_seq_len // block))
-    means = BlockMeans(*(torch.zeros(*shape, side.shape[3], dtype=dtype, device=side.device) for side in (keys, values)))
-    for row, length in enumerate(seq_lens.tolist()):
+    means = BlockMeans(*(q.new_zeros(len(rows.seq_lens), kv_heads, rows.width, side.shape[3]) for side in (keys, values)))
+    for row, length in enumerate(rows.seq_lens.tolist()):
         for kv_head in range(kv_heads if length else 0):
             for out, side, scales in zip(means, (keys, values), (k_scale, v_scale), strict=True):
                 x = _gather(side, scales, block_tables[row], length, kv_head, _wide(out))
-                for number, low in enumerate(range(0, length, block)):
-                    part = x[low : low + block]
+                for number, low in enumerate(range(0, length, rows.block)):
+                    part = x[low : low + rows.block]
                     out[row, kv_head, number] = part.sum(0) / len(part)
     return means
 
@@ -243,16 +239,12 @@ def block_means(
 def select_mean(
     q: torch.Tensor,
     key_means: torch.Tensor,
-    query_start: torch.Tensor,
-    seq_lens: torch.Tensor,
-    types: torch.Tensor,
+    rows: PromptRows,
     *,
     scale: float,
     alpha: float = 0.1,
     sink_blocks: int = 2,
     local_blocks: int = 4,
-    full_from: torch.Tensor | None = None,
-    block: int = BLOCK,
 ) -> torch.Tensor:
     """Key blocks by their mean key: those whose score is at least ``alpha`` times the largest one of the query block.
 
@@ -262,33 +254,26 @@ def select_mean(
     Args:
         q: ``[T, num_heads, d]``, after the rotary embedding.
         key_means: ``[R, kv_heads, Kb, d]``, as ``block_means`` returns them.
-        query_start: ``[R + 1]`` int32.
-        seq_lens: ``[R]`` int32.
-        types: ``[R, num_heads]`` int8.
         sink_blocks: first blocks that are kept.
         local_blocks: nearest blocks that are kept, the query block's own included: at least 1.
-        full_from: ``[R]`` int32: query blocks from this position on keep all blocks. None: no query blocks.
 
     Returns:
         ``[N, num_heads, Kb]`` bool; False for other heads than of type ``BLOCK_SPARSE``.
     """
-    num_heads = q.shape[1]
+    num_heads, block = q.shape[1], rows.block
     kv_heads, num_blocks = key_means.shape[1:3]
     group = num_heads // kv_heads
     dtype = _wide(q)
-    places = num_query_blocks(len(q), len(seq_lens), block)
+    places = num_query_blocks(len(q), len(rows.seq_lens), block)
     mask = torch.zeros(places, num_heads, num_blocks, dtype=torch.bool, device=q.device)
     key_block = torch.arange(num_blocks, device=q.device)
-    for row, place, start, end, context in _rows(query_start, seq_lens, block):
-        full = None if full_from is None else int(full_from[row])
-        for head in (types[row] == BLOCK_SPARSE).nonzero().flatten().tolist():
+    for row, place, start, end, context in _rows(rows):
+        for head in (rows.types[row] == BLOCK_SPARSE).nonzero().flatten().tolist():
             k = key_means[row, head // group].to(dtype)
             for number, low in enumerate(range(start, end, block)):
                 own = context // block + number
                 kept = (key_block < sink_blocks) | (key_block > own - local_blocks)
-                if full is not None and context + number * block >= full:
-                    kept |= True
-                elif own:
+                if own:
                     logits = q[low : min(low + block, end), head].to(dtype) @ k[:own].T * scale
                     scores = logits.logsumexp(0)
                     kept[:own] |= scores >= scores.max() + math.log(alpha)
@@ -299,23 +284,15 @@ def select_mean(
 @gpu.dispatch("sparse_attention.sparse_prefill_attention")
 def sparse_prefill_attention(
     q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    block_tables: torch.Tensor,
-    query_start: torch.Tensor,
-    seq_lens: torch.Tensor,
-    types: torch.Tensor,
+    kv: PagedKV,
+    rows: PromptRows,
     mask: torch.Tensor | None,
     *,
-    max_seq_len: int,
     scale: float,
     sink_blocks: int,
     local_blocks: int,
     means: BlockMeans | None = None,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
     copies: KeyCopies | None = None,
-    block: int = BLOCK,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention in which each head of each row attends by its type.
@@ -327,31 +304,24 @@ def sparse_prefill_attention(
 
     Args:
         q: ``[T, num_heads, d]``, after the rotary embedding.
-        keys: ``[blocks, block_size, kv_heads, d]``
-        values: ``[blocks, block_size, kv_heads, dv]``
-        block_tables: ``[R, B]`` int32.
-        query_start: ``[R + 1]`` int32: first token of each row in the packed batch. Tokens of no row come out as 0, or keep
-            their values in ``out``.
-        seq_lens: ``[R]`` int32: tokens of each row in the cache, this step's included.
-        types: ``[R, num_heads]`` int8.
-        max_seq_len: at least the largest of ``seq_lens``; ``Kb = ceil(max_seq_len / block)``.
+        rows: tokens of none come out as 0, or keep their values in ``out``.
         mask: ``[N, num_heads, Kb]`` bool, as ``select`` or ``select_mean`` returns it; None: no head is ``BLOCK_SPARSE``.
         means: blocks that a ``BLOCK_SPARSE`` head leaves out, before the query block's own, count as if each of their tokens
             had the block's mean key and mean value. None: they do not count.
-        k_scale, v_scale: ``[blocks, block_size, kv_heads]`` float32, for keys and values in e4m3.
-        copies: what ``keys`` and ``values`` hold, which then are not read.
+        copies: what ``kv`` holds, whose keys and values then are not read.
         out: ``[T, num_heads, dv]``, of q's dtype, contiguous: gets the result.
 
     Returns:
         ``[T, num_heads, dv]`` in q's dtype; 0 for a token that sees no key.
     """
-    group = q.shape[1] // keys.shape[2]
+    keys, values, block_tables, k_scale, v_scale = kv
+    group, block = q.shape[1] // keys.shape[2], rows.block
     dtype = _wide(q)
     if out is None:
         out = q.new_zeros(*q.shape[:2], values.shape[3])
-    for row, place, start, end, context in _rows(query_start, seq_lens, block):
+    for row, place, start, end, context in _rows(rows):
         length = context + end - start
-        for head, kind in enumerate(types[row].tolist()):
+        for head, kind in enumerate(rows.types[row].tolist()):
             if head % group == 0:
                 if copies is None:
                     k = _gather(keys, k_scale, block_tables[row], length, head // group, dtype)
@@ -408,13 +378,13 @@ def _wide(x: torch.Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def _rows(query_start: torch.Tensor, seq_lens: torch.Tensor, block: int) -> Iterator[tuple[int, int, int, int, int]]:
+def _rows(rows: PromptRows) -> Iterator[tuple[int, int, int, int, int]]:
     """Rows with queries: number, place of the first query block, first token and the token behind the last, context."""
-    starts = query_start.tolist()
-    for row, length in enumerate(seq_lens.tolist()):
+    starts = rows.query_start.tolist()
+    for row, length in enumerate(rows.seq_lens.tolist()):
         start, end = starts[row : row + 2]
         if start < end <= start + length:
-            yield row, start // block + row, start, end, length - (end - start)
+            yield row, start // rows.block + row, start, end, length - (end - start)
 
 
 def _gather(

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from headrace.kernels.kv_cache import dequantize, quantize
-from headrace.kernels.sparse_prefill import KeyCopies
+from headrace.kernels.sparse_prefill import BLOCK, KeyCopies, PagedKV, PromptRows
 
 Rows = Sequence[tuple[int, int]]
 """(queries, tokens in the cache)"""
@@ -29,7 +29,7 @@ class Problem:
 
     @property
     def max_seq_len(self) -> int:
-        return int(self.seq_lens.max())
+        return int(self.seq_lens.max()) if len(self.seq_lens) else 1
 
     @property
     def scale(self) -> float:
@@ -44,8 +44,11 @@ class Problem:
         return self.q, self.keys, self.values, self.tables, self.query_start, self.seq_lens, self.types
 
     @property
-    def k_scale(self) -> dict[str, torch.Tensor]:
-        return {name: scale for name, scale in self.scales.items() if name == "k_scale"}
+    def kv(self) -> PagedKV:
+        return PagedKV(self.keys, self.values, self.tables, **self.scales)
+
+    def rows(self, block: int = BLOCK) -> PromptRows:
+        return PromptRows(self.query_start, self.seq_lens, self.types, self.max_seq_len, block)
 
     def copies(self) -> KeyCopies:
         """Keys and values out of their blocks, a row's behind NaN and before NaN."""

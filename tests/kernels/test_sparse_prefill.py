@@ -10,6 +10,7 @@ from kernels.sparse_cases import Problem, Rows, problem
 from headrace.kernels.paged_attention import paged_attention
 from headrace.kernels.sparse_prefill import (
     BlockMeans,
+    PromptRows,
     block_means,
     estimate,
     first_query_blocks,
@@ -23,25 +24,23 @@ F64 = torch.float64
 LENGTHS = [1, 100, 127, 128, 129, 199, 200, 2048 + 17]
 
 
-def estimated(made: Problem, **options: object) -> torch.Tensor:
-    q, keys, _, *rest = made.cache
-    given = {"max_seq_len": made.max_seq_len, "scale": made.scale, **made.k_scale, **options}
-    return estimate(q, keys, *rest, **given)
+def estimated(made: Problem, block: int = 128, **options: float) -> torch.Tensor:
+    return estimate(made.q, made.kv, made.rows(block), scale=made.scale, **options)
 
 
-def selected(made: Problem, sums: torch.Tensor, threshold: float | torch.Tensor, **options: object) -> torch.Tensor:
-    given = {"num_tokens": len(made.q), "threshold": threshold, **options}
-    return select(sums, made.query_start, made.seq_lens, made.types, **given)
+def selected(
+    made: Problem, sums: torch.Tensor, threshold: float | torch.Tensor, block: int = 128, **options: object
+) -> torch.Tensor:
+    return select(sums, made.rows(block), threshold=threshold, **options)
 
 
-def attended(made: Problem, mask: torch.Tensor | None, **options: object) -> torch.Tensor:
-    given = {"max_seq_len": made.max_seq_len, "scale": made.scale, "sink_blocks": 1, "local_blocks": 2}
-    return sparse_prefill_attention(*made.cache, mask, **given, **made.scales, **options)
+def attended(made: Problem, mask: torch.Tensor | None, block: int = 128, **options: object) -> torch.Tensor:
+    given = {"scale": made.scale, "sink_blocks": 1, "local_blocks": 2}
+    return sparse_prefill_attention(made.q, made.kv, made.rows(block), mask, **given, **options)
 
 
-def averages(made: Problem, **options: object) -> BlockMeans:
-    given = {"max_seq_len": made.max_seq_len, "dtype": made.q.dtype, **options}
-    return block_means(made.keys, made.values, made.tables, made.seq_lens, **given, **made.scales)
+def averages(made: Problem, block: int = 128) -> BlockMeans:
+    return block_means(made.q, made.kv, made.rows(block))
 
 
 # ---------------------------------------------------------------------------------------------------------------- estimate
@@ -156,12 +155,11 @@ def test_block_means() -> None:
 
 
 def test_select_mean() -> None:
-    """Each query block's best, what comes close to it, the first and the nearest blocks, and all for the last queries."""
+    """Each query block's best, what comes close to it, the first and the nearest blocks."""
     made = problem([(200, 200), (33, 97)], heads=2, types=(1, 1, 0, 1), dtype=F64, size=4.0)
     means = averages(made, block=16)
-    options = {"alpha": 0.3, "sink_blocks": 1, "local_blocks": 2, "full_from": torch.tensor([192, 96], dtype=torch.int32)}
-    starts = (made.query_start, made.seq_lens, made.types)
-    mask = select_mean(made.q, means.keys, *starts, scale=made.scale, block=16, **options)
+    options = {"alpha": 0.3, "sink_blocks": 1, "local_blocks": 2}
+    mask = select_mean(made.q, means.keys, made.rows(16), scale=made.scale, **options)
     seen = 0
     for place in range(len(mask)):
         row, own = places(made, 16).get(place, (None, 0))
@@ -177,7 +175,7 @@ def test_select_mean() -> None:
             expected = {j for j in range(own) if scores[j] >= 0.3 * scores.max()}
             seen += len(expected)
             expected |= {0, own, max(own - 1, 0)}
-            assert kept == (set(range(own + 1)) if own * 16 >= (192, 96)[row] else expected)
+            assert kept == expected
     assert 30 < seen < 150
 
 
@@ -238,9 +236,9 @@ def test_threshold_one_is_dense_attention() -> None:
 def test_a_query_that_sees_no_key_comes_out_as_zero() -> None:
     """With no sinks, what begins within a block looks for its neighbours behind itself: positions 3 to 18 in block 1."""
     made = problem([(20, 23)], heads=1, types=(-1,))
-    options = {"max_seq_len": 23, "scale": 1.0, "sink_blocks": 0, "local_blocks": 1, "block": 16}
+    options = {"scale": 1.0, "sink_blocks": 0, "local_blocks": 1}
     out = torch.full((20, 1, 16), 7.0)
-    assert sparse_prefill_attention(*made.cache, None, **options, out=out) is out
+    assert sparse_prefill_attention(made.q, made.kv, made.rows(16), None, **options, out=out) is out
     assert out.isfinite().all() and out.flatten(1).any(1).nonzero().flatten().tolist() == [13, 14, 15]
 
 
@@ -252,10 +250,11 @@ def test_block_sparse_heads_need_a_mask() -> None:
 def test_tokens_of_no_row_keep_their_values() -> None:
     """Rows 1 and 2 of a batch, as their part of it."""
     made = problem([(20, 20), (33, 49), (17, 17), (9, 9)], types=(0, -1))
-    part = (made.query_start[1:4], made.seq_lens[1:3], made.types[1:3])
-    options = {"max_seq_len": 49, "scale": made.scale, "sink_blocks": 1, "local_blocks": 2, "block": 16}
+    part = PromptRows(made.query_start[1:4], made.seq_lens[1:3], made.types[1:3], 49, 16)
+    options = {"scale": made.scale, "sink_blocks": 1, "local_blocks": 2}
     out = torch.full((len(made.q), 2, 16), 7.0)
-    sparse_prefill_attention(made.q, made.keys, made.values, made.tables[1:3], *part, None, **options, out=out)
+    kv = made.kv._replace(block_tables=made.tables[1:3])
+    sparse_prefill_attention(made.q, kv, part, None, **options, out=out)
     expected = attended(made, None, block=16)
     assert torch.equal(out[20:70], expected[20:70])
     assert (out[:20] == 7).all() and (out[70:] == 7).all()
@@ -286,7 +285,7 @@ def everything(made: Problem) -> dict[str, torch.Tensor]:
     """What each query block comes to, and each query."""
     sums, means = estimated(made), averages(made)
     mask = selected(made, sums, 0.9)
-    by_mean = select_mean(made.q, means.keys, made.query_start, made.seq_lens, made.types, scale=made.scale, alpha=0.8)
+    by_mean = select_mean(made.q, means.keys, made.rows(), scale=made.scale, alpha=0.8)
     outputs = {"attention": attended(made, mask), "corrected": attended(made, by_mean, means=means)}
     return {"sums": sums, "mask": mask, "by mean": by_mean, **outputs}
 

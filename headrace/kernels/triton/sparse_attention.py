@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from headrace.kernels.sparse_prefill import BLOCK, BlockMeans, KeyCopies, num_query_blocks
+from headrace.kernels.sparse_prefill import BlockMeans, KeyCopies, PagedKV, PromptRows, num_query_blocks
 from headrace.kernels.support import resources
 from headrace.kernels.triton.attention_tile import (
     find_row,
@@ -281,23 +281,15 @@ def _attend_blocks(
 
 def sparse_prefill_attention(
     q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    block_tables: torch.Tensor,
-    query_start: torch.Tensor,
-    seq_lens: torch.Tensor,
-    types: torch.Tensor,
+    kv: PagedKV,
+    rows: PromptRows,
     mask: torch.Tensor | None,
     *,
-    max_seq_len: int,
     scale: float,
     sink_blocks: int,
     local_blocks: int,
     means: BlockMeans | None = None,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
     copies: KeyCopies | None = None,
-    block: int = BLOCK,
     out: torch.Tensor | None = None,
     tiling: Tiling | None = None,
 ) -> torch.Tensor:
@@ -305,19 +297,18 @@ def sparse_prefill_attention(
 
     Args:
         q: ``[T, num_heads, d]``, last axis contiguous.
-        keys: ``[blocks, block_size, kv_heads, d]``, last axis contiguous.
-        values: ``[blocks, block_size, kv_heads, dv]``: the last axis is contiguous, or the second.
-        block_tables: ``[R, B]`` int32, last axis contiguous.
-        types: ``[R, num_heads]`` int8, contiguous.
+        kv: last axes contiguous, of values that or the second; both scales of the same strides.
+        rows: contiguous.
         mask: contiguous.
         means: contiguous, of q's dtype.
-        k_scale, v_scale: of the same strides.
         copies: contiguous, of q's dtype, with tokens of a multiple of 16 bytes.
         tiling: how to cut up the launch; None: by the widths.
     """
     num_heads, head_dim = q.shape[1:]
+    keys, values, block_tables, k_scale, v_scale = kv
+    query_start, seq_lens, types, _, block = rows
     block_size, kv_heads, v_head_dim = values.shape[1:]
-    group, num_rows, width = num_heads // kv_heads, len(seq_lens), -(-max_seq_len // block)
+    group, num_rows, width = num_heads // kv_heads, len(seq_lens), rows.width
     places = num_query_blocks(len(q), num_rows, block)
     if width > MAX_BLOCKS:
         raise ValueError(f"{width} key blocks are too many: at most {MAX_BLOCKS} can be numbered")

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from headrace.kernels.sparse_prefill import BLOCK, num_query_blocks
+from headrace.kernels.sparse_prefill import PagedKV, PromptRows, num_query_blocks
 from headrace.kernels.support import resources
 from headrace.kernels.triton.attention_tile import find_row
 from headrace.kernels.triton.fp8 import OFF, as_bytes, gain, mode, to_half
@@ -193,52 +193,47 @@ def _estimate(
 
 def estimate(
     q: torch.Tensor,
-    keys: torch.Tensor,
-    block_tables: torch.Tensor,
-    query_start: torch.Tensor,
-    seq_lens: torch.Tensor,
-    types: torch.Tensor,
+    kv: PagedKV,
+    rows: PromptRows,
     *,
-    max_seq_len: int,
     scale: float,
     stride: int = 16,
     norm: float = 1.0,
-    block: int = BLOCK,
-    k_scale: torch.Tensor | None = None,
     tiling: EstimateTiling | None = None,
 ) -> torch.Tensor:
     """Kernel version of ``headrace.kernels.sparse_prefill.estimate``, in float32 inside; it does not wait for the device.
 
     Args:
         q: ``[T, num_heads, d]``, last axis contiguous.
-        keys: ``[blocks, block_size, kv_heads, d]``, last axis contiguous.
-        block_tables: ``[R, B]`` int32, last axis contiguous.
-        types: ``[R, num_heads]`` int8, contiguous.
+        kv: last axes contiguous, but for those of values.
+        rows: contiguous.
         tiling: None: as measured best. Bits of the result depend on it.
     """
     num_heads, head_dim = q.shape[1:]
+    keys, _, block_tables, k_scale, _ = kv
+    query_start, seq_lens, types, _, block = rows
     block_size, kv_heads = keys.shape[1:3]
-    num_rows, width, groups = len(seq_lens), -(-max_seq_len // block), block // stride
+    num_rows, width, groups = len(seq_lens), rows.width, block // stride
     if block % stride or block & (block - 1) or stride < 1:
         raise ValueError(f"stride {stride} must be a power of two that divides the block, {block}")
     sums = torch.zeros(num_query_blocks(len(q), num_rows, block), num_heads, width, dtype=torch.float32, device=q.device)
     if not num_rows or not len(q):
         return sums
     tiling = tiling or (_WIDE if q.itemsize > 2 else EstimateTiling())
-    rows, columns = max(tiling.rows, groups), max(tiling.columns, groups)
+    tall, wide = max(tiling.rows, groups), max(tiling.columns, groups)
     fp8 = OFF
     if k_scale is not None:
         fp8, keys = mode(q.device), as_bytes(keys)
-    items = (len(q) // (rows * stride) + num_rows) * num_heads
+    items = (len(q) // (tall * stride) + num_rows) * num_heads
     programs = min(items, tiling.side_by_side * resources(q.device).multiprocessors)
-    scratch_width = -(-width * groups // columns) * columns // groups
-    scratch = torch.empty(programs * rows * scratch_width, dtype=torch.float32, device=q.device)
+    scratch_width = -(-width * groups // wide) * wide // groups
+    scratch = torch.empty(programs * tall * scratch_width, dtype=torch.float32, device=q.device)
     _estimate[(programs,)](
         q, keys, q if k_scale is None else k_scale, block_tables, query_start, seq_lens, types, sums, scratch,
         torch.zeros(1, dtype=torch.int32, device=q.device), num_rows, items, width, scratch_width,
         scale / (stride * norm) * 1.4426950408889634, *q.stride()[:2], *keys.stride()[:3], *scale_strides(k_scale),
         block_tables.stride(0), BLOCK_SIZE=block_size, HEADS=num_heads, GROUP=num_heads // kv_heads, BLOCK=block, STRIDE=stride,
-        ROWS=rows, COLUMNS=columns, OUTPUTS=min(64, triton.next_power_of_2(width)), D=head_dim, PIECE=_piece(q),
+        ROWS=tall, COLUMNS=wide, OUTPUTS=min(64, triton.next_power_of_2(width)), D=head_dim, PIECE=_piece(q),
         FP8=fp8, PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=tiling.num_warps,
         num_stages=tiling.num_stages, **options(q.device),
     )  # fmt: skip

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from headrace.kernels.sparse_prefill import BLOCK, BlockMeans, num_query_blocks
+from headrace.kernels.sparse_prefill import BlockMeans, PagedKV, PromptRows, num_query_blocks
 from headrace.kernels.support import resources
 from headrace.kernels.triton.attention_tile import find_row, load_part, load_queries, product
 from headrace.kernels.triton.fp8 import OFF, as_bytes, gain, mode, to_half
@@ -77,28 +77,18 @@ def _block_means(
     tl.store(target + channel, mean.to(means.dtype.element_ty), mask=inside)
 
 
-def block_means(
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    *,
-    max_seq_len: int,
-    dtype: torch.dtype,
-    block: int = BLOCK,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-) -> BlockMeans:
-    """Kernel version of ``headrace.kernels.sparse_prefill.block_means``: sums in float32, rounded to ``dtype``."""
+def block_means(q: torch.Tensor, kv: PagedKV, rows: PromptRows) -> BlockMeans:
+    """Kernel version of ``headrace.kernels.sparse_prefill.block_means``: sums in float32, rounded to q's dtype."""
+    keys, values, block_tables, k_scale, v_scale = kv
     fp8 = OFF if k_scale is None else mode(keys.device)
-    rows, kv_heads, width = len(seq_lens), keys.shape[2], -(-max_seq_len // block)
+    num_rows, kv_heads, width, block = len(rows.seq_lens), keys.shape[2], rows.width, rows.block
     means = []
     for side, scale in ((keys, k_scale), (values, v_scale)):
         head_dim = side.shape[3]
-        out = torch.empty(rows, kv_heads, width, head_dim, dtype=dtype, device=keys.device)
+        out = torch.empty(num_rows, kv_heads, width, head_dim, dtype=q.dtype, device=keys.device)
         stored = side if scale is None else as_bytes(side)
-        _block_means[(width, kv_heads, rows)](
-            stored, out if scale is None else scale, block_tables, seq_lens, out, width, *stored.stride()[:3],
+        _block_means[(width, kv_heads, num_rows)](
+            stored, out if scale is None else scale, block_tables, rows.seq_lens, out, width, *stored.stride()[:3],
             *scale_strides(scale), block_tables.stride(0), BLOCK_SIZE=side.shape[1], BLOCK=block, TOKENS=min(_TOKENS, block),
             D=head_dim, D_P=triton.next_power_of_2(head_dim), LANE=side.stride(3), FP8=fp8, num_warps=4,
             **options(keys.device),
@@ -166,14 +156,13 @@ def _score_means(
 
 @triton.jit(
     do_not_specialize=["num_rows", "width", "sink_blocks", "local_blocks"],
-    do_not_specialize_on_alignment=["types", "query_start", "seq_lens", "full_from"],
+    do_not_specialize_on_alignment=["types", "query_start", "seq_lens"],
 )
 def _keep_high(
     scores,  # [N, H, TILES, width] float32
     types,  # [R, H] int8
     query_start,  # [R + 1] int32
     seq_lens,  # [R] int32
-    full_from,  # [R] int32, HAS_FULL only
     mask,  # [N, H, width] bool as bytes
     num_rows,
     width,
@@ -184,7 +173,6 @@ def _keep_high(
     BLOCK: tl.constexpr,
     BLOCKS_P: tl.constexpr,
     TILES: tl.constexpr,
-    HAS_FULL: tl.constexpr,
     PDL: tl.constexpr,
 ):
     begin(PDL)
@@ -197,8 +185,7 @@ def _keep_high(
     block = tl.arange(0, BLOCKS_P)
     chosen = block < 0
     if (first >= 0) & (first < num_queries) & (tl.load(types + row * HEADS + head) == 1):
-        position = tl.load(seq_lens + row) - num_queries + first
-        own = position // BLOCK
+        own = (tl.load(seq_lens + row) - num_queries + first) // BLOCK
         rivals = block < own
         score = tl.load(scores + spot * TILES * width + block, mask=rivals, other=float("-inf"))
         for tile in range(1, TILES):
@@ -208,8 +195,6 @@ def _keep_high(
             score = pivot + tl.log2(tl.exp2(score - pivot) + tl.exp2(other - pivot))
         chosen = rivals & (score >= tl.max(score, 0) - margin)
         chosen = chosen | (block < sink_blocks) | (block > own - local_blocks)
-        if HAS_FULL:
-            chosen = chosen | (position + 0 * block >= tl.load(full_from + row))
         chosen = chosen & (block <= own)
     tl.store(mask + spot * width + block, chosen.to(tl.uint8), mask=block < width)
 
@@ -217,27 +202,24 @@ def _keep_high(
 def select_mean(
     q: torch.Tensor,
     key_means: torch.Tensor,
-    query_start: torch.Tensor,
-    seq_lens: torch.Tensor,
-    types: torch.Tensor,
+    rows: PromptRows,
     *,
     scale: float,
     alpha: float = 0.1,
     sink_blocks: int = 2,
     local_blocks: int = 4,
-    full_from: torch.Tensor | None = None,
-    block: int = BLOCK,
 ) -> torch.Tensor:
     """Kernel version of ``headrace.kernels.sparse_prefill.select_mean``; it does not wait for the device.
 
     Args:
         q: ``[T, num_heads, d]``, last axis contiguous.
         key_means: ``[R, kv_heads, Kb, d]`` of q's dtype, contiguous.
-        types: ``[R, num_heads]`` int8, contiguous.
+        rows: contiguous.
     """
     num_heads, head_dim = q.shape[1:]
-    rows, kv_heads, width = key_means.shape[:3]
-    places = num_query_blocks(len(q), rows, block)
+    num_rows, kv_heads, width = key_means.shape[:3]
+    query_start, seq_lens, types, _, block = rows
+    places = num_query_blocks(len(q), num_rows, block)
     mask = torch.empty(places, num_heads, width, dtype=torch.bool, device=q.device)
     if not places:
         return mask
@@ -247,15 +229,15 @@ def select_mean(
     scores = torch.empty(places, num_heads, tiles, width, dtype=torch.float32, device=q.device)
     d_a, d_b = cut(head_dim)
     _score_means[(places, num_heads, tiles)](
-        q, key_means, types, query_start, seq_lens, scores, rows, width, scale * 1.4426950408889634, *q.stride()[:2],
+        q, key_means, types, query_start, seq_lens, scores, num_rows, width, scale * 1.4426950408889634, *q.stride()[:2],
         HEADS=num_heads, GROUP=num_heads // kv_heads, BLOCK=block, BLOCK_M=tiling.block_q, BLOCK_N=tiling.block_n, D=head_dim,
         D_A=d_a, D_B=d_b, PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=tiling.num_warps,
         num_stages=tiling.num_stages, **options(q.device),
     )  # fmt: skip
     blocks = triton.next_power_of_2(width)
     _keep_high[(places, num_heads)](
-        scores, types, query_start, seq_lens, seq_lens if full_from is None else full_from, mask.view(torch.uint8), rows, width,
-        sink_blocks, local_blocks, -math.log2(alpha), HEADS=num_heads, BLOCK=block, BLOCKS_P=blocks, TILES=tiles,
-        HAS_FULL=full_from is not None, num_warps=min(8, max(1, blocks // 1024)), **options(q.device),
+        scores, types, query_start, seq_lens, mask.view(torch.uint8), num_rows, width, sink_blocks, local_blocks,
+        -math.log2(alpha), HEADS=num_heads, BLOCK=block, BLOCKS_P=blocks, TILES=tiles,
+        num_warps=min(8, max(1, blocks // 1024)), **options(q.device),
     )  # fmt: skip
     return mask

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from headrace.kernels.sparse_prefill import BLOCK
+from headrace.kernels.sparse_prefill import PromptRows
 from headrace.kernels.triton.attention_tile import find_row
 from headrace.kernels.triton.pdl import begin, options
 
@@ -98,31 +98,27 @@ def _select(
 
 def select(
     sums: torch.Tensor,
-    query_start: torch.Tensor,
-    seq_lens: torch.Tensor,
-    types: torch.Tensor,
+    rows: PromptRows,
     *,
-    num_tokens: int,
     threshold: float | torch.Tensor,
-    block: int = BLOCK,
     prompt_lens: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Kernel version of ``headrace.kernels.sparse_prefill.select``; it does not wait for the device.
 
     Args:
         sums: contiguous, in float32.
-        types: contiguous.
+        rows: contiguous.
         threshold: contiguous, if it is a tensor.
     """
     places, num_heads, width = sums.shape
-    rows = len(seq_lens)
+    query_start, seq_lens, types, _, block = rows
     if not isinstance(threshold, torch.Tensor):
         threshold = torch.full((num_heads,), threshold, dtype=torch.float32, device=sums.device)
     mask = torch.empty(sums.shape, dtype=torch.bool, device=sums.device)
     blocks = triton.next_power_of_2(width)
     _select[(places, num_heads)](
         sums, threshold, types, query_start, seq_lens, seq_lens if prompt_lens is None else prompt_lens, mask.view(torch.uint8),
-        rows, width, HEADS=num_heads, BLOCK=block,
+        len(seq_lens), width, HEADS=num_heads, BLOCK=block,
         BLOCKS_P=blocks, QUIRK=prompt_lens is not None, num_warps=min(8, max(1, blocks // 512)), **options(sums.device),
     )  # fmt: skip
     return mask

@@ -25,7 +25,7 @@ from headrace.kernels import support
 from headrace.kernels.head_routing import RouterWeights
 from headrace.kernels.inputs import LogitsInputs, RowTensors
 from headrace.kernels.norm import ResidualNorm
-from headrace.kernels.sparse_prefill import KeyCopies
+from headrace.kernels.sparse_prefill import KeyCopies, PagedKV, PromptRows
 from headrace.kernels.support import NATIVE_FP8_SM, Resources
 from headrace.kernels.triton import (
     activation,
@@ -265,31 +265,28 @@ def sparse(resources: Resources) -> None:
     for module in (sparse_attention, sparse_estimate, sparse_means):
         module.resources = lambda device: resources
     starts, table = torch.tensor([0, 2048], dtype=torch.int32), torch.zeros(1, 8192, dtype=torch.int32)
-    types, longest = torch.ones(1, 8, dtype=torch.int8), {"max_seq_len": 1 << 17}
+    rows = PromptRows(starts, starts[1:], torch.ones(1, 8, dtype=torch.int8), 1 << 17)
     for widths, stored, corrected in SPARSE:
         q = torch.zeros(2048, 8, widths[0], dtype=BF16)
         if stored == torch.uint8:
             spec = AttentionSpec(layer=0, num_heads=8, num_kv_heads=2, head_dim=widths[0], v_head_dim=widths[1], scale=1.0)
             cache = fp8_cache(spec)
-            keys, values, scales = cache.keys, cache.values, {"k_scale": cache.k_scale, "v_scale": cache.v_scale}
+            kv = PagedKV(cache.keys, cache.values, table, cache.k_scale, cache.v_scale)
         else:
-            (keys, values), scales = torch.split(torch.zeros(4, 16, 2, sum(widths), dtype=BF16), list(widths), dim=3), {}
-        of_keys = {name: scale for name, scale in scales.items() if name == "k_scale"}
-        rows = (starts, starts[1:], types)
-        sums = sparse_estimate.estimate(q, keys, table, *rows, scale=1.0, **longest, **of_keys)
-        mask = sparse_select.select(sums, *rows, num_tokens=2048, threshold=0.9)
-        means = sparse_means.block_means(keys, values, table, starts[1:], dtype=BF16, **longest, **scales)
-        sparse_means.select_mean(q, means.keys, *rows, scale=1.0, full_from=starts[1:])
+            kv = PagedKV(*torch.split(torch.zeros(4, 16, 2, sum(widths), dtype=BF16), list(widths), dim=3), table)
+        sums = sparse_estimate.estimate(q, kv, rows, scale=1.0)
+        mask = sparse_select.select(sums, rows, threshold=0.9)
+        means = sparse_means.block_means(q, kv, rows)
+        sparse_means.select_mean(q, means.keys, rows, scale=1.0)
         sparse_attention.sparse_prefill_attention(
-            q, keys, values, table, *rows, mask, scale=1.0, sink_blocks=1, local_blocks=16, means=means if corrected else None,
-            **longest, **scales,
-        )  # fmt: skip
+            q, kv, rows, mask, scale=1.0, sink_blocks=1, local_blocks=16, means=means if corrected else None
+        )
         if resources.shared_memory > 200 << 10:
             copies = KeyCopies(torch.zeros(2048, 2, sum(widths), dtype=BF16), starts[:1])
             sparse_attention.sparse_prefill_attention(
-                q, keys, values, table, *rows, mask, scale=1.0, sink_blocks=1, local_blocks=16, copies=copies, **longest,
-            )  # fmt: skip
-    sparse_select.select(sums, *rows, num_tokens=2048, threshold=0.9, prompt_lens=starts[1:])
+                q, kv, rows, mask, scale=1.0, sink_blocks=1, local_blocks=16, copies=copies
+            )
+    sparse_select.select(sums, rows, threshold=0.9, prompt_lens=starts[1:])
     head_routing.pool_keys(torch.zeros(200, 2, 128, dtype=BF16), starts)
     shapes = [(512, 128), (512,), (128, 512), (128,)] * 2 + [(2, 128), (2,)]
     head_routing.route(torch.zeros(1, 2, 128), RouterWeights(*(torch.zeros(shape) for shape in shapes)))

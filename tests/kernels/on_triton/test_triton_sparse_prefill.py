@@ -9,7 +9,7 @@ import torch
 from kernels.sparse_cases import Problem, Rows, problem
 
 from headrace.kernels import sparse_prefill as reference
-from headrace.kernels.sparse_prefill import BlockMeans, KeyCopies, num_query_blocks
+from headrace.kernels.sparse_prefill import BlockMeans, KeyCopies, PromptRows, num_query_blocks
 from headrace.kernels.triton import sparse_attention, sparse_estimate, sparse_means, sparse_select
 from headrace.kernels.triton.sparse_estimate import EstimateTiling
 from headrace.kernels.triton.tiling import Tiling
@@ -62,21 +62,18 @@ def run(
             reference.sparse_prefill_attention,
         )
     )
-    q, keys, values, tables, *rest = made.cache
-    options = {"max_seq_len": made.max_seq_len, "block": block}
+    q, kv, rows = made.q, made.kv, made.rows(block)
     launch = {"tiling": SMALL} if kernels and tiling is None else {}
-    sums = estimate(q, keys, tables, *rest, scale=made.scale, stride=stride, **options, **made.k_scale, **launch)
+    sums = estimate(q, kv, rows, scale=made.scale, stride=stride, **launch)
     of_given = given or Outcome(sums, *[None] * 5)  # type: ignore[arg-type]
-    mask = select(of_given.sums, *rest, num_tokens=len(q), threshold=0.5, block=block)
-    means = block_means(keys, values, tables, made.seq_lens, dtype=q.dtype, **options, **made.scales)
+    mask = select(of_given.sums, rows, threshold=0.5)
+    means = block_means(q, kv, rows)
     of_given = given or Outcome(sums, mask, means, *[None] * 3)  # type: ignore[arg-type]
-    by_mean = select_mean(
-        q, of_given.means.keys, *rest, scale=made.scale, alpha=0.5, sink_blocks=1, local_blocks=1, block=block
-    )
-    blocks = {"scale": made.scale, "sink_blocks": 1, "local_blocks": 1, **options, **made.scales}
+    blocks = {"scale": made.scale, "sink_blocks": 1, "local_blocks": 1}
+    by_mean = select_mean(q, of_given.means.keys, rows, alpha=0.5, **blocks)
     launch = {"tiling": tiling} if kernels else {}
-    attended = attend(*made.cache, of_given.mask, **blocks, **launch)
-    corrected = attend(*made.cache, (given.by_mean if given else by_mean), means=of_given.means, **blocks, **launch)
+    attended = attend(q, kv, rows, of_given.mask, **blocks, **launch)
+    corrected = attend(q, kv, rows, (given.by_mean if given else by_mean), means=of_given.means, **blocks, **launch)
     return Outcome(sums, mask, means, by_mean, attended, corrected)
 
 
@@ -160,8 +157,8 @@ def test_blocks_of_the_papers(device: torch.device) -> None:
     made = small([(300, 300), (129, 385), (7, 7)], heads=3, kv_heads=1, head_dim=32, dtype=torch.bfloat16)
     given = run(made, False, block=128, stride=16)
     wide = run(dataclasses.replace(made, q=made.q.double()), False, block=128, stride=16, given=given)
-    q, keys, _, tables, *rest = made.to(device).cache
-    sums = sparse_estimate.estimate(q, keys, tables, *rest, max_seq_len=385, scale=made.scale)
+    there = made.to(device)
+    sums = sparse_estimate.estimate(there.q, there.kv, there.rows(), scale=made.scale)
     torch.testing.assert_close(sums.cpu(), wide.sums.float(), atol=1e-2, rtol=1e-2)
     check(made, device, block=128, stride=16)
 
@@ -176,33 +173,13 @@ def test_selection_is_that_of_the_reference(ties: bool, quirk: bool, device: tor
     sums[2] = 0
     there = made.to(device)
     for threshold in (0.0, 0.5, 1.0, torch.tensor([0.125, 0.875])):
-        options = {"num_tokens": len(made.q), "block": 16}
         lens = made.seq_lens + 3 if quirk else None
-        expected = reference.select(
-            sums, made.query_start, made.seq_lens, made.types, threshold=threshold, prompt_lens=lens, **options
-        )
+        expected = reference.select(sums, made.rows(16), threshold=threshold, prompt_lens=lens)
         limit = threshold.to(device) if isinstance(threshold, torch.Tensor) else threshold
-        starts = (there.query_start, there.seq_lens, there.types)
         lens = None if lens is None else lens.to(device)
-        got = sparse_select.select(sums.to(device), *starts, threshold=limit, prompt_lens=lens, **options)
+        got = sparse_select.select(sums.to(device), there.rows(16), threshold=limit, prompt_lens=lens)
         assert torch.equal(got.cpu(), expected), threshold
         assert expected.any()
-
-
-def test_the_last_queries_keep_all_blocks(device: torch.device) -> None:
-    made = small([(70, 70), (20, 52)], types=(1,))
-    full = torch.tensor([48, 1000], dtype=torch.int32)
-    means = reference.block_means(
-        made.keys, made.values, made.tables, made.seq_lens, max_seq_len=70, dtype=made.q.dtype, block=16
-    )
-    options = {"scale": made.scale, "alpha": 0.9, "sink_blocks": 0, "local_blocks": 1, "block": 16}
-    starts = (made.query_start, made.seq_lens, made.types)
-    expected = reference.select_mean(made.q, means.keys, *starts, full_from=full, **options)
-    there = made.to(device)
-    starts = (there.query_start, there.seq_lens, there.types)
-    got = sparse_means.select_mean(there.q, means.keys.to(device), *starts, full_from=full.to(device), **options)
-    assert torch.equal(got.cpu(), expected)
-    assert expected[3:5].sum() == 2 * (4 + 5) and expected[2].sum() < 2 * 3
 
 
 def test_queries_anywhere(device: torch.device) -> None:
@@ -210,22 +187,23 @@ def test_queries_anywhere(device: torch.device) -> None:
     made = small([(9, 9), (21, 30), (1, 50), (4, 4)], types=(0, -1))
     packed = torch.full((35, 2 * 16 + 24), torch.nan)
     packed[:, 8:40] = made.q.flatten(1)
-    options = {"max_seq_len": 50, "scale": made.scale, "sink_blocks": 1, "local_blocks": 1, "block": 16}
-    expected = reference.sparse_prefill_attention(*made.cache, None, **options)
+    options = {"scale": made.scale, "sink_blocks": 1, "local_blocks": 1}
+    expected = reference.sparse_prefill_attention(made.q, made.kv, made.rows(16), None, **options)
     there = made.to(device)
     there.q = packed.to(device)[:, 8:40].unflatten(1, (2, 16))
     out = torch.full((35, 2, 16), 7.0, device=device)
-    rows = (there.tables[1:3], there.query_start[1:4], there.seq_lens[1:3], there.types[1:3])
-    got = sparse_attention.sparse_prefill_attention(there.q, there.keys, there.values, *rows, None, **options, out=out).cpu()
+    rows = PromptRows(there.query_start[1:4], there.seq_lens[1:3], there.types[1:3], 50, 16)
+    kv = there.kv._replace(block_tables=there.tables[1:3])
+    got = sparse_attention.sparse_prefill_attention(there.q, kv, rows, None, **options, out=out).cpu()
     torch.testing.assert_close(got[9:31], expected[9:31], atol=2e-5, rtol=2e-5)
     assert (got[:9] == 7).all() and (got[31:] == 7).all()
 
 
 def test_a_query_that_sees_no_key_comes_out_as_zero(device: torch.device) -> None:
     made = small([(20, 23)], types=(-1,)).to(device)
-    options = {"max_seq_len": 23, "scale": 1.0, "sink_blocks": 0, "local_blocks": 1, "block": 16}
+    options = {"scale": 1.0, "sink_blocks": 0, "local_blocks": 1}
     out = torch.full((20, 2, 16), 7.0, device=device)
-    sparse_attention.sparse_prefill_attention(*made.cache, None, **options, out=out)
+    sparse_attention.sparse_prefill_attention(made.q, made.kv, made.rows(16), None, **options, out=out)
     assert out.isfinite().all() and out.flatten(1).any(1).nonzero().flatten().tolist() == [13, 14, 15]
 
 
@@ -233,10 +211,9 @@ def test_no_rows(device: torch.device) -> None:
     made = small([(2, 2)]).to(device)
     made.q, made.tables, made.types = made.q[:0], made.tables[:0], made.types[:0]
     made.query_start, made.seq_lens = made.query_start[:1], torch.zeros(0, dtype=torch.int32, device=device)
-    q, keys, _, tables, *rest = made.cache
-    assert sparse_estimate.estimate(q, keys, tables, *rest, max_seq_len=2, scale=1.0).shape == (0, 2, 1)
-    options = {"max_seq_len": 2, "scale": 1.0, "sink_blocks": 1, "local_blocks": 1}
-    assert sparse_attention.sparse_prefill_attention(*made.cache, None, **options).shape == (0, 2, 16)
+    assert sparse_estimate.estimate(made.q, made.kv, made.rows(), scale=1.0).shape == (0, 2, 1)
+    options = {"scale": 1.0, "sink_blocks": 1, "local_blocks": 1}
+    assert sparse_attention.sparse_prefill_attention(made.q, made.kv, made.rows(), None, **options).shape == (0, 2, 16)
 
 
 @pytest.mark.parametrize("fp8", [False, pytest.param(True, marks=SLOW)], ids=["auto", "fp8"])
@@ -261,15 +238,13 @@ def test_copies_of_keys_and_values(
     expected = run(dataclasses.replace(made, q=made.q.double()), False, block=block, stride=block // 4, given=given)
     there, of_there = made.to(device), on(device, given, dtype)
     there.keys, there.values = torch.full_like(there.keys, torch.nan), torch.full_like(there.values, torch.nan)
-    options = {
-        "max_seq_len": made.max_seq_len, "scale": made.scale, "sink_blocks": 1, "local_blocks": 1, "block": block,
-    }  # fmt: skip
+    options = {"scale": made.scale, "sink_blocks": 1, "local_blocks": 1}
     copies = KeyCopies(*(part.to(device) for part in made.copies()))
     close = {"atol": max(TOLERANCE[dtype], 4e-3 if fp8 else 0), "rtol": TOLERANCE[dtype], "check_dtype": False}
     for attend in (sparse_attention.sparse_prefill_attention, reference.sparse_prefill_attention.__wrapped__):
-        got = attend(*there.cache, of_there.mask, **options, copies=copies)
+        got = attend(there.q, there.kv, there.rows(block), of_there.mask, **options, copies=copies)
         torch.testing.assert_close(got.cpu(), expected.attended, **close)
-        got = attend(*there.cache, of_there.by_mean, means=of_there.means, **options, copies=copies)
+        got = attend(there.q, there.kv, there.rows(block), of_there.by_mean, means=of_there.means, **options, copies=copies)
         torch.testing.assert_close(got.cpu(), expected.corrected, **close)
 
 
@@ -324,13 +299,13 @@ def test_chunks_are_rows_of_the_whole_prompt(dtype: torch.dtype, device: torch.d
 
 def test_threshold_one_is_dense_attention(device: torch.device) -> None:
     made = small(types=(1,)).to(device)
-    q, keys, _, tables, *rest = made.cache
-    sums = sparse_estimate.estimate(q, keys, tables, *rest, max_seq_len=34, scale=made.scale, stride=4, block=16)
-    mask = sparse_select.select(sums, *rest, num_tokens=len(q), threshold=1.0, block=16)
-    options = {"max_seq_len": 34, "scale": made.scale, "sink_blocks": 1, "local_blocks": 1, "block": 16}
-    sparse = sparse_attention.sparse_prefill_attention(*made.cache, mask, **options)
+    sums = sparse_estimate.estimate(made.q, made.kv, made.rows(16), scale=made.scale, stride=4)
+    mask = sparse_select.select(sums, made.rows(16), threshold=1.0)
+    options = {"scale": made.scale, "sink_blocks": 1, "local_blocks": 1}
+    sparse = sparse_attention.sparse_prefill_attention(made.q, made.kv, made.rows(16), mask, **options)
     made.types = torch.zeros_like(made.types)
-    assert torch.equal(sparse, sparse_attention.sparse_prefill_attention(*made.cache, None, **options))
+    dense = sparse_attention.sparse_prefill_attention(made.q, made.kv, made.rows(16), None, **options)
+    assert torch.equal(sparse, dense)
 
 
 # -------------------------------------------------------------------------------------------------------------- arguments
@@ -338,9 +313,8 @@ def test_threshold_one_is_dense_attention(device: torch.device) -> None:
 
 def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     made = small().to(device)
-    options = {"max_seq_len": 34, "scale": 1.0, "sink_blocks": 1, "local_blocks": 1, "block": 16}
+    long = made.rows(16)._replace(max_seq_len=1 << 20)
     with pytest.raises(ValueError, match="too many"):
-        sparse_attention.sparse_prefill_attention(*made.cache, None, **{**options, "max_seq_len": 1 << 20})
-    q, keys, _, tables, *rest = made.cache
+        sparse_attention.sparse_prefill_attention(made.q, made.kv, long, None, scale=1.0, sink_blocks=1, local_blocks=1)
     with pytest.raises(ValueError, match="power of two"):
-        sparse_estimate.estimate(q, keys, tables, *rest, max_seq_len=34, scale=1.0, stride=3, block=16)
+        sparse_estimate.estimate(made.q, made.kv, made.rows(16), scale=1.0, stride=3)

@@ -53,21 +53,17 @@ def output_matrix(spec: AttentionSpec) -> Matrix:
     return Matrix("o", spec.num_heads, spec.v_head_dim)
 
 
-def grouped_rows(spec: AttentionSpec, order: Sequence[str] = ("q", "gate", "k", "v")) -> list[int]:
+def grouped_rows(spec: AttentionSpec) -> list[int]:
     """Where a checkpoint that interleaves the matrices by KV group holds the rows of the fused projection.
 
-    Args:
-        order: of the matrices within a group; those that the layer lacks are skipped. A group has its share of the query
-            heads, of their gates, and one K and one V head, each of its own width.
+    A group has its share of the query heads, of their gates, and one K and one V head, each of its own width.
 
     Returns:
         For each row of the fused projection, the row of the checkpoint's tensor: a permutation.
     """
     groups = spec.num_kv_heads
     matrices = {matrix.name: matrix for matrix in input_matrices(spec)}
-    members = [matrices[name] for name in order if name in matrices]
-    if len(members) != len(matrices):
-        raise ConfigError(f"layer {spec.layer}: {', '.join(matrices)} are not all in the order {', '.join(order)}", "order")
+    members = [matrices[name] for name in ("q", "gate", "k", "v") if name in matrices]
     starts: dict[tuple[str, int], int] = {}
     at = 0
     for group in range(groups):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headrace.errors import ConfigError
 from headrace.model_spec import AttentionSpec
 from headrace.model_spec.projection import grouped_rows, input_matrices, output_matrix
 
@@ -44,18 +43,3 @@ def test_rows_interleaved_by_group(heads: int, kv_heads: int, d: int, dv: int, g
         stored.append(rows["k"][index * d : (index + 1) * d])
         stored.append(rows["v"][index * dv : (index + 1) * dv])
     assert torch.equal(torch.cat(stored)[grouped_rows(one)], torch.cat(list(rows.values())))
-
-
-def test_the_order_within_a_group() -> None:
-    one = spec()
-    rows = labelled(one)
-    stored = []
-    for index in range(2):
-        stored += [
-            rows["v"][index * 3 : index * 3 + 3],
-            rows["k"][index * 5 : index * 5 + 5],
-            rows["q"][index * 15 : index * 15 + 15],
-        ]
-    assert torch.equal(torch.cat(stored)[grouped_rows(one, ("v", "k", "q"))], torch.cat(list(rows.values())))
-    with pytest.raises(ConfigError, match="layer 4: q, k, v are not all in the order q, k"):
-        grouped_rows(one, ("q", "k"))

@@ -148,8 +148,14 @@ class Constraints:
         from llguidance.numpy import fill_next_token_bitmask_par
 
         own = np.empty((len(grammars), words(grammars[0].vocab_size)), dtype=np.int32)
+        unknown = []
+        for row, each in enumerate(grammars):
+            if each.known is None:
+                unknown.append((each.inner, row))
+            else:
+                own[row] = each.known
         try:
-            fill_next_token_bitmask_par(self._fillers(), [(each.inner, row) for row, each in enumerate(grammars)], own)
+            fill_next_token_bitmask_par(self._fillers(), unknown, own)
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException:  # A panic of the library is no Exception, and concerns one row: which one?

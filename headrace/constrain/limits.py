@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from llguidance import LLParserLimits
 
 _ITEMS = 20_000
-"""Alternatives of a grammar that may be open at once: as many as a schema may have properties. llguidance allows 2,000."""
+"""Alternatives of a grammar that may be open at once, and those that one mask may go through, some 20,000 a millisecond: as
+many as a schema may have properties. llguidance allows 2,000 and 50,000."""
 _STEP_FUEL = 100_000
 """Half of llguidance's: a mask of some 50 ms at most, for which every sequence of the step waits."""
 
@@ -30,6 +31,7 @@ def parser_limits(config: StructuredOutputsConfig) -> LLParserLimits:
         max_grammar_size=config.max_grammar_size,
         max_lexer_states=config.max_lexer_states,
         max_items_in_row=_ITEMS,
+        step_max_items=_ITEMS,
         step_lexer_fuel=_STEP_FUEL,
         verbose_errors=False,  # they would tell one client's grammar to the log
     )

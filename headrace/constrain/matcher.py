@@ -31,6 +31,8 @@ class GrammarMatcher:
     ) -> None:
         """``digits``: tokens of digits alone; None: outputs may repeat themselves as they like."""
         self.vocab_size = vocab_size
+        self.known: Mask | None = None
+        """llguidance's mask of the state, ``[words(vocab_size)]``, if a copy of this matcher has computed it."""
         self._matcher = matcher
         self._digits = digits
         self._last = -1
@@ -40,13 +42,17 @@ class GrammarMatcher:
         self.ends = tuple(sorted({token for token in end_token_ids if 0 <= token < vocab_size}))
 
     def fill(self, mask: Mask) -> str | None:
-        own = np.zeros((1, words(self.vocab_size)), dtype=np.int32)
-        refusal = self._guarded("unsafe_compute_mask_ptr", own.ctypes.data, own.nbytes)
-        if refusal is None:
-            finish_masks([self], own, mask[None])
-        return refusal
+        if self.known is None:
+            own = np.zeros(words(self.vocab_size), dtype=np.int32)
+            refusal = self._guarded("unsafe_compute_mask_ptr", own.ctypes.data, own.nbytes)
+            if refusal is not None:
+                return refusal
+            self.known = own
+        finish_masks([self], self.known[None], mask[None])
+        return None
 
     def advance(self, token_ids: Sequence[int]) -> str | None:
+        self.known = None
         for token in token_ids:
             self._equal = self._equal + 1 if token == self._last else 1
             self._numeric = self._numeric + 1 if self._digits is not None and token in self._digits else 0
@@ -54,17 +60,20 @@ class GrammarMatcher:
         return self._guarded("consume_tokens", list(token_ids))
 
     def rollback(self, count: int) -> None:
+        self.known = None
         self._matcher.rollback(count)
         self._equal, self._numeric = max(0, self._equal - count), max(0, self._numeric - count)
 
     def copy(self) -> GrammarMatcher:
-        made = GrammarMatcher(self._matcher.deep_copy(), self.vocab_size, self.ends, self._digits)
+        made = self.with_ends(self.ends, self._digits)
         made._last, made._equal, made._numeric = self._last, self._equal, self._numeric
         return made
 
     def with_ends(self, end_token_ids: Iterable[int], digits: frozenset[int] | None = None) -> GrammarMatcher:
         """A copy for a request with these tokens that end its sequences. ``digits``: as for ``GrammarMatcher``."""
-        return GrammarMatcher(self._matcher.deep_copy(), self.vocab_size, end_token_ids, digits)
+        made = GrammarMatcher(self._matcher.deep_copy(), self.vocab_size, end_token_ids, digits)
+        made.known = self.known
+        return made
 
     @property
     def ended(self) -> bool:

@@ -22,6 +22,7 @@ from headrace.constrain.compiler import GrammarCompiler
 from headrace.constrain.compose import AnswerPlan
 from headrace.constrain.constraints import Constraints
 from headrace.constrain.factory import GrammarFactory
+from headrace.constrain.matcher import GrammarMatcher
 from headrace.constrain.vocabulary import GrammarVocabulary
 from headrace.core.request import Constraint, Request
 from headrace.core.scheduler import Scheduler
@@ -468,17 +469,35 @@ def test_a_matcher_that_cannot_go_on_ends_its_sequence_alone(depth: int, monkeyp
     assert engine.codes["schema 0", 0] == "grammar_too_complex"
 
 
-def test_one_filled_row_is_as_many_are() -> None:
+@pytest.mark.parametrize("moved", [0, 2], ids=["at their start", "some advanced"])
+def test_one_filled_row_is_as_many_are(moved: int) -> None:
+    """Masks of fresh matchers were computed with their grammar; no other may take those."""
     engine = Engine(World())
-    states = []
-    for name in CONSTRAINTS:
+    states, alike = [], []
+    for place, name in enumerate(CONSTRAINTS):
         made = grammars("letters")[0].constraint(params(name))
-        states.append(engine.constraints._compiler.compile(made)[0].result().with_ends([EOS]))  # type: ignore[union-attr]
+        compiled = engine.constraints._compiler.compile(made)[0].result()  # type: ignore[union-attr]
+        states.append(compiled.with_ends([EOS]))
+        alike.append(GrammarMatcher(compiled.inner.deep_copy(), VOCAB, [EOS]))
+        if place < moved:
+            first = first_allowed(states[-1])
+            assert states[-1].advance([first]) is None and alike[-1].advance([first]) is None
     together, apart = np.zeros((2, len(states), -(-VOCAB // 32)), dtype=np.int32)
     assert engine.constraints._fill(list(states), together) == [None] * len(states)
-    for state, row in zip(states, apart, strict=True):
+    for state, row in zip(alike, apart, strict=True):
         assert state.fill(row) is None
     assert (together == apart).all() and together.any(axis=1).all()
+    for state, row in zip(states, apart, strict=True):
+        assert state.advance([first_allowed(state)]) is None
+        state.rollback(1)
+        assert state.fill(row) is None
+    assert (together == apart).all()
+
+
+def first_allowed(state: GrammarMatcher) -> int:
+    mask = np.zeros(-(-VOCAB // 32), dtype=np.int32)
+    assert state.fill(mask) is None
+    return int(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))[0])
 
 
 def test_processes_in_lockstep_take_a_request_in_when_it_is_compiled() -> None:

@@ -46,6 +46,8 @@ class StepMetadata:
     """``[T]`` int32 on the device, for layers that pass it on in ``AttentionInputs``; None: no token sees behind itself."""
     sparse: SparseRows | None = None
     """The last rows, which attend sparsely in the layers that can; None: there are none."""
+    longest: int = 0
+    """What no row of any step has more tokens than; 0: not known."""
 
     @property
     def num_rows(self) -> int:

@@ -140,5 +140,6 @@ def part_of(step: StepMetadata, rows: np.ndarray) -> StepPart:
         block_tables=tuple(table[chosen] for table in step.block_tables),
         query_start_host=starts_host,
         seq_lens_host=step.seq_lens_host[rows],
+        longest=step.longest,
     )
     return StepPart(part, tokens)

@@ -20,6 +20,7 @@ from headrace.kernels.triton.tiling import (
     Tiling,
     aligned,
     choose_tiling,
+    graph_size,
     invariant_tiling,
     partial_size,
     workspace_bound,
@@ -116,12 +117,13 @@ class TritonAttention(AttentionBackend):
                 chosen = invariant_tiling(geometry, max_seq_len=max_seq_len, split_tokens=INVARIANT_SPLIT)
                 size = partial_size(chosen, part.num_tokens, spec.num_heads, spec.v_head_dim)
             else:
+                # Of bounds that steps have in common with CUDA graphs, whose capture compiles the kernels.
                 chosen = choose_tiling(
                     geometry,
-                    num_rows=part.num_rows,
+                    num_rows=graph_size(part.num_rows) if part.single_query else part.num_rows,
                     num_tokens=part.num_tokens,
                     max_queries=int(part.query_counts.max()),
-                    max_seq_len=max_seq_len,
+                    max_seq_len=part.longest or max_seq_len,
                 )
                 size = workspace_bound(geometry)
             if self._workspace.numel() < size:

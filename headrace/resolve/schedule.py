@@ -7,6 +7,7 @@ from collections import Counter
 from headrace.attention import select
 from headrace.config import EngineArgs
 from headrace.errors import ConfigError
+from headrace.kernels.triton.tiling import graph_size
 from headrace.model_spec import AnySpec, ForeignSpec
 from headrace.resolve.facts import DecisionLog, DeviceFacts, matrices
 
@@ -115,8 +116,7 @@ def graph_rows(args: EngineArgs, model: AnySpec, num_seqs: int, device: DeviceFa
         log.note("CUDA graphs", "none", model.no_graphs)
         return ()
     most = min(num_seqs, MAX_GRAPH_ROWS)
-    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, MAX_GRAPH_ROWS + 1, 32)]
-    rows = tuple(sorted({*(size for size in sizes if size < most), most}))
+    rows = tuple(sorted({min(graph_size(count), most) for count in range(1, most + 1)}))
     log.note("CUDA graphs", f"{len(rows)} batch sizes", f"decode steps of up to {most} rows are launched as a whole")
     return rows
 

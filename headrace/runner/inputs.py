@@ -219,6 +219,7 @@ class ForwardPass:
             bounded=bounds.captured,
             visible_ends=None if media is None else media.visible_ends,
             sparse=sparse,
+            longest=tables.block_tables[0].tensor.shape[1] * tables.block_size,
         )
         for backend in self.to_plan:
             backend.plan(step)

@@ -67,6 +67,19 @@ def test_mixed_steps(changes: dict[str, object], device: torch.device) -> None:
     check(make_case(layer_spec(**changes), decode_first(MIXED), block_size=8), device)
 
 
+def test_decode_rows_take_the_tilings_of_graphs(device: torch.device) -> None:
+    """Whose capture has compiled the kernels, with rows of any length."""
+    chosen = []
+    for lengths in ((1, 1, 1), (9, 40, 12), (400, 40, 30, 2)):
+        case = to(make_case(layer_spec(), [(1, length) for length in lengths], block_size=8), device)
+        step = dataclasses.replace(case.step, longest=1024)
+        backend = TritonAttention()
+        expected = run(ReferenceAttention(), case)
+        torch.testing.assert_close(run(backend, dataclasses.replace(case, step=step)), expected, atol=2e-5, rtol=2e-5)
+        chosen += backend._tilings.values()
+    assert len(chosen) == 3 and len(set(chosen)) == 1 and chosen[0].splits > 1
+
+
 @pytest.mark.parametrize("backend", [TritonAttention, InvariantAttention])
 @pytest.mark.parametrize("changes", [{}, {"window": 6, "sinks": True, "soft_cap": 2.0}], ids=str)
 def test_visible_ends(changes: dict[str, object], backend: type[TritonAttention], device: torch.device) -> None:

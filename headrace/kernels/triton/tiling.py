@@ -97,6 +97,14 @@ class Tiling:
         return self.splits > 1 or self.invariant
 
 
+def graph_size(num_rows: int) -> int:
+    """The smallest batch size of CUDA graphs that has room for so many decode rows."""
+    if num_rows <= 4:
+        return num_rows if num_rows <= 2 else 4
+    step = 8 if num_rows <= 64 else 16 if num_rows <= 256 else 32
+    return -(-num_rows // step) * step
+
+
 def choose_tiling(geometry: Geometry, *, num_rows: int, num_tokens: int, max_queries: int, max_seq_len: int) -> Tiling:
     """Tiles for rows of at most ``max_queries`` queries and ``max_seq_len`` tokens: upper bounds will do.
 

@@ -19,6 +19,7 @@ from headrace.kernels.triton.tiling import (
     aligned,
     choose_tiling,
     cut,
+    graph_size,
     invariant_tiling,
     partial_size,
     workspace_bound,
@@ -452,6 +453,20 @@ def test_tilings() -> None:
             assert tiling.splits == 1 or programs <= most * count
         fixed = invariant_tiling(shape, max_seq_len=5000, split_tokens=1000)
         assert fixed.splits * fixed.split_tokens >= 5000 and fixed.split_tokens % fixed.block_n == 0
+
+
+@pytest.mark.parametrize("most", [32, 96, 256])
+def test_decode_rows_need_no_kernels_but_those_of_graphs(most: int) -> None:
+    for kv_heads, group, kv_bytes in itertools.product((1, 2, 4, 8), (1, 4, 8), (1, 2)):
+        shape = Geometry(kv_heads, group, 128, 128, 2, kv_bytes, Resources(132, 227 << 10))
+
+        def kernel(rows: int, shape: Geometry = shape) -> tuple[int, ...]:
+            chosen = choose_tiling(shape, num_rows=rows, num_tokens=rows, max_queries=1, max_seq_len=40960)
+            merged = (chosen.splits - 1).bit_length() if chosen.merges else -1
+            return chosen.block_q, chosen.heads, chosen.block_n, chosen.num_warps, chosen.num_stages, merged
+
+        sizes = {min(graph_size(rows), most) for rows in range(1, most + 1)}
+        assert {kernel(graph_size(rows)) for rows in range(1, most + 1)} <= {kernel(size) for size in sizes}
 
 
 def test_the_measured_choices() -> None:

@@ -256,7 +256,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--policies", default=",".join(POLICIES), help="separated by commas")
     parser.add_argument("--no-kill", action="store_true", help="kill no replica")
-    parser.add_argument("--serve", type=shlex.split, default=[], help="further options of `headrace serve`, in one word")
+    parser.add_argument(
+        "--serve", type=shlex.split, default=[], help="of `headrace serve`, in one word: --serve='--wait-for-kernels'"
+    )
     options = parser.parse_args()
     before, start = load_average(), time.monotonic()
     report: Json = {"benchmark": "replicas", "model": options.model, "options": vars(options) | {"output": None}, "rows": {}}

@@ -28,17 +28,14 @@ def ranks(size: int) -> list[Any]:
 
 
 @pytest.mark.gpu
-@pytest.mark.captures
-@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("size", [2, 4])
-def test_sums_of_ranks_that_are_late_in_turn(size: int, dtype: torch.dtype, graph: bool) -> None:
-    chance = random.Random(size)
+def test_sums_of_ranks_that_are_late_in_turn(dtype: torch.dtype) -> None:
+    """Two ranks: programs of more would have to run at the same time on one GPU than it promises to."""
+    size, chance = 2, random.Random(2)
     torch.manual_seed(0)
     group, streams = ranks(size), [torch.cuda.Stream() for _ in range(size)]
     weight = torch.rand(2048, device="cuda").to(dtype)
     norm = ResidualNorm(weight, 1e-6)
-    # All programs of all ranks must run at once on this one GPU.
     shapes = [(chance.choice((1, 2, 7, 16)), 2048) for _ in range(24)]
     inputs = [[torch.randn(shape, device="cuda").to(dtype) for _ in range(size)] for shape in shapes]
     residuals = [torch.randn(shape, device="cuda").to(dtype) for shape in shapes]
@@ -49,25 +46,14 @@ def test_sums_of_ranks_that_are_late_in_turn(size: int, dtype: torch.dtype, grap
 
     def run(rank: int) -> None:
         for number, xs in enumerate(inputs):
-            if not graph and chance.random() < 0.3:
+            if chance.random() < 0.3:
                 torch.cuda._sleep(chance.randrange(100_000))
             alone = (kernels.peer_sum(xs[rank], group[rank], TRIES),)
             found[rank].append((*alone, *kernels.peer_sum_norm(xs[rank], residuals[number], norm, group[rank], TRIES)))
 
-    if graph:
-        graphs = [torch.cuda.CUDAGraph() for _ in range(size)]
-        for rank, stream in enumerate(streams):
-            with torch.cuda.graph(graphs[rank], stream=stream):
-                run(rank)
-        for _ in range(20):
-            for rank, stream in enumerate(streams):
-                with torch.cuda.stream(stream):
-                    torch.cuda._sleep(chance.randrange(200_000))
-                    graphs[rank].replay()
-    else:
-        for rank, stream in enumerate(streams):
-            with torch.cuda.stream(stream):
-                run(rank)
+    for rank, stream in enumerate(streams):
+        with torch.cuda.stream(stream):
+            run(rank)
     torch.cuda.synchronize()
     assert not any(int(one.alarm) for one in group)
     for number, xs in enumerate(inputs):

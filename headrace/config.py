@@ -49,6 +49,7 @@ GrammarBackend = Literal["auto", "guidance", "llguidance"]
 """Names of one backend: vLLM's, and the library's, which is SGLang's too."""
 MAX_NUM_SEQS = 65_536
 _MAX_SECONDS = 1e9
+_WHOLE_OUTPUTS_INTERVAL = 16
 
 
 def _from_environment(variable: str, default: int) -> Any:
@@ -321,6 +322,9 @@ class EngineArgs:
     pipeline_depth: Annotated[int | None, OptionSpec(min=1, max=8, default="1 on a CPU, 2 on a GPU")] = None
     """Maximum number of steps in flight. With 2, the host plans the next step while the device runs the current one, which
     pays off where the device is not the host's own cores."""
+    stream_interval: Annotated[int, OptionSpec(min=1, max=4096)] = 1
+    """Tokens of a sample that are sent on together, the first and the last ones apart. More than 1 takes less of the host's
+    time for each token, and streams move in larger steps."""
     enforce_eager: Annotated[bool, OptionSpec(flags=("--enforce-eager",))] = False
     """Launch each kernel separately, without CUDA graphs. Starts sooner and simplifies debugging; decoding is slower."""
     deterministic: Annotated[bool, OptionSpec(flags=("--deterministic",))] = False
@@ -425,7 +429,8 @@ class EngineArgs:
     def for_whole_outputs(self) -> EngineArgs:
         """The same for callers that wait for whole outputs: what keeps streams even must not cost them throughput."""
         limit = self.max_prefill_tokens_beside_decode or INT32_MAX
-        return dataclasses.replace(self, max_prefill_tokens_beside_decode=limit)
+        interval = max(self.stream_interval, _WHOLE_OUTPUTS_INTERVAL)
+        return dataclasses.replace(self, max_prefill_tokens_beside_decode=limit, stream_interval=interval)
 
     def __post_init__(self) -> None:
         for name, option in options(EngineArgs).items():

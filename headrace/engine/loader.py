@@ -89,7 +89,7 @@ def load_engine(source: ModelSource, timeline: Timeline | None = None, *, captur
             others = (line for line in config.decisions if line.name != failed.name)
             config = dataclasses.replace(config, decisions=(*others, failed))
     scheduler = Scheduler(config.scheduler, config.cache)
-    outputs = OutputProcessor(tokenizer)
+    outputs = OutputProcessor(tokenizer, args.stream_interval)
     constraints = frontend.constraints(args, config.model.vocab_size, lockstep=source.ranks.size > 1)
     core = EngineCore(scheduler, executor, outputs, constraints, pipeline_depth=config.scheduler.pipeline_depth)
     with timeline.phase("warm-up"):

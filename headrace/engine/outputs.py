@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from headrace.core.sequence import Sequence, SequenceUpdate
 from headrace.engine.parsed_text import ParsedText, Parsing
-from headrace.outputs import Event, Failure, FinishReason, OutputDelta, RequestTimes, TokenLogprobs
+from headrace.outputs import Event, Failure, FinishReason, OutputDelta, RequestTimes, TokenLogprobs, merged
 from headrace.text.detokenizer import IncrementalDetokenizer
 from headrace.text.parse.engine import Parser
 from headrace.text.stops import StopAutomaton, StopStrings
@@ -36,8 +36,9 @@ class OutputProcessor:
     A failure in one sequence's text ends that sequence with an error and touches no other.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer | None, interval: int = 1) -> None:
+        """``interval``: tokens of a sample that make a delta, unless it begins or ends with fewer."""
+        self._tokenizer, self._interval = tokenizer, interval
         self._texts: dict[int, SequenceText] = {}
         """seq_id -> text state, from admission to the last delta."""
         self._parsing: Parsing | None = None
@@ -87,13 +88,13 @@ class OutputProcessor:
                     self.parse_fallbacks[text.parsed.format] += text.parsed.num_fallbacks
                 if update.finish_reason is None:
                     ended.append(Ended(update.seq, delta.finish_reason, delta.stop_reason))
-            deltas.append(delta)
+            deltas += [delta] if self._interval == 1 else text.spaced(delta, self._interval)
         return deltas, ended
 
     def close(self, sequences: Iterable[Sequence], reason: FinishReason) -> list[OutputDelta]:
         """The last deltas of sequences that the scheduler has ended already."""
         texts = (self._texts.pop(sequence.seq_id, None) for sequence in sequences)
-        return [text.ended(reason) for text in texts if text is not None]
+        return [delta for text in texts if text is not None for delta in text.spaced(text.ended(reason))]
 
 
 class SequenceText:
@@ -114,6 +115,8 @@ class SequenceText:
         self._params = params
         self._prompt_logprobs: list[TokenLogprobs | None] | None = None
         self._started = False
+        self._held: list[OutputDelta] | None = None
+        """What has not been sent yet; None before the first delta."""
         self._detokenizer: IncrementalDetokenizer | None = None
         self._stops: StopStrings | None = None
         self._automaton: StopAutomaton | None = None
@@ -155,6 +158,23 @@ class SequenceText:
         if self._params.logprobs is not None:
             logprobs = (update.logprobs or [])[: len(tokens)]
         return self._delta(text, tokens, logprobs, finish, stop, update.error, events)
+
+    def spaced(self, delta: OutputDelta, interval: int = 1) -> list[OutputDelta]:
+        """What to send now that there is a new delta: the first at once, later ones when they have ``interval`` tokens."""
+        if self._held is None:
+            self._held = []
+            return [delta]
+        self._held.append(delta)
+        if delta.finish_reason is None and sum(len(each.token_ids) for each in self._held) < interval:
+            return []
+        runs: list[list[OutputDelta]] = []
+        for each in self._held:
+            if runs and each.continues(runs[-1][-1]):
+                runs[-1].append(each)
+            else:
+                runs.append([each])
+        self._held = []
+        return [run[0] if len(run) == 1 else merged(run) for run in runs]
 
     def failed(self, error: Failure) -> OutputDelta:
         return self._delta("", [], None, "error", None, error)

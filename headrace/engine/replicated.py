@@ -39,7 +39,9 @@ class ReplicatedCore:
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
         self._loop = asyncio.new_event_loop()
-        self._arrived: queue.SimpleQueue[OutputDelta | RequestError] = queue.SimpleQueue()
+        self._arrived: queue.SimpleQueue[list[OutputDelta | RequestError]] = queue.SimpleQueue()
+        """From the loop to the caller, who is woken once for all that has come together."""
+        self._ready: list[OutputDelta | RequestError] = []
         self._open: dict[str, int] = {}
         """Request -> samples that have not ended."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -63,13 +65,27 @@ class ReplicatedCore:
     async def _read(self, request: Request) -> None:
         try:
             async with await self._llm.add(request) as stream:
-                async for delta in stream:
-                    self._arrived.put(delta)
+
+                def take() -> bool:
+                    while (delta := stream.ready()) is not None:
+                        self._hand_over(delta)
+                    return True
+
+                await stream.each(take)
         except RequestError as error:
-            self._arrived.put(error)
+            self._hand_over(error)
         except EngineError as error:
             for delta in failed(request, error):
-                self._arrived.put(delta)
+                self._hand_over(delta)
+
+    def _hand_over(self, item: OutputDelta | RequestError) -> None:
+        if not self._ready:
+            self._loop.call_soon(self._wake)
+        self._ready.append(item)
+
+    def _wake(self) -> None:
+        ready, self._ready = self._ready, []
+        self._arrived.put(ready)
 
     def abort(self, request_id: str) -> None:
         """Its deltas that are under way are dropped."""
@@ -85,18 +101,18 @@ class ReplicatedCore:
         Raises:
             RequestError: a replica refused a request.
         """
-        deltas: list[OutputDelta] = []
         try:
-            item = self._arrived.get(timeout=_STEP_SECONDS)
-            while True:
-                if isinstance(item, RequestError):
-                    raise item
-                if item.request_id in self._open:
-                    deltas.append(item)
-                    self._note(item)
-                item = self._arrived.get_nowait()
+            items = self._arrived.get(timeout=_STEP_SECONDS)
         except queue.Empty:
-            return deltas
+            return []
+        deltas = []
+        for item in items:
+            if isinstance(item, RequestError):
+                raise item
+            if item.request_id in self._open:
+                deltas.append(item)
+                self._note(item)
+        return deltas
 
     def _note(self, delta: OutputDelta) -> None:
         if delta.finish_reason is not None:

@@ -97,13 +97,19 @@ def logprob(token: int, count: int) -> TokenLogprobs:
 
 
 def make_core(
-    tokenizer: Tokenizer | None, *, depth: int = 1, seconds: float = 0.0, num_blocks: int = 512, **limits: Any
+    tokenizer: Tokenizer | None,
+    *,
+    depth: int = 1,
+    interval: int = 1,
+    seconds: float = 0.0,
+    num_blocks: int = 512,
+    **limits: Any,
 ) -> EngineCore:
     numbers = {"max_model_len": CONTEXT, "max_num_seqs": 8, "max_num_batched_tokens": 64, "max_queue_len": 128} | limits
     group = CacheGroup(0, None, (0,), 64)
     cache = cache_holding([num_blocks - 1], block_size=BLOCK, groups=(group,), enable_prefix_caching=True, dtype="float32")
     scheduler = Scheduler(SchedulerConfig(policy="fcfs", pipeline_depth=depth, **numbers), cache)
-    return EngineCore(scheduler, FakeRunner(seconds), OutputProcessor(tokenizer), pipeline_depth=depth)
+    return EngineCore(scheduler, FakeRunner(seconds), OutputProcessor(tokenizer, interval), pipeline_depth=depth)
 
 
 def make_info(core: EngineCore) -> EngineInfo:

@@ -265,25 +265,51 @@ WORK = st.lists(
 )
 
 
+def run_work(bench: Bench, work: list, **params: object) -> set[str]:
+    """Returns the names of the requests that were aborted."""
+    aborts: dict[int, list[str]] = {}
+    for number, (length, max_tokens, n, stop, abort) in enumerate(work):
+        bench.add(str(number), "y" * length, max_tokens=max_tokens, n=n, stop=stop, temperature=1.0, **params)
+        if abort is not None:
+            aborts.setdefault(abort, []).append(str(number))
+    step = 0
+    while bench.core.has_work():
+        for name in aborts.get(step, ()):
+            bench.fold(bench.core.abort(name))
+        bench.fold(bench.core.step())
+        step += 1
+    bench.run()
+    assert all(output.finished for output in bench.outputs.values())
+    return {name for names in aborts.values() for name in names}
+
+
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(work=WORK, num_blocks=st.sampled_from([40, 512]))
 def test_pipelining_changes_no_output(frontend: Frontend, work: list, num_blocks: int) -> None:
     results = []
     for depth in (1, 2, 3):
         bench = Bench(frontend, depth=depth, num_blocks=num_blocks)
-        aborts: dict[int, list[str]] = {}
-        for number, (length, max_tokens, n, stop, abort) in enumerate(work):
-            bench.add(str(number), "y" * length, max_tokens=max_tokens, n=n, stop=stop, temperature=1.0)
-            if abort is not None:
-                aborts.setdefault(abort, []).append(str(number))
-        step = 0
-        while bench.core.has_work():
-            for name in aborts.get(step, ()):
-                bench.fold(bench.core.abort(name))
-            bench.fold(bench.core.step())
-            step += 1
-        bench.run()
-        assert all(output.finished for output in bench.outputs.values())
-        kept = [name for name in bench.outputs if not any(name in names for names in aborts.values())]
+        kept = bench.outputs.keys() - run_work(bench, work)
         results.append({name: (bench.texts(name), [s.finish_reason for s in bench.outputs[name].outputs]) for name in kept})
     assert results[0] == results[1] == results[2]
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(work=WORK, interval=st.integers(2, 20), logprobs=st.sampled_from([None, 1]))
+def test_deltas_of_several_tokens_say_the_same(frontend: Frontend, work: list, interval: int, logprobs: int | None) -> None:
+    """Aborted requests too get all that was made for them."""
+    every, apart = Bench(frontend), Bench(frontend, interval=interval)
+    for bench in (every, apart):
+        run_work(bench, work, logprobs=logprobs)
+    for name, output in every.outputs.items():
+        for ours, theirs in zip(apart.outputs[name].outputs, output.outputs, strict=True):
+            assert (ours.text, ours.token_ids, ours.finish_reason) == (theirs.text, theirs.token_ids, theirs.finish_reason)
+            assert ours.logprobs == theirs.logprobs and ours.stop_reason == theirs.stop_reason
+    if logprobs is None:
+        sizes: dict[tuple[str, int], list[int]] = {}
+        for delta in apart.deltas:
+            sizes.setdefault((delta.request_id, delta.index), []).append(len(delta.token_ids))
+        aborted = {str(number) for number, (*_, abort) in enumerate(work) if abort is not None}
+        for (name, _), counts in sizes.items():
+            # What an abort finds unsent goes before its own delta.
+            assert all(count == interval for count in (counts[1:-2] if name in aborted else counts[1:-1]))

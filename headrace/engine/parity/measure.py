@@ -38,7 +38,7 @@ _HONOURED = frozenset(
     {
         *("model", "revision", "tokenizer", "skip_tokenizer_init", "trust_remote_code", "load_format", "model_impl"),
         *("device", "dtype", "num_threads", "attention_backend", "max_model_len"),
-        *("block_size", "num_kv_blocks", "kv_cache_memory", "gpu_memory_utilization"),
+        *("block_size", "num_kv_blocks", "kv_cache_memory", "gpu_memory_utilization", "stream_interval"),
     }
 )
 """Options of the engine that are compared as they are given. With others, what is served is not what is compared."""

@@ -84,18 +84,19 @@ def decode_image(data: memoryview, limits: DecodeLimits) -> Decoded:
         raise DecodeError(f"is no picture of a supported format ({', '.join(PICTURES)})") from None
     with image:
         _check_frame(*image.size, limits)
-        upright = _rgb(ImageOps.exif_transpose(image))
+        upright = rgb(ImageOps.exif_transpose(image))
         width, height = upright.size
         return Decoded(1, height, width, memoryview(upright.tobytes()))
 
 
-def _rgb(image: Image) -> Image:
+def rgb(image: Image) -> Image:
+    """A picture in mode RGB, transparent parts over white, 16 bits scaled to 8."""
     from PIL import Image
 
     if image.mode.startswith("I;16"):  # which Pillow's conversion would cut off at 255
         return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
     if not image.has_transparency_data:
-        return image.convert("RGB")
+        return image if image.mode == "RGB" else image.convert("RGB")
     over = image.convert("RGBA")
     ground = Image.new("RGBA", image.size, "white")
     ground.alpha_composite(over)

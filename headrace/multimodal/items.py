@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from headrace.core.media import DTYPE_SIZES, Modality, TensorData
 from headrace.errors import RequestError
+from headrace.multimodal.decode import rgb
 from headrace.options import shown
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ _MAX_SECONDS = 10_000_000
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Picture:
-    """One picture, upright (EXIF orientation applied) and in RGB (alpha composited over white)."""
+    """One picture in RGB, alpha composited over white. Files are turned upright (EXIF) where they are decoded."""
 
     source: Image | Pixels
     """Of PIL, or ``[height, width, 3]``, contiguous. Never written to."""
@@ -253,21 +254,11 @@ def _picture(value: Any, where: str) -> Picture:
 
     if isinstance(value, Picture):
         return value
-    return Picture(_rgb(value) if isinstance(value, Image.Image) else _pixels(value, 3, where))
-
-
-def _rgb(image: Image) -> Image:
-    """A picture in mode RGB, transparency composited over white."""
-    from PIL import Image
-
-    if image.mode == "RGB":
-        return image
-    if image.has_transparency_data:
-        rgba = image.convert("RGBA")
-        ground = Image.new("RGBA", image.size, (255, 255, 255, 255))
-        ground.alpha_composite(rgba)
-        image = ground
-    return image.convert("RGB")
+    if not isinstance(value, Image.Image):
+        return Picture(_pixels(value, 3, where))
+    if not (value.width and value.height):
+        raise _wrong(where, "has no pixels")
+    return Picture(rgb(value))
 
 
 def _video(value: Any, where: str) -> Video:
@@ -313,10 +304,16 @@ def checked_metadata(metadata: Mapping[str, Any], num_frames: int, where: str) -
 def _pixels(value: Any, rank: int, where: str) -> Pixels:
     if type(value).__module__.split(".")[0] == "torch":
         value = value.detach().cpu().numpy()
-    array = np.asarray(value)
+    try:
+        array = np.asarray(value)
+    except ValueError:  # a list whose parts differ in length
+        array = np.asarray(None)
     if array.dtype != np.uint8 or array.ndim != rank or array.shape[-1] != 3 or not array.size:
-        shape = "[height, width, 3]" if rank == 3 else "[frames, height, width, 3]"
-        raise _wrong(where, f"must be a uint8 array {shape}, not {array.dtype.name} {list(array.shape)}")
+        expected = (
+            "a PIL picture or a uint8 array [height, width, 3]" if rank == 3 else "a uint8 array [frames, height, width, 3]"
+        )
+        came = f"{array.dtype.name} {list(array.shape)}" if array.dtype.kind in "biuf" else shown(value)
+        raise _wrong(where, f"must be {expected}, not {came}")
     return np.array(array, order="C")  # Caches keep it, and the caller may write to its own.
 
 

@@ -15,6 +15,7 @@ import pytest
 import tiny_vision
 import torch
 import transformers
+from PIL import Image
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig
 
@@ -168,6 +169,11 @@ def test_transparency_is_white() -> None:
     assert np.asarray(made.image).min() == 255  # type: ignore[union-attr]
 
 
+def test_16_bits_are_scaled_as_in_a_file() -> None:
+    (made,) = MultiModalData.of({"image": Image.fromarray(np.array([[0, 256, 32768, 65535]], np.uint16))}).images
+    assert np.asarray(made.image)[0, :, 0].tolist() == [0, 1, 128, 255]  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize("prompt", [f"{PICTURE}{PICTURE}", "none", f"{PICTURE}<|video_pad|>"])
 def test_placeholders_and_media_must_be_as_many(qwen: MultiModalProcessor, prompt: str) -> None:
     for own in (prompt, qwen._tokenizer.encode(prompt, False)):
@@ -196,8 +202,10 @@ def test_gemma_refuses_spelt_features(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "param", "message"),
     [
-        ({"image": 3}, "multi_modal_data.image[0]", "must be a uint8 array"),
-        ({"image": "/etc/passwd"}, "multi_modal_data.image[0]", "must be a uint8 array"),
+        ({"image": 3}, "multi_modal_data.image[0]", "must be a PIL picture or a uint8 array"),
+        ({"image": "/etc/passwd"}, "multi_modal_data.image[0]", "uint8 array [height, width, 3], not '/etc/passwd'"),
+        ({"image": [[[1], [2, 3]]]}, "multi_modal_data.image[0]", "not [[1], [2, 3]]"),
+        ({"image": Image.new("RGB", (0, 5))}, "multi_modal_data.image[0]", "has no pixels"),
         ({"image": [np.zeros((4, 4), np.uint8)]}, "multi_modal_data.image[0]", "uint8 [4, 4]"),
         ({"image": np.zeros((4, 4, 3))}, "multi_modal_data.image[0]", "not float64"),
         ({"pictures": 1}, "multi_modal_data", "no part named 'pictures'"),

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import dataclasses
 import json
-import mimetypes
 import queue
 import threading
 from collections.abc import Coroutine
@@ -22,7 +20,7 @@ from rich.text import Text
 from headrace.cli.errors import EXIT_FAILURE, describe, print_error, printable
 from headrace.cli.options import ENGINE_OPTIONS, SAMPLING_OPTIONS, Group, command
 from headrace.cli.own_options import ChatOptions
-from headrace.cli.prompts import read_stdin
+from headrace.cli.prompts import picture_part, read_stdin
 from headrace.config import EngineArgs
 from headrace.errors import ConfigError, EngineError, RequestError
 
@@ -186,14 +184,10 @@ class Conversation:
         if not name:
             self._fail("/image needs the name of a file")
             return
-        kind = mimetypes.guess_type(name)[0] or "application/octet-stream"
         try:
-            data = Path(name).expanduser().read_bytes()
+            self._pictures.append(picture_part(name))
         except (OSError, ValueError, RuntimeError) as error:
             self._fail(f"cannot read {name}: {error}")
-            return
-        url = f"data:{kind};base64,{base64.b64encode(data).decode()}"
-        self._pictures.append({"type": "image_url", "image_url": {"url": url}})
 
     def _save(self, name: str) -> None:
         if not name:

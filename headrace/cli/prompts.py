@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import hashlib
 import io
 import json
 import math
+import mimetypes
 import sys
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any, TextIO
 
 import msgspec
@@ -34,6 +37,8 @@ class PromptJob:
     id: str | float | None = None
     """The line's ``id`` or ``custom_id``, which is repeated in the result."""
     sampling: dict[str, Any] = dataclasses.field(default_factory=dict)
+    mm_processor_kwargs: Any = None
+    """Options of the model's processor, for the media of messages."""
     error: RequestError | None = None
 
 
@@ -44,8 +49,15 @@ def read_stdin(encoding: str = "utf-8") -> TextIO:
     return sys.stdin
 
 
+def picture_part(path: str) -> dict[str, Any]:
+    """The part of a message that shows a picture file. Raises OSError, or ValueError or RuntimeError for an impossible path."""
+    kind = mimetypes.guess_type(path)[0] or "application/octet-stream"
+    data = base64.b64encode(Path(path).expanduser().read_bytes()).decode()
+    return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
+
+
 def parse_line(number: int, text: str) -> PromptJob:
-    """Parses a line of JSON: exactly one of prompt, messages and prompt_token_ids; id; sampling parameters."""
+    """Parses a line of JSON: one of prompt, messages and prompt_token_ids; id; sampling parameters; mm_processor_kwargs."""
     identifier = None
     try:
         text.encode()
@@ -56,7 +68,8 @@ def parse_line(number: int, text: str) -> PromptJob:
             return _batch_line(number, record, text)
         identifier = _identifier(record)
         kind, content = _content(record)
-        return PromptJob(number, content, kind, identifier, checked_fields(record))
+        options = record.pop("mm_processor_kwargs", None)
+        return PromptJob(number, content, kind, identifier, checked_fields(record), options)
     except RequestError as error:
         return PromptJob(number, id=identifier, error=error)
     except (ValueError, RecursionError) as error:

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from headrace.cli.errors import EXIT_FAILURE, EXIT_USAGE, describe, print_error
 from headrace.cli.options import ENGINE_OPTIONS, SAMPLING_OPTIONS, Group, command
-from headrace.cli.prompts import BATCH, ERRORS, PromptJob, check_batch_ids, distinct, parse_lines, read_stdin
+from headrace.cli.prompts import BATCH, ERRORS, PromptJob, check_batch_ids, distinct, parse_lines, picture_part, read_stdin
 from headrace.cli.results import ResultFile, line_key
 from headrace.config import EngineArgs
 from headrace.engine.spawn import spawn
@@ -53,9 +53,9 @@ class RunOptions(Checked):
     prompts: Annotated[tuple[str, ...], OptionSpec(positional=True, metavar="PROMPTS")] = ()
     """Prompts, as text."""
     input: Annotated[str | None, OptionSpec(flags=("--input", "-i"), metavar="FILE")] = None
-    """JSONL file, or - for standard input. A line holds "prompt", "messages" or "prompt_token_ids", and may hold "id" and
-    sampling parameters of its own, which come before those of the command line. Lines of OpenAI's batch files, with
-    "custom_id", "method", "url" and "body", are answered as the server does."""
+    """JSONL file, or - for standard input. A line holds "prompt", "messages" or "prompt_token_ids", and may hold "id", sampling
+    parameters of its own, which come before those of the command line, and with "messages" "mm_processor_kwargs". Lines of
+    OpenAI's batch files, with "custom_id", "method", "url" and "body", are answered as the server does."""
     output: Annotated[Path | None, OptionSpec(flags=("--output", "-o"), metavar="FILE")] = None
     """Write the results here and not to standard output, in the order of the input. They are written to FILE.partial, which
     replaces FILE when the run has ended."""
@@ -68,6 +68,8 @@ class RunOptions(Checked):
     """Write each result as soon as it is there, not in the order of the input."""
     chat: Annotated[bool, OptionSpec(flags=("--chat",))] = False
     """Take each argument as a user's message, not as raw text."""
+    image: Annotated[tuple[str, ...], OptionSpec(metavar="FILE")] = ()
+    """Picture that each message shows before its text, with --chat. Repeatable."""
     strict: Annotated[bool, OptionSpec(flags=("--strict",))] = False
     """Stop at the first prompt that cannot be run."""
     progress: bool = True
@@ -81,6 +83,8 @@ class RunOptions(Checked):
             raise ConfigError(
                 '--chat is for prompts in arguments: a line of the file says "messages" in place of "prompt"', "--chat"
             )
+        if self.image and not self.chat:
+            raise ConfigError("it is for messages (--chat); a raw prompt has no place for a picture", "--image")
         if self.resume and not (self.input and self.output):
             raise ConfigError("it continues a file of results: it needs --input and --output", "--resume")
         if self.source is not None and not self.source.is_file():
@@ -134,7 +138,9 @@ def _jobs(options: RunOptions, stack: contextlib.ExitStack) -> tuple[Iterable[Pr
     prompts, source = options.prompts, options.source
     if prompts:
         kind = "messages" if options.chat else "prompt"
-        contents: list[Any] = [[{"role": "user", "content": text}] if options.chat else text for text in prompts]
+        pictures = [_picture(path) for path in options.image]
+        said = [[*pictures, {"type": "text", "text": text}] if pictures else text for text in prompts]
+        contents: list[Any] = [[{"role": "user", "content": content}] for content in said] if options.chat else said
         return [PromptJob(number, content, kind) for number, content in enumerate(contents, start=1)], len(prompts)
     # A byte order mark is no part of the first line.
     encoding = "utf-8-sig"
@@ -143,6 +149,13 @@ def _jobs(options: RunOptions, stack: contextlib.ExitStack) -> tuple[Iterable[Pr
     with source.open("rb") as file:
         total = sum(1 for line in file if line.strip())
     return parse_lines(stack.enter_context(source.open(encoding=encoding, errors=ERRORS))), total
+
+
+def _picture(path: str) -> dict[str, Any]:
+    try:
+        return picture_part(path)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}", "--image") from None
 
 
 def _without(jobs: Iterable[PromptJob], done: Counter[str]) -> Iterator[PromptJob]:
@@ -284,7 +297,9 @@ async def _generate(llm: AsyncLLM, sampling: dict[str, Any], job: PromptJob) -> 
     params = llm.inputs.default_sampling.replace(sampling | job.sampling)
     prompt: Any = {job.kind: job.content}
     if job.kind == "messages":
-        prompt = await _chat_prompt(llm, job.content)
+        prompt = await _chat_prompt(llm, job)
+    elif job.mm_processor_kwargs:
+        prompt["mm_processor_kwargs"] = job.mm_processor_kwargs
     for _ in range(ATTEMPTS):
         try:
             result: RequestOutput | None = None
@@ -303,11 +318,11 @@ async def _generate(llm: AsyncLLM, sampling: dict[str, Any], job: PromptJob) -> 
     raise RequestError(reason)
 
 
-async def _chat_prompt(llm: AsyncLLM, messages: Any) -> Any:
+async def _chat_prompt(llm: AsyncLLM, job: PromptJob) -> Any:
     """The prompt of a conversation, as soon as there is room for its media beside those of others."""
     while True:
         try:
-            return await llm.inputs.chat_prompt_async(messages)
+            return await llm.inputs.chat_prompt_async(job.content, mm_processor_kwargs=job.mm_processor_kwargs)
         except QueueFullError:
             await asyncio.sleep(RETRY_SECONDS)
 

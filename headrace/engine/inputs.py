@@ -152,19 +152,27 @@ class InputProcessor:
         return self._grammars.special_texts
 
     def chat_prompt(
-        self, messages: Any, tokenizer: Tokenizer | None = None, *, add_special_tokens: bool = False, **options: Any
+        self,
+        messages: Any,
+        tokenizer: Tokenizer | None = None,
+        *,
+        add_special_tokens: bool = False,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
     ) -> TokensPrompt | MultiModalPrompt:
         """Normalise, render and tokenise a conversation. Loads its media, and waits for them: ``chat_prompt_async`` does not.
 
         Args:
             tokenizer: one with another chat template.
             add_special_tokens: templates write bos and eos themselves.
+            mm_processor_kwargs: options of the model's processor.
             options: of ``Tokenizer.render_chat``.
 
         Raises:
-            RequestError: the messages cannot be rendered, or are longer than the context.
+            RequestError: the messages cannot be rendered, or are longer than the context; the processor has no such option.
         """
         tokenizer = tokenizer or self._need_tokenizer("messages")
+        self.check_processor_options(mm_processor_kwargs or {})
         if self.multimodal is None or self.media is None:
             text = tokenizer.render_chat(messages, **options)
             return {"prompt": text, "prompt_token_ids": self.encode(text, add_special_tokens, "messages")}
@@ -172,8 +180,22 @@ class InputProcessor:
         text = tokenizer.render_chat(messages, media=media, **options)
         if not media.parts:
             return {"prompt": text, "prompt_token_ids": self.encode(text, add_special_tokens, "messages")}
-        data = self.media.load(media.parts)
-        return {"prompt": text, "multi_modal_data": data, "add_special_tokens": add_special_tokens}
+        return {
+            "prompt": text,
+            "multi_modal_data": self.media.load(media.parts),
+            "mm_processor_kwargs": mm_processor_kwargs or {},
+            "add_special_tokens": add_special_tokens,
+        }
+
+    def check_processor_options(self, kwargs: Any) -> None:
+        """Raises RequestError where ``mm_processor_kwargs`` of a conversation, which may have no media, are wrong."""
+        if not isinstance(kwargs, Mapping):
+            raise RequestError(f"mm_processor_kwargs must be a dict, not {shown(kwargs)}", "mm_processor_kwargs")
+        if kwargs and self.multimodal is None:
+            message = "mm_processor_kwargs is not supported: the model reads text alone"
+            raise RequestError(message, "mm_processor_kwargs", code="unsupported_parameter")
+        if self.multimodal is not None:
+            self.multimodal.check_options(kwargs)
 
     async def chat_prompt_async(self, messages: Any, **options: Any) -> TokensPrompt | MultiModalPrompt:
         """As ``chat_prompt``, in a thread where it may take long."""
@@ -313,8 +335,7 @@ class InputProcessor:
         if self.multimodal is None:
             raise RequestError(f"this engine reads text alone: {self._text_alone}", "multi_modal_data")
         data, kwargs = MultiModalData.of(prompt["multi_modal_data"]), prompt.get("mm_processor_kwargs") or {}
-        if not isinstance(kwargs, Mapping):
-            raise RequestError(f"mm_processor_kwargs must be a dict, not {shown(kwargs)}", "mm_processor_kwargs")
+        self.check_processor_options(kwargs)
         if tokens is None:
             self.check_length(text or "", "prompt")
         elif tokens:

@@ -195,6 +195,7 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
         progress: bool = False,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
@@ -209,6 +210,7 @@ class LLM:
             tool_choice, parallel_tool_calls, reasoning_effort: as in OpenAI's API.
             thinking_token_budget: tokens of reasoning at most.
             chat_template_kwargs: further variables for the template.
+            mm_processor_kwargs: options of the model's processor of pictures and videos, for all conversations.
             progress, use_tqdm: as for ``generate``.
 
         Raises: as ``generate``.
@@ -235,6 +237,7 @@ class LLM:
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 chat_template_kwargs=variables,
+                mm_processor_kwargs=mm_processor_kwargs,
             )
             prompts.append(prompt)
 

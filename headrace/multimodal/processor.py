@@ -115,6 +115,10 @@ class MultiModalProcessor:
         why = f"its tokenizer has no {token}" if token else f"the processor of {self._facts.model_type} reads none"
         return f"the model takes no {modality}s: {why}"
 
+    def check_options(self, kwargs: Mapping[str, Any]) -> None:
+        """Raises RequestError that names what is wrong in ``mm_processor_kwargs``."""
+        self._rules.options(kwargs)
+
     def prepare(
         self, prompt: str | list[int], data: MultiModalData, kwargs: Mapping[str, Any], *, add_special_tokens: bool
     ) -> PreparedPrompt:

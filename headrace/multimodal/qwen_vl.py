@@ -72,6 +72,16 @@ class QwenRules(MediaRules):
         }
         self.fingerprint = self._process.fingerprint(self._video)
 
+    def options(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        found = super().options(kwargs)
+        if found.get("min_pixels", 0) > found.get("max_pixels", math.inf):
+            raise RequestError(
+                f"mm_processor_kwargs.min_pixels is {found['min_pixels']}, above max_pixels, which is {found['max_pixels']}",
+                "mm_processor_kwargs.min_pixels",
+                code="invalid_value",
+            )
+        return found
+
     # One medium
 
     def process(self, medium: Picture | Video, options: Mapping[str, Any], where: str) -> list[Processed]:

@@ -186,9 +186,7 @@ async def render_messages(
         messages = _escaped(messages, serving.llm.inputs.special_texts, mark)
     processor = serving.llm.inputs.multimodal
     media = None if processor is None else ConversationMedia(processor.neutral, processor.written)
-    if processor is None and body.mm_processor_kwargs:
-        message = "mm_processor_kwargs is not supported: the model reads text alone"
-        raise RequestError(message, "mm_processor_kwargs", code="unsupported_parameter")
+    serving.llm.inputs.check_processor_options(body.mm_processor_kwargs)
     render = functools.partial(
         need_tokenizer(serving, "messages").render_chat,
         messages,

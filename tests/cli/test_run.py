@@ -36,6 +36,9 @@ class FakeLLM:
             default_sampling=SamplingParams(temperature=0.5, top_k=7),
             chat_prompt_async=self._chat_prompt,
         )
+        self.prompts: list[Any] = []
+        self.asked: list[Any] = []
+        """Each conversation, with the options of the processor."""
         self.dies: set[int] = set()
         """Calls of ``generate``, counted from 1, in which the engine dies; it is back after a moment."""
         self.busy = FakeLLM.first_refused
@@ -46,7 +49,8 @@ class FakeLLM:
         self._calls = 0
         FakeLLM.made.append(self)
 
-    async def _chat_prompt(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
+    async def _chat_prompt(self, messages: list[dict[str, Any]], mm_processor_kwargs: Any = None) -> dict[str, Any]:
+        self.asked.append((messages, mm_processor_kwargs))
         self.busy -= 1
         if self.busy >= 0:
             raise QueueFullError("too many pictures")
@@ -75,6 +79,7 @@ class FakeLLM:
             yield output
             return
         self.params.append(params)
+        self.prompts.append(prompt)
         tokens = [ord(c) for c in prompt["prompt"]] if "prompt" in prompt else prompt["prompt_token_ids"]
         self.now += 1
         self.most = max(self.most, self.now)
@@ -120,6 +125,27 @@ def test_arguments() -> None:
 def test_chat_arguments_go_through_the_template() -> None:
     result = invoke("--chat", "hello")
     assert records(result.stdout)[0]["num_prompt_tokens"] == 1
+
+
+def test_chat_arguments_show_pictures(tmp_path: Path) -> None:
+    for name in ("a.png", "b.unknown"):
+        (tmp_path / name).write_bytes(b"abc")
+    result = invoke("--chat", "--image", f"{tmp_path}/a.png", "--image", f"{tmp_path}/b.unknown", "hello", "you")
+    assert result.exit_code == 0, result.stderr
+    urls = ["data:image/png;base64,YWJj", "data:application/octet-stream;base64,YWJj"]
+    pictures = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    asked = [messages for messages, _ in FakeLLM.made[-1].asked]
+    assert asked == [[{"role": "user", "content": [*pictures, {"type": "text", "text": text}]}] for text in ("hello", "you")]
+
+
+def test_lines_have_options_of_the_processor() -> None:
+    options = {"mm_processor_kwargs": {"max_pixels": 99}}
+    lines = [LINES[1] | options, LINES[0] | options]
+    result = invoke("--input", "-", input="\n".join(map(json.dumps, lines)))
+    assert records(result.stdout)[0]["num_prompt_tokens"] == 1
+    (llm,) = FakeLLM.made
+    assert llm.asked == [(LINES[1]["messages"], options["mm_processor_kwargs"])]
+    assert llm.prompts[-1] == {"prompt": "abc", **options}
 
 
 def test_media_without_room_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,6 +206,8 @@ def test_strict_stops_at_the_first_bad_line() -> None:
         (["a", "--input", "x"], "--input"),
         (["--input", "/nowhere/x"], "there is no file"),
         (["--chat", "--input", "-"], "--chat"),
+        (["--image", "a.png", "hello"], "--image"),
+        (["--chat", "--image", "missing.png", "hello"], "--image"),
         (["a", "--output", "/nowhere/x"], "cannot write"),
         (["a", "--temperature", "-1"], "temperature"),
         (["a", "--model", "missing"], "there is no file or directory missing"),

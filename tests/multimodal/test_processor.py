@@ -234,6 +234,7 @@ def test_what_the_processor_cannot_take(qwen: MultiModalProcessor) -> None:
         ({"max_pixels": "9"}, "must be of type int"),
         ({"max_pixels": True}, "must be of type int"),
         ({"fps": -1.0}, "above 0"),
+        ({"min_pixels": 2000, "max_pixels": 1000}, "min_pixels is 2000, above max_pixels, which is 1000"),
     ):
         with pytest.raises(RequestError, match=message):
             prepare(qwen, PICTURE, {"image": picture(28, 28)}, **kwargs)

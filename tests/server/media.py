@@ -50,6 +50,10 @@ class SeeingProcessor:
     def neutral(self, text: str) -> str:
         return text.replace(IMAGE, "<_image>").replace(VIDEO, "<_video>")
 
+    def check_options(self, kwargs: Mapping[str, Any]) -> None:
+        if unknown := sorted(kwargs.keys() - {"min_pixels", "max_pixels"}):
+            raise RequestError(f"mm_processor_kwargs.{unknown[0]} is unknown", f"mm_processor_kwargs.{unknown[0]}")
+
     def check_features(self, features: Features, modality: Modality, where: str) -> None:
         if features.rows.shape[1] != HIDDEN:
             message = f"{where}.features: expected hidden size {HIDDEN}, not {features.rows.shape[1]}"

@@ -181,6 +181,7 @@ class QwenRules(MediaRules):
                 f"{where}.grid_thw",
                 code="invalid_value",
             )
+        self.check_rows(math.prod(self._merged(grid)), where)
         if modality == "image":
             if grid[0] != 1:
                 raise RequestError(

@@ -70,7 +70,7 @@ class MediaRules(abc.ABC):
     fingerprint: str = ""
     """Differs where processed media would."""
     max_rows: int = 1 << 31
-    """The most that an item may have: what is larger is refused before it is resized."""
+    """The most that an item may have: what is larger is refused before it is resized, or its tokens are laid out."""
     option_types: ClassVar[Mapping[str, tuple[type, ...]]] = {}
     """The ``mm_processor_kwargs`` that a request may give."""
 
@@ -103,7 +103,7 @@ class MediaRules(abc.ABC):
 
     @abc.abstractmethod
     def expansion(self, features: Features, modality: Modality, where: str) -> Expansion:
-        """What the placeholder of encoded features becomes. Raises RequestError if the grid is impossible."""
+        """What the placeholder of encoded features becomes. Raises RequestError if the grid is impossible, or too large."""
 
     @abc.abstractmethod
     def image_rows(self, width: int, height: int) -> int:
@@ -135,7 +135,9 @@ class PictureRules(MediaRules):
             raise RequestError(
                 f"{where}.grid_thw: expected {expected}, not {list(features.grid)}", f"{where}.grid_thw", code="invalid_value"
             )
-        return self._expanded(features.grid)
+        expansion = self._expanded(features.grid)
+        self.check_rows(expansion.num_rows, where)
+        return expansion
 
     def image_rows(self, width: int, height: int) -> int:
         return self._expanded(self._grid(width, height, "the picture")).num_rows

@@ -65,6 +65,11 @@ def nan(value: float, *shape: int) -> Any:
         ({"grid_thw": np.array([[1, 2, -4]])}, ".grid_thw", "from 1"),
         ({"grid_thw": np.array([[1, 2, 2**40]])}, ".grid_thw", "from 1"),
         ({"grid_thw": np.array([[1, 2, 2], [1, 2, 2]])}, ".grid_thw", "2 grids; expected one"),
+        (
+            {"grid_thw": np.ones((3, 3), np.int64), "features": np.ones((2, 8), np.float32)},
+            ".grid_thw",
+            "3 grids; expected one",
+        ),
         ({"deepstack": np.ones((2, 8), np.float32)}, ".deepstack", "expected 3 dimensions"),
         ({"deepstack": np.ones((1, 3, 8), np.float32)}, ".deepstack", "3 rows"),
         ({"deepstack": nan(np.nan, 1, 2, 8)}, ".deepstack", "not finite"),

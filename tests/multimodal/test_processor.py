@@ -274,6 +274,21 @@ def test_features_are_checked(qwen: MultiModalProcessor, data: Any, part: str, m
     assert message in str(caught.value) and caught.value.param == f"multi_modal_data.image_embeds{part}"
 
 
+@pytest.mark.parametrize(
+    ("kind", "mark", "made_by"), [("qwen3_vl", VIDEO, "qwen_vl.Expansion"), ("internvl", "<video>", "internvl._frames")]
+)
+def test_a_grid_that_no_context_holds_is_not_laid_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, mark: str, made_by: str
+) -> None:
+    """A few bytes could ask for the text of a million frames."""
+    made = processor(tmp_path, kind)
+    monkeypatch.setattr(f"headrace.multimodal.{made_by}", None)
+    data = {"video_embeds": features(rows=1, grid=((1 << 20, 2, 2),), second_per_grid=[1.0])["image_embeds"]}
+    with pytest.raises(RequestError, match=r"would take [0-9]+ tokens, and the context has 256") as caught:
+        prepare(made, mark, data)
+    assert caught.value.param == "multi_modal_data.video_embeds[0]"
+
+
 def test_deepstack_features_are_complete(qwen3: MultiModalProcessor) -> None:
     with pytest.raises(RequestError, match="expected 2 levels, not none"):
         prepare(qwen3, PICTURE, features())

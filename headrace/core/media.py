@@ -67,8 +67,10 @@ class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
     sectioned_rope: bool
     max_position: int
     max_model_len: int
-    has_encoder: bool
-    """False: prompts bring features."""
+    max_encoder_rows: int
+    """Rows of one item that the encoder makes, at most; 0: there is none, and prompts bring features."""
+    max_step_tokens: int
+    """Tokens of a step, which a bidirectional item must fit."""
     dtype: str
     """To which the encoder rounds its inputs."""
 

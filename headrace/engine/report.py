@@ -57,7 +57,8 @@ def _media_facts(config: EngineConfig) -> MediaFacts | None:
         sectioned_rope=model.sectioned_rope,
         max_position=model.max_position,
         max_model_len=config.scheduler.max_model_len,
-        has_encoder=config.scheduler.max_num_encoder_tokens > 0,
+        max_encoder_rows=config.scheduler.max_num_encoder_tokens,
+        max_step_tokens=config.scheduler.max_num_batched_tokens,
         dtype=config.dtype,
     )
 

@@ -40,6 +40,8 @@ _REASONS = {
 
 def why_text_alone(config: Any) -> str:
     """Why a model with a vision part reads no pictures."""
+    if config.model_type in _RULES:
+        return f"pictures of {config.model_type} are for its native implementation, which does not run here (model_impl)"
     reason = _REASONS.get(config.model_type)
     return f"pictures of {config.model_type} are not supported" + (f": {reason}" if reason else "")
 

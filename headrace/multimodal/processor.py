@@ -135,7 +135,10 @@ class MultiModalProcessor:
         """
         options = self._rules.options(kwargs)
         placed = self._placed(prompt, data)
-        processed = [self._process(medium, modality, options, where) for modality, medium, where in placed]
+        processed = []
+        for modality, medium, where in placed:
+            processed.append(self._process(medium, modality, options, where))
+            self._check_step(processed[-1], where)
         rows = sum(one.expansion.num_rows for own in processed for one in own)
         if rows >= self._facts.max_model_len:
             raise RequestError(
@@ -149,6 +152,21 @@ class MultiModalProcessor:
         else:
             token_ids = self._expand_ids(prompt, expansions)
         return self._laid_out(token_ids, [one for own in processed for one in own])
+
+    def _check_step(self, processed: Sequence[Processed], where: str) -> None:
+        """Raises RequestError for a medium that no step can encode, or compute."""
+        facts = self._facts
+        for one in processed:
+            rows = one.expansion.num_rows
+            if not one.encoded and rows > facts.max_encoder_rows:
+                why = f"a step of this engine encodes at most {facts.max_encoder_rows} (max_num_encoder_tokens)"
+            elif facts.bidirectional and rows > facts.max_step_tokens:
+                why = (
+                    f"this model computes them in one step, which has at most {facts.max_step_tokens} (max_num_batched_tokens)"
+                )
+            else:
+                continue
+            raise RequestError(f"{where} takes {rows} tokens, and {why}", where, code="invalid_value")
 
     # Placeholders
 
@@ -272,7 +290,7 @@ class MultiModalProcessor:
     ) -> list[Processed]:
         if isinstance(medium, Features):
             return [self._features(medium, modality, where)]
-        if not self._facts.has_encoder:
+        if not self._facts.max_encoder_rows:
             raise RequestError(f"{where}: this engine has no vision encoder (mm_encoder none): send {modality}_embeds", where)
         if isinstance(medium, Picture):
             medium = Picture(medium.pixels)  # PIL holds up the interpreter's other threads each time that it gives them.

@@ -85,3 +85,14 @@ def test_a_cache_in_fp8_holds_pictures(kind: str) -> None:
 def numbers(output: RequestOutput) -> list[float]:
     (sample,) = output.outputs
     return [next(iter(entry.values())).logprob for entry in sample.logprobs or []]
+
+
+def test_another_librarys_module_reads_text_alone() -> None:
+    own = served("llava")
+    llm = engine(own.folder, model_impl="transformers")
+    (reason,) = [line.reason for line in llm.info.decisions if line.name == "vision encoder"]
+    assert reason == "pictures of llava are for its native implementation, which does not run here (model_impl)"
+    with pytest.raises(RequestError, match="reads text alone: pictures of llava are for its native"):
+        generate(llm, prompts("llava")["small"])
+    (theirs,), (usual,) = generate(llm, "text alone"), generate(own.llm, "text alone")
+    assert theirs.outputs[0].token_ids == usual.outputs[0].token_ids

@@ -58,7 +58,8 @@ def processor_of(folder: Path, kind: str, **changes: Any) -> MultiModalProcessor
         "sectioned_rope": kind != "gemma3",
         "max_position": 2048,
         "max_model_len": 256,
-        "has_encoder": True,
+        "max_encoder_rows": 512,
+        "max_step_tokens": 512,
         "dtype": "float32",
     }
     tokenizer = Tokenizer(from_directory(folder), vocab_size=None, eos_token_ids=[], renderer=TemplateRenderer())
@@ -240,6 +241,26 @@ def test_what_the_processor_cannot_take(qwen: MultiModalProcessor) -> None:
             prepare(qwen, PICTURE, {"image": picture(28, 28)}, **kwargs)
     with pytest.raises(RequestError, match="exclude each other"):
         prepare(qwen, VIDEO, {"video": video(4)}, fps=1.0, num_frames=2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "limit", "why"),
+    [
+        ("qwen2_5_vl", "max_encoder_rows", r"a step of this engine encodes at most 15 \(max_num_encoder_tokens\)"),
+        ("gemma3", "max_step_tokens", r"computes them in one step, which has at most 15 \(max_num_batched_tokens\)"),
+    ],
+)
+def test_what_no_step_can_take_is_named(tmp_path: Path, kind: str, limit: str, why: str) -> None:
+    made = processor(tmp_path, kind, **{limit: 15})
+    mark, small = MARKS.get(kind, PICTURE), picture(56, 56)
+    data = {"image": [small, picture(112, 112)]} if kind == "qwen2_5_vl" else {"image": small}
+    with pytest.raises(RequestError, match=f"takes 16 tokens, and .*{why}") as caught:
+        prepare(made, mark * len(MultiModalData.of(data).images), data)
+    assert caught.value.param == f"multi_modal_data.image[{int(kind == 'qwen2_5_vl')}]"
+    if kind == "qwen2_5_vl":  # Features need no encoder, and the prompt may be cut.
+        assert len(prepare(made, mark, features(rows=16, grid=((1, 8, 8),))).items) == 1
+        with pytest.raises(RequestError, match="no vision encoder"):
+            prepare(processor_of(tmp_path, kind, max_encoder_rows=0), mark, {"image": small})
 
 
 def features(rows: int = 4, hidden: int = HIDDEN, grid: Any = ((1, 4, 4),), **changes: Any) -> dict[str, Any]:

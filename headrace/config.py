@@ -339,8 +339,8 @@ class EngineArgs:
     """Time limit for capturing CUDA graphs before the engine takes requests, in seconds, most useful sizes first. A server
     captures the others while it is idle; a step without a graph launches its kernels one by one."""
     limit_mm_per_prompt: Annotated[MediaCounts, OptionSpec(metavar="JSON", default='{"image": 32, "video": 4}')] = MediaCounts()
-    """Maximum number of pictures and videos in a prompt of a multimodal model, as a JSON object such as {"image": 8}; 0 refuses
-    them."""
+    """Maximum number of pictures and videos in a prompt of a multimodal model, as a JSON object such as {"image": 8}, or
+    image=8; 0 refuses them."""
     mm_encoder: MMEncoder = "auto"
     """Vision encoder of a multimodal model. auto loads it. none leaves it out, which saves its memory: prompts then bring
     features that were encoded elsewhere."""
@@ -356,7 +356,10 @@ class EngineArgs:
     allowed_media_domains: Annotated[tuple[str, ...], OptionSpec(min=1, max=253, metavar="NAME", default="any")] = ()
     """Host name, such as images.example.com, from which media may be fetched; URLs and redirects with another name are refused.
     Repeatable. With it or without, connections are made to public addresses alone."""
-    allowed_media_path: Annotated[str | None, OptionSpec(min=1, metavar="DIRECTORY", default="none")] = None
+    allowed_media_path: Annotated[
+        str | None,
+        OptionSpec(min=1, metavar="DIRECTORY", default="none", flags=("--allowed-media-path", "--allowed-local-media-path")),
+    ] = None
     """Directory whose files clients may name by file:// URLs, with those in its subdirectories. Every client can read every
     picture and video in it."""
     media_timeout: Annotated[float, OptionSpec(above=0.0, max=_MAX_SECONDS, metavar="SECONDS")] = 10.0

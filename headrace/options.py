@@ -403,9 +403,12 @@ def from_json(cls: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Fields as JSON has them, in the types of ``cls``; what cannot be converted is left for the check to refuse.
 
     Raises:
-        RequestError: a name is not a parameter of ``cls``.
+        RequestError: a name is not a parameter of ``cls``; ConfigError where that is a dataclass, whose checks raise it too.
     """
     known = options(cls)
     if unknown := sorted(fields.keys() - known.keys()):
-        raise RequestError(f"{shown(unknown[0])[1:-1]} is not a parameter", unknown[0], code="unknown_parameter")
+        message = f"{shown(unknown[0])[1:-1]} is not a parameter"
+        if dataclasses.is_dataclass(cls):
+            raise ConfigError(message, unknown[0])
+        raise RequestError(message, unknown[0], code="unknown_parameter")
     return {name: known[name].from_json(value) for name, value in fields.items()}

@@ -279,7 +279,7 @@ def _json_object(option: Option) -> Callable[[str], Any]:
 
     def parse(text: str) -> Any:
         try:
-            fields = json.loads(text)
+            fields = _fields(text)
         except ValueError as error:
             raise ValueError(f"{text!r} is not JSON: {error}") from None
         if not isinstance(fields, dict):
@@ -290,6 +290,14 @@ def _json_object(option: Option) -> Callable[[str], Any]:
             raise ValueError(error.message) from None
 
     return parse
+
+
+def _fields(text: str) -> Any:
+    """A JSON value; or an object's fields as in ``image=2,video=1``, which vLLM's users write."""
+    if "=" not in text or text.lstrip()[:1] in ("{", "["):
+        return json.loads(text)
+    pairs = (pair.partition("=") for pair in text.split(","))
+    return {name.strip(): json.loads(value) for name, _, value in pairs}
 
 
 _PARSERS: dict[Any, Callable[[str], Any]] = {

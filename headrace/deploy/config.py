@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, TypeVar, cast
+from typing import Any
 
 from headrace.config import EngineArgs
-from headrace.errors import ConfigError, RequestError
+from headrace.errors import ConfigError
 from headrace.options import nested
 from headrace.server.settings import ServerSettings
-
-T = TypeVar("T")
 
 _LOADING = ("model_id", "model_source")
 _ROWS = {True: 64, False: 256}
@@ -51,25 +49,18 @@ class DeployConfig:
             engine_kwargs.setdefault("model", loading["model_source"])
         if "model_id" in loading:
             server_kwargs.setdefault("served_model_names", (loading["model_id"],))
-        engine = _made(EngineArgs, engine_kwargs, "engine_kwargs")
+        engine = nested(EngineArgs, engine_kwargs, "engine_kwargs")
         if engine.data_parallel_size > 1:
             raise ConfigError(
                 "Ray Serve makes the replicas (deployment_config), each of them one engine: data_parallel_size must be 1",
                 "engine_kwargs.data_parallel_size",
             )
         lists = {name: tuple(value) if isinstance(value, list) else value for name, value in server_kwargs.items()}
-        settings = _made(ServerSettings, lists, "server_kwargs")
+        settings = nested(ServerSettings, lists, "server_kwargs")
         given, ingress = sections.pop("deployment_config", {}), sections.pop("ingress_deployment_config", {})
         if sections:
             raise ConfigError(f"{min(sections)} is not a field of an application", min(sections))
         return cls(engine=engine, settings=settings, deployment=_deployment(given, engine, settings), ingress=ingress)
-
-
-def _made(cls: type[T], fields: dict[str, Any], where: str) -> T:
-    try:
-        return cast(T, nested(cls, fields, where))
-    except RequestError as error:
-        raise ConfigError(error.message, error.param) from None
 
 
 def _deployment(given: dict[str, Any], engine: EngineArgs, settings: ServerSettings) -> dict[str, Any]:

@@ -111,6 +111,21 @@ def test_each_option_reaches_its_field(group: Group[Any], option: Option) -> Non
     assert got == expected and type(got) is type(expected)
 
 
+@pytest.mark.parametrize("words", ['{"image": 2, "video": 0}', "image=2,video=0", "image=2, video=0"])
+def test_fields_of_an_object_may_be_pairs(words: str) -> None:
+    assert parsed(ENGINE_OPTIONS, ["--limit-mm-per-prompt", words]).limit_mm_per_prompt == MediaCounts(image=2, video=0)
+
+
+def test_names_of_vllm() -> None:
+    assert parsed(ENGINE_OPTIONS, ["--allowed-local-media-path", "/media"]).allowed_media_path == "/media"
+
+
+def test_an_unknown_field_of_an_object_is_a_mistake_of_the_configuration() -> None:
+    with pytest.raises(ConfigError, match="audio is not a parameter") as caught:
+        EngineArgs(limit_mm_per_prompt={"audio": 1})  # type: ignore[arg-type]
+    assert caught.value.param == "limit_mm_per_prompt.audio"
+
+
 @pytest.mark.parametrize(
     ("group", "fields"),
     [

@@ -107,7 +107,7 @@ def content_of(where: str, content: Any, strict: bool, media: ConversationMedia 
             media.parts.append(found)
             parts.append({"type": found.modality})
             continue
-        text = _text(place, part, strict)
+        text = _text(place, part, strict, [*_URL_PARTS, *_FEATURE_PARTS, *([] if strict else _OBJECT_PARTS)])
         if parts and parts[-1]["type"] == "text":
             parts[-1]["text"] += "\n" + text
         else:
@@ -115,7 +115,8 @@ def content_of(where: str, content: Any, strict: bool, media: ConversationMedia 
     return parts
 
 
-def _text(where: str, part: Any, strict: bool) -> str:
+def _text(where: str, part: Any, strict: bool, others: Sequence[str] = ()) -> str:
+    """``others``: types of parts that the model reads too."""
     if isinstance(part, str) and not strict:
         return part
     if not isinstance(part, Mapping):
@@ -125,7 +126,7 @@ def _text(where: str, part: Any, strict: bool) -> str:
         raise wrong_type(f"{where}.type", "a string")
     field = None if strict and kind != "text" else _TEXT_PARTS.get(kind)
     if field is None:
-        raise unsupported(f"{where}.type", f"the model reads text, not {shown(kind)}")
+        raise unsupported(f"{where}.type", f"the model reads {', '.join(['text', *others])}, not {shown(kind)}")
     if not isinstance(part.get(field), str):
         raise wrong_type(f"{where}.{field}", "a string")
     if strict:

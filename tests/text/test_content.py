@@ -103,6 +103,11 @@ def test_a_model_of_text_refuses_media(kind: str) -> None:
     assert "the model reads text" in message
 
 
+def test_a_model_that_sees_says_what_it_reads() -> None:
+    message = refused("messages[0].content[0].type", {"type": "input_audio", "input_audio": {}})
+    assert message.endswith("the model reads text, image_url, video_url, image_embeds, video_embeds, not 'input_audio'")
+
+
 @pytest.mark.parametrize(
     ("part", "param"),
     [

@@ -23,7 +23,7 @@ from typing import Any
 
 from headrace.config import EngineArgs
 from headrace.core.media import Modality
-from headrace.errors import QueueFullError, RequestError
+from headrace.errors import ConfigError, QueueFullError, RequestError
 from headrace.limited_process import ProcessLimits
 from headrace.multimodal.decode import DecodeLimits
 from headrace.multimodal.decoder import MediaDecoder
@@ -75,7 +75,7 @@ class MediaLoader:
     """Loads the media of prompts. May be used from several event loops, one after the other."""
 
     def __init__(self, args: EngineArgs, fetcher: Fetcher | None = None) -> None:
-        """``fetcher``: one with another check of addresses, for tests."""
+        """``fetcher``: one with another check of addresses, for tests. Raises: ConfigError: there is no directory of media."""
         limits = DecodeLimits(args.max_image_pixels, args.max_video_pixels, args.max_video_seconds, args.num_video_frames)
         workers = media_workers(args.media_workers)
         process = ProcessLimits(args.media_decode_seconds, args.media_decode_memory)
@@ -84,6 +84,8 @@ class MediaLoader:
         self._counts: Mapping[str, int] = dataclasses.asdict(args.limit_mm_per_prompt)
         self._max_bytes = args.max_media_bytes
         self._directory = None if args.allowed_media_path is None else Path(args.allowed_media_path)
+        if self._directory is not None and not self._directory.is_dir():
+            raise ConfigError(f"there is no directory {self._directory}", "allowed_media_path")
         self._fetcher = fetcher or Fetcher(
             timeout=args.media_timeout, max_bytes=args.max_media_bytes, allowed_domains=args.allowed_media_domains
         )

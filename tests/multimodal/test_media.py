@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from headrace.config import EngineArgs
-from headrace.errors import QueueFullError, RequestError
+from headrace.errors import ConfigError, QueueFullError, RequestError
 from headrace.multimodal.items import Features, MultiModalData, Picture, Video
 from headrace.multimodal.media import MediaBudget, MediaLoader
 from headrace.text.content import MediaPart
@@ -215,6 +215,12 @@ def test_no_file_is_read_unless_the_operator_allows_it(folder: Path) -> None:
     loader = MediaLoader(EngineArgs())
     assert "allowed_media_path" in refused(loader, f"file://{folder}/allowed/sub/c.png")
     loader.close()
+
+
+def test_the_directory_must_be_there(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no directory") as caught:
+        MediaLoader(EngineArgs(allowed_media_path=str(folder / "missing")))
+    assert caught.value.param == "allowed_media_path"
 
 
 def test_a_large_file(loader: MediaLoader, folder: Path) -> None:

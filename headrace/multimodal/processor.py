@@ -328,6 +328,8 @@ class MultiModalProcessor:
         where = where.replace(modality, f"{modality}_embeds", 1)
         if rows.shape[1] != facts.hidden_size:
             raise _misfit(f"{where}.features", f"hidden size {facts.hidden_size}", rows.shape[1])
+        if modality == "image" and features.second_per_grid is not None:
+            raise _misfit(f"{where}.second_per_grid", "none, since it is for videos", features.second_per_grid)
         expansion = self._rules.expansion(features, modality, where)
         if rows.shape[0] != expansion.num_rows:
             raise _misfit(f"{where}.features", f"{expansion.num_rows} rows for the grid {list(features.grid)}", rows.shape[0])

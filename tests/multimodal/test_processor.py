@@ -273,6 +273,7 @@ def features(rows: int = 4, hidden: int = HIDDEN, grid: Any = ((1, 4, 4),), **ch
     [
         (features(hidden=48), "[0].features", "expected hidden size 64, not 48"),
         (features(rows=16), "[0].features", "expected 4 rows for the grid [1, 4, 4], not 16"),
+        (features(second_per_grid=[0.5]), "[0].second_per_grid", "expected none, since it is for videos, not 0.5"),
         (features(rows=5), ".features", "5 rows, which do not divide the 16 patches"),
         (features(rows=17), "[0].features", "expected 4 rows for the grid [1, 4, 4], not 17"),
         (features(grid=((1, 2, 3), (1, 2, 5))), ".features", "not the same number of patches"),

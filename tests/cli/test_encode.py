@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from headrace import SamplingParams
 from headrace.cli.main import app
 
-SHORT = SamplingParams(max_tokens=4, temperature=0.0)
+SHORT = SamplingParams(max_tokens=4, temperature=0.0, logprobs=0)
 
 
 def test_features_are_what_the_encoder_makes_of_the_picture(tmp_path: Path) -> None:
@@ -30,9 +30,13 @@ def test_features_are_what_the_encoder_makes_of_the_picture(tmp_path: Path) -> N
     tensors = load_file(tmp_path / "a.safetensors")
     assert f"{len(tensors['features'])} tokens of 64 numbers" in result.output
     parts = [{"type": "image_embeds", "image_embeds": {"data": data}}, {"type": "image_pil", "image_pil": noise(50, 40)}]
-    outputs = [model.llm.chat([{"role": "user", "content": [part]}], SHORT)[0] for part in parts]
+    outputs = []
+    for part in parts:
+        model.llm.reset_prefix_cache()
+        outputs += model.llm.chat([{"role": "user", "content": [part]}], SHORT)
     assert outputs[0].prompt_token_ids == outputs[1].prompt_token_ids
     assert outputs[0].outputs[0].token_ids == outputs[1].outputs[0].token_ids
+    assert outputs[0].outputs[0].logprobs == outputs[1].outputs[0].logprobs, "bit for bit"
 
 
 def test_mistakes(tmp_path: Path) -> None:

@@ -177,6 +177,8 @@ def _without_text(config: PretrainedConfig) -> PretrainedConfig:
     """The configuration with a text part of almost no weights."""
     config = copy.deepcopy(config)
     text = config.get_text_config(decoder=True)
+    if getattr(text, "is_heterogeneous", False):
+        text.per_layer_config = None
     for name, value in (("num_hidden_layers", 1), ("vocab_size", _FEW_TOKENS), ("intermediate_size", 8), ("num_experts", 1)):
         if hasattr(text, name):
             setattr(text, name, value)

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from headrace.errors import ConfigError, RequestError
 from headrace.outputs import RequestOutput
@@ -80,6 +86,40 @@ def test_a_cache_in_fp8_holds_pictures(kind: str) -> None:
     exact = numbers(generate(own.llm, cases["long"])[0])
     assert numbers(alone["long"])[0] != exact[0]
     assert numbers(alone["long"])[0] == pytest.approx(exact[0], abs=0.3)
+
+
+HETEROGENEOUS = {
+    "list": {"num_key_value_heads_list": [2, 1, 2]},
+    "per layer": {"per_layer_config": {"1": {"num_key_value_heads": 1}}},
+}
+
+
+@pytest.mark.parametrize("said", HETEROGENEOUS)
+@of(["qwen2_5_vl", "gemma3", "llava"])
+def test_layers_may_differ_in_heads_beside_a_tower(kind: str, said: str, tmp_path: Path) -> None:
+    """A layer with one KV head is one whose two are alike, which transformers computes."""
+    own = served(kind)
+    for file in own.folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["text_config"] |= HETEROGENEOUS[said]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    state = load_file(tmp_path / "model.safetensors")
+    theirs = copy.deepcopy(own.theirs)
+    alike = re.compile(r"^(?!.*(vision|visual)).*layers\.1\.self_attn\.[kv]_proj\.(weight|bias)$")
+    assert sum(alike.match(name) is not None for name in state) in (2, 4)
+    for parameters in (state, theirs.state_dict()):
+        for name, tensor in parameters.items():
+            if alike.match(name):
+                tensor[len(tensor) // 2 :] = tensor[: len(tensor) // 2]
+    halves = {name: tensor[: len(tensor) // 2].clone() if alike.match(name) else tensor for name, tensor in state.items()}
+    save_file(halves, tmp_path / "model.safetensors", {"format": "pt"})
+    uneven = dataclasses.replace(own, theirs=theirs, llm=engine(tmp_path))
+    assert [line.num_kv_heads for line in uneven.llm.info.layers] == [2, 1, 2]
+    names = ("two", "same twice")
+    for name, output in zip(names, generate(uneven.llm, *(prompts(kind)[name] for name in names)), strict=True):
+        same(output, uneven.expected(prompts(kind)[name]))
+    uneven.llm.check_integrity()
 
 
 def numbers(output: RequestOutput) -> list[float]:

@@ -102,6 +102,23 @@ def positions_by_hand(request: Request, merge: int, rate: float | None, frames_a
 
 
 @torch.no_grad()
+def logprobs(model: PreTrainedModel, request: Request, ids: list[int], positions: list | None) -> torch.Tensor:
+    """``[tokens, vocabulary]`` of a prompt and generated tokens behind it. ``positions``: as of ``generated``."""
+    given = torch.tensor([ids])
+    more: dict[str, torch.Tensor] = {}
+    if positions is None and SOFT in ids:
+        more["token_type_ids"] = (given == SOFT).int()
+    elif positions is not None:
+        after = np.array(positions).max() + 1 + np.arange(len(ids) - len(positions[0]))
+        of_media = [token in ERNIE for token in request.prompt_token_ids]
+        if any(of_media):
+            of_media += [False] * (len(ids) - len(of_media))
+            more["moe_mm_token_type_ids"] = torch.tensor([of_media]).int()
+        more["position_ids"] = torch.tensor([[*axis, *after] for axis in positions])[:, None]
+    found: torch.Tensor = model(input_ids=given, use_cache=False, **inputs_of(request), **more).logits[0].log_softmax(-1)
+    return found
+
+
 def generated(
     model: PreTrainedModel, request: Request, steps: int, positions: list | None, allowed: Sequence[Sequence[int]] = ()
 ) -> Reference:
@@ -112,19 +129,8 @@ def generated(
         allowed: the tokens that each step may choose from; empty: bytes.
     """
     ids, found = list(request.prompt_token_ids), Reference([], [])
-    inputs = inputs_of(request)
     for step in range(steps):
-        given = torch.tensor([ids])
-        more: dict[str, torch.Tensor] = {}
-        if positions is None and SOFT in ids:
-            more["token_type_ids"] = (given == SOFT).int()
-        elif positions is not None:
-            after = np.array(positions).max() + 1 + np.arange(len(ids) - len(positions[0]))
-            of_media = [token in ERNIE for token in request.prompt_token_ids] + [False] * len(found.token_ids)
-            if any(of_media):
-                more["moe_mm_token_type_ids"] = torch.tensor([of_media]).int()
-            more["position_ids"] = torch.tensor([[*axis, *after] for axis in positions])[:, None]
-        logits = model(input_ids=given, use_cache=False, **inputs, **more).logits[0, -1].log_softmax(-1)
+        logits = logprobs(model, request, ids, positions)[-1]
         token = max(allowed[step] if allowed else range(BYTES), key=lambda each: float(logits[each]))
         ids.append(token)
         found.token_ids.append(token)

@@ -88,6 +88,23 @@ def test_a_cache_in_fp8_holds_pictures(kind: str) -> None:
     assert numbers(alone["long"])[0] == pytest.approx(exact[0], abs=0.3)
 
 
+@of(["qwen2_5_vl", "qwen3_vl", "gemma3", "llava"])
+def test_logprobs_of_prompts_with_pictures(kind: str) -> None:
+    """Those of features' tokens too; they do not come from a cached prefix."""
+    own = served(kind)
+    for name in ("two", "same twice"):
+        prompt = prompts(kind)[name]
+        generate(own.llm, prompt)
+        (output,) = generate(own.llm, prompt, prompt_logprobs=0, n=2)
+        first, *others = output.prompt_logprobs or []
+        assert first is None
+        tokens = (output.prompt_token_ids or [])[1:]
+        found = [(entry or {})[token].logprob for token, entry in zip(tokens, others, strict=True)]
+        assert found == pytest.approx(own.prompt_logprobs(prompt), abs=1e-4)
+        for sample in output.outputs:
+            assert sample.token_ids == own.expected(prompt).token_ids
+
+
 HETEROGENEOUS = {
     "list": {"num_key_value_heads_list": [2, 1, 2]},
     "per layer": {"per_layer_config": {"1": {"num_key_value_heads": 1}}},

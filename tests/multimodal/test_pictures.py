@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny_vision
+import torch
 from PIL import Image
 from transformers import PreTrainedModel
 
@@ -24,7 +25,7 @@ from headrace.models.vision import CALL_ROWS
 from headrace.multimodal.items import MultiModalData, array_of
 from headrace.outputs import RequestOutput
 
-from .reference import BYTES, Reference, generated, positions_by_hand
+from .reference import BYTES, Reference, generated, logprobs, positions_by_hand
 
 STEPS = 6
 PICTURE, VIDEO = "<|vision_start|><|image_pad|><|vision_end|>", "<|vision_start|><|video_pad|><|vision_end|>"
@@ -74,6 +75,13 @@ class Served:
             apart = self.kind.startswith("qwen3")
             positions = positions_by_hand(request, 2, RATES[self.kind], apart, seconds)
         return generated(self.theirs, request, STEPS, positions, allowed)
+
+    def prompt_logprobs(self, prompt: Any) -> list[float]:
+        """Of the prompt's tokens behind the first."""
+        request = self.request(prompt)
+        ids = list(request.prompt_token_ids)
+        positions = positions_by_hand(request, 2, RATES[self.kind], False, ()) if self.kind in RATES else None
+        return logprobs(self.theirs, request, ids, positions)[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
 
 
 @functools.cache
@@ -270,8 +278,6 @@ def test_features_of_a_video_bring_its_seconds(kind: str) -> None:
 
 def encoded(own: Served, prompt: Mapping[str, Any], **more: Any) -> dict[str, Any]:
     """The prompt with features in place of its media, all of one modality."""
-    import torch
-
     request = own.request(prompt)
     encoder = own.llm._engine.executor.runner.media._encoder  # type: ignore[attr-defined]
     made = [encoder.encode([item])[0] for item in request.media]

@@ -81,6 +81,28 @@ def test_a_picture_over_http_is_what_python_sees(server: Running, llm: LLM) -> N
     assert other["usage"]["prompt_tokens_details"]["cached_tokens"] < again["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
+def test_streams_of_pictures_are_their_answers(server: Running) -> None:
+    """Several samples, a stop string and logprobs; the joined pieces of a stream are the whole answer."""
+    messages: Any = [{"role": "user", "content": [image(picture(50, 40)), {"type": "text", "text": "what?"}]}]
+    fields: dict[str, Any] = {"max_tokens": 24, "n": 2, "temperature": 1.0, "seed": 7, "logprobs": True}
+    fields["extra_body"] = {"allowed_token_ids": list(b"abcdefghij")}
+    with server.openai() as client:
+        name = client.models.list().data[0].id
+        free = client.chat.completions.create(model=name, messages=messages, **fields)
+        stop = (free.choices[0].message.content or "")[5:7]
+        whole = client.chat.completions.create(model=name, messages=messages, stop=stop, **fields)
+        texts, tokens, reasons = ["", ""], [0, 0], ["", ""]
+        for chunk in client.chat.completions.create(model=name, messages=messages, stop=stop, stream=True, **fields):
+            for choice in chunk.choices:
+                texts[choice.index] += choice.delta.content or ""
+                tokens[choice.index] += len(choice.logprobs.content or ()) if choice.logprobs else 0
+                reasons[choice.index] = choice.finish_reason or reasons[choice.index]
+    assert texts == [choice.message.content for choice in whole.choices]
+    assert reasons == [choice.finish_reason for choice in whole.choices] and reasons[0] == "stop"
+    assert tokens == [len((choice.logprobs and choice.logprobs.content) or ()) for choice in whole.choices]
+    assert (free.choices[0].message.content or "").startswith(texts[0]) and stop not in texts[0]
+
+
 def test_text_beside_pictures(server: Running) -> None:
     spelt = ask(server, {"type": "text", "text": "what does <|image_pad|> mean?"})
     assert tiny_vision.IDS["<|image_pad|>"] not in spelt["prompt_token_ids"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headrace.core.media import TensorData
 from headrace.errors import RequestError
-from headrace.multimodal.items import Features, is_finite, split_features
+from headrace.multimodal.items import Features, split_features
 
 _MAX_HEADER_BYTES = 2**16
 _LENGTH_BYTES = 8
@@ -13,7 +13,7 @@ _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64
 
 def read_features(data: bytes, param: str) -> Features:
     """The features of one picture or video: tensors ``features``, ``grid_thw``, and where the model has them ``deepstack`` and
-    ``second_per_grid``, as in ``MultiModalData.of``.
+    ``second_per_grid``, as in ``MultiModalData.of``. ``MultiModalProcessor`` checks their numbers.
 
     Raises:
         RequestError: the bytes are no safetensors, or the tensors are not what they should be; names ``param`` or the tensor.
@@ -24,9 +24,6 @@ def read_features(data: bytes, param: str) -> Features:
         count = grids.shape[0]
         raise _wrong(f"{param}.grid_thw", f"has {count} grids; expected one: each picture or video is a part of its own")
     (features,) = split_features(tensors, param)
-    for name, tensor in (("features", features.rows), ("deepstack", features.deepstack)):
-        if tensor is not None and not is_finite(tensor):
-            raise _wrong(f"{param}.{name}", "has numbers that are not finite")
     return features
 
 

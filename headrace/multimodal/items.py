@@ -29,6 +29,9 @@ VIDEO_METADATA = frozenset(
 )
 _EMBEDS = ("features", "grid_thw", "deepstack", "second_per_grid")
 _MODALITIES: tuple[Modality, ...] = ("image", "video")
+_LARGEST = {"float32": 3.4028234663852886e38, "bfloat16": 3.3895313892515355e38, "float16": 65504.0}
+_LARGEST_BITS, _LARGEST_BITS_IN_FLOAT16 = 0x7F7F, 0x477F
+"""Of positive numbers of bfloat16: the largest, and the largest that float16 holds."""
 _MAX_FRAMES = 1 << 16
 _MAX_SECONDS = 10_000_000
 
@@ -231,12 +234,15 @@ def array_of(tensor: TensorData) -> npt.NDArray[Any]:
     return np.frombuffer(tensor.data, dtype=np.dtype(dtype).newbyteorder("<")).reshape(tensor.shape)
 
 
-def is_finite(tensor: TensorData) -> bool:
-    """Whether all numbers of a float tensor are finite."""
+def is_finite(tensor: TensorData, dtype: str) -> bool:
+    """Whether all numbers of a float tensor, which is not empty, are finite, in another float dtype too."""
     array = array_of(tensor)
     if tensor.dtype == "bfloat16":
-        return not bool(((array & 0x7F80) == 0x7F80).any())
-    return bool(np.isfinite(array).all())
+        return bool((array & 0x7FFF).max() <= (_LARGEST_BITS_IN_FLOAT16 if dtype == "float16" else _LARGEST_BITS))
+    if tensor.dtype == "float16":
+        return bool(np.isfinite(array).all())
+    most = _LARGEST[dtype]
+    return bool(-most <= array.min() <= array.max() <= most)  # false for NaN
 
 
 def _listed(value: Any, modality: Modality) -> Sequence[Any]:

@@ -341,8 +341,8 @@ class MultiModalProcessor:
         tensors = {"features": rows} if deep is None else {"features": rows, "deepstack": deep}
         digest = hashlib.blake2b(repr((features.grid, features.second_per_grid)).encode(), digest_size=16)
         for name, tensor in tensors.items():
-            if not is_finite(tensor):
-                raise _misfit(f"{where}.{name}", "finite numbers", "NaN or infinity")
+            if not is_finite(tensor, facts.dtype):
+                raise _misfit(f"{where}.{name}", f"numbers that are finite in {facts.dtype}", "NaN, infinity or larger ones")
             digest.update(repr((name, tensor.dtype, tensor.shape)).encode())
             digest.update(tensor.data)
         return Processed(modality, expansion, tensors, features.grid, encoded=True, content_hash=digest.hexdigest())

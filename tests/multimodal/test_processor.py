@@ -25,7 +25,7 @@ from headrace.errors import ConfigError, RequestError
 from headrace.models.patches import patches_of
 from headrace.models.vision import device_tensor
 from headrace.multimodal.families import media_rules, why_text_alone
-from headrace.multimodal.items import MultiModalData, array_of
+from headrace.multimodal.items import MultiModalData, array_of, is_finite, tensor_data
 from headrace.multimodal.positions import Run, rope_positions
 from headrace.multimodal.processor import MultiModalProcessor, PreparedPrompt
 from headrace.text.fast_tokenizer import from_directory
@@ -285,7 +285,7 @@ def features(rows: int = 4, hidden: int = HIDDEN, grid: Any = ((1, 4, 4),), **ch
         (features(features=None), ".features", "is missing"),
         (features(features=np.ones((4, HIDDEN), np.int64)), ".features", "dtype int64; expected float32"),
         (features(features=np.ones((4, HIDDEN, 1), np.float32)), ".features", "expected 2 dimensions"),
-        (features(features=np.full((4, HIDDEN), np.nan, np.float32)), "[0].features", "finite numbers"),
+        (features(features=np.full((4, HIDDEN), np.nan, np.float32)), "[0].features", "finite in float32"),
         (features(deepstack=np.ones((1, 4, HIDDEN), np.float32)), "[0].deepstack", "expected 0 levels, not 1"),
         (features(other=1), "", "no part named 'other'"),
     ],
@@ -309,6 +309,17 @@ def test_a_grid_that_no_context_holds_is_not_laid_out(
     with pytest.raises(RequestError, match=r"would take [0-9]+ tokens, and the context has 256") as caught:
         prepare(made, mark, data)
     assert caught.value.param == "multi_modal_data.video_embeds[0]"
+
+
+@pytest.mark.parametrize("given", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_numbers_are_finite_where_they_are_used(given: str, dtype: str) -> None:
+    """As torch rounds them to the model's dtype."""
+    most = torch.finfo(torch.float16).max
+    values = [0.0, most, -most, 65280.0, 65536.0, 7e4, -1e30, 3.3e38, 3.4e38, -3.4e38, torch.inf, -torch.inf, torch.nan]
+    for value in values:
+        tensor = torch.tensor([[1.0, value, -2.0]]).to(getattr(torch, given))
+        assert is_finite(tensor_data(tensor, "x"), dtype) == bool(tensor.to(getattr(torch, dtype)).isfinite().all()), value
 
 
 def test_deepstack_features_are_complete(qwen3: MultiModalProcessor) -> None:

@@ -11,7 +11,7 @@ from headrace.config import EngineArgs
 from headrace.core.media import ItemInputs, Modality
 from headrace.errors import RequestError
 from headrace.kv import Item
-from headrace.multimodal.items import Features, MultiModalData, Picture, Video
+from headrace.multimodal.items import Features, MultiModalData, Picture, Video, is_finite
 from headrace.multimodal.media import MediaLoader
 from headrace.multimodal.processor import PreparedPrompt
 from headrace.text.chat import normalize
@@ -58,6 +58,9 @@ class SeeingProcessor:
         if features.rows.shape[1] != HIDDEN:
             message = f"{where}.features: expected hidden size {HIDDEN}, not {features.rows.shape[1]}"
             raise RequestError(message, f"{where}.features")
+        for name, tensor in (("features", features.rows), ("deepstack", features.deepstack)):
+            if tensor is not None and not is_finite(tensor, "float32"):
+                raise RequestError(f"{where}.{name}: expected finite numbers", f"{where}.{name}")
 
     def prepare(
         self, prompt: str | list[int], data: MultiModalData, kwargs: Mapping[str, Any], *, add_special_tokens: bool

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 
 import msgspec
@@ -20,10 +19,6 @@ class TensorData(msgspec.Struct, frozen=True, array_like=True):
     shape: tuple[int, ...]
     data: memoryview
     """Bytes. A view: the pixels of a picture are large, and a copy would hold up the interpreter's other threads."""
-
-    @property
-    def fits(self) -> bool:
-        return len(self.data) == DTYPE_SIZES[self.dtype] * math.prod(self.shape)
 
 
 class PatchLayout(msgspec.Struct, frozen=True, array_like=True):

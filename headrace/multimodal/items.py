@@ -328,8 +328,6 @@ def _checked(tensor: TensorData, rank: int, where: str) -> TensorData:
         raise _wrong(where, f"has dtype {tensor.dtype}; expected float32, float16 or bfloat16")
     if len(tensor.shape) != rank:
         raise _wrong(where, f"has shape {list(tensor.shape)}; expected {rank} dimensions")
-    if not tensor.fits:
-        raise _wrong(where, f"has {len(tensor.data)} bytes, which is not {tensor.dtype} of shape {list(tensor.shape)}")
     return tensor
 
 
@@ -338,8 +336,6 @@ def _grids(tensor: TensorData, where: str) -> list[tuple[int, int, int]]:
         raise _wrong(where, f"has dtype {tensor.dtype}; expected int64 or int32")
     if len(tensor.shape) != 2 or tensor.shape[1] != 3 or not tensor.shape[0]:
         raise _wrong(where, f"has shape {list(tensor.shape)}; expected [number of items, 3]")
-    if not tensor.fits:
-        raise _wrong(where, f"has {len(tensor.data)} bytes, which is not {tensor.dtype} of shape {list(tensor.shape)}")
     grids = array_of(tensor)
     if grids.min() < 1 or grids.max() > 1 << 20:
         raise _wrong(where, f"must hold numbers from 1 to {1 << 20}, not {grids.min()} to {grids.max()}")
@@ -352,12 +348,7 @@ def _seconds(value: Any, count: int, where: str) -> list[float | None]:
     if isinstance(value, list | tuple) and all(isinstance(second, int | float) for second in value):
         value = np.asarray(value, dtype=np.float32)
     tensor = tensor_data(value, where)
-    try:
-        seconds = array_of(tensor).astype(np.float64)
-    except ValueError as error:
-        raise _wrong(
-            where, f"has {len(tensor.data)} bytes, which is not {tensor.dtype} of shape {list(tensor.shape)}"
-        ) from error
+    seconds = array_of(tensor).astype(np.float64)
     if tensor.dtype == "bfloat16" or seconds.shape != (count,) or not np.isfinite(seconds).all() or not (seconds > 0).all():
         raise _wrong(where, f"must be {count} positive numbers, one for each grid")
     return [float(second) for second in seconds]

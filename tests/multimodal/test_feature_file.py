@@ -93,6 +93,9 @@ def test_wrong_bytes() -> None:
     huge = {"features": {"dtype": "F32", "shape": [2**40, 2**40], "data_offsets": [0, 8]}}
     for text in (b"[" * 60_000, b"{", b"[]", b"\xff", json.dumps(huge).encode()):
         refused(header(text, bytes(8)))
+    for shape in ([3, 8], [1, 8], [2, 4]):  # more or fewer bytes than those of the tensor
+        wrong = {"features": {"dtype": "F32", "shape": shape, "data_offsets": [0, 64]}}
+        assert "not safetensors" in refused(header(json.dumps(wrong).encode(), bytes(64)))
     unknown = {"x" * 1000: {"dtype": "F8_E4M3", "shape": [8], "data_offsets": [0, 8]}}
     with pytest.raises(RequestError) as error:
         read_features(header(json.dumps(unknown).encode(), bytes(8)), "p")

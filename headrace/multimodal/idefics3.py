@@ -28,7 +28,6 @@ _FRAME_EDGE = 4 * 364
 """The longest side to which transformers' video processor resizes a frame before it squares it."""
 _OF_FRAMES = ("do_resize", "resample", "do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std")
 """Settings that the video processor shares with the image processor."""
-_MOST_FRAMES = 1 << 16
 
 
 class Idefics3Rules(PictureRules):
@@ -87,19 +86,13 @@ class SmolVLMRules(Idefics3Rules):
     placeholders: Mapping[Modality, str] = {"image": "<image>", "video": "<video>"}
     feature_tokens: Mapping[Modality, str] = {"image": "<image>", "video": "<image>"}
     written: ClassVar[frozenset[Modality]] = frozenset({"video"})
-    option_types: ClassVar[Mapping[str, tuple[type, ...]]] = {
-        "fps": (float, int),
-        "num_frames": (int,),
-        "do_sample_frames": (bool,),
-    }
+    option_types: ClassVar[Mapping[str, tuple[type, ...]]] = Sampling.option_types
 
     def __init__(self, folder: Path, config: Any) -> None:
         super().__init__(folder, config)
         video = video_fields(folder)
         usual = video.get("video_sampling") or {}
-        self._sample = _Sampling(
-            bool(video.get("do_sample_frames")), usual.get("fps"), usual.get("max_frames"), 1, _MOST_FRAMES, together=True
-        )
+        self._sample = _Sampling(bool(video.get("do_sample_frames")), usual.get("fps"), usual.get("max_frames"), together=True)
         size = video.get("size") or usual.get("video_size") or {"longest_edge": _FRAME_EDGE}
         square = {"longest_edge": config.vision_config.image_size}
         self._of_frames = {name: video[name] for name in _OF_FRAMES if video.get(name) is not None}

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 _CROPS = {"crop_to_patches": True}
 """transformers' processor of the model always asks for it, whatever the settings say."""
-_MOST_FRAMES = 1 << 16
 
 
 class InternVLRules(PictureRules):
@@ -29,11 +28,7 @@ class InternVLRules(PictureRules):
 
     placeholders: Mapping[Modality, str] = {"image": "<IMG_CONTEXT>", "video": "<video>"}
     feature_tokens: Mapping[Modality, str] = {"image": "<IMG_CONTEXT>", "video": "<IMG_CONTEXT>"}
-    option_types: ClassVar[Mapping[str, tuple[type, ...]]] = {
-        "fps": (float, int),
-        "num_frames": (int,),
-        "do_sample_frames": (bool,),
-    }
+    option_types: ClassVar[Mapping[str, tuple[type, ...]]] = Sampling.option_types
 
     def __init__(self, folder: Path, config: Any) -> None:
         super().__init__(folder)
@@ -48,9 +43,7 @@ class InternVLRules(PictureRules):
             )
         self._side = int(sizes[0] // sizes[1] * config.downsample_ratio)
         video = video_fields(folder)
-        self._sample = Sampling(
-            bool(video.get("do_sample_frames")), video.get("fps"), video.get("num_frames"), 1, _MOST_FRAMES, middle=True
-        )
+        self._sample = Sampling(bool(video.get("do_sample_frames")), video.get("fps"), video.get("num_frames"), middle=True)
         self.fingerprint = self._images.fingerprint(video)
 
     def process(self, medium: Picture | Video, options: Mapping[str, Any], where: str) -> list[Processed]:

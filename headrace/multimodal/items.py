@@ -32,7 +32,8 @@ _MODALITIES: tuple[Modality, ...] = ("image", "video")
 _LARGEST = {"float32": 3.4028234663852886e38, "bfloat16": 3.3895313892515355e38, "float16": 65504.0}
 _LARGEST_BITS, _LARGEST_BITS_IN_FLOAT16 = 0x7F7F, 0x477F
 """Of positive numbers of bfloat16: the largest, and the largest that float16 holds."""
-_MAX_FRAMES = 1 << 16
+MAX_FRAMES = 1 << 16
+"""Of a video."""
 _MAX_SECONDS = 10_000_000
 
 
@@ -278,8 +279,8 @@ def _video(value: Any, where: str) -> Video:
     if isinstance(value, list):
         value = np.stack([_picture(frame, f"{where}[{index}]").pixels for index, frame in enumerate(value)])
     frames = _pixels(value, 4, where)
-    if not 0 < len(frames) <= _MAX_FRAMES:
-        raise _wrong(where, f"has {len(frames)} frames; expected 1 to {_MAX_FRAMES}")
+    if not 0 < len(frames) <= MAX_FRAMES:
+        raise _wrong(where, f"has {len(frames)} frames; expected 1 to {MAX_FRAMES}")
     return Video(frames, checked_metadata(metadata, len(frames), f"{where}.metadata"))
 
 

@@ -34,9 +34,7 @@ class QwenRules(MediaRules):
     option_types: ClassVar[Mapping[str, tuple[type, ...]]] = {
         "min_pixels": (int,),
         "max_pixels": (int,),
-        "fps": (float, int),
-        "num_frames": (int,),
-        "do_sample_frames": (bool,),
+        **Sampling.option_types,
     }
     shades: ClassVar[tuple[list[float], list[float]]] = (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD)
     """Mean and deviation of a video's colours, where its processor's settings have none."""

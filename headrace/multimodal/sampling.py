@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from headrace.errors import RequestError
-from headrace.multimodal.items import Pixels, Video
+from headrace.multimodal.items import MAX_FRAMES, Pixels, Video
 
 USUAL_FPS = 24.0
 """Frames a second of a video that does not say, as transformers has it."""
@@ -37,11 +37,18 @@ class Sampled:
 class Sampling:
     """How a model samples frames."""
 
+    option_types: ClassVar[Mapping[str, tuple[type, ...]]] = {
+        "fps": (float, int),
+        "num_frames": (int,),
+        "do_sample_frames": (bool,),
+    }
+    """As in ``MediaRules``."""
+
     do_sample_frames: bool
     fps: float | None
     num_frames: int | None
-    min_frames: int
-    max_frames: int
+    min_frames: int = 1
+    max_frames: int = MAX_FRAMES
     multiple: int = 1
     """The number of frames is rounded to multiples of this."""
     ends: bool = False

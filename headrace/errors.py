@@ -77,6 +77,16 @@ class EngineDeadError(EngineError):
     """The engine is not running (restarting, or stopped for good)."""
 
 
+def import_reason(error: BaseException) -> str:
+    """An error's text; of a library that cannot be imported the cause's, which transformers leaves out."""
+    while isinstance(error, ImportError) and error.__cause__ is not None:
+        error = error.__cause__
+    reason = " ".join(str(error).split())[:300]
+    if "torchvision::" not in reason:
+        return reason
+    return f"{reason}: the torchvision that is installed is for another build of PyTorch; without any, PIL resizes pictures"
+
+
 def listed(names: Sequence[str], most: int = 5) -> str:
     """The first names, and how many others there are."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

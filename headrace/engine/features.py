@@ -9,9 +9,9 @@ import torch
 from headrace.config import EngineArgs
 from headrace.core.media import ItemInputs
 from headrace.engine.environment import probe
+from headrace.engine.vision import encoder_loader
 from headrace.errors import ConfigError, RequestError
 from headrace.models.implementation import choose
-from headrace.models.vision_encoder import load_encoder
 from headrace.multimodal.families import media_rules
 from headrace.multimodal.items import Picture
 from headrace.multimodal.rules import MediaRules
@@ -41,7 +41,7 @@ class FeatureEncoder:
         device = probe(args.device)
         dtype = compute_dtype(args, spec, gguf_types(files), device, DecisionLog(files.decisions))
         self._rules = media_rules(spec.vision.model_type, files.directory, files.config)
-        encoder = load_encoder(files, spec.vision, dtype, device.device, args.seed)
+        encoder = encoder_loader()(files, spec.vision, dtype, device.device, args.seed)
         if encoder is None:
             raise ConfigError("the checkpoint has no weights of a vision encoder", "model")
         self._encoder = encoder

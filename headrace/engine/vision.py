@@ -9,12 +9,25 @@ from collections.abc import Callable
 from headrace.config import Decision, EngineConfig
 from headrace.core.media import ItemInputs
 from headrace.engine.timeline import Timeline
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, import_reason
 from headrace.models.vision import CALL_ROWS, VisionEncoder
 from headrace.sources.files import ModelFiles
 
 _USUAL_SIDE, _LARGE_SIDE, _LEAST_SIDE = 1024, 4096, 32
 """Pixels."""
+
+
+def encoder_loader() -> Callable[..., VisionEncoder | None]:
+    """``load_encoder``. Imports transformers' models, which text does without.
+
+    Raises:
+        ConfigError: they cannot be imported.
+    """
+    try:
+        from headrace.models.vision_encoder import load_encoder
+    except ImportError as error:
+        raise ConfigError(f"transformers cannot be imported: {import_reason(error)}") from error
+    return load_encoder
 
 
 def load_vision(files: ModelFiles, config: EngineConfig, timeline: Timeline) -> tuple[VisionEncoder | None, str]:
@@ -34,9 +47,7 @@ def load_vision(files: ModelFiles, config: EngineConfig, timeline: Timeline) -> 
         reason = "prompts have no pictures and no videos (limit_mm_per_prompt)"
     encoder: VisionEncoder | None = None
     if not reason:
-        # Imports transformers, which text does without.
-        from headrace.models.vision_encoder import load_encoder
-
+        load_encoder = encoder_loader()
         with timeline.phase("vision encoder") as phase:
             encoder = load_encoder(
                 files,

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from headrace.core.media import TensorData
-from headrace.errors import ConfigError, RequestError
+from headrace.errors import ConfigError, RequestError, import_reason
 from headrace.multimodal.items import Pixels, array_of, view_data
 
 _VIDEO = "video_preprocessor_config.json"
@@ -32,15 +32,14 @@ class ImageProcessor:
 
     def __init__(self, folder: Path) -> None:
         self.backend = _usable_backend()
-        from transformers import AutoImageProcessor
-
         try:
+            from transformers import AutoImageProcessor
+
             self.hf: Any = AutoImageProcessor.from_pretrained(  # type: ignore[no-untyped-call]
                 folder, backend=self.backend, local_files_only=True
             )
         except Exception as error:
-            why = " ".join(str(error).split())[:300]
-            raise ConfigError(f"{folder} has no image processor that can be used: {why}", "model") from error
+            raise ConfigError(f"{folder} has no image processor that can be used: {import_reason(error)}", "model") from error
 
     def __call__(self, image: Any, where: str, **options: Any) -> dict[str, TensorData]:
         """What the processor makes of one picture. Raises RequestError for pictures that it cannot process."""

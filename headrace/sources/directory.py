@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from safetensors import SafetensorError, safe_open
 
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, import_reason
 from headrace.options import shown
 from headrace.sources.fields import FIELDS, check_config, read_json, sampling_default, typed
 from headrace.sources.locate import PICKLES, refuse_pickles
@@ -96,7 +96,7 @@ def read_config(path: Path, *, trust_remote_code: bool = False) -> PreTrainedCon
     except Exception as error:
         # Whatever a config class raises over the values it is given, it is this file's fault.
         unknown = f" (model_type {raw.get('model_type')!r} is unknown to transformers)" if foreign else ""
-        raise ConfigError(f"{file} cannot be used{unknown}: {' '.join(str(error).split())[:300]}", "model") from error
+        raise ConfigError(f"{file} cannot be used{unknown}: {import_reason(error)}", "model") from error
     return config
 
 

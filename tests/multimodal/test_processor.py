@@ -6,6 +6,9 @@ import ast
 import builtins
 import importlib.util
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,9 +22,10 @@ from PIL import Image
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig
 
+import headrace
 from headrace import LLM, SamplingParams
 from headrace.core.media import MediaFacts
-from headrace.errors import ConfigError, RequestError
+from headrace.errors import ConfigError, RequestError, import_reason
 from headrace.models.patches import patches_of
 from headrace.models.vision import device_tensor
 from headrace.multimodal.families import media_rules, why_text_alone
@@ -446,6 +450,42 @@ def test_the_library_that_resizes_is_part_of_a_pictures_identity(
     rules._process.backend = "torchvision"
     rules.fingerprint = rules._process.fingerprint(rules._video)
     assert prepare(made, PICTURE, {"image": picture(56, 56)}).items[0].content_hash != before
+
+
+def test_the_cause_of_an_import_error_is_said() -> None:
+    outer = ImportError("Could not import module 'X'")
+    outer.__cause__ = RuntimeError("no  such\noperator")
+    assert import_reason(outer) == "no such operator"
+    wrong = ValueError("a wrong value")
+    wrong.__cause__ = KeyError("field")
+    assert import_reason(wrong) == "a wrong value"
+
+
+@pytest.mark.slow
+def test_a_torchvision_for_another_pytorch_is_named(tmp_path: Path) -> None:
+    """transformers cannot be imported beside it, and says nothing of the cause."""
+    (tmp_path / "torchvision").mkdir()
+    fault = 'raise RuntimeError("operator torchvision::nms does not exist")'
+    (tmp_path / "torchvision" / "__init__.py").write_text(fault)
+    processor(tmp_path, "qwen2_5_vl")
+    code = (
+        "from headrace.engine.vision import encoder_loader\n"
+        "from headrace.errors import ConfigError\n"
+        "from headrace.multimodal.backend import ImageProcessor\n"
+        "from pathlib import Path\n"
+        "for load in (encoder_loader, lambda: ImageProcessor(Path.cwd())):\n"
+        "    try:\n"
+        "        load()\n"
+        "    except ConfigError as error:\n"
+        "        print(error)\n"
+    )
+    paths = os.pathsep.join([str(tmp_path), str(Path(headrace.__file__).parent.parent)])
+    environment = os.environ | {"PYTHONPATH": paths}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
+    cause = "operator torchvision::nms does not exist: the torchvision that is installed is for another build of PyTorch"
+    assert done.stdout.count(cause) == 2
 
 
 @pytest.mark.parametrize(("kind", "why"), [("paligemma", "all tokens of its prompts see each other"), ("llava_onevision", "")])

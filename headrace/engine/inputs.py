@@ -386,7 +386,7 @@ class InputProcessor:
             value, most = fields.get(name), getattr(self._args, option)
             if isinstance(value, list) and len(value) > most:
                 message = f"{name} has {len(value)} entries; at most {most} are allowed ({option})"
-                raise RequestError(message, name, code="invalid_value")
+                raise RequestError(message, name)
 
     def _check_sampling(self, params: SamplingParams) -> None:
         """Limits of this engine and this model; SamplingParams has checked types and ranges."""

@@ -47,7 +47,7 @@ class ImageProcessor:
             made = self.hf(images=[image], return_tensors="np" if self.backend == "pil" else "pt", **options)
         except (ValueError, ZeroDivisionError, TypeError) as error:
             why = " ".join(str(error).split())[:200]
-            raise RequestError(f"{where} cannot be processed: {why}", where, code="invalid_value") from error
+            raise RequestError(f"{where} cannot be processed: {why}", where) from error
         return {name: view_data(np.ascontiguousarray(value)) for name, value in made.items()}
 
     def fingerprint(self, *others: Any) -> str:

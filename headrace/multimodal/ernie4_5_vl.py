@@ -38,7 +38,6 @@ class ErnieSampling(Sampling):
                 raise RequestError(
                     f"num_frames must be from {self.min_frames} to {min(self.max_frames, given)} for this video, not {count}",
                     "mm_processor_kwargs.num_frames",
-                    code="invalid_value",
                 )
         else:
             count = min(max(given if rate is None else seconds * rate, self.min_frames), self.max_frames, given)
@@ -86,7 +85,7 @@ class ErnieRules(QwenRules):
         height, width = sampled.frames.shape[1:3]
         size = int(min(height, width) * _SIZE)
         if not size:
-            raise RequestError(f"{where}: frames of {width}x{height} have no room for a time", where, code="invalid_value")
+            raise RequestError(f"{where}: frames of {width}x{height} have no room for a time", where)
         outline = int(size * _SIZE)
         try:
             letters = ImageFont.truetype(io.BytesIO(font.read_bytes()), size)  # By a path, it would search the system's too.
@@ -109,8 +108,6 @@ class ErnieRules(QwenRules):
     def expansion(self, features: Features, modality: Modality, where: str) -> Expansion:
         if modality == "video" and features.grid[0] % _FRAMES:
             raise RequestError(
-                f"{where}.grid_thw: expected a multiple of {_FRAMES} frames, not {features.grid[0]}",
-                f"{where}.grid_thw",
-                code="invalid_value",
+                f"{where}.grid_thw: expected a multiple of {_FRAMES} frames, not {features.grid[0]}", f"{where}.grid_thw"
             )
         return super().expansion(features, modality, where)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from headrace.core.media import TensorData
-from headrace.errors import RequestError
-from headrace.multimodal.items import Features, split_features
+from headrace.multimodal.items import Features, split_features, wrong
 
 _MAX_HEADER_BYTES = 2**16
 _LENGTH_BYTES = 8
@@ -22,7 +21,7 @@ def read_features(data: bytes, param: str) -> Features:
     grids = tensors.get("grid_thw")
     if grids is not None and len(grids.shape) == 2 and grids.shape[0] > 1:  # There may be a million.
         count = grids.shape[0]
-        raise _wrong(f"{param}.grid_thw", f"has {count} grids; expected one: each picture or video is a part of its own")
+        raise wrong(f"{param}.grid_thw", f"has {count} grids; expected one: each picture or video is a part of its own")
     (features,) = split_features(tensors, param)
     return features
 
@@ -32,20 +31,16 @@ def _tensors(data: bytes, param: str) -> dict[str, TensorData]:
 
     size = int.from_bytes(data[:_LENGTH_BYTES], "little")
     if len(data) < _LENGTH_BYTES or size > len(data) - _LENGTH_BYTES:
-        raise _wrong(param, f"is not safetensors: it has {len(data)} bytes, which do not hold its header")
+        raise wrong(param, f"is not safetensors: it has {len(data)} bytes, which do not hold its header")
     if size > _MAX_HEADER_BYTES:
-        raise _wrong(param, f"has a header of {size} bytes; at most {_MAX_HEADER_BYTES} are allowed")
+        raise wrong(param, f"has a header of {size} bytes; at most {_MAX_HEADER_BYTES} are allowed")
     try:
         found = safetensors.deserialize(data)  # type: ignore[no-untyped-call]
     except safetensors.SafetensorError as error:
-        raise _wrong(param, f"is not safetensors: {error}") from None
+        raise wrong(param, f"is not safetensors: {error}") from None
     tensors = {}
     for name, tensor in found:
         if tensor["dtype"] not in _DTYPES:
-            raise _wrong(f"{param}.{name[:64]}", f"has dtype {tensor['dtype']}; expected one of {', '.join(_DTYPES)}")
+            raise wrong(f"{param}.{name[:64]}", f"has dtype {tensor['dtype']}; expected one of {', '.join(_DTYPES)}")
         tensors[name] = TensorData(_DTYPES[tensor["dtype"]], tuple(tensor["shape"]), memoryview(tensor["data"]))
     return tensors
-
-
-def _wrong(where: str, what: str) -> RequestError:
-    return RequestError(f"{where} {what}", where, code="invalid_value")

@@ -216,4 +216,4 @@ def _shown(url: str) -> str:
 
 
 def refused(param: str, why: str) -> RequestError:
-    return RequestError(f"{param}: {why}", param, code="invalid_value")
+    return RequestError(f"{param}: {why}", param)

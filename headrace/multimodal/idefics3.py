@@ -118,10 +118,10 @@ class SmolVLMRules(Idefics3Rules):
         count = features.grid[0]
         if features.grid[1:] != (1, 1):
             message = f"{where}.grid_thw: expected [frames, 1, 1], not {list(features.grid)}"
-            raise RequestError(message, f"{where}.grid_thw", code="invalid_value")
+            raise RequestError(message, f"{where}.grid_thw")
         if features.second_per_grid is None:
             message = f"{where}.second_per_grid is missing: this model's prompts say the seconds of each frame"
-            raise RequestError(message, f"{where}.second_per_grid", code="invalid_value")
+            raise RequestError(message, f"{where}.second_per_grid")
         self.check_rows(count * self._side**2, where)
         return self._frames([index * features.second_per_grid for index in range(count)], None)
 

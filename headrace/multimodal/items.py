@@ -121,15 +121,15 @@ class MultiModalData:
         if isinstance(data, cls):
             return data
         if not isinstance(data, Mapping):
-            raise _wrong("multi_modal_data", f"must be a dict, not {shown(data)}")
+            raise wrong("multi_modal_data", f"must be a dict, not {shown(data)}")
         known = {name for modality in _MODALITIES for name in (modality, f"{modality}_embeds")}
         if unknown := sorted(map(str, set(data) - known)):
-            raise _wrong("multi_modal_data", f"has no part named {unknown[0]!r}; it may have {', '.join(sorted(known))}")
+            raise wrong("multi_modal_data", f"has no part named {unknown[0]!r}; it may have {', '.join(sorted(known))}")
         media: dict[Modality, list[Any]] = {}
         for modality in _MODALITIES:
             plain, embeds = data.get(modality), data.get(f"{modality}_embeds")
             if plain is not None and embeds is not None:
-                raise _wrong(
+                raise wrong(
                     f"multi_modal_data.{modality}_embeds", f"and {modality} in one prompt have no order: give one of them"
                 )
             read = _picture if modality == "image" else _video
@@ -158,9 +158,9 @@ def tensor_data(value: Any, where: str) -> TensorData:
     try:
         array = np.array(value, order="C", ndmin=1)
     except (ValueError, TypeError, MemoryError) as error:
-        raise _wrong(where, f"must be a tensor, not {shown(value)}") from error
+        raise wrong(where, f"must be a tensor, not {shown(value)}") from error
     if array.dtype.name not in DTYPE_SIZES:
-        raise _wrong(where, f"has dtype {array.dtype.name}; expected one of {', '.join(DTYPE_SIZES)}")
+        raise wrong(where, f"has dtype {array.dtype.name}; expected one of {', '.join(DTYPE_SIZES)}")
     return view_data(array)
 
 
@@ -194,28 +194,28 @@ def split_features(embeds: Any, where: str) -> list[Features]:
     if isinstance(embeds, list):
         return [one for index, part in enumerate(embeds) for one in split_features(part, f"{where}[{index}]")]
     if not isinstance(embeds, Mapping):
-        raise _wrong(where, f"must be a dict with features and grid_thw, not {shown(embeds)}")
+        raise wrong(where, f"must be a dict with features and grid_thw, not {shown(embeds)}")
     if unknown := sorted(map(str, set(embeds) - set(_EMBEDS))):
-        raise _wrong(where, f"has no part named {unknown[0]!r}; it may have {', '.join(_EMBEDS)}")
+        raise wrong(where, f"has no part named {unknown[0]!r}; it may have {', '.join(_EMBEDS)}")
     for name in ("features", "grid_thw"):
         if embeds.get(name) is None:
-            raise _wrong(f"{where}.{name}", "is missing: the features need their grids" if name == "grid_thw" else "is missing")
+            raise wrong(f"{where}.{name}", "is missing: the features need their grids" if name == "grid_thw" else "is missing")
     rows = _checked(tensor_data(embeds["features"], f"{where}.features"), 2, f"{where}.features")
     grids = _grids(tensor_data(embeds["grid_thw"], f"{where}.grid_thw"), f"{where}.grid_thw")
     deep = embeds.get("deepstack")
     deepstack = None if deep is None else _checked(tensor_data(deep, f"{where}.deepstack"), 3, f"{where}.deepstack")
     if deepstack is not None and deepstack.shape[1] != rows.shape[0]:
-        raise _wrong(f"{where}.deepstack", f"has {deepstack.shape[1]} rows, and features has {rows.shape[0]}")
+        raise wrong(f"{where}.deepstack", f"has {deepstack.shape[1]} rows, and features has {rows.shape[0]}")
     seconds = _seconds(embeds.get("second_per_grid"), len(grids), f"{where}.second_per_grid")
     patches, given = [math.prod(grid) for grid in grids], rows.shape[0]
     if len(grids) == 1 and patches[0] < given:
         return [Features(rows, grids[0], deepstack, seconds[0])]
     if not given or sum(patches) % given:
-        raise _wrong(f"{where}.features", f"has {given} rows, which do not divide the {sum(patches)} patches of grid_thw")
+        raise wrong(f"{where}.features", f"has {given} rows, which do not divide the {sum(patches)} patches of grid_thw")
     merge = sum(patches) // given
     ends = np.cumsum([count // merge for count in patches]).tolist()
     if any(count % merge for count in patches):
-        raise _wrong(
+        raise wrong(
             f"{where}.features", f"has {given} rows for grids of {patches} patches: not the same number of patches a row"
         )
     return [
@@ -264,7 +264,7 @@ def _picture(value: Any, where: str) -> Picture:
     if not isinstance(value, Image.Image):
         return Picture(_pixels(value, 3, where))
     if not (value.width and value.height):
-        raise _wrong(where, "has no pixels")
+        raise wrong(where, "has no pixels")
     return Picture(rgb(value))
 
 
@@ -274,36 +274,36 @@ def _video(value: Any, where: str) -> Video:
     metadata: Any = {}
     if isinstance(value, tuple):
         if len(value) != 2 or not isinstance(value[1], Mapping):
-            raise _wrong(where, "must be an array of frames, or (array, metadata)")
+            raise wrong(where, "must be an array of frames, or (array, metadata)")
         value, metadata = value
     if isinstance(value, list):
         value = np.stack([_picture(frame, f"{where}[{index}]").pixels for index, frame in enumerate(value)])
     frames = _pixels(value, 4, where)
     if not 0 < len(frames) <= MAX_FRAMES:
-        raise _wrong(where, f"has {len(frames)} frames; expected 1 to {MAX_FRAMES}")
+        raise wrong(where, f"has {len(frames)} frames; expected 1 to {MAX_FRAMES}")
     return Video(frames, checked_metadata(metadata, len(frames), f"{where}.metadata"))
 
 
 def checked_metadata(metadata: Mapping[str, Any], num_frames: int, where: str) -> dict[str, Any]:
     """Metadata of a video with ``num_frames`` frames, with values of the right type. Raises RequestError."""
     if unknown := sorted(map(str, set(metadata) - VIDEO_METADATA)):
-        raise _wrong(where, f"has no part named {unknown[0]!r}; it may have {', '.join(sorted(VIDEO_METADATA))}")
+        raise wrong(where, f"has no part named {unknown[0]!r}; it may have {', '.join(sorted(VIDEO_METADATA))}")
     out = {name: value for name, value in metadata.items() if value is not None}
     fps = out.get("fps")
     if fps is not None and not (isinstance(fps, int | float) and not isinstance(fps, bool) and 1e-3 <= fps <= 1e4):
-        raise _wrong(f"{where}.fps", f"must be a number from 0.001 to 10000, not {shown(fps)}")
+        raise wrong(f"{where}.fps", f"must be a number from 0.001 to 10000, not {shown(fps)}")
     total = out.get("total_num_frames")
     if total is not None and not (type(total) is int and total >= num_frames):
-        raise _wrong(f"{where}.total_num_frames", f"must be a whole number of at least {num_frames}, not {shown(total)}")
+        raise wrong(f"{where}.total_num_frames", f"must be a whole number of at least {num_frames}, not {shown(total)}")
     duration = out.get("duration")
     if duration is not None and not (type(duration) in (int, float) and 0 <= duration <= _MAX_SECONDS):
-        raise _wrong(f"{where}.duration", f"must be a number of seconds from 0 to {_MAX_SECONDS}, not {shown(duration)}")
+        raise wrong(f"{where}.duration", f"must be a number of seconds from 0 to {_MAX_SECONDS}, not {shown(duration)}")
     if not isinstance(out.get("do_sample_frames", False), bool):
-        raise _wrong(f"{where}.do_sample_frames", "must be true or false")
+        raise wrong(f"{where}.do_sample_frames", "must be true or false")
     if "frames_indices" in out:
         indices = np.asarray(out["frames_indices"])
         if indices.shape != (num_frames,) or indices.dtype.kind not in "iu" or indices.min() < 0:
-            raise _wrong(f"{where}.frames_indices", f"must be {num_frames} frame numbers, one for each frame")
+            raise wrong(f"{where}.frames_indices", f"must be {num_frames} frame numbers, one for each frame")
         out["frames_indices"] = indices.tolist()
     return out
 
@@ -320,26 +320,26 @@ def _pixels(value: Any, rank: int, where: str) -> Pixels:
             "a PIL picture or a uint8 array [height, width, 3]" if rank == 3 else "a uint8 array [frames, height, width, 3]"
         )
         came = f"{array.dtype.name} {list(array.shape)}" if array.dtype.kind in "biuf" else shown(value)
-        raise _wrong(where, f"must be {expected}, not {came}")
+        raise wrong(where, f"must be {expected}, not {came}")
     return np.array(array, order="C")  # Caches keep it, and the caller may write to its own.
 
 
 def _checked(tensor: TensorData, rank: int, where: str) -> TensorData:
     if tensor.dtype not in ("float32", "float16", "bfloat16"):
-        raise _wrong(where, f"has dtype {tensor.dtype}; expected float32, float16 or bfloat16")
+        raise wrong(where, f"has dtype {tensor.dtype}; expected float32, float16 or bfloat16")
     if len(tensor.shape) != rank:
-        raise _wrong(where, f"has shape {list(tensor.shape)}; expected {rank} dimensions")
+        raise wrong(where, f"has shape {list(tensor.shape)}; expected {rank} dimensions")
     return tensor
 
 
 def _grids(tensor: TensorData, where: str) -> list[tuple[int, int, int]]:
     if tensor.dtype not in ("int64", "int32"):
-        raise _wrong(where, f"has dtype {tensor.dtype}; expected int64 or int32")
+        raise wrong(where, f"has dtype {tensor.dtype}; expected int64 or int32")
     if len(tensor.shape) != 2 or tensor.shape[1] != 3 or not tensor.shape[0]:
-        raise _wrong(where, f"has shape {list(tensor.shape)}; expected [number of items, 3]")
+        raise wrong(where, f"has shape {list(tensor.shape)}; expected [number of items, 3]")
     grids = array_of(tensor)
     if grids.min() < 1 or grids.max() > 1 << 20:
-        raise _wrong(where, f"must hold numbers from 1 to {1 << 20}, not {grids.min()} to {grids.max()}")
+        raise wrong(where, f"must hold numbers from 1 to {1 << 20}, not {grids.min()} to {grids.max()}")
     return [(int(t), int(h), int(w)) for t, h, w in grids]
 
 
@@ -351,7 +351,7 @@ def _seconds(value: Any, count: int, where: str) -> list[float | None]:
     tensor = tensor_data(value, where)
     seconds = array_of(tensor).astype(np.float64)
     if tensor.dtype == "bfloat16" or seconds.shape != (count,) or not np.isfinite(seconds).all() or not (seconds > 0).all():
-        raise _wrong(where, f"must be {count} positive numbers, one for each grid")
+        raise wrong(where, f"must be {count} positive numbers, one for each grid")
     return [float(second) for second in seconds]
 
 
@@ -364,5 +364,5 @@ def _deep_rows(tensor: TensorData, start: int, end: int) -> TensorData:
     return view_data(np.ascontiguousarray(array_of(tensor)[:, start:end]), tensor.dtype)
 
 
-def _wrong(where: str, what: str) -> RequestError:
-    return RequestError(f"{where} {what}", where, code="invalid_value")
+def wrong(where: str, what: str) -> RequestError:
+    return RequestError(f"{where} {what}", where)

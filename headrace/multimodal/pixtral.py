@@ -36,7 +36,7 @@ class PixtralRules(PictureRules):
             height, width = math.floor(height / ratio), math.floor(width / ratio)
         grid = (1, math.ceil(height / self._unit) * self._merge, math.ceil(width / self._unit) * self._merge)
         if fault := self._expected(grid):
-            raise RequestError(f"{where}: the model takes {fault}, not {list(grid)}", where, code="invalid_value")
+            raise RequestError(f"{where}: the model takes {fault}, not {list(grid)}", where)
         return grid
 
     def _expected(self, grid: Grid) -> str:

@@ -106,7 +106,7 @@ class MultiModalProcessor:
     def check_features(self, features: Features, modality: Modality, where: str) -> None:
         """Raises RequestError where features do not fit the model: names the part of ``where``, expected and actual."""
         if modality not in self._placeholders:
-            raise RequestError(f"{where}: {self._refusal(modality)}", where, code="invalid_value")
+            raise RequestError(f"{where}: {self._refusal(modality)}", where)
         self._features(features, modality, where)
 
     def _refusal(self, modality: Modality) -> str:
@@ -166,7 +166,7 @@ class MultiModalProcessor:
                 )
             else:
                 continue
-            raise RequestError(f"{where} takes {rows} tokens, and {why}", where, code="invalid_value")
+            raise RequestError(f"{where} takes {rows} tokens, and {why}", where)
 
     # Placeholders
 
@@ -378,4 +378,4 @@ def _nbytes(entry: list[Processed]) -> int:
 
 
 def _misfit(where: str, expected: str, actual: Any) -> RequestError:
-    return RequestError(f"{where}: expected {expected}, not {actual}", where, code="invalid_value")
+    return RequestError(f"{where}: expected {expected}, not {actual}", where)

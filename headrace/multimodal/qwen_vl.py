@@ -76,7 +76,6 @@ class QwenRules(MediaRules):
             raise RequestError(
                 f"mm_processor_kwargs.min_pixels is {found['min_pixels']}, above max_pixels, which is {found['max_pixels']}",
                 "mm_processor_kwargs.min_pixels",
-                code="invalid_value",
             )
         return found
 
@@ -118,9 +117,7 @@ class QwenRules(MediaRules):
         factor = self._patch * self._merge
         if max(height, width) > _MOST_RATIO * min(height, width):
             raise RequestError(
-                f"{where}: {width}x{height} has sides of a ratio above {_MOST_RATIO}, which this model cannot take",
-                where,
-                code="invalid_value",
+                f"{where}: {width}x{height} has sides of a ratio above {_MOST_RATIO}, which this model cannot take", where
             )
         return _resized(height, width, factor, size["shortest_edge"], size["longest_edge"])
 
@@ -175,24 +172,19 @@ class QwenRules(MediaRules):
         grid, seconds = features.grid, features.second_per_grid
         if grid[1] % self._merge or grid[2] % self._merge:
             raise RequestError(
-                f"{where}.grid_thw: height and width of {list(grid)} must be multiples of {self._merge}",
-                f"{where}.grid_thw",
-                code="invalid_value",
+                f"{where}.grid_thw: height and width of {list(grid)} must be multiples of {self._merge}", f"{where}.grid_thw"
             )
         self.check_rows(math.prod(self._merged(grid)), where)
         if modality == "image":
             if grid[0] != 1:
                 raise RequestError(
-                    f"{where}.grid_thw: expected 1 temporal patch of a picture, not {grid[0]}",
-                    f"{where}.grid_thw",
-                    code="invalid_value",
+                    f"{where}.grid_thw: expected 1 temporal patch of a picture, not {grid[0]}", f"{where}.grid_thw"
                 )
             return self._blocks(grid)
         if seconds is None and self.timed:
             raise RequestError(
                 f"{where}.second_per_grid is missing: this model's prompts depend on the seconds between temporal patches",
                 f"{where}.second_per_grid",
-                code="invalid_value",
             )
         seconds = seconds or 1.0
         # Frames of a patch are evenly spaced, and its time is the mean of the first and the last.
@@ -226,7 +218,7 @@ class Qwen3Rules(QwenRules):
             return super()._target(height, width, frames, size, where)
         factor, least, most = self._patch * self._merge, size["shortest_edge"], size["longest_edge"]
         if frames < self._temporal:
-            raise RequestError(f"{where} has {frames} frames; expected at least {self._temporal}", where, code="invalid_value")
+            raise RequestError(f"{where} has {frames} frames; expected at least {self._temporal}", where)
         if min(height, width) < factor:
             scale = max(factor / height, factor / width)
             height, width = int(height * scale), int(width * scale)

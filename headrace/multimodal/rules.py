@@ -132,9 +132,7 @@ class PictureRules(MediaRules):
 
     def expansion(self, features: Features, modality: Modality, where: str) -> Expansion:
         if expected := self._expected(features.grid):
-            raise RequestError(
-                f"{where}.grid_thw: expected {expected}, not {list(features.grid)}", f"{where}.grid_thw", code="invalid_value"
-            )
+            raise RequestError(f"{where}.grid_thw: expected {expected}, not {list(features.grid)}", f"{where}.grid_thw")
         expansion = self._expanded(features.grid)
         self.check_rows(expansion.num_rows, where)
         return expansion

@@ -66,7 +66,7 @@ class Sampling:
         total = int(metadata.get("total_num_frames") or max(given, int(indices.max()) + 1))
         asked = {name for name in ("fps", "num_frames") if name in options}
         if len(asked) == 2 and not self.together:
-            raise RequestError("fps and num_frames exclude each other", "mm_processor_kwargs.fps", code="invalid_value")
+            raise RequestError("fps and num_frames exclude each other", "mm_processor_kwargs.fps")
         usual = bool(asked) or metadata.get("do_sample_frames", self.do_sample_frames)
         chosen: npt.NDArray[np.int64] = np.arange(given)
         if options.get("do_sample_frames", usual):

@@ -33,7 +33,9 @@ class PixtralRules(PictureRules):
     def _grid(self, width: int, height: int, where: str) -> Grid:
         ratio = max(height / self._most[0], width / self._most[1])
         if ratio > 1:
-            height, width = math.floor(height / ratio), math.floor(width / ratio)
+            given, (height, width) = f"{width}x{height}", (math.floor(height / ratio), math.floor(width / ratio))
+            if not height or not width:
+                raise RequestError(f"{where}: {given} is too narrow: its shorter side would be resized to no pixel", where)
         grid = (1, math.ceil(height / self._unit) * self._merge, math.ceil(width / self._unit) * self._merge)
         if fault := self._expected(grid):
             raise RequestError(f"{where}: the model takes {fault}, not {list(grid)}", where)
@@ -41,7 +43,7 @@ class PixtralRules(PictureRules):
 
     def _expected(self, grid: Grid) -> str:
         time, *sides = grid
-        if time != 1 or any(side % self._merge or not side for side in sides):
+        if time != 1 or any(side % self._merge for side in sides):
             return f"1 temporal patch, and height and width that are multiples of {self._merge}"
         most = [math.ceil(side / self._unit) * self._merge for side in self._most]
         if sides[0] > most[0] or sides[1] > most[1]:

@@ -482,7 +482,8 @@ def _prompt_parts(prompt: Any) -> tuple[str | None, list[int] | None]:
 
 
 def has_media(prompt: Prompt) -> bool:
-    return isinstance(prompt, dict) and bool(prompt.get("multi_modal_data"))
+    data = prompt.get("multi_modal_data") if isinstance(prompt, dict) else None
+    return bool(data) if isinstance(data, Mapping | MultiModalData) else data is not None
 
 
 def check_params(params: object, where: str = "sampling_params") -> None:

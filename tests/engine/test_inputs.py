@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from engine.tiny import CONTEXT, EOS, VOCAB
@@ -44,6 +45,15 @@ def test_a_string_and_its_tokens(inputs: InputProcessor) -> None:
     assert (tokens.prompt, tokens.prompt_token_ids) == (None, [1, 2])
     both = make(inputs, {"prompt_token_ids": [1, 2], "prompt": "x"})
     assert (both.prompt, both.prompt_token_ids) == ("x", [1, 2])
+
+
+def test_no_media_are_none_and_others_are_refused(inputs: InputProcessor) -> None:
+    for none in (None, {}):
+        assert make(inputs, {"prompt": "hello", "multi_modal_data": none}).prompt_token_ids == list(b"hello")
+    for other in ([], np.zeros(3), "", {"image": []}):
+        with pytest.raises(RequestError, match="this engine reads text alone") as caught:
+            make(inputs, {"prompt": "hello", "multi_modal_data": other})
+        assert caught.value.param == "multi_modal_data"
 
 
 def test_long_stop_strings_of_many_tokens_are_taken(inputs: InputProcessor) -> None:

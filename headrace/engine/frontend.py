@@ -59,14 +59,18 @@ class Frontend:
         self, args: EngineArgs, *, vocab_size: int, max_model_len: int, media: MediaFacts | None = None
     ) -> InputProcessor:
         """For an engine that has resolved its vocabulary and context length. ``media``: None: it reads text alone."""
-        multimodal = None if media is None else self._multimodal(args, media)
-        text_alone = "the model's files have no processor of pictures that can be used"
-        if media is None:
-            text_alone = "the model has no vision part"
-            if getattr(self.files.config, "vision_config", None) is not None:
-                from headrace.multimodal.families import why_text_alone
+        multimodal: MultiModalProcessor | None = None
+        text_alone = "the model has no vision part"
+        if media is not None:
+            try:
+                multimodal = self._multimodal(args, media)
+            except ConfigError as error:
+                logger.warning("pictures and videos are refused: %s", error.message)
+                text_alone = error.message
+        elif getattr(self.files.config, "vision_config", None) is not None:
+            from headrace.multimodal.families import why_text_alone
 
-                text_alone = why_text_alone(self.files.config)
+            text_alone = why_text_alone(self.files.config)
         return InputProcessor(
             args,
             vocab_size=vocab_size,
@@ -85,21 +89,17 @@ class Frontend:
 
         return MediaLoader(args)
 
-    def _multimodal(self, args: EngineArgs, media: MediaFacts) -> MultiModalProcessor | None:
-        """None, with a warning: the model's files have no processor that can be used."""
+    def _multimodal(self, args: EngineArgs, media: MediaFacts) -> MultiModalProcessor:
+        """Raises: ConfigError: there is no tokenizer, or the model's files have no processor that can be used."""
         from headrace.multimodal.families import media_rules
         from headrace.multimodal.processor import MultiModalProcessor
 
         if self.tokenizer is None:
-            return None
+            raise ConfigError("the placeholders of pictures need a tokenizer", "skip_tokenizer_init")
         counts = args.limit_mm_per_prompt
-        try:
-            rules = media_rules(media.model_type, self.files.directory, self.files.config)
-            limits: dict[Modality, int] = {"image": counts.image, "video": counts.video}
-            return MultiModalProcessor(rules, self.tokenizer, media, limits, args.mm_processor_cache_bytes)
-        except ConfigError as error:
-            logger.warning("pictures and videos are refused: %s", error.message)
-            return None
+        rules = media_rules(media.model_type, self.files.directory, self.files.config)
+        limits: dict[Modality, int] = {"image": counts.image, "video": counts.video}
+        return MultiModalProcessor(rules, self.tokenizer, media, limits, args.mm_processor_cache_bytes)
 
     def answers(self, args: EngineArgs) -> AnswerFormats | None:
         """Raises: ConfigError: the model has no format of the name that was given."""

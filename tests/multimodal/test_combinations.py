@@ -153,3 +153,21 @@ def test_another_librarys_module_reads_text_alone() -> None:
         generate(llm, prompts("llava")["small"])
     (theirs,), (usual,) = generate(llm, "text alone"), generate(own.llm, "text alone")
     assert theirs.outputs[0].token_ids == usual.outputs[0].token_ids
+
+
+def test_what_keeps_pictures_out_is_said(tmp_path: Path) -> None:
+    """A tokenizer, or a processor, that is not there: text works, and the refusal has the reason."""
+    own = served("llava")
+    for file in own.folder.iterdir():
+        if file.name != "preprocessor_config.json":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    tokens = {"prompt_token_ids": list(b"text alone")}
+    (expected,) = generate(own.llm, tokens)
+    for llm, why in (
+        (engine(own.folder, skip_tokenizer_init=True), "the placeholders of pictures need a tokenizer"),
+        (engine(tmp_path), "has no image processor that can be used"),
+    ):
+        (found,) = generate(llm, tokens, detokenize=False)
+        assert found.outputs[0].token_ids == expected.outputs[0].token_ids
+        with pytest.raises(RequestError, match=f"this engine reads text alone: .*{why}"):
+            llm.generate(tokens | {"multi_modal_data": {"image": picture(20, 20)}}, SamplingParams(detokenize=False))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request
@@ -111,12 +109,11 @@ def _check_modality(modality: Any) -> None:
 
 
 def _decoded(text: str, most: int) -> bytes:
+    from headrace.multimodal.media import from_base64
+
     if len(text) > (most + 2) // 3 * 4:
         raise ApiError(413, f"data has more than {most} bytes (max_feature_bytes)", param="data", code="features_too_large")
-    try:
-        return base64.b64decode(text.encode("ascii"), validate=True)
-    except (binascii.Error, UnicodeEncodeError):
-        raise RequestError("data is not base64", "data") from None
+    return from_base64(text, "data")
 
 
 def _kept(request: Request, identity: str) -> Upload:

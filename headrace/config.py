@@ -215,6 +215,14 @@ class EngineArgs:
     enable_expert_parallel: Annotated[bool, OptionSpec(flags=("--enable-expert-parallel",))] = False
     """With several ranks, give each of them whole experts of a mixture, also where it could hold a slice of every expert.
     Slices keep ranks equally busy; whole experts multiply larger matrices."""
+    pipeline_parallel_size: Annotated[int, OptionSpec(min=1, flags=("--pipeline-parallel-size", "-pp"))] = 1
+    """Number of stages that layers are dealt to. There is one: on one host ranks are faster (--tensor-parallel-size), and
+    replicas have more throughput (--data-parallel-size)."""
+    nnodes: Annotated[int, OptionSpec(min=1)] = 1
+    """Number of hosts. There is one; replicas on several hosts are deployed with Ray (headrace.deploy)."""
+    distributed_executor_backend: Literal["mp", "uni", "ray", "external_launcher"] = "mp"
+    """What starts the ranks. mp: the engine, as processes of this host. uni: there is one rank. Others are refused: Ray deploys
+    whole engines (headrace.deploy), and a trainer's processes hand over their model (LLM.from_megatron)."""
     disable_custom_all_reduce: Annotated[bool, OptionSpec(flags=("--disable-custom-all-reduce",))] = False
     """With several ranks on GPUs, leave all sums to NCCL. Otherwise small ones go through memory that the GPUs map of each
     other, if they can; the start-up report says so."""
@@ -276,6 +284,10 @@ class EngineArgs:
     data_parallel_size: Annotated[int, OptionSpec(min=1, max=1024, flags=("--data-parallel-size", "-dp"))] = 1
     """Number of replicas of the engine behind one server, each a process with a model and a cache of its own: replica i runs
     on CUDA device i. On a CPU they share the cores and the memory, so that more than one rarely pays."""
+    data_parallel_size_local: Annotated[int | None, OptionSpec(min=1, max=1024, default="all of them")] = None
+    """Number of replicas on this host: all of them. On several hosts they are deployed with Ray (headrace.deploy)."""
+    data_parallel_backend: Literal["mp", "ray"] = "mp"
+    """What starts the replicas. mp: the server, as processes of this host. Ray deploys them with headrace.deploy instead."""
     dp_routing_policy: RoutingPolicy = "prefix"
     """Which replica gets a request. prefix: the lowest product of prompt tokens that it would have to compute, behind cached
     prefixes, and of sequences that it would run. least-tokens: the one that holds the fewest tokens. session: always the same
@@ -440,6 +452,13 @@ class EngineArgs:
             if is_declared(option.type):
                 object.__setattr__(self, name, option.from_json(getattr(self, name)))
         check(self, ConfigError)
+        # What vLLM's options could ask for and is not there: several hosts, stages, other launchers.
+        taken: dict[str, tuple[object, ...]] = dict.fromkeys(("pipeline_parallel_size", "nnodes"), (1,))
+        taken |= {"data_parallel_size_local": (self.data_parallel_size, None), "data_parallel_backend": ("mp",)}
+        taken["distributed_executor_backend"] = ("mp", "uni") if self.tensor_parallel_size == 1 else ("mp",)
+        for name, values in taken.items():
+            if (value := getattr(self, name)) not in values:
+                raise ConfigError(f"{name} must be {values[0]}, not {value}. {options(EngineArgs)[name].help}", name)
         if self.data_parallel_size == 1 and self.dp_queue_timeout is not None:
             raise ConfigError(
                 "dp_queue_timeout limits the wait for a replica, and there is one (data_parallel_size is 1), whose own queue "

@@ -15,7 +15,7 @@ import yaml
 from pages import ROOT, blocks
 from typer.testing import CliRunner
 
-from cli.test_options import CASES, COMPANIONS, parsed, sample
+from cli.test_options import COMPANIONS, FREE, parsed, sample
 from headrace.cli.main import app
 from headrace.cli.options import ENGINE_OPTIONS, SAMPLING_OPTIONS, Group, command
 from headrace.cli.serve import SERVER_OPTIONS
@@ -45,7 +45,7 @@ def write(tmp_path: Path) -> Write:
 
 
 @pytest.mark.parametrize("spelling", ["dashes", "underscores"])
-@pytest.mark.parametrize(("group", "option"), CASES, ids=lambda case: getattr(case, "name", ""))
+@pytest.mark.parametrize(("group", "option"), FREE, ids=lambda case: getattr(case, "name", ""))
 def test_each_option_may_stand_in_the_file(group: Group[Any], option: Option, spelling: str, write: Write) -> None:
     _, expected = sample(option)
     key = option.key if spelling == "dashes" else option.key.replace("-", "_")

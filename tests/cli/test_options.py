@@ -56,6 +56,15 @@ COMPANIONS = {
 }
 """Options without which a field's value is refused."""
 
+ONLY = {
+    "pipeline_parallel_size": ("1", "2", "ranks are faster"),
+    "nnodes": ("1", "2", "headrace.deploy"),
+    "distributed_executor_backend": ("uni", "ray", "headrace.deploy"),
+    "data_parallel_backend": ("mp", "ray", "headrace.deploy"),
+    "data_parallel_size_local": ("1", "2", "headrace.deploy"),
+}
+"""Options of vLLM for what there is not, a value that says so, another, and what its refusal names."""
+
 
 def sample(option: Option) -> tuple[list[str], Any]:
     """Words for the command line, and the value that they must give: none of them the default."""
@@ -101,9 +110,10 @@ def words_for(option: Option, values: list[str]) -> list[str]:
 
 GROUPS = (ENGINE_OPTIONS, SERVER_OPTIONS, SAMPLING_OPTIONS)
 CASES = [(group, option) for group in GROUPS for option in group.options]
+FREE = [(group, option) for group, option in CASES if option.name not in ONLY]
 
 
-@pytest.mark.parametrize(("group", "option"), CASES, ids=lambda case: getattr(case, "name", ""))
+@pytest.mark.parametrize(("group", "option"), FREE, ids=lambda case: getattr(case, "name", ""))
 def test_each_option_reaches_its_field(group: Group[Any], option: Option) -> None:
     values, expected = sample(option)
     built = parsed(group, words_for(option, values) + COMPANIONS.get(option.name, []))
@@ -124,6 +134,25 @@ def test_an_unknown_field_of_an_object_is_a_mistake_of_the_configuration() -> No
     with pytest.raises(ConfigError, match="audio is not a parameter") as caught:
         EngineArgs(limit_mm_per_prompt={"audio": 1})  # type: ignore[arg-type]
     assert caught.value.param == "limit_mm_per_prompt.audio"
+
+
+@pytest.mark.parametrize("name", ONLY)
+def test_what_is_not_there_can_be_denied_and_is_refused(name: str) -> None:
+    denied, asked, reason = ONLY[name]
+    flag = f"--{name.replace('_', '-')}"
+    value = getattr(parsed(ENGINE_OPTIONS, [flag, denied]), name)
+    assert str(value) == denied
+    with pytest.raises(ConfigError, match=rf"{name} must be .*, not {asked}\. .*{reason}") as refused:
+        EngineArgs(**{name: type(value)(asked)})
+    assert refused.value.param == name
+
+
+def test_vllms_names_fit_several_ranks_and_replicas() -> None:
+    given = ["-tp", "2", "-dp", "2", "-pp", "1", "--data-parallel-size-local", "2", "--distributed-executor-backend", "mp"]
+    args = parsed(ENGINE_OPTIONS, [*given, "--data-parallel-backend", "mp", "--nnodes", "1"])
+    assert (args.tensor_parallel_size, args.data_parallel_size) == (2, 2)
+    with pytest.raises(ConfigError, match="distributed_executor_backend must be mp, not uni"):
+        EngineArgs(tensor_parallel_size=2, distributed_executor_backend="uni")
 
 
 @pytest.mark.parametrize(

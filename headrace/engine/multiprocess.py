@@ -32,7 +32,8 @@ from headrace.errors import ConfigError, EngineError, RankLostError
 from headrace.runner.graphs import GraphCount
 from headrace.weights.update import Named
 
-_END_SECONDS = 5.0
+_END_SECONDS = 3.0
+"""In which a rank ends by itself. Less than a supervisor gives the engine, which then still removes the ranks' folder."""
 _LOOK_SECONDS = 1.0
 """How often ranks that do not answer are looked at."""
 _STOPPED_LOOKS = 3

@@ -62,6 +62,8 @@ STACK_SIGNAL, STACKS_SIGNAL = signal.SIGUSR1, signal.SIGUSR2
 """Ask for the stack of the thread that gets the signal, the main one as a rule, and for every thread's, in the stacks file. The
 frames of threads that run meanwhile are read as they change, which can end the process: what is wanted most comes first."""
 _LINGER_MS = 2000
+_IDLE_SECONDS = 5.0
+"""Most time that an engine of several processes waits for a message before it asks whether they all still answer."""
 
 Load = Callable[[EngineArgs, Timeline], tuple[EngineCore, EngineInfo]]
 
@@ -84,11 +86,11 @@ class Channel:
         return decode_to_engine(self._socket.recv())
 
     def wait(self, descriptors: Sequence[int]) -> None:
-        """Waits for a message, or until one of the file descriptors can be read."""
+        """Waits for a message, or until one of the file descriptors can be read; ``_IDLE_SECONDS`` at most."""
         poller = zmq.Poller()
         for source in (self._socket, *descriptors):
             poller.register(source, zmq.POLLIN)
-        poller.poll()
+        poller.poll(int(_IDLE_SECONDS * 1e3))
 
     def waiting(self) -> bool:
         """Whether a message can be received at once."""
@@ -116,6 +118,7 @@ class EngineLoop:
         while self._running:
             ended: list[OutputDelta] = []
             while self._running and (channel.waiting() or not core.has_work()):
+                # Asks all ranks: one that was stopped by a signal does not answer.
                 if not channel.waiting() and core.idle():
                     self._report()
                     continue

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
 from typing import Any
 
+import pytest
+
 from engine.fakes import FakeRunner, make_core
+from headrace.engine import process
 from headrace.engine.messages import Shutdown, Stats, ToEngine
 from headrace.engine.process import EngineLoop
+from headrace.errors import RankLostError
 from headrace.runner.graphs import GraphCount
 
 
@@ -69,3 +75,30 @@ def test_with_work_nothing_is_captured() -> None:
     core.executor = runner
     core.scheduler.has_work = lambda: True  # type: ignore[method-assign]
     assert not core.idle() and runner.captured == 0
+
+
+class Ranks(FakeRunner):
+    """Several processes, one of which stops to answer after a while."""
+
+    asked = 0
+
+    def sentinels(self) -> tuple[int, ...]:
+        return (0,)
+
+    def graphs(self) -> GraphCount:
+        self.asked += 1
+        if self.asked == 3:
+            raise RankLostError("rank 1 was stopped by a signal")
+        return GraphCount(0, 0)
+
+
+def test_ranks_are_asked_again_while_the_engine_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "_IDLE_SECONDS", 0.01)
+    core, channel = make_core(None), process.Channel(tmp_path)
+    monkeypatch.setattr(channel, "wait", lambda _, wait=channel.wait: wait(()))
+    core.executor = Ranks()  # type: ignore[assignment]
+    begin = time.monotonic()
+    with pytest.raises(RankLostError):
+        EngineLoop(core, channel).run()
+    channel.close()
+    assert core.executor.asked == 3 and time.monotonic() - begin >= 0.02  # type: ignore[attr-defined]

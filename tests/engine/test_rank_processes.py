@@ -120,6 +120,13 @@ def test_a_stopped_rank_and_a_killed_engine(folder: Path) -> None:
             assert "rank 1 was stopped by a signal" in llm.health().reason
             await healthy(llm, True)
             await gone(processes)
+            # While nothing is asked of it.
+            processes = ranks_of(llm.engine_pid or 0)
+            processes[0].send_signal(signal.SIGSTOP)
+            await healthy(llm, False)
+            assert "rank 0 was stopped by a signal" in llm.health().reason
+            await healthy(llm, True)
+            await gone(processes)
             processes = ranks_of(llm.engine_pid or 0)
             processes[0].send_signal(signal.SIGSTOP)
             os.kill(llm.engine_pid or 0, signal.SIGKILL)

@@ -151,13 +151,17 @@ def load_executor(source: ModelSource, frontend: Frontend, timeline: Timeline) -
 
 def _check_alike(ranks: Agreement, config: EngineConfig) -> None:
     """Raises ConfigError if processes that share the model would take other steps."""
-    # These do not change which steps are taken. Layers are not compared: processes may have other numbers of heads.
+    # Layers are not compared: processes may have other numbers of heads.
+    parts: dict[str, object] = {"version": headrace.__version__, "cache size": config.cache.nbytes, "dtype": config.dtype}
+    parts |= {"vocabulary": config.model.vocab_size, "scheduler": config.scheduler}
+    # These do not change which steps are taken.
     args = dataclasses.replace(config.args, record_steps=None, num_threads=None)
-    parts = (headrace.__version__, args, config.cache.nbytes, config.scheduler, config.dtype, config.model.vocab_size)
-    if not ranks.alike(repr(parts).encode()):
-        raise ConfigError(
-            "the processes that share the model must make their engines with the same arguments", "tensor_parallel"
-        )
+    parts |= {field.name: getattr(args, field.name) for field in dataclasses.fields(args)}
+    if ranks.alike(repr(parts).encode()):
+        return
+    differing = [name for name, value in parts.items() if not ranks.alike(repr(value).encode())]
+    why = f"must make their engines with the same arguments; theirs differ in {', '.join(differing)}"
+    raise ConfigError(f"the processes that share the model {why}", differing[-1])
 
 
 def load_core(args: EngineArgs, timeline: Timeline) -> tuple[EngineCore, EngineInfo]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -120,7 +121,24 @@ def test_ranks_with_other_arguments_are_refused(folder: Path) -> None:
         args = args_of(folder, tensor_parallel_size=2, max_num_seqs=3 + group.rank)
         return load_engine(FileSource(args, ThreadAgreement(group), group))
 
-    with pytest.raises(ConfigError, match="must make their engines with the same arguments"):
+    with pytest.raises(ConfigError, match=r"the same arguments; theirs differ in scheduler, max_num_seqs$"):
+        on_ranks(2, one)
+
+
+def test_ranks_of_other_versions_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Version(str):
+        """Of each thread's own."""
+
+        def __repr__(self) -> str:
+            return threading.current_thread().name
+
+    monkeypatch.setattr("headrace.__version__", Version("0"))
+
+    def one(group: ThreadGroup) -> Any:
+        threading.current_thread().name = f"version {group.rank}"
+        return load_engine(FileSource(args_of(folder, tensor_parallel_size=2), ThreadAgreement(group), group))
+
+    with pytest.raises(ConfigError, match=r"theirs differ in version$"):
         on_ranks(2, one)
 
 

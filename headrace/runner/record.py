@@ -22,6 +22,7 @@ import msgspec
 from headrace.config import EngineConfig
 from headrace.core.plan import Recorded, RunnerEvent, SamplePlan, StepPlan, StepResult, decode_plan, encode_plan
 from headrace.errors import ConfigError
+from headrace.model_spec import ModelSpec
 
 if TYPE_CHECKING:
     from headrace.runner.runner import ModelRunner
@@ -38,11 +39,13 @@ class Header(msgspec.Struct, frozen=True):
 
 
 def fingerprint(config: EngineConfig) -> dict[str, str]:
-    """What must be equal for plans to mean the same, each part by its name."""
-    scheduler = config.scheduler
+    """What must be equal for plans to mean the same, each part by its name. Tensor-parallel ranks have the same one."""
+    scheduler, model = config.scheduler, config.model
+    if isinstance(model, ModelSpec) and model.shard is not None:
+        model = model.shard.whole
     attention = [*dict.fromkeys(config.attention_backends), *([config.sparse.name] if config.sparse is not None else [])]
     return {
-        "model": _digest(dataclasses.asdict(config.model)),
+        "model": _digest(dataclasses.asdict(model)),
         "cache": _digest(dataclasses.asdict(config.cache)),
         "max_model_len": str(scheduler.max_model_len),
         "max_num_seqs": str(scheduler.max_num_seqs),

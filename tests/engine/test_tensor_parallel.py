@@ -13,12 +13,15 @@ import pytest
 from thread_ranks import ThreadAgreement, on_ranks
 
 from headrace.config import EngineArgs
+from headrace.core.plan import StepResult
 from headrace.engine import environment
 from headrace.engine.loader import LoadedEngine, load_engine
 from headrace.engine.source import FileSource
 from headrace.errors import ConfigError
 from headrace.outputs import OutputDelta
 from headrace.parallel.group import ThreadGroup
+from headrace.runner.record import replay
+from headrace.runner.runner import ModelRunner
 from headrace.sampling_params import SamplingParams
 
 from .tiny import VOCAB, write_config
@@ -140,6 +143,33 @@ def test_ranks_of_other_versions_are_refused(folder: Path, monkeypatch: pytest.M
 
     with pytest.raises(ConfigError, match=r"theirs differ in version$"):
         on_ranks(2, one)
+
+
+def test_recorded_steps_are_replayed_on_every_rank(folder: Path, tmp_path: Path) -> None:
+    """The record of one rank, with preemption and aborts, makes the steps of all."""
+    path = tmp_path / "steps"
+
+    def recorded(group: ThreadGroup) -> list[StepResult]:
+        args = args_of(folder, tensor_parallel_size=2, record_steps=None if group.rank else str(path))
+        engine = load_engine(FileSource(args, ThreadAgreement(group), group))
+        collect, results = engine.executor.collect, list[StepResult]()
+        engine.executor.collect = lambda handle: results.append(collect(handle)) or results[-1]  # type: ignore[method-assign]
+        traffic(engine)
+        engine.core.close()
+        return results
+
+    def replayed(group: ThreadGroup) -> list[StepResult]:
+        args = args_of(folder, tensor_parallel_size=2)
+        config = load_engine(FileSource(args, ThreadAgreement(group), group)).config
+        chosen = FileSource(args, ThreadAgreement(group), group).implementation
+        frontend = FileSource(args).frontend()
+        model, _ = chosen(frontend.files).load(frontend.files, config, lambda *_: None)
+        return list(replay(path, ModelRunner(model, config, frontend.tokenizer.token_bytes)))  # type: ignore[union-attr]
+
+    expected = on_ranks(2, recorded)[0]
+    for found in on_ranks(2, replayed):
+        tail = found[-len(expected) :]
+        assert [(r.step, r.seq_ids, r.token_ids) for r in tail] == [(r.step, r.seq_ids, r.token_ids) for r in expected]
 
 
 def test_the_least_memory_of_all_ranks_counts(folder: Path) -> None:

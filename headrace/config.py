@@ -291,7 +291,7 @@ class EngineArgs:
     dp_routing_policy: RoutingPolicy = "prefix"
     """Which replica gets a request. prefix: the lowest product of prompt tokens that it would have to compute, behind cached
     prefixes, and of sequences that it would run. least-tokens: the one that holds the fewest tokens. session: always the same
-    for requests with the same X-Session-ID header. round-robin and random: for comparisons."""
+    for requests with the same X-Session-ID header, or `user` without it. round-robin and random: for comparisons."""
     dp_queue_timeout: Annotated[
         float | None, OptionSpec(above=0.0, max=_MAX_SECONDS, default="no limit", metavar="SECONDS")
     ] = None

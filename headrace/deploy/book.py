@@ -113,7 +113,7 @@ def routed_request(name: str, call: HttpCall) -> Request:
         data = b"".join(msgspec.json.encode(body[field]) for field in _BEFORE if body.get(field))
         data += content.encode() if isinstance(content, str) else msgspec.json.encode(content)
         tokens = array("I", data + bytes(-len(data) % _TOKEN_BYTES)).tolist()
-    salt, samples = body.get("cache_salt"), body.get("n")
+    salt, samples, user = body.get("cache_salt"), body.get("n"), body.get("user")
     return Request(
         request_id=name,
         prompt_token_ids=tokens,
@@ -121,5 +121,5 @@ def routed_request(name: str, call: HttpCall) -> Request:
         max_tokens=1,
         seed=0,
         cache_salt=salt if isinstance(salt, str) else None,
-        session=call.header("x-session-id"),
+        session=call.header("x-session-id") or (user if isinstance(user, str) else None) or None,
     )

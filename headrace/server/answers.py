@@ -35,6 +35,9 @@ class AnswerRoute(Generic[B]):
         body = await checked_body(request, state, self.kind, self.endpoint)
         request_id = request.scope["headrace.engine_id"] = self.new_id()
         generation, answer = await self.build(state, body, request_id, tenant(request))
+        # Of Anthropic's bodies none names a user.
+        if session := request.headers.get("x-session-id") or getattr(body, "user", None):
+            generation.of_session(session)
         return await respond(request, state, generation, answer, stream=body.stream)
 
     async def begun(self, state: Serving, fields: dict[str, Any], request_id: str) -> Begun:

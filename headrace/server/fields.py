@@ -116,6 +116,7 @@ FIELDS: tuple[FieldRule, ...] = (
         model="Name of the model, one of /v1/models. Default: the model that is served.",
         stream="Answer with server-sent events.",
         stream_options="Object with include_usage and vLLM's continuous_usage_stats. include_obfuscation may only be false.",
+        user="Session of the request for --dp-routing-policy session, without the header X-Session-ID.",
     ),
     *_applied(
         "OpenAI",
@@ -198,7 +199,7 @@ FIELDS: tuple[FieldRule, ...] = (
         stream="Answer with server-sent events.",
         stream_options="Object with include_obfuscation, which may only be false.",
         metadata="Up to 16 strings by name, repeated in the response.",
-        user="Repeated in the response.",
+        user="Repeated in the response; otherwise as in chat.",
         safety_identifier="Repeated in the response.",
         prompt_cache_key="Repeated in the response; every equal prefix is found in the cache.",
     ),
@@ -276,7 +277,6 @@ FIELDS: tuple[FieldRule, ...] = (
         user_profile_id="the server keeps no profiles",
         workspace_id="the server has no workspaces",
     ),
-    *_accepted("OpenAI", _BOTH, user=("a label for the caller's own records", str, "any string")),
     *_accepted(
         "OpenAI",
         _CHAT,

@@ -89,6 +89,7 @@ class GenerationBody(SampledBody):
     return_metrics: bool = False
     return_attention_report: bool = False
     stream_options: StreamOptions | None = None
+    user: str | None = None
 
 
 class ChatBody(GenerationBody):

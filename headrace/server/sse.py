@@ -29,8 +29,6 @@ from headrace.server.state import ServedModel, Serving
 logger = logging.getLogger("headrace.server")
 _encode = msgspec.json.Encoder().encode
 PING_SECONDS = 15.0
-SESSION_HEADER = "x-session-id"
-"""Names the session of a request for --dp-routing-policy session."""
 SEND = "headrace.send"
 """Key of the scope: the ``send`` of the HTTP server. The middleware's, one around the other, change the start of a response
 alone, and cost as much as the rest of an event's way."""
@@ -163,8 +161,6 @@ class ChunkAnswer(Answer):
 
 async def respond(request: Request, serving: Serving, generation: Generation, answer: Answer, *, stream: bool) -> Response:
     """The response to a request whose generation has not begun."""
-    if (session := request.headers.get(SESSION_HEADER)) is not None:
-        generation.of_session(session)
     release_body(request.scope)
     if stream:
         try:

@@ -119,6 +119,8 @@ def test_any_body_can_be_routed(body: bytes, tokens: list[int] | None) -> None:
 def test_what_routing_reads_of_a_request() -> None:
     request = routed_request("x", call("/", {"x-session-id": "mine"}, prompt="x", n=3, cache_salt="salt"))
     assert (request.session, request.sampling.n, request.cache_salt) == ("mine", 3, "salt")
+    assert routed_request("x", call("/", prompt="x", user="me")).session == "me"
+    assert routed_request("x", call("/", prompt="x", user=7)).session is None
     with_tools = routed_request("x", call(messages=[], tools=[{"name": "f"}]))
     assert with_tools.prompt_token_ids != routed_request("x", call(messages=[])).prompt_token_ids
 

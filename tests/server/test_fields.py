@@ -64,7 +64,6 @@ NEVER = (
     "prompt_embeds",
 )
 HARMLESS = {
-    "user": ["someone", ""],
     "safety_identifier": ["abc"],
     "metadata": [{}, {"run": "7"}],
     "client_metadata": [{}, {"turn": "7"}],
@@ -97,7 +96,6 @@ HARMLESS = {
 }
 """Values that pass and change nothing. A name may have its endpoint before it."""
 REFUSED = {
-    "user": [7, {"name": "x"}],
     "safety_identifier": [1.5],
     "metadata": ["x", {"a": 1}, {"a" * 65: "x"}, {"a": "x" * 513}, {str(i): "x" for i in range(17)}],
     "client_metadata": ["x", {"turn": 7}],
@@ -240,7 +238,7 @@ def test_fields_of_the_other_endpoint_are_unknown() -> None:
 
 
 def test_applied_fields_pass_through_as_they_are() -> None:
-    body = {"messages": [], "temperature": 0.5, "user": "x"}
+    body = {"messages": [], "temperature": 0.5, "safety_identifier": "x"}
     assert applied_fields("chat", body) == {"messages": [], "temperature": 0.5}
 
 

@@ -105,10 +105,15 @@ def test_a_replica_is_drained_and_resumed(replicated: Api, api: Api) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-def test_the_session_of_a_request_comes_with_a_header(path: str, api: Api) -> None:
+def test_the_session_of_a_request_comes_with_a_header_or_is_its_user(path: str, api: Api) -> None:
     body: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]} if "chat" in path else {"prompt": ["a", "b"]}
     assert api.post(path, body, headers={"X-Session-ID": "alice"}).status_code == 200
     assert {request.session for request in api.llm.seen} == {"alice"}
+    for fields, headers, session in (({"user": "bob"}, {}, "bob"), ({"user": "bob"}, {"X-Session-ID": "alice"}, "alice")):
+        api.llm.seen.clear()
+        assert api.post(path, body | fields, headers=headers).status_code == 200
+        assert {request.session for request in api.llm.seen} == {session}
+    error(api.post(path, body | {"user": 7}), 400)
     api.llm.seen.clear()
     assert api.post(path, body).status_code == 200
     assert {request.session for request in api.llm.seen} == {None}

@@ -24,6 +24,23 @@ class InFlightRow(msgspec.Struct, frozen=True, gc=False):
     """``start`` and ``end`` are upper bounds while earlier steps may return fewer tokens than they have logits rows."""
     num_logits: int
 
+    def only_continues(self, token_ids: list[int]) -> bool:
+        """Whether the row's result is a next token of a running sequence that ends nothing, and nothing waits for it."""
+        seq, start = self.seq, self.start
+        return (
+            len(token_ids) == 1
+            and self.num_logits == 1
+            and self.end == start + 1
+            and start >= seq.num_prompt
+            and token_ids[0] not in seq.ending_token_ids
+            and len(seq.token_ids) + 1 < seq.max_len
+            and seq.status is Status.RUNNING
+            and self.preemption_epoch == seq.preemption_epoch
+            and seq.matcher is None
+            and seq.prompt_logprobs is None
+            and not seq.siblings
+        )
+
 
 @dataclasses.dataclass(slots=True)
 class InFlightStep:

@@ -144,7 +144,8 @@ class Scheduler:
             if budget.tokens == 0:
                 break
             if step.add_next_token(seq):
-                budget.reserved = max(0, budget.reserved - 1)
+                if budget.reserved:
+                    budget.reserved -= 1
             elif seq.status is Status.RUNNING and seq.seq_id not in step.scheduled:
                 decoding = seq.decoding
                 self._continue(seq, step)

@@ -7,6 +7,7 @@ import pytest
 
 from headrace.core.plan import StepResult
 from headrace.core.sequence import Status
+from headrace.core.step import InFlightRow
 from headrace.errors import EngineError
 from headrace.outputs import Failure
 
@@ -495,3 +496,28 @@ def test_a_row_may_keep_fewer_tokens_than_it_has_logits_rows(kept: int) -> None:
     assert following is not None and following.rows[0].num_computed == known + kept - 1
     assert [table[: len(before)] for table, before in zip(seq.blocks.tables, blocks, strict=True)] == blocks
     world.scheduler.check_integrity()
+
+
+def test_only_a_next_token_that_nothing_waits_for_takes_the_short_path() -> None:
+    world = World(make_config(), make_cache())
+    (seq,) = world.add(make_request("a", [1, 2, 3], max_tokens=9, stop_token_ids=[10_000]))
+    (other,) = world.add(make_request("b", [1, 2, 3]))
+    for _ in range(2):
+        world.launch()
+        world.collect()
+    start = len(seq.token_ids) - 1
+    row = InFlightRow(seq, 0, start, start + 1, 1)
+    assert row.only_continues([5])
+    for tokens in ([], [5, 5], [10_000]):
+        assert not row.only_continues(tokens)
+    changes = {"preemption_epoch": 1, "start": start - 1, "end": start + 2, "num_logits": 2}
+    for field, value in changes.items():
+        assert not msgspec.structs.replace(row, **{field: value}).only_continues([5]), field
+    assert not InFlightRow(seq, 0, 2, 3, 1).only_continues([5]), "the last token of the prompt"
+    states = {"siblings": [other], "prompt_logprobs": [None], "matcher": object(), "status": Status.FINISHED, "max_len": 5}
+    for field, state in states.items():
+        before = getattr(seq, field)
+        setattr(seq, field, state)
+        assert not row.only_continues([5]), field
+        setattr(seq, field, before)
+    assert row.only_continues([5])

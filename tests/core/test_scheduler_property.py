@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from unittest import mock
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headrace.config import SchedulerConfig
 from headrace.core.request import Request
+from headrace.core.step import InFlightRow
 from headrace.errors import RequestError
 from headrace.kv import Item
 
@@ -159,3 +162,22 @@ def test_everyone_gets_their_own_tokens_in_many_worlds(
     world, script = world_and_script
     play(world, script, collects)
     world.assert_right()
+
+
+@settings(max_examples=60, derandomize=True, deadline=None, database=None, suppress_health_check=QUIET)
+@given(worlds(), st.lists(st.booleans(), min_size=1, max_size=7))
+def test_the_short_path_of_a_decoding_row_changes_nothing(drawn: tuple[World, list[Arrival]], collects: list[bool]) -> None:
+    world, script = drawn
+    plain = [dataclasses.replace(one, request=without_logprobs(one.request)) for one in script]
+    play(world, plain, collects)
+    other = World(world.config, world.cache)
+    with mock.patch.object(InFlightRow, "only_continues", lambda row, token_ids: False):
+        play(other, plain, collects)
+    assert other.recording == world.recording
+    assert other.outcomes == world.outcomes
+    assert other.scheduler.stats() == world.scheduler.stats()
+
+
+def without_logprobs(request: Request) -> Request:
+    """A step with logprobs takes the other path."""
+    return msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, logprobs=None))

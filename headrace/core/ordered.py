@@ -33,10 +33,6 @@ class OrderedSequences:
         place = bisect_left(self._keys, self._key(seq))
         return place < len(self._sequences) and self._sequences[place] is seq
 
-    @property
-    def first(self) -> Sequence:
-        return self._sequences[0]
-
     def snapshot(self) -> list[Sequence]:
         """A copy to iterate over while members are added and removed."""
         return self._sequences.copy()

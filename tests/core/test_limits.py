@@ -126,7 +126,7 @@ def test_ordered_sequences_find_their_members() -> None:
         queue.remove(stranger)
     queue.remove(members[2])
     assert members[2] not in queue
-    assert queue.first is members[1]
+    assert next(iter(queue)) is members[1]
 
 
 def test_slots_are_reused_lowest_first_and_released_once() -> None:

@@ -439,10 +439,8 @@ class ReplicaSet:
 
 
 def capacity_of(info: EngineInfo) -> Capacity:
-    """What an engine runs at once. Cache groups share its memory: a token needs a part of a block of each."""
-    block_shares = sum(1 / max(1, num_blocks - 1) for num_blocks in info.num_blocks)
-    kv_tokens = int(info.block_size / block_shares) if block_shares else INT32_MAX
-    return Capacity(info.max_num_seqs, info.max_num_batched_tokens, kv_tokens)
+    """What an engine runs at once."""
+    return Capacity.of(info.max_num_seqs, info.max_num_batched_tokens, info.block_size, info.num_blocks)
 
 
 def _aborted(request: Request) -> Iterator[OutputDelta]:

@@ -64,8 +64,7 @@ class EngineShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         )
 
     def capacity(self) -> Capacity:
-        shares = sum(1 / max(1, blocks - 1) for blocks in self.cache().num_blocks)
-        return Capacity(self.max_num_seqs, self.max_num_batched_tokens, int(self.block_size / shares))
+        return Capacity.of(self.max_num_seqs, self.max_num_batched_tokens, self.block_size, self.cache().num_blocks)
 
 
 class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
+
+from headrace.options import INT32_MAX
 
 RUNWAY_SHARE = 16
 """A replica is sent this part of its rows beyond them: about what ends in one step."""
@@ -17,6 +20,13 @@ class Capacity(NamedTuple):
     """Tokens that one step computes."""
     kv_tokens: int
     """Tokens whose KV the cache holds."""
+
+    @classmethod
+    def of(cls, rows: int, step_tokens: int, block_size: int, num_blocks: Sequence[int]) -> Capacity:
+        """``num_blocks``: of each cache group, null block included. They share the memory: a token needs a part of a block of
+        each."""
+        block_shares = sum(1 / max(1, count - 1) for count in num_blocks)
+        return cls(rows, step_tokens, int(block_size / block_shares) if block_shares else INT32_MAX)
 
     @property
     def max_rows(self) -> int:

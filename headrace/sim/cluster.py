@@ -13,12 +13,12 @@ from headrace.core.request import Request
 from headrace.core.routing import Capacity, Router, make_policy
 from headrace.errors import EngineDeadError, RequestError
 from headrace.metrics.exchanges import Exchange, totals
+from headrace.options import INT32_MAX
 from headrace.sim.config import Failure, SimConfig
 from headrace.sim.replica import SimReplica, SimStep
 
 _STATS_SECONDS = 0.5
 """Between two reports of an engine's statistics."""
-_ALL = 2**31 - 1
 
 
 class Simulation:
@@ -55,7 +55,7 @@ class Simulation:
 
     def _capacity(self) -> Capacity:
         """A single engine has no router before it, and takes all requests."""
-        return self._calibration.engine.capacity() if self.config.replicas > 1 else Capacity(_ALL, _ALL, _ALL)
+        return self._calibration.engine.capacity() if self.config.replicas > 1 else Capacity(INT32_MAX, INT32_MAX, INT32_MAX)
 
     def _make(self, number: int) -> SimReplica:
         engine = self._calibration.engine

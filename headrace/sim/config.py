@@ -12,6 +12,7 @@ from headrace.config import CacheConfig, Policy, RoutingPolicy, SchedulerConfig
 from headrace.core.routing import Capacity
 from headrace.errors import ConfigError
 from headrace.model_spec import CacheGroup
+from headrace.options import INT32_MAX
 from headrace.sim.step_time import StepTimeModel
 
 FORMAT: Literal["headrace calibration 2"] = "headrace calibration 2"
@@ -47,7 +48,7 @@ class EngineShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             max_model_len=self.max_model_len,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
-            max_queue_len=2**31 - 1,
+            max_queue_len=INT32_MAX,
             policy=self.policy,
             pipeline_depth=self.pipeline_depth,
             max_prefill_tokens_beside_decode=self.max_prefill_tokens_beside_decode,

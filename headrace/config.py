@@ -6,11 +6,10 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 from functools import cached_property
 from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -28,6 +27,7 @@ from headrace.options import (
     Checked,
     OptionSpec,
     check,
+    from_environment,
     is_declared,
     options,
 )
@@ -50,22 +50,6 @@ GrammarBackend = Literal["auto", "guidance", "llguidance"]
 MAX_NUM_SEQS = 65_536
 _MAX_SECONDS = 1e9
 _WHOLE_OUTPUTS_INTERVAL = 16
-
-
-def _from_environment(variable: str, default: int) -> Any:
-    """A field whose default is the environment variable's value where it is set.
-
-    Its factory raises ConfigError if the value is not an integer.
-    """
-
-    def read() -> int:
-        given = os.environ.get(variable, "").strip()
-        try:
-            return int(given) if given else default
-        except ValueError:
-            raise ConfigError(f"the environment's {variable} must be a whole number, not {given!r}", variable) from None
-
-    return dataclasses.field(default_factory=read, metadata={"environment": variable})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -400,13 +384,13 @@ class EngineArgs:
     """Processes that decode pictures and videos, and threads that resize and normalise them. They start with the first ones."""
     max_logprobs: Annotated[int, OptionSpec(min=-1)] = 20
     """Largest `logprobs` and `prompt_logprobs` of a request; -1: no limit. High values slow each step and enlarge responses."""
-    max_bad_words_num: Annotated[int, OptionSpec(min=0)] = _from_environment("HEADRACE_MAX_BAD_WORDS_NUM", 16)
+    max_bad_words_num: Annotated[int, OptionSpec(min=0)] = from_environment("HEADRACE_MAX_BAD_WORDS_NUM", 16)
     """Maximum number of `bad_words` in a request. Also set by HEADRACE_MAX_BAD_WORDS_NUM."""
-    bad_words_max_len: Annotated[int, OptionSpec(min=1)] = _from_environment("HEADRACE_BAD_WORDS_MAX_LEN", 8)
+    bad_words_max_len: Annotated[int, OptionSpec(min=1)] = from_environment("HEADRACE_BAD_WORDS_MAX_LEN", 8)
     """Maximum length of a bad word, in tokens. Also set by HEADRACE_BAD_WORDS_MAX_LEN."""
-    max_stop_seqs_num: Annotated[int, OptionSpec(min=0)] = _from_environment("HEADRACE_MAX_STOP_SEQS_NUM", 16)
+    max_stop_seqs_num: Annotated[int, OptionSpec(min=0)] = from_environment("HEADRACE_MAX_STOP_SEQS_NUM", 16)
     """Maximum number of `stop` strings in a request. Also set by HEADRACE_MAX_STOP_SEQS_NUM."""
-    stop_seqs_max_len: Annotated[int, OptionSpec(min=1)] = _from_environment("HEADRACE_STOP_SEQS_MAX_LEN", 1024)
+    stop_seqs_max_len: Annotated[int, OptionSpec(min=1)] = from_environment("HEADRACE_STOP_SEQS_MAX_LEN", 1024)
     """Maximum length of a stop string, in characters. Also set by HEADRACE_STOP_SEQS_MAX_LEN."""
     max_stop_token_ids: Annotated[int, OptionSpec(min=0)] = 1024
     """Maximum number of `stop_token_ids` in a request."""

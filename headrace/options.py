@@ -15,6 +15,7 @@ import inspect
 import itertools
 import math
 import operator
+import os
 import types
 import typing
 from collections.abc import Mapping
@@ -351,6 +352,22 @@ def _default(cls: Any, name: str) -> tuple[Any, Any]:
     names, defaults = cls.__struct_fields__, cls.__struct_defaults__
     place = names.index(name) - (len(names) - len(defaults))
     return (defaults[place] if place >= 0 else dataclasses.MISSING), None
+
+
+def from_environment(variable: str, default: int) -> Any:
+    """A field whose default is the environment variable's value where it is set.
+
+    Its factory raises ConfigError if the value is not an integer.
+    """
+
+    def read() -> int:
+        given = os.environ.get(variable, "").strip()
+        try:
+            return int(given) if given else default
+        except ValueError:
+            raise ConfigError(f"the environment's {variable} must be a whole number, not {given!r}", variable) from None
+
+    return dataclasses.field(default_factory=read, metadata={"environment": variable})
 
 
 def without_none(hint: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Iterable, Sequence
@@ -12,6 +13,7 @@ import numpy as np
 
 from headrace.constrain.compiler import GrammarCompiler
 from headrace.constrain.matcher import GrammarMatcher, finish_masks, words
+from headrace.constrain.vocabulary import GrammarVocabulary
 from headrace.core.matcher import TOO_COMPLEX, Mask, Matcher
 from headrace.core.sequence import Sequence as EngineSequence
 from headrace.errors import EngineError, RequestError
@@ -46,7 +48,8 @@ class Constraints:
         self._compiler = compiler
         self._lockstep = lockstep
         self._words = -(-vocab_size // 32)
-        self._compiling: dict[Future[GrammarMatcher], list[EngineSequence]] = {}
+        self._compiling: dict[Future[list[GrammarMatcher]], Sequence[EngineSequence]] = {}
+        """A request's samples, and their matchers."""
         self._executor: LLExecutor | None = None
 
     @property
@@ -77,25 +80,27 @@ class Constraints:
         constraint = request.constraint
         if constraint is None or self._compiler is None:
             return
-        future, known = self._compiler.compile(constraint, request.tenant)
+        compiled, known = self._compiler.compile(constraint, request.tenant)
         self._count(constraint.kind, "cached" if known else "compiled")
-        self._compiling.setdefault(future, []).extend(sequences)
+        ends = [_end_tokens(seq) for seq in sequences]
+        vocabulary = self._compiler.vocabulary if constraint.guarded else None
+        copies: Future[list[GrammarMatcher]] = Future()
+        compiled.add_done_callback(functools.partial(_copy, copies, ends, vocabulary))
+        self._compiling[copies] = sequences
         if self._lockstep:
-            wait([future])
+            wait([copies])
 
     def collect(self) -> Failed:
         """Gives sequences whose constraint is compiled their matchers; returns those whose constraint cannot be compiled."""
         failed: Failed = []
         for future in [future for future in self._compiling if future.done()]:
-            waiting = [seq for seq in self._compiling.pop(future) if not seq.finished]
+            sequences = self._compiling.pop(future)
             error = future.exception()
             if error is None:
-                for seq in waiting:
-                    constraint = seq.request.constraint
-                    guarded = constraint is not None and constraint.guarded
-                    digits = self._compiler.vocabulary.digits if guarded and self._compiler is not None else None
-                    seq.matcher = future.result().with_ends(_end_tokens(seq), digits)
+                for seq, matcher in zip(sequences, future.result(), strict=True):
+                    seq.matcher = matcher
                 continue
+            waiting = [seq for seq in sequences if not seq.finished]
             message = error.message if isinstance(error, RequestError) else f"{type(error).__name__}: {error}"
             failed += [(seq, _failure(message)) for seq in waiting]
             for seq in waiting:
@@ -169,6 +174,25 @@ class Constraints:
 
             self._executor = LLExecutor(max(1, min(_FILL_THREADS, (os.cpu_count() or 1) - 1)))
         return self._executor
+
+
+def _copy(
+    copies: Future[list[GrammarMatcher]],
+    ends: Sequence[set[int]],
+    vocabulary: GrammarVocabulary | None,
+    compiled: Future[GrammarMatcher],
+) -> None:
+    """Copies a matcher for each of a request's samples: in the thread that has compiled it, since large ones take milliseconds.
+
+    Args:
+        ends: tokens that end each sample.
+        vocabulary: of a constraint that ends outputs which repeat themselves.
+    """
+    try:
+        digits = None if vocabulary is None else vocabulary.digits
+        copies.set_result([compiled.result().with_ends(tokens, digits) for tokens in ends])
+    except BaseException as error:  # A panic of the library is no Exception.
+        copies.set_exception(error)
 
 
 def _failure(message: str) -> Failure:

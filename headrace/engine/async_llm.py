@@ -125,6 +125,8 @@ class AsyncLLM:
         """Ends the engine; requests in flight end with an error."""
         self._check_owner()
         await self._supervisor.close()
+        if self._frontend is not None and self._frontend.tokenizer is not None:
+            self._frontend.tokenizer.renderer.close()
 
     async def drain(self) -> None:
         """Refuses new requests, and waits until those in flight have ended.

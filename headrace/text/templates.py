@@ -44,6 +44,10 @@ class TemplateRenderer:
             raise RequestError(f"the chat template cannot render these messages: {answer.error}", "messages")
         return answer.text
 
+    def close(self) -> None:
+        """Ends the process that renders; another job starts it again."""
+        self._process.close()
+
     def _answer(self, data: bytes) -> Rendered:
         answer = self._process.call(data)
         if not isinstance(answer, EndedProcess):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from headrace import LLM, SamplingParams
@@ -13,6 +14,19 @@ from headrace.errors import ConfigError, EngineError, RequestError
 
 def build(folder: Path, **args: Any) -> LLM:
     return LLM(str(folder), load_format="dummy", max_num_seqs=4, num_kv_blocks=200, num_threads=1, **args)
+
+
+def test_no_process_is_left(tiny_folder: Path) -> None:
+    def started() -> set[psutil.Process]:
+        return {*psutil.Process().children(recursive=True)} - before
+
+    before: set[psutil.Process] = set()
+    before = started()
+    with build(tiny_folder, data_parallel_size=2) as llm:
+        # A template is rendered in a process of its own.
+        llm.chat([{"role": "user", "content": "x"}], SamplingParams(max_tokens=1), chat_template="{{ messages[0].content }}")
+        assert len(started()) == 3
+    assert not started()
 
 
 def test_replicas_generate_what_one_engine_does(tiny_folder: Path) -> None:

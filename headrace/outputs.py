@@ -188,7 +188,9 @@ _MERGEABLE = frozenset({None, "stop", "length"})
 
 
 def merged(deltas: Sequence[OutputDelta]) -> OutputDelta:
-    """One delta that says what several of one sample say, each of which continues the one before it."""
+    """One delta that says what those of one sample say, each of which continues the one before it."""
+    if len(deltas) == 1:
+        return deltas[0]
     events: list[Event] = []
     for event in (event for delta in deltas for event in delta.events):
         if events and event.kind in _JOINED and (before := events[-1]).kind == event.kind and before.index == event.index:

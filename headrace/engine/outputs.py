@@ -88,7 +88,10 @@ class OutputProcessor:
                     self.parse_fallbacks[text.parsed.format] += text.parsed.num_fallbacks
                 if update.finish_reason is None:
                     ended.append(Ended(update.seq, delta.finish_reason, delta.stop_reason))
-            deltas += [delta] if self._interval == 1 else text.spaced(delta, self._interval)
+            if self._interval == 1:
+                deltas.append(delta)
+            else:
+                deltas += text.spaced(delta, self._interval)
         return deltas, ended
 
     def close(self, sequences: Iterable[Sequence], reason: FinishReason) -> list[OutputDelta]:
@@ -116,7 +119,8 @@ class SequenceText:
         self._prompt_logprobs: list[TokenLogprobs | None] | None = None
         self._started = False
         self._held: list[OutputDelta] | None = None
-        """What has not been sent yet; None before the first delta."""
+        """What has not been sent yet, with ``_num_held`` tokens; None before the first delta."""
+        self._num_held = 0
         self._detokenizer: IncrementalDetokenizer | None = None
         self._stops: StopStrings | None = None
         self._automaton: StopAutomaton | None = None
@@ -165,7 +169,8 @@ class SequenceText:
             self._held = []
             return [delta]
         self._held.append(delta)
-        if delta.finish_reason is None and sum(len(each.token_ids) for each in self._held) < interval:
+        self._num_held += len(delta.token_ids)
+        if delta.finish_reason is None and self._num_held < interval:
             return []
         runs: list[list[OutputDelta]] = []
         for each in self._held:
@@ -173,8 +178,8 @@ class SequenceText:
                 runs[-1].append(each)
             else:
                 runs.append([each])
-        self._held = []
-        return [run[0] if len(run) == 1 else merged(run) for run in runs]
+        self._held, self._num_held = [], 0
+        return [merged(run) for run in runs]
 
     def failed(self, error: Failure) -> OutputDelta:
         return self._delta("", [], None, "error", None, error)

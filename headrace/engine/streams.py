@@ -152,13 +152,10 @@ class OutputStream:
         deltas = self._inbox.deltas
         if not deltas:
             return None
-        first = deltas.popleft()
-        if not deltas:
-            return first
-        run = [first]
+        run = [deltas.popleft()]
         while deltas and len(run) < _MOST_MERGED and deltas[0].continues(run[-1]):
             run.append(deltas.popleft())
-        return first if len(run) == 1 else merged(run)
+        return merged(run)
 
     async def aclose(self) -> None:
         """Abort what still runs. May be called again."""

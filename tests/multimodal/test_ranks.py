@@ -14,7 +14,7 @@ QUICK = "ernie4_5_vl_moe"
     "kind", [kind if kind == QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in (*MOVING, *ALONE)]
 )
 def test_ranks_see_the_pictures(kind: str) -> None:
-    """In chunks, beside each other, and again from the caches."""
+    """Two ranks match transformers for chunked prompts, for concurrent requests and with cached prefixes."""
     own, cases = served(kind), prompts(kind)
     with engine(own.folder, tensor_parallel_size=2) as llm:
         for _ in range(2):

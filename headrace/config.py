@@ -319,8 +319,8 @@ class EngineArgs:
     """Maximum number of steps in flight. With 2, the host plans the next step while the device runs the current one, which
     pays off where the device is not the host's own cores."""
     stream_interval: Annotated[int, OptionSpec(min=1, max=4096)] = 1
-    """Tokens of a sample that are sent on together, the first and the last ones apart. More than 1 takes less of the host's
-    time for each token, and streams move in larger steps."""
+    """Number of tokens of a sample that are sent together. The first token is sent at once, and the end sends what is left.
+    More than 1 takes less of the host's time for each token, and streams move in larger steps."""
     enforce_eager: Annotated[bool, OptionSpec(flags=("--enforce-eager",))] = False
     """Launch each kernel separately, without CUDA graphs. Starts sooner and simplifies debugging; decoding is slower."""
     deterministic: Annotated[bool, OptionSpec(flags=("--deterministic",))] = False

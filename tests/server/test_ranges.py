@@ -88,10 +88,13 @@ def test_json_holds_no_number_that_is_none(api: Api, value: str) -> None:
     assert api.post("/v1/completions", content=body, headers={"content-type": "application/json"}).status_code == 400
 
 
-def test_numbers_in_lists_and_objects() -> None:
+def test_entries_of_lists_and_objects() -> None:
     for fields, param in [
         ({"stop_token_ids": [2**31]}, "stop_token_ids[0]"),
         ({"stop_token_ids": [1, True]}, "stop_token_ids[1]"),
+        ({"bad_words": ["a", "\ud800"]}, "bad_words"),
+        ({"bad_words": ["a", ""]}, "bad_words"),
+        ({"bad_words": ["a", 1]}, "bad_words"),
         ({"logit_bias": {1: math.nan}}, "logit_bias"),
         ({"logit_bias": {1: 1e300}}, "logit_bias"),
         ({"logit_bias": {1: True}}, "logit_bias"),
@@ -100,3 +103,9 @@ def test_numbers_in_lists_and_objects() -> None:
         with pytest.raises(RequestError) as caught:
             SamplingParams(**fields)
         assert caught.value.param == param
+
+
+def test_lists_are_checked_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list of a hundred thousand valid entries must not hold up the event loop."""
+    monkeypatch.delattr(Option, "_check_string")
+    SamplingParams(stop=["a", "é"])

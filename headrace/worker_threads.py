@@ -25,6 +25,15 @@ def use_no_tokenizer_threads() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
+def switch_threads_often() -> None:
+    """Lets a thread that waits for the interpreter's lock have it after half a millisecond, for processes of headrace's own.
+
+    Python's 5 ms would be added to every wait: of an event loop or a step for a thread that compiles a grammar, each time that
+    it sends to a socket or launches a kernel, and of a thread that renders a template for a busy event loop.
+    """
+    sys.setswitchinterval(5e-4)
+
+
 class WorkerThreads:
     """A pool whose threads start together: with ``start`` or the first job. Later jobs start none.
 

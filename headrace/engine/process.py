@@ -52,7 +52,7 @@ from headrace.engine.spawn import remove_abandoned_folders
 from headrace.engine.timeline import Timeline, process_start
 from headrace.errors import ConfigError, EngineError, QueueFullError, RankLostError, RequestError
 from headrace.outputs import OutputDelta
-from headrace.worker_threads import use_no_tokenizer_threads
+from headrace.worker_threads import switch_threads_often, use_no_tokenizer_threads
 
 logger = logging.getLogger("headrace.engine")
 
@@ -285,6 +285,7 @@ def main() -> int:
     from headrace.engine.loader import load_core
 
     use_no_tokenizer_threads()
+    switch_threads_often()
     return serve(Path(sys.argv[1]), load_core)
 
 

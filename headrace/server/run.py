@@ -9,7 +9,6 @@ import logging
 import resource
 import socket
 import ssl
-import sys
 import time
 from collections.abc import Iterable
 from functools import partial
@@ -25,7 +24,7 @@ from headrace.server.app import build_app
 from headrace.server.protocol import LimitedProtocol
 from headrace.server.settings import ServerSettings
 from headrace.server.state import Serving
-from headrace.worker_threads import use_no_tokenizer_threads
+from headrace.worker_threads import switch_threads_often, use_no_tokenizer_threads
 
 if TYPE_CHECKING:
     from headrace.engine.async_llm import AsyncLLM
@@ -37,9 +36,6 @@ _OTHER_FILES = 128
 """Files that the server opens beside its connections: listeners, the engine's sockets, logs, modules."""
 _CLEANUP_SECONDS = 5
 """What ended requests get to send their last words."""
-_SWITCH_SECONDS = 5e-4
-"""After which a thread that waits for the interpreter's lock gets it. The event loop keeps the lock while requests stream in,
-and with Python's 5 ms a chat template, rendered in a thread that takes the lock a few times, would wait longer than it runs."""
 
 
 class DrainingServer(uvicorn.Server):
@@ -80,7 +76,7 @@ def run(llm: AsyncLLM, settings: ServerSettings) -> None:
         EngineError: the engine did not start.
     """
     use_no_tokenizer_threads()
-    sys.setswitchinterval(_SWITCH_SECONDS)
+    switch_threads_often()
     if settings.tls_cert is not None and settings.tls_key is not None:
         _check_certificate(settings.tls_cert, settings.tls_key)
     sockets = listen(settings)

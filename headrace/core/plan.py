@@ -51,7 +51,7 @@ class NewSequence(msgspec.Struct, frozen=True, array_like=True):
     empty: they are not, or there is no router."""
 
 
-class Row(msgspec.Struct, frozen=True, array_like=True):
+class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One sequence in this step: computes tokens ``[num_computed, num_computed + num_tokens)``."""
 
     seq_id: int

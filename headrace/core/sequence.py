@@ -150,7 +150,7 @@ class Sequence:
         )
 
 
-class SequenceUpdate(msgspec.Struct):
+class SequenceUpdate(msgspec.Struct, gc=False):
     """The changes that one collected step brought to one sequence."""
 
     seq: Sequence

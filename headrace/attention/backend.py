@@ -156,6 +156,11 @@ class AttentionBackend(abc.ABC):
     name: str
     modes: Modes = NO_MODES
     """Supported modes beyond dense causal attention."""
+    dtypes: tuple[str, ...] = ()
+    """Supported dtypes of q and of the output; empty: any."""
+    only_on_cpu: bool = False
+    has_scales: bool = True
+    """Can dequantise K and V of an FP8 KV cache."""
     capturable: bool = False
     """``run`` of a ``bounded`` step can be captured in a CUDA graph: then only the step's tensors count."""
     plans_replays: bool = False
@@ -174,9 +179,18 @@ class AttentionBackend(abc.ABC):
         Args:
             dtype: of q and of the output.
             kv_dtype: of the KV cache; None: as ``dtype``.
-            modes: modes the layer needs. The base class refuses unsupported ones.
+            modes: modes the layer needs.
+
+        The base class refuses what the class attributes do not declare.
         """
-        return [f"it has no mode {mode}" for mode in sorted(modes - cls.modes)]
+        reasons = [f"it has no mode {mode}" for mode in sorted(modes - cls.modes)]
+        if not cls.has_scales:
+            reasons += scales_missing(kv_dtype)
+        if cls.only_on_cpu and not device.startswith("cpu"):
+            reasons.append(f"it runs on the CPU, not on {device}")
+        if cls.dtypes and dtype not in cls.dtypes:
+            reasons.append(f"it computes in {', '.join(cls.dtypes)}, not in {dtype}")
+        return reasons
 
     def plan(self, step: StepMetadata) -> None:
         """Called once a step, before its layers run.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from headrace.attention.backend import NO_MODES, AttentionBackend, AttentionInputs, Modes, Scratch, StepMetadata, scales_missing
+from headrace.attention.backend import NO_MODES, AttentionBackend, AttentionInputs, Modes, Scratch, StepMetadata
 from headrace.kernels import native
 from headrace.kernels.native.library import DTYPES
 from headrace.model_spec import AttentionSpec
@@ -18,6 +18,9 @@ class NativeAttention(AttentionBackend):
     """
 
     name = "native"
+    dtypes = tuple(str(kind).removeprefix("torch.") for kind in DTYPES)
+    only_on_cpu = True
+    has_scales = False
 
     def __init__(self, scratch: Scratch | None = None) -> None:
         super().__init__(scratch)
@@ -32,14 +35,9 @@ class NativeAttention(AttentionBackend):
     def supports(
         cls, spec: AttentionSpec, device: str, dtype: str, kv_dtype: str | None = None, modes: Modes = NO_MODES
     ) -> list[str]:
-        reasons = super().supports(spec, device, dtype, kv_dtype, modes) + scales_missing(kv_dtype)
-        if not device.startswith("cpu"):
-            reasons.append(f"it runs on the CPU, not on {device}")
-        elif native.load() is None:
+        reasons = super().supports(spec, device, dtype, kv_dtype, modes)
+        if device.startswith("cpu") and native.load() is None:
             reasons.append("the native kernels are switched off or could not be compiled")
-        names = [str(kind).removeprefix("torch.") for kind in DTYPES]
-        if dtype not in names:
-            reasons.append(f"it computes in {', '.join(names)}, not in {dtype}")
         return reasons
 
     def plan(self, step: StepMetadata) -> None:

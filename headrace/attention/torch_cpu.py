@@ -10,21 +10,10 @@ import numpy as np
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from headrace.attention.backend import (
-    NO_MODES,
-    VISIBLE_ENDS,
-    AttentionBackend,
-    AttentionInputs,
-    LayerCache,
-    Modes,
-    Scratch,
-    StepMetadata,
-    scales_missing,
-)
+from headrace.attention.backend import VISIBLE_ENDS, AttentionBackend, AttentionInputs, LayerCache, Scratch, StepMetadata
 from headrace.attention.masks import Staircases
 from headrace.model_spec import AttentionSpec
 
-_DTYPES = ("float32", "bfloat16", "float16", "float64")
 _PART_BYTES = 2 << 20
 """KV gathered at a time for rows with one query: small enough to stay in the core's cache until it is used."""
 _PART_WASTE = 512
@@ -76,23 +65,15 @@ class TorchAttention(AttentionBackend):
 
     name = "torch"
     modes = frozenset({VISIBLE_ENDS})
+    dtypes = ("float32", "bfloat16", "float16", "float64")
+    only_on_cpu = True
+    has_scales = False
 
     def __init__(self, scratch: Scratch | None = None) -> None:
         super().__init__(scratch)
         self._layouts: dict[object, tuple[list[_Part], list[_Row]]] = {}
         self._staircases = Staircases()
         self._workspace = torch.empty(0, dtype=torch.uint8)
-
-    @classmethod
-    def supports(
-        cls, spec: AttentionSpec, device: str, dtype: str, kv_dtype: str | None = None, modes: Modes = NO_MODES
-    ) -> list[str]:
-        reasons = super().supports(spec, device, dtype, kv_dtype, modes) + scales_missing(kv_dtype)
-        if not device.startswith("cpu"):
-            reasons.append(f"it runs on the CPU, not on {device}")
-        if dtype not in _DTYPES:
-            reasons.append(f"it computes in {', '.join(_DTYPES)}, not in {dtype}")
-        return reasons
 
     @property
     def workspaces(self) -> list[torch.Tensor]:

@@ -27,7 +27,6 @@ from headrace.kernels.triton.tiling import (
 )
 from headrace.model_spec import AttentionSpec
 
-_DTYPES = ("bfloat16", "float16", "float32")
 _WIDEST = 1024
 """Widest head whose sums fit in a program."""
 INVARIANT_SPLIT = 4096
@@ -42,6 +41,7 @@ class TritonAttention(AttentionBackend):
 
     name = "triton"
     modes = frozenset({VISIBLE_ENDS})
+    dtypes = ("bfloat16", "float16", "float32")
     capturable = True
     _invariant = False
 
@@ -61,8 +61,6 @@ class TritonAttention(AttentionBackend):
         cls, spec: AttentionSpec, device: str, dtype: str, kv_dtype: str | None = None, modes: Modes = NO_MODES
     ) -> list[str]:
         reasons = support.refusals(device) + super().supports(spec, device, dtype, kv_dtype, modes)
-        if dtype not in _DTYPES:
-            reasons.append(f"it computes in {', '.join(_DTYPES)}, not in {dtype}")
         if dtype == "bfloat16" and support.interpreted():
             reasons.append("Triton's interpreter cannot multiply matrices in bfloat16")
         if max(spec.head_dim, spec.v_head_dim) > _WIDEST:

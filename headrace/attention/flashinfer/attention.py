@@ -148,6 +148,7 @@ Launch = Callable[[torch.Tensor, LayerCache, torch.Tensor], None]
 class FlashInferMLA(FlashInferBackend):
     """Absorbed MLA, for ``MLABackend``. Captured steps have only decode rows."""
 
+    has_scales = False
     capturable = True
     plans_replays = True
 
@@ -156,7 +157,7 @@ class FlashInferMLA(FlashInferBackend):
         cls, spec: AttentionSpec, device: str, dtype: str, kv_dtype: str | None = None, modes: Modes = NO_MODES
     ) -> list[str]:
         reasons = super().supports(spec, device, dtype, kv_dtype, modes) + TritonAttention.supports(spec, device, dtype)
-        reasons += scales_missing(kv_dtype) + kernels.refusals(device, dtype)
+        reasons += kernels.refusals(device, dtype)
         widths = spec.v_head_dim, spec.head_dim - spec.v_head_dim
         if widths != kernels.MLA_WIDTHS:
             supported, actual = (f"{mla} and {rotated}" for mla, rotated in (kernels.MLA_WIDTHS, widths))

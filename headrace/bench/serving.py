@@ -10,7 +10,6 @@ import ipaddress
 import multiprocessing
 import random
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -32,7 +31,7 @@ from headrace.bench.pictures import SentPictures
 from headrace.bench.report import facts, load_average
 from headrace.bench.transport import StreamTransport
 from headrace.errors import EngineError, RequestError
-from headrace.metrics.exchanges import Exchange, totals
+from headrace.metrics.exchanges import Exchange, summary
 
 
 def is_loopback(url: str) -> bool:
@@ -67,7 +66,7 @@ async def run(
         else:
             tell(f"{load.processes} processes send the load")
             sent = await asyncio.to_thread(_send_from_processes, load, prompts, pictures, model)
-    report = summary(load, model, sent) | facts(load_before)
+    report = report_of(load, model, sent) | facts(load_before)
     if pictures is None:
         return report
     described = {"size": load.image_size, "form": pictures.form, "bytes_each": round(sent.picture_bytes / load.num_requests)}
@@ -297,28 +296,14 @@ class _Sender:
                     exchange.input_tokens, exchange.output_tokens = event.usage.prompt_tokens, event.usage.completion_tokens
 
 
-def summary(load: LoadOptions, model: str, sent: Sent) -> dict[str, Any]:
+def report_of(load: LoadOptions, model: str, sent: Sent) -> dict[str, Any]:
     """Times of the requests that succeeded; the others are counted by error."""
-    exchanges, seconds = sent.exchanges, sent.seconds
-    good = [exchange for exchange in exchanges if exchange.error is None]
-    measured = totals(good, "between events")
+    measured = summary(sent.exchanges, sent.seconds, "between events")
     return measured | {
         "benchmark": "serve",
         "url": load.url,
         "model": model,
         "loop": {"closed": {"concurrency": load.clients}} if load.clients else {"open": {"rate": load.rate}},
-        "seconds": round(seconds, 3),
-        "requests": {
-            "sent": len(exchanges),
-            "succeeded": len(good),
-            "failed": len(exchanges) - len(good),
-            "dropped": sent.dropped,
-        },
-        "errors": Counter(exchange.error for exchange in exchanges if exchange.error is not None),
-        "rates": {
-            "requests": round(len(good) / seconds, 3),
-            "input_tokens": round(measured["input_tokens"] / seconds, 1),
-            "output_tokens": round(measured["output_tokens"] / seconds, 1),
-        },
+        "requests": measured["requests"] | {"dropped": sent.dropped},
         "load_generator": {"processes": load.processes, "max_busy": round(sent.busy, 3)},
     }

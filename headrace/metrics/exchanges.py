@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,4 +45,17 @@ def totals(exchanges: Sequence[Exchange], gaps: str) -> dict[str, Any]:
             gaps: distribution([gap for e in exchanges for gap in e.between_tokens]),
             "whole request": distribution([e.whole for e in exchanges if e.whole is not None]),
         },
+    }
+
+
+def summary(exchanges: Sequence[Exchange], seconds: float, gaps: str) -> dict[str, Any]:
+    """``totals`` of the requests of a load that succeeded, and their rates; the others are counted by error."""
+    good = [exchange for exchange in exchanges if exchange.error is None]
+    measured = totals(good, gaps)
+    amounts = {"requests": (len(good), 3)} | {name: (measured[name], 1) for name in ("input_tokens", "output_tokens")}
+    return measured | {
+        "seconds": round(seconds, 3),
+        "requests": {"sent": len(exchanges), "succeeded": len(good), "failed": len(exchanges) - len(good)},
+        "errors": Counter(exchange.error for exchange in exchanges if exchange.error is not None),
+        "rates": {name: round(amount / seconds, digits) if seconds else 0.0 for name, (amount, digits) in amounts.items()},
     }

@@ -12,7 +12,7 @@ from typing import Any
 from headrace.core.request import Request
 from headrace.core.routing import Capacity, Router, make_policy
 from headrace.errors import EngineDeadError, RequestError
-from headrace.metrics.exchanges import Exchange, totals
+from headrace.metrics.exchanges import Exchange, summary
 from headrace.options import INT32_MAX
 from headrace.sim.config import Failure, SimConfig
 from headrace.sim.replica import SimReplica, SimStep
@@ -192,30 +192,15 @@ class Simulation:
 
     def report(self) -> dict[str, Any]:
         """The same numbers as a measured server's, and what each replica did."""
-        exchanges = list(self.exchanges.values())
-        good = [exchange for exchange in exchanges if exchange.error is None]
-        errors: dict[str, int] = {}
-        for exchange in exchanges:
-            if exchange.error is not None:
-                errors[exchange.error] = errors.get(exchange.error, 0) + 1
-        measured, seconds = totals(good, "between tokens"), self.now
-        return measured | {
+        return summary(list(self.exchanges.values()), self.now, "between tokens") | {
             "benchmark": "simulate",
             "replicas": self.config.replicas,
             "routing": self.config.routing,
-            "seconds": round(seconds, 3),
-            "requests": {"sent": len(exchanges), "succeeded": len(good), "failed": len(exchanges) - len(good)},
             "retried": self.num_retried,
-            "errors": errors,
-            "rates": {
-                "requests": round(len(good) / seconds, 3) if seconds else 0.0,
-                "input_tokens": round(measured["input_tokens"] / seconds, 1) if seconds else 0.0,
-                "output_tokens": round(measured["output_tokens"] / seconds, 1) if seconds else 0.0,
-            },
-            "by_replica": [self._by_replica(number, seconds) for number in range(self.config.replicas)],
+            "by_replica": [self._by_replica(number) for number in range(self.config.replicas)],
         }
 
-    def _by_replica(self, number: int, seconds: float) -> dict[str, Any]:
+    def _by_replica(self, number: int) -> dict[str, Any]:
         replica, routing = self.replicas[number], self.router.stats[number]
         stats = replica.scheduler.stats()
         query = stats.prefix_query_tokens
@@ -223,7 +208,7 @@ class Simulation:
             "requests": routing.accepted,
             "steps": replica.num_steps,
             "rows_per_step": round(replica.num_rows / replica.num_steps, 2) if replica.num_steps else 0.0,
-            "busy": round(replica.busy_seconds / seconds, 4) if seconds else 0.0,
+            "busy": round(replica.busy_seconds / self.now, 4) if self.now else 0.0,
             "preemptions": stats.num_preemptions,
             "prefix_hit_rate": round(stats.prefix_hit_tokens / query, 4) if query else 0.0,
         }

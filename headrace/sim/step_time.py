@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from bisect import bisect_left
-from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -95,25 +94,15 @@ class Curve(msgspec.Struct, frozen=True):
     knots: list[float]
     values: list[float]
 
-    def weights(self, at: float) -> list[float]:
-        """Of each value in the curve at a point."""
-        return curve_weights(self.knots, at)
-
     def __call__(self, at: float) -> float:
-        return sum(weight * value for weight, value in zip(self.weights(at), self.values, strict=True) if weight)
-
-
-def curve_weights(knots: Sequence[float], at: float) -> list[float]:
-    weights = [0.0] * len(knots)
-    if len(knots) == 1:
-        weights[0] = 1.0
-        return weights
-    right = min(max(bisect_left(knots, at), 1), len(knots) - 1)
-    share = (at - knots[right - 1]) / (knots[right] - knots[right - 1])
-    # Below the first knot the curve is constant: times do not become negative.
-    share = max(share, 0.0)
-    weights[right - 1], weights[right] = 1.0 - share, share
-    return weights
+        knots, values = self.knots, self.values
+        if len(knots) == 1:
+            return values[0]
+        right = min(max(bisect_left(knots, at), 1), len(knots) - 1)
+        share = (at - knots[right - 1]) / (knots[right] - knots[right - 1])
+        # Below the first knot the curve is constant: times do not become negative.
+        share = max(share, 0.0)
+        return values[right - 1] * (1.0 - share) + values[right] * share
 
 
 class KindTimes(msgspec.Struct, frozen=True, omit_defaults=True):

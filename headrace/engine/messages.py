@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import msgspec
@@ -121,18 +122,6 @@ class Fatal(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 FromEngine = Starting | Ready | Accepted | Rejected | StepDeltas | Stats | CacheChanged | ControlReply | Fatal
 
-_encoder = msgspec.msgpack.Encoder()
-_to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
-_from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
-
-
-def encode(message: ToEngine | FromEngine) -> bytes:
-    return _encoder.encode(message)
-
-
-def decode_to_engine(data: bytes) -> ToEngine:
-    return _to_engine.decode(data)
-
-
-def decode_from_engine(data: bytes) -> FromEngine:
-    return _from_engine.decode(data)
+encode: Callable[[ToEngine | FromEngine], bytes] = msgspec.msgpack.Encoder().encode
+decode_to_engine: Callable[[bytes], ToEngine] = msgspec.msgpack.Decoder(ToEngine).decode
+decode_from_engine: Callable[[bytes], FromEngine] = msgspec.msgpack.Decoder(FromEngine).decode

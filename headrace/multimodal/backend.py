@@ -9,8 +9,8 @@ from typing import Any, Literal
 import numpy as np
 
 from headrace.core.media import TensorData
-from headrace.errors import ConfigError, RequestError, import_reason
-from headrace.multimodal.items import Pixels, array_of, view_data
+from headrace.errors import ConfigError, import_reason
+from headrace.multimodal.items import Pixels, array_of, view_data, wrong
 
 _VIDEO = "video_preprocessor_config.json"
 _IMAGE = "preprocessor_config.json"
@@ -47,7 +47,7 @@ class ImageProcessor:
             made = self.hf(images=[image], return_tensors="np" if self.backend == "pil" else "pt", **options)
         except (ValueError, ZeroDivisionError, TypeError) as error:
             why = " ".join(str(error).split())[:200]
-            raise RequestError(f"{where} cannot be processed: {why}", where) from error
+            raise wrong(where, f"cannot be processed: {why}") from error
         return {name: view_data(np.ascontiguousarray(value)) for name, value in made.items()}
 
     def fingerprint(self, *others: Any) -> str:

@@ -12,8 +12,7 @@ import numpy as np
 
 from headrace.limited_process import EndedProcess, LimitedProcess, ProcessLimits
 from headrace.multimodal.decode import Decoded, DecodeJob, DecodeLimits
-from headrace.multimodal.fetch import refused
-from headrace.multimodal.items import Picture, Video
+from headrace.multimodal.items import Picture, Video, refused
 from headrace.worker_threads import WorkerThreads
 
 _MODULE = "headrace.multimodal.decode_worker"

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from headrace.core.media import Modality
 from headrace.errors import ConfigError, RequestError
-from headrace.multimodal.items import Features, Pixels
+from headrace.multimodal.items import Features, Pixels, misfit, refused
 from headrace.multimodal.qwen_vl import QwenRules
 from headrace.multimodal.rules import Expansion, Grid
 from headrace.multimodal.sampling import Sampled, Sampling
@@ -85,16 +85,13 @@ class ErnieRules(QwenRules):
         height, width = sampled.frames.shape[1:3]
         size = int(min(height, width) * _SIZE)
         if not size:
-            raise RequestError(f"{where}: frames of {width}x{height} have no room for a time", where)
+            raise refused(where, f"frames of {width}x{height} have no room for a time")
         outline = int(size * _SIZE)
         try:
             letters = ImageFont.truetype(io.BytesIO(font.read_bytes()), size)  # By a path, it would search the system's too.
         except OSError as error:
-            raise RequestError(
-                f"{where}: this model draws times on the frames of videos, and its folder has no font {font.name} that can be "
-                "used",
-                where,
-            ) from error
+            why = f"this model draws times on the frames of videos, and its folder has no font {font.name} that can be used"
+            raise refused(where, why) from error
         frames = []
         for frame, index in zip(sampled.frames, sampled.indices.tolist(), strict=True):
             seconds = index / sampled.fps
@@ -107,7 +104,5 @@ class ErnieRules(QwenRules):
 
     def expansion(self, features: Features, modality: Modality, where: str) -> Expansion:
         if modality == "video" and features.grid[0] % _FRAMES:
-            raise RequestError(
-                f"{where}.grid_thw: expected a multiple of {_FRAMES} frames, not {features.grid[0]}", f"{where}.grid_thw"
-            )
+            raise misfit(f"{where}.grid_thw", f"a multiple of {_FRAMES} frames", features.grid[0])
         return super().expansion(features, modality, where)

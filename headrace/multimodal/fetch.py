@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 import httpcore
 import httpx
 
-from headrace.errors import RequestError
+from headrace.multimodal.items import refused
 from headrace.options import shown
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -213,7 +213,3 @@ def _host_name(name: str) -> str:
 
 def _shown(url: str) -> str:
     return shown(url, _SHOWN)
-
-
-def refused(param: str, why: str) -> RequestError:
-    return RequestError(f"{param}: {why}", param)

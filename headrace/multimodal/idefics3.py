@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.core.media import Modality
-from headrace.errors import ConfigError, RequestError
+from headrace.errors import ConfigError
 from headrace.multimodal.backend import video_fields
-from headrace.multimodal.items import Features, Picture, Video, array_of, view_data
+from headrace.multimodal.items import Features, Picture, Video, array_of, misfit, view_data, wrong
 from headrace.multimodal.rules import Expansion, Grid, PictureRules, Processed
 from headrace.multimodal.sampling import Sampling
 
@@ -117,11 +117,9 @@ class SmolVLMRules(Idefics3Rules):
             return super().expansion(features, modality, where)
         count = features.grid[0]
         if features.grid[1:] != (1, 1):
-            message = f"{where}.grid_thw: expected [frames, 1, 1], not {list(features.grid)}"
-            raise RequestError(message, f"{where}.grid_thw")
+            raise misfit(f"{where}.grid_thw", "[frames, 1, 1]", list(features.grid))
         if features.second_per_grid is None:
-            message = f"{where}.second_per_grid is missing: this model's prompts say the seconds of each frame"
-            raise RequestError(message, f"{where}.second_per_grid")
+            raise wrong(f"{where}.second_per_grid", "is missing: this model's prompts say the seconds of each frame")
         self.check_rows(count * self._side**2, where)
         return self._frames([index * features.second_per_grid for index in range(count)], None)
 

@@ -366,3 +366,11 @@ def _deep_rows(tensor: TensorData, start: int, end: int) -> TensorData:
 
 def wrong(where: str, what: str) -> RequestError:
     return RequestError(f"{where} {what}", where)
+
+
+def refused(where: str, why: str) -> RequestError:
+    return RequestError(f"{where}: {why}", where)
+
+
+def misfit(where: str, expected: str, actual: object) -> RequestError:
+    return refused(where, f"expected {expected}, not {actual}")

@@ -28,8 +28,8 @@ from headrace.limited_process import ProcessLimits
 from headrace.multimodal.decode import DecodeLimits
 from headrace.multimodal.decoder import MediaDecoder
 from headrace.multimodal.feature_file import read_features
-from headrace.multimodal.fetch import Fetcher, refused
-from headrace.multimodal.items import Features, MultiModalData, Picture, Video
+from headrace.multimodal.fetch import Fetcher
+from headrace.multimodal.items import Features, MultiModalData, Picture, Video, refused
 from headrace.multimodal.threads import media_workers
 from headrace.options import shown
 from headrace.text.content import MediaPart

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.core.media import Modality, TensorData
-from headrace.errors import RequestError
+from headrace.multimodal.items import refused
 from headrace.multimodal.rules import Expansion, Grid, PictureRules
 
 if TYPE_CHECKING:
@@ -35,10 +35,10 @@ class PixtralRules(PictureRules):
         if ratio > 1:
             given, (height, width) = f"{width}x{height}", (math.floor(height / ratio), math.floor(width / ratio))
             if not height or not width:
-                raise RequestError(f"{where}: {given} is too narrow: its shorter side would be resized to no pixel", where)
+                raise refused(where, f"{given} is too narrow: its shorter side would be resized to no pixel")
         grid = (1, math.ceil(height / self._unit) * self._merge, math.ceil(width / self._unit) * self._merge)
         if fault := self._expected(grid):
-            raise RequestError(f"{where}: the model takes {fault}, not {list(grid)}", where)
+            raise refused(where, f"the model takes {fault}, not {list(grid)}")
         return grid
 
     def _expected(self, grid: Grid) -> str:

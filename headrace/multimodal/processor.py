@@ -16,7 +16,7 @@ import numpy as np
 from headrace.core.media import ItemInputs, MediaFacts, Modality, RopePositions
 from headrace.errors import ConfigError, RequestError
 from headrace.kv import Item
-from headrace.multimodal.items import Features, MultiModalData, Picture, Video, is_finite, rounded
+from headrace.multimodal.items import Features, MultiModalData, Picture, Video, is_finite, misfit, refused, rounded, wrong
 from headrace.multimodal.positions import Run, rope_positions
 from headrace.multimodal.rules import Expansion, MediaRules, Processed
 from headrace.text.tokenizer import Tokenizer
@@ -106,7 +106,7 @@ class MultiModalProcessor:
     def check_features(self, features: Features, modality: Modality, where: str) -> None:
         """Raises RequestError where features do not fit the model: names the part of ``where``, expected and actual."""
         if modality not in self._placeholders:
-            raise RequestError(f"{where}: {self._refusal(modality)}", where)
+            raise refused(where, self._refusal(modality))
         self._features(features, modality, where)
 
     def _refusal(self, modality: Modality) -> str:
@@ -166,7 +166,7 @@ class MultiModalProcessor:
                 )
             else:
                 continue
-            raise RequestError(f"{where} takes {rows} tokens, and {why}", where)
+            raise wrong(where, f"takes {rows} tokens, and {why}")
 
     # Placeholders
 
@@ -291,7 +291,7 @@ class MultiModalProcessor:
         if isinstance(medium, Features):
             return [self._features(medium, modality, where)]
         if not self._facts.max_encoder_rows:
-            raise RequestError(f"{where}: this engine has no vision encoder (mm_encoder none): send {modality}_embeds", where)
+            raise refused(where, f"this engine has no vision encoder (mm_encoder none): send {modality}_embeds")
         if isinstance(medium, Picture):
             medium = Picture(medium.pixels)  # PIL holds up the interpreter's other threads each time that it gives them.
         key = self._hash(medium, modality, options)
@@ -327,22 +327,22 @@ class MultiModalProcessor:
         facts, rows, deep = self._facts, features.rows, features.deepstack
         where = where.replace(modality, f"{modality}_embeds", 1)
         if rows.shape[1] != facts.hidden_size:
-            raise _misfit(f"{where}.features", f"hidden size {facts.hidden_size}", rows.shape[1])
+            raise misfit(f"{where}.features", f"hidden size {facts.hidden_size}", rows.shape[1])
         if modality == "image" and features.second_per_grid is not None:
-            raise _misfit(f"{where}.second_per_grid", "none, since it is for videos", features.second_per_grid)
+            raise misfit(f"{where}.second_per_grid", "none, since it is for videos", features.second_per_grid)
         expansion = self._rules.expansion(features, modality, where)
         if rows.shape[0] != expansion.num_rows:
-            raise _misfit(f"{where}.features", f"{expansion.num_rows} rows for the grid {list(features.grid)}", rows.shape[0])
+            raise misfit(f"{where}.features", f"{expansion.num_rows} rows for the grid {list(features.grid)}", rows.shape[0])
         levels = facts.deepstack_layers
         if (deep is None) != (levels == 0):
-            raise _misfit(f"{where}.deepstack", f"{levels} levels", "none" if deep is None else deep.shape[0])
+            raise misfit(f"{where}.deepstack", f"{levels} levels", "none" if deep is None else deep.shape[0])
         if deep is not None and deep.shape != (levels, *rows.shape):
-            raise _misfit(f"{where}.deepstack", f"shape {[levels, *rows.shape]}", list(deep.shape))
+            raise misfit(f"{where}.deepstack", f"shape {[levels, *rows.shape]}", list(deep.shape))
         tensors = {"features": rows} if deep is None else {"features": rows, "deepstack": deep}
         digest = hashlib.blake2b(repr((features.grid, features.second_per_grid)).encode(), digest_size=16)
         for name, tensor in tensors.items():
             if not is_finite(tensor, facts.dtype):
-                raise _misfit(f"{where}.{name}", f"numbers that are finite in {facts.dtype}", "NaN, infinity or larger ones")
+                raise misfit(f"{where}.{name}", f"numbers that are finite in {facts.dtype}", "NaN, infinity or larger ones")
             digest.update(repr((name, tensor.dtype, tensor.shape)).encode())
             digest.update(tensor.data)
         return Processed(modality, expansion, tensors, features.grid, encoded=True, content_hash=digest.hexdigest())
@@ -375,7 +375,3 @@ class _ProcessedCache:
 
 def _nbytes(entry: list[Processed]) -> int:
     return sum(len(tensor.data) for one in entry for tensor in one.tensors.values())
-
-
-def _misfit(where: str, expected: str, actual: Any) -> RequestError:
-    return RequestError(f"{where}: expected {expected}, not {actual}", where)

@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from headrace.core.media import Modality, PatchLayout
-from headrace.errors import ConfigError, RequestError
+from headrace.errors import ConfigError
 from headrace.multimodal.backend import ImageProcessor, video_fields
-from headrace.multimodal.items import Features, Picture, Pixels, Video, view_data
+from headrace.multimodal.items import Features, Picture, Pixels, Video, misfit, refused, view_data, wrong
 from headrace.multimodal.rules import Expansion, Grid, MediaRules, Processed
 from headrace.multimodal.sampling import Sampled, Sampling
 
@@ -73,10 +73,8 @@ class QwenRules(MediaRules):
     def options(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         found = super().options(kwargs)
         if found.get("min_pixels", 0) > found.get("max_pixels", math.inf):
-            raise RequestError(
-                f"mm_processor_kwargs.min_pixels is {found['min_pixels']}, above max_pixels, which is {found['max_pixels']}",
-                "mm_processor_kwargs.min_pixels",
-            )
+            what = f"is {found['min_pixels']}, above max_pixels, which is {found['max_pixels']}"
+            raise wrong("mm_processor_kwargs.min_pixels", what)
         return found
 
     # One medium
@@ -116,9 +114,7 @@ class QwenRules(MediaRules):
         """The size to which a picture, or each of so many frames, is resized: multiples of merged patches."""
         factor = self._patch * self._merge
         if max(height, width) > _MOST_RATIO * min(height, width):
-            raise RequestError(
-                f"{where}: {width}x{height} has sides of a ratio above {_MOST_RATIO}, which this model cannot take", where
-            )
+            raise refused(where, f"{width}x{height} has sides of a ratio above {_MOST_RATIO}, which this model cannot take")
         return _resized(height, width, factor, size["shortest_edge"], size["longest_edge"])
 
     def image_rows(self, width: int, height: int) -> int:
@@ -171,21 +167,15 @@ class QwenRules(MediaRules):
     def expansion(self, features: Features, modality: Modality, where: str) -> Expansion:
         grid, seconds = features.grid, features.second_per_grid
         if grid[1] % self._merge or grid[2] % self._merge:
-            raise RequestError(
-                f"{where}.grid_thw: height and width of {list(grid)} must be multiples of {self._merge}", f"{where}.grid_thw"
-            )
+            raise refused(f"{where}.grid_thw", f"height and width of {list(grid)} must be multiples of {self._merge}")
         self.check_rows(math.prod(self._merged(grid)), where)
         if modality == "image":
             if grid[0] != 1:
-                raise RequestError(
-                    f"{where}.grid_thw: expected 1 temporal patch of a picture, not {grid[0]}", f"{where}.grid_thw"
-                )
+                raise misfit(f"{where}.grid_thw", "1 temporal patch of a picture", grid[0])
             return self._blocks(grid)
         if seconds is None and self.timed:
-            raise RequestError(
-                f"{where}.second_per_grid is missing: this model's prompts depend on the seconds between temporal patches",
-                f"{where}.second_per_grid",
-            )
+            why = "is missing: this model's prompts depend on the seconds between temporal patches"
+            raise wrong(f"{where}.second_per_grid", why)
         seconds = seconds or 1.0
         # Frames of a patch are evenly spaced, and its time is the mean of the first and the last.
         shift = seconds * (self._temporal - 1) / self._temporal / 2
@@ -218,7 +208,7 @@ class Qwen3Rules(QwenRules):
             return super()._target(height, width, frames, size, where)
         factor, least, most = self._patch * self._merge, size["shortest_edge"], size["longest_edge"]
         if frames < self._temporal:
-            raise RequestError(f"{where} has {frames} frames; expected at least {self._temporal}", where)
+            raise wrong(where, f"has {frames} frames; expected at least {self._temporal}")
         if min(height, width) < factor:
             scale = max(factor / height, factor / width)
             height, width = int(height * scale), int(width * scale)

@@ -12,7 +12,7 @@ import msgspec
 from headrace.core.media import Modality, PatchLayout, TensorData
 from headrace.errors import RequestError
 from headrace.multimodal.backend import ImageProcessor
-from headrace.multimodal.items import Features, Picture, Video
+from headrace.multimodal.items import Features, Picture, Video, misfit, refused, wrong
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -89,12 +89,12 @@ class MediaRules(abc.ABC):
             where = f"mm_processor_kwargs.{name}"
             if name not in self.option_types:
                 known = ", ".join(self.option_types) or "none"
-                raise RequestError(f"{where} is not an option of this model's processor; there are: {known}", where)
+                raise wrong(where, f"is not an option of this model's processor; there are: {known}")
             types = self.option_types[name]
             if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
-                raise RequestError(f"{where} must be of type {types[0].__name__}, not {value!r}", where)
+                raise wrong(where, f"must be of type {types[0].__name__}, not {value!r}")
             if isinstance(value, int | float) and not isinstance(value, bool) and not 0 < value <= 1 << 31:
-                raise RequestError(f"{where} must be above 0 and at most {1 << 31}, not {value!r}", where)
+                raise wrong(where, f"must be above 0 and at most {1 << 31}, not {value!r}")
         return dict(kwargs)
 
     @abc.abstractmethod
@@ -124,7 +124,7 @@ class PictureRules(MediaRules):
 
     def process(self, medium: Picture | Video, options: Mapping[str, Any], where: str) -> list[Processed]:
         if not isinstance(medium, Picture):
-            raise RequestError(f"{where}: this model takes no videos", where)
+            raise refused(where, "this model takes no videos")
         grid = self._grid(*medium.size, where)
         expansion = self._expanded(grid)
         self.check_rows(expansion.num_rows, where)
@@ -132,7 +132,7 @@ class PictureRules(MediaRules):
 
     def expansion(self, features: Features, modality: Modality, where: str) -> Expansion:
         if expected := self._expected(features.grid):
-            raise RequestError(f"{where}.grid_thw: expected {expected}, not {list(features.grid)}", f"{where}.grid_thw")
+            raise misfit(f"{where}.grid_thw", expected, list(features.grid))
         expansion = self._expanded(features.grid)
         self.check_rows(expansion.num_rows, where)
         return expansion

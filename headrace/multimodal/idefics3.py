@@ -14,9 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.core.media import Modality
-from headrace.errors import ConfigError
 from headrace.multimodal.backend import video_fields
-from headrace.multimodal.items import Features, Picture, Video, array_of, misfit, view_data, wrong
+from headrace.multimodal.items import Features, Video, array_of, misfit, view_data, wrong
 from headrace.multimodal.rules import Expansion, Grid, PictureRules, Processed
 from headrace.multimodal.sampling import Sampling
 
@@ -46,11 +45,7 @@ class Idefics3Rules(PictureRules):
     def __init__(self, folder: Path, config: Any) -> None:
         super().__init__(folder)
         vision, made = config.vision_config, self._images.hf.max_image_size["longest_edge"]
-        if made != vision.image_size:
-            raise ConfigError(
-                f"the image processor makes crops of {made} pixels a side, and the vision tower takes {vision.image_size}",
-                "model",
-            )
+        self._check_size((made, made), vision.image_size)
         images = self._images.hf
         most = min(images.size["longest_edge"], _MOST_PIXELS) if images.do_image_splitting else made
         self._most = math.ceil(most / made)
@@ -99,18 +94,16 @@ class SmolVLMRules(Idefics3Rules):
         self._of_frames |= {"size": size, "max_image_size": square, "do_image_splitting": False}
         self.fingerprint = self._images.fingerprint(video)
 
-    def process(self, medium: Picture | Video, options: Mapping[str, Any], where: str) -> list[Processed]:
-        if isinstance(medium, Picture):
-            return super().process(medium, options, where)
-        sampled = self._sample(medium, options, where)
-        count, seconds = len(sampled.frames), medium.metadata.get("duration")
+    def _video(self, video: Video, options: Mapping[str, Any], where: str) -> Processed:
+        sampled = self._sample(video, options, where)
+        count, seconds = len(sampled.frames), video.metadata.get("duration")
         self.check_rows(count * self._side**2, where)
         from PIL import Image
 
         frames = [self._images(Image.fromarray(each), where, **self._of_frames)["pixel_values"] for each in sampled.frames]
         pixels = np.concatenate(list(map(array_of, frames)), axis=1)
         expansion = self._frames((sampled.indices / sampled.fps).tolist(), seconds)
-        return [Processed("video", expansion, {"pixel_values": view_data(pixels)}, (count, 1, 1))]
+        return Processed("video", expansion, {"pixel_values": view_data(pixels)}, (count, 1, 1))
 
     def expansion(self, features: Features, modality: Modality, where: str) -> Expansion:
         if modality == "image":

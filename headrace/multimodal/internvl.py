@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from headrace.core.media import Modality, TensorData
-from headrace.errors import ConfigError
 from headrace.multimodal.backend import video_fields
-from headrace.multimodal.items import Features, Picture, Video, array_of, view_data
+from headrace.multimodal.items import Features, Video, array_of, view_data
 from headrace.multimodal.rules import Expansion, Grid, PictureRules, Processed
 from headrace.multimodal.sampling import Sampling
 
@@ -35,25 +34,18 @@ class InternVLRules(PictureRules):
         vision = config.vision_config
         sizes = [size if isinstance(size, int) else size[0] for size in (vision.image_size, vision.patch_size)]
         made = self._images.hf.size
-        if (made["height"], made["width"]) != (sizes[0], sizes[0]):
-            raise ConfigError(
-                f"the image processor makes crops of {made['width']}x{made['height']}, and the vision tower takes {sizes[0]}x"
-                f"{sizes[0]}",
-                "model",
-            )
+        self._check_size((made["height"], made["width"]), sizes[0])
         self._side = int(sizes[0] // sizes[1] * config.downsample_ratio)
         video = video_fields(folder)
         self._sample = Sampling(bool(video.get("do_sample_frames")), video.get("fps"), video.get("num_frames"), middle=True)
         self.fingerprint = self._images.fingerprint(video)
 
-    def process(self, medium: Picture | Video, options: Mapping[str, Any], where: str) -> list[Processed]:
-        if isinstance(medium, Picture):
-            return super().process(medium, options, where)
-        frames = self._sample(medium, options, where).frames
+    def _video(self, video: Video, options: Mapping[str, Any], where: str) -> Processed:
+        frames = self._sample(video, options, where).frames
         grid = (len(frames), self._side, self._side)
         self.check_rows(math.prod(grid), where)
         made = [array_of(self._images(frame, where, crop_to_patches=False)["pixel_values"]) for frame in frames]
-        return [Processed("video", _frames(grid), {"pixel_values": view_data(np.concatenate(made))}, grid)]
+        return Processed("video", _frames(grid), {"pixel_values": view_data(np.concatenate(made))}, grid)
 
     def expansion(self, features: Features, modality: Modality, where: str) -> Expansion:
         whole = super().expansion(features, modality, where)

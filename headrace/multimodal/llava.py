@@ -27,13 +27,7 @@ class LlavaRules(FixedRules):
         vision = config.vision_config
         if vision.model_type not in _CLASS_TOKENS:
             raise ConfigError(f"vision_config {vision.model_type} is not supported for {config.model_type}", "model")
-        made = self._made_size()
-        if made != (vision.image_size, vision.image_size):
-            raise ConfigError(
-                f"the image processor makes pictures of {made[1]}x{made[0]}, and the vision tower takes {vision.image_size}x"
-                f"{vision.image_size}",
-                "model",
-            )
+        self._check_size(self._made_size(), vision.image_size)
         side = vision.image_size // vision.patch_size
         extra = _CLASS_TOKENS[vision.model_type] - (config.vision_feature_select_strategy == "default")
         self.fixed = (1, side, side) if not extra else (1, 1, side * side + extra)

@@ -81,9 +81,7 @@ class QwenRules(MediaRules):
 
     def process(self, medium: Picture | Video, options: Mapping[str, Any], where: str) -> list[Processed]:
         if isinstance(medium, Picture):
-            size = self._pixel_limits(dict(self._images.size), options)
-            width, height = medium.size
-            tall, wide = self._target(height, width, 1, size, where)
+            tall, wide = self._picture_size(*medium.size, options, where)
             self.check_rows(tall * wide // (self._patch * self._merge) ** 2, where)
             frames = self._process.resize(medium.pixels[None], tall, wide)
             return [self._made("image", frames, self._blocks(self._grid(frames)), ("pixel_values", "image_grid_thw"))]
@@ -117,9 +115,12 @@ class QwenRules(MediaRules):
             raise refused(where, f"{width}x{height} has sides of a ratio above {_MOST_RATIO}, which this model cannot take")
         return _resized(height, width, factor, size["shortest_edge"], size["longest_edge"])
 
+    def _picture_size(self, width: int, height: int, options: Mapping[str, Any], where: str) -> tuple[int, int]:
+        """Height and width to which a picture is resized."""
+        return self._target(height, width, 1, self._pixel_limits(dict(self._images.size), options), where)
+
     def image_rows(self, width: int, height: int) -> int:
-        size = self._pixel_limits(dict(self._images.size), {})
-        tall, wide = self._target(height, width, 1, size, "the picture")
+        tall, wide = self._picture_size(width, height, {}, "the picture")
         return tall * wide // (self._patch * self._merge) ** 2
 
     # Videos

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import msgspec
 
 from headrace.core.media import Modality, PatchLayout, TensorData
-from headrace.errors import RequestError
+from headrace.errors import ConfigError, RequestError
 from headrace.multimodal.backend import ImageProcessor
 from headrace.multimodal.items import Features, Picture, Video, misfit, refused, wrong
 
@@ -111,7 +111,7 @@ class MediaRules(abc.ABC):
 
 
 class PictureRules(MediaRules):
-    """Of a model that reads pictures and no videos: one item for each, laid out by its grid.
+    """Of a model that makes one item of each picture, laid out by its grid. Subclasses may read videos too.
 
     Args:
         folder: of the model's files.
@@ -122,13 +122,23 @@ class PictureRules(MediaRules):
         self.backend = self._images.backend
         self.fingerprint = self._images.fingerprint()
 
+    def _check_size(self, made: tuple[int, int], side: int) -> None:
+        """Raises ConfigError unless the processor makes what the vision tower takes. ``made``: height and width."""
+        if made != (side, side):
+            sizes = f"{made[1]}x{made[0]}, and the vision tower takes {side}x{side}"
+            raise ConfigError(f"the image processor makes pictures of {sizes}", "model")
+
     def process(self, medium: Picture | Video, options: Mapping[str, Any], where: str) -> list[Processed]:
         if not isinstance(medium, Picture):
-            raise refused(where, "this model takes no videos")
+            return [self._video(medium, options, where)]
         grid = self._grid(*medium.size, where)
         expansion = self._expanded(grid)
         self.check_rows(expansion.num_rows, where)
         return [Processed("image", expansion, self._tensors(medium.image, where), grid)]
+
+    def _video(self, video: Video, options: Mapping[str, Any], where: str) -> Processed:
+        """The encoder's inputs of a video. Raises RequestError."""
+        raise refused(where, "this model takes no videos")
 
     def expansion(self, features: Features, modality: Modality, where: str) -> Expansion:
         if expected := self._expected(features.grid):

@@ -76,15 +76,7 @@ class MediaDecoder:
 
 
 def _metadata(decoded: Decoded) -> Mapping[str, Any]:
-    facts = decoded.video
-    if facts is None:
+    if decoded.video is None:
         raise TypeError("a picture has no metadata of a video")
-    return {
-        "fps": facts.fps,
-        "total_num_frames": facts.total_num_frames,
-        "frames_indices": facts.frames_indices,
-        "duration": facts.duration,
-        "width": decoded.width,
-        "height": decoded.height,
-        "do_sample_frames": False,
-    }
+    size = {"width": decoded.width, "height": decoded.height}
+    return msgspec.structs.asdict(decoded.video) | size | {"do_sample_frames": False}

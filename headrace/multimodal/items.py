@@ -220,9 +220,9 @@ def split_features(embeds: Any, where: str) -> list[Features]:
         )
     return [
         Features(
-            _rows(rows, start, end),
+            view_data(array_of(rows)[start:end], rows.dtype),
             grid,
-            None if deepstack is None else _deep_rows(deepstack, start, end),
+            None if deepstack is None else view_data(np.ascontiguousarray(array_of(deepstack)[:, start:end]), deepstack.dtype),
             second,
         )
         for start, end, grid, second in zip([0, *ends], ends, grids, seconds, strict=False)
@@ -353,15 +353,6 @@ def _seconds(value: Any, count: int, where: str) -> list[float | None]:
     if tensor.dtype == "bfloat16" or seconds.shape != (count,) or not np.isfinite(seconds).all() or not (seconds > 0).all():
         raise wrong(where, f"must be {count} positive numbers, one for each grid")
     return [float(second) for second in seconds]
-
-
-def _rows(tensor: TensorData, start: int, end: int) -> TensorData:
-    size = DTYPE_SIZES[tensor.dtype] * tensor.shape[1]
-    return TensorData(tensor.dtype, (end - start, tensor.shape[1]), tensor.data[start * size : end * size])
-
-
-def _deep_rows(tensor: TensorData, start: int, end: int) -> TensorData:
-    return view_data(np.ascontiguousarray(array_of(tensor)[:, start:end]), tensor.dtype)
 
 
 def wrong(where: str, what: str) -> RequestError:

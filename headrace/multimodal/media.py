@@ -16,7 +16,7 @@ import math
 import os
 import stat
 import urllib.parse
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -46,24 +46,17 @@ class MediaBudget:
     """The bytes of media that are fetched and decoded at once, over all requests."""
 
     def __init__(self, most: int) -> None:
-        self._most = most
+        self.most = most
         self.used = 0
 
     @contextlib.contextmanager
-    def share(self) -> Any:
+    def share(self) -> Iterator[_Share]:
         """One request's part, which ends with the block."""
         share = _Share(self)
         try:
             yield share
         finally:
             self.used -= share.charged
-
-    def charge(self, share: _Share, size: int) -> None:
-        """Raises: QueueFullError: other requests have spent the budget."""
-        if self.used > share.charged and self.used + size > self._most:
-            raise QueueFullError("too many pictures and videos are being loaded (max_media_bytes_in_flight): try again later")
-        self.used += size
-        share.charged += size
 
 
 class _Share:
@@ -72,7 +65,12 @@ class _Share:
         self._budget = budget
 
     def charge(self, size: int) -> None:
-        self._budget.charge(self, size)
+        """Raises: QueueFullError: other requests have spent the budget."""
+        budget = self._budget
+        if budget.used > self.charged and budget.used + size > budget.most:
+            raise QueueFullError("too many pictures and videos are being loaded (max_media_bytes_in_flight): try again later")
+        budget.used += size
+        self.charged += size
 
 
 class MediaLoader:

@@ -6,7 +6,6 @@ import asyncio
 import functools
 import random
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, TypeVar, cast
@@ -124,7 +123,8 @@ class InputProcessor:
         self._grammars = grammars if grammars is not None else GrammarFactory(args.structured_outputs_config, None)
         self._in_reasoning = self._grammars.config.enable_in_reasoning
         self._seeds = random.Random(args.seed)
-        self._bad_words: OrderedDict[tuple[tuple[str, ...], bool], BadWordsTable] = OrderedDict()
+        # Compiling reads the whole vocabulary, so that recent automatons are kept.
+        self._bad_words = functools.lru_cache(_BAD_WORDS_CACHED)(self._compiled_bad_words)
         pieces = tokenizer.token_bytes.pieces if tokenizer is not None else ()
         self._longest_piece = max((len(piece) for piece in pieces), default=1)
         self.max_prompt_chars = args.max_prompt_chars or max(_LEAST_PROMPT_CHARS, _CHARACTERS_PER_TOKEN * max_model_len)
@@ -298,7 +298,7 @@ class InputProcessor:
             max_tokens=self._max_tokens(len(tokens), params, max(0, rope.delta) if rope is not None else 0),
             seed=params.seed if params.seed is not None else self._seeds.randint(0, MAX_SEED),
             eos_token_ids=self.eos_token_ids,
-            bad_words=self._compiled_bad_words(params),
+            bad_words=self._bad_words(tuple(params.bad_words), not params.skip_special_tokens) if params.bad_words else None,
             constraint=constraint,
             prompt=text,
             priority=priority,
@@ -451,19 +451,8 @@ class InputProcessor:
         self._need_tokenizer("structured_outputs")
         return True
 
-    def _compiled_bad_words(self, params: SamplingParams) -> BadWordsTable | None:
-        """The request's automaton. Compiling reads the whole vocabulary, so that recent ones are kept."""
-        if not params.bad_words or self.tokenizer is None:
-            return None
-        special_text = not params.skip_special_tokens
-        key = (tuple(params.bad_words), special_text)
-        table = self._bad_words.get(key)
-        if table is None:
-            table = compile_bad_words(params.bad_words, self.tokenizer.token_bytes, special_text=special_text)
-            self._bad_words[key] = table
-            while len(self._bad_words) > _BAD_WORDS_CACHED:
-                self._bad_words.popitem(last=False)
-        return table
+    def _compiled_bad_words(self, words: tuple[str, ...], special_text: bool) -> BadWordsTable:
+        return compile_bad_words(words, self._need_tokenizer("bad_words").token_bytes, special_text=special_text)
 
 
 def _prompt_parts(prompt: Any) -> tuple[str | None, list[int] | None]:

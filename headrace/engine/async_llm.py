@@ -149,8 +149,8 @@ class AsyncLLM:
 
     @property
     def failed(self) -> bool:
-        """The engine stays down: it did not start, or died repeatedly."""
-        return self._supervisor.failed
+        """The engine stays down: it did not start, died repeatedly, or was closed."""
+        return self.health().final
 
     # Facts
 

@@ -189,10 +189,6 @@ class ReplicaSet:
         reason = f"{num_up} of {len(self._replicas)} replicas are up; {'; '.join(down)}" if down else ""
         return Health(num_up > 0, reason, all(replica.supervisor.health().final for replica in self._replicas))
 
-    @property
-    def failed(self) -> bool:
-        return all(replica.supervisor.failed for replica in self._replicas)
-
     def status(self) -> list[ReplicaStatus]:
         return [
             ReplicaStatus(

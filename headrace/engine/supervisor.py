@@ -147,11 +147,6 @@ class EngineSupervisor:
         return Health(False, self._reason + phase, self._state in ("failed", "closed"))
 
     @property
-    def failed(self) -> bool:
-        """The engine stays down: it did not start, or died repeatedly."""
-        return self._state == "failed"
-
-    @property
     def state(self) -> State:
         return self._state
 
@@ -228,7 +223,8 @@ class EngineSupervisor:
         engine_process = self._engine_process = EngineProcess(spawned, context, self._on_message)
         watchdog: asyncio.Task[Death] | None = None
         try:
-            engine_process.send(self._start_message(spawned.origin))
+            log_level = logging.getLogger("headrace").getEffectiveLevel()
+            engine_process.send(Start(self._args, log_level, spawned.origin, self._replica))
             watchdog = asyncio.create_task(self._watch(engine_process), name="engine-watchdog")
             status = await asyncio.shield(engine_process.exited)
             # A stuck process may end while its stacks are dumped: that is not the cause.
@@ -238,9 +234,6 @@ class EngineSupervisor:
                 watchdog.cancel()
             self._engine_process = None
             engine_process.close()
-
-    def _start_message(self, origin: float) -> Start:
-        return Start(self._args, logging.getLogger("headrace").getEffectiveLevel(), origin, self._replica)
 
     async def _watch(self, engine_process: EngineProcess) -> Death:
         """Kills the engine when it is stuck."""

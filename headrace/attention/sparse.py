@@ -81,20 +81,16 @@ class SparsePrefillAttention(AttentionBackend):
     def supports(
         cls, spec: AttentionSpec, device: str, dtype: str, kv_dtype: str | None = None, modes: Modes = NO_MODES
     ) -> list[str]:
+        refused = {
+            "it keeps compressed KV": spec.mla is not None,
+            "it has a sliding window": spec.window is not None,
+            "it has sinks": spec.sinks,
+            "it has a soft cap": spec.soft_cap is not None,
+            f"it reads the KV of layer {spec.kv_source}": spec.kv_source is not None,
+            f"sparse prefill computes in {', '.join(_DTYPES)}, not in {dtype}": dtype not in _DTYPES,
+        }
         reasons = super().supports(spec, device, dtype, kv_dtype, modes)
-        if spec.mla is not None:
-            reasons.append("it keeps compressed KV")
-        if spec.window is not None:
-            reasons.append("it has a sliding window")
-        if spec.sinks:
-            reasons.append("it has sinks")
-        if spec.soft_cap is not None:
-            reasons.append("it has a soft cap")
-        if spec.kv_source is not None:
-            reasons.append(f"it reads the KV of layer {spec.kv_source}")
-        if dtype not in _DTYPES:
-            reasons.append(f"sparse prefill computes in {', '.join(_DTYPES)}, not in {dtype}")
-        return reasons
+        return [*reasons, *(reason for reason, applies in refused.items() if applies)]
 
     def plan(self, step: StepMetadata) -> None:
         super().plan(step)

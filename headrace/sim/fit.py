@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -218,14 +218,3 @@ def _error(times: KindTimes, steps: Sequence[MeasuredStep]) -> KindError:
 def _rounded(value: float) -> float:
     """To 6 significant digits: what a file shows."""
     return float(f"{value:.6g}")
-
-
-def numbers(model: StepTimeModel) -> int:
-    """How many numbers the model has."""
-
-    def count(value: Any) -> int:
-        if isinstance(value, dict):
-            return sum(count(part) for name, part in value.items() if name != "graphs")
-        return sum(count(part) for part in value) if isinstance(value, (list, tuple)) else 1
-
-    return count(msgspec.to_builtins(model))

@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
+
 from headrace.core.sequence import Sequence, SequenceUpdate
 from headrace.engine.parsed_text import ParsedText, Parsing
 from headrace.outputs import Event, Failure, FinishReason, OutputDelta, RequestTimes, TokenLogprobs, merged
@@ -266,8 +268,4 @@ class SequenceText:
 
     def _times(self) -> RequestTimes:
         times = self._sequence.times
-        return (
-            times
-            if times.finished is not None
-            else RequestTimes(times.arrived, times.scheduled, times.first_token, time.monotonic())
-        )
+        return times if times.finished is not None else msgspec.structs.replace(times, finished=time.monotonic())

@@ -111,14 +111,10 @@ class ReplicatedCore:
                 raise item
             if item.request_id in self._open:
                 deltas.append(item)
-                self._note(item)
+                self._open[item.request_id] -= item.finish_reason is not None
+                if not self._open[item.request_id]:
+                    del self._open[item.request_id]
         return deltas
-
-    def _note(self, delta: OutputDelta) -> None:
-        if delta.finish_reason is not None:
-            self._open[delta.request_id] -= 1
-            if not self._open[delta.request_id]:
-                del self._open[delta.request_id]
 
     def reset_prefix_cache(self) -> bool:
         return self.call(self._llm.reset_prefix_cache())

@@ -180,8 +180,6 @@ class AttentionBackend(abc.ABC):
             dtype: of q and of the output.
             kv_dtype: of the KV cache; None: as ``dtype``.
             modes: modes the layer needs.
-
-        The base class refuses what the class attributes do not declare.
         """
         reasons = [f"it has no mode {mode}" for mode in sorted(modes - cls.modes)]
         if not cls.has_scales:
@@ -190,7 +188,12 @@ class AttentionBackend(abc.ABC):
             reasons.append(f"it runs on the CPU, not on {device}")
         if cls.dtypes and dtype not in cls.dtypes:
             reasons.append(f"it computes in {', '.join(cls.dtypes)}, not in {dtype}")
-        return reasons
+        return reasons + cls.refusals(spec, device, dtype, kv_dtype)
+
+    @classmethod
+    def refusals(cls, spec: AttentionSpec, device: str, dtype: str, kv_dtype: str | None) -> list[str]:
+        """Reasons of ``supports`` beyond what the class declares."""
+        return []
 
     def plan(self, step: StepMetadata) -> None:
         """Called once a step, before its layers run.

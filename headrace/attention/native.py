@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from headrace.attention.backend import NO_MODES, AttentionBackend, AttentionInputs, Modes, Scratch, StepMetadata
+from headrace.attention.backend import AttentionBackend, AttentionInputs, Scratch, StepMetadata
 from headrace.kernels import native
 from headrace.kernels.native.library import DTYPES
 from headrace.model_spec import AttentionSpec
@@ -32,13 +32,9 @@ class NativeAttention(AttentionBackend):
         """Of the planned step's ``query_start`` and ``seq_lens``."""
 
     @classmethod
-    def supports(
-        cls, spec: AttentionSpec, device: str, dtype: str, kv_dtype: str | None = None, modes: Modes = NO_MODES
-    ) -> list[str]:
-        reasons = super().supports(spec, device, dtype, kv_dtype, modes)
-        if device.startswith("cpu") and native.load() is None:
-            reasons.append("the native kernels are switched off or could not be compiled")
-        return reasons
+    def refusals(cls, spec: AttentionSpec, device: str, dtype: str, kv_dtype: str | None) -> list[str]:
+        missing = device.startswith("cpu") and native.load() is None
+        return ["the native kernels are switched off or could not be compiled"] if missing else []
 
     def plan(self, step: StepMetadata) -> None:
         super().plan(step)

@@ -7,15 +7,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from headrace.attention.backend import (
-    NO_MODES,
-    AttentionBackend,
-    AttentionInputs,
-    LayerCache,
-    Modes,
-    Scratch,
-    StepMetadata,
-)
+from headrace.attention.backend import AttentionBackend, AttentionInputs, LayerCache, Scratch, StepMetadata
 from headrace.attention.compose import WithUsual
 from headrace.attention.flashinfer.heads import DenseHeads, HeadsByFlashInfer, StreamingHeads
 from headrace.attention.paged_rows import PagedRows
@@ -78,9 +70,7 @@ class SparsePrefillAttention(AttentionBackend):
         """Looks at what the first row attends to, for explanations: waits for the device."""
 
     @classmethod
-    def supports(
-        cls, spec: AttentionSpec, device: str, dtype: str, kv_dtype: str | None = None, modes: Modes = NO_MODES
-    ) -> list[str]:
+    def refusals(cls, spec: AttentionSpec, device: str, dtype: str, kv_dtype: str | None) -> list[str]:
         refused = {
             "it keeps compressed KV": spec.mla is not None,
             "it has a sliding window": spec.window is not None,
@@ -89,8 +79,7 @@ class SparsePrefillAttention(AttentionBackend):
             f"it reads the KV of layer {spec.kv_source}": spec.kv_source is not None,
             f"sparse prefill computes in {', '.join(_DTYPES)}, not in {dtype}": dtype not in _DTYPES,
         }
-        reasons = super().supports(spec, device, dtype, kv_dtype, modes)
-        return [*reasons, *(reason for reason, applies in refused.items() if applies)]
+        return [reason for reason, applies in refused.items() if applies]
 
     def plan(self, step: StepMetadata) -> None:
         super().plan(step)

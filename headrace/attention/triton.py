@@ -4,16 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from headrace.attention.backend import (
-    NO_MODES,
-    VISIBLE_ENDS,
-    AttentionBackend,
-    AttentionInputs,
-    LayerCache,
-    Modes,
-    Scratch,
-    StepMetadata,
-)
+from headrace.attention.backend import VISIBLE_ENDS, AttentionBackend, AttentionInputs, LayerCache, Scratch, StepMetadata
 from headrace.kernels import support
 from headrace.kernels.triton.tiling import (
     Geometry,
@@ -57,10 +48,8 @@ class TritonAttention(AttentionBackend):
         self._workspace = torch.empty(0)
 
     @classmethod
-    def supports(
-        cls, spec: AttentionSpec, device: str, dtype: str, kv_dtype: str | None = None, modes: Modes = NO_MODES
-    ) -> list[str]:
-        reasons = support.refusals(device) + super().supports(spec, device, dtype, kv_dtype, modes)
+    def refusals(cls, spec: AttentionSpec, device: str, dtype: str, kv_dtype: str | None) -> list[str]:
+        reasons = support.refusals(device)
         if dtype == "bfloat16" and support.interpreted():
             reasons.append("Triton's interpreter cannot multiply matrices in bfloat16")
         if max(spec.head_dim, spec.v_head_dim) > _WIDEST:

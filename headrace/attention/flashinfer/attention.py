@@ -12,11 +12,9 @@ from typing import Any
 import torch
 
 from headrace.attention.backend import (
-    NO_MODES,
     AttentionBackend,
     AttentionInputs,
     LayerCache,
-    Modes,
     ReplayLengths,
     Scratch,
     StepMetadata,
@@ -153,11 +151,8 @@ class FlashInferMLA(FlashInferBackend):
     plans_replays = True
 
     @classmethod
-    def supports(
-        cls, spec: AttentionSpec, device: str, dtype: str, kv_dtype: str | None = None, modes: Modes = NO_MODES
-    ) -> list[str]:
-        reasons = super().supports(spec, device, dtype, kv_dtype, modes) + TritonAttention.supports(spec, device, dtype)
-        reasons += kernels.refusals(device, dtype)
+    def refusals(cls, spec: AttentionSpec, device: str, dtype: str, kv_dtype: str | None) -> list[str]:
+        reasons = TritonAttention.supports(spec, device, dtype) + kernels.refusals(device, dtype)
         widths = spec.v_head_dim, spec.head_dim - spec.v_head_dim
         if widths != kernels.MLA_WIDTHS:
             supported, actual = (f"{mla} and {rotated}" for mla, rotated in (kernels.MLA_WIDTHS, widths))
@@ -217,11 +212,8 @@ class FlashInferPrefill(FlashInferBackend):
         """The rows of this step."""
 
     @classmethod
-    def supports(
-        cls, spec: AttentionSpec, device: str, dtype: str, kv_dtype: str | None = None, modes: Modes = NO_MODES
-    ) -> list[str]:
-        reasons = super().supports(spec, device, dtype, kv_dtype, modes)
-        reasons += TritonAttention.supports(spec, device, dtype) + kernels.refusals(device, dtype)
+    def refusals(cls, spec: AttentionSpec, device: str, dtype: str, kv_dtype: str | None) -> list[str]:
+        reasons = TritonAttention.supports(spec, device, dtype) + kernels.refusals(device, dtype)
         missing = [] if kernels.reads_copies(spec, torch.device(device)) else scales_missing(kv_dtype)
         reasons += [f"{reason}, and copies of numbers are for fa3 alone" for reason in missing]
         if spec.head_dim not in (*kernels.WIDTHS, 192) or spec.v_head_dim not in kernels.WIDTHS:
@@ -285,12 +277,12 @@ class FlashInferCapturedPrefill(FlashInferPrefill):
     capturable = True
     plans_replays = True
     captured_bytes = WORKSPACE
+    has_scales = False
 
     @classmethod
-    def supports(
-        cls, spec: AttentionSpec, device: str, dtype: str, kv_dtype: str | None = None, modes: Modes = NO_MODES
-    ) -> list[str]:
-        return super().supports(spec, device, dtype, None, modes) + scales_missing(kv_dtype)
+    def refusals(cls, spec: AttentionSpec, device: str, dtype: str, kv_dtype: str | None) -> list[str]:
+        # What reads an FP8 cache, copies of its numbers, is not for graphs: ``has_scales`` says so.
+        return super().refusals(spec, device, dtype, None)
 
     @classmethod
     def wants(cls, spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> list[Kernel]:

@@ -195,33 +195,27 @@ def _send_share(
     connection.send(asyncio.run(main()))
 
 
+@dataclasses.dataclass
 class _Sender:
     """Sends the requests of one load and records each exchange."""
 
-    def __init__(
-        self,
-        client: httpx.AsyncClient,
-        load: LoadOptions,
-        prompts: Sequence[str],
-        parts: Sequence[dict[str, Any]],
-        model: str,
-        tell: Callable[[str], None],
-    ) -> None:
-        self._client = client
-        self._load = load
-        self._prompts = prompts
-        self._parts = parts
-        self._base = base_url(load.url)
-        self._model = model
-        self._tell = tell
-        self._rng = random.Random(load.seed or 0)
-        self._deadline = time.perf_counter() + load.duration
-        self.exchanges: list[Exchange] = []
-        self.dropped = 0
+    client: httpx.AsyncClient
+    load: LoadOptions
+    prompts: Sequence[str]
+    parts: Sequence[dict[str, Any]]
+    """For the message of each request; empty: requests have text alone."""
+    model: str
+    tell: Callable[[str], None]
+    exchanges: list[Exchange] = dataclasses.field(default_factory=list)
+    dropped: int = 0
+
+    def __post_init__(self) -> None:
+        self._base = base_url(self.load.url)
+        self._deadline = time.perf_counter() + self.load.duration
 
     async def closed_loop(self) -> None:
-        numbers = iter(range(self._load.num_requests))
-        count = min(self._load.clients or 1, self._load.num_requests)
+        numbers = iter(range(self.load.num_requests))
+        count = min(self.load.clients or 1, self.load.num_requests)
         await self._finish([asyncio.create_task(self._client_loop(numbers)) for _ in range(count)])
 
     async def _client_loop(self, numbers: Iterator[int]) -> None:
@@ -232,13 +226,14 @@ class _Sender:
 
     async def open_loop(self) -> None:
         tasks: list[asyncio.Task[None]] = []
+        arrivals = random.Random(self.load.seed or 0)
         arrival = time.perf_counter()
-        for number in range(self._load.num_requests):
-            arrival += self._rng.expovariate(self._load.rate or 1.0)
+        for number in range(self.load.num_requests):
+            arrival += arrivals.expovariate(self.load.rate or 1.0)
             if arrival >= self._deadline:
                 break
             await asyncio.sleep(max(0.0, arrival - time.perf_counter()))
-            if sum(not task.done() for task in tasks) >= (self._load.max_in_flight or IN_FLIGHT):
+            if sum(not task.done() for task in tasks) >= (self.load.max_in_flight or IN_FLIGHT):
                 self.dropped += 1
                 continue
             tasks.append(asyncio.create_task(self._exchange(number)))
@@ -248,7 +243,7 @@ class _Sender:
         """Waits for requests in flight up to the duration of the load, then cancels them."""
         if not tasks:
             return
-        remaining = max(0.0, self._deadline - time.perf_counter()) + self._load.duration
+        remaining = max(0.0, self._deadline - time.perf_counter()) + self.load.duration
         _, late = await asyncio.wait(tasks, timeout=remaining)
         for task in late:
             task.cancel()
@@ -264,26 +259,26 @@ class _Sender:
         except (RequestError, EngineError) as error:
             exchange.error = str(error)
         exchange.whole = time.perf_counter() - start
-        self._tell(f"{sum(e.whole is not None for e in self.exchanges)} answered")
+        self.tell(f"{sum(e.whole is not None for e in self.exchanges)} answered")
 
     def _body(self, number: int) -> dict[str, Any]:
-        content: Any = self._prompts[number % len(self._prompts)]
-        if self._parts:
-            content = [self._parts[number], {"type": "text", "text": content}]
+        content: Any = self.prompts[number % len(self.prompts)]
+        if self.parts:
+            content = [self.parts[number], {"type": "text", "text": content}]
         body: dict[str, Any] = {
-            "model": self._model,
+            "model": self.model,
             "messages": [{"role": "user", "content": content}],
-            "max_tokens": self._load.max_tokens,
+            "max_tokens": self.load.max_tokens,
             "temperature": 0,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
         # An extra of vLLM's and ours: other servers refuse or ignore it.
-        return body | ({"ignore_eos": True} if self._load.ignore_eos else {})
+        return body | ({"ignore_eos": True} if self.load.ignore_eos else {})
 
     async def _stream(self, body: dict[str, Any], exchange: Exchange, start: float) -> None:
         last = start
-        async for events in chat_events(self._client, self._base, body):
+        async for events in chat_events(self.client, self._base, body):
             now = time.perf_counter()
             for event in events:
                 if any(choice.delta is not None and choice.delta.content for choice in event.choices):

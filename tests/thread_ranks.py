@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import torch
 
+from headrace.parallel.agreement import Agreement
 from headrace.parallel.group import ThreadGroup
 
 T = TypeVar("T")
@@ -33,15 +34,12 @@ def on_ranks(size: int, run: Callable[[ThreadGroup], T]) -> list[T]:
     return results  # type: ignore[return-value]
 
 
-class ThreadAgreement:
+class ThreadAgreement(Agreement):
     """``Agreement`` of the threads of a group."""
 
     def __init__(self, group: ThreadGroup) -> None:
         self._group = group
         self.size = group.size
-
-    def any(self, flag: bool) -> bool:
-        return self.least(-int(flag)) < 0
 
     def least(self, number: int) -> int:
         return int(self._group.all_gather(torch.tensor(number)).min())

@@ -29,6 +29,7 @@ from headrace.engine.environment import visible_devices
 from headrace.engine.executor import Executor, Loaded
 from headrace.engine.spawn import PrivateFolder, child_environment
 from headrace.errors import ConfigError, EngineError, RankLostError
+from headrace.parallel.agreement import Agreement
 from headrace.runner.graphs import GraphCount
 from headrace.weights.update import Named
 
@@ -67,15 +68,12 @@ def digest(result: StepResult) -> bytes:
     return hashlib.blake2b(msgspec.msgpack.encode(agreed), digest_size=4).digest()
 
 
-class PipeAgreement:
+class PipeAgreement(Agreement):
     """``Agreement`` of rank processes: each asks the process that started them."""
 
     def __init__(self, connection: Connection, size: int) -> None:
         self._connection = connection
         self.size = size
-
-    def any(self, flag: bool) -> bool:
-        return self.least(-int(flag)) < 0
 
     def least(self, number: int) -> int:
         return int(self._ask("least", number))

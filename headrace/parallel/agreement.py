@@ -8,12 +8,11 @@ from typing import Protocol
 class Agreement(Protocol):
     """Every process calls the same methods in the same order; each call waits for all of them."""
 
-    @property
-    def size(self) -> int: ...
+    size: int
 
     def any(self, flag: bool) -> bool:
         """Whether it is set in any process."""
-        ...
+        return self.least(-int(flag)) < 0
 
     def least(self, number: int) -> int:
         """The least number of all processes."""
@@ -24,13 +23,10 @@ class Agreement(Protocol):
         ...
 
 
-class Alone:
+class Alone(Agreement):
     """One process."""
 
     size = 1
-
-    def any(self, flag: bool) -> bool:
-        return flag
 
     def least(self, number: int) -> int:
         return number

@@ -13,11 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from headrace.parallel.agreement import Agreement
+
 _WORDS = 4
 
 
-class MegatronRanks:
-    """Agreement between the processes that share a model's layers; arguments and results as of ``Agreement``.
+class MegatronRanks(Agreement):
+    """Agreement between the processes that share a model's layers.
 
     Args:
         group: Megatron's tensor-parallel group.
@@ -28,9 +30,6 @@ class MegatronRanks:
         self._group = group
         self._device = device
         self.size = dist.get_world_size(group)
-
-    def any(self, flag: bool) -> bool:
-        return -self.least(-int(flag)) > 0
 
     def least(self, number: int) -> int:
         tensor = torch.tensor([number], dtype=torch.int64, device=self._device)

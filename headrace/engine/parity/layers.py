@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
 
 from headrace.models.decoder import DecoderLayer
+from headrace.models.fallback.hooks import hooked
 from headrace.models.fallback.megatron import MegatronModel
 
 
@@ -36,15 +37,9 @@ class RecordedLayers:
             return cls(model.foreign.decoder.layers, axis=0)
         return cls(_stack(model))
 
-    @contextmanager
-    def recorded(self) -> Iterator[None]:
+    def recorded(self) -> ExitStack:
         layers = zip(self._layers, self._step, strict=True)
-        handles = [layer.register_forward_hook(self._recording(outs)) for layer, outs in layers]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        return hooked(layer.register_forward_hook(self._recording(outs)) for layer, outs in layers)
 
     def _recording(self, outs: list[torch.Tensor]) -> Callable[[nn.Module, Any, Any], None]:
         def record(module: nn.Module, args: Any, out: Any) -> None:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import ExitStack
 
 from torch.utils.hooks import RemovableHandle
 
 
-@contextmanager
-def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
+def hooked(handles: Iterable[RemovableHandle]) -> ExitStack:
     """Removes hooks at the end of the block."""
-    handles = list(handles)
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    stack = ExitStack()
+    for handle in handles:
+        stack.enter_context(handle)
+    return stack

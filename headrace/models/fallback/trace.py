@@ -28,8 +28,9 @@ WITH_MASKS = "headrace-trace"
 """The attention implementation of a traced model for which transformers makes masks, so that they can be inspected."""
 _WITHOUT_MASKS = "headrace-trace-bare"
 """The one for which it makes none, as when the model is served."""
-_RECORDER = "_headrace_recorder"
-"""Attribute of every module and config of a model while it is traced."""
+HANDLER = "_headrace_attention"
+"""Attribute of the modules that attend: what computes their calls. While a model is traced, the recorder is that of every
+module and config."""
 TOKENS, _FEW = 4099, 8
 """Tokens of the pass, which costs nothing: enough to reach code for long contexts (compressed keys, indexers), and a number
 that no dimension of a layer is likely to have. The second is for a first pass of models that may iterate over tokens."""
@@ -196,7 +197,7 @@ class _Recorder:
         # Attention asks modules for the recorder, and masks their configs.
         holders: list[Any] = [*self._paths, *_configs(self._model)]
         for holder in holders:
-            holder.__dict__[_RECORDER] = self
+            holder.__dict__[HANDLER] = self
         try:
             with hooked(handles), torch.no_grad(), _MetaValues(self):
                 yield
@@ -210,7 +211,7 @@ class _Recorder:
             raise Broken(reason, self.where) from error
         finally:
             for holder in holders:
-                holder.__dict__.pop(_RECORDER, None)
+                holder.__dict__.pop(HANDLER, None)
 
     def _enter(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._stack.append(path)
@@ -231,7 +232,7 @@ class _Recorder:
         self._kept.append(mask)
         self.masks[_storage(mask)] = window
 
-    def attended(
+    def attend(
         self,
         module: nn.Module,
         q: torch.Tensor,
@@ -426,7 +427,7 @@ def window_of(sees: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> int
     return None if window == _QUERIES[-1] + 1 else window
 
 
-def _traced_attention(
+def handled_attention(
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -434,8 +435,11 @@ def _traced_attention(
     attention_mask: torch.Tensor | None,
     **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
-    recorder: _Recorder = module.__dict__[_RECORDER]
-    return recorder.attended(module, query, key, value, attention_mask, arguments), None
+    """An attention function of transformers: calls the module's handler."""
+    handler = module.__dict__.get(HANDLER)
+    if handler is None:
+        raise ValueError("attention implementation 'headrace' works in models that headrace has loaded, and in no others")
+    return handler.attend(module, query, key, value, attention_mask, arguments), None
 
 
 def _traced_mask(
@@ -461,11 +465,11 @@ def _traced_mask(
                 # As for a step without padding, which is what such tensors tell of.
                 window = refusal.reason
     mask = torch.empty(1, 1, q_length, kv_length, dtype=dtype, device="meta")
-    recorder: _Recorder = config.__dict__[_RECORDER]
+    recorder: _Recorder = config.__dict__[HANDLER]
     recorder.handed_out(mask, window)
     return mask
 
 
-AttentionInterface.register(WITH_MASKS, _traced_attention)
-AttentionInterface.register(_WITHOUT_MASKS, _traced_attention)
+AttentionInterface.register(WITH_MASKS, handled_attention)
+AttentionInterface.register(_WITHOUT_MASKS, handled_attention)
 AttentionMaskInterface.register(WITH_MASKS, _traced_mask)

@@ -20,13 +20,11 @@ from headrace.models.fallback.foreign_model import ForeignModel
 from headrace.models.fallback.head import SplitModel
 from headrace.models.fallback.layout import TRANSFORMERS, TRANSFORMERS_OUT
 from headrace.models.fallback.rotary import Angles
-from headrace.models.fallback.trace import Trace
+from headrace.models.fallback.trace import HANDLER, Trace, handled_attention
 from headrace.models.interface import ModelInputs
 
 ATTENTION = "headrace"
 """Name of the attention implementation. No mask function has this name, so transformers makes no masks."""
-CALLS = "_headrace_calls"
-"""Attribute of the modules that attend: the calls of the model that they belong to."""
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]], torch.Tensor]
 """(layer, q, k, v in transformers' layout, further arguments) -> ``[1, T, heads, width]``."""
@@ -43,7 +41,7 @@ class Calls:
         self.substitute: Attend | None = None
         """Replaces paged attention while the model is verified or probed."""
         for module in self.modules:
-            module.__dict__[CALLS] = self
+            module.__dict__[HANDLER] = self
 
     @contextmanager
     def in_order(self) -> Iterator[None]:
@@ -131,18 +129,4 @@ class TransformersModel(ForeignModel):
         return self.body.logits(hidden[None])[0]
 
 
-def _attend(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    **arguments: Any,
-) -> tuple[torch.Tensor, None]:
-    calls: Calls | None = module.__dict__.get(CALLS)
-    if calls is None:
-        raise ValueError(f"attention implementation {ATTENTION!r} works in models that headrace has loaded, and in no others")
-    return calls.attend(module, query, key, value, attention_mask, arguments), None
-
-
-AttentionInterface.register(ATTENTION, _attend)
+AttentionInterface.register(ATTENTION, handled_attention)

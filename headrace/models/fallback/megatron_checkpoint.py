@@ -8,12 +8,10 @@ are left out.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import os
 import time
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -272,12 +270,9 @@ def _start_alone(device: torch.device) -> None:
         model_parallel_cuda_manual_seed(0)
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def _quiet() -> warnings.catch_warnings[None]:
     """Suppresses warnings of Megatron and PyTorch about optional packages and deprecations, which users cannot act on."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+    return warnings.catch_warnings(action="ignore")
 
 
 def _has_transformer_engine() -> bool:

@@ -33,7 +33,7 @@ from headrace.models.decoder import Decoder
 from headrace.models.family import Family
 from headrace.models.hf_config import HFConfig, text_part
 from headrace.parallel.group import ALONE, Group
-from headrace.quant.formats import checkpoint_format
+from headrace.quant.formats import scale_tile
 from headrace.weights.names import NameTable
 
 _FAMILIES: tuple[Family, ...] = (
@@ -93,7 +93,7 @@ def model_spec(hf_config: HFConfig) -> ModelSpec:
         raise ConfigError(
             f"architecture {' / '.join(map(str, named))} is not supported; supported are: {', '.join(supported())}", "model"
         )
-    checkpoint_format(hf_config)
+    scale_tile(hf_config)
     return dataclasses.replace(family.model_spec(_own_text(hf_config)), vision=vision.vision_spec(hf_config))
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from headrace.errors import ConfigError
 from headrace.model_spec.integers import is_integer
 
@@ -15,16 +13,8 @@ INT8_TYPES = frozenset({"Q5_0", "Q5_1", "Q5_K", "Q8_0"})
 """GGUF types that the compiled kernels hold in addition; PyTorch's int8 kernel has one scale for each row."""
 
 
-@dataclasses.dataclass(frozen=True)
-class CheckpointFormat:
-    """The number format of a checkpoint's matrices."""
-
-    tile: tuple[int, int] | None
-    """Outputs and inputs that share a scale of FP8; None: MXFP4."""
-
-
-def checkpoint_format(config: object) -> CheckpointFormat | None:
-    """Reads the format of a checkpoint's matrices; None: floats.
+def scale_tile(config: object) -> tuple[int, int] | None:
+    """Reads the format of a checkpoint's matrices: outputs and inputs that share a scale of FP8; None: floats, or MXFP4.
 
     Args:
         config: a Hugging Face configuration, of the decoder or of a model around it.
@@ -39,9 +29,9 @@ def checkpoint_format(config: object) -> CheckpointFormat | None:
     fields = scheme if isinstance(scheme, dict) else {"quant_method": scheme}
     method, tile = fields.get("quant_method"), fields.get("weight_block_size")
     if method == "mxfp4" and scheme is fields:
-        return CheckpointFormat(None)
+        return None
     if method == "fp8" and isinstance(tile, list | tuple) and len(tile) == 2 and all(is_integer(size, 1) for size in tile):
-        return CheckpointFormat((tile[0], tile[1]))
+        return tile[0], tile[1]
     raise ConfigError(
         f"quantization_config {method!r} is not supported; what is: mxfp4, and fp8 with a weight_block_size of two numbers",
         "quantization_config",

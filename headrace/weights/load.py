@@ -22,7 +22,7 @@ from headrace.layers.moe import Experts
 from headrace.model_spec import ModelSpec
 from headrace.parallel.shards import Cut
 from headrace.quant.convert import Conversion, Converter
-from headrace.quant.formats import checkpoint_format
+from headrace.quant.formats import scale_tile
 from headrace.quant.packed import PackedMethod
 from headrace.quant.stored import Codes, StoredMatrix
 from headrace.sources.files import ModelFiles
@@ -87,9 +87,7 @@ def _open(model: nn.Module, table: NameTable, files: ModelFiles, seed: int) -> C
 def _open_safetensors(files: ModelFiles, spec: ModelSpec, device: torch.device) -> Checkpoint:
     if is_sharded(files.weight_files):
         return ShardedCheckpoint(files.weight_files, spec)
-    checkpoint = SafetensorsCheckpoint(files.weight_files)
-    stored = checkpoint_format(files.config)
-    return checkpoint if stored is None else ScaledCheckpoint(checkpoint, stored.tile, device)
+    return ScaledCheckpoint(SafetensorsCheckpoint(files.weight_files), scale_tile(files.config), device)
 
 
 class _Loader:

@@ -34,16 +34,25 @@ class ScaledCheckpoint(Checkpoint):
     ) -> None:
         self._inner = inner
         self._device = device
-        self._tile = tile
         self._scale_of: dict[str, str] = {}
+        self._tiles: dict[str, tuple[int, ...]] = {}
+        """How many numbers along each axis of a tensor share a scale."""
         stored: dict[str, StoredTensor] = {}
         for name, tensor in inner.tensors.items():
-            if name.endswith(_BLOCKS) and tensor.kind == "U8":
-                scale = self._find(name, name.removesuffix(_BLOCKS) + _SCALES, (*tensor.shape[:-1],))
-                shape = (*tensor.shape[:-2], tensor.shape[-2] * tensor.shape[-1] * 2)
-                kind = "MXFP4"
+            shape, kind = tensor.shape, tensor.kind
+            if name.endswith(_BLOCKS) and kind == "U8":
+                block = 2 * shape[-1]
+                self._tiles[name] = (*(1 for _ in shape[:-2]), block)
+                scale = self._find(name, name.removesuffix(_BLOCKS) + _SCALES, shape[:-1])
+                shape, kind = (*shape[:-2], shape[-2] * block), "MXFP4"
             elif name + _TILE_SCALE in inner.tensors:
-                scale, shape, kind = self._find(name, name + _TILE_SCALE, self._tiles(name, tensor)), tensor.shape, tensor.kind
+                if tile is None:
+                    raise ConfigError(
+                        f"{name} has scales, but quantization_config gives no weight_block_size", "quantization_config"
+                    )
+                self._tiles[name] = tile
+                tiles = tuple(-(-size // side) for size, side in zip(shape, tile, strict=True))
+                scale = self._find(name, name + _TILE_SCALE, tiles)
             else:
                 stored[name] = tensor
                 continue
@@ -51,12 +60,6 @@ class ScaledCheckpoint(Checkpoint):
             stored[name] = dataclasses.replace(tensor, shape=shape, kind=kind, nbytes=nbytes)
         scales = set(self._scale_of.values())
         self.tensors: Mapping[str, StoredTensor] = {name: tensor for name, tensor in stored.items() if name not in scales}
-
-    def _tiles(self, name: str, tensor: StoredTensor) -> tuple[int, ...]:
-        """Tiles of a matrix, each way."""
-        if self._tile is None:
-            raise ConfigError(f"{name} has scales, but quantization_config gives no weight_block_size", "quantization_config")
-        return tuple(-(-size // tile) for size, tile in zip(tensor.shape, self._tile, strict=True))
 
     def _find(self, name: str, scale: str, shape: tuple[int, ...]) -> str:
         found = self._inner.tensors.get(scale)
@@ -79,34 +82,24 @@ class ScaledCheckpoint(Checkpoint):
 
     def _read_range(self, name: str, axis: int, start: int, stop: int) -> torch.Tensor:
         """Reads the range with the whole of those numbers at its ends that share a scale."""
-        size = self._shared(name, axis)
+        size = self._tiles[name][axis]
         first, last = start // size * size, min(-(-stop // size) * size, self.tensors[name].shape[axis])
         return self._codes(name, (axis, first, last)).dequantize().narrow(axis, start - first, stop - start)
-
-    def _shared(self, name: str, axis: int) -> int:
-        """How many numbers along an axis share a scale."""
-        if self.tensors[name].kind == "MXFP4":
-            return 2 * self._inner.tensors[name].shape[-1] if axis == len(self.tensors[name].shape) - 1 else 1
-        return self._tiling(name)[axis]
 
     def _codes(self, name: str, where: tuple[int, int, int] | None) -> TileCodes | MicroscaledCodes:
         """Codes of the whole, or of a range (axis, start, stop) that splits no numbers with a common scale."""
         values = scales = None
         if where is not None:
             axis, start, stop = where
-            size = self._shared(name, axis)
+            size = self._tiles[name][axis]
             scales = Slice(axis, ((start // size, -(-stop // size)),))
             # Numbers of MXFP4 lie in blocks, along an axis of their own.
             values = scales if self.tensors[name].kind == "MXFP4" else Slice(axis, ((start, stop),))
         scale = self._inner.raw(self._scale_of[name], scales).to(self._device)
         if self.tensors[name].kind == "MXFP4":
             return MicroscaledCodes(self._inner.raw(name, values).to(self._device), scale)
-        return TileCodes(self._inner.read(name, values).to(self._device), scale, self._tiling(name))
-
-    def _tiling(self, name: str) -> tuple[int, int]:
-        if self._tile is None:
-            raise ValueError(f"{name} has scales of tiles whose size is not known")
-        return self._tile
+        outputs, inputs = self._tiles[name]
+        return TileCodes(self._inner.read(name, values).to(self._device), scale, (outputs, inputs))
 
     def close(self) -> None:
         self._inner.close()

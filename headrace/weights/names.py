@@ -62,23 +62,27 @@ class Slice:
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
-    """What a tensor-parallel rank holds of a matrix or vector: ranges along one axis, and zeros behind them."""
+class ParameterCut(Slice):
+    """What one rank holds of a parameter: ranges along one axis, and zeros behind them."""
+
+    padding: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Part(ParameterCut):
+    """What a tensor-parallel rank holds of a matrix or vector, in the layout of the parameter."""
 
     shape: tuple[int, ...]
     """Of the whole."""
-    axis: int
-    ranges: tuple[tuple[int, int], ...]
-    padding: int = 0
 
     def read(self, read: ReadSlice, layout: StoredLayout | None) -> torch.Tensor:
         """Reads the part of a stored tensor, and no more where the layout allows it."""
         if not self.ranges:
             return torch.zeros(self._shape(self.padding))
         if layout is None:
-            held = read(Slice(self.axis, self.ranges))
+            held = read(self)
         elif layout.wrapped:
-            held = Slice(self.axis, self.ranges).of(layout.take(read(None)))
+            held = self.of(layout.take(read(None)))
         else:
             held = self._read_in_layout(read, layout)
         if not self.padding:
@@ -106,15 +110,6 @@ def _ranges(ascending: torch.Tensor) -> tuple[tuple[int, int], ...]:
     """Ascending numbers as ranges ``[start, stop)``."""
     breaks = (ascending.diff() != 1).nonzero().flatten() + 1
     return tuple((int(run[0]), int(run[-1]) + 1) for run in ascending.tensor_split(breaks))
-
-
-@dataclasses.dataclass(frozen=True)
-class ParameterCut:
-    """What one rank holds of a parameter: ranges along one axis, and zeros behind them."""
-
-    axis: int
-    ranges: tuple[tuple[int, int], ...]
-    padding: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,7 +172,7 @@ class Target:
                 return self._cut_stack(cut, shape)
             axis -= 1
         if self.stop is None or axis != 0:
-            return dataclasses.replace(self, part=Part(shape, axis, cut.ranges, cut.padding))
+            return dataclasses.replace(self, part=Part(axis, cut.ranges, cut.padding, shape=shape))
         at, first, ranges = 0, None, []
         for start, stop in cut.ranges:
             low, high = max(start, self.start), min(stop, self.stop)
@@ -187,7 +182,7 @@ class Target:
             at += stop - start
         first = first or 0
         count = sum(stop - start for start, stop in ranges)
-        return dataclasses.replace(self, start=first, stop=first + count, part=Part(shape, axis, tuple(ranges)))
+        return dataclasses.replace(self, start=first, stop=first + count, part=Part(axis, tuple(ranges), shape=shape))
 
     def _cut_stack(self, cut: ParameterCut, shape: tuple[int, ...]) -> Target:
         """Of a parameter that stacks matrices, a rank holds some."""
@@ -196,7 +191,7 @@ class Target:
             if start <= index < stop:
                 return dataclasses.replace(self, index=at + index - start)
             at += stop - start
-        return dataclasses.replace(self, start=0, stop=0, index=None, part=Part(shape, 0, ()))
+        return dataclasses.replace(self, start=0, stop=0, index=None, part=Part(0, (), shape=shape))
 
 
 class NameTable:
@@ -285,17 +280,13 @@ class NameTable:
                 return self._under(prefixes).chosen(names)
         table = self._emptied()
         for parameter, usual in self._names.items():
-            others = self._instead.get(parameter, [])
-            other = next((group for group in others if any(name in names for name in group)), None)
-            if other is None:
-                for name in usual:
-                    part, plain = self._parts[name], self._transposable.get(name)
-                    if plain is not None and isinstance(names, Mapping) and name in names and names[name].shape == plain:
-                        part = dataclasses.replace(part, layout=None)
-                    table._insert(name, part)
-            else:
-                for name, part in other.items():
-                    table._insert(name, part)
+            groups = [*self._instead.get(parameter, []), {name: self._parts[name] for name in usual}]
+            group = next((group for group in groups if any(name in names for name in group)), groups[-1])
+            for name, part in group.items():
+                plain = self._transposable.get(name)
+                if plain is not None and isinstance(names, Mapping) and name in names and names[name].shape == plain:
+                    part = dataclasses.replace(part, layout=None)
+                table._insert(name, part)
         return table
 
     def _emptied(self) -> NameTable:
@@ -305,18 +296,23 @@ class NameTable:
         table._ties, table._moved = self._ties, self._moved
         return table
 
-    def _under(self, prefixes: Mapping[str, str]) -> NameTable:
-        """Returns the table with other prefixes."""
+    def _mapped(self, rename: Callable[[str], str], change: Callable[[Target], Target]) -> NameTable:
+        """Returns the table with other names and targets."""
         table = self._emptied()
-        table._moved = dict(prefixes)
         for name, part in self._parts.items():
-            table._insert(_move(name, prefixes), part)
-        table._transposable = {_move(name, prefixes): shape for name, shape in self._transposable.items()}
-        table._ties = {_move(name, prefixes): parameter for name, parameter in self._ties.items()}
+            table._insert(rename(name), change(part))
+        table._transposable = {rename(name): shape for name, shape in self._transposable.items()}
+        table._ties = {rename(name): parameter for name, parameter in self._ties.items()}
         table._instead = {
-            parameter: [{_move(name, prefixes): part for name, part in group.items()} for group in others]
+            parameter: [{rename(name): change(part) for name, part in group.items()} for group in others]
             for parameter, others in self._instead.items()
         }
+        return table
+
+    def _under(self, prefixes: Mapping[str, str]) -> NameTable:
+        """Returns the table with other prefixes."""
+        table = self._mapped(lambda name: _move(name, prefixes), lambda part: part)
+        table._moved = dict(prefixes)
         return table
 
     def sharded(self, cuts: Mapping[str, ParameterCut], shapes: Mapping[str, tuple[int, ...]]) -> NameTable:
@@ -331,14 +327,8 @@ class NameTable:
             own = cuts.get(part.parameter)
             return part if own is None else part.cut(own, shapes[part.parameter])
 
-        table = self._emptied()
-        table._elsewhere, table._transposable = self._elsewhere, self._transposable
-        for name, part in self._parts.items():
-            table._insert(name, cut(part))
-        table._instead = {
-            parameter: [{name: cut(part) for name, part in group.items()} for group in others]
-            for parameter, others in self._instead.items()
-        }
+        table = self._mapped(lambda name: name, cut)
+        table._elsewhere = self._elsewhere
         return table
 
     def tie(self, name: str, parameter: str) -> None:

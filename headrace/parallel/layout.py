@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 from headrace.errors import ConfigError
 from headrace.model_spec import DenseSpec, MlpSpec, ModelSpec, MoeSpec, Shard
@@ -133,23 +132,16 @@ def describe(spec: ModelSpec) -> list[tuple[str, str, str]]:
 
 def _describe_attention(spec: ModelSpec, whole: ModelSpec, size: int) -> list[tuple[str, str, str]]:
     found = []
-    for own, all_ in _distinct([(a.num_heads, a.num_kv_heads) for a in spec.layers], [_heads(a) for a in whole.layers]):
-        copies = max(1, own[1] * size // all_[1])
+    layers = zip(spec.layers, whole.layers, strict=True)
+    for heads, kv_heads, of, kv_of in dict.fromkeys(
+        (own.num_heads, own.num_kv_heads, all_.num_heads, all_.num_kv_heads) for own, all_ in layers
+    ):
+        copies = max(1, kv_heads * size // kv_of)
         kept = "each on one rank" if copies == 1 else f"each on {copies} ranks"
-        found.append(("heads of a rank", f"{own[0]} of {all_[0]}", f"{own[1]} of {all_[1]} KV heads, {kept}"))
+        found.append(("heads of a rank", f"{heads} of {of}", f"{kv_heads} of {kv_of} KV heads, {kept}"))
     if any(layer.mla is not None for layer in whole.layers):
         found.append(("latent KV", "on every rank", "heads share it: the KV cache holds no more tokens than that of one rank"))
     return found
-
-
-def _heads(layer: object) -> tuple[int, int]:
-    return layer.num_heads, layer.num_kv_heads  # type: ignore[attr-defined]
-
-
-def _distinct(
-    own: Sequence[tuple[int, int]], whole: Sequence[tuple[int, int]]
-) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    return list(dict.fromkeys(zip(own, whole, strict=True)))
 
 
 def _describe_mlps(spec: ModelSpec, whole: ModelSpec) -> list[tuple[str, str, str]]:

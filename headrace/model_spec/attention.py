@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from headrace.errors import ConfigError, ContradictionError
+from headrace.errors import ContradictionError
 from headrace.model_spec.integers import is_integer
 from headrace.model_spec.rope import RopeSpec
 
@@ -33,8 +33,7 @@ class AttentionSpec:
     """One layer's attention. Projection widths, cache shapes and backend choice derive from it and nothing else.
 
     Raises:
-        ContradictionError: the numbers do not fit together; the message names the layer.
-        ConfigError: they ask for what does not go together here.
+        ContradictionError: the numbers do not fit together; the message names the layer. Each by itself is trusted.
     """
 
     layer: int
@@ -71,11 +70,6 @@ class AttentionSpec:
 
     def __post_init__(self) -> None:
         where = f"layer {self.layer}"
-        for name in ("num_heads", "num_kv_heads", "head_dim", "v_head_dim"):
-            if not is_integer(getattr(self, name), 1):
-                raise ContradictionError(
-                    f"{where}: {name} must be a whole number of at least 1, not {getattr(self, name)!r}", name
-                )
         if self.num_heads % self.num_kv_heads:
             raise ContradictionError(
                 f"{where}: {self.num_heads} query heads cannot be shared evenly by {self.num_kv_heads} KV heads", "num_kv_heads"
@@ -90,29 +84,6 @@ class AttentionSpec:
             raise ContradictionError(
                 f"{where}: window must be a whole number of at least 1, not {self.window!r}", "sliding_window"
             )
-        if self.mla is not None:
-            self._check_mla(self.mla)
-
-    def _check_mla(self, mla: MLASpec) -> None:
-        where = f"layer {self.layer}"
-        if self.num_kv_heads != 1:
-            raise ConfigError(f"{where}: compressed KV is one head, not {self.num_kv_heads}", "num_kv_heads")
-        if self.head_dim != self.rotary_dim + self.v_head_dim:
-            raise ConfigError(
-                f"{where}: a compressed key has {self.rotary_dim} rotated channels and {self.v_head_dim} others, which are not "
-                f"{self.head_dim}",
-                "kv_lora_rank",
-            )
-        if mla.head_dim <= self.rotary_dim or mla.v_head_dim < 1 or (mla.q_rank is not None and mla.q_rank < 1):
-            raise ConfigError(
-                f"{where}: an uncompressed head needs more than the {self.rotary_dim} rotated channels, and values",
-                "qk_head_dim",
-            )
-        if self.kv_source is not None:
-            raise ConfigError(f"{where}: compressed KV of another layer cannot be read", "kv_source")
-        for name in ("sinks", "output_gate", "v_from_k"):
-            if getattr(self, name):
-                raise ConfigError(f"{where}: {name} does not go with compressed KV", name)
 
     @property
     def uncompressed(self) -> AttentionSpec:

@@ -6,7 +6,6 @@ import dataclasses
 from typing import Literal
 
 from headrace.errors import ConfigError, ContradictionError
-from headrace.model_spec.integers import is_integer
 
 CLAMPED_SWIGLU = "clamped_swiglu"
 """``(clamp(up, -limit, limit) + 1) * g * sigmoid(alpha * g)`` with ``g = min(gate, limit)``: what gpt-oss has for a gate."""
@@ -21,13 +20,6 @@ class DenseSpec:
     """By Hugging Face's name."""
     bias: bool = False
     """All three matrices have one."""
-
-    def __post_init__(self) -> None:
-        width = self.intermediate_size
-        if not is_integer(width, 1):
-            raise ContradictionError(
-                f"intermediate_size must be a whole number of at least 1, not {width!r}", "intermediate_size"
-            )
 
     def matrices(self, hidden_size: int) -> list[tuple[int, int]]:
         """(outputs, inputs) of every matrix."""
@@ -82,10 +74,6 @@ class MoeSpec:
     """The experts ``[start, stop)`` whose matrices a tensor-parallel rank holds; None: all. The router has all in any case."""
 
     def __post_init__(self) -> None:
-        for name in ("num_experts", "top_k", "intermediate_size", "num_groups", "top_groups"):
-            value = getattr(self, name)
-            if not is_integer(value, 1):
-                raise ContradictionError(f"mixture of experts: {name} must be a positive whole number, not {value!r}", name)
         if self.num_experts % self.num_groups:
             raise ContradictionError(
                 f"mixture of experts: {self.num_experts} experts do not make {self.num_groups} equal groups", "num_groups"

@@ -17,7 +17,7 @@ class ModelFacts:
     """What the engine needs to know of any model, whoever builds it. ``layers[i].layer == i``.
 
     Raises:
-        ConfigError: the layers are not numbered 0, 1, 2 ..., or one would read KV that another has given up.
+        ConfigError: a layer would read KV that another has given up.
         ContradictionError: a layer reads KV that is not there, or not of its geometry. Both name the layer.
     """
 
@@ -35,8 +35,6 @@ class ModelFacts:
     """None: the model has no router."""
 
     def __post_init__(self) -> None:
-        if [layer.layer for layer in self.layers] != list(range(len(self.layers))):
-            raise ConfigError("the layers must be numbered 0, 1, 2 ... in order", "layers")
         for layer in self.layers:
             if layer.kv_source is not None:
                 _check_source(layer, layer.kv_source, self.layers)
@@ -94,9 +92,6 @@ class ModelSpec(ModelFacts):
     """A decoder-only model: what every family has. One with facts of its own adds them in a subclass.
 
     ``mlps[i]`` belongs to layer i.
-
-    Raises:
-        ConfigError: there are not as many MLPs as layers.
     """
 
     mlps: tuple[MlpSpec, ...]
@@ -112,11 +107,6 @@ class ModelSpec(ModelFacts):
     """logits = logit_soft_cap * tanh(logits / logit_soft_cap), of the head."""
     shard: Shard | None = None
     """The part of a tensor-parallel rank that this describes; None: the whole model."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if len(self.mlps) != len(self.layers):
-            raise ConfigError(f"there are {len(self.mlps)} MLPs for {len(self.layers)} layers", "mlps")
 
     @property
     def head_rows(self) -> int:

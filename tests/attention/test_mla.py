@@ -262,23 +262,6 @@ def test_a_layer_that_rotates_needs_angles() -> None:
         layer(case.q, torch.zeros(1, 36), up, ctx)
 
 
-@pytest.mark.parametrize(
-    ("changes", "parameter"),
-    [
-        ({"num_kv_heads": 3}, "num_kv_heads"),
-        ({"head_dim": 40}, "kv_lora_rank"),
-        ({"mla": MLASpec(head_dim=4, v_head_dim=5)}, "qk_head_dim"),
-        ({"kv_source": 0, "layer": 1}, "kv_source"),
-        ({"sinks": True}, "sinks"),
-        ({"output_gate": True}, "output_gate"),
-    ],
-)
-def test_specs_that_make_no_sense(changes: dict, parameter: str) -> None:
-    with pytest.raises(ConfigError, match=r"layer \d") as error:
-        mla_spec(**changes)
-    assert error.value.param == parameter
-
-
 def test_widths() -> None:
     spec = mla_spec(mla=MLASpec(head_dim=10, v_head_dim=5, q_rank=7))
     assert (spec.q_size, spec.k_size, spec.v_size, spec.out_size, spec.row_width) == (30, 36, 0, 15, 36)

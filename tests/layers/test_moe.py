@@ -194,8 +194,6 @@ def test_experts_of_left_out_groups_are_never_chosen() -> None:
         ({"num_groups": 4, "top_groups": 5}, "top_groups"),
         ({"num_groups": 4, "top_groups": 1, "top_k": 4}, "top_k"),
         ({"num_groups": 12, "top_groups": 4, "group_score": "top2"}, "num_groups"),
-        ({"num_experts": 0}, "num_experts"),
-        ({"top_k": None}, "top_k"),
     ],
 )
 def test_specs_that_make_no_sense(changes: dict, parameter: str) -> None:

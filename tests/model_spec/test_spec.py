@@ -33,7 +33,6 @@ def test_nothing_of_a_layer_changes(field: str) -> None:
     ("changes", "param"),
     [
         ({"num_kv_heads": 4}, "num_kv_heads"),
-        ({"num_heads": 0}, "num_heads"),
         ({"rotary_dim": 10}, "rotary_dim"),
         ({"rotary_dim": 3}, "rotary_dim"),
         ({"window": 0}, "sliding_window"),

@@ -67,8 +67,6 @@ def _works(spec: ModelSpec, sizes: ParallelSizes) -> bool:
 
 def _shard(spec: ModelSpec, rank: int, sizes: ParallelSizes) -> ModelSpec:
     size = sizes.tensor
-    if not 0 <= rank < size:
-        raise ConfigError(f"rank {rank} is not one of {size}", "tensor_parallel_size")
     rows = -(-spec.vocab_size // (VOCAB_MULTIPLE * size)) * VOCAB_MULTIPLE
     large = spec.vocab_size * spec.hidden_size * DTYPE_BYTES.get(spec.dtype, 2) >= LARGE_EMBEDDING
     shard = Shard(

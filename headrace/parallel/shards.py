@@ -28,15 +28,8 @@ class Cut:
     """Outputs (or inputs) of the whole matrix."""
 
     def of(self, weight: torch.Tensor) -> torch.Tensor:
-        """The part of a weight ``[outputs, inputs]`` or a vector ``[outputs]``, a view.
-
-        Raises:
-            ValueError: the weight is not of the whole's size.
-        """
-        axis = self._axis(weight)
-        if weight.shape[axis] != self.whole:
-            raise ValueError(f"a matrix of {weight.shape[axis]} {self.along} cannot be cut as one of {self.whole}")
-        return weight.narrow(axis, self.start, self.stop - self.start)
+        """The part of a weight ``[outputs, inputs]`` or a vector ``[outputs]``, a view."""
+        return weight.narrow(self._axis(weight), self.start, self.stop - self.start)
 
     def _axis(self, weight: torch.Tensor) -> int:
         return 0 if self.along == "outputs" else weight.ndim - 1
@@ -46,23 +39,13 @@ def join(cuts: Sequence[Cut], parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Joins the parts of all ranks. Where parts overlap, the first one counts.
 
     Args:
-        cuts: of every rank; parts: what each holds.
-
-    Raises:
-        ValueError: a part is not as large as its cut, or they do not make up the whole.
+        cuts: of every rank, which make up the whole; parts: what each holds.
     """
     pieces, at = [], 0
     for cut, part in zip(cuts, parts, strict=True):
-        axis = cut._axis(part)
-        if part.shape[axis] != cut.stop - cut.start:
-            raise ValueError(f"a part of {part.shape[axis]} {cut.along} is not the cut of {cut.stop - cut.start}")
-        if cut.start > at:
-            raise ValueError(f"no rank holds {cut.along} {at} to {cut.start}")
         if cut.stop > at:
-            pieces.append(part.narrow(axis, at - cut.start, cut.stop - at))
+            pieces.append(part.narrow(cut._axis(part), at - cut.start, cut.stop - at))
             at = cut.stop
-    if at != cuts[-1].whole:
-        raise ValueError(f"no rank holds {cuts[-1].along} {at} to {cuts[-1].whole}")
     return torch.cat(pieces, dim=cuts[0]._axis(parts[0]))
 
 
@@ -73,7 +56,7 @@ def shard_attention(spec: AttentionSpec, size: int) -> AttentionSpec:
         ConfigError: the heads cannot be dealt out; names the layer.
     """
     where = f"layer {spec.layer}"
-    if size < 1 or spec.num_heads % size:
+    if spec.num_heads % size:
         raise ConfigError(f"{where}: {spec.num_heads} query heads cannot be dealt to {size} ranks", "tensor_parallel_size")
     if spec.mla is not None:
         # All heads share the latent, which every rank keeps.
@@ -90,8 +73,6 @@ def attention_cuts(spec: AttentionSpec, rank: int, size: int) -> dict[str, Cut]:
     which is added once, are not cut.
     """
     local = shard_attention(spec, size)
-    if not 0 <= rank < size:
-        raise ConfigError(f"rank {rank} is not one of {size}", "tensor_parallel_size")
     first = rank * local.num_heads
     if (mla := spec.mla) is not None:
         widths = {"q": mla.head_dim, "kv_b": mla.head_dim - spec.rotary_dim + mla.v_head_dim, "o": mla.v_head_dim}
@@ -124,7 +105,7 @@ def shard_dense(spec: DenseSpec, size: int) -> DenseSpec:
     Raises:
         ConfigError: it cannot be cut evenly.
     """
-    if size < 1 or spec.intermediate_size % size:
+    if spec.intermediate_size % size:
         raise ConfigError(f"intermediate_size {spec.intermediate_size} cannot be cut for {size} ranks", "tensor_parallel_size")
     return dataclasses.replace(spec, intermediate_size=spec.intermediate_size // size)
 

@@ -64,11 +64,8 @@ def concatenate(pieces: Sequence[GroupCodes]) -> GroupCodes:
     """Concatenates pieces along the outputs. All have the same bits and K."""
     if len(pieces) == 1:
         return pieces[0]
-    bits = {piece.bits for piece in pieces}
-    if len(bits) != 1:
-        raise ValueError(f"pieces of {sorted(bits)} bits cannot be one matrix: widen them first")
     codes, scales, mins = (torch.cat([getattr(piece, name) for piece in pieces]) for name in ("codes", "scales", "mins"))
-    return GroupCodes(bits.pop(), codes, scales, mins)
+    return GroupCodes(pieces[0].bits, codes, scales, mins)
 
 
 def round_to_groups(weight: torch.Tensor, bits: int, step: torch.dtype, anchor: int = 0) -> GroupCodes:

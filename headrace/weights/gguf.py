@@ -11,7 +11,6 @@ import numpy.typing as npt
 import torch
 from gguf import (
     GGML_QUANT_SIZES,
-    MODEL_ARCH,
     MODEL_ARCH_NAMES,
     GGMLQuantizationType,
     ReaderTensor,
@@ -46,7 +45,7 @@ class GGUFCheckpoint(Checkpoint):
             own name.
 
     Raises:
-        ConfigError: a tensor is of a type that is not read, or the file's tensors have no names that we know.
+        ConfigError: a tensor is of a type that is not read.
     """
 
     def __init__(self, file: Path, spec: ModelSpec, names: Iterable[str]) -> None:
@@ -114,8 +113,6 @@ class GGUFCheckpoint(Checkpoint):
 def _hf_names(architecture: str, num_layers: int, names: Iterable[str]) -> dict[str, str]:
     """GGUF's name -> Hugging Face's, for the names that the model has."""
     known = {name: arch for arch, name in MODEL_ARCH_NAMES.items()}
-    if architecture not in known:
-        raise ConfigError(f"the GGUF file is of the architecture {architecture!r}, whose tensors' names are not known", "model")
-    table = get_tensor_name_map(MODEL_ARCH(known[architecture]), num_layers)
+    table = get_tensor_name_map(known[architecture], num_layers)
     pairs = ((table.get_name(name, try_suffixes=(".weight", ".bias")), name) for name in names)
     return {gguf_name: name for gguf_name, name in pairs if gguf_name is not None}

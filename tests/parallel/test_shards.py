@@ -11,7 +11,7 @@ from torch.nn import functional
 from headrace.errors import ConfigError
 from headrace.model_spec import AttentionSpec, DenseSpec
 from headrace.model_spec.projection import input_matrices, output_matrix
-from headrace.parallel.shards import Cut, attention_cuts, dense_cuts, join, shard_attention, shard_dense
+from headrace.parallel.shards import attention_cuts, dense_cuts, join, shard_attention, shard_dense
 
 RANKS = (1, 2, 4, 8)
 HIDDEN = 12
@@ -129,16 +129,5 @@ def test_what_does_not_fit_is_refused() -> None:
     assert caught.value.param == "tensor_parallel_size"
     with pytest.raises(ConfigError, match="layer 3: 3 KV heads cannot be dealt to 8 ranks"):
         shard_attention(spec(num_kv_heads=3), 8)
-    with pytest.raises(ConfigError, match="rank 2 is not one of 2"):
-        attention_cuts(spec(), 2, 2)
     with pytest.raises(ConfigError, match="intermediate_size 40 cannot be cut for 3 ranks"):
         dense_cuts(DenseSpec(40), 0, 3)
-    cut = Cut("outputs", 0, 4, 8)
-    with pytest.raises(ValueError, match="a matrix of 6 outputs cannot be cut as one of 8"):
-        cut.of(torch.zeros(6, 2))
-    with pytest.raises(ValueError, match="no rank holds outputs 4 to 8"):
-        join([cut], [torch.zeros(4, 2)])
-    with pytest.raises(ValueError, match="no rank holds outputs 0 to 4"):
-        join([Cut("outputs", 4, 8, 8)], [torch.zeros(4, 2)])
-    with pytest.raises(ValueError, match="a part of 3 outputs is not the cut of 4"):
-        join([cut], [torch.zeros(3, 2)])

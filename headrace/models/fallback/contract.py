@@ -60,17 +60,9 @@ class ForeignLayer:
         cell: the cell of the layer's model.
         input_layout: of q, k and v.
         output_layout: of the result.
-
-    Raises:
-        ValueError: the spec would rotate q and k a second time.
     """
 
     def __init__(self, spec: AttentionSpec, cell: ContextCell, input_layout: AxisLayout, output_layout: AxisLayout) -> None:
-        if spec.rotary_dim:
-            raise ValueError(
-                f"layer {spec.layer}: rotary_dim is {spec.rotary_dim}, but a foreign model has rotated q and k already: "
-                "it must be 0"
-            )
         self.spec = spec
         self._cell = cell
         self._input_layout = input_layout

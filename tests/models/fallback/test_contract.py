@@ -147,11 +147,6 @@ def test_keys_of_other_tokens_are_refused() -> None:
         foreign(q, k[:4], v[:4])
 
 
-def test_rotary_is_not_applied_twice() -> None:
-    with pytest.raises(ValueError, match="layer 3: rotary_dim is 8"):
-        layer(layer=3, rotary_dim=8)
-
-
 def test_outside_a_step_the_context_is_missing() -> None:
     foreign, _ = layer()
     with pytest.raises(ValueError, match="layer 0: attention was called outside a step"):

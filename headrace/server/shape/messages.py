@@ -11,12 +11,11 @@ import msgspec
 from pydantic_core import from_json
 
 from headrace.errors import RequestError
-from headrace.outputs import OutputDelta
 from headrace.server.errors import ApiError
 from headrace.server.generation import Generation, Piece
 from headrace.server.prompts import need_tokenizer
 from headrace.server.schema import CountTokensBody, MessagesBody
-from headrace.server.shape.parts import Part, Parts, Step, events_of
+from headrace.server.shape.parts import Part, Parts, Step
 from headrace.server.shape.turns import ContentPart, Turns, checked, image_part, json_text, served_tools
 from headrace.server.sse import Answer, named_event
 from headrace.server.state import Serving
@@ -294,21 +293,16 @@ class MessagesAnswer(Answer):
         # The context ends the answer before max_tokens does.
         self._clipped = generation.requests[0].max_tokens < body.max_tokens
         self._parts = Parts()
-        self._finish: OutputDelta | None = None
         self._started = False
         self._head = {"id": message_id, "type": "message", "role": "assistant", "model": state.model.name}
 
     def add(self, piece: Piece) -> Iterator[dict[str, Any]]:
-        delta = piece.delta
         if not self._started:
             self._started = True
             if self._streams:
                 yield {"type": "message_start", "message": self._message([], None, {**self._usage, "output_tokens": 1})}
                 yield {"type": "ping"}
-        yield from self._shaped(self._parts.add(events_of(delta)))
-        if delta.finish_reason is not None:
-            self._finish = delta
-            yield from self._shaped(self._parts.end())
+        yield from self._shaped(self._parts.add(piece.delta))
 
     def _shaped(self, steps: Iterable[Step]) -> Iterator[dict[str, Any]]:
         for what, part, text in steps:
@@ -353,8 +347,8 @@ class MessagesAnswer(Answer):
 
     @property
     def _stop(self) -> dict[str, Any]:
-        finish, sequence = self._finish, None
-        if finish is None or finish.finish_reason == "length":
+        finish, sequence = self._parts.finish, None
+        if finish is None or self._parts.cut:
             reason = "model_context_window_exceeded" if self._clipped else "max_tokens"
         elif self._parts.has_call:
             reason = "tool_use"

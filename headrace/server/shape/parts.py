@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -35,19 +35,21 @@ class Step(NamedTuple):
 
 
 class Parts:
-    """Folds the events of one sample into parts. Only the last part is open."""
+    """Folds the deltas of one sample into parts. Only the last part is open."""
 
     def __init__(self) -> None:
         self.all: list[Part] = []
+        self.finish: OutputDelta | None = None
+        """The last delta, once it is there."""
         self._open: Part | None = None
 
-    def add(self, events: Iterable[Event]) -> Iterator[Step]:
-        for event in events:
+    def add(self, delta: OutputDelta) -> Iterator[Step]:
+        for event in events_of(delta):
             if event.kind == "call_started":
                 yield from self._start(Part(index=len(self.all), kind="call", id=event.id, name=event.name))
             elif event.kind == "call_ended":
                 self.all[-1].ended = True
-                yield from self.end()
+                yield from self._end()
             elif event.text:
                 kind = "call" if event.kind == "arguments" else event.kind
                 if self._open is None or self._open.kind != kind:
@@ -55,18 +57,26 @@ class Parts:
                 part = self.all[-1]
                 part.text += event.text
                 yield Step("gain", part, event.text)
+        if delta.finish_reason is not None:
+            self.finish = delta
+            yield from self._end()
 
-    def end(self) -> Iterator[Step]:
+    def _end(self) -> Iterator[Step]:
         """Ends the part that is open."""
         if self._open is not None:
             part, self._open = self._open, None
             yield Step("end", part)
 
     def _start(self, part: Part) -> Iterator[Step]:
-        yield from self.end()
+        yield from self._end()
         self.all.append(part)
         self._open = part
         yield Step("start", part)
+
+    @property
+    def cut(self) -> bool:
+        """Whether the answer ends for want of room: its last part may then be incomplete."""
+        return self.finish is not None and self.finish.finish_reason == "length"
 
     @property
     def has_call(self) -> bool:

@@ -15,12 +15,11 @@ import msgspec
 from headrace.constrain.compose import TextGrammar
 from headrace.constrain.parameters import CUSTOM_INPUT
 from headrace.errors import RequestError
-from headrace.outputs import OutputDelta
 from headrace.server.errors import ApiError, shown
 from headrace.server.generation import Generation, Piece
 from headrace.server.logprobs import chat_logprobs
 from headrace.server.schema import ResponsesBody
-from headrace.server.shape.parts import Part, PartialText, Parts, Step, events_of
+from headrace.server.shape.parts import Part, PartialText, Parts, Step
 from headrace.server.shape.turns import ContentPart, Turns, checked, image_part, json_text, served_tools
 from headrace.server.sse import Answer
 from headrace.server.state import Serving
@@ -372,6 +371,15 @@ def new_id(kind: str) -> str:
     return f"{_PREFIX.get(kind, 'item')}_{uuid.uuid4().hex}"
 
 
+_TEXTS = {
+    "reasoning": ("reasoning_text", "text"),
+    "message": ("output_text", "text"),
+    "function_call": ("function_call_arguments", "arguments"),
+    "custom_tool_call": ("custom_tool_call_input", "input"),
+}
+"""Type of an item -> what the events of its text are called, and the field that has it at the end."""
+
+
 class _OutputItem:
     """One part as an item."""
 
@@ -381,11 +389,18 @@ class _OutputItem:
         self.kind = {"reasoning": "reasoning", "content": "message", "call": "function_call"}[part.kind]
         if custom:
             self.kind = "custom_tool_call"
+        self.events, self.field = _TEXTS[self.kind]
         self.id = new_id(self.kind)
+        self.place = {"item_id": self.id, "output_index": part.index} | ({} if part.kind == "call" else {"content_index": 0})
+        """In the events of its text."""
         self.logprobs: list[Any] = []
         self.input = PartialText(CUSTOM_INPUT)
         """Of a custom tool's call."""
         self.status = "in_progress"
+
+    @property
+    def text(self) -> str:
+        return self.input.text if self.custom else self.part.text
 
 
 class ResponsesAnswer(Answer):
@@ -411,7 +426,6 @@ class ResponsesAnswer(Answer):
         self._parts = Parts()
         self._items: list[_OutputItem] = []
         self._token_ids: list[int] = []
-        self._finish: OutputDelta | None = None
         self._pending: list[Any] = []
         """Logprobs of tokens whose text is still to come."""
         self._sequence = 0
@@ -425,13 +439,9 @@ class ResponsesAnswer(Answer):
             yield self._event("response.in_progress", response=self._response("in_progress"))
         if self._top_logprobs is not None and delta.logprobs:
             self._pending += chat_logprobs(self._texts, delta.logprobs, self._top_logprobs)["content"]
-        events = events_of(delta)
-        yield from self._shaped(self._parts.add(events))
-        if any(event.kind != "content" for event in events[-1:]):
+        yield from self._shaped(self._parts.add(delta))
+        if any(event.kind != "content" for event in delta.events[-1:]):
             self._pending.clear()
-        if delta.finish_reason is not None:
-            self._finish = delta
-            yield from self._shaped(self._parts.end())
 
     def _shaped(self, steps: Iterable[Step]) -> Iterator[dict[str, Any]]:
         for what, part, text in steps:
@@ -443,50 +453,36 @@ class ResponsesAnswer(Answer):
                 item.logprobs += logprobs
             if what == "end":
                 item.status = self._ended(part)
+            if item.custom:
+                text = item.input.add(text) if what == "gain" else item.input.finish(part.text)
             if self._streams:
                 yield from _EVENTS[what](self, item, text, logprobs)
-            elif item.custom:
-                item.input.add(text) if what == "gain" else item.input.finish(part.text)
 
     def _ended(self, part: Part) -> str:
         """The status of a part that has ended: the last one may have been cut off."""
-        cut = self._finish is not None and self._finish.finish_reason == "length"
-        return "incomplete" if cut or (part.kind == "call" and not part.ended) else "completed"
+        return "incomplete" if self._parts.cut or (part.kind == "call" and not part.ended) else "completed"
 
     def _started(self, item: _OutputItem, text: str, logprobs: list[Any]) -> Iterator[dict[str, Any]]:
         shape = self._shape(item, empty=True)
         yield self._event("response.output_item.added", output_index=item.part.index, item=shape)
         if item.part.kind != "call":
-            yield self._event("response.content_part.added", **_place(item), part=self._content(item, ""))
+            yield self._event("response.content_part.added", **item.place, part=self._content(item, ""))
 
     def _gained(self, item: _OutputItem, text: str, logprobs: list[Any]) -> Iterator[dict[str, Any]]:
-        match item.part.kind:
-            case "reasoning":
-                yield self._event("response.reasoning_text.delta", **_place(item), delta=text)
-            case "content":
-                yield self._event("response.output_text.delta", **_place(item), delta=text, logprobs=logprobs)
-            case "call" if item.custom:
-                if more := item.input.add(text):
-                    yield self._event("response.custom_tool_call_input.delta", **_call_place(item), delta=more)
-            case "call":
-                yield self._event("response.function_call_arguments.delta", **_call_place(item), delta=text)
+        if text:
+            more = {"logprobs": logprobs} if item.kind == "message" else {}
+            yield self._event(f"response.{item.events}.delta", **item.place, delta=text, **more)
 
     def _done(self, item: _OutputItem, text: str, logprobs: list[Any]) -> Iterator[dict[str, Any]]:
-        text, place = item.part.text, _call_place(item)
-        match item.part.kind:
-            case "reasoning":
-                yield self._event("response.reasoning_text.done", **_place(item), text=text)
-            case "content":
-                yield self._event("response.output_text.done", **_place(item), text=text, logprobs=item.logprobs)
-            case "call" if item.custom:
-                if more := item.input.finish(text):
-                    yield self._event("response.custom_tool_call_input.delta", **place, delta=more)
-                yield self._event("response.custom_tool_call_input.done", **place, input=item.input.text)
-            case "call":
-                name = item.part.name
-                yield self._event("response.function_call_arguments.done", **place, name=name, arguments=text)
+        yield from self._gained(item, text, logprobs)
+        fields: dict[str, Any] = {item.field: item.text}
+        if item.kind == "message":
+            fields["logprobs"] = item.logprobs
+        elif item.kind == "function_call":
+            fields["name"] = item.part.name
+        yield self._event(f"response.{item.events}.done", **item.place, **fields)
         if item.part.kind != "call":
-            yield self._event("response.content_part.done", **_place(item), part=self._content(item, text))
+            yield self._event("response.content_part.done", **item.place, part=self._content(item, item.text))
         yield self._event("response.output_item.done", output_index=item.part.index, item=self._shape(item))
 
     def last(self) -> Sequence[dict[str, Any]]:
@@ -494,8 +490,7 @@ class ResponsesAnswer(Answer):
         return [self._event(f"response.{response['status']}", response=response)]
 
     def whole(self) -> dict[str, Any]:
-        cut = self._finish is not None and self._finish.finish_reason == "length"
-        response = self._response("incomplete" if cut else "completed")
+        response = self._response("incomplete" if self._parts.cut else "completed")
         if self._keep is not None:
             self._keep(response, self._token_ids)
         return response
@@ -525,11 +520,10 @@ class ResponsesAnswer(Answer):
     def _shape(self, item: _OutputItem, *, empty: bool = False) -> dict[str, Any]:
         part = item.part
         head = {"id": item.id, "type": item.kind}
-        if item.custom:
-            return {**head, "call_id": part.id, "name": part.name, "input": "" if empty else item.input.text}
-        head["status"] = item.status
+        if not item.custom:
+            head["status"] = item.status
         if part.kind == "call":
-            return {**head, "call_id": part.id, "name": part.name, "arguments": "" if empty else part.text}
+            return {**head, "call_id": part.id, "name": part.name, item.field: "" if empty else item.text}
         content = [] if empty else [self._content(item, part.text)]
         if part.kind == "content":
             return {**head, "role": "assistant", "content": content}
@@ -553,14 +547,6 @@ class ResponsesAnswer(Answer):
 
 
 _EVENTS = {"start": ResponsesAnswer._started, "gain": ResponsesAnswer._gained, "end": ResponsesAnswer._done}
-
-
-def _call_place(item: _OutputItem) -> dict[str, Any]:
-    return {"item_id": item.id, "output_index": item.part.index}
-
-
-def _place(item: _OutputItem) -> dict[str, Any]:
-    return {"item_id": item.id, "output_index": item.part.index, "content_index": 0}
 
 
 def _head(

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from headrace.constrain.compose import CallRules, TextGrammar, held_tools, strict_at
-from headrace.errors import RequestError
+from headrace.errors import RequestError, wrong_type
 from headrace.options import shown
 
 
@@ -39,31 +39,31 @@ def _choice(choice: Any, schemas: Sequence[Mapping[str, Any]], where: str) -> Ch
     names = frozenset(tool["function"]["name"] for tool in schemas)
     if choice == "required" and where == "tool_choice":
         if not names:
-            raise _invalid(f"{where} is required, and there are no tools", where)
+            raise RequestError(f"{where} is required, and there are no tools", where)
         return Choice("required")
     if not isinstance(choice, Mapping):
         kinds = "none, auto, required or an object" if where == "tool_choice" else "none, auto or an object"
-        raise _invalid(f"{where} must be {kinds}", where)
+        raise RequestError(f"{where} must be {kinds}", where)
     if where == "function_call":
         return Choice("required", frozenset({_offered(choice, where, names)}), named=True)
     kind = choice.get("type")
     if kind == "function":
         return Choice("required", frozenset({_offered(choice.get("function"), f"{where}.function", names)}), named=True)
     if kind != "allowed_tools":
-        raise _invalid(f"{where}.type must be function or allowed_tools, not {shown(kind)}", f"{where}.type")
+        raise RequestError(f"{where}.type must be function or allowed_tools, not {shown(kind)}", f"{where}.type")
     allowed, inner = choice.get("allowed_tools"), f"{where}.allowed_tools"
     if not isinstance(allowed, Mapping):
-        raise RequestError(f"{inner} must be an object with mode and tools", inner, code="invalid_type")
+        raise wrong_type(inner, "an object with mode and tools")
     mode, tools = allowed.get("mode"), allowed.get("tools")
     if mode not in ("auto", "required"):
-        raise _invalid(f"{inner}.mode must be auto or required", f"{inner}.mode")
+        raise RequestError(f"{inner}.mode must be auto or required", f"{inner}.mode")
     if not isinstance(tools, list) or not tools:
-        raise _invalid(f"{inner}.tools must be a list of at least one function", f"{inner}.tools")
+        raise RequestError(f"{inner}.tools must be a list of at least one function", f"{inner}.tools")
     found = set()
     for index, tool in enumerate(tools):
         place = f"{inner}.tools[{index}]"
         if not isinstance(tool, Mapping) or tool.get("type") != "function":
-            raise _invalid(f"{place} must be an object of the type function", place)
+            raise RequestError(f"{place} must be an object of the type function", place)
         found.add(_offered(tool.get("function"), f"{place}.function", names))
     return Choice(mode, frozenset(found))
 
@@ -72,7 +72,7 @@ def _offered(function: Any, where: str, names: frozenset[str]) -> str:
     """The name of a function that the request offers."""
     name = function.get("name") if isinstance(function, Mapping) else None
     if name not in names:
-        raise _invalid(f"{where}.name must be one of the tools that the request offers, not {shown(name)}", f"{where}.name")
+        raise RequestError(f"{where}.name must be one of the tools that the request offers, not {shown(name)}", f"{where}.name")
     return str(name)
 
 
@@ -100,7 +100,3 @@ def rules_of(
         return None
     param = choice.param if required or names is not None else strict or "response_format"
     return CallRules(held, required, parallel and not choice.named, param)
-
-
-def _invalid(message: str, param: str) -> RequestError:
-    return RequestError(message, param, code="invalid_value")

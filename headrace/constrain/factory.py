@@ -155,14 +155,8 @@ class GrammarFactory:
         grammar = compose(plan, None if answer is None else answer.grammar, _Hold(self))
         problem = self._problem(grammar, named=True)
         if problem:
-            param = (
-                plan.rules.param
-                if plan.rules is not None
-                else "structured_outputs"
-                if answer is not None
-                else "thinking_token_budget"
-            )
-            raise _refused(f"{param}: the grammar of the answer cannot be held: {problem}", param)
+            param = plan.rules.param if plan.rules is not None else "structured_outputs" if answer is not None else kind
+            raise RequestError(f"{param}: the grammar of the answer cannot be held: {problem}", param)
         return Constraint(kind, grammar)
 
     def _checked(self, params: StructuredOutputsParams | None) -> Constraint:
@@ -179,7 +173,7 @@ class GrammarFactory:
         value = getattr(params, kind)
         length = sum(map(len, value)) if isinstance(value, list) else len(value) if isinstance(value, str) else 0
         if length > self.config.max_bytes:
-            raise _refused(f"{kind} has {length} characters, more than the limit of {self.config.max_bytes}", kind)
+            raise RequestError(f"{kind} has {length} characters, more than the limit of {self.config.max_bytes}", kind)
         makers: dict[str, Callable[[StructuredOutputsParams], str]] = {
             "json": self._json,
             "json_object": self._json_object,
@@ -193,7 +187,7 @@ class GrammarFactory:
         if problem and kind == "json":
             raise refusal(self._culprit(params, problem), "json")
         if problem:
-            raise _refused(f"{kind} cannot be held: {problem}", kind)
+            raise RequestError(f"{kind} cannot be held: {problem}", kind)
         return Constraint(kind, grammar, guarded=kind in ("json", "json_object"))
 
     def _problem(self, grammar: str, *, named: bool = False) -> str:
@@ -218,7 +212,7 @@ class GrammarFactory:
             schema = json.loads(params.json, parse_constant=_no_constant)
             return narrow(schema, self._schema_options(params))
         except (ValueError, RecursionError) as error:
-            raise _refused(f"json is not JSON: {str(error)[:200]}", "json") from None
+            raise RequestError(f"json is not JSON: {str(error)[:200]}", "json") from None
 
     def _json_object(self, params: StructuredOutputsParams) -> str:
         return self._json_grammar({"type": "object"}, params)
@@ -248,7 +242,7 @@ class GrammarFactory:
 
         choices = list(dict.fromkeys(params.choice or ()))
         if len(choices) > self.config.max_values:
-            raise _refused(f"choice has {len(choices)} strings, more than the limit of {self.config.max_values}", "choice")
+            raise RequestError(f"choice has {len(choices)} strings, more than the limit of {self.config.max_values}", "choice")
         literals = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
         return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {literals}")
 
@@ -347,7 +341,7 @@ def _whitespace(pattern: str | None) -> str:
     if pattern is None:
         return _WHITESPACE
     if not _WHITESPACE_ONLY.fullmatch(pattern):
-        raise _refused(f"whitespace_pattern may match whitespace only, not {pattern!r}", "whitespace_pattern")
+        raise RequestError(f"whitespace_pattern may match whitespace only, not {pattern!r}", "whitespace_pattern")
     inside = re.sub(r"\[[^]]*\]", lambda found: found[0].replace(r"\s", r" \t\n\r"), pattern)
     return inside.replace(r"\s", r"[ \t\n\r]")
 
@@ -357,16 +351,12 @@ def _from_gbnf(text: str) -> str:
     from llguidance.gbnf_to_lark import any_to_lark
 
     if text.count("::=") > _GBNF_RULES:
-        raise _refused(f"grammar has more than {_GBNF_RULES} rules in GBNF; Lark has no such limit", "grammar")
+        raise RequestError(f"grammar has more than {_GBNF_RULES} rules in GBNF; Lark has no such limit", "grammar")
     try:
         return LLMatcher.grammar_from_lark(any_to_lark(text))
     except Exception as error:  # A parser without an error type for all that can go wrong.
-        raise _refused(f"grammar is not GBNF: {str(error)[:200] or type(error).__name__}", "grammar") from None
+        raise RequestError(f"grammar is not GBNF: {str(error)[:200] or type(error).__name__}", "grammar") from None
 
 
 def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is not a number of JSON")
-
-
-def _refused(message: str, param: str) -> RequestError:
-    return RequestError(message, param, code="invalid_value")

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from headrace.errors import RequestError
+from headrace.errors import RequestError, wrong_type
 from headrace.options import OptionSpec, options, shown
 
 _SCHEMA = {"anyOf": [{"type": "object"}, {"type": "string"}]}
@@ -73,12 +73,12 @@ def folded(fields: Mapping[str, Any]) -> dict[str, Any]:
             holders.append(name)
             found |= meaning
     if len(holders) > 1:
-        raise _invalid(f"{holders[0]} and {holders[1]} both say what the output must be: give one of them", holders[1])
+        raise RequestError(f"{holders[0]} and {holders[1]} both say what the output must be: give one of them", holders[1])
     whitespace = fields.get("guided_whitespace_pattern")
     if whitespace is not None:
         if not found.keys() & {"json", "json_object"}:
             message = "guided_whitespace_pattern is for guided_json and the other names of JSON schemas"
-            raise _invalid(message, "guided_whitespace_pattern")
+            raise RequestError(message, "guided_whitespace_pattern")
         found["whitespace_pattern"] = whitespace
     return kept | {"structured_outputs": found} if found else kept
 
@@ -101,24 +101,15 @@ def sources(fields: Mapping[str, Any]) -> dict[str, str]:
 def _response_format(value: Any) -> dict[str, Any]:
     """``response_format`` in fields of StructuredOutputsParams; empty for free text."""
     if not isinstance(value, dict):
-        raise _invalid(f"response_format must be an object, not {shown(value)}", "response_format", "invalid_type")
-    readers: dict[Any, Callable[[dict[str, Any]], dict[str, Any]]] = {
-        "text": lambda rest: {},
-        "json_object": _json_object,
-        "json_schema": _json_schema,
-        "structural_tag": lambda rest: {"structural_tag": rest},
-    }
+        raise wrong_type("response_format", f"an object, not {shown(value)}")
     kind = value.get("type")
-    if not isinstance(kind, str) or kind not in readers:
-        raise _invalid(f"response_format.type must be one of {', '.join(readers)}, not {shown(kind)}", "response_format.type")
-    allowed = {
-        "text": (),
-        "json_object": ("schema",),
-        "json_schema": ("json_schema",),
-        "structural_tag": ("format", "structures", "triggers"),
-    }[kind]
+    if not isinstance(kind, str) or kind not in _FORMATS:
+        raise RequestError(
+            f"response_format.type must be one of {', '.join(_FORMATS)}, not {shown(kind)}", "response_format.type"
+        )
+    allowed, read = _FORMATS[kind]
     _only(value, ("type", *allowed), "response_format")
-    return readers[kind](value)
+    return read(value)
 
 
 def _json_object(value: dict[str, Any]) -> dict[str, Any]:
@@ -129,27 +120,32 @@ def _json_object(value: dict[str, Any]) -> dict[str, Any]:
 def _json_schema(value: dict[str, Any]) -> dict[str, Any]:
     where, inner = "response_format.json_schema", value.get("json_schema")
     if not isinstance(inner, dict):
-        raise _invalid(f"{where} must be an object with name and schema, not {shown(inner)}", where, "invalid_type")
+        raise wrong_type(where, f"an object with name and schema, not {shown(inner)}")
     _only(inner, ("name", "description", "schema", "strict"), where)
     name = inner.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise _invalid(f"{where}.name must be 1 to 64 letters, digits, - and _, not {shown(name)}", f"{where}.name")
+        raise RequestError(f"{where}.name must be 1 to 64 letters, digits, - and _, not {shown(name)}", f"{where}.name")
     schema, strict, described = inner.get("schema"), inner.get("strict"), inner.get("description")
     if not isinstance(schema, dict):
-        raise _invalid(f"{where}.schema must be a JSON Schema, not {shown(schema)}", f"{where}.schema", "invalid_type")
+        raise wrong_type(f"{where}.schema", f"a JSON Schema, not {shown(schema)}")
     if strict is not None and not isinstance(strict, bool):
-        raise _invalid(f"{where}.strict must be true or false, not {shown(strict)}", f"{where}.strict", "invalid_type")
+        raise wrong_type(f"{where}.strict", f"true or false, not {shown(strict)}")
     if described is not None and not isinstance(described, str):
-        raise _invalid(f"{where}.description must be a string", f"{where}.description", "invalid_type")
+        raise wrong_type(f"{where}.description", "a string")
     return {"json": schema} | ({"strict": False} if strict is False else {})
+
+
+_FORMATS: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any]], dict[str, Any]]]] = {
+    "text": ((), lambda value: {}),
+    "json_object": (("schema",), _json_object),
+    "json_schema": (("json_schema",), _json_schema),
+    "structural_tag": (("format", "structures", "triggers"), lambda value: {"structural_tag": value}),
+}
+"""Type of a ``response_format`` -> the fields that it may have, and what reads it."""
 
 
 def _only(value: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
     unknown = next((name for name in value if name not in known), None)
     if unknown is not None:
         message = f"{where} has no field {shown(unknown)}; it has {', '.join(known)}"
-        raise _invalid(message, f"{where}.{shown(unknown)[1:-1]}", "unknown_parameter")
-
-
-def _invalid(message: str, param: str, code: str = "invalid_value") -> RequestError:
-    return RequestError(message, param, code=code)
+        raise RequestError(message, f"{where}.{shown(unknown)[1:-1]}", code="unknown_parameter")

@@ -43,7 +43,7 @@ def structural_grammar(text: str, tokens: Mapping[str, int], hold: Hold) -> str:
     try:
         given = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise RequestError(f"structural_tag is not JSON: {str(error)[:200]}", _PARAM, code="invalid_value") from None
+        raise RequestError(f"structural_tag is not JSON: {str(error)[:200]}", _PARAM) from None
     if not isinstance(given, dict):
         raise _wrong("#", f"must be an object, not {shown(given)}")
     if "structures" in given:
@@ -218,4 +218,4 @@ class _Tags(Lark):
 
 
 def _wrong(place: str, message: str) -> RequestError:
-    return RequestError(f"structural_tag at {place}: {message}", _PARAM, code="invalid_value")
+    return RequestError(f"structural_tag at {place}: {message}", _PARAM)

@@ -44,6 +44,10 @@ def unknown(path: str, hint: str = "") -> RequestError:
     return RequestError(f"{path} is not a parameter that this server knows{hint}", path, code="unknown_parameter")
 
 
+def unsupported(path: str, message: str) -> RequestError:
+    return RequestError(message, path, code="unsupported_parameter")
+
+
 def wrong_type(path: str, accepted: str) -> RequestError:
     return RequestError(f"{path} must be {accepted}", path, code="invalid_type")
 

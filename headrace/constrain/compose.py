@@ -17,7 +17,7 @@ import msgspec
 
 from headrace.constrain.lark import spelled
 from headrace.constrain.parameters import CUSTOM_INPUT, HeldTool, Hold, Parameters
-from headrace.errors import RequestError
+from headrace.errors import RequestError, unsupported
 from headrace.text.answers import AnswerFormats
 from headrace.text.parse.format import Choice, Format, Reasoning, Vocabulary, Written
 
@@ -132,11 +132,8 @@ def plan_of(
         _check_budget(choice, answers.vocabulary)
     if rules is not None and (choice.tools is None or not choice.tools.written):
         name = choice.tools.name if choice.tools is not None else "none"
-        raise RequestError(
-            f"{rules.param} is not supported with this model's format of tool calls, {name}: its calls cannot be constrained",
-            rules.param,
-            code="unsupported_parameter",
-        )
+        why = f"with this model's format of tool calls, {name}: its calls cannot be constrained"
+        raise unsupported(rules.param, f"{rules.param} is not supported {why}")
     return AnswerPlan(choice, answers.vocabulary, "content" if in_reasoning else answers.opening(prompt), rules, budget)
 
 
@@ -150,7 +147,7 @@ def _check_budget(choice: Choice, vocabulary: Vocabulary) -> None:
         why = "the markers of this model's reasoning are no tokens of its vocabulary"
     else:
         return
-    raise RequestError(f"{name} is not supported: {why}", name, code="unsupported_parameter")
+    raise unsupported(name, f"{name} is not supported: {why}")
 
 
 def thought_of(choice: Choice) -> Reasoning | None:

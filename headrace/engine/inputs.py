@@ -16,7 +16,7 @@ from headrace.config import EngineArgs
 from headrace.constrain.compose import AnswerPlan, CallRules, plan_of
 from headrace.constrain.factory import GrammarFactory
 from headrace.core.request import BadWordsTable, Constraint, ParseOptions, Request
-from headrace.errors import ConfigError, RequestError
+from headrace.errors import ConfigError, RequestError, unsupported
 from headrace.kv import Item
 from headrace.multimodal.items import MultiModalData
 from headrace.multimodal.threads import media_workers, use_one_core
@@ -192,8 +192,7 @@ class InputProcessor:
         if not isinstance(kwargs, Mapping):
             raise RequestError(f"mm_processor_kwargs must be a dict, not {shown(kwargs)}", "mm_processor_kwargs")
         if kwargs and self.multimodal is None:
-            message = "mm_processor_kwargs is not supported: the model reads text alone"
-            raise RequestError(message, "mm_processor_kwargs", code="unsupported_parameter")
+            raise unsupported("mm_processor_kwargs", "mm_processor_kwargs is not supported: the model reads text alone")
         if self.multimodal is not None:
             self.multimodal.check_options(kwargs)
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from headrace.errors import EngineDeadError, EngineError, RequestError
+from headrace.errors import EngineDeadError, EngineError, RequestError, unsupported
 from headrace.server.answers import AnswerRoute
 from headrace.server.errors import ApiError, api_error
 from headrace.server.routes.chat import chat_completions
@@ -43,7 +43,7 @@ async def answered(state: Serving, url: str, body: dict[str, Any]) -> BatchAnswe
     request_id = route.new_id()
     try:
         if body.get("stream"):
-            raise RequestError("stream: a batch has no streams", "stream", code="unsupported_parameter")
+            raise unsupported("stream", "stream: a batch has no streams")
         generation, answer = await route.begun(state, {k: v for k, v in body.items() if v is not None}, request_id)
         whole = await collected(generation, answer)
         # Logprobs are encoded already.

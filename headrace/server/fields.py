@@ -15,7 +15,7 @@ from typing_extensions import TypedDict
 
 from headrace.constrain.fields import ConstraintFields
 from headrace.core.request import Request
-from headrace.errors import RequestError, unknown, wrong_type
+from headrace.errors import RequestError, unknown, unsupported, wrong_type
 from headrace.options import options
 from headrace.sampling_params import SamplingParams
 from headrace.server.errors import shown
@@ -393,7 +393,7 @@ def _refusal(rule: FieldRule) -> RequestError:
     takes = f" (it may be left out, or be {rule.takes_text})" if rule.takes_text else ""
     if rule.treatment == "accepted":
         return wrong_type(rule.name, rule.takes_text)
-    return RequestError(f"{rule.name} is not supported: {rule.why}{takes}", rule.name, code="unsupported_parameter")
+    return unsupported(rule.name, f"{rule.name} is not supported: {rule.why}{takes}")
 
 
 def _hint(name: str, table: Iterable[str]) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headrace.core.request import Request
 from headrace.engine.inputs import MultiModalPrompt, Prompt
-from headrace.errors import RequestError, wrong_type
+from headrace.errors import RequestError, unsupported, wrong_type
 from headrace.options import INT32_MAX
 from headrace.server.sampling import limit
 from headrace.server.schema import ChatBody, CompletionBody, TokenizeBody
@@ -65,11 +65,10 @@ def engine_prompt(serving: Serving, prompt: str | list[int], body: CompletionBod
         return prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt}
     need_tokenizer(serving, "suffix")
     if body.echo:
-        raise RequestError("suffix and echo cannot be combined", "suffix", code="unsupported_parameter")
+        raise unsupported("suffix", "suffix and echo cannot be combined")
     fim = serving.model.fim
     if fim is None:
-        message = "suffix is not supported: the model's vocabulary has no tokens for filling in the middle"
-        raise RequestError(message, "suffix", code="unsupported_parameter")
+        raise unsupported("suffix", "suffix is not supported: the model's vocabulary has no tokens for filling in the middle")
     inputs = serving.llm.inputs
     tokens = fim.prompt(
         prompt,

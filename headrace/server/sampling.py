@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from headrace.constrain.fields import folded, sources
-from headrace.errors import RequestError
+from headrace.errors import RequestError, unsupported
 from headrace.options import INT32_MAX, from_json
 from headrace.sampling_params import SamplingParams
 from headrace.server.schema import ChatBody, CompletionBody, GenerationBody
@@ -70,8 +70,7 @@ def completion_params(body: CompletionBody, serving: Serving) -> SamplingParams:
         if requested is None or 0 <= requested < body.logprobs:
             params = params.replace({"prompt_logprobs": body.logprobs})
     if body.best_of not in (None, params.n):
-        message = f"best_of ({body.best_of}) must equal n ({params.n}): every sample is returned"
-        raise RequestError(message, "best_of", code="unsupported_parameter")
+        raise unsupported("best_of", f"best_of ({body.best_of}) must equal n ({params.n}): every sample is returned")
     return params
 
 
@@ -86,8 +85,7 @@ def _params(body: GenerationBody, fields: dict[str, Any], serving: Serving) -> S
         limit("logit_bias", len(bias), serving.settings.max_logit_bias, "max_logit_bias")
     params = serving.model.defaults.replace(from_json(SamplingParams, folded(fields)))
     if body.stream and "prompt_logprobs" in fields:
-        message = "prompt_logprobs is not supported with stream: true"
-        raise RequestError(message, "prompt_logprobs", code="unsupported_parameter")
+        raise unsupported("prompt_logprobs", "prompt_logprobs is not supported with stream: true")
     limit("n", params.n, serving.settings.max_n, "max_n")
     return params
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from headrace.constrain.choice import read_choice, rules_of
 from headrace.constrain.compose import CallRules, TextGrammar
 from headrace.constrain.fields import NAMES
-from headrace.errors import RequestError
+from headrace.errors import RequestError, unsupported
 from headrace.server.schema import ChatBody
 from headrace.server.settings import ServerSettings
 from headrace.text.tools import checked_tools
@@ -60,16 +60,17 @@ def offered(
     if not schemas or choice.mode == "none":
         return Tools([] if settings.exclude_tools_when_tool_choice_none else schemas, False)
     if not settings.enable_auto_tool_choice:
-        raise _unsupported("this server runs with --no-enable-auto-tool-choice and takes tool_choice none only", choice_where)
+        message = "this server runs with --no-enable-auto-tool-choice and takes tool_choice none only"
+        raise unsupported(choice_where, message)
     if answers is None or answers.tools is None:
         why = answers.recognised.tools_by if answers is not None else "there is no tokenizer"
-        raise _unsupported(
+        raise unsupported(
+            where,
             f"{where}: this model's format of tool calls is not known ({why}): name it with --tool-call-parser, or set "
             "tool_choice to none",
-            where,
         )
     if not answers.renders_tools:
-        raise _unsupported(f"{where}: this model's chat template shows no tools: give another with --chat-template", where)
+        raise unsupported(where, f"{where}: this model's chat template shows no tools: give another with --chat-template")
     rules = rules_of(
         schemas, choice, where, content=_content_is_held(body), parallel=body.parallel_tool_calls, grammars=grammars
     )
@@ -81,7 +82,3 @@ def _content_is_held(body: ChatBody) -> bool:
     given = any(body.sampling.get(name) is not None for name in NAMES if name != "guided_whitespace_pattern")
     given = given and (body.sampling.get("response_format") or {}) != {"type": "text"}
     return given or body.sampling.get("structured_outputs") is not None
-
-
-def _unsupported(message: str, param: str) -> RequestError:
-    return RequestError(message, param, code="unsupported_parameter")

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from headrace.errors import ConfigError, RequestError, missing, wrong_type
+from headrace.errors import ConfigError, RequestError, missing, unsupported, wrong_type
 from headrace.options import shown
-from headrace.text.content import ConversationMedia, content_of, no_others, unsupported
+from headrace.text.content import ConversationMedia, content_of, no_others
 from headrace.text.fast_tokenizer import FastTokenizer
 from headrace.text.template_messages import TemplateJob
 from headrace.text.templates import TemplateRenderer
@@ -128,7 +128,8 @@ def render(
         raise RequestError("this model has no chat template: give the server one, or send a plain prompt", "messages")
     for name in template_kwargs:
         if name in _RESERVED:
-            raise unsupported(f"chat_template_kwargs.{name}", "the server sets it")
+            path = f"chat_template_kwargs.{name}"
+            raise unsupported(path, f"{path} is not supported: the server sets it")
     if add_generation_prompt is None:
         add_generation_prompt = not continue_final_message
     if continue_final_message and add_generation_prompt:
@@ -264,7 +265,7 @@ def _documented(where: str, message: Mapping[str, Any]) -> dict[str, Any]:
     out = {name: value for name, value in message.items() if value is not None}
     for name, why in _UNSERVED.items():
         if out.pop(name, None):
-            raise unsupported(f"{where}.{name}", why)
+            raise unsupported(f"{where}.{name}", f"{where}.{name} is not supported: {why}")
     no_others(where, out, _FIELDS)
     for name in ("name", "tool_call_id"):
         if not isinstance(out.get(name, ""), str):

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from headrace.core.media import Modality
-from headrace.errors import RequestError, missing, unknown, wrong_type
+from headrace.errors import RequestError, missing, unknown, unsupported, wrong_type
 from headrace.options import shown
 
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
@@ -126,7 +126,8 @@ def _text(where: str, part: Any, strict: bool, others: Sequence[str] = ()) -> st
         raise wrong_type(f"{where}.type", "a string")
     field = None if strict and kind != "text" else _TEXT_PARTS.get(kind)
     if field is None:
-        raise unsupported(f"{where}.type", f"the model reads {', '.join(['text', *others])}, not {shown(kind)}")
+        read = ", ".join(["text", *others])
+        raise unsupported(f"{where}.type", f"{where}.type is not supported: the model reads {read}, not {shown(kind)}")
     if not isinstance(part.get(field), str):
         raise wrong_type(f"{where}.{field}", "a string")
     if strict:
@@ -185,7 +186,3 @@ def _features(field: str, value: Any) -> dict[str, str]:
 def no_others(where: str, given: Mapping[str, Any], known: Collection[str]) -> None:
     if others := sorted(given.keys() - known):
         raise unknown(f"{where}.{shown(others[0])[1:-1]}")
-
-
-def unsupported(path: str, why: str) -> RequestError:
-    return RequestError(f"{path} is not supported: {why}", path, code="unsupported_parameter")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from headrace.errors import ConfigError, RequestError
+from headrace.errors import ConfigError, RequestError, unsupported
 from headrace.options import shown
 from headrace.text.chat import parsed_template
 
@@ -58,7 +58,7 @@ class EffortVariables:
             return {}
         if effort == _DEFAULT and self.efforts is None:
             return {}
-        raise RequestError(f"{_PARAM} {effort} is not supported: {self._known()}", _PARAM, code="unsupported_parameter")
+        raise unsupported(_PARAM, f"{_PARAM} {effort} is not supported: {self._known()}")
 
     def _known(self) -> str:
         known = ["none"] if self.switch is not None or not self.reasons else []

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from headrace.errors import RequestError, wrong_type
+from headrace.errors import RequestError, unsupported, wrong_type
 from headrace.options import shown
 
 _NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
@@ -27,8 +27,7 @@ def checked_tools(given: Any, where: str = "tools", *, legacy: bool = False) -> 
             raise wrong_type(place, "an object")
         tool = {"type": "function", "function": tool} if legacy else tool
         if tool.get("type") != "function":
-            message = f"{place}.type is {shown(tool.get('type'))}: there are functions only"
-            raise RequestError(message, f"{place}.type", code="unsupported_parameter")
+            raise unsupported(f"{place}.type", f"{place}.type is {shown(tool.get('type'))}: there are functions only")
         inner = place if legacy else f"{place}.function"
         name = _checked_function(tool.get("function"), inner)
         if name in names:

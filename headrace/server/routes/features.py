@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from headrace.core.media import Modality
-from headrace.errors import RequestError, missing, unknown, wrong_type
+from headrace.errors import RequestError, missing, unknown, unsupported, wrong_type
 from headrace.server.body import check_content_encoding, json_object
 from headrace.server.errors import JSON, ApiError, shown
 from headrace.server.features import Upload
@@ -48,7 +48,7 @@ async def upload(request: Request) -> Response:
     state.check_ready()
     processor = state.llm.inputs.multimodal
     if processor is None:
-        raise RequestError("this model reads text alone", "data", code="unsupported_parameter")
+        raise unsupported("data", "this model reads text alone")
     data, modality = await _given(request, state)
 
     def read() -> Features:

@@ -8,7 +8,7 @@ import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from headrace.errors import RequestError
+from headrace.errors import RequestError, unsupported
 from headrace.server.answers import Begun, answers
 from headrace.server.errors import JSON, ApiError, shown
 from headrace.server.prompts import need_tokenizer
@@ -29,8 +29,7 @@ _MOST_ITEMS = 100
 async def responses(state: Serving, body: ResponsesBody, response_id: str, tenant: str | None) -> Begun:
     """Answers a conversation of items."""
     if body.store and not state.responses.on:
-        message = "store: this server keeps no responses (--no-responses-store)"
-        raise RequestError(message, "store", code="unsupported_parameter")
+        raise unsupported("store", "store: this server keeps no responses (--no-responses-store)")
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options needs stream: true", "stream_options")
     with renamed(NAMES):
@@ -52,8 +51,7 @@ async def responses(state: Serving, body: ResponsesBody, response_id: str, tenan
 async def stored_response(request: Request) -> Response:
     """A response that was stored."""
     if request.query_params.get("stream", "false").lower() == "true":
-        message = "stream: a stored response is sent whole"
-        raise RequestError(message, "stream", code="unsupported_parameter")
+        raise unsupported("stream", "stream: a stored response is sent whole")
     return JSON(msgspec.Raw(_stored(request).response))
 
 

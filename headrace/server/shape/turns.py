@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from headrace.errors import RequestError
+from headrace.errors import RequestError, unsupported
 from headrace.options import shown
 from headrace.server.errors import ApiError
 from headrace.server.settings import ServerSettings
@@ -77,9 +77,7 @@ def checked(value: Any, kind: Any, where: str) -> Any:
         what, _, at = str(error).partition(" - at `$")
     path = where + at.rstrip("`")
     if what.startswith("Invalid value") and path.endswith(".type"):
-        raise RequestError(
-            f"{path}: {what.removeprefix('Invalid value ')} is not supported here", path, code="unsupported_parameter"
-        )
+        raise unsupported(path, f"{path}: {what.removeprefix('Invalid value ')} is not supported here")
     unknown = what.startswith("Object contains unknown field")
     raise RequestError(f"{path}: {what}", path, code="unknown_parameter" if unknown else "invalid_value")
 
@@ -106,7 +104,7 @@ def served_tools(
             skipped.append(str(tool.get("type"))[:64])
         else:
             message = f"{place}.type {shown(tool.get('type'))} is not supported: the server runs no tools of its own; with "
-            raise RequestError(f"{message}--unsupported-tools skip it leaves them out", place, code="unsupported_parameter")
+            raise unsupported(place, f"{message}--unsupported-tools skip it leaves them out")
     if skipped:
         logger.info("skipped tools that are not supported: %r", skipped)
     return kept, skipped

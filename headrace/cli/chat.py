@@ -186,8 +186,8 @@ class Conversation:
             return
         try:
             self._pictures.append(picture_part(name))
-        except (OSError, ValueError, RuntimeError) as error:
-            self._fail(f"cannot read {name}: {error}")
+        except ConfigError as error:
+            self._fail(error.message)
 
     def _save(self, name: str) -> None:
         if not name:

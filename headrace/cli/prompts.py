@@ -50,9 +50,12 @@ def read_stdin(encoding: str = "utf-8") -> TextIO:
 
 
 def picture_part(path: str) -> dict[str, Any]:
-    """The part of a message that shows a picture file. Raises OSError, or ValueError or RuntimeError for an impossible path."""
+    """The part of a message that shows a picture file. Raises ConfigError if it cannot be read."""
     kind = mimetypes.guess_type(path)[0] or "application/octet-stream"
-    data = base64.b64encode(Path(path).expanduser().read_bytes()).decode()
+    try:
+        data = base64.b64encode(Path(path).expanduser().read_bytes()).decode()
+    except (OSError, ValueError, RuntimeError) as error:  # the last two: an impossible path
+        raise ConfigError(f"cannot read {path}: {error}", "--image") from None
     return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
 
 

@@ -138,7 +138,7 @@ def _jobs(options: RunOptions, stack: contextlib.ExitStack) -> tuple[Iterable[Pr
     prompts, source = options.prompts, options.source
     if prompts:
         kind = "messages" if options.chat else "prompt"
-        pictures = [_picture(path) for path in options.image]
+        pictures = [picture_part(path) for path in options.image]
         said = [[*pictures, {"type": "text", "text": text}] if pictures else text for text in prompts]
         contents: list[Any] = [[{"role": "user", "content": content}] for content in said] if options.chat else said
         return [PromptJob(number, content, kind) for number, content in enumerate(contents, start=1)], len(prompts)
@@ -149,13 +149,6 @@ def _jobs(options: RunOptions, stack: contextlib.ExitStack) -> tuple[Iterable[Pr
     with source.open("rb") as file:
         total = sum(1 for line in file if line.strip())
     return parse_lines(stack.enter_context(source.open(encoding=encoding, errors=ERRORS))), total
-
-
-def _picture(path: str) -> dict[str, Any]:
-    try:
-        return picture_part(path)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}", "--image") from None
 
 
 def _without(jobs: Iterable[PromptJob], done: Counter[str]) -> Iterator[PromptJob]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import time
-from collections import OrderedDict
 from concurrent.futures import Future
 
 import numpy as np
 
+from headrace.bounded_cache import BoundedCache
 from headrace.config import StructuredOutputsConfig
 from headrace.constrain.limits import make_pool, parser_limits
 from headrace.constrain.matcher import GrammarMatcher
@@ -33,22 +33,17 @@ class GrammarCompiler:
         """Spent compiling, in all threads."""
         self._config = config
         self.pool = make_pool(config)
-        self._cache: OrderedDict[str, Future[GrammarMatcher]] = OrderedDict()
-        self._nbytes = 0
+        self._cache: BoundedCache[str, Future[GrammarMatcher]] = BoundedCache(max_bytes=config.cache_bytes, size=_size)
 
     def compile(self, constraint: Constraint, tenant: str = "") -> tuple[Future[GrammarMatcher], bool]:
         """The constraint's matcher at its start, for copies, or RequestError; and whether it was there already."""
         key = constraint.grammar
         found = self._cache.get(key)
         if found is not None:
-            self._cache.move_to_end(key)
             self.pool.share(tenant, found)
             return found, True
         future = self.pool.submit(tenant, functools.partial(self._compile, constraint))
-        self._cache[key] = future
-        self._nbytes += _size(key)
-        while self._nbytes > self._config.cache_bytes:
-            self._nbytes -= _size(self._cache.popitem(last=False)[0])
+        self._cache.put(key, future)
         return future, False
 
     def close(self) -> None:
@@ -87,5 +82,5 @@ def compiled(grammar: str, vocabulary: GrammarVocabulary, config: StructuredOutp
     return matcher
 
 
-def _size(grammar: str) -> int:
+def _size(grammar: str, compiled: Future[GrammarMatcher]) -> int:
     return _BYTES + _BYTES_PER_CHARACTER * len(grammar)

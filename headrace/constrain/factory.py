@@ -6,15 +6,14 @@ import asyncio
 import functools
 import json
 import re
-import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from headrace.bounded_cache import BoundedCache
 from headrace.config import StructuredOutputsConfig
 from headrace.constrain.compiler import compiled
 from headrace.constrain.compose import AnswerPlan, compose
@@ -60,9 +59,7 @@ class GrammarFactory:
         self._bytes = GrammarVocabulary.of_bytes()
         self.pool = make_pool(config)
         """Checks what requests hold; see ``prepare``."""
-        self._lock = threading.Lock()
-        self._cache: OrderedDict[bytes, Constraint | RequestError] = OrderedDict()
-        self._nbytes = 0
+        self._cache: BoundedCache[bytes, Constraint | RequestError] = BoundedCache(_CACHED, _CACHED_BYTES, _size)
         self._pending: dict[bytes, Future[Constraint | RequestError]] = {}
         """What ``prepare`` waits for."""
         self._waiting: dict[str, int] = {}
@@ -96,7 +93,7 @@ class GrammarFactory:
         """
         plan = None if plan is None or plan.plain else plan
         key = _key(params, plan)
-        if (found := self._cached(key)) is not None:
+        if (found := self._cache.get(key)) is not None:
             return _unwrapped(found)
         waiting = self._waiting.get(tenant, 0)
         if waiting and waiting + len(key) > _WAITING_BYTES:
@@ -125,29 +122,14 @@ class GrammarFactory:
     def _outcome(
         self, key: bytes, params: StructuredOutputsParams | None, plan: AnswerPlan | None
     ) -> Constraint | RequestError:
-        found = self._cached(key)
+        found = self._cache.get(key)
         if found is None:
             try:
                 found = self._checked(params) if plan is None else self._composed(params, plan)
             except RequestError as error:
                 found = error.with_traceback(None)
-            self._keep(key, found)
+            self._cache.put(key, found)
         return found
-
-    def _cached(self, key: bytes) -> Constraint | RequestError | None:
-        with self._lock:
-            found = self._cache.get(key)
-            if found is not None:
-                self._cache.move_to_end(key)
-            return found
-
-    def _keep(self, key: bytes, found: Constraint | RequestError) -> None:
-        with self._lock:
-            if key not in self._cache:
-                self._cache[key] = found
-                self._nbytes += _size(key, found)
-            while len(self._cache) > _CACHED or self._nbytes > _CACHED_BYTES:
-                self._nbytes -= _size(*self._cache.popitem(last=False))
 
     def _composed(self, params: StructuredOutputsParams | None, plan: AnswerPlan) -> Constraint:
         answer = None if params is None else self.constraint(params)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import re
-import threading
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from headrace.bounded_cache import BoundedCache
 from headrace.core.media import ItemInputs, MediaFacts, Modality, RopePositions
 from headrace.errors import ConfigError, RequestError
 from headrace.kv import Item
@@ -65,7 +64,7 @@ class MultiModalProcessor:
         self.limits: Mapping[Modality, int] = {
             modality: count if modality in known else 0 for modality, count in limits.items()
         }
-        self._cache = _ProcessedCache(cache_bytes)
+        self._cache = BoundedCache[str, list[Processed]](max_bytes=cache_bytes, size=_nbytes)
         self._ids = {modality: self._id(token) for modality, token in rules.feature_tokens.items()}
         self._markers = {
             modality: tuple(self._id(token) for token in tokens)
@@ -348,30 +347,5 @@ class MultiModalProcessor:
         return Processed(modality, expansion, tensors, features.grid, encoded=True, content_hash=digest.hexdigest())
 
 
-class _ProcessedCache:
-    """Processed media by content, the least recently used dropped first."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes, self._bytes = max_bytes, 0
-        self._entries: OrderedDict[str, list[Processed]] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def get(self, key: str) -> list[Processed] | None:
-        with self._lock:
-            found = self._entries.get(key)
-            if found is not None:
-                self._entries.move_to_end(key)
-            return found
-
-    def put(self, key: str, entry: list[Processed]) -> None:
-        with self._lock:
-            if key in self._entries:
-                return
-            self._entries[key] = entry
-            self._bytes += _nbytes(entry)
-            while self._bytes > self._max_bytes and self._entries:
-                self._bytes -= _nbytes(self._entries.popitem(last=False)[1])
-
-
-def _nbytes(entry: list[Processed]) -> int:
+def _nbytes(key: str, entry: list[Processed]) -> int:
     return sum(len(tensor.data) for one in entry for tensor in one.tensors.values())

@@ -161,7 +161,8 @@ class Generation:
         self._times = delta.times or self._times
         if delta.attention is not None:
             self._attention = most_computed(self._attention, delta.attention)
-            self._serving.reports.add(delta.request_id, delta.attention)
+            reports, name = self._serving.reports, delta.request_id
+            reports.put(name, most_computed(reports.get(name), delta.attention) or delta.attention)
         if delta.finish_reason == "error":
             message = delta.error or "the engine failed on this request"
             if delta.client_error:

@@ -7,7 +7,6 @@ import hashlib
 import logging
 import secrets
 import time
-from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -16,10 +15,11 @@ import msgspec
 from fastapi import Request
 
 import headrace
+from headrace.bounded_cache import BoundedCache
 from headrace.engine.garbage import freeze_gc
 from headrace.errors import EngineDeadError, EngineError
 from headrace.metrics.prometheus import ServerMetrics
-from headrace.outputs import AttentionReport, most_computed
+from headrace.outputs import AttentionReport
 from headrace.sampling_params import SamplingParams
 from headrace.server.body import BodyBudget
 from headrace.server.errors import ApiError, first_line, shown, unavailable
@@ -37,6 +37,8 @@ logger = logging.getLogger("headrace.server")
 MAX_JSON_VALUES = 400_000
 """Decoding as many numbers takes about 20 ms."""
 
+_REPORTS = 256
+"""Requests of which the server can say how they attended."""
 _YOUNG_OBJECTS = 50_000
 """More than what hundreds of streams make in one step: nearly all of it has died by the next one, without a collection."""
 
@@ -66,7 +68,8 @@ class Serving:
         self.num_in_flight = 0
         self.responses = ResponseStore(settings)
         self.features = FeatureStore(settings)
-        self.reports = AttentionReports()
+        self.reports: BoundedCache[str, AttentionReport] = BoundedCache(_REPORTS)
+        """How the last requests attended that did so sparsely, by their ids."""
         self.secret = secrets.token_bytes(32)
         """Signs what clients keep for the server."""
         self.late_system: bool | None = None
@@ -149,23 +152,6 @@ class Serving:
     async def until_stopped(self) -> None:
         await self.stopped.wait()
         raise EngineDeadError("the server is shutting down")
-
-
-class AttentionReports:
-    """How the last requests attended, by their ids: of the ``most`` that attended sparsely."""
-
-    def __init__(self, most: int = 256) -> None:
-        self._most = most
-        self._by_id: OrderedDict[str, AttentionReport] = OrderedDict()
-
-    def add(self, request_id: str, report: AttentionReport) -> None:
-        self._by_id[request_id] = most_computed(self._by_id.get(request_id), report) or report
-        self._by_id.move_to_end(request_id)
-        if len(self._by_id) > self._most:
-            self._by_id.popitem(last=False)
-
-    def get(self, request_id: str) -> AttentionReport | None:
-        return self._by_id.get(request_id)
 
 
 class ServedModel:

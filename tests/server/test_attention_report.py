@@ -11,7 +11,6 @@ import pytest
 
 from headrace.core.request import Request
 from headrace.outputs import AttentionReport, OutputDelta
-from headrace.server.state import AttentionReports
 from server.fakes import FakeLLM
 from server.harness import Api, client, error, events
 
@@ -95,13 +94,6 @@ def test_by_the_id_of_the_answer() -> None:
             assert error(await http.get(f"/v1/inspect/{unknown}"), 404)["param"] == "request_id"
 
     served(work)
-
-
-def test_few_reports_are_kept() -> None:
-    reports = AttentionReports(most=2)
-    for name in ("a", "b", "a", "c"):
-        reports.add(name, REPORT)
-    assert [name for name in "abc" if reports.get(name) is not None] == ["a", "c"]
 
 
 def test_densities_are_counted_once_a_prompt() -> None:

@@ -7,7 +7,6 @@ import hmac
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
-import msgspec
 from pydantic_core import from_json
 
 from headrace.errors import RequestError
@@ -16,7 +15,7 @@ from headrace.server.generation import Generation, Piece
 from headrace.server.prompts import need_tokenizer
 from headrace.server.schema import CountTokensBody, MessagesBody
 from headrace.server.shape.parts import Part, Parts, Step
-from headrace.server.shape.turns import ContentPart, Turns, checked, image_part, json_text, served_tools
+from headrace.server.shape.turns import ContentPart, Strict, Turns, checked, function_tool, image_part, json_text, served_tools
 from headrace.server.sse import Answer, named_event
 from headrace.server.state import Serving
 
@@ -35,11 +34,7 @@ NAMES = {
 _CLIENT_HEADER = "x-anthropic-billing-header:"
 
 
-class _Strict(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    pass
-
-
-class _Block(_Strict, tag_field="type", kw_only=True):
+class _Block(Strict, tag_field="type", kw_only=True):
     cache_control: dict[str, Any] | None = None
 
 
@@ -48,12 +43,12 @@ class Text(_Block, tag="text", kw_only=True):
     citations: list[Any] | None = None
 
 
-class Base64Source(_Strict, tag_field="type", tag="base64", kw_only=True):
+class Base64Source(Strict, tag_field="type", tag="base64", kw_only=True):
     media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp", "image/bmp"]
     data: str
 
 
-class URLSource(_Strict, tag_field="type", tag="url", kw_only=True):
+class URLSource(Strict, tag_field="type", tag="url", kw_only=True):
     url: str
 
 
@@ -85,7 +80,7 @@ class RedactedThinking(_Block, tag="redacted_thinking", kw_only=True):
     data: str
 
 
-class _Turn(_Strict, tag_field="role", kw_only=True):
+class _Turn(Strict, tag_field="role", kw_only=True):
     pass
 
 
@@ -101,7 +96,7 @@ class SystemTurn(_Turn, tag="system", kw_only=True):
     content: str | list[Text]
 
 
-class Tool(_Strict, kw_only=True):
+class Tool(Strict, kw_only=True):
     name: str
     input_schema: dict[str, Any]
     description: str | None = None
@@ -111,30 +106,30 @@ class Tool(_Strict, kw_only=True):
     eager_input_streaming: bool | None = None
 
 
-class ToolChoice(_Strict, kw_only=True):
+class ToolChoice(Strict, kw_only=True):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
-class ThinkingEnabled(_Strict, tag_field="type", tag="enabled", kw_only=True):
+class ThinkingEnabled(Strict, tag_field="type", tag="enabled", kw_only=True):
     budget_tokens: int
     display: Literal["summarized"] | None = None
 
 
-class ThinkingAdaptive(_Strict, tag_field="type", tag="adaptive", kw_only=True):
+class ThinkingAdaptive(Strict, tag_field="type", tag="adaptive", kw_only=True):
     display: Literal["summarized"] | None = None
 
 
-class ThinkingDisabled(_Strict, tag_field="type", tag="disabled", kw_only=True):
+class ThinkingDisabled(Strict, tag_field="type", tag="disabled", kw_only=True):
     pass
 
 
-class JSONFormat(_Strict, tag_field="type", tag="json_schema", kw_only=True):
+class JSONFormat(Strict, tag_field="type", tag="json_schema", kw_only=True):
     schema: dict[str, Any]
 
 
-class OutputConfig(_Strict, kw_only=True):
+class OutputConfig(Strict, kw_only=True):
     effort: str | None = None
     format: JSONFormat | None = None
 
@@ -253,14 +248,13 @@ def _texts(content: str | list[Text] | None) -> list[str]:
 
 
 def _function(tool: Tool) -> dict[str, Any]:
-    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema, "strict": tool.strict}
-    return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
+    return function_tool(name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict)
 
 
 def _choice(choice: ToolChoice) -> dict[str, Any]:
     if (choice.type == "tool") != (choice.name is not None):
         raise RequestError("tool_choice.name belongs to the type tool, which needs it", "tool_choice.name")
-    named = {"type": "function", "function": {"name": choice.name}}
+    named = function_tool(name=choice.name)
     fields: dict[str, Any] = {"tool_choice": {"auto": "auto", "any": "required", "tool": named, "none": "none"}[choice.type]}
     if choice.disable_parallel_tool_use:
         fields["parallel_tool_calls"] = False

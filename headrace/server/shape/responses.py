@@ -20,7 +20,7 @@ from headrace.server.generation import Generation, Piece
 from headrace.server.logprobs import chat_logprobs
 from headrace.server.schema import ResponsesBody
 from headrace.server.shape.parts import Part, PartialText, Parts, Step
-from headrace.server.shape.turns import ContentPart, Turns, checked, image_part, json_text, served_tools
+from headrace.server.shape.turns import ContentPart, Strict, Turns, checked, function_tool, image_part, json_text, served_tools
 from headrace.server.sse import Answer
 from headrace.server.state import Serving
 from headrace.server.store import Stored
@@ -43,11 +43,7 @@ ENCRYPTED = "reasoning.encrypted_content"
 _SEAL_BYTES = 32
 
 
-class _Strict(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    pass
-
-
-class _Tagged(_Strict, tag_field="type", kw_only=True):
+class _Tagged(Strict, tag_field="type", kw_only=True):
     pass
 
 
@@ -156,12 +152,12 @@ class JSONSchema(_Tagged, tag="json_schema", kw_only=True):
     strict: bool | None = None
 
 
-class TextConfig(_Strict, kw_only=True):
+class TextConfig(Strict, kw_only=True):
     format: TextFormat | JSONObject | JSONSchema | None = None
     verbosity: str | None = None
 
 
-class ReasoningConfig(_Strict, kw_only=True):
+class ReasoningConfig(Strict, kw_only=True):
     effort: str | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
@@ -313,13 +309,10 @@ def _part(part: InputText | InputImage | OutputText | Refusal, where: str) -> Co
 
 
 def _function(tool: FunctionTool | CustomTool) -> dict[str, Any]:
-    function: dict[str, Any] = {"name": tool.name, "description": tool.description}
-    if isinstance(tool, CustomTool):
-        text = {"type": "object", "properties": {CUSTOM_INPUT: {"type": "string"}}, "required": [CUSTOM_INPUT]}
-        function["parameters"] = text
-    else:
-        function |= {"parameters": tool.parameters, "strict": tool.strict}
-    return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
+    if isinstance(tool, FunctionTool):
+        return function_tool(name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict)
+    text = {"type": "object", "properties": {CUSTOM_INPUT: {"type": "string"}}, "required": [CUSTOM_INPUT]}
+    return function_tool(name=tool.name, description=tool.description, parameters=text)
 
 
 def _choice(given: Any) -> Any:
@@ -327,22 +320,17 @@ def _choice(given: Any) -> Any:
         return given
     choice = checked(given, Named | NamedCustom | AllowedTools, "tool_choice")
     if isinstance(choice, AllowedTools):
-        allowed = {"mode": choice.mode, "tools": [_named(tool.name) for tool in choice.tools]}
+        allowed = {"mode": choice.mode, "tools": [function_tool(name=tool.name) for tool in choice.tools]}
         return {"type": "allowed_tools", "allowed_tools": allowed}
-    return _named(choice.name)
-
-
-def _named(name: str) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": name}}
+    return function_tool(name=choice.name)
 
 
 def _response_format(given: TextFormat | JSONObject | JSONSchema | None) -> dict[str, Any] | None:
     if isinstance(given, JSONObject):
         return {"type": "json_object"}
-    if not isinstance(given, JSONSchema):
-        return None
-    schema = {"name": given.name, "schema": given.schema, "description": given.description, "strict": given.strict}
-    return {"type": "json_schema", "json_schema": {name: value for name, value in schema.items() if value is not None}}
+    if isinstance(given, JSONSchema):
+        return {"type": "json_schema", "json_schema": msgspec.structs.asdict(given)}
+    return None
 
 
 def sealed(text: str, secret: bytes) -> str:

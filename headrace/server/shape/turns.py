@@ -22,6 +22,10 @@ ContentPart = str | dict[str, Any]
 """A text, or a part of a chat message."""
 
 
+class Strict(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """A part of a request, which has no other fields."""
+
+
 class Turns:
     """The messages of a chat request. What the assistant says, thinks and calls in a row is one message."""
 
@@ -80,6 +84,11 @@ def checked(value: Any, kind: Any, where: str) -> Any:
         raise unsupported(path, f"{path}: {what.removeprefix('Invalid value ')} is not supported here")
     unknown = what.startswith("Object contains unknown field")
     raise RequestError(f"{path}: {what}", path, code="unknown_parameter" if unknown else "invalid_value")
+
+
+def function_tool(**function: Any) -> dict[str, Any]:
+    """A tool of a chat request, of the fields that are not None: templates show them all, in their order."""
+    return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
 
 
 def json_text(value: Mapping[str, Any]) -> str:

@@ -32,11 +32,17 @@ class LinearMethod(ABC):
     devices: ClassVar[frozenset[str]]
     batch_invariant: ClassVar[bool] = False
     """Honours ``layer.invariant``."""
+    multiples: ClassVar[tuple[int, int]] = 1, 1
+    """What outputs and inputs must be multiples of."""
 
     @classmethod
     def supports(cls, in_features: int, out_features: int, device: str) -> list[str]:
         """Returns why the method does not support a matrix of this shape on this type of device; empty: it does."""
-        return [] if device in cls.devices else [f"it runs on {' and '.join(sorted(cls.devices))}, not on {device}"]
+        reasons = [] if device in cls.devices else [f"it runs on {' and '.join(sorted(cls.devices))}, not on {device}"]
+        for size, what, multiple in zip((out_features, in_features), ("outputs", "inputs"), cls.multiples, strict=True):
+            if size % multiple:
+                reasons.append(f"{size} {what} are not a multiple of {multiple}")
+        return reasons
 
     @abstractmethod
     def allocate(self, layer: Linear, dtype: torch.dtype, device: str | torch.device) -> None:

@@ -33,15 +33,7 @@ class Int4Method(PackedMethod):
     """
 
     format = "int4, groups of 32"
-
-    @classmethod
-    def supports(cls, in_features: int, out_features: int, device: str) -> list[str]:
-        reasons = super().supports(in_features, out_features, device)
-        if out_features % 16:
-            reasons.append(f"{out_features} outputs are not a multiple of 16")
-        if in_features % GROUP:
-            reasons.append(f"{in_features} inputs are not a multiple of {GROUP}")
-        return reasons
+    multiples = 16, GROUP
 
     def load(self, layer: Linear, parts: Sequence[StoredMatrix]) -> float:
         weights = held(group_codes(parts, 4, self.dtype, ANCHOR), self.dtype)

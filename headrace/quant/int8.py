@@ -18,12 +18,8 @@ class Int8Method(PackedMethod):
     """
 
     format = "int8, a scale for each output"
-
-    @classmethod
-    def supports(cls, in_features: int, out_features: int, device: str) -> list[str]:
-        reasons = super().supports(in_features, out_features, device)
-        # The kernel reads inputs by sixteens and does not check bounds.
-        return [*reasons, f"{in_features} inputs are not a multiple of 16"] if in_features % 16 else reasons
+    # The kernel reads inputs by sixteens and does not check bounds.
+    multiples = 1, 16
 
     def load(self, layer: Linear, parts: Sequence[StoredMatrix]) -> float:
         weight = torch.cat([part.exact() for part in parts]).float()

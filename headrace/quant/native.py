@@ -33,6 +33,8 @@ class NativeMethod(PackedMethod):
     Buffer: ``packed``, as ``matmul.cpp`` describes it. It must stay where it is: its address is kept.
     """
 
+    multiples = 1, GROUP
+
     def __init__(self, kernels: NativeKernels, bits: int) -> None:
         """``bits``: 4 or 8."""
         self.bits = bits
@@ -42,11 +44,6 @@ class NativeMethod(PackedMethod):
         """Groups of inputs."""
         self.addresses: tuple[int, int | None] = (0, None)
         """Addresses of weights and bias, cached because module attribute access takes as long as a small product."""
-
-    @classmethod
-    def supports(cls, in_features: int, out_features: int, device: str) -> list[str]:
-        reasons = super().supports(in_features, out_features, device)
-        return [*reasons, f"{in_features} inputs are not a multiple of {GROUP}"] if in_features % GROUP else reasons
 
     def load(self, layer: Linear, parts: Sequence[StoredMatrix]) -> float:
         """Raises OverflowError if a scale is beyond the range of half precision; the layer is then as it was."""

@@ -20,8 +20,8 @@ from headrace.model_spec.integers import is_integer
 from headrace.models.decoder import Decoder
 from headrace.models.ernie4_5 import ErnieLayer
 from headrace.models.family import Family
-from headrace.models.hf_config import HFConfig, attention_specs, decoder_spec, per_layer, required, text_part, uniform
-from headrace.models.moe_config import activation, mixed_specs, number, shared_experts
+from headrace.models.hf_config import HFConfig, attention_specs, decoder_spec, required, text_part, uniform
+from headrace.models.moe_config import activation, number, shared_experts, typed_specs
 from headrace.models.names import decoder_names, experts_apart
 from headrace.weights.names import NameTable, StoredLayout
 
@@ -106,11 +106,7 @@ def model_spec(config: HFConfig) -> ModelSpec:
     )
     shared = shared_experts(text, "moe_num_shared_experts", widths[0], bias=bias)
     moe = dataclasses.replace(experts, intermediate_size=widths[0], shared=shared, vision=experts)
-    types = per_layer(text, "mlp_layer_types")
-    for layer, kind in enumerate(types):
-        if kind not in ("dense", "sparse"):
-            raise ConfigError(f"layer {layer}: mlp_layer_types {kind!r} is neither dense nor sparse", "mlp_layer_types")
-    mlps = mixed_specs(text, moe, lambda layer: types[layer] == "sparse", bias=bias)
+    mlps = typed_specs(text, moe, bias=bias)
     layers = tuple(map(_turned, attention_specs(text, sections=True)))
     return decoder_spec(text, ARCHITECTURE, layers, mlps, attention_bias=bias, output_bias=bias)
 

@@ -16,7 +16,7 @@ from headrace.models.decoder import Decoder, DecoderAttention, DecoderLayer
 from headrace.models.family import Family
 from headrace.models.hf_config import HFConfig, attention_specs, decoder_spec, per_layer, required, uniform, windows_by_type
 from headrace.models.mimo_config import to_transformers_fields
-from headrace.models.moe_config import experts_of, mixed_specs, number
+from headrace.models.moe_config import experts_of, number, typed_specs
 from headrace.models.names import decoder_names
 from headrace.weights.names import NameTable
 
@@ -67,15 +67,11 @@ def model_spec(config: HFConfig) -> MimoSpec:
         normalize=bool(uniform(config, "norm_topk_prob", True)),
         routed_scale=number(config, "routed_scaling_factor", 1.0),
     )
-    kinds = per_layer(config, "mlp_layer_types", "sparse")
-    for layer, kind in enumerate(kinds):
-        if kind not in ("dense", "sparse"):
-            raise ConfigError(f"layer {layer}: mlp_layer_types {kind!r} is neither dense nor sparse", "mlp_layer_types")
     spec = decoder_spec(
         config,
         ARCHITECTURE,
         layers,
-        mixed_specs(config, moe, lambda layer: kinds[layer] == "sparse"),
+        typed_specs(config, moe, "sparse"),
         reads=("partial_rotary_factor", *_UNUSED),
         kind=MimoSpec,
         attention_bias=bool(uniform(config, "attention_bias", False)),

@@ -8,7 +8,7 @@ from typing import Any
 from headrace.errors import ConfigError
 from headrace.model_spec import DenseSpec, MlpSpec, MoeSpec
 from headrace.model_spec.integers import is_number
-from headrace.models.hf_config import HFConfig, dense_specs, required, uniform, whole
+from headrace.models.hf_config import HFConfig, dense_specs, per_layer, required, uniform, whole
 
 
 def mixed_specs(
@@ -34,6 +34,19 @@ def stepped_specs(config: HFConfig, moe: MoeSpec) -> tuple[MlpSpec, ...]:
     if strangers := [layer for layer in dense if layer not in range(len(mlps))]:
         raise ConfigError(f"mlp_only_layers: there is no layer {strangers[0]}", "mlp_only_layers")
     return mlps
+
+
+def typed_specs(config: HFConfig, moe: MoeSpec, default: str | None = None, *, bias: bool = False) -> tuple[MlpSpec, ...]:
+    """As ``mixed_specs``, for configurations whose ``mlp_layer_types`` say which layers are mixtures. ``default``: of a layer.
+
+    Raises:
+        ConfigError: a layer's type is unknown; names the layer.
+    """
+    types = per_layer(config, "mlp_layer_types", default)
+    for layer, kind in enumerate(types):
+        if kind not in ("dense", "sparse"):
+            raise ConfigError(f"layer {layer}: mlp_layer_types {kind!r} is neither dense nor sparse", "mlp_layer_types")
+    return mixed_specs(config, moe, lambda layer: types[layer] == "sparse", bias=bias)
 
 
 def shared_experts(config: HFConfig, count: str, width: int, *, bias: bool = False) -> DenseSpec | None:

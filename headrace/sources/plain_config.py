@@ -9,6 +9,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+REQUIRED = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    "max_position_embeddings",
+)
+"""Numbers that every published config.json has: one that leaves them out is read by transformers."""
 _COMMON: dict[str, Any] = {
     "hidden_act": "silu",
     "rms_norm_eps": 1e-6,
@@ -16,48 +21,23 @@ _COMMON: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": None,
     "pad_token_id": None,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "hidden_size": 4096,
 }
-_LLAMA = _COMMON | {"vocab_size": 32000, "bos_token_id": 1, "eos_token_id": 2, "head_dim": None}
+_LLAMA = _COMMON | {"bos_token_id": 1, "eos_token_id": 2, "head_dim": None}
 _QWEN = _COMMON | {
-    "vocab_size": 151936,
-    "intermediate_size": 22016,
     "num_key_value_heads": 32,
-    "max_position_embeddings": 32768,
     "use_sliding_window": False,
     "sliding_window": 4096,
     "max_window_layers": 28,
     "layer_types": None,
 }
 _DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": _LLAMA
-    | {
-        "intermediate_size": 11008,
-        "num_key_value_heads": None,
-        "max_position_embeddings": 2048,
-        "pretraining_tp": 1,
-        "attention_bias": False,
-        "mlp_bias": False,
-    },
-    "mistral": _LLAMA
-    | {
-        "intermediate_size": 14336,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-        "sliding_window": 4096,
-    },
+    "llama": _LLAMA | {"num_key_value_heads": None, "pretraining_tp": 1, "attention_bias": False, "mlp_bias": False},
+    "mistral": _LLAMA | {"num_key_value_heads": 8, "sliding_window": 4096},
     "qwen2": _QWEN,
     "qwen3": _QWEN | {"head_dim": 128, "attention_bias": False},
     "qwen3_moe": _COMMON
     | {
-        "vocab_size": 151936,
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_hidden_layers": 24,
         "num_key_value_heads": 4,
-        "max_position_embeddings": 32768,
         "attention_bias": False,
         "use_sliding_window": False,
         "sliding_window": 4096,
@@ -112,6 +92,8 @@ def plain_config(raw: Mapping[str, Any]) -> PlainConfig | None:
     """
     defaults = _DEFAULTS.get(str(raw.get("model_type")))
     if defaults is None or any(raw.get(name) is not None for name in _UNCOMMON):
+        return None
+    if not all(type(raw.get(name)) is int and raw[name] > 0 for name in REQUIRED):
         return None
     raw = copy.deepcopy(dict(raw))
     fields = {**defaults, **raw}

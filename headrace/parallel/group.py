@@ -36,7 +36,7 @@ class Group(Protocol):
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the sum over all ranks; ``x`` may be overwritten."""
-        ...
+        return ordered_sum(self.all_gather(x))
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """``[...] -> [size, ...]``: every rank's, by rank."""
@@ -103,9 +103,6 @@ class ThreadGroup(Group):
         barrier = threading.Barrier(size)
         return [cls(rank, places, barrier) for rank in range(size)]
 
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        return ordered_sum(self.all_gather(x))
-
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         self._places[self.rank] = x
         self._barrier.wait()
@@ -129,9 +126,6 @@ class GlooGroup(Group):
         options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1", lazy_init=False)]
         options._timeout = _TIMEOUT
         self._group: Any = dist.ProcessGroupGloo(store, rank, size, options)
-
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        return ordered_sum(self.all_gather(x))
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         gathered = x.new_empty(self.size, *x.shape)

@@ -59,9 +59,7 @@ class MLASelfAttention(nn.Module):
         paired = not isinstance(model, DeepseekSpec) or model.rotary_pairs
         rotated = halves(spec.rotary_dim) if paired else tuple(range(spec.rotary_dim))
         q_rows = partial(of_heads, spec.num_heads, _rotated_last(self.head_dim, rotated))
-        inputs = (
-            {"kv_a_proj_with_mqa": spec.row_width} if rank is None else {"q_a_proj": rank, "kv_a_proj_with_mqa": spec.row_width}
-        )
+        inputs = ({} if rank is None else {"q_a_proj": rank}) | {"kv_a_proj_with_mqa": spec.row_width}
         self.a_proj = FusedLinear(model.hidden_size, inputs, bias=model.attention_bias, dtype=dtype, device=device)
         self.a_proj.stored_rows = {"kv_a_proj_with_mqa": partial(_rotated_last, spec.row_width, rotated)}
         self.kv_a_layernorm = RMSNorm(spec.v_head_dim, _INNER_EPS, dtype=dtype, device=device)

@@ -107,19 +107,13 @@ def to_transformers_fields(hf_config: HFConfig) -> HFConfig:
     return hf_config if family is None or family.to_transformers_fields is None else family.to_transformers_fields(hf_config)
 
 
-def _family_of(spec: ModelSpec) -> Family:
-    if spec.architecture not in _BY_ARCHITECTURE:
-        raise ConfigError(f"architecture {spec.architecture} is not one of {', '.join(supported())}", "model")
-    return _BY_ARCHITECTURE[spec.architecture]
-
-
 def build(spec: ModelSpec, dtype: str, device: str | torch.device, group: Group = ALONE) -> Decoder:
     """Builds the model, or the part of it that the spec describes, with its parameters allocated and uninitialised.
 
     Args:
         group: the ranks that have the other parts.
     """
-    model = _family_of(spec).decoder(spec, getattr(torch, dtype), device).eval()
+    model = _BY_ARCHITECTURE[spec.architecture].decoder(spec, getattr(torch, dtype), device).eval()
     connect(model, group)
     return model
 
@@ -127,7 +121,7 @@ def build(spec: ModelSpec, dtype: str, device: str | torch.device, group: Group 
 def name_table(spec: ModelSpec) -> NameTable:
     """Maps checkpoint names, as Hugging Face saves a causal language model, to parameters, or to what a rank holds of them."""
     whole = build(spec.whole, "float32", "meta")
-    table = _family_of(spec).names(whole)
+    table = _BY_ARCHITECTURE[spec.architecture].names(whole)
     if spec.vision is not None:
         table = vision.with_vision_names(table)
     return table if spec.shard is None else shard_table(table, whole, spec.shard, spec.mlps)

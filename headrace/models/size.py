@@ -12,9 +12,6 @@ from headrace.quant.groups import GROUP
 def weight_bytes(model: AnySpec, dtype: str, quantization: str) -> int:
     """Returns the bytes of the weights: exact for an unquantised native model. With ``quantization`` an upper bound: the packed
     matrices and a second copy of each in ``dtype``.
-
-    Raises:
-        ConfigError: no family has the architecture of a native spec.
     """
     if isinstance(model, ForeignSpec):
         return model.num_weights * DTYPE_BYTES[dtype]

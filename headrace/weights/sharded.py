@@ -54,10 +54,8 @@ class ShardedCheckpoint(Checkpoint):
     def __init__(self, files: Sequence[Path], spec: ModelSpec) -> None:
         by_rank: dict[int, list[Path]] = {}
         for file in files:
-            match = _RANK_FILE.fullmatch(file.name)
-            if match is None:
-                raise ConfigError(f"{file.name} is not named model-rank-R-part-P.safetensors as its neighbours are", "model")
-            by_rank.setdefault(int(match[1]), []).append(file)
+            rank = int(_RANK_FILE.sub(r"\1", file.name))
+            by_rank.setdefault(rank, []).append(file)
         if sorted(by_rank) != list(range(len(by_rank))):
             raise ConfigError(f"the checkpoint has the parts of ranks {sorted(by_rank)}: one is missing", "model")
         self._spec = spec

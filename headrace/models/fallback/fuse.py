@@ -32,7 +32,6 @@ def fuse_linears(model: nn.Module, groups: Sequence[Sequence[str]]) -> int:
 
 
 def _fusible(modules: Sequence[nn.Module]) -> bool:
-    first = modules[0]
     weights = [parameter for module in modules for parameter in module.parameters()]
     return (
         all(type(module) is nn.Linear for module in modules)
@@ -40,7 +39,6 @@ def _fusible(modules: Sequence[nn.Module]) -> bool:
         and len({module.in_features for module in modules}) == 1
         and len({module.bias is None for module in modules}) == 1
         and len({(weight.dtype, weight.device) for weight in weights}) == 1
-        and isinstance(first, nn.Linear)
     )
 
 

@@ -76,27 +76,22 @@ def attention_cuts(spec: AttentionSpec, rank: int, size: int) -> dict[str, Cut]:
     first = rank * local.num_heads
     if (mla := spec.mla) is not None:
         widths = {"q": mla.head_dim, "kv_b": mla.head_dim - spec.rotary_dim + mla.v_head_dim, "o": mla.v_head_dim}
-        return {
-            name: _heads(
-                Matrix(name, spec.num_heads, width),
-                Matrix(name, local.num_heads, width),
-                first,
-                "inputs" if name == "o" else "outputs",
-            )
-            for name, width in widths.items()
-        }
+        whole = {name: Matrix(name, spec.num_heads, width) for name, width in widths.items()}
+        return {name: _heads(matrix, first, local.num_heads) for name, matrix in whole.items()}
     kv_first = rank * spec.num_kv_heads // size
     cuts = {}
     for matrix, mine in zip(input_matrices(spec), input_matrices(local), strict=True):
-        cuts[matrix.name] = _heads(matrix, mine, kv_first if matrix.name in ("k", "v") else first, "outputs")
-    cuts["o"] = _heads(output_matrix(spec), output_matrix(local), first, "inputs")
+        cuts[matrix.name] = _heads(matrix, kv_first if matrix.name in ("k", "v") else first, mine.heads)
+    cuts["o"] = _heads(output_matrix(spec), first, local.num_heads)
     if spec.sinks:
         cuts["sinks"] = Cut("outputs", first, first + local.num_heads, spec.num_heads)
     return cuts
 
 
-def _heads(whole: Matrix, mine: Matrix, first: int, along: Literal["outputs", "inputs"]) -> Cut:
-    return Cut(along, first * whole.width, (first + mine.heads) * whole.width, whole.size)
+def _heads(whole: Matrix, first: int, count: int) -> Cut:
+    """Some heads of a projection; those of o_proj are its inputs."""
+    along: Literal["outputs", "inputs"] = "inputs" if whole.name == "o" else "outputs"
+    return Cut(along, first * whole.width, (first + count) * whole.width, whole.size)
 
 
 def shard_dense(spec: DenseSpec, size: int) -> DenseSpec:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
+from typing import cast
 
 import torch
 from torch import nn
@@ -84,8 +85,7 @@ class Gemma4Layer(GemmaLayer):
 
     def __init__(self, model: ModelSpec, index: int, dtype: torch.dtype, device: str | torch.device) -> None:
         super().__init__(model, index, dtype, device)
-        if not isinstance(model, Gemma4Spec):
-            raise TypeError(f"a Gemma 4 layer is built from a Gemma4Spec, not from a {type(model).__name__}")
+        model = cast(Gemma4Spec, model)
         self.router: Gemma4Router | None = None
         mixture = model.mlps[index]
         if isinstance(mixture, MoeSpec):
@@ -146,8 +146,7 @@ class Gemma4Decoder(GemmaDecoder):
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: str | torch.device) -> None:
         super().__init__(spec, dtype, device)
-        if not isinstance(spec, Gemma4Spec):
-            raise TypeError(f"a Gemma 4 decoder is built from a Gemma4Spec, not from a {type(spec).__name__}")
+        spec = cast(Gemma4Spec, spec)
         self.token_width = spec.token_width
         if not spec.token_width:
             return
@@ -204,7 +203,7 @@ def model_spec(config: HFConfig) -> Gemma4Spec:
             "use_bidirectional_attention: text that sees what follows it is not supported", "use_bidirectional_attention"
         )
     width = whole(config, "hidden_size_per_layer_input", 0)
-    spec = decoder_spec(
+    return decoder_spec(  # type: ignore[return-value]
         config,
         ARCHITECTURE,
         tuple(layers),
@@ -219,7 +218,6 @@ def model_spec(config: HFConfig) -> Gemma4Spec:
         token_vocab_size=required(config, "vocab_size_per_layer_input") if width else 0,
         token_act=uniform(config, "hidden_activation"),
     )
-    return spec  # type: ignore[return-value]
 
 
 def _source(layer: int, own: list[str], kind: str) -> int:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 import torch
 
@@ -35,9 +36,7 @@ class MimoSpec(ModelSpec):
 class MimoAttention(DecoderAttention):
     def __init__(self, model: ModelSpec, spec: AttentionSpec, dtype: torch.dtype, device: str | torch.device) -> None:
         super().__init__(model, spec, dtype, device)
-        if not isinstance(model, MimoSpec):
-            raise TypeError(f"a layer of MiMo is built from a MimoSpec, not from a {type(model).__name__}")
-        self.v_factor = model.value_scale
+        self.v_factor = cast(MimoSpec, model).value_scale
 
 
 class MimoLayer(DecoderLayer):
@@ -67,7 +66,7 @@ def model_spec(config: HFConfig) -> MimoSpec:
         normalize=bool(uniform(config, "norm_topk_prob", True)),
         routed_scale=number(config, "routed_scaling_factor", 1.0),
     )
-    spec = decoder_spec(
+    return decoder_spec(  # type: ignore[return-value]
         config,
         ARCHITECTURE,
         layers,
@@ -77,7 +76,6 @@ def model_spec(config: HFConfig) -> MimoSpec:
         attention_bias=bool(uniform(config, "attention_bias", False)),
         value_scale=number(config, "attention_value_scale", 1.0),
     )
-    return spec  # type: ignore[return-value]
 
 
 def _flag(config: HFConfig, name: str, default: bool) -> bool:

@@ -72,8 +72,11 @@ def load_weights(
 
 def _open(model: nn.Module, table: NameTable, files: ModelFiles, seed: int) -> Checkpoint:
     own: ModelSpec = model.spec  # type: ignore[assignment]
+    device = next(model.parameters()).device
+    if files.kind == "safetensors" and is_sharded(files.weight_files):
+        return ShardedCheckpoint(files.weight_files, own.whole)
     if files.kind == "safetensors":
-        return _open_safetensors(files, own.whole, next(model.parameters()).device)
+        return ScaledCheckpoint(SafetensorsCheckpoint(files.weight_files), scale_tile(files.config), device)
     if files.kind == "gguf":
         from headrace.weights.gguf import GGUFCheckpoint
 
@@ -81,13 +84,7 @@ def _open(model: nn.Module, table: NameTable, files: ModelFiles, seed: int) -> C
         return GGUFCheckpoint(file, own.whole, table.all_names())
     parameters = dict(model.named_parameters())
     shapes = {name: part.stored_shape(parameters[part.parameter]) for name, part in table.items()}
-    return DummyCheckpoint(shapes, seed, next(iter(parameters.values())).device)
-
-
-def _open_safetensors(files: ModelFiles, spec: ModelSpec, device: torch.device) -> Checkpoint:
-    if is_sharded(files.weight_files):
-        return ShardedCheckpoint(files.weight_files, spec)
-    return ScaledCheckpoint(SafetensorsCheckpoint(files.weight_files), scale_tile(files.config), device)
+    return DummyCheckpoint(shapes, seed, device)
 
 
 class _Loader:

@@ -24,7 +24,6 @@ logger = logging.getLogger("headrace.server")
 CLIENT_GONE = 499
 """The status in log and metrics of a request whose client went before the answer."""
 OPEN_PATHS = frozenset({"/health", "/ready", "/live", "/ping", "/version", "/metrics"})
-_QUIET = OPEN_PATHS
 _GENERATES = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"})
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 _PORT = re.compile(r":[0-9]*$")
@@ -78,7 +77,7 @@ class Observe:
         outcome = scope.get("headrace.outcome") or ("completed" if status < 400 else "refused" if status < 500 else "error")
         if path in _GENERATES:
             self._serving.metrics.outcomes.labels(path, outcome).inc()
-        if self._serving.settings.log_requests and path not in _QUIET:
+        if self._serving.settings.log_requests and path not in OPEN_PATHS:
             engine_id = scope.get("headrace.engine_id", "-")
             # The client's own path may hold anything: %r keeps it on one line.
             logger.info(

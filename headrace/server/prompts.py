@@ -261,7 +261,7 @@ def check_prompt_logprobs(serving: Serving, requests: Sequence[Request], copies:
     sampling = requests[0].sampling
     if sampling.prompt_logprobs is None:
         return
-    count = serving.model.vocab_size if sampling.prompt_logprobs == -1 else sampling.prompt_logprobs
+    count = serving.llm.inputs.vocab_size if sampling.prompt_logprobs == -1 else sampling.prompt_logprobs
     tokens = sum(len(request.prompt_token_ids) for request in requests)
     total, most = tokens * (count + 1) * copies, serving.settings.max_prompt_logprobs
     if total > most:

@@ -78,12 +78,12 @@ def _params(body: GenerationBody, fields: dict[str, Any], serving: Serving) -> S
     """``fields`` over the model's defaults, within the server's limits."""
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options needs stream: true", "stream_options")
-    if not serving.model.has_tokenizer:
+    if serving.llm.tokenizer is None:
         fields["detokenize"] = False
     serving.llm.inputs.check_sizes(fields)
     if isinstance(bias := fields.get("logit_bias"), dict):
         limit("logit_bias", len(bias), serving.settings.max_logit_bias, "max_logit_bias")
-    params = serving.model.defaults.replace(from_json(SamplingParams, folded(fields)))
+    params = serving.llm.inputs.default_sampling.replace(from_json(SamplingParams, folded(fields)))
     if body.stream and "prompt_logprobs" in fields:
         raise unsupported("prompt_logprobs", "prompt_logprobs is not supported with stream: true")
     limit("n", params.n, serving.settings.max_n, "max_n")

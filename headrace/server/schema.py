@@ -19,7 +19,6 @@ _REQUEST = options(Request)
 _CONSTRAINTS = options(ConstraintFields)
 
 Count = Annotated[int, Field(ge=0, le=INT32_MAX)]
-TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 # Checked by hand (prompts.py): a union would be tried variant by variant, and report an error for each.
 Prompt = Annotated[
     Any,
@@ -220,5 +219,5 @@ class TokenizeBody(RequestBody):
 
 class DetokenizeBody(RequestBody):
     model: str | None = None
-    tokens: Annotated[list[TokenId], FailFast()]
+    tokens: Annotated[list[Count], FailFast()]
     skip_special_tokens: bool = False

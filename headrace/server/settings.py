@@ -13,10 +13,6 @@ from headrace.metrics.stats import MetricsCompat
 from headrace.options import LIMITS, MODEL, SECURITY, SERVER, OptionSpec, check
 from headrace.sampling_params import MAX_SAMPLES
 
-UnsupportedTools = Literal["refuse", "skip"]
-ReasoningField = Literal["both", "reasoning_content", "reasoning"]
-EscapeSpecialTokens = Literal["none", "user"]
-
 
 def _api_keys() -> tuple[str, ...]:
     """The keys in ``HEADRACE_API_KEY``, separated by commas."""
@@ -137,15 +133,15 @@ class ServerSettings:
     up."""
     features_ttl: Annotated[float, OptionSpec(above=0.0, metavar="SECONDS")] = 3600.0
     """Seconds for which uploaded features are kept."""
-    unsupported_tools: UnsupportedTools = "refuse"
+    unsupported_tools: Literal["refuse", "skip"] = "refuse"
     """What becomes of tools that the server would have to run itself, such as web search, in requests to /v1/responses and
     /v1/messages: refuse the request, or skip the tool, as agents need that send such tools always."""
     keep_client_headers: bool = False
     """Keep the line x-anthropic-billing-header at the start of system prompts in /v1/messages. Some agents send it with another
     value in each request, so that no prefix would be found in the cache: without this option it is left out."""
-    reasoning_field: ReasoningField = "both"
+    reasoning_field: Literal["both", "reasoning_content", "reasoning"] = "both"
     """Field of messages and deltas that has the reasoning: reasoning_content (SGLang, DeepSeek), reasoning (vLLM), or both."""
-    escape_special_tokens: EscapeSpecialTokens = "none"
+    escape_special_tokens: Literal["none", "user"] = "none"
     """Whose messages may not spell special tokens and the markers of answers: with user, those that the messages of users and
     tools spell are encoded as ordinary text, so that no quoted text can end a turn. none: they become the tokens, as the
     model's own tokenizer has it."""

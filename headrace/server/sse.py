@@ -131,7 +131,7 @@ class ChunkAnswer(Answer):
         return _encode(text).join(frame)
 
     def failed(self, error: ApiError) -> bytes:
-        return _data(error.body)
+        return b"data: %b\n\n" % _encode(error.body)
 
     def usage(self) -> dict[str, Any]:
         return self._generation.usage
@@ -271,7 +271,3 @@ class EventStream(Response):
         while True:
             await asyncio.sleep(PING_SECONDS)
             await send({"type": "http.response.body", "body": self._answer.ping, "more_body": True})
-
-
-def _data(event: dict[str, Any]) -> bytes:
-    return b"data: " + _encode(event) + b"\n\n"

@@ -20,7 +20,6 @@ from headrace.engine.garbage import freeze_gc
 from headrace.errors import EngineDeadError, EngineError
 from headrace.metrics.prometheus import ServerMetrics
 from headrace.outputs import AttentionReport
-from headrace.sampling_params import SamplingParams
 from headrace.server.body import BodyBudget
 from headrace.server.errors import ApiError, first_line, shown, unavailable
 from headrace.server.features import FeatureStore
@@ -162,15 +161,12 @@ class ServedModel:
         self.name = self.names[0]
         self.per_request_metrics = settings.enable_per_request_metrics
         self.max_model_len: int = llm.info.max_model_len
-        self.vocab_size: int = llm.info.vocab_size
         self.fingerprint = _fingerprint(llm.info)
-        self.has_tokenizer = llm.tokenizer is not None
-        vocab = llm.tokenizer.token_bytes if self.has_tokenizer else None
+        vocab = None if llm.tokenizer is None else llm.tokenizer.token_bytes
         self.texts = TokenTexts(vocab)
-        self.fim = find_fim(llm.tokenizer) if self.has_tokenizer else None
+        self.fim = None if llm.tokenizer is None else find_fim(llm.tokenizer)
         self.special: frozenset[int] = vocab.special if vocab is not None else frozenset()
-        self.defaults: SamplingParams = llm.inputs.default_sampling
-        self.default_sampling_params: dict[str, Any] = msgspec.to_builtins(self.defaults)
+        self.default_sampling_params: dict[str, Any] = msgspec.to_builtins(llm.inputs.default_sampling)
         """The defaults that are not neutral, by name."""
 
     def check_name(self, name: str | None) -> None:

@@ -53,9 +53,9 @@ async def detokenize(request: Request) -> Response:
     state.model.check_name(body.model)
     tokenizer, inputs = need_tokenizer(state, "tokens"), state.llm.inputs
     limit("tokens", len(body.tokens), inputs.max_prompt_chars, "max_prompt_chars")
-    if body.tokens and max(body.tokens) >= state.model.vocab_size:
-        index, token = next((i, token) for i, token in enumerate(body.tokens) if token >= state.model.vocab_size)
-        message = f"tokens[{index}] is {token}, and the vocabulary has {state.model.vocab_size} tokens"
+    if body.tokens and max(body.tokens) >= inputs.vocab_size:
+        index, token = next((i, token) for i, token in enumerate(body.tokens) if token >= inputs.vocab_size)
+        message = f"tokens[{index}] is {token}, and the vocabulary has {inputs.vocab_size} tokens"
         raise RequestError(message, f"tokens[{index}]")
     text = await inputs.in_thread(lambda: tokenizer.decode(body.tokens, skip_special_tokens=body.skip_special_tokens))
     return JSON({"prompt": text})

@@ -26,13 +26,9 @@ def describe(error: HeadraceError) -> str:
     if isinstance(error, EngineError):
         # What follows is the engine's traceback, which its log has.
         message = message.partition("\n")[0]
-    names = {param, option_name(param)} if param else set()
-    return message if not param or any(name in message for name in names) else f"{param}: {message}"
-
-
-def option_name(field: str | None) -> str:
-    """``max_model_len`` -> ``--max-model-len``"""
-    return f"--{field.replace('_', '-')}" if field else ""
+    if not param or param in message or f"--{param.replace('_', '-')}" in message:
+        return message
+    return f"{param}: {message}"
 
 
 def print_error(message: str) -> None:

@@ -123,9 +123,7 @@ def _container(opening: str, write: Callable[[str], None]) -> Generator[re.Patte
             put(piece)
             yield from _string_text(put)
         elif piece in _CLOSERS:
-            closers.append(_CLOSERS[piece])
-            if len(closers) > MAX_DEPTH:
-                raise Broken
+            _open(piece, closers)
         elif (
             (piece in "}]" and piece != closers.pop())
             or _SURROGATE.match(piece)
@@ -133,6 +131,13 @@ def _container(opening: str, write: Callable[[str], None]) -> Generator[re.Patte
         ):
             raise Broken
         put(piece)
+
+
+def _open(piece: str, closers: list[str]) -> None:
+    """Adds what closes an opening bracket to those that are awaited. Raises Broken if they are too many."""
+    closers.append(_CLOSERS[piece])
+    if len(closers) > MAX_DEPTH:
+        raise Broken
 
 
 def json_object(host: Host) -> Scanner:
@@ -299,9 +304,7 @@ def _python_text() -> Generator[re.Pattern[str], str, tuple[str, str]]:
             yield from _python_string(piece, parts)
             continue
         if piece in _CLOSERS:
-            closers.append(_CLOSERS[piece])
-            if len(closers) > MAX_DEPTH:
-                raise Broken
+            _open(piece, closers)
         elif (piece in "}])" and (not closers or piece != closers.pop())) or _SURROGATE.match(piece) or piece == "\\":
             raise Broken
         parts.append(piece)
@@ -367,9 +370,7 @@ def quoted_object(host: Host) -> Scanner:
             yield from _quoted_text(put) if piece == QUOTE else _string_text(put)
             put('"')
         elif piece in _CLOSERS:
-            closers.append(_CLOSERS[piece])
-            if len(closers) > MAX_DEPTH:
-                raise Broken
+            _open(piece, closers)
             put(piece)
         elif piece in "}]":
             if piece != closers.pop() or (not closers and not valid("".join(parts) + piece)):

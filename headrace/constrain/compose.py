@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from headrace.constrain.lark import spelled
-from headrace.constrain.parameters import CUSTOM_INPUT, HeldTool, Hold, Parameters
+from headrace.constrain.lark import Hold, spelled
+from headrace.constrain.parameters import CUSTOM_INPUT, HeldTool, Parameters
 from headrace.errors import RequestError, unsupported
 from headrace.text.answers import AnswerFormats
 from headrace.text.parse.format import Choice, Format, Reasoning, Vocabulary, Written
@@ -279,5 +279,5 @@ class _Composer(Parameters):
         if part == "ARGUMENTS":
             if tool.lark is not None:
                 return self._text_object(tool)
-            return self.sub(self._hold.schema(self._arguments(tool), tool))
+            return self.sub(self._schema(self._arguments(tool), tool))
         return self._parameters(written, tool)

@@ -18,7 +18,6 @@ from headrace.config import StructuredOutputsConfig
 from headrace.constrain.compiler import compiled
 from headrace.constrain.compose import AnswerPlan, compose
 from headrace.constrain.limits import make_pool
-from headrace.constrain.parameters import HeldTool
 from headrace.constrain.references import subschemas
 from headrace.constrain.schema import Schema, SchemaError, SchemaOptions, narrow, refusal
 from headrace.constrain.structural import structural_grammar
@@ -134,7 +133,7 @@ class GrammarFactory:
     def _composed(self, params: StructuredOutputsParams | None, plan: AnswerPlan) -> Constraint:
         answer = None if params is None else self.constraint(params)
         kind = "tools" if plan.rules is not None else answer.kind if answer is not None else "thinking_token_budget"
-        grammar = compose(plan, None if answer is None else answer.grammar, _Hold(self))
+        grammar = compose(plan, None if answer is None else answer.grammar, self._held)
         problem = self._problem(grammar, named=True)
         if problem:
             param = plan.rules.param if plan.rules is not None else "structured_outputs" if answer is not None else kind
@@ -171,6 +170,10 @@ class GrammarFactory:
         if problem:
             raise RequestError(f"{kind} cannot be held: {problem}", kind)
         return Constraint(kind, grammar, guarded=kind in ("json", "json_object"))
+
+    def _held(self, **content: Any) -> str:
+        """The grammar of a part of an answer."""
+        return self.constraint(StructuredOutputsParams(**content)).grammar
 
     def _problem(self, grammar: str, *, named: bool = False) -> str:
         """What is wrong with a grammar; empty: nothing. ``named``: it may name special tokens of the vocabulary."""
@@ -250,7 +253,7 @@ class GrammarFactory:
         writing = {name: getattr(params, name) for name in _WRITING}
 
         def hold(**content: Any) -> str:
-            return self.constraint(StructuredOutputsParams(**content, **(writing if "json" in content else {}))).grammar
+            return self._held(**content, **(writing if "json" in content else {}))
 
         return structural_grammar(params.structural_tag, names, hold)
 
@@ -282,25 +285,6 @@ class GrammarFactory:
 
     def _problem_of(self, schema: dict[str, Any], params: StructuredOutputsParams, shared: dict[str, Any]) -> str:
         return self._problem(self._json_grammar({**shared, **schema}, params))
-
-
-class _Hold:
-    """Holds what tools ask for."""
-
-    def __init__(self, factory: GrammarFactory) -> None:
-        self._factory = factory
-
-    def schema(self, schema: Any, tool: HeldTool) -> str:
-        return self._held(tool, json=schema, strict=tool.strict)
-
-    def lark(self, tool: HeldTool) -> str:
-        return self._held(tool, grammar=tool.lark)
-
-    def _held(self, tool: HeldTool, **content: Any) -> str:
-        try:
-            return self._factory.constraint(StructuredOutputsParams(**content)).grammar
-        except RequestError as error:
-            raise RequestError(f"{tool.param}: {error.message}", tool.param, code=error.code) from None
 
 
 def _unwrapped(found: Constraint | RequestError) -> Constraint:

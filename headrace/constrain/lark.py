@@ -7,10 +7,16 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 Piece = str | int
 """Text, or the id of a token."""
+
+
+class Hold(Protocol):
+    """Makes the grammar of a field of StructuredOutputsParams, in llguidance's serialised form. Raises RequestError."""
+
+    def __call__(self, **content: Any) -> str: ...
 
 
 class Lark:

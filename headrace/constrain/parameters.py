@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
 from headrace.constrain.characters import by_character, characters
-from headrace.constrain.lark import Lark, regex, spelled
+from headrace.constrain.lark import Hold, Lark, regex, spelled
 from headrace.errors import RequestError
 from headrace.text.answers import referred, types_of
 from headrace.text.parse.format import Format, Literals, Written
@@ -32,16 +33,6 @@ class HeldTool(msgspec.Struct, frozen=True):
     """Grammar of the text that calls have in place of arguments."""
 
 
-class Hold(Protocol):
-    """Makes grammars of what a tool's calls hold, in llguidance's serialised form. Raises RequestError."""
-
-    def schema(self, schema: Any, tool: HeldTool) -> str:
-        """Of a JSON value."""
-
-    def lark(self, tool: HeldTool) -> str:
-        """Of the tool's text."""
-
-
 _PARTS = re.compile("(NAME|INDEX|ARGUMENTS|PARAMETERS|KEY|VALUE|STRING)")
 _ANY_KEY = "/[A-Za-z_][A-Za-z0-9_]{0,63}/"
 _ANNOTATIONS = frozenset({"title", "description", "default", "examples", "deprecated", "nullable", "type", "anyOf"})
@@ -58,6 +49,15 @@ _OWN: Mapping[str, frozenset[str]] = {
 """JSON type -> the keywords of its values that a format's own writing holds."""
 _LEVELS = 8
 _QUOTE = '"'
+
+
+@contextlib.contextmanager
+def _named(tool: HeldTool) -> Iterator[None]:
+    """Errors say which tool cannot be held."""
+    try:
+        yield
+    except RequestError as error:
+        raise RequestError(f"{tool.param}: {error.message}", tool.param, code=error.code) from None
 
 
 class Parameters(Lark):
@@ -79,6 +79,16 @@ class Parameters(Lark):
             run = ""
         return " ".join([*found, self.literal(run)])
 
+    def _schema(self, schema: Any, tool: HeldTool) -> str:
+        """The grammar of a JSON value."""
+        with _named(tool):
+            return self._hold(json=schema, strict=tool.strict)
+
+    def _text(self, tool: HeldTool) -> str:
+        """The grammar of the tool's text."""
+        with _named(tool):
+            return self._hold(grammar=tool.lark)
+
     def _arguments(self, tool: HeldTool) -> Any:
         schema = {} if tool.parameters is None else json.loads(tool.parameters)
         if schema.get("type", "object") != "object":
@@ -96,7 +106,7 @@ class Parameters(Lark):
         properties, required = schema.get("properties", {}), schema.get("required", [])
         if not isinstance(properties, dict) or not isinstance(required, list) or not {*required} <= properties.keys():
             raise self._refused("#/required", "properties and required that do not fit together", tool)
-        self._hold.schema({**schema, "type": "object"}, tool)  # says what no format can hold, with its place
+        self._schema({**schema, "type": "object"}, tool)  # says what no format can hold, with its place
         if "properties" not in schema and (others := schema.get("additionalProperties", {})) is not False:
             one = self.rule(self._parameter(written, None, others, tool, schema))
             return f"({one} ({self.literal(written.joint)} {one})*)?"
@@ -121,15 +131,13 @@ class Parameters(Lark):
         first, *rest = spelled(quote + after, self.tokens)
         opening += f" {self.literal(quote)}"
         if isinstance(first, int):
-            return f"{opening} {self.sub(self._hold.lark(tool))} {self.pieces([first, *rest])}"
+            return f"{opening} {self.sub(self._text(tool))} {self.pieces([first, *rest])}"
         inside = self.sub(self._by_character(tool, json_string=False))
         return f"{opening} {inside} {characters(first)} {self.pieces(rest)}"
 
     def _by_character(self, tool: HeldTool, *, json_string: bool) -> str:
-        try:
-            return by_character(self._hold.lark(tool), json_string=json_string)
-        except RequestError as error:
-            raise RequestError(f"{tool.param}: {error.message}", tool.param, code=error.code) from None
+        with _named(tool):
+            return by_character(self._hold(grammar=tool.lark), json_string=json_string)
 
     def _joined(self, members: Sequence[tuple[str, bool]], joint: str) -> str:
         """Expressions one after another, each with whether it is required, and ``joint`` between those that are there."""
@@ -162,7 +170,7 @@ class Parameters(Lark):
     def _json(self, schema: Any, root: Any, tool: HeldTool) -> str:
         """The grammar of a value as JSON."""
         shared = {name: root[name] for name in ("$defs", "definitions") if name in root}
-        return self._hold.schema({**shared, **schema} if isinstance(schema, dict) else schema, tool)
+        return self._schema({**shared, **schema} if isinstance(schema, dict) else schema, tool)
 
     # Values as raw text
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-from headrace.constrain.lark import Lark
+from headrace.constrain.lark import Hold, Lark
 from headrace.errors import RequestError
 from headrace.options import shown
 
@@ -26,12 +26,6 @@ _FIELDS: Mapping[str, tuple[set[str], set[str]]] = {
     "tags_with_separator": ({"tags", "separator"}, {"at_least_one", "stop_after_first"}),
 }
 """type -> fields that it needs, and fields that it may have"""
-
-
-class Hold(Protocol):
-    """Makes the grammar of a field of StructuredOutputsParams, in llguidance's serialised form."""
-
-    def __call__(self, **content: Any) -> str: ...
 
 
 def structural_grammar(text: str, tokens: Mapping[str, int], hold: Hold) -> str:

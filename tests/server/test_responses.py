@@ -271,7 +271,9 @@ def test_the_store_stays_in_its_bounds() -> None:
 )
 def test_what_cannot_be_served_is_refused_by_name(api: Make, fields: dict[str, Any], param: str) -> None:
     server = api("x")
-    assert error(server.post(URL, {"input": "Hi", **fields}))["param"] == param
+    found = error(server.post(URL, {"input": "Hi", **fields}))
+    assert found["param"] == param
+    assert f"{param}: {param}" not in found["message"]
     assert not server.llm.seen
 
 

@@ -175,6 +175,8 @@ def test_engine_death_answers_those_in_flight() -> None:
         async with client(llm) as http:
             body = {"messages": [{"role": "user", "content": "Hi"}], "stream": stream}
             pending = asyncio.create_task(http.post(CHAT, json=body))
+            while not llm.running:
+                await asyncio.sleep(0.001)
             await asyncio.sleep(0.1)
             llm.die()
             return await pending
@@ -189,7 +191,8 @@ def test_an_abort_from_outside_is_an_error_not_a_finish() -> None:
         llm = FakeLLM(step=0.01)
         async with client(llm) as http:
             pending = asyncio.create_task(http.post(CHAT, json={"messages": [{"role": "user", "content": "Hi"}]}))
-            await asyncio.sleep(0.1)
+            while not llm.running:
+                await asyncio.sleep(0.001)
             await llm.abort(next(iter(llm.running)))
             return await pending
 

@@ -111,9 +111,10 @@ class ReplicatedCore:
                 raise item
             if item.request_id in self._open:
                 deltas.append(item)
-                self._open[item.request_id] -= item.finish_reason is not None
-                if not self._open[item.request_id]:
-                    del self._open[item.request_id]
+                if item.finish_reason is not None:
+                    self._open[item.request_id] -= 1
+                    if not self._open[item.request_id]:
+                        del self._open[item.request_id]
         return deltas
 
     def reset_prefix_cache(self) -> bool:

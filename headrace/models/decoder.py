@@ -15,13 +15,14 @@ from torch import nn
 
 from headrace.attention.context import ForwardContext
 from headrace.attention.layer import Attention
+from headrace.errors import ConfigError
 from headrace.layers.embedding import Embedding
 from headrace.layers.linear import FusedLinear, Linear, RowParallelLinear
 from headrace.layers.mlp import GatedMLP
 from headrace.layers.moe import MoeMLP
 from headrace.layers.norm import RMSNorm, UnitRMSNorm
 from headrace.layers.rotary import RotaryTable
-from headrace.model_spec import AttentionSpec, ModelSpec, MoeSpec
+from headrace.model_spec import AttentionSpec, ModelSpec, MoeSpec, RopeSpec
 from headrace.model_spec.projection import input_matrices
 from headrace.models.interface import HiddenStates, ModelInputs
 from headrace.parallel.group import ALONE, Group, gather_columns
@@ -184,10 +185,20 @@ class RopeAngles:
 
     def __init__(self, spec: ModelSpec, device: str | torch.device) -> None:
         self._max_position = spec.max_position
-        of_layers = [(layer.rope, layer.rotary_dim) if layer.rope and layer.rotary_dim else None for layer in spec.layers]
-        distinct = [one for one in dict.fromkeys(of_layers) if one is not None]
-        self._tables = [RotaryTable(rope, width, device) for rope, width in distinct]
-        self._of_layer = [None if one is None else distinct.index(one) for one in of_layers]
+        self._tables: list[RotaryTable] = []
+        self._of_layer: list[int | None] = []
+        known: dict[tuple[RopeSpec, int], int] = {}
+        for layer in spec.layers:
+            if not layer.rotary_dim:
+                self._of_layer.append(None)
+                continue
+            if layer.rope is None:
+                raise ConfigError(f"layer {layer.layer} rotates {layer.rotary_dim} channels and has no rope", "rope_parameters")
+            key = (layer.rope, layer.rotary_dim)
+            if key not in known:
+                known[key] = len(self._tables)
+                self._tables.append(RotaryTable(layer.rope, layer.rotary_dim, device))
+            self._of_layer.append(known[key])
 
     def __call__(self, inputs: ModelInputs, ctx: ForwardContext) -> list[torch.Tensor | None]:
         """Per layer ``[T, rotary_dim]`` float32, or None for one that does not rotate.

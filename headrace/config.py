@@ -332,8 +332,9 @@ class EngineArgs:
     graph_capture_seconds: Annotated[
         float | None, OptionSpec(min=0.0, max=3600.0, default="2; 20 in Python's LLM", metavar="SECONDS")
     ] = None
-    """Time limit for capturing CUDA graphs before the engine takes requests, in seconds, most useful sizes first. A server
-    captures the others while it is idle; a step without a graph launches its kernels one by one."""
+    """Time limit for capturing CUDA graphs before the engine takes requests, in seconds, most useful sizes first. The others
+    are captured while the engine is idle and when steps miss them; a step without a graph replays a larger one, if there is
+    one, or launches its kernels one by one."""
     limit_mm_per_prompt: Annotated[MediaCounts, OptionSpec(metavar="JSON", default='{"image": 32, "video": 4}')] = MediaCounts()
     """Maximum number of pictures and videos in a prompt of a multimodal model, as a JSON object such as {"image": 8}, or
     image=8; 0 refuses them."""

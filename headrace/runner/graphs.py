@@ -1,15 +1,22 @@
-"""StepGraphs: CUDA graphs of the model and of the draw, captured apart.
+"""StepGraphs: CUDA graphs of the model and of sampling, captured apart.
 
 Everything that changes from step to step is in tensors of fixed places: the slots' tables, which the step itself advances,
 and three numbers a row that the host sends. So a captured step can be replayed for any sequences: the batch is padded to the
 next captured size with padding rows (slot -1), which read and write nothing. The two meet in the logits inputs
 (``StepBuffers.logits``), which a step that runs kernel by kernel fills and reads as well.
+
+A step whose graph is missing replays a larger one. Where there is none, it launches the kernels of the missing graph one by
+one, which compiles what is not compiled; the next step of that shape captures the graph in place of launching them, which
+takes the host no longer. Which steps capture depends on the steps alone, so that ranks agree and recorded steps replay.
 """
 
 from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
+import itertools
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
@@ -26,6 +33,9 @@ from headrace.runner.slots import RowArrays, SlotTables
 from headrace.sampling.masks import HostMasks
 from headrace.sampling.sampler import Sampler
 
+STAND_INS = 64
+"""Steps that replay a larger graph than they need, after which one of them captures its own: running and capturing 28 layers
+takes the host some 25 ms each, and 64 steps of the smallest models 100 to 200 ms."""
 _BESIDE = (0, 8, 32, 64, 128, 256)
 """Decode rows beside prompts: fewer sizes than without, since the shapes multiply."""
 
@@ -85,7 +95,7 @@ class GraphCount(NamedTuple):
 
 
 class StepGraphs:
-    """Captured graphs by their shapes. A step for which there is none runs kernel by kernel: nothing is captured on the way."""
+    """Captured graphs by their shapes."""
 
     def __init__(
         self,
@@ -115,59 +125,73 @@ class StepGraphs:
         self._words = -(-model.spec.vocab_size // 32)
         self._masks = torch.full((most * (1 + self._words),), -1, dtype=torch.int32, device=self._device)
         self._captured: dict[Shape | SampleShape, Captured] = {}
+        self._compiled: set[Shape | SampleShape] = set()
+        """Shapes that ran kernel by kernel."""
+        self._missed: Counter[Shape | SampleShape] = Counter()
+        """Steps that wanted a missing graph and replayed a larger one."""
+        self._stand_ins = 0
+        """Such steps since the last one that ran in its own shape."""
         self._num_shapes = sum(1 for _ in self.shapes())
         self._pool: Any = None
         """Memory that all graphs take their tensors from, one after the other."""
-        self._stream: torch.cuda.Stream | None = None
         self.nbytes = 0
         """Bytes that the captured graphs keep on the device."""
         self._failure = ""
         """Why a capture failed; nothing is captured after that, and steps without a graph run kernel by kernel."""
 
     def shapes(self) -> Iterator[Shape | SampleShape]:
-        """Every shape that may be captured, those that are wanted most first; the largest first among equals."""
-        for rows in reversed(self._decode_rows):
-            yield Shape(rows, 0)
-            if rows in self._logits_rows:
-                yield SampleShape(rows, filters=False)
-        yield from (SampleShape(rows, filters=True) for rows in reversed(self._logits_rows))
-        yield from (Shape(rows, tokens) for rows in self._beside for tokens in reversed(self._prompt_tokens))
+        """Yields every shape that may be captured, so that the first ones can stand in for all others of their kind."""
+        decode = [Shape(rows, 0) for rows in _spread(self._decode_rows)]
+        mixed = [Shape(rows, tokens) for tokens in _spread(self._prompt_tokens) for rows in _spread(self._beside)]
+        plain, filtered = ([SampleShape(rows, filters) for rows in _spread(self._logits_rows)] for filters in (False, True))
+        for shapes in itertools.zip_longest(decode, plain, mixed, filtered):
+            yield from (shape for shape in shapes if shape is not None)
         for filters in (False, True):
-            yield from (SampleShape(rows, filters, masked=True) for rows in reversed(self._logits_rows))
+            yield from (SampleShape(rows, filters, masked=True) for rows in _spread(self._logits_rows))
 
     def shape_of(self, rows: RowArrays) -> Shape | None:
-        """The smallest captured shape that has room for the rows; None: there is none.
-
-        With prompts, only the smallest that there may be: the padding of a larger one costs more than it saves.
-        """
+        """The shape that ``forward`` runs the rows in; None: they have none."""
         decode, own = rows.num_decode_rows, rows.counts
         if (own[:decode] != 1).any() or rows.num_logits_rows > len(rows.sampled):
             return None
         prompts, tokens = len(rows) - decode, int(own[decode:].sum())
         if not prompts:
-            return self._first(Shape(size, 0) for size in _from(self._decode_rows, decode))
-        beside, room = _from(self._beside, decode), _from(self._prompt_tokens, tokens)
-        if prompts > PROMPT_ROWS or not beside or not room:
+            return self._choose(Shape(size, 0) for size in _from(self._decode_rows, decode))
+        beside = _from(self._beside, decode)
+        if prompts > PROMPT_ROWS or not beside:
             return None
-        return self._first([Shape(beside[0], room[0])])
+        return self._choose(Shape(size, room) for room in _from(self._prompt_tokens, tokens) for size in beside)
 
     def sample_shape_of(self, rows: RowArrays, masks: HostMasks | None) -> SampleShape | None:
-        """The smallest captured shape that draws all that the rows ask for; None: there is none."""
+        """The shape that ``sample`` draws all that the rows ask for in; None: they have none."""
         slots = rows.slots[rows.sampled]
         if not len(slots) or rows.num_logits_rows != len(slots) or (masks is not None and masks.allows_nothing):
             return None
         if not self._sampler.plain(slots, None if masks is None else masks.which >= 0):
             return None
         filters, masked = self._sampler.filters(slots), masks is not None
-        return self._first(SampleShape(size, filters, masked) for size in _from(self._logits_rows, len(slots)))
+        return self._choose(SampleShape(size, filters, masked) for size in _from(self._logits_rows, len(slots)))
 
     def count(self) -> GraphCount:
         edition = self._edition
         current = sum(captured.edition == edition for captured in self._captured.values())
         return GraphCount(current, current if self._failure else self._num_shapes, self._failure)
 
-    def _first(self, shapes: Iterable[AnyShape]) -> AnyShape | None:
-        return next((shape for shape in shapes if shape in self._captured), None)
+    def _choose(self, shapes: Iterable[AnyShape]) -> AnyShape | None:
+        """Chooses among shapes that have room for a step, the smallest first."""
+        candidates = iter(shapes)
+        smallest = next(candidates, None)
+        if smallest is None or smallest in self._captured:
+            return smallest
+        larger = next((shape for shape in candidates if shape in self._captured), None)
+        if self._failure or self._replanned:  # What plans replays runs in a graph alone.
+            return larger
+        if larger is not None:
+            self._missed[smallest] += 1
+            self._stand_ins += 1
+            if self._stand_ins <= STAND_INS or self._missed[smallest] < max(self._missed.values()):
+                return larger
+        return smallest
 
     def capture_next(self) -> GraphCount:
         """Captures the most useful graph that is missing or stale, if there is one and no capture has failed."""
@@ -175,19 +199,30 @@ class StepGraphs:
         current = {shape for shape, captured in self._captured.items() if captured.edition == edition}
         shape = next((shape for shape in self.shapes() if shape not in current), None)
         if shape is not None and not self._failure:
-            try:
-                self._captured[shape] = dataclasses.replace(self._capture(shape), edition=edition)
-            except RuntimeError as error:
-                # A model that waits for the GPU, or no memory left. Graphs that exist stay valid.
-                self._failure = eager_reason(error, self._model)
+            self._try_to_capture(shape, padding=True)
         return self.count()
+
+    def _try_to_capture(self, shape: Shape | SampleShape, *, padding: bool) -> None:
+        """Captures a graph, or notes why it cannot be captured, after which no other is tried. Graphs that exist stay valid.
+
+        Args:
+            padding: compiles the kernels first, by running them on padding rows in place of those that have been sent.
+        """
+        edition = self._edition
+        try:
+            if padding:
+                self._compile(shape)
+            self._captured[shape] = dataclasses.replace(self._capture(shape), edition=edition)
+        except RuntimeError as error:  # The model waits for the GPU, or no memory is left.
+            self._failure = eager_reason(error, self._model)
+        self._missed.pop(shape, None)
 
     def stop_capturing(self, reason: str) -> None:
         """Captures nothing more, as after a capture that failed."""
         self._failure = self._failure or reason
 
-    def forward(self, shape: Shape, query_start: np.ndarray, places: np.ndarray, ends: np.ndarray) -> None:
-        """Runs the model for the rows that have been sent as ``shape``.
+    def forward(self, shape: Shape, query_start: np.ndarray, places: np.ndarray, ends: np.ndarray) -> bool:
+        """Runs the model for the rows that have been sent as ``shape``. Returns whether a graph was replayed.
 
         Args:
             query_start: ``[rows of the shape + 1]``, as it has been sent.
@@ -199,37 +234,57 @@ class StepGraphs:
             lengths[places] = ends
             for backend in self._replanned:
                 backend.prepare_replay(ReplayLengths(shape.decode_rows, shape.tokens, query_start.copy(), lengths))
-        self._captured[shape].replay()
+        return self._launch(shape)
 
     def sample(self, shape: SampleShape, masks: HostMasks | None) -> None:
-        """Draws from the logits inputs, and advances the slots."""
+        """Samples from the logits inputs, and advances the slots."""
         if masks is not None:
             masks.copy_to(self._masks, self._logits_rows[-1])
-        self._captured[shape].replay()
+        self._launch(shape)
+
+    def _launch(self, shape: Shape | SampleShape) -> bool:
+        """Replays the shape's graph, which is captured now if its kernels are compiled; otherwise launches them one by one."""
+        if shape not in self._captured:
+            self._stand_ins = 0
+            if shape in self._compiled and not self._failure:
+                self._try_to_capture(shape, padding=False)
+            self._compiled.add(shape)
+        if shape in self._captured:
+            self._captured[shape].replay()
+            return True
+        self._run(shape)
+        return False
 
     @property
     def _edition(self) -> int:
         return sum(backend.graph_version for backend in self._replanned)
 
-    def _capture(self, shape: Shape | SampleShape) -> Captured:
-        """The first run compiles what is not compiled yet, which a capture must not. Its padding rows change nothing."""
-        if self._stream is None:
-            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    def _compile(self, shape: Shape | SampleShape) -> None:
+        """Runs padding rows, which change nothing: compiles what is not compiled yet, which a capture must not."""
         self._pad(shape)
-        before = torch.cuda.memory_reserved(self._device)
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
+        stream = self._stream
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
             self._run(shape)
             if not self._captured:
                 # A model that waits for the GPU raises here: a capture that fails halfway leaves CUDA's state broken.
                 with no_host_sync():
                     self._run(shape)
-        torch.cuda.current_stream().wait_stream(self._stream)
+        torch.cuda.current_stream().wait_stream(stream)
+
+    def _capture(self, shape: Shape | SampleShape) -> Captured:
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
+        before = torch.cuda.memory_reserved(self._device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             self._run(shape)
         self.nbytes += max(0, torch.cuda.memory_reserved(self._device) - before)
         return Captured(graph.replay)
+
+    @functools.cached_property
+    def _stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def _pad(self, shape: Shape | SampleShape) -> None:
         if isinstance(shape, Shape):
@@ -270,3 +325,17 @@ class StepGraphs:
 def _from(sizes: tuple[int, ...], least: int) -> tuple[int, ...]:
     """Those of the ascending sizes that are large enough."""
     return sizes[bisect.bisect_left(sizes, least) :]
+
+
+def _spread(sizes: tuple[int, ...]) -> Iterator[int]:
+    """Orders ascending sizes: the largest, the one in the middle, those in the middle of what is left, and so on."""
+    if not sizes:
+        return
+    yield sizes[-1]
+    ranges = deque([(0, len(sizes) - 1)])
+    while ranges:
+        start, end = ranges.popleft()
+        if start < end:
+            middle = (start + end) // 2
+            yield sizes[middle]
+            ranges += [(middle + 1, end), (start, middle)]

@@ -223,16 +223,16 @@ class ModelRunner:
         if shape is not None and self._graphs is not None:
             step.num_places = shape.rows
             step.places = self._buffers.send(rows, shape.decode_rows, shape.rows)
-            self._graphs.forward(shape, self._buffers.query_start(shape.rows), step.places, rows.ends)
+            query_start = self._buffers.query_start(shape.rows)
+            step.replayed = self._graphs.forward(shape, query_start, step.places, rows.ends)
             step.padding_tokens = shape.tokens - int(rows.counts.sum())
         else:
-            step.num_places = len(rows)
+            step.replayed, step.num_places = False, len(rows)
             step.places = self._buffers.send(rows, rows.num_decode_rows, len(rows))
             hidden = self._forward(Bounds.of(rows), media, sparse)
             if self._sparse is not None and sparse is not None:
                 step.sparse.append(self._sparse.results(rows, sparse))
             step.prompt_logprobs = self._measure_prompts(plan.rows, hidden)
-        step.replayed = shape is not None
 
     def _run_piece(self, plan: StepPlan, layers: LayerRange, step: StepHandle, logits_row: int) -> None:
         """Runs layers of the last row, behind the others. ``logits_row``: of its last token, if it has one."""

@@ -40,6 +40,8 @@ class Immediate(StepGraphs):
     draws: list[SampleShape]
     """What has been replayed."""
 
+    def _compile(self, shape: Shape | SampleShape) -> None: ...
+
     def _capture(self, shape: Shape | SampleShape) -> Captured:
         def replay() -> None:
             (self.models if isinstance(shape, Shape) else self.draws).append(shape)  # type: ignore[arg-type]
@@ -264,8 +266,7 @@ def test_a_new_feature_is_never_skipped(monkeypatch: pytest.MonkeyPatch) -> None
     same({"plain": outcomes["plain"]}, serve(World(), [plain]))
 
 
-def test_the_most_useful_graphs_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decode rows with their draws, then filters, then prompts; without a graph a step runs kernel by kernel."""
+def uncaptured(monkeypatch: pytest.MonkeyPatch) -> tuple[ModelRunner, Immediate]:
     monkeypatch.setattr("headrace.runner.runner.StepGraphs", Immediate)
     config = dataclasses.replace(World().config(), graph_rows=ROWS, graph_prompt_tokens=PROMPTS)
     backends: list[Any] = [DeviceAttention()] * config.model.num_layers
@@ -273,18 +274,56 @@ def test_the_most_useful_graphs_come_first(monkeypatch: pytest.MonkeyPatch) -> N
     graphs = made._graphs
     assert isinstance(graphs, Immediate)
     graphs.models, graphs.draws = [], []
+    return made, graphs
+
+
+def test_the_first_graphs_stand_in_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first four cover every plain and filtered step; those with masks come last."""
+    made, graphs = uncaptured(monkeypatch)
     order = list(graphs.shapes())
+    assert order[:4] == [Shape(6, 0), SampleShape(6, False), Shape(6, 24), SampleShape(6, True)]
+    assert len(set(order)) == len(order) == graphs.count().total
     masked = [shape for shape in order if isinstance(shape, SampleShape) and shape.masked]
-    assert order[:2] == [Shape(6, 0), SampleShape(6, False)] and order[-len(masked) :] == masked
-    assert all(isinstance(shape, Shape) for shape in order[: -len(masked)][-4:])
-    assert [made.capture_next()[:2] for _ in range(2)] == [(1, len(order)), (2, len(order))]
+    assert order[-len(masked) :] == masked
+    for number in range(4):
+        assert made.capture_next()[:2] == (number + 1, len(order))
     engine = Engine(World(), made)
     requests = [request("r", prompt(1, 4), max_tokens=3, ignore_eos=True)]
     engine.add(*requests)
     with torch.inference_mode():
         same(engine.run(), serve(World(), requests))
-    assert [result.replayed for result in engine.results] == [False, True, True]
-    assert graphs.models == [Shape(6, 0)] * 2 and graphs.draws == [SampleShape(6, False)] * 3
+    assert [result.replayed for result in engine.results] == [True] * 3
+    assert graphs.models == [Shape(6, 24), Shape(6, 0), Shape(6, 0)] and graphs.draws == [SampleShape(6, False)] * 3
+
+
+def test_a_missing_graph_is_captured_by_the_second_step_that_misses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a larger graph the first step launches the kernels of the missing one; tokens stay the same."""
+    made, graphs = uncaptured(monkeypatch)
+    engine = Engine(World(), made)
+    requests = [request("r", prompt(1, 4), max_tokens=5, ignore_eos=True)]
+    engine.add(*requests)
+    with torch.inference_mode():
+        same(engine.run(), serve(World(), requests))
+    assert [result.replayed for result in engine.results] == [False, False, True, True, True]
+    assert graphs.models == [Shape(1, 0)] * 3 and graphs.draws == [SampleShape(1, False)] * 4
+    assert made.graphs().captured == 2
+
+
+def test_steps_with_a_stand_in_capture_at_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph that most steps have missed is compiled and captured, each after a number of steps that replay a larger one."""
+    monkeypatch.setattr("headrace.runner.graphs.STAND_INS", 4)
+    made, graphs = uncaptured(monkeypatch)
+    for _ in range(4):
+        made.capture_next()
+    engine = Engine(World(), made)
+    requests = [request("r", prompt(1, 4), max_tokens=12, ignore_eos=True)]
+    engine.add(*requests)
+    with torch.inference_mode():
+        same(engine.run(), serve(World(), requests))
+    # A step misses two graphs, the model's and that of sampling; the prompt's own graph is missed once.
+    assert [shape for shape in graphs.models if shape.decode_rows == 1] != []
+    assert graphs.models[1] == Shape(6, 0) and graphs.models[-1] == Shape(1, 0)
+    assert Shape(0, 16) not in graphs._captured and made.graphs().captured == 6
 
 
 def test_a_failed_capture_leaves_the_graphs_there_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,7 @@ from headrace.core.request import Request
 from headrace.engine.messages import StepDeltas, decode_from_engine, encode
 from headrace.engine.streams import Inbox, OutputStream
 from headrace.outputs import OutputDelta
+from headrace.server.listen import listen
 from headrace.server.run import run
 from headrace.server.settings import ServerSettings
 
@@ -83,7 +84,8 @@ class SteadyLLM(StepLLM):
 
 def serve(port: int, step: float) -> None:
     llm: Any = SteadyLLM(step)
-    run(llm, ServerSettings(port=port, log_requests=False))
+    settings = ServerSettings(port=port, log_requests=False)
+    run(llm, settings, listen(settings))
 
 
 async def stream(port: int, tokens: int, gaps: list[float], start: asyncio.Event) -> None:

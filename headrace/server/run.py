@@ -1,16 +1,15 @@
-"""Runs the server: listens at once, loads the engine meanwhile, and drains on SIGTERM."""
+"""Runs the server: takes connections at once, loads the engine meanwhile, and drains on SIGTERM."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import errno
 import logging
 import resource
 import socket
 import ssl
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("headrace.server")
 
-_BACKLOG = 2048
 _OTHER_FILES = 128
 """Files that the server opens beside its connections: listeners, the engine's sockets, logs, modules."""
 _CLEANUP_SECONDS = 5
@@ -68,25 +66,31 @@ class DrainingServer(uvicorn.Server):
         return True
 
 
-def run(llm: AsyncLLM, settings: ServerSettings) -> None:
+def run(
+    llm: AsyncLLM, settings: ServerSettings, sockets: Sequence[socket.socket], on_ready: Callable[[], None] = lambda: None
+) -> None:
     """Serves an engine client that has not been started. Returns after SIGTERM or SIGINT, when the last request is answered.
 
+    Args:
+        sockets: of ``listen``.
+        on_ready: called when the engine takes requests.
+
     Raises:
-        ConfigError: the engine cannot be built from its arguments, or the address cannot be listened on.
+        ConfigError: the engine cannot be built from its arguments.
         EngineError: the engine did not start.
     """
     use_no_tokenizer_threads()
     switch_threads_often()
     if settings.tls_cert is not None and settings.tls_key is not None:
         _check_certificate(settings.tls_cert, settings.tls_key)
-    sockets = listen(settings)
     app = build_app(llm, settings)
     config = uvicorn_config(app, within_open_files(settings), timeout_graceful_shutdown=_CLEANUP_SECONDS)
     serving: Serving = app.state.serving
     serving.owns_process = True
+    serving.on_ready = on_ready
     server = DrainingServer(config, serving)
     with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
-        runner.run(server.serve(sockets))
+        runner.run(server.serve([*sockets]))
     if settings.uds is not None:
         Path(settings.uds).unlink(missing_ok=True)
     if serving.failure is not None:
@@ -125,64 +129,6 @@ def within_open_files(settings: ServerSettings) -> ServerSettings:
         "max_connections is %d, not %d: the system lets a process open %d files", most, settings.max_connections, room
     )
     return dataclasses.replace(settings, max_connections=most)
-
-
-def listen(settings: ServerSettings) -> list[socket.socket]:
-    """Listening sockets: one for each address that the host's name has, or the Unix domain socket.
-
-    Raises:
-        ConfigError: the address is in use, not ours, or not an address.
-    """
-    if settings.uds is not None:
-        return [_unix_socket(settings.uds)]
-    port = settings.port
-    try:
-        addresses = socket.getaddrinfo(settings.host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        sockets = _tcp_sockets(dict.fromkeys((family, str(address[0])) for family, _, _, _, address in addresses), port)
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {settings.host}:{port}: {error.strerror or error}", "port") from error
-    port = sockets[0].getsockname()[1]
-    scheme = "http" if settings.tls_cert is None else "https"
-    host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    logger.info("listening on %s://%s:%d", scheme, host, port)
-    return sockets
-
-
-def _tcp_sockets(addresses: Iterable[tuple[int, str]], port: int) -> list[socket.socket]:
-    """All on one port. A name may have addresses that this machine lacks (IPv6 of localhost): one that works is enough."""
-    sockets: list[socket.socket] = []
-    missing = OSError("the name has no address")
-    for family, address in addresses:
-        try:
-            sockets.append(socket.create_server((address, port), family=family, backlog=_BACKLOG))
-        except OSError as error:
-            if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
-                for opened in sockets:
-                    opened.close()
-                raise
-            missing = error
-        port = sockets[0].getsockname()[1] if sockets else port
-    if not sockets:
-        raise missing
-    return sockets
-
-
-def _unix_socket(path: str) -> socket.socket:
-    """A socket file left by a server that is gone is replaced; one that somebody answers on is not."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        if Path(path).is_socket():
-            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-                if probe.connect_ex(path) == 0:
-                    raise OSError("another server answers there")
-            Path(path).unlink()
-        listener.bind(path)
-        listener.listen(_BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(f"cannot listen on {path}: {error.strerror or error}", "uds") from error
-    logger.info("listening on unix:%s", path)
-    return listener
 
 
 def _check_certificate(certificate: Path, key: Path) -> None:

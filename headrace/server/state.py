@@ -7,7 +7,7 @@ import hashlib
 import logging
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +63,8 @@ class Serving:
         """The engine may be up before its client can make requests for it."""
         self.owns_process = False
         """Whether this process belongs to the server, so that its garbage collector may be tuned."""
+        self.on_ready: Callable[[], None] = lambda: None
+        """Called when the engine takes requests."""
         self.draining = False
         self.num_in_flight = 0
         self.responses = ResponseStore(settings)
@@ -87,6 +89,7 @@ class Serving:
             if self.owns_process:
                 freeze_gc(_YOUNG_OBJECTS)
             self.loading = False
+            self.on_ready()
             await asyncio.to_thread(self.llm.serving)
         except Exception as error:
             self.failure = error

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import httpx
+import psutil
 
 START_TIMEOUT = 240.0
 
@@ -24,6 +25,11 @@ class Server:
     process: subprocess.Popen[bytes]
     url: str
     log: Path
+
+    def serving_process(self) -> psutil.Process:
+        """The process that answers, a child of the command's own."""
+        [found] = psutil.Process(self.process.pid).children()
+        return found
 
     def metric(self, name: str) -> float:
         """The sum of a metric's samples, over its labels."""

@@ -129,6 +129,18 @@ def engine_process(server: Server) -> psutil.Process:
     return next(child for child in children if "headrace.engine.process" in " ".join(child.cmdline()))
 
 
+def test_a_crashed_server_is_started_again(server: Server) -> None:
+    before, engine = server.serving_process(), engine_process(server)
+    before.send_signal(signal.SIGSEGV)
+    before.wait(30)
+    # The connection waits in the socket that the command holds open.
+    assert httpx.get(f"{server.url}/live", timeout=60).status_code == 200
+    server.wait_healthy()
+    assert server.serving_process().pid != before.pid and not engine.is_running()
+    assert "died by SIGSEGV: it is started again" in server.log.read_text()
+    test_answers_in_english(server)
+
+
 async def kill_under_load(server: Server, model: str) -> list[int | Exception]:
     async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=300) as client:
         jobs = [asyncio.create_task(stream_one(client, model, n, None)) for n in range(16)]

@@ -8,8 +8,11 @@ import logging
 import sys
 from pathlib import Path
 
+from headrace.server import supervisor
+from headrace.server.listen import listen
 from headrace.server.run import run
 from headrace.server.settings import ServerSettings
+from headrace.server.supervisor import Supervised, supervised
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -19,10 +22,14 @@ from server.fakes import FakeLLM
 def main() -> None:
     options = json.loads(sys.argv[1])
     logging.basicConfig(level=logging.INFO, format="%(message)s")
+    settings = ServerSettings(**options.get("settings", {}))
+    sockets = listen(settings)
+    supervisor._QUICK_SECONDS = options.get("quick_seconds", supervisor._QUICK_SECONDS)
+    server = supervised() if options.get("supervised") else Supervised(0, lambda: None)
     llm = FakeLLM(step=options.get("step", 0.0), load_seconds=options.get("load", 0.0))
     if "start_error" in options:
         llm.start_error = ValueError(options["start_error"])
-    run(llm, ServerSettings(**options.get("settings", {})))  # type: ignore[arg-type]
+    run(llm, settings, sockets, server.ready)  # type: ignore[arg-type]
     print(f"aborted {len(llm.aborted)} closed {llm.closed} settled {gc.get_freeze_count() > 0}")
 
 

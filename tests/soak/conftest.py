@@ -56,7 +56,7 @@ class SoakedServer:
         self.server = server
         self._temporary = temporary
         self.url = server.url
-        self._process = psutil.Process(server.process.pid)
+        self._process = server.serving_process()
         self.idle()
         self._engines = len(self.engines())
         self._first = self.holdings()

@@ -1,0 +1,74 @@
+"""The sockets that the server listens on. Imports little: a process that only keeps them open needs no more."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import socket
+from collections.abc import Iterable
+from pathlib import Path
+
+from headrace.errors import ConfigError
+from headrace.server.settings import ServerSettings
+
+logger = logging.getLogger("headrace.server")
+
+_BACKLOG = 2048
+
+
+def listen(settings: ServerSettings) -> list[socket.socket]:
+    """Listening sockets: one for each address that the host's name has, or the Unix domain socket.
+
+    Raises:
+        ConfigError: the address is in use, not ours, or not an address.
+    """
+    if settings.uds is not None:
+        return [_unix_socket(settings.uds)]
+    port = settings.port
+    try:
+        addresses = socket.getaddrinfo(settings.host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        sockets = _tcp_sockets(dict.fromkeys((family, str(address[0])) for family, _, _, _, address in addresses), port)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {settings.host}:{port}: {error.strerror or error}", "port") from error
+    port = sockets[0].getsockname()[1]
+    scheme = "http" if settings.tls_cert is None else "https"
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    logger.info("listening on %s://%s:%d", scheme, host, port)
+    return sockets
+
+
+def _tcp_sockets(addresses: Iterable[tuple[int, str]], port: int) -> list[socket.socket]:
+    """All on one port. A name may have addresses that this machine lacks (IPv6 of localhost): one that works is enough."""
+    sockets: list[socket.socket] = []
+    missing = OSError("the name has no address")
+    for family, address in addresses:
+        try:
+            sockets.append(socket.create_server((address, port), family=family, backlog=_BACKLOG))
+        except OSError as error:
+            if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                for opened in sockets:
+                    opened.close()
+                raise
+            missing = error
+        port = sockets[0].getsockname()[1] if sockets else port
+    if not sockets:
+        raise missing
+    return sockets
+
+
+def _unix_socket(path: str) -> socket.socket:
+    """A socket file left by a server that is gone is replaced; one that somebody answers on is not."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if Path(path).is_socket():
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+                if probe.connect_ex(path) == 0:
+                    raise OSError("another server answers there")
+            Path(path).unlink()
+        listener.bind(path)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot listen on {path}: {error.strerror or error}", "uds") from error
+    logger.info("listening on unix:%s", path)
+    return listener

@@ -38,7 +38,9 @@ class AnswerRoute(Generic[B]):
         # Of Anthropic's bodies none names a user.
         if session := request.headers.get("x-session-id") or getattr(body, "user", None):
             generation.of_session(session)
-        return await respond(request, state, generation, answer, stream=body.stream)
+        stream = body.stream
+        del body  # its content is in the generation, which may take long
+        return await respond(request, state, generation, answer, stream=stream)
 
     async def begun(self, state: Serving, fields: dict[str, Any], request_id: str) -> Begun:
         """For a body that came without HTTP."""

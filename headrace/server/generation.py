@@ -63,10 +63,15 @@ class Generation:
         self._attention: AttentionReport | None = None
         self._stream: Any = None
         self._first: Piece | None = None
+        self._at_end: Callable[[], None] = lambda: None
 
     def of_session(self, session: str) -> None:
         """Names the session that the requests belong to. Before they begin."""
         self.requests = [msgspec.structs.replace(request, session=session) for request in self.requests]
+
+    def at_end(self, work: Callable[[], None]) -> None:
+        """``work`` is done when the generation is closed, whether or not it has begun."""
+        self._at_end = work
 
     async def begin(self) -> None:
         """Wait for the first delta, so that an error before it still gets its HTTP status."""
@@ -103,6 +108,7 @@ class Generation:
 
     async def aclose(self) -> None:
         """Abort what still runs; nothing if all is finished."""
+        self._at_end()
         if self._stream is not None:
             await self._stream.aclose()
 

@@ -167,10 +167,12 @@ def _of_part(error: RequestError, parts: Sequence[MediaPart]) -> RequestError:
     return error
 
 
-async def render_messages(
-    serving: Serving, body: ChatBody | TokenizeBody, tools: Sequence[Mapping[str, Any]] = ()
-) -> RenderedChat:
-    """The prompt of a conversation. Raises: RequestError (400), naming the message and its field at fault."""
+def render_messages(serving: Serving, body: ChatBody | TokenizeBody, tools: Sequence[Mapping[str, Any]] = ()) -> RenderedChat:
+    """The prompt of a conversation. Takes long for large ones: call it beside the event loop.
+
+    Raises:
+        RequestError: 400, naming the message and its field at fault.
+    """
     if isinstance(body.messages, list):
         limit("messages", len(body.messages), serving.settings.max_messages, "max_messages")
     for name in ("messages", "chat_template_kwargs", "mm_processor_kwargs"):
@@ -186,8 +188,7 @@ async def render_messages(
     processor = serving.llm.inputs.multimodal
     media = None if processor is None else ConversationMedia(processor.neutral, processor.written)
     serving.llm.inputs.check_processor_options(body.mm_processor_kwargs)
-    render = functools.partial(
-        need_tokenizer(serving, "messages").render_chat,
+    text = need_tokenizer(serving, "messages").render_chat(
         messages,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
@@ -196,7 +197,6 @@ async def render_messages(
         **({"tools": tools} if tools else {}),
         **({"media": media} if media is not None else {}),
     )
-    text = await serving.llm.inputs.in_thread(render)
     parts = text.split(mark) if mark else [text]
     return RenderedChat(parts, () if media is None else media.parts, body.mm_processor_kwargs)
 

@@ -160,17 +160,20 @@ class ResponsesBody(ProtocolBody):
     instructions: str | None = None
     max_output_tokens: Annotated[Any, WithJsonSchema(_SAMPLING["max_tokens"].json_schema())] = None
     top_logprobs: Count | None = None
-    include: list[
-        Literal[
-            "message.output_text.logprobs",
-            "reasoning.encrypted_content",
-            "file_search_call.results",
-            "web_search_call.results",
-            "web_search_call.action.sources",
-            "message.input_image.image_url",
-            "computer_call_output.output.image_url",
-            "code_interpreter_call.outputs",
-        ]
+    include: Annotated[
+        list[
+            Literal[
+                "message.output_text.logprobs",
+                "reasoning.encrypted_content",
+                "file_search_call.results",
+                "web_search_call.results",
+                "web_search_call.action.sources",
+                "message.input_image.image_url",
+                "computer_call_output.output.image_url",
+                "code_interpreter_call.outputs",
+            ]
+        ],
+        FailFast(),
     ] = []
     text: dict[str, Any] | None = None
     tools: Tools = None

@@ -121,9 +121,11 @@ class ServerSettings:
     """Keep responses of /v1/responses in memory, unless a request says store: false, so that clients may get them again and
     continue them by previous_response_id."""
     responses_store_entries: Annotated[int, OptionSpec(min=1)] = 4096
-    """Maximum number of stored responses. The one that was not used for longest is forgotten for another."""
+    """Maximum number of stored responses, of which each API key has an equal share. The one of its own that was not used for
+    longest is forgotten for another."""
     responses_store_bytes: Annotated[int, OptionSpec(min=1, size=True, default="256MiB")] = 256 * 2**20
-    """Maximum size of all stored responses. Each holds the conversation that led to it, and its tokens."""
+    """Maximum size of all stored responses, of which each API key has an equal share. Each holds the conversation that led to
+    it, and its tokens."""
     responses_store_ttl: Annotated[float, OptionSpec(above=0.0, metavar="SECONDS")] = 86400.0
     """Seconds for which a response is stored."""
     max_feature_bytes: Annotated[int, OptionSpec(min=1, size=True, default="64MiB")] = 2**26

@@ -184,7 +184,7 @@ async def collected(generation: Generation, answer: Answer) -> dict[str, Any]:
                 for _ in answer.add(piece):
                     pass
             more = await generation.more()
-    return answer.whole() | answer.metrics()
+        return answer.whole() | answer.metrics()
 
 
 _MOST_AT_ONCE = 2**16

@@ -15,7 +15,7 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -52,7 +52,7 @@ def supervised() -> Supervised:
     if sys.platform != "linux":
         return Supervised(0, lambda: None)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    stops = {signal.SIGTERM, signal.SIGINT}
+    stops: set[signal.Signals] = {signal.SIGTERM, signal.SIGINT}
     stops |= {number for number in (signal.SIGHUP, signal.SIGQUIT) if signal.getsignal(number) != signal.SIG_IGN}
     usual = signal.pthread_sigmask(signal.SIG_BLOCK, {*stops, signal.SIGCHLD})
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # whoever started us may ignore it, and then no end is reported
@@ -87,7 +87,7 @@ def supervised() -> Supervised:
         restarts += 1
 
 
-def _become_server(parent: int, mask: set[signal.Signals]) -> None:
+def _become_server(parent: int, mask: Iterable[int]) -> None:
     """In the forked process: a process group of its own gets the terminal's signals once, through the parent."""
     os.setpgid(0, 0)
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

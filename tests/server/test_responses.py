@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from headrace.errors import EngineError
 from headrace.server.settings import ServerSettings
-from headrace.server.store import ResponseStore
+from headrace.server.store import ResponseStore, StoredItem
 from headrace.server.transcript import Transcript
 from headrace.text.tokenizer import Tokenizer
 from server import scripted
@@ -212,22 +213,110 @@ def test_the_store_stays_in_its_bounds() -> None:
     now = [0.0]
     settings = ServerSettings(responses_store_entries=50, responses_store_bytes=40_000, responses_store_ttl=1000)
     store = ResponseStore(settings, lambda: now[0])
+
+    def put(identity: str, items: list[StoredItem], *output: StoredItem, transcript: Transcript | None = None) -> None:
+        store.begin("", identity, (), tuple(items))
+        assert store.get("", identity) is None
+        store.finish("", identity, b"{}", output, transcript)
+
     for number in range(20_000):
         now[0] += number % 7
-        items = [{"id": f"item_{number}", "text": "x" * (number * 37 % 997)}]
+        item = StoredItem(f"item_{number}", b"x" * (number * 37 % 997))
         transcript = Transcript(b"x" * (number * 41 % 997), array("i", range(number % 53))) if number % 3 else None
-        store.put({"id": f"resp_{number}", "output": [{"id": f"msg_{number}"}]}, items, items, transcript)
-        store.get("resp_0")
-        assert len(store) <= 50 and store.used <= 40_000
-        assert len(store._of_item) == 2 * len(store) == 2 * len(store._ends)
-    assert store.get(f"resp_{number}") and store.item(f"item_{number}") == items[0]
-    assert store.get("resp_0") is None
-    for history, transcript in (["x" * 50_000], None), ([], Transcript(b"", array("i", range(10_000)))):
-        store.put({"id": "large", "output": []}, [], history, transcript)
-    assert store.get("large") is None and store.used == 0
-    store.put({"id": "old", "output": []}, [], [])
+        put(f"resp_{number}", [item], StoredItem(f"msg_{number}", b""), transcript=transcript)
+        store.get("", "resp_0")
+        assert len(store) <= 50 and store.used("") <= 40_000
+        shelf = store._shelves[""]
+        assert len(shelf.of_item) == 2 * len(store) == 2 * len(shelf.entries) == 2 * len(shelf.sizes)
+    assert store.get("", f"resp_{number}") and store.item("", f"item_{number}") == item
+    assert store.get("", "resp_0") is None
+    for large, transcript in (StoredItem("i", b"x" * 50_000), None), (item, Transcript(b"", array("i", range(10_000)))):
+        put("large", [large], transcript=transcript)
+    assert store.get("", "large") is None and store.used("") == 0
+    put("old", [])
+    store.begin("", "abandoned", (), (item,))
+    store.abandon("", "abandoned")
+    store.abandon("", "old")
+    assert len(store) == 1
     now[0] += 1000
-    assert store.get("old") is None and len(store) == 0
+    assert store.get("", "old") is None and len(store) == 0
+
+
+def test_each_key_has_its_own_share_of_the_store() -> None:
+    settings = ServerSettings(responses_store_entries=4, api_keys=("a", "b"))
+    store = ResponseStore(settings)
+    for tenant, count in ("a", 1), ("b", 9):
+        for number in range(count):
+            store.begin(tenant, f"{tenant}{number}", (), (StoredItem("same", tenant.encode()),))
+            store.finish(tenant, f"{tenant}{number}", b"{}", ())
+    assert store.get("a", "a0") and not store.get("b", "a0") and not store.delete("b", "a0")
+    assert [store.get("b", f"b{number}") is not None for number in range(9)] == 7 * [False] + 2 * [True]
+    assert store.item("a", "same") == StoredItem("same", b"a") and store.item("b", "same") == StoredItem("same", b"b")
+
+
+def test_a_response_does_not_exist_for_another_key(made: Tokenizer) -> None:
+    server = Api(ScriptedLLM(made, ["One.", "Two."]), ServerSettings(api_keys=("a", "b")))
+    [mine, other] = [{"Authorization": f"Bearer {key}"} for key in "ab"]
+
+    async def both(http: Any) -> None:
+        first = (await http.post(URL, json={"input": "Hi"}, headers=mine)).json()
+        identity, item = first["id"], first["output"][0]["id"]
+        asked: list[tuple[str, str, Any]] = [
+            ("GET", f"{URL}/{{}}", None),
+            ("DELETE", f"{URL}/{{}}", None),
+            ("GET", f"{URL}/{{}}/input_items", None),
+            ("POST", f"{URL}/{{}}/cancel", None),
+            ("POST", URL, {"input": "x", "previous_response_id": "{}"}),
+            ("POST", URL, {"input": [{"type": "item_reference", "id": "{}"}]}),
+        ]
+        for method, url, body in asked:
+            name = item if body and isinstance(body["input"], list) else identity
+            answers = []
+            for given in (name, "unknown"):
+                fields = body and json.loads(json.dumps(body).replace("{}", given))
+                answer = await http.request(method, url.format(given), json=fields, headers=other)
+                assert answer.status_code == 404, (method, url, answer.text)
+                answers.append(answer.text.replace(given, ""))
+            assert answers[0] == answers[1]
+        assert (await http.get(f"{URL}/{identity}", headers=mine)).status_code == 200
+        again = {"input": [{"type": "item_reference", "id": item}], "previous_response_id": identity}
+        assert (await http.post(URL, json=again, headers=mine)).status_code == 200
+
+    with_client(server, both)
+
+
+def test_requests_that_fail_leave_nothing_in_the_store() -> None:
+    server = Api(FakeLLM(script=lambda request, index: [EngineError("lost")]))  # type: ignore[list-item]
+
+    async def failed(http: Any) -> None:
+        state = http._transport.app.state.serving
+        for stream in (False, True):
+            assert (await http.post(URL, json={"input": "x", "stream": stream})).status_code == 500
+            assert len(state.responses) == 0
+
+    with_client(server, failed)
+
+
+def test_references_cost_what_the_items_would_in_the_body(made: Tokenizer) -> None:
+    """Items of which the prompt has little and the store much."""
+    settings = ServerSettings(max_body_bytes=2**20)
+    server = Api(ScriptedLLM(made, ["Yes."]), settings)
+    part = {"type": "output_text", "text": "y", "annotations": ["y" * 30_000]}
+    long = [{"role": "assistant", "content": [part], "id": f"i{index}"} for index in range(20)]
+
+    async def refer(http: Any) -> Any:
+        stored = (await http.post(URL, json={"input": long, "max_output_tokens": 4})).json()
+        assert stored["object"] == "response", stored
+        few = [{"type": "item_reference", "id": "i3"}]
+        many = await http.post(URL, json={"input": 40 * few, "store": False})
+        taken = await http.post(URL, json={"input": 4 * few, "store": False})
+        longer = {"input": 20 * few, "previous_response_id": stored["id"]}
+        return many, taken, await http.post(URL, json=longer)
+
+    many, taken, longer = with_client(server, refer)
+    assert error(many, 413)["param"] == "input" and "(max_body_bytes)" in many.json()["error"]["message"]
+    assert error(longer, 413)["param"] == "previous_response_id"
+    assert taken.status_code == 200 and len(server.llm.seen[-1].prompt or "") < 1000
 
 
 @pytest.mark.parametrize(

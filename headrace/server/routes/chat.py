@@ -14,13 +14,13 @@ from headrace.outputs import Event, Message, OutputDelta
 from headrace.server.answers import Begun, answers
 from headrace.server.generation import Generation, Piece, named
 from headrace.server.logprobs import JSONArray, chat_logprobs, prompt_logprobs
-from headrace.server.prompts import check_prompt_logprobs, render_messages
+from headrace.server.prompts import RenderedChat, check_prompt_logprobs, render_messages
 from headrace.server.sampling import chat_names, chat_params, thinking_budget
 from headrace.server.schema import ChatBody
 from headrace.server.shape.parts import events_of
 from headrace.server.sse import ChunkAnswer
 from headrace.server.state import Serving
-from headrace.server.tools import names_function, offered
+from headrace.server.tools import Tools, names_function, offered
 from headrace.server.transcript import Transcript
 
 router = APIRouter()
@@ -58,8 +58,12 @@ async def chat_generation(
     with named(chat_names(body)):
         params = chat_params(body, state)
         answers = state.llm.inputs.answers
-        tools = offered(body, answers, state.settings, grammars)
-        rendered = (await render_messages(state, body, tools.schemas))._replace(transcript=transcript)
+
+        def read() -> tuple[Tools, RenderedChat]:
+            tools = offered(body, answers, state.settings, grammars)
+            return tools, render_messages(state, body, tools.schemas)._replace(transcript=transcript)
+
+        tools, rendered = await state.llm.inputs.in_thread(read)
         prompt = rendered.text
         parse = answers and answers.options(
             prompt,

@@ -7,7 +7,7 @@ from starlette.responses import Response
 
 from headrace.server.answers import Begun, answers
 from headrace.server.errors import JSON
-from headrace.server.prompts import need_tokenizer, render_messages
+from headrace.server.prompts import RenderedChat, need_tokenizer, render_messages
 from headrace.server.request import body_schema, checked_body, parsed_body, tenant
 from headrace.server.routes.chat import chat_generation
 from headrace.server.schema import ChatBody, CountTokensBody, MessagesBody
@@ -37,6 +37,10 @@ async def count_tokens(request: Request) -> Response:
     need_tokenizer(state, "messages")
     with renamed(NAMES, "input_schema"):
         chat = parsed_body(await chat_fields(body, state), ChatBody, "chat")
-        rendered = await render_messages(state, chat, offered(chat, state.llm.inputs.answers, state.settings).schemas)
-        tokens = await rendered.token_ids(state, state.features.finder(tenant(request)))
+
+        def rendered() -> RenderedChat:
+            return render_messages(state, chat, offered(chat, state.llm.inputs.answers, state.settings).schemas)
+
+        read = await state.llm.inputs.in_thread(rendered)
+        tokens = await read.token_ids(state, state.features.finder(tenant(request)))
     return JSON({"input_tokens": len(tokens)})

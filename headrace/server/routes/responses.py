@@ -12,13 +12,13 @@ from headrace.errors import RequestError, unsupported
 from headrace.server.answers import Begun, answers
 from headrace.server.errors import JSON, ApiError, shown
 from headrace.server.prompts import need_tokenizer
-from headrace.server.request import parsed_body
+from headrace.server.request import parsed_body, tenant
 from headrace.server.routes.chat import chat_generation
 from headrace.server.schema import ChatBody, ResponsesBody
 from headrace.server.shape.responses import NAMES, ResponsesAnswer, conversation
 from headrace.server.shape.turns import renamed
 from headrace.server.state import Serving, serving
-from headrace.server.store import Stored
+from headrace.server.store import Stored, StoredItem
 from headrace.server.transcript import Transcript
 
 router = APIRouter()
@@ -32,19 +32,24 @@ async def responses(state: Serving, body: ResponsesBody, response_id: str, tenan
         raise unsupported("store", "store: this server keeps no responses (--no-responses-store)")
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options needs stream: true", "stream_options")
+    owner = tenant or ""
     with renamed(NAMES):
-        read = conversation(body, state)
+        read = await conversation(body, state, owner)
         chat = parsed_body(read.chat, ChatBody, "chat")
         generation = await chat_generation(
             state, chat, response_id, tenant=tenant, grammars=read.grammars, transcript=read.transcript
         )
-    stored = state.responses.on and body.store is not False
+    if not state.responses.on or body.store is False:
+        return generation, ResponsesAnswer(body, state, generation, response_id, read, None)
+    state.responses.begin(owner, response_id, read.earlier, read.input_items)
+    generation.at_end(lambda: state.responses.abandon(owner, response_id))
 
     def keep(response: dict[str, Any], token_ids: list[int]) -> None:
         transcript = Transcript.of(need_tokenizer(state, "input"), generation.requests[0], token_ids)
-        state.responses.put(response, read.input_items, [*read.history, *response["output"]], transcript)
+        output = tuple(StoredItem.of(item) for item in response["output"])
+        state.responses.finish(owner, response_id, msgspec.json.encode(response), output, transcript)
 
-    return generation, ResponsesAnswer(body, state, generation, response_id, read, keep if stored else None)
+    return generation, ResponsesAnswer(body, state, generation, response_id, read, keep)
 
 
 @router.get("/v1/responses/{response_id}")
@@ -60,7 +65,7 @@ async def delete_response(request: Request) -> Response:
     """Forgets a response. Later ones of the conversation stay."""
     _stored(request)
     identity = request.path_params["response_id"]
-    serving(request).responses.delete(identity)
+    serving(request).responses.delete(tenant(request), identity)
     return JSON({"id": identity, "object": "response", "deleted": True})
 
 
@@ -76,27 +81,28 @@ async def cancel_response(request: Request) -> Response:
 async def input_items(request: Request) -> Response:
     """The items of the request that a stored response answers, the last first."""
     query = request.query_params
-    items: list[dict[str, Any]] = msgspec.json.decode(_stored(request).input_items)
+    items = _stored(request).input_items
     order, limit = query.get("order", "desc"), query.get("limit", "20")
     if order not in ("asc", "desc"):
         raise RequestError("order must be asc or desc", "order")
     if not limit.isascii() or not limit.isdigit() or not 1 <= int(limit) <= _MOST_ITEMS:
         raise RequestError(f"limit must be an integer from 1 to {_MOST_ITEMS}", "limit")
     if order == "desc":
-        items.reverse()
+        items = items[::-1]
     if (after := query.get("after")) is not None:
-        places = [index for index, item in enumerate(items) if item["id"] == after]
+        places = [index for index, item in enumerate(items) if item.id == after]
         if not places:
             raise ApiError(404, f"after: there is no item {shown(after)}", param="after", code="item_not_found")
         items = items[places[0] + 1 :]
     page = items[: int(limit)]
-    ends = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
-    return JSON({"object": "list", "data": page, **ends, "has_more": len(page) < len(items)})
+    ends = {"first_id": page[0].id if page else None, "last_id": page[-1].id if page else None}
+    data = [msgspec.Raw(item.text) for item in page]
+    return JSON({"object": "list", "data": data, **ends, "has_more": len(page) < len(items)})
 
 
 def _stored(request: Request) -> Stored:
     identity = request.path_params["response_id"]
-    entry = serving(request).responses.get(identity)
+    entry = serving(request).responses.get(tenant(request), identity)
     if entry is None:
         message = f"there is no response {shown(identity)}: it was not stored, or is forgotten"
         raise ApiError(404, message, param="response_id", code="response_not_found")

@@ -29,7 +29,7 @@ async def tokenize(request: Request) -> Response:
         raise RequestError("give either prompt or messages", "prompt")
     tokenizer, inputs, texts = need_tokenizer(state, "prompt"), state.llm.inputs, state.model.texts
     if body.messages is not None:
-        rendered, special = await render_messages(state, body), bool(body.add_special_tokens)
+        rendered, special = await inputs.in_thread(lambda: render_messages(state, body)), bool(body.add_special_tokens)
         ids = await rendered.token_ids(state, state.features.finder(tenant(request)), add_special_tokens=special)
     else:
         text, special = body.prompt or "", body.add_special_tokens is not False

@@ -140,7 +140,13 @@ async def chat_fields(body: CountTokensBody, state: Serving) -> dict[str, Any]:
     Raises:
         RequestError: 400, naming the place at fault.
     """
-    turns = _turns(body, state.settings.keep_client_headers, await late_system(state))
+    late = await late_system(state)
+    return await state.llm.inputs.in_thread(lambda: _chat_fields(body, state, late))
+
+
+def _chat_fields(body: CountTokensBody, state: Serving, late: bool) -> dict[str, Any]:
+    """``late``: as ``late_system`` says."""
+    turns = _turns(body, state.settings.keep_client_headers, late)
     fields: dict[str, Any] = {"model": body.model, "messages": turns}
     # A last turn of the assistant is the beginning of the answer.
     if turns and turns[-1]["role"] == "assistant":

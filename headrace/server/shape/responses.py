@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import hmac
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -15,15 +12,17 @@ import msgspec
 from headrace.constrain.compose import TextGrammar
 from headrace.constrain.parameters import CUSTOM_INPUT
 from headrace.errors import RequestError
+from headrace.server.body import num_values
 from headrace.server.errors import ApiError, shown
 from headrace.server.generation import Generation, Piece
 from headrace.server.logprobs import chat_logprobs
 from headrace.server.schema import ResponsesBody
 from headrace.server.shape.parts import Part, PartialText, Parts, Step
+from headrace.server.shape.seal import sealed, unsealed
 from headrace.server.shape.turns import ContentPart, Strict, Turns, checked, function_tool, image_part, json_text, served_tools
 from headrace.server.sse import Answer
 from headrace.server.state import Serving
-from headrace.server.store import Stored
+from headrace.server.store import Stored, StoredItem
 from headrace.server.transcript import Transcript
 
 NAMES = {
@@ -40,7 +39,6 @@ NAMES = {
 """Field of a chat request -> the field of a Responses request that sets it."""
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED = "reasoning.encrypted_content"
-_SEAL_BYTES = 32
 
 
 class _Tagged(Strict, tag_field="type", kw_only=True):
@@ -116,7 +114,14 @@ class Reasoning(_Item, tag="reasoning", kw_only=True):
     encrypted_content: str | None = None
 
 
+class ItemReference(_Tagged, tag="item_reference", kw_only=True):
+    id: str
+
+
 Item = Message | FunctionCall | FunctionCallOutput | CustomToolCall | CustomToolCallOutput | Reasoning
+_DECODER: msgspec.json.Decoder[Item] = msgspec.json.Decoder(Item)
+_Given = dict[str, Any] | StoredItem
+"""An item of the input, or the stored one that it refers to."""
 
 
 class FunctionTool(_Tagged, tag="function", kw_only=True):
@@ -185,27 +190,45 @@ class Conversation(NamedTuple):
     """Names of custom tools."""
     grammars: dict[str, TextGrammar]
     """Of the custom tools that have one."""
-    input_items: list[dict[str, Any]]
+    earlier: tuple[StoredItem, ...]
+    """Of the response that the request continues."""
+    input_items: tuple[StoredItem, ...]
     """Of this request, each with an id."""
-    history: list[dict[str, Any]]
-    """Of the whole conversation."""
     transcript: Transcript | None
     """Of the response that the request continues."""
     tools: list[dict[str, Any]]
     skipped: list[str]
 
 
-def conversation(body: ResponsesBody, state: Serving) -> Conversation:
-    """Raises: ApiError, RequestError: 4xx, naming the place at fault."""
-    given = _given_items(body.input, state)
-    before = _earlier(body, state)
-    earlier = before.items() if before is not None else []
-    history = [*earlier, *given]
-    turns = Turns()
+async def conversation(body: ResponsesBody, state: Serving, tenant: str) -> Conversation:
+    """Reads a request, in a thread: what it refers to may be large.
+
+    Raises:
+        ApiError, RequestError: 4xx, naming the place at fault.
+    """
+    given = body.input if isinstance(body.input, list) else []
+    names = [item["id"] for item in given if isinstance(item, dict) and isinstance(item.get("id"), str)]
+    known = {name: found for name in names if (found := state.responses.item(tenant, name)) is not None}
+    before = _earlier(body, state, tenant)
+    return await state.llm.inputs.in_thread(lambda: _read(body, state, known, before))
+
+
+def _read(body: ResponsesBody, state: Serving, known: Mapping[str, StoredItem], before: Stored | None) -> Conversation:
+    given = _given_items(body.input, known)
+    earlier = before.items if before is not None else ()
+    referenced = [item for item in given if isinstance(item, StoredItem)]
+    _check_size([*earlier, *referenced], state, "input" if before is None else "previous_response_id")
+    keeps = state.responses.on and body.store is not False
+    turns, own = Turns(), []
     if body.instructions is not None:
         turns.say("system", [body.instructions])
-    for index, item in enumerate(checked(history, list[Item], "input"), -len(earlier)):
-        _add(turns, item, state, f"input[{index}]" if index >= 0 else "previous_response_id")
+    for item in earlier:
+        _add(turns, _DECODER.decode(item.text), state, "previous_response_id")
+    for index, new in enumerate(given):
+        where = f"input[{index}]"
+        _add(turns, _DECODER.decode(new.text) if isinstance(new, StoredItem) else checked(new, Item, where), state, where)
+        if keeps:
+            own.append(new if isinstance(new, StoredItem) else StoredItem.of({"id": new_id(new["type"]), **new}))
     kept, skipped = served_tools(body.tools, lambda tool: tool.get("type") in ("function", "custom"), state.settings)
     tools = [checked(tool, FunctionTool | CustomTool, place) for place, tool in kept]
     text = checked(body.text or {}, TextConfig, "text")
@@ -236,44 +259,60 @@ def conversation(body: ResponsesBody, state: Serving) -> Conversation:
             for tool in tools
             if isinstance(tool, CustomTool) and isinstance(tool.format, GrammarFormat)
         },
-        given,
-        history,
+        earlier,
+        tuple(own),
         before.transcript if before is not None else None,
         [tool for _, tool in kept],
         skipped,
     )
 
 
-def _given_items(given: Any, state: Serving) -> list[dict[str, Any]]:
-    """The input as items of the types that they may leave out, with ids."""
+def _given_items(given: Any, known: Mapping[str, StoredItem]) -> list[_Given]:
+    """The input as items of the types that they may leave out, and those of the store that it refers to."""
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
-    items = []
+    items: list[_Given] = []
     for index, item in enumerate(checked(given, list[dict[str, Any]], "input")):
         item = {name: value for name, value in item.items() if value is not None}
         kind = item.setdefault("type", "message" if "role" in item else "item_reference")
         if kind == "item_reference":
-            found = state.responses.item(str(item.get("id")))
-            if found is None:
-                message = f"input[{index}].id: there is no item {shown(str(item.get('id')))}"
+            identity = checked(item, ItemReference, f"input[{index}]").id
+            if identity not in known:
+                message = f"input[{index}].id: there is no item {shown(identity)}"
                 raise ApiError(404, message, param=f"input[{index}].id", code="item_not_found")
-            item = found
+            items.append(known[identity])
+            continue
         if kind == "message" and isinstance(item.get("content"), str):
             part = "output_text" if item.get("role") == "assistant" else "input_text"
             item["content"] = [{"type": part, "text": item["content"]}]
-        items.append({"id": new_id(kind), **item})
+        items.append(item)
     return items
 
 
-def _earlier(body: ResponsesBody, state: Serving) -> Stored | None:
+def _earlier(body: ResponsesBody, state: Serving, tenant: str) -> Stored | None:
     identity = body.previous_response_id
     if identity is None:
         return None
-    entry = state.responses.get(identity)
+    entry = state.responses.get(tenant, identity)
     if entry is None:
         message = f"previous_response_id: there is no response {shown(identity)}; it was not stored, or is forgotten"
         raise ApiError(404, message, param="previous_response_id", code="previous_response_not_found")
     return entry
+
+
+def _check_size(stored: Sequence[StoredItem], state: Serving, param: str) -> None:
+    """Bounds what a request refers to as if it were in its body: a reference takes 60 bytes, and an item any number.
+
+    Raises:
+        ApiError: 413.
+    """
+    size, most = sum(len(item.text) for item in stored), state.settings.max_body_bytes
+    if size > most:
+        message = f"{param}: the stored items that the request refers to have {size} bytes, above {most} (max_body_bytes)"
+        raise ApiError(413, message, param=param, code="body_too_large")
+    if sum(num_values(item.text) for item in stored) > state.max_json_values:
+        message = f"{param}: the stored items that the request refers to have more than {state.max_json_values} JSON values"
+        raise ApiError(413, f"{message} (max_json_values)", param=param, code="too_many_values")
 
 
 def _add(turns: Turns, item: Item, state: Serving, where: str) -> None:
@@ -331,25 +370,6 @@ def _response_format(given: TextFormat | JSONObject | JSONSchema | None) -> dict
     if isinstance(given, JSONSchema):
         return {"type": "json_schema", "json_schema": msgspec.structs.asdict(given)}
     return None
-
-
-def sealed(text: str, secret: bytes) -> str:
-    """Text that only the server can have made."""
-    data = text.encode("utf-8", "surrogatepass")
-    return base64.urlsafe_b64encode(hmac.digest(secret, data, hashlib.sha256) + data).decode()
-
-
-def unsealed(value: str, secret: bytes) -> str:
-    """Raises: RequestError: the seal is not of this server."""
-    try:
-        data = base64.urlsafe_b64decode(value.encode())
-    except ValueError:
-        data = b""
-    seal, text = data[:_SEAL_BYTES], data[_SEAL_BYTES:]
-    if not hmac.compare_digest(seal, hmac.digest(secret, text, hashlib.sha256)):
-        message = "input: encrypted_content was not made by this server since its start: leave the reasoning item out"
-        raise RequestError(message, "input", code="invalid_encrypted_content")
-    return text.decode("utf-8", "surrogatepass")
 
 
 _PREFIX = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}

@@ -30,19 +30,27 @@ class Turns:
     """The messages of a chat request. What the assistant says, thinks and calls in a row is one message."""
 
     def __init__(self) -> None:
-        self.messages: list[dict[str, Any]] = []
+        self._messages: list[dict[str, Any]] = []
+        self._thoughts: dict[int, list[str]] = {}
+        """Pieces of reasoning by message: a conversation may have very many."""
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        for index, texts in self._thoughts.items():
+            self._messages[index]["reasoning_content"] = "".join(texts)
+        return self._messages
 
     def say(self, role: str, parts: Sequence[ContentPart], *, merge: bool = True) -> None:
         """``merge``: with the last message, if it has the same role."""
         parts = [_part(part) for part in parts]
-        if merge and self.messages and self.messages[-1]["role"] == role:
-            self.messages[-1]["content"] += parts
+        if merge and self._messages and self._messages[-1]["role"] == role:
+            self._messages[-1]["content"] += parts
         else:
-            self.messages.append({"role": role, "content": parts})
+            self._messages.append({"role": role, "content": parts})
 
     def think(self, text: str) -> None:
-        answer = self._answer()
-        answer["reasoning_content"] = answer.get("reasoning_content", "") + text
+        self._answer()
+        self._thoughts.setdefault(len(self._messages) - 1, []).append(text)
 
     def call(self, identity: str, name: str, arguments: str) -> None:
         """``arguments``: JSON text."""
@@ -53,11 +61,11 @@ class Turns:
         """Text parts are joined by newlines, unless there are others among them."""
         texts = [part for part in parts if isinstance(part, str)]
         content = "\n".join(texts) if len(texts) == len(parts) else [_part(part) for part in parts]
-        self.messages.append({"role": "tool", "tool_call_id": identity, "content": content})
+        self._messages.append({"role": "tool", "tool_call_id": identity, "content": content})
 
     def _answer(self) -> dict[str, Any]:
         self.say("assistant", ())
-        return self.messages[-1]
+        return self._messages[-1]
 
 
 def _part(part: ContentPart) -> dict[str, Any]:
@@ -137,6 +145,6 @@ def renamed(names: Mapping[str, str], parameters: str = "parameters") -> Iterato
             rest = given.removeprefix(root).replace(".parameters", f".{parameters}").replace(".function", "")
             # The messages of a chat are counted otherwise than what they are made of.
             error.param = names[root] + ("" if root == "messages" else rest)
-            error.message = error.message.replace(given, error.param)
+            error.message = error.message.replace(given, error.param, 1)
             error.args = (error.message,)
         raise

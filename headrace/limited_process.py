@@ -3,6 +3,9 @@
 For work whose cost its input decides: chat templates, pictures, videos. In a thread, nothing can end one operation of the
 interpreter or of a library; the kernel ends a process, with one timer and one rlimit, and its crash is not its owner's.
 
+The process gets none of its owner's secrets from the environment. On Linux it can open no socket, start no program, and reach
+into no other process (``_isolate``).
+
     class Upper: ...                                       # the owner's module
         process = LimitedProcess("package.upper_worker", ProcessLimits(seconds=1.0, memory=2**28))
         answer = process.call(b"text")                     # bytes, or an EndedProcess
@@ -14,11 +17,15 @@ interpreter or of a library; the kernel ends a process, with one timer and one r
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
+import errno
 import os
+import platform
 import resource
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -33,6 +40,9 @@ _WALL_FACTOR = 10.0
 """Seconds that a job may take for each second of processor time that it may use, on a machine that is busy."""
 _LENGTH_BYTES = 8
 """A message is its length, then its bytes."""
+_LIBRARIES = ("LD_LIBRARY_PATH", "MALLOC_ARENA_MAX", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+_ENVIRONMENT = frozenset(("PATH", "PYTHONHOME", "HOME", "TMPDIR", "TZ", "LANG", "LC_ALL", "LC_CTYPE", *_LIBRARIES))
+"""Variables that the process gets of its owner's: keys and tokens are among the others."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +72,8 @@ class _Process:
     def __init__(self, module: str, limits: ProcessLimits) -> None:
         self.connection, theirs = socket.socketpair()
         command = [sys.executable, "-P", "-m", module, str(limits.seconds), str(limits.memory)]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        environment = {name: value for name, value in os.environ.items() if name in _ENVIRONMENT}
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
         with theirs:
             self.process: subprocess.Popen[bytes] = subprocess.Popen(
                 command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, start_new_session=True, env=environment
@@ -140,6 +151,7 @@ def serve(answer: Callable[[bytearray, ProcessLimits], bytes]) -> None:
     """Answers the jobs of this process's owner until it goes; then ends the process. The module's imports are done."""
     limits = ProcessLimits(float(sys.argv[1]), int(sys.argv[2]))
     connection = socket.socket(fileno=0)
+    _isolate()
     _limit_memory(limits.memory)
     while (job := receive(connection)) is not None:
         signal.setitimer(signal.ITIMER_PROF, limits.seconds)
@@ -149,6 +161,42 @@ def serve(answer: Callable[[bytearray, ProcessLimits], bytes]) -> None:
         send(connection, data)
         del data
     os._exit(0)  # at once: its owner is gone, and nothing is to be written
+
+
+_PR_SET_NO_NEW_PRIVS = 38
+_SET_MODE_FILTER, _ALL_THREADS = 1, 1
+_LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
+"""Instructions of seccomp's filters: load a word, jump if the word is k or at least k, return k."""
+_ALLOW, _REFUSE = 0x7FFF0000, 0x00050000 | errno.EPERM
+_OTHER_ABI = 0x40000000
+"""System calls from this number on are those of x32."""
+_CALLS: dict[str, tuple[int, int, tuple[int, ...]]] = {
+    "x86_64": (0xC000003E, 317, (41, 59, 101, 310, 311, 322, 425, 438)),
+    "aarch64": (0xC00000B7, 277, (198, 221, 117, 270, 271, 281, 425, 438)),
+}
+"""Machine -> its number in filters, seccomp, and the refused calls: socket, execve, ptrace, process_vm_readv,
+process_vm_writev, execveat, io_uring_setup, pidfd_getfd."""
+
+
+def _isolate() -> None:
+    """Takes the network, programs and other processes from all threads of this process, for good; needs no privilege.
+
+    Files stay within reach: the filter sees no paths. Does nothing where there is no such filter.
+    """
+    if sys.platform != "linux" or platform.machine() not in _CALLS:
+        return
+    machine, seccomp, refused = _CALLS[platform.machine()]
+    end = len(refused) + 4  # the place of _ALLOW, which _REFUSE follows
+    program = [(_LOAD, 0, 0, 4), (_EQUAL, 0, end - 1, machine), (_LOAD, 0, 0, 0), (_AT_LEAST, end - 3, 0, _OTHER_ABI)]
+    program += [(_EQUAL, end - place, 0, call) for place, call in enumerate(refused, len(program))]
+    program += [(_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _REFUSE)]
+    code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *instruction) for instruction in program))
+    filter_ = ctypes.create_string_buffer(struct.pack("@HP", len(program), ctypes.addressof(code)))
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    if libc.syscall(seccomp, _SET_MODE_FILTER, _ALL_THREADS, filter_):
+        why = os.strerror(ctypes.get_errno())
+        sys.stderr.write(f"headrace: a process that reads clients' data keeps the network: seccomp: {why}\n")
 
 
 def _limit_memory(size: int) -> None:

@@ -117,7 +117,8 @@ def spawn(command: Sequence[str] = COMMAND, origin: float | None = None) -> Spaw
 
 
 def child_environment() -> dict[str, str]:
-    """Ours, so that the child finds the same headrace."""
+    """Ours, so that the child finds the same headrace; without the keys of clients, which the server alone needs."""
     home = str(Path(headrace.__file__).resolve().parent.parent)
     path = os.environ.get("PYTHONPATH")
-    return os.environ | {"PYTHONPATH": home if not path else os.pathsep.join((home, path))}
+    own = {name: value for name, value in os.environ.items() if name != "HEADRACE_API_KEY"}
+    return own | {"PYTHONPATH": home if not path else os.pathsep.join((home, path))}

@@ -365,8 +365,8 @@ class EngineArgs:
     """Maximum size of one picture or video as it is fetched, read or sent. What is sent within a request is bounded by the size
     of the request's body too."""
     max_media_bytes_in_flight: Annotated[int, OptionSpec(min=1, size=True, default="1GiB")] = 2**30
-    """Maximum size of all media that are being fetched and decoded, with their pixels. Requests with further media are refused
-    with HTTP 429 meanwhile; one alone is always taken."""
+    """Maximum size of all media that are being fetched and decoded, with their pixels. A request whose own media exceed it is
+    refused; requests with further media are refused with HTTP 429 meanwhile."""
     max_image_pixels: Annotated[int, OptionSpec(min=1, max=2**31 - 1, metavar="PIXELS")] = 50_000_000
     """Maximum number of pixels, width times height, of a picture or of a frame of a video. A larger one is refused before it is
     decoded: a file of a few kilobytes may hold gigabytes of pixels."""

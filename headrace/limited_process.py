@@ -110,8 +110,11 @@ class LimitedProcess:
         self._end: Callable[[], int | None] = lambda: None
         """Ends the process: when it fails, when this object is collected, and at the interpreter's exit."""
 
-    def call(self, job: bytes) -> bytearray | EndedProcess:
+    def call(self, job: bytes, admit: Callable[[int], object] = lambda size: None) -> bytearray | EndedProcess:
         """The answer to a job.
+
+        Args:
+            admit: called with the answer's size before there is room made for it. What it raises ends the process.
 
         Raises:
             EngineError: the process could not be started.
@@ -123,7 +126,7 @@ class LimitedProcess:
             try:
                 with contextlib.suppress(OSError):
                     send(running.connection, job)
-                    answer = receive(running.connection)
+                    answer = receive(running.connection, admit)
             finally:
                 if answer is None:  # an interrupted job would leave its answer to the next one
                     status = self._end()
@@ -213,10 +216,14 @@ def send(connection: socket.socket, data: bytes) -> None:
     connection.sendall(data)
 
 
-def receive(connection: socket.socket) -> bytearray | None:
-    """None: the other end has closed the connection."""
+def receive(connection: socket.socket, admit: Callable[[int], object] = lambda size: None) -> bytearray | None:
+    """None: the other end has closed the connection. ``admit``: as in ``LimitedProcess.call``."""
     head = _read(connection, _LENGTH_BYTES)
-    return None if head is None else _read(connection, int.from_bytes(head, "little"))
+    if head is None:
+        return None
+    size = int.from_bytes(head, "little")
+    admit(size)
+    return _read(connection, size)
 
 
 def _read(connection: socket.socket, size: int) -> bytearray | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from queue import LifoQueue
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from headrace.multimodal.items import Picture, Video, refused
 from headrace.worker_threads import WorkerThreads
 
 _MODULE = "headrace.multimodal.decode_worker"
+Admit = Callable[[int], object]
 
 
 class MediaDecoder:
@@ -30,14 +31,18 @@ class MediaDecoder:
         self._workers = workers
         self.threads = WorkerThreads(workers, "media")
 
-    async def image(self, data: bytes, param: str) -> Picture:
-        """Raises: RequestError: it is no picture that can be decoded within the limits; names ``param``."""
-        decoded = await self.threads.run(self._decode, "image", data, param)
+    async def image(self, data: bytes, param: str, admit: Admit = lambda size: None) -> Picture:
+        """``admit``: called in a thread with the bytes of the pixels, before there is room made for them; may raise.
+
+        Raises:
+            RequestError: it is no picture that can be decoded within the limits; names ``param``.
+        """
+        decoded = await self.threads.run(self._decode, "image", data, param, admit)
         return Picture(np.frombuffer(decoded.pixels, np.uint8).reshape(decoded.height, decoded.width, 3))
 
-    async def video(self, data: bytes, param: str) -> Video:
-        """Raises: RequestError: it is no video that can be decoded within the limits; names ``param``."""
-        decoded = await self.threads.run(self._decode, "video", data, param)
+    async def video(self, data: bytes, param: str, admit: Admit = lambda size: None) -> Video:
+        """As ``image``, of a video."""
+        decoded = await self.threads.run(self._decode, "video", data, param, admit)
         shape = (decoded.frames, decoded.height, decoded.width, 3)
         return Video(np.frombuffer(decoded.pixels, np.uint8).reshape(shape), _metadata(decoded))
 
@@ -49,7 +54,7 @@ class MediaDecoder:
             process.close()
             self._idle.put(process)
 
-    def _decode(self, kind: Literal["image", "video"], data: bytes, param: str) -> Decoded:
+    def _decode(self, kind: Literal["image", "video"], data: bytes, param: str, admit: Admit) -> Decoded:
         for package, module in (("pillow", "PIL"), *([("av", "av")] if kind == "video" else [])):
             if importlib.util.find_spec(module) is None:
                 raise refused(
@@ -58,7 +63,7 @@ class MediaDecoder:
         job = msgspec.msgpack.encode(DecodeJob(kind, self._limits, memoryview(data)))
         process = self._idle.get()
         try:
-            answer = process.call(job)
+            answer = process.call(job, admit)
         finally:
             self._idle.put(process)
         if isinstance(answer, EndedProcess):

@@ -132,8 +132,11 @@ class Fetcher:
         if self._tls is None:
             self._tls = httpcore.default_ssl_context()
 
-    async def fetch(self, url: str, param: str) -> bytes:
+    async def fetch(self, url: str, param: str, charge: Callable[[int], object] = lambda size: None) -> bytes:
         """The content that a URL names.
+
+        Args:
+            charge: called with the bytes of each piece as it arrives; may raise.
 
         Raises:
             RequestError: it cannot be had, or not within the limits; the error names ``param``.
@@ -148,7 +151,7 @@ class Fetcher:
                 self._places,
                 httpcore.AsyncConnectionPool(self._tls, network_backend=self._backend) as pool,
             ):
-                return await self._followed(pool, url, param)
+                return await self._followed(pool, url, param, charge)
         except TimeoutError:
             why = f"did not arrive within {self._timeout:g} seconds (media_timeout)"
         except _RefusedError:
@@ -159,7 +162,9 @@ class Fetcher:
             why = "cannot be fetched: its host does not answer in HTTP"
         raise refused(param, f"{_shown(url)} {why}")
 
-    async def _followed(self, pool: httpcore.AsyncConnectionPool, given: str, param: str) -> bytes:
+    async def _followed(
+        self, pool: httpcore.AsyncConnectionPool, given: str, param: str, charge: Callable[[int], object]
+    ) -> bytes:
         """The content behind redirects."""
         try:
             url = httpx.URL(given)
@@ -169,7 +174,7 @@ class Fetcher:
                 async with pool.stream("GET", target, headers=[(b"Host", url.netloc), *_HEADERS]) as response:
                     headers = {name.lower(): value for name, value in response.headers}
                     if response.status not in _REDIRECTS or b"location" not in headers:
-                        return await self._content(response, headers, url, param)
+                        return await self._content(response, headers, url, param, charge)
                     url = url.join(headers[b"location"].decode("latin-1"))
         except (httpx.InvalidURL, ValueError) as error:
             raise refused(param, f"{_shown(given)} is not a valid URL: {error}") from None
@@ -188,7 +193,14 @@ class Fetcher:
                 param, f"the host {_shown(url.host)} is not among those allowed here: {domains} (allowed_media_domains)"
             )
 
-    async def _content(self, response: httpcore.Response, headers: dict[bytes, bytes], url: httpx.URL, param: str) -> bytes:
+    async def _content(
+        self,
+        response: httpcore.Response,
+        headers: dict[bytes, bytes],
+        url: httpx.URL,
+        param: str,
+        charge: Callable[[int], object],
+    ) -> bytes:
         if response.status != 200:
             raise refused(param, f"{_shown(str(url))} was answered with HTTP {response.status}")
         if headers.get(b"content-encoding", b"identity").lower() != b"identity":
@@ -197,6 +209,7 @@ class Fetcher:
         self._check_size(int(length) if length.isdigit() else 0, url, param)
         data = bytearray()
         async for chunk in response.aiter_stream():
+            charge(len(chunk))
             data += chunk
             self._check_size(len(data), url, param)
         return bytes(data)

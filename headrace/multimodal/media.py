@@ -12,9 +12,10 @@ import base64
 import binascii
 import contextlib
 import dataclasses
-import math
+import functools
 import os
 import stat
+import threading
 import urllib.parse
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +27,7 @@ from headrace.core.media import Modality
 from headrace.errors import ConfigError, QueueFullError, RequestError
 from headrace.limited_process import ProcessLimits
 from headrace.multimodal.decode import DecodeLimits
-from headrace.multimodal.decoder import MediaDecoder
+from headrace.multimodal.decoder import Admit, MediaDecoder
 from headrace.multimodal.feature_file import read_features
 from headrace.multimodal.fetch import Fetcher
 from headrace.multimodal.items import Features, MultiModalData, Picture, Video, refused
@@ -43,11 +44,12 @@ BASE64_PIECE = 1 << 16
 
 
 class MediaBudget:
-    """The bytes of media that are fetched and decoded at once, over all requests."""
+    """The bytes of media that are fetched and decoded at once, over all requests. May be used from several threads."""
 
     def __init__(self, most: int) -> None:
         self.most = most
         self.used = 0
+        self.lock = threading.Lock()
 
     @contextlib.contextmanager
     def share(self) -> Iterator[_Share]:
@@ -56,21 +58,37 @@ class MediaBudget:
         try:
             yield share
         finally:
-            self.used -= share.charged
+            share.close()
 
 
 class _Share:
     def __init__(self, budget: MediaBudget) -> None:
-        self.charged = 0
+        self._charged = 0
+        self._open = True
         self._budget = budget
 
-    def charge(self, size: int) -> None:
-        """Raises: QueueFullError: other requests have spent the budget."""
+    def charge(self, size: int, param: str) -> None:
+        """Call this before there is room made for so many bytes.
+
+        Raises:
+            RequestError: the media of this request alone exceed the budget.
+            QueueFullError: other requests have spent it, or the request has ended.
+        """
         budget = self._budget
-        if budget.used > self.charged and budget.used + size > budget.most:
-            raise QueueFullError("too many pictures and videos are being loaded (max_media_bytes_in_flight): try again later")
-        budget.used += size
-        self.charged += size
+        with budget.lock:
+            if self._charged + size > budget.most:
+                what = f"the media of a request may take {budget.most} bytes, with their pixels"
+                raise refused(param, f"{what} (max_media_bytes_in_flight), and those of this one take more")
+            if budget.used + size > budget.most or not self._open:
+                what = "too many pictures and videos are being loaded"
+                raise QueueFullError(f"{what} (max_media_bytes_in_flight): try again later")
+            budget.used += size
+            self._charged += size
+
+    def close(self) -> None:
+        with self._budget.lock:
+            self._budget.used -= self._charged
+            self._open = False
 
 
 class MediaLoader:
@@ -152,14 +170,10 @@ class MediaLoader:
             return await self._features(part, find, share)
         if not isinstance(part.value, str):
             return _in_memory(part)
-        data = await self._bytes(part.value, part.param, share)
-        if part.modality == "image":
-            picture = await self.decoder.image(data, part.param)
-            share.charge(3 * math.prod(picture.size))
-            return picture
-        video = await self.decoder.video(data, part.param)
-        share.charge(video.frames.nbytes)
-        return video
+        charge = functools.partial(share.charge, param=part.param)
+        data = await self._bytes(part.value, part.param, charge)
+        decode = self.decoder.image if part.modality == "image" else self.decoder.video
+        return await decode(data, part.param, charge)
 
     async def _features(self, part: MediaPart, find: FindFeatures | None, share: _Share) -> Features:
         reference, data = part.value.get("ref"), part.value.get("data")
@@ -168,36 +182,33 @@ class MediaLoader:
                 raise refused(part.param, "there are no uploaded features here")
             return find(reference, part.modality, f"{part.param}.ref")
         where = f"{part.param}.data"
-        content = await self._decoded(data, where)
-        share.charge(len(content))
+        content = await self._decoded(data, where, functools.partial(share.charge, param=where))
         return read_features(content, where)
 
-    async def _bytes(self, url: str, param: str, share: _Share) -> bytes:
-        """The content that a URL names."""
+    async def _bytes(self, url: str, param: str, charge: Admit) -> bytes:
+        """The content that a URL names. ``charge``: is called with its bytes before they take memory."""
         scheme = url[:5].lower()
         if scheme == "data:":
             head, comma, body = url.partition(",")
             if not comma or not head.lower().endswith(";base64"):
                 raise refused(param, "a data: URL has the form data:image/png;base64,...")
-            data = await self._decoded(body, param)
-        elif scheme == "file:":
-            data = await self.decoder.threads.run(self._file, url, param)
-        elif scheme == "http:" or url[:6].lower() == "https:":
-            data = await self._fetcher.fetch(url, param)
-        else:
-            raise refused(param, f"{shown(url)} is not a URL of http, https or data")
-        share.charge(len(data))
-        return data
+            return await self._decoded(body, param, charge)
+        if scheme == "file:":
+            return await self.decoder.threads.run(self._file, url, param, charge)
+        if scheme == "http:" or url[:6].lower() == "https:":
+            return await self._fetcher.fetch(url, param, charge)
+        raise refused(param, f"{shown(url)} is not a URL of http, https or data")
 
-    async def _decoded(self, text: str, param: str) -> bytes:
+    async def _decoded(self, text: str, param: str, charge: Admit) -> bytes:
         """The bytes of base64."""
         if len(text) > (self._max_bytes + 2) // 3 * 4:
             raise refused(param, f"has more than {self._max_bytes} bytes (max_media_bytes)")
+        charge(len(text) // 4 * 3)
         if len(text) <= BASE64_PIECE:
             return from_base64(text, param)
         return await self.decoder.threads.run(from_base64, text, param)
 
-    def _file(self, url: str, param: str) -> bytes:
+    def _file(self, url: str, param: str, charge: Admit) -> bytes:
         """A file below the allowed directory. Refusals do not tell which other files exist."""
         if self._directory is None:
             raise refused(param, "this server reads no files for its clients (allowed_media_path)")
@@ -206,7 +217,7 @@ class MediaLoader:
             path = urllib.parse.unquote(parsed.path, errors="strict")
             if parsed.netloc not in ("", "localhost") or parsed.query or parsed.fragment:
                 raise ValueError
-            return _read_below(self._directory, path, self._max_bytes)
+            return _read_below(self._directory, path, self._max_bytes, charge)
         except _TooLargeError:
             raise refused(param, f"the file has more than {self._max_bytes} bytes (max_media_bytes)") from None
         except (OSError, ValueError):
@@ -235,7 +246,7 @@ class _TooLargeError(Exception):
     pass
 
 
-def _read_below(directory: Path, path: str, most: int) -> bytes:
+def _read_below(directory: Path, path: str, most: int, charge: Admit) -> bytes:
     """A regular file whose real path lies in ``directory``.
 
     The real path has no symbolic links; it is opened from the directory down without following any, so that nothing put there
@@ -255,8 +266,10 @@ def _read_below(directory: Path, path: str, most: int) -> bytes:
         # A pipe would keep the thread waiting.
         opened = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=opened)
         with open(opened, "rb") as file:
-            if not stat.S_ISREG(os.fstat(opened).st_mode):
+            found = os.fstat(opened)
+            if not stat.S_ISREG(found.st_mode):
                 raise ValueError
+            charge(min(found.st_size, most))
             data = file.read(most + 1)
     if len(data) > most:
         raise _TooLargeError

@@ -6,8 +6,9 @@ import asyncio
 import base64
 import contextlib
 import os
+import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from headrace import limited_process
 from headrace.config import EngineArgs
 from headrace.errors import ConfigError, QueueFullError, RequestError
 from headrace.multimodal.items import Features, MultiModalData, Picture, Video
@@ -31,10 +33,11 @@ class Responder:
         self.content: dict[str, bytes] = {}
         self.fetched: list[str] = []
 
-    async def fetch(self, url: str, param: str) -> bytes:
+    async def fetch(self, url: str, param: str, charge: Callable[[int], object]) -> bytes:
         self.fetched.append(url)
         if url not in self.content:
             raise RequestError(f"{param}: not there", param)
+        charge(len(self.content[url]))
         return self.content[url]
 
 
@@ -280,13 +283,34 @@ def test_one_that_fails_ends_the_others(loader: MediaLoader) -> None:
 def test_the_budget_refuses_what_comes_beside_much_else(loader: MediaLoader) -> None:
     budget = MediaBudget(100)
     with budget.share() as first:
-        first.charge(300)  # one alone is always taken
+        first.charge(60, "a")
         with budget.share() as second, pytest.raises(QueueFullError):
-            second.charge(1)
-        assert budget.used == 300
+            second.charge(41, "b")
+        with pytest.raises(RequestError, match="a request may take 100 bytes") as caught:
+            first.charge(41, "c")
+        assert budget.used == 60 and caught.value.param == "c"
+    with pytest.raises(QueueFullError):
+        first.charge(1, "late")  # of a thread that was decoding when the request ended
     with budget.share() as third:
-        third.charge(100)
+        third.charge(100, "d")
     assert budget.used == 0
+
+
+def test_the_pictures_of_a_request_count_together(loader: MediaLoader, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is within all limits of one, and the room for its pixels is not made before they are counted."""
+    made: list[int] = []
+    read = limited_process._read
+
+    def watched(connection: socket.socket, size: int) -> bytearray | None:
+        made.append(size)
+        return read(connection, size)
+
+    monkeypatch.setattr(limited_process, "_read", watched)
+    monkeypatch.setattr(loader.budget, "most", 600_000)
+    flat = [data_url(encoded(Image.new("RGB", (300, 300 + index)), "PNG")) for index in range(3)]
+    assert "take more" in refused(loader, *flat)
+    assert 2 * 270_000 < sum(made) < 600_000
+    load(loader, *flat[:2])
 
 
 def test_loading_leaves_no_threads(loader: MediaLoader) -> None:

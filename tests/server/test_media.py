@@ -208,7 +208,7 @@ def test_media_that_cannot_be_had(api: Api, url: str) -> None:
 
 def test_too_many_media_at_once(api: Api, media: MediaLoader) -> None:
     with media.budget.share() as others:
-        others.charge(2**30)
+        others.charge(2**30, "x")
         answer = api.post("/v1/chat/completions", user(image()))
     assert answer.status_code == 429
     assert "Retry-After" in answer.headers

@@ -127,7 +127,7 @@ def load_executor(source: ModelSource, frontend: Frontend, timeline: Timeline) -
         with timeline.phase("profile") as phase:
             profile = measure(model, config, encoder_calls(files, config, encoder))
             room = source.ranks.least(profile.room)
-            config = resolve(args, files, config.model, device, kv_room=room)
+            config = resolve(args, files, chosen.spec, device, kv_room=room)
             phase.detail = f"{room:,} bytes left for KV cache"
     config = with_vision(files, config, encoder, why_encoder)
     _check_alike(source.ranks, config)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol
+from typing import Protocol, cast
 
 from headrace.config import Decision, EngineArgs, EngineConfig
 from headrace.errors import ConfigError, ContradictionError
@@ -33,7 +33,7 @@ class Implementation(Protocol):
         ...
 
     def load(self, files: ModelFiles, config: EngineConfig, progress: Progress) -> tuple[Model, LoadReport]:
-        """Loads the weights onto the device. Raises ConfigError where they do not fit."""
+        """Builds ``config.model`` and loads its weights onto the device. Raises ConfigError where they do not fit."""
         ...
 
 
@@ -171,8 +171,10 @@ class _Native:
     group: Group = ALONE
 
     def load(self, files: ModelFiles, config: EngineConfig, progress: Progress) -> tuple[Model, LoadReport]:
-        model = registry.build(self.spec, config.dtype, config.device, self.group)
-        table = registry.name_table(self.spec)
+        # Its rotary factors are resolved, and those of ``self.spec`` are not.
+        spec = cast(ModelSpec, config.model)
+        model = registry.build(spec, config.dtype, config.device, self.group)
+        table = registry.name_table(spec)
         seed = config.args.seed
         report = load_weights(model, table, files, quantization=config.quantization, seed=seed, progress=progress)
         layers = fuse(model)

@@ -190,7 +190,8 @@ def with_yarn_factor(args: EngineArgs, model: AnySpec, log: DecisionLog) -> AnyS
     ropes: set[RopeSpec] = {layer.rope for layer in model.layers if layer.rope is not None and layer.rope.kind == "yarn"}
     if not ropes:
         if args.yarn_factor != "checkpoint":
-            raise ConfigError(f"yarn_factor {args.yarn_factor} is for models with YaRN, and this one has none", "yarn_factor")
+            why = "and this one has none" if isinstance(model, ModelSpec) else "and this one's library computes its own"
+            raise ConfigError(f"yarn_factor {args.yarn_factor} is for native models with YaRN, {why}", "yarn_factor")
         return model
     other: dict[RopeSpec | None, RopeSpec] = {}
     for rope in ropes:

@@ -60,6 +60,7 @@ def choose(args: EngineArgs, files: ModelFiles, group: Group = ALONE) -> Impleme
 
 def _choose(args: EngineArgs, files: ModelFiles) -> Implementation:
     impl, config = args.model_impl, files.config
+    _refuse_encoder_decoder(files)
     if files.kind == "megatron":
         return _megatron(args, files)
     if impl == "megatron":
@@ -89,6 +90,17 @@ def _choose(args: EngineArgs, files: ModelFiles) -> Implementation:
         return _transformers(args, files, why)
     except ConfigError as error:
         raise ConfigError(f"{files.config_file}: {why}; {error.message}", error.param) from error
+
+
+def _refuse_encoder_decoder(files: ModelFiles) -> None:
+    """Refuses models whose decoder attends to an encoder. transformers runs such a decoder alone, and its answers are
+    unrelated to the model's."""
+    if any(getattr(config, "is_encoder_decoder", False) for config in (files.config, files.config.get_text_config())):
+        raise ConfigError(
+            f"{files.config_file}: is_encoder_decoder is true: the decoder of {files.config.model_type} attends to an encoder, "
+            "which headrace does not run. For a decoder that was trained alone, set it to false",
+            "model",
+        )
 
 
 def _native_spec(files: ModelFiles) -> ModelSpec | ConfigError:

@@ -206,13 +206,14 @@ def _read(factory: Any, config: PretrainedConfig, state: dict[str, torch.Tensor]
     with torch.random.fork_rng(devices=[]), _quietly():
         model: PreTrainedModel
         model, info = factory.from_pretrained(None, config=config, state_dict=state, dtype=dtype, output_loading_info=True)
-    missing = [name for name in info["missing_keys"] if VISION_NAME.fullmatch(name)]
-    wrong = [
-        name for name in info["mismatched_keys"] if VISION_NAME.fullmatch(str(name[0] if isinstance(name, tuple) else name))
-    ]
-    if missing or wrong:
-        fault = "lacks" if missing else "has the wrong shape for"
-        raise ConfigError(f"the checkpoint {fault} {(missing or wrong)[0]} of the vision part", "model")
+    for fault, key in (
+        ("lacks", "missing_keys"),
+        ("has the wrong shape for", "mismatched_keys"),
+        ("has a tensor that no module has a place for,", "unexpected_keys"),
+    ):
+        names = [str(name[0] if isinstance(name, tuple) else name) for name in info[key]]
+        if at_fault := sorted(name for name in names if VISION_NAME.fullmatch(name)):
+            raise ConfigError(f"the checkpoint {fault} {at_fault[0]} of the vision part", "model")
     return model
 
 

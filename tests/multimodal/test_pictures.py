@@ -394,6 +394,17 @@ def test_checkpoints_with_the_modules_names_are_read(kind: str, tmp_path: Path) 
     assert found.outputs[0].token_ids == expected.outputs[0].token_ids
 
 
+def test_a_weight_of_the_vision_part_that_nothing_loads_is_an_error(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    for file in served("qwen2_5_vl").folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    state = load_file(tmp_path / "model.safetensors")
+    save_file(state | {"visual.blocks.0.gate.weight": torch.ones(4)}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"no module has a place for, .*visual\.blocks\.0\.gate\.weight"):
+        engine(tmp_path)
+
+
 def test_the_text_part_may_say_whether_weights_are_tied(tmp_path: Path) -> None:
     """As in published checkpoints of Mistral 3, which leave it out: the whole's class would tie them."""
     from safetensors.torch import load_file, save_file

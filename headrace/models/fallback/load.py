@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -30,10 +31,13 @@ from headrace.models.fallback.rotary import context_limit, fix_frequencies
 from headrace.models.fallback.trace import TOKENS, WITH_MASKS, Trace, forget_padding, set_implementation, trace
 from headrace.models.fallback.transformers import ATTENTION, TransformersModel
 from headrace.models.fallback.verify import verify
+from headrace.models.gemma import NON_TEXT
 from headrace.models.registry import to_transformers_fields
+from headrace.models.vision import VISION_NAME
 from headrace.sources.files import ModelFiles
 from headrace.weights.checkpoint import DUMMY_STD
 from headrace.weights.load import Progress
+from headrace.weights.names import IGNORABLE
 from headrace.weights.report import LoadReport, unquantized_report
 
 _CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx", "seq_length")
@@ -42,6 +46,9 @@ _OWN = "eager"
 """The attention implementation that every model of transformers has."""
 _FEW = 13
 """Tokens that any model takes."""
+_UNUSED = (*IGNORABLE, r"(?:.*\.)?h\.\d+\.attn(?:\.attention)?\.(?:masked_)?bias", VISION_NAME.pattern, *NON_TEXT)
+"""Checkpoint names that a model of text may leave out: what can be computed (rotary frequencies, the causal masks of GPT-2,
+GPT-J and GPT-Neo), and encoders of pictures and sound, which prompts cannot have."""
 _INSTALL = "pip install 'accelerate>=1.2'"
 
 
@@ -308,13 +315,15 @@ def _without_bars() -> Iterator[None]:
 
 
 def _judge(info: Mapping[str, Any]) -> tuple[Decision, ...]:
-    """Converts transformers' loading report. Raises ConfigError where weights are left at random values."""
+    """Converts transformers' loading report. Raises ConfigError where weights are left at random values, or out."""
     missing, wrong = sorted(info.get("missing_keys", ())), list(info.get("mismatched_keys", ()))
     if missing:
         raise ConfigError(f"the checkpoint lacks {listed(missing)}", "model")
     if wrong or info.get("error_msgs"):
         raise ConfigError(f"weights do not fit the model: {listed([str(one) for one in wrong or info['error_msgs']])}", "model")
     unexpected = sorted(info.get("unexpected_keys", ()))
+    if refused := [name for name in unexpected if not any(re.fullmatch(pattern, name) for pattern in _UNUSED)]:
+        raise ConfigError(f"the checkpoint has tensors that transformers' model has no place for: {listed(refused)}", "model")
     if not unexpected:
         return ()
     return (Decision("weights left out", str(len(unexpected)), f"transformers' model has no place for {listed(unexpected)}"),)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -181,16 +182,65 @@ def model_of(llm: LLM) -> Any:
     return llm._engine.executor.model
 
 
-def test_a_missing_weight_is_an_error(granite: Path, tmp_path: Path) -> None:
+def copy_of(folder: Path, to: Path, without: str | None = None, **more: torch.Tensor) -> None:
+    """The same checkpoint with a tensor less, or some more."""
     from safetensors.torch import load_file, save_file
 
-    for file in granite.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    weights = load_file(tmp_path / "model.safetensors")
-    del weights["model.layers.1.mlp.up_proj.weight"]
-    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    for file in folder.iterdir():
+        (to / file.name).write_bytes(file.read_bytes())
+    weights = load_file(to / "model.safetensors")
+    weights.pop(without, None)
+    save_file(weights | more, to / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_a_missing_weight_is_an_error(granite: Path, tmp_path: Path) -> None:
+    copy_of(granite, tmp_path, "model.layers.1.mlp.up_proj.weight")
     with quiet(), pytest.raises(ConfigError, match=r"lacks model\.layers\.1\.mlp\.up_proj\.weight"):
         engine(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.1.self_attn.q_proj.bias",
+        "model.encoder.layers.0.fc1.weight",
+        "model.layers.0.self_attn.sinks",
+        "v_head.bias",
+    ],
+)
+def test_a_weight_that_nothing_loads_is_an_error(name: str, granite: Path, tmp_path: Path) -> None:
+    copy_of(granite, tmp_path, **{name: torch.ones(4)})
+    with quiet(), pytest.raises(ConfigError, match="no place for: " + re.escape(name)):
+        engine(tmp_path)
+
+
+def test_what_is_computed_and_encoders_of_pictures_may_be_left_out(granite: Path, tmp_path: Path) -> None:
+    names = ["model.layers.1.self_attn.rotary_emb.inv_freq", "h.0.attn.masked_bias", "model.vision_tower.patch.weight"]
+    copy_of(granite, tmp_path, **{name: torch.ones(4) for name in names})
+    with quiet():
+        llm, expected = engine(tmp_path), engine(granite)
+    value, why = decisions(llm)["weights left out"]
+    assert value == "2" and "h.0.attn.masked_bias, model.vision_tower.patch.weight" in why
+    assert tokens_of(llm, [5, 6, 7, 8]) == tokens_of(expected, [5, 6, 7, 8])
+
+
+@pytest.mark.parametrize("impl", ["auto", "native", "transformers"])
+@pytest.mark.parametrize(
+    ("model_class", "fields"),
+    [
+        (transformers.WhisperForConditionalGeneration, {"max_source_positions": 32, "num_mel_bins": 8}),
+        (transformers.BartForConditionalGeneration, {"tie_word_embeddings": False}),
+    ],
+)
+def test_decoders_that_attend_to_an_encoder_are_refused(
+    impl: str, model_class: type[transformers.PreTrainedModel], fields: dict[str, Any], tmp_path: Path
+) -> None:
+    sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 2} | {"pad_token_id": 0, "vocab_size": 97}
+    sizes |= {f"{part}_{name}": 4 for part in ("encoder", "decoder") for name in ("attention_heads", "ffn_dim")}
+    with quiet():
+        model_class(model_class.config_class(**sizes, **fields)).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"config\.json: is_encoder_decoder is true: .* attends to an encoder"):
+        engine(tmp_path, model_impl=impl, max_model_len=64)
 
 
 def test_matrices_of_one_input_are_fused_and_still_take_updates(llama: Path) -> None:

@@ -19,6 +19,7 @@ from headrace.engine.info import EngineInfo
 from headrace.engine.inputs import InputProcessor
 from headrace.errors import ConfigError
 from headrace.limited_process import ProcessLimits
+from headrace.multimodal.media_tokens import configured_media_tokens
 from headrace.sources.files import ModelFiles, find_model
 from headrace.text.answers import AnswerFormats
 from headrace.text.templates import TemplateRenderer
@@ -82,6 +83,7 @@ class Frontend:
             multimodal=multimodal,
             media=None if multimodal is None else self._media_loader(args),
             text_alone=text_alone,
+            media_tokens=configured_media_tokens(self.files.config),
         )
 
     def _media_loader(self, args: EngineArgs) -> MediaLoader:

@@ -98,9 +98,11 @@ class InputProcessor:
         multimodal: MultiModalProcessor | None = None,
         media: MediaLoader | None = None,
         text_alone: str = "the model has no vision part",
+        media_tokens: Mapping[int, str] | None = None,
     ) -> None:
         """``generation_config``: as in ``ModelFiles``. ``answers``: None: answers are not parsed. ``media``: loads what
-        conversations refer to, for ``multimodal``. ``text_alone``: why ``multimodal`` is None.
+        conversations refer to, for ``multimodal``. ``text_alone``: why ``multimodal`` is None. ``media_tokens``: token id ->
+        modality of those that stand for media, beside the processor's own.
 
         Raises:
             ConfigError: the model's generation config holds a value that no request may have.
@@ -112,6 +114,8 @@ class InputProcessor:
         self.multimodal = multimodal
         """None: the model reads text alone."""
         self._text_alone = text_alone
+        own = {} if multimodal is None else multimodal.media_tokens
+        self._media_tokens: Mapping[int, str] = {**(media_tokens or {}), **own}
         self.media = media
         self.default_sampling = _sampling_defaults(generation_config)
         """What a caller who gives no sampling parameters gets."""
@@ -276,6 +280,7 @@ class InputProcessor:
             media = self._media(prompt, add_special_tokens)
         if media is None:
             text, tokens = self._tokens(prompt, add_special_tokens)
+            self._refuse_media_tokens(tokens)
         else:
             text, tokens, items = (
                 cast("MultiModalPrompt", prompt).get("prompt"),
@@ -341,6 +346,20 @@ class InputProcessor:
             self._checked_tokens(tokens)
         special = prompt.get("add_special_tokens", add_special_tokens)
         return self.multimodal.prepare(tokens if tokens is not None else text or "", data, kwargs, add_special_tokens=special)
+
+    def _refuse_media_tokens(self, tokens: Sequence[int]) -> None:
+        """Raises RequestError for a token of a prompt without media that takes features of a medium."""
+        if self._media_tokens.keys().isdisjoint(tokens):
+            return
+        token = next(token for token in tokens if token in self._media_tokens)
+        name = None if self.tokenizer is None else self.tokenizer.id_to_token(token)
+        modality = self._media_tokens[token]
+        reads = "" if self.multimodal is not None else f"; this engine reads text alone: {self._text_alone}"
+        raise RequestError(
+            f"the prompt has the token {token}{f' {name}' if name else ''}, which stands for {modality} content, and no "
+            f"multi_modal_data.{modality}{reads}",
+            "prompt",
+        )
 
     def _checked_tokens(self, tokens: list[int]) -> list[int]:
         if not tokens:

@@ -84,6 +84,11 @@ class MultiModalProcessor:
         return found
 
     @property
+    def media_tokens(self) -> Mapping[int, str]:
+        """Token id -> modality of the placeholders, and of the tokens that take feature rows."""
+        return {**{token: modality for modality, token in self._ids.items()}, **self._placeholder_ids}
+
+    @property
     def backend(self) -> str:
         """The library that resizes pictures."""
         return self._rules.backend

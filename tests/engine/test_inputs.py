@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import PretrainedConfig
 
 from engine.tiny import CONTEXT, EOS, VOCAB
 from headrace.config import EngineArgs
@@ -13,6 +14,7 @@ from headrace.engine.frontend import Frontend
 from headrace.engine.inputs import InputProcessor
 from headrace.errors import ConfigError, RequestError
 from headrace.kv import CacheIdentity, Item
+from headrace.multimodal.media_tokens import configured_media_tokens
 from headrace.sampling_params import SamplingParams
 
 
@@ -54,6 +56,22 @@ def test_no_media_are_none_and_others_are_refused(inputs: InputProcessor) -> Non
         with pytest.raises(RequestError, match="this engine reads text alone") as caught:
             make(inputs, {"prompt": "hello", "multi_modal_data": other})
         assert caught.value.param == "multi_modal_data"
+
+
+def test_tokens_that_a_configuration_names_for_media_are_refused(inputs: InputProcessor) -> None:
+    """Whether the model's pictures and sounds are read here or not."""
+    config = PretrainedConfig(image_token_index=7, video_token_id=None, audio_token_id=9, vision_start_token_id=8)
+    tokens = configured_media_tokens(config)
+    assert tokens == {7: "image", 9: "audio"}
+    inputs = InputProcessor(
+        EngineArgs(), vocab_size=300, max_model_len=CONTEXT, tokenizer=None, generation_config={}, media_tokens=tokens
+    )
+    assert make(inputs, {"prompt_token_ids": [6, 8]}).prompt_token_ids == [6, 8]
+    for token, modality in tokens.items():
+        with pytest.raises(
+            RequestError, match=f"^the prompt has the token {token}, which stands for {modality} content, and no "
+        ):
+            make(inputs, {"prompt_token_ids": [6, token]})
 
 
 def test_long_stop_strings_of_many_tokens_are_taken(inputs: InputProcessor) -> None:

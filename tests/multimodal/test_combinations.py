@@ -151,6 +151,8 @@ def test_another_librarys_module_reads_text_alone() -> None:
     assert reason == "pictures of llava are for its native implementation, which does not run here (model_impl)"
     with pytest.raises(RequestError, match="reads text alone: pictures of llava are for its native"):
         generate(llm, prompts("llava")["small"])
+    with pytest.raises(RequestError, match=r"stands for image content.* reads text alone: pictures of llava are for"):
+        generate(llm, "a<image>b")
     (theirs,), (usual,) = generate(llm, "text alone"), generate(own.llm, "text alone")
     assert theirs.outputs[0].token_ids == usual.outputs[0].token_ids
 
@@ -162,7 +164,7 @@ def test_what_keeps_pictures_out_is_said(tmp_path: Path) -> None:
         if file.name != "preprocessor_config.json":
             (tmp_path / file.name).write_bytes(file.read_bytes())
     tokens = {"prompt_token_ids": list(b"text alone")}
-    (expected,) = generate(own.llm, tokens)
+    (expected,), image = generate(own.llm, tokens), own.theirs.config.image_token_id
     for llm, why in (
         (engine(own.folder, skip_tokenizer_init=True), "the placeholders of pictures need a tokenizer"),
         (engine(tmp_path), "has no image processor that can be used"),
@@ -171,3 +173,5 @@ def test_what_keeps_pictures_out_is_said(tmp_path: Path) -> None:
         assert found.outputs[0].token_ids == expected.outputs[0].token_ids
         with pytest.raises(RequestError, match=f"this engine reads text alone: .*{why}"):
             llm.generate(tokens | {"multi_modal_data": {"image": picture(20, 20)}}, SamplingParams(detokenize=False))
+        with pytest.raises(RequestError, match=f"stands for image content.*; this engine reads text alone: .*{why}"):
+            llm.generate({"prompt_token_ids": [97, image]}, SamplingParams(detokenize=False))

@@ -371,6 +371,30 @@ def test_a_checkpoint_of_2024_is_the_same_model(kind: str, tmp_path: Path) -> No
     assert found.outputs[0].token_ids == expected.outputs[0].token_ids
 
 
+@of([*MOVING, *ALONE])
+def test_what_stands_for_media_is_refused_without_them(kind: str) -> None:
+    """As token ids and as text. Words of SmolVLM's videos are not tokens."""
+    llm = served(kind).llm
+    processor, tokenizer = llm.inputs.multimodal, llm.inputs.tokenizer
+    assert processor is not None and tokenizer is not None
+    rules = processor._rules
+    texts = {*rules.placeholders.values(), *rules.feature_tokens.values()} - {
+        rules.placeholders[kind] for kind in rules.written
+    }
+    for text in sorted(texts):
+        token = tokenizer.token_to_id(text)
+        assert token is not None
+        for prompt in (f"a{text}b", {"prompt_token_ids": [97, token, 98]}, {"prompt": text, "multi_modal_data": {}}):
+            with pytest.raises(RequestError, match=rf"the prompt has the token {token} .* no multi_modal_data\.") as caught:
+                generate(llm, prompt)
+            assert caught.value.param == "prompt"
+    video_mark = rules.placeholders.get("video")
+    if processor.limits.get("video") and video_mark != rules.placeholders["image"]:
+        prompt = {"prompt": f"{MARKS.get(kind, PICTURE)}{video_mark}", "multi_modal_data": {"image": picture(60, 60)}}
+        with pytest.raises(RequestError, match=r"placeholders .* for 0 videos"):
+            generate(llm, prompt)
+
+
 @pytest.mark.parametrize(
     "kind",
     [

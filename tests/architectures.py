@@ -160,7 +160,8 @@ def _following(model: PreTrainedModel, prompt: Sequence[int], ours: Sequence[int
 
 def _difference(output: RequestOutput, tokens: Sequence[int], logprobs: Sequence[float]) -> float:
     positions = output.outputs[0].logprobs or []
-    return max(abs(each[token].logprob - theirs) for each, token, theirs in zip(positions, tokens, logprobs, strict=True))
+    ours = torch.tensor([each[token].logprob for each, token in zip(positions, tokens, strict=True)])
+    return float((ours - torch.tensor(logprobs)).abs().max())  # NaN if one is; Python's max would drop it.
 
 
 @contextlib.contextmanager

@@ -46,11 +46,11 @@ class NativeMethod(PackedMethod):
         """Addresses of weights and bias, cached because module attribute access takes as long as a small product."""
 
     def load(self, layer: Linear, parts: Sequence[StoredMatrix]) -> float:
-        """Raises OverflowError if a scale is beyond the range of half precision; the layer is then as it was."""
+        """Raises OverflowError if a scale is NaN or beyond the range of half precision; the layer is then as it was."""
         weights = group_codes(parts, self.bits, torch.float16, anchor=0)
         limit = torch.finfo(torch.float16).max
-        if max(float(weights.scales.abs().amax()), float(weights.mins.abs().amax())) > limit:
-            raise OverflowError(f"a scale is beyond {limit:g}")
+        if not all(float(values.abs().amax()) <= limit for values in (weights.scales, weights.mins)):
+            raise OverflowError(f"a scale is beyond {limit:g}, or no number")
         layer.register_buffer("packed", _pack(weights))
         if layer.bias is not None:
             layer.bias = nn.Parameter(layer.bias.data.float(), requires_grad=False)

@@ -276,7 +276,8 @@ def _decisions(conversions: dict[str, Conversion]) -> tuple[Decision, ...]:
         alike.setdefault((kind, conversion.format, conversion.reason), []).append(conversion.error)
     out = []
     for (kind, how, reason), errors in alike.items():
-        error = f"relative error at most {max(errors):.1e}" if max(errors) > 0 else "no rounding of weights"
+        worst = float(torch.tensor(errors).max())  # NaN if one is.
+        error = "no rounding of weights" if worst == 0 else f"relative error at most {worst:.1e}"
         count = f" ({len(errors)} layers)" if "*" in kind else ""
         out.append(Decision(f"format of {kind}{count}", how, f"{reason}; {error}"))
     return tuple(out)

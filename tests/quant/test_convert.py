@@ -131,6 +131,14 @@ def test_scales_beyond_half_precision_go_elsewhere(vector_kernels: NativeKernels
     assert done.error < 0.12
 
 
+def test_scales_that_are_no_number_do_too(vector_kernels: NativeKernels) -> None:
+    weight = torch.randn(16, 64)
+    weight[3, 5] = torch.nan
+    layer = target(pieces := [StoredMatrix("F32", lambda: weight)])
+    with pytest.raises(OverflowError, match="or no number"):
+        NativeMethod(vector_kernels, 4).load(layer, pieces)
+
+
 def test_shapes_that_no_kernel_takes(vector_kernels: NativeKernels) -> None:
     for kernels in (vector_kernels, None):
         with pytest.raises(ConfigError, match=r"int4 cannot hold layers\.3\.mlp\.down_proj: 40 inputs") as error:

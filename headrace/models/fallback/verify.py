@@ -101,8 +101,8 @@ def own_values(model: TransformersModel, look: Look | None = None) -> Attend:
 
 
 def _differ(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether the tensors differ by more than rounding."""
-    return bool(((a - b).abs().amax() > _NEAR.get(dtype, 0.05) * b.abs().amax()).item())
+    """Whether the tensors differ by more than rounding, or by no number: NaN is not close to anything."""
+    return not ((a - b).abs().amax() <= _NEAR.get(dtype, 0.05) * b.abs().amax()).item()
 
 
 def _tokens_are_apart(model: TransformersModel) -> None:
@@ -144,8 +144,7 @@ def _find_first_position(model: TransformersModel) -> None:
     for first in dict.fromkeys([0, *(padding + 1 for padding in paddings if padding is not None)]):
         model.body.first_position = first
         found = _everything(model, ids)
-        near = _NEAR.get(model.dtype, 0.05)
-        if all(bool(((a - b).abs().amax() <= near * b.abs().amax()).item()) for a, b in zip(found, expected, strict=True)):
+        if not any(_differ(a, b, model.dtype) for a, b in zip(found, expected, strict=True)):
             return
     raise Refusal("where its tokens stand is not counted from 0, and not from behind a padding index either")
 
@@ -249,7 +248,7 @@ def _culprit(model: TransformersModel, token: int, before: Callable[[], Any], af
 def _others_differ(a: torch.Tensor, b: torch.Tensor, token: int, dtype: torch.dtype) -> bool:
     """Whether rows other than ``token`` do. ``a``, ``b``: ``[T, ...]``."""
     others = [row for row in range(TOKENS) if row != token]
-    return bool(((a[others] - b[others]).abs().amax() > _NEAR.get(dtype, 0.05) * b.abs().amax()).item())
+    return _differ(a[others], b[others], dtype)
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from headrace.model_spec import ForeignSpec
 from headrace.models.fallback.refusal import Refusal
 from headrace.models.fallback.trace import WITH_MASKS, trace
 from headrace.models.fallback.transformers import ATTENTION, TransformersModel
-from headrace.models.fallback.verify import verify
+from headrace.models.fallback.verify import TOKENS, _differ, _others_differ, verify
 
 CONFIG = LlamaConfig(
     hidden_size=32,
@@ -132,6 +132,13 @@ def sloping_later(module: nn.Module, *args: Any, **arguments: Any) -> tuple[torc
     return softmax(module, *args, **arguments | {"slope": 0.5 * float(module.layer_idx == 1)})
 
 
+def broken(module: nn.Module, *args: Any, **arguments: Any) -> tuple[torch.Tensor, None]:
+    """One NaN, in the last layer."""
+    out, _ = softmax(module, *args, **arguments)
+    out[..., -1, -1, -1] += torch.nan if module.layer_idx == 1 else 0.0
+    return out, None
+
+
 def failing(*_: Any, **__: Any) -> tuple[torch.Tensor, None]:
     raise NotImplementedError("no such thing")
 
@@ -181,6 +188,16 @@ def test_attention_of_the_own_name_is_compared() -> None:
 def test_each_layer_is_compared() -> None:
     with pytest.raises(Refusal, match="layer 1: the attention of a Attention is not the softmax"):
         looked_at(llama(sloping_later))
+
+
+def test_nan_is_a_difference() -> None:
+    with pytest.raises(Refusal, match=r"layer 1: the attention of a Attention is not the softmax .*\(off by nan\)"):
+        looked_at(llama(broken))
+    one, nan = torch.ones(TOKENS, 2), torch.ones(TOKENS, 2)
+    nan[3, 1] = torch.nan
+    for a, b in ((one, nan), (nan, one), (nan, nan)):
+        assert _differ(a, b, torch.float32) and _others_differ(a, b, 0, torch.float32)
+    assert not _differ(one, one, torch.float32)
 
 
 @pytest.mark.parametrize(

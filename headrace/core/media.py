@@ -8,7 +8,7 @@ import msgspec
 
 Modality = Literal["image", "video"]
 
-DTYPE_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "uint8": 1}
+DTYPE_SIZES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "uint8": 1}
 
 
 class TensorData(msgspec.Struct, frozen=True, array_like=True):

@@ -7,12 +7,12 @@ from headrace.multimodal.items import Features, split_features, wrong
 
 _MAX_HEADER_BYTES = 2**16
 _LENGTH_BYTES = 8
-_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32"}
+_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32"}
 
 
 def read_features(data: bytes, param: str) -> Features:
-    """The features of one picture or video: tensors ``features``, ``grid_thw``, and where the model has them ``deepstack`` and
-    ``second_per_grid``, as in ``MultiModalData.of``. ``MultiModalProcessor`` checks their numbers.
+    """The features of one picture or video: tensors ``features``, ``grid_thw``, and where the model has them ``deepstack``,
+    ``second_per_grid`` and ``timestamps``, as in ``MultiModalData.of``. ``MultiModalProcessor`` checks their numbers.
 
     Raises:
         RequestError: the bytes are no safetensors, or the tensors are not what they should be; names ``param`` or the tensor.

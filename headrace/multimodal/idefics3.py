@@ -78,6 +78,7 @@ def _line(row: int, column: int) -> str:
 class SmolVLMRules(Idefics3Rules):
     """A grid of a video has its frames; ``(n, 1, 1)``."""
 
+    timestamped = True
     placeholders: Mapping[Modality, str] = {"image": "<image>", "video": "<video>"}
     feature_tokens: Mapping[Modality, str] = {"image": "<image>", "video": "<image>"}
     written: ClassVar[frozenset[Modality]] = frozenset({"video"})
@@ -111,10 +112,10 @@ class SmolVLMRules(Idefics3Rules):
         count = features.grid[0]
         if features.grid[1:] != (1, 1):
             raise misfit(f"{where}.grid_thw", "[frames, 1, 1]", list(features.grid))
-        if features.second_per_grid is None:
+        if features.second_per_grid is None and features.timestamps is None:
             raise wrong(f"{where}.second_per_grid", "is missing: this model's prompts say the seconds of each frame")
         self.check_rows(count * self._side**2, where)
-        return self._frames([index * features.second_per_grid for index in range(count)], None)
+        return self._frames(features.timestamps or [index * (features.second_per_grid or 0) for index in range(count)], None)
 
     def _frames(self, times: Sequence[float], seconds: float | None) -> Expansion:
         """The text of a video, as transformers' processor writes it.

@@ -27,7 +27,7 @@ Pixels = npt.NDArray[np.uint8]
 VIDEO_METADATA = frozenset(
     {"fps", "total_num_frames", "frames_indices", "do_sample_frames", "duration", "width", "height", "video_backend"}
 )
-_EMBEDS = ("features", "grid_thw", "deepstack", "second_per_grid")
+_EMBEDS = ("features", "grid_thw", "deepstack", "second_per_grid", "timestamps")
 _MODALITIES: tuple[Modality, ...] = ("image", "video")
 _LARGEST = {"float32": 3.4028234663852886e38, "bfloat16": 3.3895313892515355e38, "float16": 65504.0}
 _LARGEST_BITS, _LARGEST_BITS_IN_FLOAT16 = 0x7F7F, 0x477F
@@ -87,6 +87,9 @@ class Features:
     """``[levels, n, hidden]``, for models whose first layers get features too."""
     second_per_grid: float | None = None
     """Seconds between temporal patches, for models whose positions depend on them."""
+    timestamps: tuple[float, ...] | None = None
+    """Seconds of each temporal patch, for models whose prompts say them. Without, patches are taken as evenly spaced and whole:
+    the last one of an odd number of frames is not."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -112,8 +115,8 @@ class MultiModalData:
         Args:
             data: ``{"image": one or a list, "video": one or a list, "image_embeds": {...}, "video_embeds": {...}}`` with PIL
                 pictures or arrays ``[h, w, 3]`` uint8, arrays ``[n, h, w, 3]`` or (array, metadata), and for ``*_embeds``
-                ``{"features": [n, hidden], "grid_thw": [k, 3], "deepstack"?: [levels, n, hidden], "second_per_grid"?: [k]}``,
-                or a list of those.
+                ``{"features": [n, hidden], "grid_thw": [k, 3], "deepstack"?: [levels, n, hidden], "second_per_grid"?: [k],
+                "timestamps"?: [temporal patches of all]}``, or a list of those.
 
         Raises:
             RequestError: names the entry.
@@ -207,9 +210,10 @@ def split_features(embeds: Any, where: str) -> list[Features]:
     if deepstack is not None and deepstack.shape[1] != rows.shape[0]:
         raise wrong(f"{where}.deepstack", f"has {deepstack.shape[1]} rows, and features has {rows.shape[0]}")
     seconds = _seconds(embeds.get("second_per_grid"), len(grids), f"{where}.second_per_grid")
+    times = _timestamps(embeds.get("timestamps"), grids, f"{where}.timestamps")
     patches, given = [math.prod(grid) for grid in grids], rows.shape[0]
     if len(grids) == 1 and patches[0] < given:
-        return [Features(rows, grids[0], deepstack, seconds[0])]
+        return [Features(rows, grids[0], deepstack, seconds[0], times[0])]
     if not given or sum(patches) % given:
         raise wrong(f"{where}.features", f"has {given} rows, which do not divide the {sum(patches)} patches of grid_thw")
     merge = sum(patches) // given
@@ -224,8 +228,9 @@ def split_features(embeds: Any, where: str) -> list[Features]:
             grid,
             None if deepstack is None else view_data(np.ascontiguousarray(array_of(deepstack)[:, start:end]), deepstack.dtype),
             second,
+            own_times,
         )
-        for start, end, grid, second in zip([0, *ends], ends, grids, seconds, strict=False)
+        for start, end, grid, second, own_times in zip([0, *ends], ends, grids, seconds, times, strict=False)
     ]
 
 
@@ -346,13 +351,28 @@ def _grids(tensor: TensorData, where: str) -> list[tuple[int, int, int]]:
 def _seconds(value: Any, count: int, where: str) -> list[float | None]:
     if value is None:
         return [None] * count
-    if isinstance(value, list | tuple) and all(isinstance(second, int | float) for second in value):
-        value = np.asarray(value, dtype=np.float32)
-    tensor = tensor_data(value, where)
-    seconds = array_of(tensor).astype(np.float64)
-    if tensor.dtype == "bfloat16" or seconds.shape != (count,) or not np.isfinite(seconds).all() or not (seconds > 0).all():
+    seconds = _numbers(value, where)
+    if seconds is None or seconds.shape != (count,) or not (seconds > 0).all():
         raise wrong(where, f"must be {count} positive numbers, one for each grid")
-    return [float(second) for second in seconds]
+    return seconds.tolist()
+
+
+def _timestamps(value: Any, grids: Sequence[tuple[int, int, int]], where: str) -> list[tuple[float, ...] | None]:
+    if value is None:
+        return [None] * len(grids)
+    times, ends = _numbers(value, where), np.cumsum([grid[0] for grid in grids]).tolist()
+    if times is None or times.shape != (ends[-1],) or not ((times >= 0) & (times <= _MAX_SECONDS)).all():
+        raise wrong(where, f"must be {ends[-1]} seconds from 0 to {_MAX_SECONDS}, one for each temporal patch")
+    return [tuple(times[start:end].tolist()) for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def _numbers(value: Any, where: str) -> npt.NDArray[np.float64] | None:
+    """A list of numbers, or a tensor; None: they are not finite, or of bfloat16."""
+    if isinstance(value, list | tuple) and all(isinstance(one, int | float) for one in value):
+        value = np.asarray(value, dtype=np.float64)
+    tensor = tensor_data(value, where)
+    numbers = array_of(tensor).astype(np.float64)
+    return numbers if tensor.dtype != "bfloat16" and np.isfinite(numbers).all() else None
 
 
 def wrong(where: str, what: str) -> RequestError:

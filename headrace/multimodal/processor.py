@@ -334,6 +334,8 @@ class MultiModalProcessor:
             raise misfit(f"{where}.features", f"hidden size {facts.hidden_size}", rows.shape[1])
         if modality == "image" and features.second_per_grid is not None:
             raise misfit(f"{where}.second_per_grid", "none, since it is for videos", features.second_per_grid)
+        if features.timestamps is not None and (modality == "image" or not self._rules.timestamped):
+            raise misfit(f"{where}.timestamps", "none, since the prompt says no times", f"{len(features.timestamps)} numbers")
         expansion = self._rules.expansion(features, modality, where)
         if rows.shape[0] != expansion.num_rows:
             raise misfit(f"{where}.features", f"{expansion.num_rows} rows for the grid {list(features.grid)}", rows.shape[0])
@@ -343,7 +345,7 @@ class MultiModalProcessor:
         if deep is not None and deep.shape != (levels, *rows.shape):
             raise misfit(f"{where}.deepstack", f"shape {[levels, *rows.shape]}", list(deep.shape))
         tensors = {"features": rows} if deep is None else {"features": rows, "deepstack": deep}
-        digest = hashlib.blake2b(repr((features.grid, features.second_per_grid)).encode(), digest_size=16)
+        digest = hashlib.blake2b(repr((features.grid, features.second_per_grid, features.timestamps)).encode(), digest_size=16)
         for name, tensor in tensors.items():
             if not is_finite(tensor, facts.dtype):
                 raise misfit(f"{where}.{name}", f"numbers that are finite in {facts.dtype}", "NaN, infinity or larger ones")

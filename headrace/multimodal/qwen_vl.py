@@ -174,6 +174,8 @@ class QwenRules(MediaRules):
             if grid[0] != 1:
                 raise misfit(f"{where}.grid_thw", "1 temporal patch of a picture", grid[0])
             return self._blocks(grid)
+        if features.timestamps is not None:
+            return self._video_expansion(grid, seconds or 1.0, list(features.timestamps))
         if seconds is None and self.timed:
             why = "is missing: this model's prompts depend on the seconds between temporal patches"
             raise wrong(f"{where}.second_per_grid", why)
@@ -199,7 +201,7 @@ class Qwen25Rules(QwenRules):
 class Qwen3Rules(QwenRules):
     """Of Qwen3-VL: each temporal patch is a picture of its own behind a text that says its seconds."""
 
-    timed = True
+    timed = timestamped = True
     shades: ClassVar[tuple[list[float], list[float]]] = ([0.5, 0.5, 0.5], [0.5, 0.5, 0.5])
     video_size: ClassVar[Mapping[str, int]] = {"shortest_edge": 128 * 32 * 32, "longest_edge": 32 * 32 * 768}
     sampling: ClassVar[Mapping[str, Any]] = {"do_sample_frames": True, "fps": 2, "ends": True}

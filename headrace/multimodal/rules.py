@@ -65,6 +65,8 @@ class MediaRules(abc.ABC):
     """The token that takes a feature row."""
     markers: ClassVar[Mapping[Modality, tuple[str, str]]] = {}
     """Tokens before and behind the feature tokens of a medium that belong to its item, where a prompt has them."""
+    timestamped: ClassVar[bool] = False
+    """Prompts say the seconds of each temporal patch of a video."""
     backend: str = "none"
     """Library that resizes pictures: torchvision, or pil. They round differently."""
     fingerprint: str = ""

@@ -52,7 +52,7 @@ def nan(value: float, *shape: int) -> Any:
         ({"features": None}, ".features", "missing"),
         ({"grid_thw": None}, ".grid_thw", "missing"),
         ({"features": np.ones((2, 8), np.int64)}, ".features", "int64; expected float32, float16 or bfloat16"),
-        ({"features": np.ones((2, 8), np.float64)}, ".features", "F64; expected one of"),
+        ({"features": np.ones((2, 8), np.float64)}, ".features", "float64; expected float32"),
         ({"features": np.ones(16, np.float32)}, ".features", "expected 2 dimensions"),
         ({"features": np.ones((2, 2, 8), np.float32)}, ".features", "expected 2 dimensions"),
         ({"features": np.ones((0, 8), np.float32)}, ".features", "0 rows"),

@@ -276,6 +276,35 @@ def test_features_of_a_video_bring_its_seconds(kind: str) -> None:
     assert found.outputs[0].logprobs == expected.outputs[0].logprobs
 
 
+@of(["qwen3_vl", "smolvlm"])
+def test_features_of_a_video_bring_their_times(kind: str) -> None:
+    """The last patch of an odd number of frames is not whole, and a sample's frames need not be evenly spaced."""
+    own = served(kind)
+    clip = CLIPS.get(kind, VIDEO) if kind != "smolvlm" else "<video>"
+    indices, fps = [0, 7, 21, 25, 42], 10.0
+    metadata = {"fps": fps, "frames_indices": indices, "total_num_frames": 60, "do_sample_frames": False}
+    prompt = {"prompt": f"see {clip}", "multi_modal_data": {"video": video(5, **metadata)}}
+    given = encoded(own, prompt)
+    embeds = given["multi_modal_data"]["video_embeds"]
+    embeds = embeds[0] if kind == "smolvlm" else embeds
+    times = [0.35, 2.3, 4.2] if kind == "qwen3_vl" else [index / fps for index in indices]
+    for timestamps in (times, np.array(times)):
+        found = own.request(given | {"multi_modal_data": {"video_embeds": embeds | {"timestamps": timestamps}}})
+        assert found.prompt_token_ids == own.request(prompt).prompt_token_ids
+    for wrong in (times[1:], [-1.0, *times[1:]], [[time] for time in times]):
+        with pytest.raises(RequestError, match=f"must be {len(times)} seconds from 0 to") as caught:
+            own.request(given | {"multi_modal_data": {"video_embeds": embeds | {"timestamps": wrong}}})
+        assert caught.value.param == "multi_modal_data.video_embeds.timestamps"
+
+
+def test_times_are_for_prompts_that_say_them() -> None:
+    own = served("qwen2_5_vl")
+    given = encoded(own, videos("qwen2_5_vl")["video"][0])
+    given["multi_modal_data"]["video_embeds"] |= {"second_per_grid": [1.0], "timestamps": [0.0, 1.0]}
+    with pytest.raises(RequestError, match=r"timestamps: expected none, since the prompt says no times, not 2 numbers"):
+        own.request(given)
+
+
 def encoded(own: Served, prompt: Mapping[str, Any], **more: Any) -> dict[str, Any]:
     """The prompt with features in place of its media, all of one modality."""
     request = own.request(prompt)

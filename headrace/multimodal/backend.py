@@ -18,6 +18,8 @@ _BOTH = "processor_config.json"
 
 Backend = Literal["torchvision", "pil"]
 """Library that resizes pictures. They round differently, so that results differ."""
+_TORCH_FILTERS = {2: "bilinear", 3: "bicubic"}
+"""``PIL.Image.Resampling`` -> torch's name of the filter that torchvision uses for it."""
 
 
 class ImageProcessor:
@@ -55,22 +57,26 @@ class ImageProcessor:
         return json.dumps([self.backend, type(self.hf).__name__, self.hf.to_dict(), *others], sort_keys=True, default=str)
 
     def resize(self, frames: Pixels, height: int, width: int) -> Pixels:
-        """Frames ``[n, h, w, 3]`` at another size, as transformers resizes pictures and the frames of a video."""
-        from PIL import Image
-
-        if frames.shape[1:3] == (height, width):
-            return frames
-        resample = Image.Resampling(self.hf.resample)
+        """Pictures ``[n, h, w, 3]`` at another size, as transformers resizes pictures."""
         if self.backend == "pil":
-            return np.stack([np.asarray(Image.fromarray(frame).resize((width, height), resample)) for frame in frames])
-        import torch
-        from torchvision.transforms.v2 import functional
-        from transformers.image_utils import pil_torch_interpolation_mapping
+            return _resized_by_pil(frames, height, width, self.hf.resample)
+        return self.resize_frames(frames, height, width)
 
-        mode = pil_torch_interpolation_mapping[resample]
-        first = torch.from_numpy(frames.copy()).permute(0, 3, 1, 2)  # torch takes no array that may not be written to.
-        made = functional.resize(first, [height, width], interpolation=mode, antialias=True).permute(0, 2, 3, 1)
-        return np.ascontiguousarray(made.numpy())
+    def resize_frames(self, frames: Pixels, height: int, width: int) -> Pixels:
+        """Frames of a video ``[n, h, w, 3]`` at another size, as transformers' video processors resize them, which all take
+        torchvision. Its filters are torch's, so that frames do not depend on whether it is there."""
+        mode = _TORCH_FILTERS.get(self.hf.resample)
+        if mode is None or frames.shape[1:3] == (height, width):
+            return _resized_by_pil(frames, height, width, self.hf.resample)
+        import torch
+
+        pixels = torch.from_numpy(frames.copy()).permute(0, 3, 1, 2)  # torch takes no array that may not be written to.
+        # torchvision computes in float32 where torch has no fast filter of bytes.
+        in_bytes = mode == "bicubic" or torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+        given = pixels if in_bytes else pixels.float()
+        made = torch.nn.functional.interpolate(given, (height, width), mode=mode, align_corners=False, antialias=True)
+        made = made if in_bytes else made.round_().to(torch.uint8)
+        return np.ascontiguousarray(made.permute(0, 2, 3, 1).numpy())
 
     def shades(self, block: int, **options: Any) -> TensorData:
         """``[3, 256]`` float32: what the processor makes of each value of red, green and blue.
@@ -82,6 +88,15 @@ class ImageProcessor:
         picture = values.repeat(block, axis=0).repeat(block, axis=1)[:, :, None].repeat(3, axis=2)
         made = array_of(self(picture, "the picture of all shades", do_resize=False, **options)["pixel_values"])
         return view_data(np.ascontiguousarray(made.reshape(256, -1, 3, made.shape[-1] // 3)[:, 0, :, 0].T))
+
+
+def _resized_by_pil(frames: Pixels, height: int, width: int, resample: int) -> Pixels:
+    from PIL import Image
+
+    if frames.shape[1:3] == (height, width):
+        return frames
+    filtered = Image.Resampling(resample)
+    return np.stack([np.asarray(Image.fromarray(frame).resize((width, height), filtered)) for frame in frames])
 
 
 def _usable_backend() -> Backend:

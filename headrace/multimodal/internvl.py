@@ -34,14 +34,15 @@ class InternVLRules(PictureRules):
         vision = config.vision_config
         sizes = [size if isinstance(size, int) else size[0] for size in (vision.image_size, vision.patch_size)]
         made = self._images.hf.size
-        self._check_size((made["height"], made["width"]), sizes[0])
+        self._made = int(made["height"]), int(made["width"])
+        self._check_size(self._made, sizes[0])
         self._side = int(sizes[0] // sizes[1] * config.downsample_ratio)
         video = video_fields(folder)
         self._sample = Sampling(bool(video.get("do_sample_frames")), video.get("fps"), video.get("num_frames"), middle=True)
         self.fingerprint = self._images.fingerprint(video)
 
     def _video(self, video: Video, options: Mapping[str, Any], where: str) -> Processed:
-        frames = self._sample(video, options, where).frames
+        frames = self._images.resize_frames(self._sample(video, options, where).frames, *self._made)
         grid = (len(frames), self._side, self._side)
         self.check_rows(math.prod(grid), where)
         made = [array_of(self._images(frame, where, crop_to_patches=False)["pixel_values"]) for frame in frames]

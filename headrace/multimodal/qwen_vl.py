@@ -134,7 +134,7 @@ class QwenRules(MediaRules):
         tall, wide = self._target(height, width, len(frames), self._capped(size, len(frames)), where)
         expected = -(-len(frames) // self._temporal), tall // self._patch, wide // self._patch
         self.check_rows(math.prod(self._merged(expected)), where)
-        return np.ascontiguousarray(self._process.resize(frames, tall, wide))
+        return np.ascontiguousarray(self._process.resize_frames(frames, tall, wide))
 
     def _capped(self, size: dict[str, int], frames: int) -> dict[str, int]:
         """The limits of pixels where all frames of a video share a budget."""

@@ -12,6 +12,7 @@ import tiny_vision
 import torch
 import transformers
 import transformers.video_utils
+from PIL import Image
 
 from headrace.multimodal.families import media_rules
 from headrace.multimodal.items import Video, array_of
@@ -91,3 +92,33 @@ def test_pixels_are_those_of_transformers(tmp_path: Path, kind: str, fps: float 
         expected = theirs(videos=[frames], video_metadata=[known], do_sample_frames=False, return_tensors="pt")
         assert array_of(found.tensors["image_grid_thw"]).tolist() == expected["video_grid_thw"].tolist(), (width, height)
         assert torch.equal(encoder_input(found, found.tensors["pixel_values"]), expected["pixel_values_videos"])
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen3_vl", "ernie4_5_vl_moe", "internvl"])
+@pytest.mark.parametrize("resample", [2, 3])
+def test_frames_of_odd_sizes_are_resized_as_torchvision_does(
+    tmp_path: Path, kind: str, resample: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it is there or not: transformers has no video processor without it, and its filters are torch's."""
+    monkeypatch.setattr("headrace.multimodal.backend._usable_backend", lambda: "pil")
+    processor(tmp_path, kind)
+    file = tmp_path / "preprocessor_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"resample": resample, "draw_on_frames": False}))
+    rules: Any = media_rules(kind, tmp_path, transformers.AutoConfig.from_pretrained(tmp_path))
+    for width, height in ((61, 93), (157, 45), (33, 29)):
+        frames, metadata = video(4, width, height, fps=2.0, do_sample_frames=False)
+        (found,) = rules.process(Video(frames, metadata), {}, "video")
+        made = array_of(found.tensors["pixel_values_videos" if kind.startswith("ernie") else "pixel_values"])
+        size = made.shape[-2:] if kind == "internvl" else made.shape[1:3]
+        assert size != (height, width)
+        mode, pixels = {2: "bilinear", 3: "bicubic"}[resample], torch.from_numpy(frames).permute(0, 3, 1, 2)
+        pixels = pixels if mode == "bicubic" or torch.backends.cpu.get_cpu_capability().startswith("AVX") else pixels.float()
+        expected = torch.nn.functional.interpolate(pixels, tuple(size), mode=mode, align_corners=False, antialias=True)
+        resized = expected.round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
+        by_pil = np.stack([np.asarray(Image.fromarray(frame).resize(size[::-1], resample)) for frame in frames])
+        assert mode == "bilinear" or (by_pil != resized).any()
+        if kind == "internvl":
+            resized = np.concatenate(
+                [array_of(rules._images(frame, "", crop_to_patches=False)["pixel_values"]) for frame in resized]
+            )
+        assert (made == resized).all(), (width, height)

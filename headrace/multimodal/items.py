@@ -354,7 +354,7 @@ def _seconds(value: Any, count: int, where: str) -> list[float | None]:
     seconds = _numbers(value, where)
     if seconds is None or seconds.shape != (count,) or not (seconds > 0).all():
         raise wrong(where, f"must be {count} positive numbers, one for each grid")
-    return seconds.tolist()
+    return [float(second) for second in seconds]
 
 
 def _timestamps(value: Any, grids: Sequence[tuple[int, int, int]], where: str) -> list[tuple[float, ...] | None]:

@@ -26,6 +26,8 @@ Length = Annotated[int, msgspec.Meta(ge=-1, le=2**40)]
 Positions = Annotated[int, msgspec.Meta(ge=2, le=2**40)]
 Epsilon = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 Factor = Annotated[float, msgspec.Meta(ge=2.0**-20, le=2.0**20)]
+Divisor = Annotated[float, msgspec.Meta(gt=0.0, le=2.0**20)]
+"""Logits are divided by it."""
 Theta = Annotated[float, msgspec.Meta(gt=1.0, le=2.0**60)]
 Share = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 
@@ -59,6 +61,8 @@ _EXPERTS = (
 )
 _SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_bias", "use_sliding_window", "norm_topk_prob")
 
+_CAPS = ("attn_logit_softcapping", "final_logit_softcapping", "logits_soft_cap")
+
 FIELDS: dict[str, Any] = {
     "model_type": str,
     "architectures": list[str],
@@ -88,6 +92,8 @@ FIELDS: dict[str, Any] = {
     "rope_type": str,
     "type": str,
     **dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"), Factor),
+    **dict.fromkeys(_CAPS, Divisor | list[Divisor | None]),
+    "query_pre_attn_scalar": Annotated[float, msgspec.Meta(le=2.0**20)],
     **dict.fromkeys(("mscale", "mscale_all_dim"), Annotated[float, msgspec.Meta(ge=0.0, le=2.0**20)]),
     "partial_rotary_factor": Share,
     **dict.fromkeys(("short_factor", "long_factor"), list[Factor]),

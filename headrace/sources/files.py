@@ -11,7 +11,7 @@ from headrace.errors import ConfigError
 from headrace.options import shown
 from headrace.sources import directory, embedded
 from headrace.sources.fields import Vocabulary, typed
-from headrace.sources.locate import locate
+from headrace.sources.locate import locate, refuse_irregular
 from headrace.sources.megatron import find_megatron, is_megatron
 
 if TYPE_CHECKING:
@@ -112,6 +112,7 @@ def _from_gguf(args: EngineArgs, name: str, path: Path, decisions: tuple[Decisio
 def _from_directory(args: EngineArgs, path: Path, *, from_hub: bool = False) -> ModelFiles:
     """A Hugging Face directory; or one that holds a single GGUF file and no ``config.json``."""
     name = str(args.model)
+    refuse_irregular(path)
     if args.revision is not None and not from_hub:
         raise ConfigError(f"revision is for models of the hub; {name} is a local directory", "revision")
     if is_megatron(path) and (args.model_impl == "megatron" or not (path / "config.json").exists()):

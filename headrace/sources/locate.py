@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -37,6 +39,20 @@ def locate(model: str | None) -> Path | None:
     if path.suffix == ".gguf" or not _HUB_ID.fullmatch(model):
         raise ConfigError(f"there is no file or directory {model}", "model")
     return None
+
+
+def refuse_irregular(folder: Path) -> None:
+    """Refuses a folder with pipes or devices among its files. Most files are read by libraries, which would wait, or read,
+    for ever.
+
+    Raises:
+        ConfigError: names the file.
+    """
+    for entry in folder.glob("*"):  # Of a folder that is not there: nothing.
+        with contextlib.suppress(OSError):  # A link that leads nowhere is no file.
+            mode = entry.stat().st_mode
+            if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
+                raise ConfigError(f"{entry} is no regular file: pipes and devices are not read", "model")
 
 
 def is_gguf(path: Path) -> bool:

@@ -19,6 +19,7 @@ import msgspec
 from headrace.errors import ConfigError
 from headrace.options import INT64_MAX
 from headrace.sources.fields import Experts, Layers, Positions, Size, Width, read_json, typed
+from headrace.sources.locate import refuse_irregular
 
 COMMON = "common.pt"
 _INDEX = ".metadata"
@@ -92,6 +93,7 @@ def find_megatron(path: Path) -> MegatronFiles:
         ConfigError: it is none, or of a format that is not read, or its index asks for something other than tensors.
     """
     directory = _latest(path)
+    refuse_irregular(directory)
     names = (("sharded_backend", None), ("common_backend", "torch"))
     try:
         described = read_json(directory / _FORMAT)

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer as Backend
 
 import headrace
 from headrace.errors import ConfigError
+from headrace.sources.fields import typed
 from headrace.sources.user_cache import cache_directory, keep
 
 _FILES = ("*.json", "*.jinja", "*.model", "*.txt", "additional_chat_templates/*.jinja")
@@ -88,9 +89,7 @@ def _template_of_processor(folder: Path) -> str | None:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{file} has no chat template: {error}", "tokenizer") from error
-    if not isinstance(found, str):
-        raise ConfigError(f"{file}: chat_template must be text", "tokenizer")
-    return found
+    return str(typed(found, str, file, "chat_template"))
 
 
 def _fingerprint(folder: Path) -> str:
@@ -109,7 +108,7 @@ def from_transformers(name: str, *, local: bool, trusted: bool) -> FastTokenizer
     """Loads a tokenizer with transformers from a directory or hub id. ``trusted``: code that comes with it may run.
 
     Raises:
-        ConfigError: it cannot be loaded, or is not a fast tokenizer.
+        ConfigError: it cannot be loaded, is not a fast tokenizer, or has a chat template that is no text.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -120,7 +119,8 @@ def from_transformers(name: str, *, local: bool, trusted: bool) -> FastTokenizer
         raise ConfigError(f"the tokenizer of {name} cannot be loaded: {error}", "tokenizer") from error
     if not isinstance(hf, PreTrainedTokenizerFast):
         raise ConfigError(f"the tokenizer of {name} is a {type(hf).__name__}: one with a tokenizer.json is needed", "tokenizer")
-    template = getattr(hf, "response_template", None)
+    templates = typed(hf.chat_template, str | dict[str, str] | None, Path(name, "tokenizer_config.json"), "chat_template")
+    response = getattr(hf, "response_template", None)
     return FastTokenizer(
-        hf.backend_tokenizer, dict(hf.special_tokens_map), hf.chat_template, template if isinstance(template, dict) else None
+        hf.backend_tokenizer, dict(hf.special_tokens_map), templates, response if isinstance(response, dict) else None
     )

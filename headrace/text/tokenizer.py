@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.errors import ConfigError, EngineError, RequestError
 from headrace.sources.files import ModelFiles
-from headrace.sources.locate import is_gguf
+from headrace.sources.locate import is_gguf, refuse_irregular
 from headrace.text import chat
 from headrace.text.content import ConversationMedia
 from headrace.text.fast_tokenizer import FastTokenizer, from_directory, from_transformers
@@ -210,6 +210,7 @@ def load_tokenizer(
         ConfigError: there is no tokenizer, or one that cannot be used; or the chat template cannot be read.
     """
     source = files.gguf_file or files.directory if path is None else Path(path).expanduser()
+    refuse_irregular(source)
     if source.is_file():
         if not is_gguf(source):
             raise ConfigError(f"{source} is not a GGUF file; name the directory of a tokenizer's files", "tokenizer")

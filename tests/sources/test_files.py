@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import pickle
 import sys
 from pathlib import Path
@@ -23,6 +24,7 @@ from headrace.config import EngineArgs
 from headrace.errors import ConfigError
 from headrace.sources import directory, embedded
 from headrace.sources.files import find_model
+from headrace.text.tokenizer import load_tokenizer
 
 
 @pytest.fixture
@@ -189,6 +191,27 @@ def test_names_that_are_nothing(tmp_path: Path, model: Path) -> None:
     refused(model / "config.json", "not a GGUF file")
     (tmp_path / "fake.gguf").write_text("nothing of the kind")
     refused(tmp_path / "fake.gguf", "not a GGUF file")
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json", "model.safetensors", "x.gguf"])
+def test_pipes_and_devices_are_not_read(name: str, model: Path) -> None:
+    """They would be waited for, or read, for ever."""
+    (model / name).unlink(missing_ok=True)
+    os.mkfifo(model / name)
+    with pytest.raises(ConfigError, match=f"{name} is no regular file"):
+        find_model(EngineArgs(model=str(model)))
+    (model / name).unlink()
+    (model / name).symlink_to("/dev/zero")
+    with pytest.raises(ConfigError, match=f"{name} is no regular file"):
+        find_model(EngineArgs(model=str(model)))
+
+
+def test_a_pipe_among_the_files_of_another_tokenizer_is_not_read(model: Path, tmp_path: Path) -> None:
+    files, other = find_model(EngineArgs(model=str(model))), tmp_path / "other"
+    other.mkdir()
+    os.mkfifo(other / "tokenizer.json")
+    with pytest.raises(ConfigError, match=r"tokenizer\.json is no regular file"):
+        load_tokenizer(files, str(other))
 
 
 def test_load_format_and_revision_must_fit(model: Path) -> None:

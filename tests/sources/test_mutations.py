@@ -88,6 +88,16 @@ WINDOWS: dict[str, Any] = LLAMA | {
     "max_window_layers": 1,
     "layer_types": ["full_attention", "sliding_attention"],
 }
+CAPPED: dict[str, Any] = LLAMA | {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "rope_scaling": None,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "sliding_window": 16,
+    "query_pre_attn_scalar": 8,
+    "final_logit_softcapping": 30.0,
+    "attn_logit_softcapping": None,
+}
 SYNONYMS = {
     "architectures": "architecture",
     "num_hidden_layers": "layer",
@@ -150,6 +160,15 @@ def test_any_value_in_any_field_of_a_config(name: str, tmp_path: Path, data: st.
     file = tmp_path / "config.json"
     file.write_text(json.dumps(changed(config, place, value)))
     refused_by_name(lambda: loaded(tmp_path), file, {part for part in place if isinstance(part, str)})
+
+
+@pytest.mark.parametrize("field", ["final_logit_softcapping", "attn_logit_softcapping", "query_pre_attn_scalar"])
+def test_any_divisor_of_logits(field: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    for value in VALUES:
+        for each in (value, [value], [value] * 2):
+            file.write_text(json.dumps(CAPPED | {field: each}))
+            refused_by_name(lambda: loaded(tmp_path), file, {field})
 
 
 # GGUF

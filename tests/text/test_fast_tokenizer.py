@@ -67,6 +67,15 @@ def test_the_template_of_an_older_processor_is_read(folder: Path) -> None:
             from_directory(folder)
 
 
+@pytest.mark.parametrize("wrong", [5, True, {"default": 5}, [{"name": "default", "template": 5}]])
+def test_a_template_that_is_no_text_is_an_error(folder: Path, wrong: object) -> None:
+    file = folder / "tokenizer_config.json"
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": wrong}))
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json: chat_template.* is .*: expected `"):
+        from_directory(folder)
+
+
 def test_a_cache_that_is_broken_or_cannot_be_written_is_done_without(folder: Path) -> None:
     wanted = from_directory(folder)
     (kept,) = cache_directory().glob("tokenizer-*.json")

@@ -13,7 +13,6 @@ import numpy as np
 
 from headrace.constrain.compiler import GrammarCompiler
 from headrace.constrain.matcher import GrammarMatcher, finish_masks, words
-from headrace.constrain.vocabulary import GrammarVocabulary
 from headrace.core.matcher import TOO_COMPLEX, Mask, Matcher
 from headrace.core.sequence import Sequence as EngineSequence
 from headrace.errors import EngineError, RequestError
@@ -83,9 +82,10 @@ class Constraints:
         compiled, known = self._compiler.compile(constraint, request.tenant)
         self._count(constraint.kind, "cached" if known else "compiled")
         ends = [_end_tokens(seq) for seq in sequences]
-        vocabulary = self._compiler.vocabulary if constraint.guarded else None
+        numbers = self._compiler.vocabulary.digits if constraint.kind in ("json", "json_object") else frozenset()
+        digits = numbers if constraint.guarded else None
         copies: Future[list[GrammarMatcher]] = Future()
-        compiled.add_done_callback(functools.partial(_copy, copies, ends, vocabulary))
+        compiled.add_done_callback(functools.partial(_copy, copies, ends, digits))
         self._compiling[copies] = sequences
         if self._lockstep:
             wait([copies])
@@ -179,17 +179,16 @@ class Constraints:
 def _copy(
     copies: Future[list[GrammarMatcher]],
     ends: Sequence[set[int]],
-    vocabulary: GrammarVocabulary | None,
+    digits: frozenset[int] | None,
     compiled: Future[GrammarMatcher],
 ) -> None:
     """Copies a matcher for each of a request's samples: in the thread that has compiled it, since large ones take milliseconds.
 
     Args:
         ends: tokens that end each sample.
-        vocabulary: of a constraint that ends outputs which repeat themselves.
+        digits: as for ``GrammarMatcher``.
     """
     try:
-        digits = None if vocabulary is None else vocabulary.digits
         copies.set_result([compiled.result().with_ends(tokens, digits) for tokens in ends])
     except BaseException as error:  # A panic of the library is no Exception.
         copies.set_exception(error)

@@ -169,7 +169,7 @@ class GrammarFactory:
             raise refusal(self._culprit(params, problem), "json")
         if problem:
             raise RequestError(f"{kind} cannot be held: {problem}", kind)
-        return Constraint(kind, grammar, guarded=kind in ("json", "json_object"))
+        return Constraint(kind, grammar, guarded=kind in ("json", "json_object", "regex", "grammar"))
 
     def _held(self, **content: Any) -> str:
         """The grammar of a part of an answer."""

@@ -13,7 +13,11 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 _REPEATED = 64
-"""Equal tokens, or tokens of digits, in a row that end a JSON output: a model does not come back from there."""
+"""Tokens that repeat each other, or that are digits, after which an output ends: a model does not come back from there."""
+_PERIODS = range(1, 9)
+"""Lengths of what repeats itself in outputs that are no JSON, in tokens."""
+_KEPT = 256
+"""Last tokens that a matcher keeps: those of ``_REPEATED``, and more than can be rolled back."""
 
 
 class GrammarMatcher:
@@ -29,16 +33,15 @@ class GrammarMatcher:
         end_token_ids: Iterable[int] = (),
         digits: frozenset[int] | None = None,
     ) -> None:
-        """``digits``: tokens of digits alone; None: outputs may repeat themselves as they like."""
+        """``digits``: tokens of digits alone, for JSON, which ends wherever equal tokens or digits follow each other; empty:
+        outputs that repeat themselves end where they are complete; None: they may repeat themselves as they like."""
         self.vocab_size = vocab_size
         self.known: Mask | None = None
         """llguidance's mask of the state, ``[words(vocab_size)]``, if a copy of this matcher has computed it."""
         self._matcher = matcher
         self._digits = digits
-        self._last = -1
-        self._equal = 0
-        """How often the last token has come in a row, and ``_numeric`` how many tokens of digits."""
-        self._numeric = 0
+        self._recent: list[int] = []
+        """The last tokens, at most ``_KEPT``."""
         self.ends = tuple(sorted({token for token in end_token_ids if 0 <= token < vocab_size}))
 
     def fill(self, mask: Mask) -> str | None:
@@ -53,20 +56,18 @@ class GrammarMatcher:
 
     def advance(self, token_ids: Sequence[int]) -> str | None:
         self.known = None
-        for token in token_ids:
-            self._equal = self._equal + 1 if token == self._last else 1
-            self._numeric = self._numeric + 1 if self._digits is not None and token in self._digits else 0
-            self._last = token
+        self._recent += token_ids
+        del self._recent[:-_KEPT]
         return self._guarded("consume_tokens", list(token_ids))
 
     def rollback(self, count: int) -> None:
         self.known = None
         self._matcher.rollback(count)
-        self._equal, self._numeric = max(0, self._equal - count), max(0, self._numeric - count)
+        del self._recent[max(0, len(self._recent) - count) :]
 
     def copy(self) -> GrammarMatcher:
         made = self.with_ends(self.ends, self._digits)
-        made._last, made._equal, made._numeric = self._last, self._equal, self._numeric
+        made._recent = self._recent.copy()
         return made
 
     def with_ends(self, end_token_ids: Iterable[int], digits: frozenset[int] | None = None) -> GrammarMatcher:
@@ -81,7 +82,12 @@ class GrammarMatcher:
 
     @property
     def stuck(self) -> bool:
-        return self._digits is not None and max(self._equal, self._numeric) >= _REPEATED
+        last = self._recent[-_REPEATED:]
+        if self._digits is None or len(last) < _REPEATED:
+            return False
+        if self._digits:
+            return last[1:] == last[:-1] or self._digits.issuperset(last)
+        return any(last[period:] == last[:-period] for period in _PERIODS) and self.accepting
 
     @property
     def accepting(self) -> bool:

@@ -38,7 +38,7 @@ class Constraint(msgspec.Struct, frozen=True, array_like=True):
     grammar: str
     """In the serialised form of llguidance."""
     guarded: bool = False
-    """Whether outputs that repeat themselves end: JSON may let them do so without end."""
+    """Whether outputs that repeat themselves end: JSON, wherever they do; others, where they are complete."""
 
 
 class ParseOptions(msgspec.Struct, frozen=True, array_like=True):

@@ -338,6 +338,27 @@ def test_an_endless_number_is_cut_off() -> None:
     assert 60 < len(engine.tokens["a", 0]) < 80
 
 
+@pytest.mark.parametrize(
+    ("regex", "pieces", "cut"),
+    [
+        ("[A-Za-z]+", ("a",), True),
+        ("(abc)+", ("a", "b", "c"), True),
+        ('"[a-z]+"', ("a",), False),
+        ("a{100}", ("a",), False),
+    ],
+)
+def test_a_repeating_output_ends_where_it_is_complete(regex: str, pieces: tuple[str, ...], cut: bool) -> None:
+    """A whole word may end after each letter; a string has no end without its quote, and what is counted has all of it."""
+    made = grammars("letters")[0].constraint(StructuredOutputsParams(regex=regex))
+    biased = {PIECES.index(piece.encode()): 100.0 for piece in pieces}
+    each = request("a", prompt(1, 5), temperature=1.0, logit_bias=biased, max_tokens=100, ignore_eos=True)
+    engine = Engine(World(depth=2))
+    engine.add(msgspec.structs.replace(each, constraint=made))
+    engine.run()
+    assert (engine.stops["a", 0] == "repetition") == cut
+    assert (len(engine.tokens["a", 0]) < 80) == cut
+
+
 def test_min_tokens_holds_where_more_may_come() -> None:
     made = grammars("letters")[0].constraint(StructuredOutputsParams(regex="[a-c]*"))
     each = request("a", prompt(1, 5), temperature=1.0, min_tokens=10, max_tokens=40)

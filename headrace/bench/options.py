@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from headrace.bench.constrained import Constrained
 from headrace.errors import ConfigError
 from headrace.options import HOW, REPORT, WHAT, Checked, OptionSpec
+from headrace.user_files import check_output
 
 ImageForm = Literal["png", "jpeg", "features", "upload"]
 LENGTH = 128
@@ -28,6 +29,10 @@ class ReportOptions(Checked):
     """Print the report as JSON, not as tables."""
     output: Annotated[Path | None, OptionSpec(flags=("--output", "-o"), metavar="FILE")] = None
     """Also write the report as JSON to this file."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_output(self.output, "--output")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -30,6 +30,7 @@ from headrace.cli.options import ENGINE_OPTIONS, Group, command
 from headrace.cli.startup import plain_width
 from headrace.config import EngineArgs
 from headrace.errors import ConfigError
+from headrace.user_files import write_output
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -343,25 +344,20 @@ def emit(report: dict[str, Any], tables: Sequence[RenderableType], to: ReportOpt
     """Prints a report as tables or as JSON, and writes it to a file."""
     from headrace.bench.report import as_json
 
-    _write(to.output, report)
     if to.as_json:
         sys.stdout.write(as_json(report) + "\n")
-        return
-    console = plain_width(Console())
-    for item in tables:
-        console.print(item)
-        console.print()
+    else:
+        console = plain_width(Console())
+        for item in tables:
+            console.print(item)
+            console.print()
+    # A file that cannot be written does not take the printed report with it.
+    _write(to.output, report)
 
 
 def _write(output: Path | None, report: dict[str, Any]) -> None:
-    """Replaces the file, if there is to be one, atomically, so that a reader never sees half a report."""
+    """Writes the report to the file, if there is to be one."""
     from headrace.bench.report import as_json
 
-    if output is None:
-        return
-    partial = output.with_name(output.name + ".partial")
-    try:
-        partial.write_text(as_json(report) + "\n", encoding="utf-8")
-        partial.replace(output)
-    except OSError as error:
-        raise ConfigError(f"cannot write {output}: {error.strerror}", "--output") from None
+    if output is not None:
+        write_output(output, (as_json(report) + "\n").encode(), "--output")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
 
 from headrace.bench.options import ReportOptions
 from headrace.cli.bench import REPORT_OPTIONS, emit
@@ -10,6 +13,9 @@ from headrace.cli.errors import print_note
 from headrace.cli.options import Group, command
 from headrace.cli.own_options import SimulateOptions
 from headrace.errors import ConfigError
+
+if TYPE_CHECKING:
+    from headrace.core.request import Request
 
 
 @command(options=Group.of(SimulateOptions), to=REPORT_OPTIONS)
@@ -34,11 +40,19 @@ def simulate(options: SimulateOptions, to: ReportOptions) -> None:
         requests = generate(traffic, settings.seed, longest)
     else:
         raise ConfigError("give a trace, or traffic in the configuration, one of the two", "--trace")
-    simulation.run(requests)
+    with Console(stderr=True).status("simulating") as status:
+        simulation.run(_counted(requests, lambda count: status.update(f"{count:,} requests, {simulation.now:,.0f} s")))
     report = simulation.report()
     emit(report, _tables(report), to)
     for error, count in report["errors"].items():
         print_note(f"{count} requests failed: {error}")
+
+
+def _counted(requests: Iterable[Request], tell: Callable[[int], None]) -> Iterator[Request]:
+    for count, request in enumerate(requests):
+        if count % 256 == 0:
+            tell(count)
+        yield request
 
 
 def _tables(report: dict[str, Any]) -> list[Any]:

@@ -2,43 +2,54 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
-from headrace.config import CacheConfig, Policy, RoutingPolicy, SchedulerConfig
+from headrace.config import MAX_NUM_SEQS, CacheConfig, Policy, RoutingPolicy, SchedulerConfig
 from headrace.core.routing import Capacity
 from headrace.errors import ConfigError
 from headrace.model_spec import CacheGroup
 from headrace.options import INT32_MAX
 from headrace.sim.step_time import StepTimeModel
+from headrace.user_files import read_input
 
 FORMAT: Literal["headrace calibration 2"] = "headrace calibration 2"
 
-Positive = Annotated[int, Meta(ge=1)]
-Seconds = Annotated[float, Meta(ge=0)]
+MOST_REQUESTS = 10_000_000
+MOST_TOKENS = 10_000_000
+"""Of one prompt, output or step."""
+_MOST_WORK = 10**10
+"""Tokens of all requests together."""
+_MOST_BLOCKS = 2**24
+"""KV blocks of all replicas together: the memory of the process that simulates them."""
+
+Tokens = Annotated[int, Meta(ge=1, le=MOST_TOKENS)]
+Bytes = Annotated[int, Meta(ge=1, le=2**50)]
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 T = TypeVar("T")
 
 
 class GroupShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One cache group."""
 
-    bytes_per_token: Positive
-    window: Positive | None = None
+    bytes_per_token: Bytes
+    window: Tokens | None = None
 
 
 class EngineShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What of an engine decides its steps."""
 
-    max_model_len: Positive
-    max_num_seqs: Positive
-    max_num_batched_tokens: Positive
-    block_size: Positive
-    cache_bytes: Positive
-    groups: Annotated[list[GroupShape], Meta(min_length=1)]
-    max_prefill_tokens_beside_decode: Positive | None = None
+    max_model_len: Annotated[int, Meta(ge=2, le=MOST_TOKENS)]
+    max_num_seqs: Annotated[int, Meta(ge=1, le=MAX_NUM_SEQS)]
+    max_num_batched_tokens: Tokens
+    block_size: Annotated[int, Meta(ge=1, le=1024)]
+    cache_bytes: Bytes
+    groups: Annotated[list[GroupShape], Meta(min_length=1, max_length=64)]
+    max_prefill_tokens_beside_decode: Tokens | None = None
     pipeline_depth: Annotated[int, Meta(ge=1, le=8)] = 1
     policy: Policy = "fcfs"
     enable_prefix_caching: bool = True
@@ -83,30 +94,35 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 class Lengths(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Log-normal numbers of tokens: half are below ``median``; ``sigma`` 0: all are alike, 1: heavy-tailed."""
 
-    median: Annotated[float, Meta(ge=1)]
+    median: Annotated[float, Meta(ge=1, le=MOST_TOKENS)]
     sigma: Annotated[float, Meta(ge=0, le=5)] = 0.0
-    max: Positive = 1_000_000
+    max: Tokens = 1_000_000
+
+    @property
+    def mean(self) -> float:
+        """About: of the distribution without its maximum, or the maximum."""
+        return min(self.max, self.median * math.exp(self.sigma**2 / 2))
 
 
 class Prefixes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Prompts begin with one of ``groups`` texts of ``tokens`` tokens; the n-th is used n^-``skew`` times as often."""
 
-    groups: Positive
-    tokens: Positive
-    skew: Annotated[float, Meta(ge=0)] = 0.0
+    groups: Annotated[int, Meta(ge=1, le=1_000_000)]
+    tokens: Tokens
+    skew: Annotated[float, Meta(ge=0, le=100)] = 0.0
 
 
 class Traffic(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Requests that arrive at random times."""
 
-    requests: Positive
-    rate: Annotated[float, Meta(gt=0)]
+    requests: Annotated[int, Meta(ge=1, le=MOST_REQUESTS)]
+    rate: Annotated[float, Meta(ge=1e-6, le=1e9)]
     """Arrivals a second; the times between them are exponential."""
     input_tokens: Lengths
     """Behind the prefix."""
     output_tokens: Lengths
     prefixes: Prefixes | None = None
-    sessions: Positive | None = None
+    sessions: Annotated[int, Meta(ge=1, le=INT32_MAX)] | None = None
     """Number of sessions, each used equally often; None: requests have none."""
 
 
@@ -128,13 +144,13 @@ class SimConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """Fields of the calibration's ``engine`` with other values."""
     replicas: Annotated[int, Meta(ge=1, le=4096)] = 1
     routing: RoutingPolicy = "prefix"
-    max_queue_len: Positive = 4096
-    message_seconds: Seconds = 0.0005
+    max_queue_len: Annotated[int, Meta(ge=1, le=INT32_MAX)] = 4096
+    message_seconds: Annotated[float, Meta(ge=0, le=3600)] = 0.0005
     """From the front to an engine, and back."""
     traffic: Traffic | None = None
     """None: a trace is given."""
     failures: list[Failure] = []
-    seed: Annotated[int, Meta(ge=0)] = 0
+    seed: Annotated[int, Meta(ge=0, le=INT32_MAX)] = 0
 
     @property
     def measured(self) -> Calibration:
@@ -150,11 +166,10 @@ def read(path: str | Path, kind: type[T], param: str) -> T:
     Raises:
         ConfigError: it cannot be read, or is something else; names the field.
     """
+    data = read_input(Path(path), param)
     try:
-        return msgspec.json.decode(Path(path).read_bytes(), type=kind)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}", param) from error
-    except msgspec.DecodeError as error:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path}: {error}", param) from error
 
 
@@ -175,5 +190,24 @@ def load(path: str | Path) -> SimConfig:
     for failure in config.failures:
         if failure.replica >= config.replicas:
             raise ConfigError(f"failures: there is no replica {failure.replica} of {config.replicas}", "failures")
+    blocks = config.replicas * sum(engine.cache().num_blocks)
+    if blocks > _MOST_BLOCKS:
+        raise ConfigError(
+            f"cache_bytes: the replicas have {blocks:,} KV blocks together, and at most {_MOST_BLOCKS:,} are simulated",
+            "cache_bytes",
+        )
+    if config.traffic is not None:
+        _check_work(config.traffic, engine.max_model_len)
     calibration = msgspec.structs.replace(calibration, engine=engine)
     return msgspec.structs.replace(config, calibration=calibration, engine={})
+
+
+def _check_work(traffic: Traffic, max_model_len: int) -> None:
+    prefix = 0 if traffic.prefixes is None else traffic.prefixes.tokens
+    each = min(max_model_len, prefix + traffic.input_tokens.mean + traffic.output_tokens.mean)
+    if traffic.requests * each > _MOST_WORK:
+        raise ConfigError(
+            f"traffic: {traffic.requests:,} requests of about {each:,.0f} tokens are too many: together they may have at most "
+            f"{_MOST_WORK:,} tokens",
+            "traffic",
+        )

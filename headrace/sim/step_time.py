@@ -2,36 +2,53 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from bisect import bisect_left
-from typing import Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
+from msgspec import Meta
 
 from headrace.core.plan import StepPlan
+from headrace.options import shown
 
 StepKind = Literal["decode", "mixed"]
+Duration = Annotated[float, Meta(ge=0, le=3600)]
+"""Seconds of a step, or of what it has of something."""
+Sizes = tuple[Annotated[int, Meta(ge=0)], ...]
 KINDS: tuple[StepKind, ...] = ("decode", "mixed")
 PROBABILITIES = (0.0, 0.1, 0.5, 0.9, 0.99, 1.0)
 """Of the quantiles that a ``KindTimes`` keeps of its residuals. The first and the last are no quantiles: values between
 them and their neighbours are drawn evenly, with the mean of the measured ones, which a single outlier would put wrong."""
+_OF_PROBABILITIES = Meta(min_length=len(PROBABILITIES), max_length=len(PROBABILITIES))
 
 
 class GraphSizes(msgspec.Struct, frozen=True, omit_defaults=True):
     """Sizes of captured steps, rising. A step is padded to the next one; a step beyond them is launched kernel by kernel."""
 
-    rows: tuple[int, ...] = ()
+    rows: Sizes = ()
     """Decode rows of steps without prompts. Empty: nothing is captured."""
-    rows_beside: tuple[int, ...] = ()
+    rows_beside: Sizes = ()
     """Decode rows of steps with prompts."""
-    prompt_tokens: tuple[int, ...] = ()
-    max_prompts: int = 0
+    prompt_tokens: Sizes = ()
+    max_prompts: Annotated[int, Meta(ge=0)] = 0
     """Of a captured step."""
+
+    def __post_init__(self) -> None:
+        for sizes in (self.rows, self.rows_beside, self.prompt_tokens):
+            _check_rising(sizes)
 
     def limited(self, max_num_seqs: int, max_num_batched_tokens: int) -> GraphSizes:
         """Those of the same engine with limits that are at most as high."""
         tokens = tuple(size for size in self.prompt_tokens if size <= max_num_batched_tokens)
         return GraphSizes(_limited(self.rows, max_num_seqs), _limited(self.rows_beside, max_num_seqs), tokens, self.max_prompts)
+
+
+def _check_rising(numbers: Sequence[float]) -> None:
+    if any(low >= high for low, high in itertools.pairwise(numbers)):
+        raise ValueError(f"numbers must rise: {shown(list(numbers))}")
 
 
 def _limited(sizes: tuple[int, ...], most: int) -> tuple[int, ...]:
@@ -91,8 +108,13 @@ def _padded(sizes: tuple[int, ...], count: int) -> int | None:
 class Curve(msgspec.Struct, frozen=True):
     """Linear between its knots, which rise, and beyond them as between the last two."""
 
-    knots: list[float]
-    values: list[float]
+    knots: Annotated[list[float], Meta(min_length=1)]
+    values: list[Duration]
+
+    def __post_init__(self) -> None:
+        _check_rising(self.knots)
+        if len(self.values) != len(self.knots):
+            raise ValueError(f"a curve has {len(self.knots)} knots and {len(self.values)} values")
 
     def __call__(self, at: float) -> float:
         knots, values = self.knots, self.values
@@ -100,8 +122,8 @@ class Curve(msgspec.Struct, frozen=True):
             return values[0]
         right = min(max(bisect_left(knots, at), 1), len(knots) - 1)
         share = (at - knots[right - 1]) / (knots[right] - knots[right - 1])
-        # Below the first knot the curve is constant: times do not become negative.
-        share = max(share, 0.0)
+        # Times do not become negative: the curve is constant below its first knot, and beyond its last one where it falls.
+        share = max(share, 0.0) if values[right] >= values[right - 1] else min(max(share, 0.0), 1.0)
         return values[right - 1] * (1.0 - share) + values[right] * share
 
 
@@ -110,13 +132,13 @@ class KindTimes(msgspec.Struct, frozen=True, omit_defaults=True):
 
     base: Curve
     """By the step's tokens, those of decode rows included."""
-    context: float
+    context: Duration
     """Per token read by decode rows."""
-    row: float = 0.0
+    row: Duration = 0.0
     """Per decode row of a mixed step, beside its part in ``base``."""
-    prefill_context: float = 0.0
+    prefill_context: Duration = 0.0
     """Per token read by prompt tokens."""
-    residuals: tuple[float, ...] = (1.0,) * len(PROBABILITIES)
+    residuals: Annotated[tuple[Annotated[float, Meta(ge=0, le=1e6)], ...], _OF_PROBABILITIES] = (1.0,) * len(PROBABILITIES)
     """Quantiles of measured by estimated time, for ``PROBABILITIES``."""
 
     def mean(self, step: StepFeatures) -> float:
@@ -142,17 +164,17 @@ class StepTimeModel(msgspec.Struct, frozen=True):
 
     decode: KindTimes
     mixed: KindTimes
-    host_step: float = 0.0
+    host_step: Duration = 0.0
     """Seconds of a step on the host, before its launch and after its result together."""
-    host_row: float = 0.0
+    host_row: Duration = 0.0
     """The same for each row."""
-    host_start: float = 0.0
+    host_start: Duration = 0.0
     """For each sequence that a step starts, from its request's arrival in the engine on."""
-    host_end: float = 0.0
+    host_end: Duration = 0.0
     """For each sequence that ends with a step."""
-    host_prompt: float = 0.0
+    host_prompt: Duration = 0.0
     """For each prompt token."""
-    host_eager: float = 0.0
+    host_eager: Duration = 0.0
     """To launch a step kernel by kernel, while the device already runs it."""
     graphs: GraphSizes = NO_GRAPHS
 

@@ -11,7 +11,7 @@ from rules.source import PACKAGE, ROOT, Module, imports, modules
 PACKAGES: list[set[str]] = [
     {"errors"},
     {"options"},
-    {"bounded_cache", "limited_process", "worker_threads"},
+    {"bounded_cache", "limited_process", "user_files", "worker_threads"},
     {"sampling_params", "outputs"},
     {"model_spec"},
     {"config"},

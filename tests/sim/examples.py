@@ -98,5 +98,8 @@ class SleepingExecutor:
     def capture_next(self) -> GraphCount:
         return self.graphs()
 
+    def sentinels(self) -> list[int]:
+        return []
+
     def close(self) -> None:
         pass

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from headrace.errors import ConfigError
-from headrace.sim.config import Calibration, Lengths, Prefixes, load
+from headrace.sim.config import FORMAT, Calibration, Lengths, Prefixes, load
+from headrace.sim.step_time import Curve
 from headrace.sim.traffic import generate, read_trace
 
-from .examples import SHAPE, TIMES, traffic
+from .examples import SHAPE, TIMES, run, traffic
 
 
 def test_generated_traffic_is_as_asked() -> None:
@@ -80,8 +83,6 @@ def test_a_bad_line_is_named(line: str, tmp_path: Path) -> None:
 
 
 def written(folder: Path, **fields: Any) -> Path:
-    import msgspec
-
     calibration = msgspec.json.encode(Calibration(engine=SHAPE, step_times=TIMES))
     (folder / "engine.json").write_bytes(calibration)
     path = folder / "config.json"
@@ -117,3 +118,95 @@ def test_lengths_stay_within_their_maximum() -> None:
     asked = traffic(200, input_tokens=Lengths(100, 2.0, 300), output_tokens=Lengths(1))
     requests = list(generate(asked, 1, 10_000))
     assert max(len(one.prompt_token_ids) for one in requests) == 300 and {one.max_tokens for one in requests} == {1}
+
+
+def changed(value: Any, path: str, to: Any) -> None:
+    """Sets what a path such as ``traffic.rate`` names."""
+    *folders, name = path.split(".")
+    for folder in folders:
+        value = value[int(folder)] if isinstance(value, list) else value[folder]
+    value[int(name) if isinstance(value, list) else name] = to
+
+
+NUMBERS = [
+    *("replicas", "max_queue_len", "seed", "message_seconds"),
+    *("traffic.requests", "traffic.rate", "traffic.sessions", "traffic.prefixes.groups", "traffic.prefixes.tokens"),
+    *("traffic.input_tokens.median", "traffic.input_tokens.max", "traffic.output_tokens.sigma"),
+    *("failures.0.replica", "failures.0.at", "failures.0.down_seconds"),
+    *(f"calibration.engine.{name}" for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size")),
+    *("calibration.engine.cache_bytes", "calibration.engine.groups.0.bytes_per_token"),
+    *(f"calibration.step_times.{name}" for name in ("host_step", "decode.context", "decode.base.values.0")),
+    *("calibration.step_times.mixed.residuals.0", "calibration.step_times.graphs.max_prompts"),
+]
+
+
+@pytest.mark.parametrize("path", NUMBERS)
+def test_absurd_numbers_are_refused_or_end(path: str, tmp_path: Path) -> None:
+    """No number makes a simulation endless or fills the memory, and time never runs backwards."""
+    times = msgspec.to_builtins(TIMES)
+    times["graphs"] = {"max_prompts": 1}
+    times["mixed"]["residuals"] = [1.0] * 6
+    lengths = {"median": 5, "sigma": 0.5, "max": 20}
+    fields: dict[str, Any] = {
+        "calibration": {"format": FORMAT, "engine": msgspec.to_builtins(SHAPE), "step_times": times},
+        "replicas": 2,
+        "traffic": {
+            "requests": 3,
+            "rate": 10,
+            "input_tokens": lengths,
+            "output_tokens": dict(lengths),
+            "prefixes": {"groups": 2, "tokens": 8},
+            "sessions": 2,
+        },
+        "failures": [{"replica": 0, "at": 0.1, "down_seconds": 0.1}],
+    }
+    for value in (0, -1, -0.5, 10**9, 10**18, 2**63, 10**30, 1e-300, 1e300):
+        given = json.loads(json.dumps(fields))
+        changed(given, path, value)
+        file = tmp_path / "config.json"
+        file.write_text(json.dumps(given))
+        try:
+            simulated = run(load(file))
+        except ConfigError as refused:
+            assert path.rpartition(".")[2] in str(refused) or refused.param == "traffic" or path.endswith(".0")
+            continue
+        report = json.dumps(simulated.report())
+        assert simulated.now >= 0 and "NaN" not in report and "Infinity" not in report
+
+
+@pytest.mark.parametrize(
+    "curve", [{"knots": [], "values": []}, {"knots": [1, 1], "values": [1, 2]}, {"knots": [1], "values": []}]
+)
+def test_curves_that_are_none_are_refused(curve: Any, tmp_path: Path) -> None:
+    times = msgspec.to_builtins(TIMES)
+    times["decode"]["base"] = curve
+    calibration = {"format": FORMAT, "engine": msgspec.to_builtins(SHAPE), "step_times": times}
+    with pytest.raises(ConfigError, match="base"):
+        load(written(tmp_path, calibration=calibration))
+
+
+def test_a_falling_curve_gives_no_negative_times() -> None:
+    assert Curve([1, 2], [3.0, 1.0])(100) == 1.0
+
+
+@pytest.mark.parametrize("name", ["/dev/zero", "folder", "pipe", "nested", "missing"])
+def test_files_that_are_none_are_refused_at_once(name: str, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "nested").write_text("[" * 200_000)
+    os.mkfifo(tmp_path / "pipe")
+    path = tmp_path / name
+    with pytest.raises(ConfigError):
+        load(path)
+    if name == "pipe":
+        assert list(read_trace(path, 0, 100)) == []
+        return
+    with pytest.raises(ConfigError) as refused:
+        read_trace(path, 0, 100)
+    assert refused.value.param == "--trace"
+
+
+def test_a_long_trace_keeps_no_prompts(tmp_path: Path) -> None:
+    """Each prompt is made when its request arrives: a thousand of ten million tokens would take 80 GB."""
+    line = {"at": 1.0, "input_tokens": 10_000_000, "output_tokens": 10}
+    requests = read_trace(trace(tmp_path / "trace.jsonl", *[line] * 1000), 0, 100)
+    assert sum(len(one.prompt_token_ids) for one in requests) == 1000 * 90

@@ -6,7 +6,8 @@ start-up, ``EngineError`` is ours.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 
 
 class HeadraceError(Exception):
@@ -42,6 +43,12 @@ def missing(path: str) -> RequestError:
 
 def unknown(path: str, hint: str = "") -> RequestError:
     return RequestError(f"{path} is not a parameter that this server knows{hint}", path, code="unknown_parameter")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A hint for ``unknown`` that names the known parameter with the nearest spelling; empty where none is near."""
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def unsupported(path: str, message: str) -> RequestError:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from typing import Annotated, Any, Literal
 
@@ -15,7 +14,7 @@ from typing_extensions import TypedDict
 
 from headrace.constrain.fields import ConstraintFields
 from headrace.core.request import Request
-from headrace.errors import RequestError, unknown, unsupported, wrong_type
+from headrace.errors import RequestError, did_you_mean, unknown, unsupported, wrong_type
 from headrace.options import options
 from headrace.sampling_params import SamplingParams
 from headrace.server.errors import shown
@@ -161,7 +160,7 @@ FIELDS: tuple[FieldRule, ...] = (
         tools="Functions that the model may call. With strict: true, arguments hold the function's parameters.",
         tool_choice="none, auto (default), required, a function, or allowed_tools.",
         parallel_tool_calls="false: the answer ends with its first call.",
-        functions="Older name of tools: a list of functions.",
+        functions="Older form of tools: a list of functions. The answer has one call at most, as function_call.",
         function_call="Older name of tool_choice.",
         reasoning_effort="none, minimal, low, medium, high, xhigh or max, as far as the chat template has variables for it.",
     ),
@@ -365,7 +364,7 @@ def applied_fields(endpoint: Endpoint, body: Mapping[str, Any]) -> dict[str, Any
     for name, value in body.items():
         rule = table.get(name)
         if rule is None:
-            raise unknown(shown(name), _hint(name, table))
+            raise unknown(shown(name), did_you_mean(shown(name), table))
         if rule.treatment == "applied":
             applied[name] = value
         elif not _passes(rule, value):
@@ -394,8 +393,3 @@ def _refusal(rule: FieldRule) -> RequestError:
     if rule.treatment == "accepted":
         return wrong_type(rule.name, rule.takes_text)
     return unsupported(rule.name, f"{rule.name} is not supported: {rule.why}{takes}")
-
-
-def _hint(name: str, table: Iterable[str]) -> str:
-    close = difflib.get_close_matches(shown(name), table, n=1)
-    return f"; did you mean {close[0]}?" if close else ""

@@ -34,6 +34,11 @@ def names_function(body: ChatBody) -> bool:
     return isinstance(choice, Mapping) and choice.get("type", "function") == "function"
 
 
+def parallel_calls(body: ChatBody) -> bool:
+    """Whether an answer may have several calls; to the older ``functions`` it has one."""
+    return body.parallel_tool_calls and body.functions is None
+
+
 def offered(
     body: ChatBody,
     answers: AnswerFormats | None,
@@ -71,9 +76,7 @@ def offered(
         )
     if not answers.renders_tools:
         raise unsupported(where, f"{where}: this model's chat template shows no tools: give another with --chat-template")
-    rules = rules_of(
-        schemas, choice, where, content=_content_is_held(body), parallel=body.parallel_tool_calls, grammars=grammars
-    )
+    rules = rules_of(schemas, choice, where, content=_content_is_held(body), parallel=parallel_calls(body), grammars=grammars)
     return Tools(schemas, True, rules)
 
 

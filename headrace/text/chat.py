@@ -38,6 +38,8 @@ _ROLES = {
     "function": "tool",  # the older name
 }
 """Role of OpenAI's API -> role that chat templates know."""
+_FUNCTION_CALL = "function0"
+"""Id of a call in the older form, which has none. It has 9 letters and digits, since some templates take no others."""
 _REASONING = ("reasoning_content", "reasoning")
 _OF_ASSISTANT = ("tool_calls", "function_call", *_REASONING)
 _FIELDS = frozenset({"role", "content", "name", "tool_call_id", *_OF_ASSISTANT})
@@ -196,7 +198,24 @@ def normalize(messages: Any, *, strict: bool = False, media: ConversationMedia |
     """
     if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence) or not messages:
         raise RequestError("messages must be a list of at least one message", "messages")
-    return [_message(f"messages[{index}]", message, strict, media) for index, message in enumerate(messages)]
+    found = [_message(f"messages[{index}]", message, strict, media) for index, message in enumerate(messages)]
+    if strict:
+        _check_results(found)
+    return found
+
+
+def _check_results(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raises: RequestError: the result of a tool answers no call of an earlier message."""
+    calls: set[str] = set()
+    for index, message in enumerate(messages):
+        calls.update(call.get("id", "") for call in message.get("tool_calls") or ())
+        if message["role"] != "tool":
+            continue
+        where = f"messages[{index}].tool_call_id"
+        if "tool_call_id" not in message:
+            raise missing(where)
+        if message["tool_call_id"] not in calls:
+            raise RequestError(f"{where} {shown(message['tool_call_id'])} is the id of no call before it", where)
 
 
 def _message(where: str, message: Any, strict: bool, media: ConversationMedia | None) -> dict[str, Any]:
@@ -211,6 +230,8 @@ def _message(where: str, message: Any, strict: bool, media: ConversationMedia | 
         if out["role"] not in _ROLES:
             why = f"{where}.role is {shown(out['role'])}, and must be one of {', '.join(_ROLES)}"
             raise RequestError(why, f"{where}.role")
+        if out["role"] == "function":
+            out.setdefault("tool_call_id", _FUNCTION_CALL)
         out["role"] = _ROLES[out["role"]]
         if "tool_call_id" in out and out["role"] != "tool":
             raise RequestError(f"{where}.tool_call_id belongs to the role tool", f"{where}.tool_call_id")
@@ -241,7 +262,7 @@ def _check_answer(where: str, out: dict[str, Any]) -> None:
         out |= dict.fromkeys(_REASONING, reasoning)
     if (old := out.pop("function_call", None)) is not None:
         _check_function(f"{where}.function_call", old)
-        out["tool_calls"] = [{"id": "call_0", "type": "function", "function": old}]
+        out["tool_calls"] = [{"id": _FUNCTION_CALL, "type": "function", "function": old}]
     calls = out.get("tool_calls", [])
     if not isinstance(calls, list):
         raise wrong_type(f"{where}.tool_calls", "a list of tool calls")

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from headrace.core.media import Modality
-from headrace.errors import RequestError, missing, unknown, unsupported, wrong_type
+from headrace.errors import RequestError, did_you_mean, missing, unknown, unsupported, wrong_type
 from headrace.options import shown
 
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
@@ -185,4 +185,5 @@ def _features(field: str, value: Any) -> dict[str, str]:
 
 def no_others(where: str, given: Mapping[str, Any], known: Collection[str]) -> None:
     if others := sorted(given.keys() - known):
-        raise unknown(f"{where}.{shown(others[0])[1:-1]}")
+        name = shown(others[0])[1:-1]
+        raise unknown(f"{where}.{name}", did_you_mean(name, known))

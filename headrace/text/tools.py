@@ -8,8 +8,12 @@ from typing import Any
 
 from headrace.errors import RequestError, unsupported, wrong_type
 from headrace.options import shown
+from headrace.text.content import no_others
 
 _NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
+_FIELDS = ("type", "function")
+_FUNCTION_FIELDS = ("name", "description", "parameters", "strict", "return")
+"""``return`` describes the result, in the schemas that transformers makes of Python functions; templates may show it."""
 
 
 def checked_tools(given: Any, where: str = "tools", *, legacy: bool = False) -> list[dict[str, Any]]:
@@ -28,6 +32,7 @@ def checked_tools(given: Any, where: str = "tools", *, legacy: bool = False) -> 
         tool = {"type": "function", "function": tool} if legacy else tool
         if tool.get("type") != "function":
             raise unsupported(f"{place}.type", f"{place}.type is {shown(tool.get('type'))}: there are functions only")
+        no_others(place, tool, _FIELDS)
         inner = place if legacy else f"{place}.function"
         name = _checked_function(tool.get("function"), inner)
         if name in names:
@@ -40,6 +45,7 @@ def checked_tools(given: Any, where: str = "tools", *, legacy: bool = False) -> 
 def _checked_function(function: Any, where: str) -> str:
     if not isinstance(function, Mapping):
         raise wrong_type(where, "an object")
+    no_others(where, function, _FUNCTION_FIELDS)
     name, parameters = function.get("name"), function.get("parameters")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise RequestError(f"{where}.name must have 1 to 64 letters, digits, '_', '-' or '.'", f"{where}.name")

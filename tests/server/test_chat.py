@@ -195,14 +195,12 @@ def test_roles(api: Api) -> None:
         {"role": "system", "content": "and kind"},
         {"role": "user", "content": "a", "name": "ann"},
         {"role": "assistant", "content": "b", "refusal": None, "tool_calls": None, "audio": None, "function_call": None},
-        {"role": "tool", "content": "c", "tool_call_id": "call_1"},
     ]
     assert rendered(api, messages) == [
         {"role": "system", "content": "be brief"},
         {"role": "system", "content": "and kind"},
         {"role": "user", "content": "a", "name": "ann"},
         {"role": "assistant", "content": "b"},
-        {"role": "tool", "content": "c", "tool_call_id": "call_1"},
     ]
 
 
@@ -228,6 +226,9 @@ def test_answers_with_calls_and_reasoning_go_back_to_the_template(api: Api) -> N
     assert (found[1]["content"], found[1]["reasoning"], found[1]["reasoning_content"]) == ("", "why", "why")
     assert found[2] == {"role": "tool", "content": "2", "tool_call_id": "c"}
     assert found[3]["tool_calls"][0]["function"] == {"name": "f", "arguments": {}}
+    result = {"role": "function", "name": "f", "content": "3"}
+    call, answered = rendered(api, [{"role": "user", "content": "x"}, old, result])[1:]
+    assert answered["role"] == "tool" and answered["tool_call_id"] == call["tool_calls"][0]["id"]
 
 
 @pytest.mark.parametrize(
@@ -262,7 +263,9 @@ def test_answers_with_calls_and_reasoning_go_back_to_the_template(api: Api) -> N
         ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "messages[1].content[0].type"),
         ({"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}, "messages[1].content[0].type"),
         ({"role": "user", "content": [{"type": "file", "file": {}}]}, "messages[1].content[0].type"),
-        ({"role": "tool", "content": "x"}, "messages"),
+        ({"role": "tool", "content": "x"}, "messages[1].tool_call_id"),
+        ({"role": "tool", "content": "x", "tool_call_id": "lost"}, "messages[1].tool_call_id"),
+        ({"role": "function", "name": "f", "content": "x"}, "messages[1].tool_call_id"),
         ("x", "messages[1]"),
     ],
 )

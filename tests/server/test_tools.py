@@ -178,8 +178,18 @@ def test_samples_have_calls_of_their_own(api: Make) -> None:
 
 
 def test_old_functions_are_tools(api: Make) -> None:
-    choice = answers(api, CALL, functions=[TOOL["function"]], function_call="auto")
-    assert choice["message"]["tool_calls"][0]["function"]["name"] == "add"
+    """One call answers, in the form that belongs to functions."""
+    functions = [TOOL["function"], OTHER["function"]]
+    for ask, reason in ((None, "function_call"), ("auto", "function_call"), ({"name": "add"}, "stop")):
+        whole = api(BOTH).chat(functions=functions, function_call=ask).json()["choices"][0]
+        deltas = [chunk["choices"][0] for chunk in events(api(BOTH).chat(functions=functions, function_call=ask, stream=True))]
+        calls = [choice["delta"]["function_call"] for choice in deltas if "function_call" in choice["delta"]]
+        streamed = {"name": calls[0]["name"], "arguments": "".join(call["arguments"] for call in calls)}
+        assert whole["message"]["function_call"] == streamed == {"name": "add", "arguments": '{"a": 1, "b": 2}'}
+        assert "tool_calls" not in whole["message"] and sum("name" in call for call in calls) == 1
+        assert not any("tool_calls" in choice["delta"] for choice in deltas)
+        assert whole["finish_reason"] == deltas[-1]["finish_reason"] == reason
+    assert answers(api, "no call", functions=functions)["finish_reason"] == "stop"
 
 
 @pytest.mark.parametrize(
@@ -201,6 +211,10 @@ def test_old_functions_are_tools(api: Make) -> None:
         ),
         ({"tools": [{"type": "function", "function": {"name": "f", "strict": "yes"}}]}, "tools[0].function.strict"),
         ({"tools": [{"type": "function", "function": {"name": "f", "description": 7}}]}, "tools[0].function.description"),
+        ({"tools": [{"functoin": {}, **TOOL}]}, "tools[0].functoin"),
+        ({"tools": [TOOL | {"function": TOOL["function"] | {"paramters": {}}}]}, "tools[0].function.paramters"),
+        ({"tools": [TOOL | {"function": TOOL["function"] | {"strickt": True}}]}, "tools[0].function.strickt"),
+        ({"functions": [TOOL["function"] | {"descripton": "x"}]}, "functions[0].descripton"),
         ({"tools": [TOOL], "functions": []}, "functions"),
         ({"functions": [{"name": "?"}]}, "functions[0].name"),
         ({"tools": [], "tool_choice": "required"}, "tool_choice"),
@@ -231,6 +245,7 @@ def test_old_functions_are_tools(api: Make) -> None:
 def test_what_cannot_be_offered_is_named(api: Make, fields: dict[str, Any], param: str) -> None:
     refused = error(api(CALL).chat(**fields))
     assert refused["param"] == param and param.rpartition(".")[2].partition("[")[0] in refused["message"]
+    assert ("did you mean" in refused["message"]) == (refused["code"] == "unknown_parameter")
 
 
 def test_tools_need_a_format_and_a_template(made: Tokenizer, api: Make) -> None:

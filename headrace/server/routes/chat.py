@@ -20,7 +20,7 @@ from headrace.server.schema import ChatBody
 from headrace.server.shape.parts import events_of
 from headrace.server.sse import ChunkAnswer
 from headrace.server.state import Serving
-from headrace.server.tools import Tools, names_function, offered
+from headrace.server.tools import Tools, names_function, offered, parallel_calls
 from headrace.server.transcript import Transcript
 
 router = APIRouter()
@@ -70,7 +70,7 @@ async def chat_generation(
             tools.schemas,
             calls=tools.calls,
             separate_reasoning=body.separate_reasoning,
-            parallel=body.parallel_tool_calls,
+            parallel=parallel_calls(body),
             stop_in_reasoning=body.stop_in_reasoning,
         )
         plan = state.llm.inputs.answer_plan(prompt, params, tools.rules, budget=thinking_budget(body))
@@ -103,7 +103,7 @@ class ChatAnswer(ChunkAnswer):
         field = state.settings.reasoning_field
         self._reasoning = ("reasoning_content", "reasoning") if field == "both" else (field,)
         """Fields that have the reasoning."""
-        self._choices = [_ChatChoice(index, names_function(body)) for index in range(generation.num_choices)]
+        self._choices = [_ChatChoice(index, body) for index in range(generation.num_choices)]
         self._texts = ("content", "reasoning") if body.include_reasoning else ("content",)
         """Kinds of events that are nothing but a text."""
         self._prompt_logprobs: dict[str, Any] = {}
@@ -164,7 +164,11 @@ class ChatAnswer(ChunkAnswer):
                 return dict.fromkeys(self._reasoning, event.text) if shown else None
             case "call_started":
                 function = {"name": event.name, "arguments": ""}
+                if self._body.functions is not None:
+                    return {"function_call": function}
                 return {"tool_calls": [{"index": event.index, "id": event.id, "type": "function", "function": function}]}
+            case "arguments" if self._body.functions is not None:
+                return {"function_call": {"arguments": event.text}}
             case "arguments":
                 return {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}
             case "call_ended":
@@ -184,9 +188,11 @@ class ChatAnswer(ChunkAnswer):
 class _ChatChoice:
     """One sample so far."""
 
-    def __init__(self, index: int, named: bool) -> None:
+    def __init__(self, index: int, body: ChatBody) -> None:
         self.started = False
-        self._named = named
+        self._named = names_function(body)
+        self._older = body.functions is not None
+        """Whether calls have their older form."""
         self._called = False
         """A call is complete."""
         self._index = index
@@ -216,7 +222,9 @@ class _ChatChoice:
         # A call that max_tokens cut off must not be executed: length stays length.
         # Whoever names the function gets its call as the answer, which stop ends.
         called = self._finish.finish_reason == "stop" and self._called and not self._named
-        return "tool_calls" if called else self._finish.finish_reason
+        if not called:
+            return self._finish.finish_reason
+        return "function_call" if self._older else "tool_calls"
 
     def shape(self, with_logprobs: bool, with_token_ids: bool, reasoning: Sequence[str]) -> dict[str, Any]:
         """``reasoning``: the fields that have the reasoning."""
@@ -226,10 +234,12 @@ class _ChatChoice:
             message |= dict.fromkeys(reasoning, found.reasoning)
         if found.calls:
             message["content"] = found.content or None
-            message["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-                for call in found.calls
-            ]
+            functions = [{"name": call.name, "arguments": call.arguments} for call in found.calls]
+            if self._older:
+                (message["function_call"],) = functions
+            else:
+                calls = zip(found.calls, functions, strict=True)
+                message["tool_calls"] = [{"id": call.id, "type": "function", "function": function} for call, function in calls]
         choice: dict[str, Any] = {
             "index": self._index,
             "message": message,

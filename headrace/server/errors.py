@@ -49,12 +49,13 @@ class ApiError(HeadraceError):
         return {"error": error}
 
     def messages_body(self, request_id: str | None) -> dict[str, Any]:
-        """As Anthropic writes it: the message alone names the field."""
+        """As Anthropic writes it: the message alone names the field, and its helpers read the code."""
         kind = _KINDS.get(self.status) or _MESSAGES_KINDS.get(self.status)
         kind = kind or ("invalid_request_error" if self.status < 500 else "api_error")
         named = not self.param or self.param in self.message
         message = self.message if named else f"{self.param}: {self.message}"
-        return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
+        details = {"details": {"error_code": self.code}} if self.code else {}
+        return {"type": "error", "error": {"type": kind, "message": message, **details}, "request_id": request_id}
 
     def response(self, scope: Scope | None = None) -> Response:
         """The answer to the request of ``scope``, in the dialect of its path."""

@@ -14,7 +14,7 @@ from typing_extensions import TypedDict
 
 from headrace.constrain.fields import ConstraintFields
 from headrace.core.request import Request
-from headrace.errors import RequestError, did_you_mean, unknown, unsupported, wrong_type
+from headrace.errors import RequestError, did_you_mean, unknown, wrong_type
 from headrace.options import options
 from headrace.sampling_params import SamplingParams
 from headrace.server.errors import shown
@@ -49,6 +49,8 @@ class FieldRule:
     """Type of the values that pass; of a refused field, those that ask for nothing. None for applied fields: their
     request model says what they take. null always passes, and means that the field is left out."""
     takes_text: str = ""
+    code: str = "unsupported_parameter"
+    """Of the error, where the field is refused."""
 
 
 def _rules(treatment: Treatment, origin: Origin, endpoints: tuple[Endpoint, ...], **fields: Any) -> list[FieldRule]:
@@ -188,7 +190,8 @@ FIELDS: tuple[FieldRule, ...] = (
         include="List of message.output_text.logprobs and reasoning.encrypted_content. Others belong to tools that it does "
         "not run and have no effect.",
         text="Object with format (text, json_object or json_schema) and verbosity, as in chat.",
-        tools="Functions, and custom tools, whose format may be text or a grammar. Others: see --unsupported-tools.",
+        tools="Functions, custom tools, whose format may be text or a grammar, and namespaces of both. Others: see "
+        "--unsupported-tools.",
         tool_choice="As in chat: auto (default), none, required, a function or custom tool, allowed_tools.",
         parallel_tool_calls="false: the answer ends with its first call.",
         max_tool_calls="Repeated in the response; it counts tools that the server would run.",
@@ -236,7 +239,8 @@ FIELDS: tuple[FieldRule, ...] = (
         model="Name of the model, one of /v1/models. Default: the model that is served.",
         messages="Conversation: text, tool_use, tool_result, thinking and redacted_thinking blocks.",
         system="System prompt: a string or text blocks.",
-        tools="Tools that the client runs: name, description, input_schema, strict. Others: see --unsupported-tools.",
+        tools="Tools that the client runs: name, description, input_schema, input_examples, strict. Others: see "
+        "--unsupported-tools.",
         tool_choice="auto (default), any, tool or none, with disable_parallel_tool_use.",
         thinking="enabled with budget_tokens, adaptive or disabled: sets enable_thinking of the chat template; "
         "a model that does not reason keeps any budget.",
@@ -268,6 +272,11 @@ FIELDS: tuple[FieldRule, ...] = (
         ),
         diagnostics="there are no such diagnostics",
         inference_geo="the server is where it is",
+    ),
+    # Anthropic's helpers go on without threads after an error with this code.
+    *(
+        dataclasses.replace(rule, code="thread_unsupported_request")
+        for rule in _refused("Anthropic", _MESSAGES, thread="the server holds no conversations for clients of this API")
     ),
     *_refused(
         "Anthropic",
@@ -392,4 +401,4 @@ def _refusal(rule: FieldRule) -> RequestError:
     takes = f" (it may be left out, or be {rule.takes_text})" if rule.takes_text else ""
     if rule.treatment == "accepted":
         return wrong_type(rule.name, rule.takes_text)
-    return unsupported(rule.name, f"{rule.name} is not supported: {rule.why}{takes}")
+    return RequestError(f"{rule.name} is not supported: {rule.why}{takes}", rule.name, code=rule.code)

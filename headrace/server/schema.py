@@ -146,7 +146,7 @@ class CountTokensBody(RequestBody):
 
 class MessagesBody(CountTokensBody, ProtocolBody):
     max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)]
-    stop_sequences: Any = None
+    stop_sequences: list[str] | None = None
 
 
 Label = Annotated[str, Field(max_length=64)]

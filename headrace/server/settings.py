@@ -135,9 +135,14 @@ class ServerSettings:
     up."""
     features_ttl: Annotated[float, OptionSpec(above=0.0, metavar="SECONDS")] = 3600.0
     """Seconds for which uploaded features are kept."""
-    unsupported_tools: Literal["refuse", "skip"] = "refuse"
-    """What becomes of tools that the server would have to run itself, such as web search, in requests to /v1/responses and
-    /v1/messages: refuse the request, or skip the tool, as agents need that send such tools always."""
+    unsupported_tools: Literal["auto", "skip", "refuse"] = "auto"
+    """What becomes of tools that the server would have to run itself, in requests to /v1/responses and /v1/messages. auto:
+    those that agents offer with every request and can do without, such as web search, are left out of the prompt and listed in
+    the log and in `metadata.skipped_tools`; unknown types are refused. skip: all are left out. refuse: requests are refused."""
+    agent_compat: Literal["auto", "strict"] = "auto"
+    """What becomes of fields that this server does not know, and of hints that it does not follow, in requests of Claude Code
+    and Codex, which are known by their User-Agent. auto: they are left out, and the log names them. strict: the request is
+    refused, like those of other clients."""
     keep_client_headers: bool = False
     """Keep the line x-anthropic-billing-header at the start of system prompts in /v1/messages. Some agents send it with another
     value in each request, so that no prefix would be found in the cache: without this option it is left out."""

@@ -46,6 +46,7 @@ NEVER = (
     "diagnostics",
     "inference_geo",
     "user_profile_id",
+    "thread",
     "workspace_id",
     "access_programs",
     "background_options",

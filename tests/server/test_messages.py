@@ -61,7 +61,7 @@ def answered(make: Make, *texts: str, settings: ServerSettings | None = None, **
 def refused(response: Any, status: int = 400) -> str:
     assert response.status_code == status, response.text
     body = response.json()
-    assert set(body) == {"type", "error", "request_id"} and set(body["error"]) == {"type", "message"}
+    assert set(body) == {"type", "error", "request_id"} and set(body["error"]) - {"details"} == {"type", "message"}
     assert body["request_id"] == response.headers["x-request-id"]
     message: str = body["error"]["message"]
     return message
@@ -113,6 +113,7 @@ def test_the_history_reaches_the_template(api: Make) -> None:
                 {"type": "redacted_thinking", "data": "x"},
                 {"type": "text", "text": "So:"},
                 {"type": "tool_use", "id": "t1", "name": "add", "input": {"a": 1, "b": 2}},
+                {"type": "tool_use", "id": "t2", "name": "add", "input": {}},
             ],
         },
         {
@@ -133,15 +134,23 @@ def test_the_history_reaches_the_template(api: Make) -> None:
     assert "<|im_start|>tool\n3<|im_start|>tool\nError: no<|im_start|>user\nand?<|im_start|>system\nlate" in prompt
 
 
-def test_late_system_messages_are_merged_where_the_template_refuses_them(made: Tokenizer) -> None:
+def test_late_system_messages_are_the_users_where_the_template_refuses_them(made: Tokenizer) -> None:
     template = (
         "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('no') }}{% endif %}"
         "[{{ m.role }}]{{ m.content }}{% endfor %}"
     )
     llm = ScriptedLLM(scripted.with_template(made, template), ["x"])
-    history = [*HI, {"role": "system", "content": "late"}]
-    assert Api(llm).post("/v1/messages", {"messages": history, "max_tokens": 1, "system": "early"}).status_code == 200
-    assert llm.seen[-1].prompt == "[system]early\nlate[user]Hi"
+    reminder = "<system-reminder>\nlate\n</system-reminder>"
+    for role in ("system", "developer", "ctx", "msg"):
+        body = {"messages": [*HI, {"role": role, "content": "late"}], "max_tokens": 1, "system": "early"}
+        assert Api(llm).post("/v1/messages", body).status_code == 200
+        assert llm.seen[-1].prompt == f"[system]early[user]Hi\n{reminder}"
+    turns = [{"role": "assistant", "content": "Yes?"}, {"role": "user", "content": "Go."}]
+    for history in ([*body["messages"], *turns], [*HI, turns[0], body["messages"][1], turns[1]]):
+        assert Api(llm).post("/v1/messages", body | {"messages": history}).status_code == 200
+    held, folded = (request.prompt or "" for request in llm.seen[-2:])
+    assert held == f"[system]early[user]Hi\n{reminder}[assistant]Yes?[user]Go.", "the prefix has changed"
+    assert folded == f"[system]early[user]Hi[assistant]Yes?[user]{reminder}\nGo."
 
 
 def test_a_last_turn_of_the_assistant_is_continued(api: Make) -> None:
@@ -190,7 +199,7 @@ def test_a_thinking_budget_is_taken_with_a_model_that_does_not_reason(made: Toke
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "content[0].source"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "messages[0].content[0].type: 'tool_use'"),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "y": 1}]}]}, "`y`"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "y": 1}]}]}, "messages[0].content[0].y"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
         (
             {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]}]},
@@ -198,7 +207,19 @@ def test_a_thinking_budget_is_taken_with_a_model_that_does_not_reason(made: Toke
         ),
         ({"system": 7}, "system"),
         ({"stop_sequences": 7}, "stop_sequences"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "--unsupported-tools"),
+        ({"stop_sequences": "abc"}, "stop_sequences"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "lost"}]}]}, "tool_use_id 'lost'"),
+        (
+            {"tools": [OTHER | {"descripton": "x"}]},
+            "tools[0].descripton is not a parameter that this server knows; did you mean",
+        ),
+        ({"tools": [OTHER | {"allowed_callers": ["code_execution_20250825"]}]}, "tools[0].allowed_callers"),
+        ({"tools": [{"type": "telepathy_20250305", "name": "mind"}]}, "tools[0].type 'telepathy_20250305' is not supported"),
+        (
+            {"tools": [{"type": "web_search_20250305"}, OTHER], "tool_choice": {"type": "tool", "name": "web_search"}},
+            "tool_choice",
+        ),
+        ({"tools": [{"type": "web_search_20250305"}, {"name": "a b", "input_schema": {}}]}, "tools[1].name"),
         ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name"),
         ({"tools": [{"name": "f"}]}, "input_schema"),
         ({"tools": [{"name": "f", "input_schema": {"type": "string"}}]}, "tools[0].input_schema.type must be object"),
@@ -224,11 +245,52 @@ def test_what_cannot_be_served_is_refused_by_name(api: Make, fields: dict[str, A
     assert not server.llm.seen
 
 
-def test_tools_of_the_server_are_skipped_if_it_says_so(api: Make) -> None:
-    server = api(CALL, settings=ServerSettings(unsupported_tools="skip"))
-    fields = {"messages": HI, "max_tokens": 500, "tools": [{"type": "web_search_20250305", "name": "web_search"}, TOOL]}
-    assert server.post("/v1/messages", fields).json()["stop_reason"] == "tool_use"
-    assert "web_search" not in (server.llm.seen[-1].prompt or "")
+def test_tools_of_the_server_are_skipped_unless_it_refuses_them(api: Make) -> None:
+    offered: list[dict[str, Any]] = [{"type": "web_search_20250305", "name": "web_search"}, TOOL]
+    fields = {"messages": HI, "max_tokens": 500, "tools": offered}
+    for settings in (ServerSettings(), ServerSettings(unsupported_tools="skip")):
+        server = api(CALL, settings=settings)
+        assert server.post("/v1/messages", fields).json()["stop_reason"] == "tool_use"
+        assert "web_search" not in (server.llm.seen[-1].prompt or "")
+    message = refused(api(CALL, settings=ServerSettings(unsupported_tools="refuse")).post("/v1/messages", fields))
+    assert "tools[0].type 'web_search_20250305'" in message and "--unsupported-tools auto" in message
+
+
+def test_tools_that_wait_for_a_search_are_shown_and_referred_to(api: Make) -> None:
+    server = api("x")
+    tools = [OTHER, TOOL | {"defer_loading": True, "input_examples": [{"a": 1, "b": 41}], "allowed_callers": ["direct"]}]
+    content: list[Any] = [{"type": "tool_reference", "tool_name": "add"}]
+    history: list[Any] = [
+        *HI,
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "t1", "name": "now", "input": {}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": content}]},
+    ]
+    body = {"messages": history, "max_tokens": 1, "tools": tools}
+    assert server.post("/v1/messages", body).status_code == 200
+    prompt = server.llm.seen[-1].prompt or ""
+    assert prompt.count('"name": "add"') == 2 and prompt.count('"examples": [{"a": 1, "b": 41}]') == 2
+    content[0]["tool_name"] = "gone"
+    assert "messages[2].content[0].content[0].tool_name 'gone'" in refused(server.post("/v1/messages", body))
+
+
+def test_anthropics_helpers_go_on_without_threads(made: Tokenizer) -> None:
+    """The tool runner asks for a thread first, and reads from the error that there are none."""
+    llm = ScriptedLLM(made, [CALL, "It is 3."])
+    asked: list[tuple[int, int]] = []
+
+    @anthropic.beta_tool
+    def add(a: int, b: int) -> str:
+        """Adds."""
+        asked.append((a, b))
+        return str(a + b)
+
+    with running(llm) as server, anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+        thread: Any = {"thread": {"type": "create"}}
+        with pytest.raises(anthropic.BadRequestError, match="thread is not supported"):
+            client.beta.messages.create(model="fake-model", max_tokens=9, messages=HI, extra_body=thread)  # type: ignore[arg-type]
+        runner = client.beta.messages.tool_runner(model="fake-model", max_tokens=500, messages=HI, tools=[add])  # type: ignore[arg-type]
+        final = runner.until_done()
+    assert asked == [(1, 2)] and final.content[-1].text == "It is 3."  # type: ignore[union-attr]
 
 
 def test_errors_have_their_dialect() -> None:

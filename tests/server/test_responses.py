@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from array import array
 from collections.abc import Callable
 from typing import Any
@@ -324,12 +325,13 @@ def test_references_cost_what_the_items_would_in_the_body(made: Tokenizer) -> No
     [
         ({"input": None}, "input"),
         ({"input": 7}, "input"),
-        ({"input": []}, "input"),
+        ({"input": [{"type": "function_call_output", "call_id": "lost", "output": "x"}]}, "input[0].call_id"),
+        ({"input": [{"type": "compaction_trigger"}]}, "input[0].type"),
         ({"input": [7]}, "input[0]"),
         ({"input": [{"type": "message", "role": "tool", "content": "x"}]}, "input[0].role"),
         ({"input": [{"type": "mcp_call"}]}, "input[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
-        ({"input": [{"role": "user", "content": "x", "colour": 1}]}, "input[0]"),
+        ({"input": [{"role": "user", "content": "x", "colour": 1}]}, "input[0].colour"),
         ({"input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "{"}]}, "input"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"max_output_tokens": 10**6}, "max_output_tokens"),
@@ -339,7 +341,18 @@ def test_references_cost_what_the_items_would_in_the_body(made: Tokenizer) -> No
         ({"truncation": "auto"}, "truncation"),
         ({"conversation": "c"}, "conversation"),
         ({"prompt": {"id": "p"}}, "prompt"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+        ({"tools": [{"type": "telepathy"}]}, "tools[0]"),
+        ({"tools": [{"type": ["x"]}]}, "tools[0]"),
+        ({"tools": [TOOL | {"paramters": {}}]}, "tools[0].paramters"),
+        ({"tools": [{"type": "web_search"}, TOOL | {"strickt": True}]}, "tools[1].strickt"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice.type"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [{"type": "web_search"}, {"type": "function", "name": "a b"}]}, "tools[1].name"),
+        (
+            {"tools": [{"type": "namespace", "name": "n", "tools": [TOOL, {"type": "function", "name": "?"}]}]},
+            "tools[0].tools[1].name",
+        ),
+        ({"tools": [TOOL | {"allowed_callers": ["programmatic"]}]}, "tools[0].allowed_callers"),
         ({"tools": [{"type": "custom", "name": "p", "format": {"type": "grammar"}}]}, "tools[0].format"),
         (patch_tool("gbnf", "x"), "tools[0].format.syntax"),
         (patch_tool("lark", "start: nowhere"), "tools[0].format.definition"),
@@ -366,11 +379,86 @@ def test_what_cannot_be_served_is_refused_by_name(api: Make, fields: dict[str, A
     assert not server.llm.seen
 
 
-def test_tools_of_the_server_are_skipped_if_it_says_so(api: Make) -> None:
-    server = api(CALL, settings=ServerSettings(unsupported_tools="skip"))
-    response = server.post(URL, {"input": "Hi", "tools": [{"type": "web_search"}, TOOL, {"type": "namespace"}]}).json()
-    assert response["metadata"] == {"skipped_tools": "web_search, namespace"} and response["tools"] == [TOOL]
-    assert response["output"][0]["type"] == "function_call"
+def test_tools_of_the_server_are_skipped_unless_it_refuses_them(api: Make) -> None:
+    for which, others, skipped in (("auto", [{"type": "mcp"}], "web_search, mcp"), ("skip", [{"type": "x"}], "web_search, x")):
+        server = api(CALL, settings=ServerSettings(unsupported_tools=which))  # type: ignore[arg-type]
+        allowed = {
+            "type": "allowed_tools",
+            "mode": "auto",
+            "tools": [{"type": "web_search"}, {"type": "function", "name": "add"}],
+        }
+        fields = {"input": "Hi", "tools": [{"type": "web_search"}, TOOL, *others], "tool_choice": allowed}
+        response = server.post(URL, fields).json()
+        assert response["metadata"] == {"skipped_tools": skipped} and response["tools"] == [TOOL]
+        assert response["output"][0]["type"] == "function_call"
+    refused = api(CALL, settings=ServerSettings(unsupported_tools="refuse")).post(URL, fields)
+    assert "--unsupported-tools auto" in error(refused)["message"]
+
+
+def namespace(*tools: dict[str, Any], name: str = "mcp__github") -> dict[str, Any]:
+    return {"type": "namespace", "name": name, "description": "Repositories.", "tools": list(tools)}
+
+
+def test_tools_of_namespaces_keep_their_names(api: Make) -> None:
+    """The model is shown one name; the client gets two, and sends them back."""
+    tools = [namespace(TOOL, {"type": "custom", "name": "patch"}), TOOL | {"description": "Another."}]
+    call = '<tool_call>\n{"name": "mcp__github__%s", "arguments": %s}\n</tool_call>'
+    text = call % ("add", '{"a": 1, "b": 2}') + "\n" + call % ("patch", '{"input": "x"}') + f"\n{CALL}"
+    response = answered(api, text, tools=tools)
+    member, custom, plain = response["output"]
+    assert (member["name"], member["namespace"], plain["name"]) == ("add", "mcp__github", "add") and "namespace" not in plain
+    assert custom.items() >= {"type": "custom_tool_call", "name": "patch", "namespace": "mcp__github", "input": "x"}.items()
+    assert response["tools"] == tools
+    server = api("x")
+    results = [{"type": "function_call_output", "call_id": "c1", "output": "3"}]
+    history = [{**member, "call_id": "c1"}, *results, {**custom, "call_id": "c2"}]
+    results = [{"type": "custom_tool_call_output", "call_id": "c2", "output": "done"}]
+    choice = {"type": "function", "name": "add", "namespace": "mcp__github"}
+    assert server.post(URL, {"input": [*history, *results], "tools": tools, "tool_choice": choice}).status_code == 200
+    prompt = server.llm.seen[-1].prompt or ""
+    assert prompt.count('"mcp__github__add"') == prompt.count('"mcp__github__patch"') == 2
+    assert prompt.count("Repositories.") == 1
+
+
+def test_long_names_of_namespaces_end_in_a_digest(api: Make) -> None:
+    server = api("x")
+    long = namespace(TOOL | {"name": "y" * 30}, TOOL | {"name": "y" * 30 + "z"}, name="n" * 40)
+    assert server.post(URL, {"input": "Hi", "tools": [long]}).status_code == 200
+    first, second = re.findall('"name": "([^"]*)"', server.llm.seen[-1].prompt or "")
+    assert first[:55] == second[:55] and first != second and len(first) == len(second) == 64
+    (call,) = answered(api, CALL.replace("add", first), tools=[long])["output"]
+    assert (call["name"], call["namespace"]) == ("y" * 30, "n" * 40)
+
+
+def test_additional_tools_join_the_others(api: Make) -> None:
+    items = [{"type": "additional_tools", "role": "developer", "tools": [OTHER]}, {"role": "user", "content": "Hi"}]
+    response = answered(api, BOTH, tools=[TOOL], input=items)
+    assert [item.get("name") for item in response["output"][2:]] == ["add", "now"]
+
+
+def test_an_empty_input_is_answered(api: Make) -> None:
+    """Agents probe models so."""
+    for given in ([], ""):
+        assert answered(api, "x", input=given, instructions="Be brief.", max_output_tokens=1)["status"] == "incomplete"
+
+
+def test_compaction_is_refused_with_a_way_around() -> None:
+    for path, body in (
+        (f"{URL}/compact", {"model": "fake-model", "input": "x"}),
+        (URL, {"input": [{"type": "compaction_trigger"}]}),
+    ):
+        assert "provider's name" in error(Api(FakeLLM()).post(path, body))["message"]
+
+
+def test_late_instructions_are_the_users_where_the_template_refuses_them(made: Tokenizer) -> None:
+    template = (
+        "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('no') }}{% endif %}"
+        "[{{ m.role }}]{{ m.content }}{% endfor %}"
+    )
+    llm = ScriptedLLM(scripted.with_template(made, template), ["x"])
+    given = [{"role": role, "content": text} for role, text in (("developer", "b"), ("user", "Hi"), ("developer", "c"))]
+    assert Api(llm).post(URL, {"input": given, "instructions": "a"}).status_code == 200
+    assert llm.seen[-1].prompt == "[system]a\nb[user]Hi\n<system-reminder>\nc\n</system-reminder>"
 
 
 def test_a_broken_stream_ends_in_failed() -> None:

@@ -11,7 +11,7 @@ from headrace.server.prompts import RenderedChat, need_tokenizer, render_message
 from headrace.server.request import body_schema, checked_body, parsed_body, tenant
 from headrace.server.routes.chat import chat_generation
 from headrace.server.schema import ChatBody, CountTokensBody, MessagesBody
-from headrace.server.shape.messages import NAMES, MessagesAnswer, chat_fields
+from headrace.server.shape.messages import NAMES, MessagesAnswer, chat_request
 from headrace.server.shape.turns import renamed
 from headrace.server.state import Serving, serving
 from headrace.server.tools import offered
@@ -23,7 +23,9 @@ router = APIRouter()
 async def messages(state: Serving, body: MessagesBody, message_id: str, tenant: str | None) -> Begun:
     """Answers a conversation in the shape of Anthropic's API."""
     with renamed(NAMES, "input_schema"):
-        chat = parsed_body(await chat_fields(body, state), ChatBody, "chat")
+        read = await chat_request(body, state)
+    with renamed(NAMES, "input_schema", read.tools):
+        chat = parsed_body(read.fields, ChatBody, "chat")
         generation = await chat_generation(state, chat, message_id, tenant=tenant, room=body.max_tokens)
     return generation, MessagesAnswer(body, state, generation, message_id)
 
@@ -36,11 +38,13 @@ async def count_tokens(request: Request) -> Response:
     state.model.check_name(body.model)
     need_tokenizer(state, "messages")
     with renamed(NAMES, "input_schema"):
-        chat = parsed_body(await chat_fields(body, state), ChatBody, "chat")
+        read = await chat_request(body, state)
+    with renamed(NAMES, "input_schema", read.tools):
+        chat = parsed_body(read.fields, ChatBody, "chat")
 
         def rendered() -> RenderedChat:
             return render_messages(state, chat, offered(chat, state.llm.inputs.answers, state.settings).schemas)
 
-        read = await state.llm.inputs.in_thread(rendered)
-        tokens = await read.token_ids(state, state.features.finder(tenant(request)))
+        found = await state.llm.inputs.in_thread(rendered)
+        tokens = await found.token_ids(state, state.features.finder(tenant(request)))
     return JSON({"input_tokens": len(tokens)})

@@ -15,8 +15,8 @@ from headrace.server.prompts import need_tokenizer
 from headrace.server.request import parsed_body, tenant
 from headrace.server.routes.chat import chat_generation
 from headrace.server.schema import ChatBody, ResponsesBody
-from headrace.server.shape.responses import NAMES, ResponsesAnswer, conversation
-from headrace.server.shape.turns import renamed
+from headrace.server.shape.responses import NAMES, NO_COMPACTION, ResponsesAnswer, conversation
+from headrace.server.shape.turns import late_system, renamed
 from headrace.server.state import Serving, serving
 from headrace.server.store import Stored, StoredItem
 from headrace.server.transcript import Transcript
@@ -33,11 +33,13 @@ async def responses(state: Serving, body: ResponsesBody, response_id: str, tenan
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options needs stream: true", "stream_options")
     owner = tenant or ""
+    late = await late_system(state)
     with renamed(NAMES):
-        read = await conversation(body, state, owner)
+        read = await conversation(body, state, owner, late)
+    with renamed(NAMES, tools=read.tools.places):
         chat = parsed_body(read.chat, ChatBody, "chat")
         generation = await chat_generation(
-            state, chat, response_id, tenant=tenant, grammars=read.grammars, transcript=read.transcript
+            state, chat, response_id, tenant=tenant, grammars=read.tools.grammars, transcript=read.transcript
         )
     if not state.responses.on or body.store is False:
         return generation, ResponsesAnswer(body, state, generation, response_id, read, None)
@@ -50,6 +52,12 @@ async def responses(state: Serving, body: ResponsesBody, response_id: str, tenan
         state.responses.finish(owner, response_id, msgspec.json.encode(response), output, transcript)
 
     return generation, ResponsesAnswer(body, state, generation, response_id, read, keep)
+
+
+@router.post("/v1/responses/compact")
+async def compact(request: Request) -> Response:
+    """Refused: the server compacts no conversations."""
+    raise unsupported("input", NO_COMPACTION)
 
 
 @router.get("/v1/responses/{response_id}")

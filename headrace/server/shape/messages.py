@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 from pydantic_core import from_json
 
 from headrace.errors import RequestError
+from headrace.options import shown
 from headrace.server.errors import ApiError
 from headrace.server.generation import Generation, Piece
-from headrace.server.prompts import need_tokenizer
 from headrace.server.schema import CountTokensBody, MessagesBody
+from headrace.server.settings import ServerSettings
 from headrace.server.shape.parts import Part, Parts, Step
-from headrace.server.shape.turns import ContentPart, Strict, Turns, checked, function_tool, image_part, json_text, served_tools
+from headrace.server.shape.toolset import SkippedTools, check_callers
+from headrace.server.shape.turns import (
+    ContentPart,
+    Strict,
+    Turns,
+    checked,
+    function_tool,
+    image_part,
+    json_text,
+    late_system,
+)
 from headrace.server.sse import Answer, named_event
 from headrace.server.state import Serving
 
@@ -64,9 +75,13 @@ class ToolUse(_Block, tag="tool_use", kw_only=True):
     toolset_name: None = None
 
 
+class ToolReference(_Block, tag="tool_reference", kw_only=True):
+    tool_name: str
+
+
 class ToolResult(_Block, tag="tool_result", kw_only=True):
     tool_use_id: str
-    content: str | list[Text | Image] | None = None
+    content: str | list[Text | Image | ToolReference] | None = None
     is_error: bool | None = None
     toolset_name: None = None
 
@@ -96,6 +111,21 @@ class SystemTurn(_Turn, tag="system", kw_only=True):
     content: str | list[Text]
 
 
+class DeveloperTurn(SystemTurn, tag="developer", kw_only=True):
+    pass
+
+
+class ContextTurn(SystemTurn, tag="ctx", kw_only=True):
+    pass
+
+
+class MessageTurn(SystemTurn, tag="msg", kw_only=True):
+    pass
+
+
+Turn = UserTurn | AssistantTurn | SystemTurn | DeveloperTurn | ContextTurn | MessageTurn
+
+
 class Tool(Strict, kw_only=True):
     name: str
     input_schema: dict[str, Any]
@@ -104,6 +134,10 @@ class Tool(Strict, kw_only=True):
     type: Literal["custom"] | None = None
     cache_control: dict[str, Any] | None = None
     eager_input_streaming: bool | None = None
+    input_examples: list[dict[str, Any]] | None = None
+    defer_loading: bool | None = None
+    """Meant for a tool search, which there is none of: the model is shown all tools."""
+    allowed_callers: list[str] | None = None
 
 
 class ToolChoice(Strict, kw_only=True):
@@ -125,6 +159,9 @@ class ThinkingDisabled(Strict, tag_field="type", tag="disabled", kw_only=True):
     pass
 
 
+ThinkingConfig = ThinkingEnabled | ThinkingAdaptive | ThinkingDisabled
+
+
 class JSONFormat(Strict, tag_field="type", tag="json_schema", kw_only=True):
     schema: dict[str, Any]
 
@@ -134,33 +171,42 @@ class OutputConfig(Strict, kw_only=True):
     format: JSONFormat | None = None
 
 
-async def chat_fields(body: CountTokensBody, state: Serving) -> dict[str, Any]:
-    """The fields of the chat request that a Messages request is.
+class ChatRequest(NamedTuple):
+    """The chat request that a Messages request is."""
+
+    fields: dict[str, Any]
+    tools: list[str]
+    """Where the request has each tool of the chat."""
+
+
+async def chat_request(body: CountTokensBody, state: Serving) -> ChatRequest:
+    """Reads a request, in a thread.
 
     Raises:
         RequestError: 400, naming the place at fault.
     """
     late = await late_system(state)
-    return await state.llm.inputs.in_thread(lambda: _chat_fields(body, state, late))
+    return await state.llm.inputs.in_thread(lambda: _chat_request(body, state, late))
 
 
-def _chat_fields(body: CountTokensBody, state: Serving, late: bool) -> dict[str, Any]:
+def _chat_request(body: CountTokensBody, state: Serving, late: bool) -> ChatRequest:
     """``late``: as ``late_system`` says."""
-    turns = _turns(body, state.settings.keep_client_headers, late)
+    tools = _tools(body.tools, state.settings)
+    conversation = _Conversation(Turns(late), {tool.name: tool for tool in tools.values()})
+    turns = conversation.read(body, state.settings.keep_client_headers)
     fields: dict[str, Any] = {"model": body.model, "messages": turns}
     # A last turn of the assistant is the beginning of the answer.
     if turns and turns[-1]["role"] == "assistant":
         if turns[-1].get("tool_calls"):
             raise RequestError("messages: a tool_use of the last turn has no tool_result", "messages")
         fields["continue_final_message"] = True
-    kept, _ = served_tools(body.tools, lambda tool: tool.get("type", "custom") in ("custom", None), state.settings)
-    if kept:
-        fields["tools"] = [_function(checked(tool, Tool, place)) for place, tool in kept]
+    if tools:
+        fields["tools"] = [_function(tool) for tool in tools.values()]
     if body.tool_choice is not None:
         fields |= _choice(checked(body.tool_choice, ToolChoice, "tool_choice"))
     variables = dict(body.chat_template_kwargs)
     if body.thinking is not None:
-        thinking = checked(body.thinking, ThinkingEnabled | ThinkingAdaptive | ThinkingDisabled, "thinking")
+        thinking = checked(body.thinking, ThinkingConfig, "thinking")
         answers = state.llm.inputs.answers
         switch = answers.efforts.switch if answers is not None else None
         variables[switch or "enable_thinking"] = not isinstance(thinking, ThinkingDisabled)
@@ -175,7 +221,21 @@ def _chat_fields(body: CountTokensBody, state: Serving, late: bool) -> dict[str,
     if isinstance(body, MessagesBody):
         fields |= body.sampling | {"stop": body.stop_sequences or None, "cache_salt": body.cache_salt}
         fields["priority"] = body.priority
-    return {name: value for name, value in fields.items() if value is not None}
+    return ChatRequest({name: value for name, value in fields.items() if value is not None}, list(tools))
+
+
+def _tools(given: Any, settings: ServerSettings) -> dict[str, Tool]:
+    """The tools that the client runs, by their places."""
+    skipped, kept = SkippedTools(settings), {}
+    for index, tool in enumerate(checked([] if given is None else given, list[dict[str, Any]], "tools")):
+        place = f"tools[{index}]"
+        if tool.get("type", "custom") in ("custom", None):
+            kept[place] = checked(tool, Tool, place)
+            check_callers(kept[place].allowed_callers, place)
+        else:
+            skipped.add(tool, place)
+    skipped.log()
+    return kept
 
 
 def _budget(thinking: ThinkingEnabled, body: CountTokensBody) -> int | None:
@@ -184,61 +244,65 @@ def _budget(thinking: ThinkingEnabled, body: CountTokensBody) -> int | None:
     return thinking.budget_tokens if thinking.budget_tokens < most else None
 
 
-def _turns(body: CountTokensBody, keep_client_headers: bool, late: bool) -> list[dict[str, Any]]:
-    turns = Turns()
-    system = _texts(checked(body.system, str | list[Text] | None, "system"))
-    if not keep_client_headers and system and system[0].startswith(_CLIENT_HEADER):
-        # It changes with every request, and no prefix would be found in the cache.
-        system[0] = system[0].partition("\n")[2]
-    given: list[UserTurn | AssistantTurn | SystemTurn] = checked(
-        body.messages, list[UserTurn | AssistantTurn | SystemTurn], "messages"
-    )
-    if not given:
-        raise RequestError("messages must have at least one message", "messages")
-    if not late:
-        system += [text for turn in given if isinstance(turn, SystemTurn) for text in _texts(turn.content)]
-    if system := [text for text in system if text]:
-        turns.say("system", system)
-    for index, turn in enumerate(given):
-        if isinstance(turn, SystemTurn):
-            if late:
-                turns.say("system", _texts(turn.content))
-        elif isinstance(turn.content, str):
-            turns.say(_role(turn), [turn.content])
-        else:
+class _Conversation:
+    """Reads the turns of a request."""
+
+    def __init__(self, turns: Turns, tools: Mapping[str, Tool]) -> None:
+        self._turns = turns
+        self._tools = tools
+
+    def read(self, body: CountTokensBody, keep_client_headers: bool) -> list[dict[str, Any]]:
+        """The messages of the chat."""
+        system = _texts(checked(body.system, str | list[Text] | None, "system"))
+        if not keep_client_headers and system and system[0].startswith(_CLIENT_HEADER):
+            # It changes with every request, and no prefix would be found in the cache.
+            system[0] = system[0].partition("\n")[2]
+        if system := [text for text in system if text]:
+            self._turns.instruct(system)
+        given: list[Turn] = checked(body.messages, list[Turn], "messages")
+        if not given:
+            raise RequestError("messages must have at least one message", "messages")
+        for index, turn in enumerate(given):
+            if isinstance(turn, SystemTurn):
+                self._turns.instruct(_texts(turn.content))
+                continue
+            role = "user" if isinstance(turn, UserTurn) else "assistant"
+            if isinstance(turn.content, str):
+                self._turns.say(role, [turn.content])
+                continue
             for place, block in enumerate(turn.content):
-                _add(turns, _role(turn), block, f"messages[{index}].content[{place}]")
-    return turns.messages
+                self._add(role, block, f"messages[{index}].content[{place}]")
+        return self._turns.messages
 
+    def _add(self, role: str, block: Text | Image | ToolUse | ToolResult | Thinking | RedactedThinking, where: str) -> None:
+        turns = self._turns
+        match block:
+            case Text():
+                turns.say(role, [block.text])
+            case Image():
+                turns.say(role, [_image(block, where)])
+            case ToolUse():
+                turns.call(block.id, block.name, json_text(block.input))
+            case Thinking():
+                turns.think(block.thinking)
+            case ToolResult():
+                given = [block.content or ""] if not isinstance(block.content, list) else block.content
+                parts = [self._content(part, f"{where}.content[{index}]") for index, part in enumerate(given)]
+                if block.is_error:
+                    parts = [f"Error: {parts[0]}", *parts[1:]] if parts and isinstance(parts[0], str) else ["Error: ", *parts]
+                turns.result(block.tool_use_id, parts, f"{where}.tool_use_id")
+            case RedactedThinking():
+                pass  # Only its author can read it.
 
-def _role(turn: UserTurn | AssistantTurn) -> str:
-    return "user" if isinstance(turn, UserTurn) else "assistant"
-
-
-def _add(turns: Turns, role: str, block: Text | Image | ToolUse | ToolResult | Thinking | RedactedThinking, where: str) -> None:
-    match block:
-        case Text():
-            turns.say(role, [block.text])
-        case Image():
-            turns.say(role, [_image(block, where)])
-        case ToolUse():
-            turns.call(block.id, block.name, json_text(block.input))
-        case Thinking():
-            turns.think(block.thinking)
-        case ToolResult():
-            given = [block.content or ""] if not isinstance(block.content, list) else block.content
-            parts = [_content(part, f"{where}.content[{index}]") for index, part in enumerate(given)]
-            if block.is_error:
-                parts = [f"Error: {parts[0]}", *parts[1:]] if parts and isinstance(parts[0], str) else ["Error: ", *parts]
-            turns.result(block.tool_use_id, parts)
-        case RedactedThinking():
-            pass  # Only its author can read it.
-
-
-def _content(part: str | Text | Image, where: str) -> ContentPart:
-    if isinstance(part, Image):
-        return _image(part, where)
-    return part if isinstance(part, str) else part.text
+    def _content(self, part: str | Text | Image | ToolReference, where: str) -> ContentPart:
+        if isinstance(part, Image):
+            return _image(part, where)
+        if isinstance(part, ToolReference):
+            if (tool := self._tools.get(part.tool_name)) is None:
+                path = f"{where}.tool_name"
+                raise RequestError(f"{path} {shown(part.tool_name)} is none of the tools that the request offers", path)
+            return json_text(_function(tool)["function"])
+        return part if isinstance(part, str) else part.text
 
 
 def _image(block: Image, where: str) -> ContentPart:
@@ -254,7 +318,10 @@ def _texts(content: str | list[Text] | None) -> list[str]:
 
 
 def _function(tool: Tool) -> dict[str, Any]:
-    return function_tool(name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict)
+    parameters = tool.input_schema
+    if tool.input_examples:
+        parameters = parameters | {"examples": tool.input_examples}
+    return function_tool(name=tool.name, description=tool.description, parameters=parameters, strict=tool.strict)
 
 
 def _choice(choice: ToolChoice) -> dict[str, Any]:
@@ -265,20 +332,6 @@ def _choice(choice: ToolChoice) -> dict[str, Any]:
     if choice.disable_parallel_tool_use:
         fields["parallel_tool_calls"] = False
     return fields
-
-
-async def late_system(state: Serving) -> bool:
-    """Whether the chat template takes a system message after others."""
-    if state.late_system is None:
-        word = "headrace"
-        probe = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
-        try:
-            render = need_tokenizer(state, "messages").render_chat
-            probe.append({"role": "system", "content": word})
-            state.late_system = word in await state.llm.inputs.in_thread(lambda: render(probe))
-        except RequestError:
-            state.late_system = False
-    return state.late_system
 
 
 class MessagesAnswer(Answer):

@@ -5,21 +5,41 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
-from headrace.constrain.compose import TextGrammar
 from headrace.constrain.parameters import CUSTOM_INPUT
-from headrace.errors import RequestError
+from headrace.errors import RequestError, unsupported
 from headrace.server.body import num_values
 from headrace.server.errors import ApiError, shown
 from headrace.server.generation import Generation, Piece
 from headrace.server.logprobs import chat_logprobs
 from headrace.server.schema import ResponsesBody
+from headrace.server.shape.items import (
+    AdditionalTools,
+    CustomToolCall,
+    CustomToolCallOutput,
+    FunctionCall,
+    FunctionCallOutput,
+    InputImage,
+    InputText,
+    Item,
+    ItemReference,
+    JSONObject,
+    JSONSchema,
+    Message,
+    OutputText,
+    Reasoning,
+    ReasoningConfig,
+    Refusal,
+    TextConfig,
+    TextFormat,
+)
 from headrace.server.shape.parts import Part, PartialText, Parts, Step
 from headrace.server.shape.seal import sealed, unsealed
-from headrace.server.shape.turns import ContentPart, Strict, Turns, checked, function_tool, image_part, json_text, served_tools
+from headrace.server.shape.toolset import Toolset, shown_name
+from headrace.server.shape.turns import ContentPart, Turns, checked, image_part, json_text
 from headrace.server.sse import Answer
 from headrace.server.state import Serving
 from headrace.server.store import Stored, StoredItem
@@ -37,148 +57,15 @@ NAMES = {
     "tools": "tools",
 }
 """Field of a chat request -> the field of a Responses request that sets it."""
+NO_COMPACTION = (
+    "this server compacts no conversations for its clients. Codex asks for it where the provider's name is OpenAI: with "
+    "another name in its configuration, it compacts by itself"
+)
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED = "reasoning.encrypted_content"
-
-
-class _Tagged(Strict, tag_field="type", kw_only=True):
-    pass
-
-
-class _Item(_Tagged, kw_only=True):
-    id: str | None = None
-    status: str | None = None
-
-
-class InputText(_Tagged, tag="input_text", kw_only=True):
-    text: str
-    prompt_cache_breakpoint: dict[str, Any] | None = None
-
-
-class InputImage(_Tagged, tag="input_image", kw_only=True):
-    image_url: str
-    detail: Literal["auto", "low", "high", "original"] | None = None
-    """A hint by which others choose a size; here the model's processor does."""
-    file_id: None = None
-    prompt_cache_breakpoint: dict[str, Any] | None = None
-
-
-class OutputText(_Tagged, tag="output_text", kw_only=True):
-    text: str
-    annotations: list[Any] | None = None
-    logprobs: list[Any] | None = None
-    parsed: Any = None
-
-
-class Refusal(_Tagged, tag="refusal", kw_only=True):
-    refusal: str
-
-
-class ReasoningText(_Tagged, tag="reasoning_text", kw_only=True):
-    text: str
-
-
-class Message(_Item, tag="message", kw_only=True):
-    role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[InputText | InputImage | OutputText | Refusal]
-    phase: str | None = None
-
-
-class FunctionCall(_Item, tag="function_call", kw_only=True):
-    call_id: str
-    name: str
-    arguments: str
-    parsed_arguments: Any = None
-
-
-class FunctionCallOutput(_Item, tag="function_call_output", kw_only=True):
-    call_id: str
-    output: str | list[InputText | InputImage | OutputText]
-    name: str | None = None
-
-
-class CustomToolCall(_Item, tag="custom_tool_call", kw_only=True):
-    call_id: str
-    name: str
-    input: str
-
-
-class CustomToolCallOutput(_Item, tag="custom_tool_call_output", kw_only=True):
-    call_id: str
-    output: str | list[InputText | InputImage | OutputText]
-
-
-class Reasoning(_Item, tag="reasoning", kw_only=True):
-    summary: list[Any] | None = None
-    content: list[ReasoningText] | None = None
-    encrypted_content: str | None = None
-
-
-class ItemReference(_Tagged, tag="item_reference", kw_only=True):
-    id: str
-
-
-Item = Message | FunctionCall | FunctionCallOutput | CustomToolCall | CustomToolCallOutput | Reasoning
 _DECODER: msgspec.json.Decoder[Item] = msgspec.json.Decoder(Item)
 _Given = dict[str, Any] | StoredItem
 """An item of the input, or the stored one that it refers to."""
-
-
-class FunctionTool(_Tagged, tag="function", kw_only=True):
-    name: str
-    parameters: dict[str, Any] | None = None
-    description: str | None = None
-    strict: bool | None = None
-
-
-class TextFormat(_Tagged, tag="text", kw_only=True):
-    pass
-
-
-class GrammarFormat(_Tagged, tag="grammar", kw_only=True):
-    syntax: Literal["lark", "regex"]
-    definition: str
-
-
-class CustomTool(_Tagged, tag="custom", kw_only=True):
-    name: str
-    description: str | None = None
-    format: TextFormat | GrammarFormat | None = None
-
-
-class JSONObject(_Tagged, tag="json_object", kw_only=True):
-    pass
-
-
-class JSONSchema(_Tagged, tag="json_schema", kw_only=True):
-    name: str
-    schema: dict[str, Any]
-    description: str | None = None
-    strict: bool | None = None
-
-
-class TextConfig(Strict, kw_only=True):
-    format: TextFormat | JSONObject | JSONSchema | None = None
-    verbosity: str | None = None
-
-
-class ReasoningConfig(Strict, kw_only=True):
-    effort: str | None = None
-    summary: Literal["auto", "concise", "detailed"] | None = None
-    generate_summary: Literal["auto", "concise", "detailed"] | None = None
-
-
-class Named(_Tagged, tag="function", kw_only=True):
-    name: str
-
-
-class NamedCustom(_Tagged, tag="custom", kw_only=True):
-    name: str
-
-
-class AllowedTools(_Tagged, tag="allowed_tools", kw_only=True):
-    mode: Literal["auto", "required"]
-    tools: list[Named | NamedCustom]
 
 
 class Conversation(NamedTuple):
@@ -186,22 +73,17 @@ class Conversation(NamedTuple):
 
     chat: dict[str, Any]
     """The fields of a chat request."""
-    custom: frozenset[str]
-    """Names of custom tools."""
-    grammars: dict[str, TextGrammar]
-    """Of the custom tools that have one."""
+    tools: Toolset
     earlier: tuple[StoredItem, ...]
     """Of the response that the request continues."""
     input_items: tuple[StoredItem, ...]
     """Of this request, each with an id."""
     transcript: Transcript | None
     """Of the response that the request continues."""
-    tools: list[dict[str, Any]]
-    skipped: list[str]
 
 
-async def conversation(body: ResponsesBody, state: Serving, tenant: str) -> Conversation:
-    """Reads a request, in a thread: what it refers to may be large.
+async def conversation(body: ResponsesBody, state: Serving, tenant: str, late: bool) -> Conversation:
+    """Reads a request, in a thread: what it refers to may be large. ``late``: as ``late_system`` says.
 
     Raises:
         ApiError, RequestError: 4xx, naming the place at fault.
@@ -210,35 +92,41 @@ async def conversation(body: ResponsesBody, state: Serving, tenant: str) -> Conv
     names = [item["id"] for item in given if isinstance(item, dict) and isinstance(item.get("id"), str)]
     known = {name: found for name in names if (found := state.responses.item(tenant, name)) is not None}
     before = _earlier(body, state, tenant)
-    return await state.llm.inputs.in_thread(lambda: _read(body, state, known, before))
+    return await state.llm.inputs.in_thread(lambda: _read(body, state, known, before, late))
 
 
-def _read(body: ResponsesBody, state: Serving, known: Mapping[str, StoredItem], before: Stored | None) -> Conversation:
+def _read(
+    body: ResponsesBody, state: Serving, known: Mapping[str, StoredItem], before: Stored | None, late: bool
+) -> Conversation:
     given = _given_items(body.input, known)
     earlier = before.items if before is not None else ()
     referenced = [item for item in given if isinstance(item, StoredItem)]
     _check_size([*earlier, *referenced], state, "input" if before is None else "previous_response_id")
     keeps = state.responses.on and body.store is not False
-    turns, own = Turns(), []
+    turns, tools, own = Turns(late), Toolset(state.settings), []
+    tools.add(body.tools, "tools")
     if body.instructions is not None:
-        turns.say("system", [body.instructions])
+        turns.instruct([body.instructions])
     for item in earlier:
-        _add(turns, _DECODER.decode(item.text), state, "previous_response_id")
+        _add(turns, tools, _DECODER.decode(item.text), state, "previous_response_id")
     for index, new in enumerate(given):
         where = f"input[{index}]"
-        _add(turns, _DECODER.decode(new.text) if isinstance(new, StoredItem) else checked(new, Item, where), state, where)
+        item = _DECODER.decode(new.text) if isinstance(new, StoredItem) else checked(new, Item, where)
+        _add(turns, tools, item, state, where)
         if keeps:
             own.append(new if isinstance(new, StoredItem) else StoredItem.of({"id": new_id(new["type"]), **new}))
-    kept, skipped = served_tools(body.tools, lambda tool: tool.get("type") in ("function", "custom"), state.settings)
-    tools = [checked(tool, FunctionTool | CustomTool, place) for place, tool in kept]
+    if not earlier and not given:
+        # Agents probe a model so.
+        turns.say("user", [""])
+    tools.skipped.log()
     text = checked(body.text or {}, TextConfig, "text")
     fields: dict[str, Any] = {
         **body.sampling,
         "model": body.model,
         "messages": turns.messages,
         "max_tokens": body.max_output_tokens,
-        "tools": [_function(tool) for tool in tools] or None,
-        "tool_choice": _choice(body.tool_choice),
+        "tools": tools.functions or None,
+        "tool_choice": tools.choice(body.tool_choice),
         "parallel_tool_calls": body.parallel_tool_calls,
         "reasoning_effort": checked(body.reasoning or {}, ReasoningConfig, "reasoning").effort,
         "response_format": _response_format(text.format),
@@ -253,17 +141,10 @@ def _read(body: ResponsesBody, state: Serving, known: Mapping[str, StoredItem], 
         raise RequestError(f"top_logprobs needs include: {LOGPROBS}", "top_logprobs")
     return Conversation(
         {name: value for name, value in fields.items() if value is not None},
-        frozenset(tool.name for tool in tools if isinstance(tool, CustomTool)),
-        {
-            tool.name: TextGrammar(tool.format.syntax, tool.format.definition)
-            for tool in tools
-            if isinstance(tool, CustomTool) and isinstance(tool.format, GrammarFormat)
-        },
+        tools,
         earlier,
         tuple(own),
         before.transcript if before is not None else None,
-        [tool for _, tool in kept],
-        skipped,
     )
 
 
@@ -275,6 +156,8 @@ def _given_items(given: Any, known: Mapping[str, StoredItem]) -> list[_Given]:
     for index, item in enumerate(checked(given, list[dict[str, Any]], "input")):
         item = {name: value for name, value in item.items() if value is not None}
         kind = item.setdefault("type", "message" if "role" in item else "item_reference")
+        if kind in ("compaction_trigger", "compaction"):
+            raise unsupported(f"input[{index}].type", f"input[{index}].type: {NO_COMPACTION}")
         if kind == "item_reference":
             identity = checked(item, ItemReference, f"input[{index}]").id
             if identity not in known:
@@ -315,16 +198,22 @@ def _check_size(stored: Sequence[StoredItem], state: Serving, param: str) -> Non
         raise ApiError(413, f"{message} (max_json_values)", param=param, code="too_many_values")
 
 
-def _add(turns: Turns, item: Item, state: Serving, where: str) -> None:
+def _add(turns: Turns, tools: Toolset, item: Item, state: Serving, where: str) -> None:
     match item:
+        case AdditionalTools():
+            tools.add(item.tools, f"{where}.tools")
         case Message():
-            turns.say(item.role, _content(item.content, f"{where}.content"), merge=item.role == "assistant")
+            content = _content(item.content, f"{where}.content")
+            if item.role in ("system", "developer"):
+                turns.instruct(content)
+            else:
+                turns.say(item.role, content)
         case FunctionCall():
-            turns.call(item.call_id, item.name, item.arguments)
+            turns.call(item.call_id, shown_name(item.namespace, item.name), item.arguments)
         case CustomToolCall():
-            turns.call(item.call_id, item.name, json_text({CUSTOM_INPUT: item.input}))
+            turns.call(item.call_id, shown_name(item.namespace, item.name), json_text({CUSTOM_INPUT: item.input}))
         case FunctionCallOutput() | CustomToolCallOutput():
-            turns.result(item.call_id, _content(item.output, f"{where}.output"))
+            turns.result(item.call_id, _content(item.output, f"{where}.output"), f"{where}.call_id")
         case Reasoning():
             if item.content:
                 turns.think("".join(part.text for part in item.content))
@@ -345,23 +234,6 @@ def _part(part: InputText | InputImage | OutputText | Refusal, where: str) -> Co
     if isinstance(part, InputImage):
         return image_part(part.image_url, where)
     return part.refusal if isinstance(part, Refusal) else part.text
-
-
-def _function(tool: FunctionTool | CustomTool) -> dict[str, Any]:
-    if isinstance(tool, FunctionTool):
-        return function_tool(name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict)
-    text = {"type": "object", "properties": {CUSTOM_INPUT: {"type": "string"}}, "required": [CUSTOM_INPUT]}
-    return function_tool(name=tool.name, description=tool.description, parameters=text)
-
-
-def _choice(given: Any) -> Any:
-    if given is None or isinstance(given, str):
-        return given
-    choice = checked(given, Named | NamedCustom | AllowedTools, "tool_choice")
-    if isinstance(choice, AllowedTools):
-        allowed = {"mode": choice.mode, "tools": [function_tool(name=tool.name) for tool in choice.tools]}
-        return {"type": "allowed_tools", "allowed_tools": allowed}
-    return function_tool(name=choice.name)
 
 
 def _response_format(given: TextFormat | JSONObject | JSONSchema | None) -> dict[str, Any] | None:
@@ -454,7 +326,7 @@ class ResponsesAnswer(Answer):
     def _shaped(self, steps: Iterable[Step]) -> Iterator[dict[str, Any]]:
         for what, part, text in steps:
             if what == "start":
-                self._items.append(_OutputItem(part, part.kind == "call" and part.name in self._read.custom))
+                self._items.append(_OutputItem(part, part.kind == "call" and part.name in self._read.tools.custom))
             item = self._items[part.index]
             logprobs, self._pending = (self._pending, []) if what == "gain" else ([], self._pending)
             if part.kind == "content":
@@ -487,7 +359,7 @@ class ResponsesAnswer(Answer):
         if item.kind == "message":
             fields["logprobs"] = item.logprobs
         elif item.kind == "function_call":
-            fields["name"] = item.part.name
+            fields["name"] = self._read.tools.called(item.part.name)["name"]
         yield self._event(f"response.{item.events}.done", **item.place, **fields)
         if item.part.kind != "call":
             yield self._event("response.content_part.done", **item.place, part=self._content(item, item.text))
@@ -531,7 +403,8 @@ class ResponsesAnswer(Answer):
         if not item.custom:
             head["status"] = item.status
         if part.kind == "call":
-            return {**head, "call_id": part.id, "name": part.name, item.field: "" if empty else item.text}
+            called = self._read.tools.called(part.name)
+            return {**head, "call_id": part.id, **called, item.field: "" if empty else item.text}
         content = [] if empty else [self._content(item, part.text)]
         if part.kind == "content":
             return {**head, "role": "assistant", "content": content}
@@ -562,7 +435,8 @@ def _head(
 ) -> dict[str, Any]:
     """What a response repeats of its request."""
     sampling = generation.requests[0].sampling
-    skipped = {"skipped_tools": ", ".join(read.skipped)[:512]} if read.skipped else {}
+    types = dict.fromkeys(read.tools.skipped.types)
+    skipped = {"skipped_tools": ", ".join(types)[:512]} if types else {}
     return {
         "id": response_id,
         "object": "response",
@@ -584,7 +458,7 @@ def _head(
         "temperature": sampling.temperature,
         "text": {"format": {"type": "text"}, **(body.text or {})},
         "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
-        "tools": read.tools,
+        "tools": read.tools.kept,
         "top_logprobs": body.top_logprobs or 0,
         "top_p": sampling.top_p,
         "truncation": "disabled",

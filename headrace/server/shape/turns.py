@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
-from headrace.errors import RequestError, unsupported
+from headrace.errors import RequestError, did_you_mean, unknown, unsupported
 from headrace.options import shown
 from headrace.server.errors import ApiError
-from headrace.server.settings import ServerSettings
+from headrace.server.prompts import need_tokenizer
+from headrace.server.shape.unknown_keys import unknown_keys
+from headrace.server.state import Serving
 from headrace.text.content import PlacedPart
 
-logger = logging.getLogger("headrace.server")
-T = TypeVar("T")
+_INDEXED = re.compile(r"^tools\[(\d+)\]")
 ContentPart = str | dict[str, Any]
 """A text, or a part of a chat message."""
 
@@ -29,8 +30,11 @@ class Strict(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 class Turns:
     """The messages of a chat request. What the assistant says, thinks and calls in a row is one message."""
 
-    def __init__(self) -> None:
+    def __init__(self, late_system: bool) -> None:
+        """``late_system``: whether the chat template takes a system message after others."""
         self._messages: list[dict[str, Any]] = []
+        self._late_system = late_system
+        self._calls: set[str] = set()
         self._thoughts: dict[int, list[str]] = {}
         """Pieces of reasoning by message: a conversation may have very many."""
 
@@ -40,10 +44,18 @@ class Turns:
             self._messages[index]["reasoning_content"] = "".join(texts)
         return self._messages
 
-    def say(self, role: str, parts: Sequence[ContentPart], *, merge: bool = True) -> None:
-        """``merge``: with the last message, if it has the same role."""
+    def instruct(self, texts: Sequence[str]) -> None:
+        """Adds a system message. Where it is late and the template does not take it, its texts go to the user's turn at this
+        place: in front of the conversation they would change the prefix of every later prompt."""
+        if self._late_system or all(message["role"] == "system" for message in self._messages):
+            self.say("system", texts)
+        else:
+            self.say("user", [f"<system-reminder>\n{text}\n</system-reminder>" for text in texts])
+
+    def say(self, role: str, parts: Sequence[ContentPart]) -> None:
+        """Adds to the last message, if it has the same role: some templates take no two of one role in a row."""
         parts = [_part(part) for part in parts]
-        if merge and self._messages and self._messages[-1]["role"] == role:
+        if self._messages and self._messages[-1]["role"] == role:
             self._messages[-1]["content"] += parts
         else:
             self._messages.append({"role": role, "content": parts})
@@ -54,11 +66,18 @@ class Turns:
 
     def call(self, identity: str, name: str, arguments: str) -> None:
         """``arguments``: JSON text."""
+        self._calls.add(identity)
         function = {"name": name, "arguments": arguments}
         self._answer().setdefault("tool_calls", []).append({"id": identity, "type": "function", "function": function})
 
-    def result(self, identity: str, parts: Sequence[ContentPart]) -> None:
-        """Text parts are joined by newlines, unless there are others among them."""
+    def result(self, identity: str, parts: Sequence[ContentPart], where: str) -> None:
+        """Text parts are joined by newlines, unless there are others among them. ``where``: the place of ``identity``.
+
+        Raises:
+            RequestError: no call before it has this id.
+        """
+        if identity not in self._calls:
+            raise RequestError(f"{where} {shown(identity)} is the id of no call before it", where)
         texts = [part for part in parts if isinstance(part, str)]
         content = "\n".join(texts) if len(texts) == len(parts) else [_part(part) for part in parts]
         self._messages.append({"role": "tool", "tool_call_id": identity, "content": content})
@@ -66,6 +85,20 @@ class Turns:
     def _answer(self) -> dict[str, Any]:
         self.say("assistant", ())
         return self._messages[-1]
+
+
+async def late_system(state: Serving) -> bool:
+    """Whether the chat template takes a system message after others."""
+    if state.late_system is None:
+        word = "headrace"
+        probe = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+        try:
+            render = need_tokenizer(state, "messages").render_chat
+            probe.append({"role": "system", "content": word})
+            state.late_system = word in await state.llm.inputs.in_thread(lambda: render(probe))
+        except RequestError:
+            state.late_system = False
+    return state.late_system
 
 
 def _part(part: ContentPart) -> dict[str, Any]:
@@ -87,11 +120,13 @@ def checked(value: Any, kind: Any, where: str) -> Any:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         what, _, at = str(error).partition(" - at `$")
+    if what.startswith("Object contains unknown field"):
+        key = next(unknown_keys(value, kind, where))
+        raise unknown(key.path, did_you_mean(key.name, key.known))
     path = where + at.rstrip("`")
     if what.startswith("Invalid value") and path.endswith(".type"):
         raise unsupported(path, f"{path}: {what.removeprefix('Invalid value ')} is not supported here")
-    unknown = what.startswith("Object contains unknown field")
-    raise RequestError(f"{path}: {what}", path, code="unknown_parameter" if unknown else "invalid_value")
+    raise RequestError(f"{path}: {what}", path)
 
 
 def function_tool(**function: Any) -> dict[str, Any]:
@@ -104,36 +139,14 @@ def json_text(value: Mapping[str, Any]) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def served_tools(
-    tools: Any, served: Callable[[Mapping[str, Any]], bool], settings: ServerSettings
-) -> tuple[list[tuple[str, dict[str, Any]]], list[str]]:
-    """The tools that clients run, each with its place, and the types of those that are skipped.
-
-    Raises:
-        RequestError: there are others, and the server does not skip them.
-    """
-    kept, skipped = [], []
-    for index, tool in enumerate(checked([] if tools is None else tools, list[dict[str, Any]], "tools")):
-        place = f"tools[{index}]"
-        if served(tool):
-            kept.append((place, tool))
-        elif settings.unsupported_tools == "skip":
-            skipped.append(str(tool.get("type"))[:64])
-        else:
-            message = f"{place}.type {shown(tool.get('type'))} is not supported: the server runs no tools of its own; with "
-            raise unsupported(place, f"{message}--unsupported-tools skip it leaves them out")
-    if skipped:
-        logger.info("skipped tools that are not supported: %r", skipped)
-    return kept, skipped
-
-
 @contextmanager
-def renamed(names: Mapping[str, str], parameters: str = "parameters") -> Iterator[None]:
+def renamed(names: Mapping[str, str], parameters: str = "parameters", tools: Sequence[str] = ()) -> Iterator[None]:
     """Errors of a chat request name the fields that it was made of.
 
     Args:
         names: Field of the chat -> the field that sets it.
         parameters: The field of a tool that has the schema of its arguments.
+        tools: Where the request has each tool of the chat.
     """
     try:
         yield
@@ -145,6 +158,8 @@ def renamed(names: Mapping[str, str], parameters: str = "parameters") -> Iterato
             rest = given.removeprefix(root).replace(".parameters", f".{parameters}").replace(".function", "")
             # The messages of a chat are counted otherwise than what they are made of.
             error.param = names[root] + ("" if root == "messages" else rest)
+            if root == "tools" and tools:
+                error.param = _INDEXED.sub(lambda found: tools[int(found[1])], error.param)
             error.message = error.message.replace(given, error.param, 1)
             error.args = (error.message,)
         raise

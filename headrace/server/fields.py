@@ -376,12 +376,13 @@ def applied_fields(endpoint: Endpoint, body: Mapping[str, Any]) -> dict[str, Any
             raise unknown(shown(name), did_you_mean(shown(name), table))
         if rule.treatment == "applied":
             applied[name] = value
-        elif not _passes(rule, value):
+        elif not takes(rule, value):
             raise _refusal(rule)
     return applied
 
 
-def _passes(rule: FieldRule, value: Any) -> bool:
+def takes(rule: FieldRule, value: Any) -> bool:
+    """Whether a field that is not applied may have a value."""
     if rule.takes is None:
         return False
     try:

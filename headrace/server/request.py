@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 from fastapi import Request
 from pydantic import ValidationError
 
+from headrace.server.agents import without_extras
 from headrace.server.body import json_object
 from headrace.server.errors import validation_error
 from headrace.server.fields import Endpoint, applied_fields
@@ -25,7 +26,10 @@ async def checked_body(request: Request, serving: Serving, kind: type[B], endpoi
         RequestError: the body is not what the endpoint takes.
     """
     serving.check_ready()
-    return parsed_body(await json_object(request, serving.settings, serving.bodies, serving.max_json_values), kind, endpoint)
+    fields = await json_object(request, serving.settings, serving.bodies, serving.max_json_values)
+    if endpoint is not None:
+        fields = await without_extras(request, serving, endpoint, fields)
+    return parsed_body(fields, kind, endpoint)
 
 
 def parsed_body(fields: dict[str, Any], kind: type[B], endpoint: Endpoint | None = None) -> B:

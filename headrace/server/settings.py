@@ -40,6 +40,14 @@ class ServerSettings:
         tuple[str, ...], OptionSpec(min=1, flags=("--served-model-name",), default="the model as it was given", metavar="NAME")
     ] = ()
     """Model name that clients use. Repeatable: responses carry the first name, the others are aliases."""
+    alias_all_models: bool = False
+    """Answer requests for any model, with the name that they have for it: for agents that name the models of their provider."""
+    model_alias: Annotated[tuple[str, ...], OptionSpec(min=1, default="no aliases", metavar="PATTERN=NAME")] = ()
+    """Further names of the model, as a pattern with * and ?, and a NAME of --served-model-name that they stand for:
+    'claude-*=qwen'. Repeatable. Answers have the name that the client used."""
+    codex_instructions: Annotated[Path | None, OptionSpec(metavar="FILE")] = None
+    """Text file with the system prompt that Codex uses in place of its own. With it, /v1/models describes the model in the form
+    that Codex reads, its context window among the rest."""
     drain_timeout: Annotated[float, OptionSpec(min=0.0, metavar="SECONDS")] = 30.0
     """Seconds that requests in flight get to finish after SIGTERM, while new ones are refused. Set it below the grace
     period of your orchestrator."""
@@ -164,6 +172,13 @@ class ServerSettings:
             path = getattr(self, name)
             if path is not None and not Path(path).is_file():
                 raise ConfigError(f"{name}: there is no file {path}", name)
+        for alias in self.model_alias:
+            pattern, _, name = alias.partition("=")
+            if not pattern or name not in self.served_model_names:
+                message = f"model_alias must be PATTERN=NAME with a NAME of --served-model-name, not {alias!r}"
+                raise ConfigError(message, "model_alias")
+        if self.codex_instructions is not None and not Path(self.codex_instructions).is_file():
+            raise ConfigError(f"codex_instructions: there is no file {self.codex_instructions}", "codex_instructions")
         if "*" in self.cors_origins and self.cors_credentials:
             raise ConfigError(
                 "cors_credentials needs the origins by name: '*' would let any web page act as the user", "cors_credentials"

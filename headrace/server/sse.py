@@ -113,7 +113,7 @@ class ChunkAnswer(Answer):
             "id": request_id,
             "object": kind,
             "created": int(time.time()),
-            "model": model.name,
+            "model": model.called(body.model),
             "system_fingerprint": model.fingerprint,
         }
         self._opening = b"data: %b," % _encode(self._head)[:-1]

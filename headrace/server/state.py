@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import fnmatch
 import hashlib
 import logging
 import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -71,6 +73,8 @@ class Serving:
         self.features = FeatureStore(settings)
         self.reports: BoundedCache[str, AttentionReport] = BoundedCache(_REPORTS)
         """How the last requests attended that did so sparsely, by their ids."""
+        path = settings.codex_instructions
+        self.codex_instructions = None if path is None else Path(path).read_text(encoding="utf-8")
         self.secret = secrets.token_bytes(32)
         """Signs what clients keep for the server."""
         self.late_system: bool | None = None
@@ -162,6 +166,8 @@ class ServedModel:
     def __init__(self, llm: Any, settings: ServerSettings) -> None:
         self.names = settings.served_model_names or (llm.info.model,)
         self.name = self.names[0]
+        self._any_name = settings.alias_all_models
+        self._patterns = [alias.partition("=")[0] for alias in settings.model_alias]
         self.per_request_metrics = settings.enable_per_request_metrics
         self.max_model_len: int = llm.info.max_model_len
         self.fingerprint = _fingerprint(llm.info)
@@ -174,9 +180,20 @@ class ServedModel:
 
     def check_name(self, name: str | None) -> None:
         """Raises: ApiError 404 if a request asks for another model."""
-        if name is not None and name not in self.names:
-            message = f"the model {shown(name, 128)!r} is not served here; there is {', '.join(self.names)}"
-            raise ApiError(404, message, param="model", code="model_not_found")
+        if name is None or name in self.names or self._is_alias(name):
+            return
+        message = (
+            f"the model {shown(name, 128)!r} is not served here; there is {', '.join(self.names)}. For other names, start the "
+            "server with --alias-all-models, or with --served-model-name NAME --model-alias 'PATTERN=NAME'"
+        )
+        raise ApiError(404, message, param="model", code="model_not_found")
+
+    def called(self, name: str | None) -> str:
+        """The name of the model in the answer to a request for it: the client's, where that is an alias."""
+        return self.name if name is None or name in self.names else name
+
+    def _is_alias(self, name: str) -> bool:
+        return self._any_name or any(fnmatch.fnmatchcase(name, pattern) for pattern in self._patterns)
 
 
 def _fingerprint(info: Any) -> str:

@@ -58,14 +58,18 @@ class EffortVariables:
             return {}
         if effort == _DEFAULT and self.efforts is None:
             return {}
-        raise unsupported(_PARAM, f"{_PARAM} {effort} is not supported: {self._known()}")
+        raise unsupported(_PARAM, f"{_PARAM} {effort} is not supported: {self._refusal()}")
 
-    def _known(self) -> str:
+    def known(self) -> list[str]:
+        """The efforts that a request may ask for."""
         known = ["none"] if self.switch is not None or not self.reasons else []
         known += [effort for effort in EFFORTS if effort in self.efforts] if self.efforts else []
         if self.efforts is None:
             known.append(_DEFAULT)
         elif not self.efforts:
             known += EFFORTS[1:]
+        return known
+
+    def _refusal(self) -> str:
         what = "has no such setting" if self.efforts is None else "knows others"
-        return f"the model's chat template {what} (it may be left out, or be {', '.join(known)})"
+        return f"the model's chat template {what} (it may be left out, or be {', '.join(self.known())})"

@@ -33,8 +33,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     [
         (chat, "offered", "/v1/chat/completions", {"messages": [USER]}),
         (chat, "render_messages", "/v1/chat/completions", {"messages": [USER]}),
-        (message_shape, "_chat_fields", "/v1/messages", {"messages": [USER], "max_tokens": 3, "tools": [TOOL]}),
-        (message_shape, "_chat_fields", "/v1/messages/count_tokens", {"messages": [USER], "tools": [TOOL]}),
+        (message_shape, "_chat_request", "/v1/messages", {"messages": [USER], "max_tokens": 3, "tools": [TOOL]}),
+        (message_shape, "_chat_request", "/v1/messages/count_tokens", {"messages": [USER], "tools": [TOOL]}),
         (messages, "offered", "/v1/messages/count_tokens", {"messages": [USER], "tools": [TOOL]}),
         (response_shape, "_read", "/v1/responses", {"input": [USER]}),
         (tokens, "render_messages", "/tokenize", {"messages": [USER]}),
@@ -58,7 +58,7 @@ def test_conversations_and_tools_are_read_in_threads(
 
 def test_thoughts_are_joined_once() -> None:
     """15 MiB in pieces, which took seconds while each piece made a copy of those before it."""
-    turns, piece = Turns(), "x" * 750
+    turns, piece = Turns(late_system=False), "x" * 750
     began = time.thread_time()
     for _ in range(20_000):
         turns.think(piece)
@@ -70,6 +70,7 @@ def test_thoughts_are_joined_once() -> None:
 
 def test_errors_name_the_fields_that_clients_sent(made: Tokenizer) -> None:
     llm = ScriptedLLM(made, ["Hi"])
-    answer = error(Api(llm, ServerSettings(max_messages=3)).post("/v1/responses", {"input": 4 * [USER]}))
+    turns = 2 * [USER, {"role": "assistant", "content": "Hi"}]
+    answer = error(Api(llm, ServerSettings(max_messages=3)).post("/v1/responses", {"input": turns}))
     assert answer["message"] == "input: 4 is above the limit of 3 (max_messages)"
     assert error(Api(llm).post("/v1/responses", {"input": "x", "include": ["a", "b"]}))["param"] == "include[0]"

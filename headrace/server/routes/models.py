@@ -18,7 +18,12 @@ async def models(request: Request) -> Response:
     """The names under which the model is served."""
     state = serving(request)
     state.check_ready()
-    return JSON({"object": "list", "data": [_card(state, name) for name in state.model.names]})
+    names = state.model.names
+    found: dict[str, Any] = {"object": "list", "data": [_card(state, name) for name in names]}
+    # Codex would use instructions that are not there in place of its own.
+    if "client_version" in request.query_params and (instructions := state.codex_instructions) is not None:
+        found["models"] = [_codex_card(state, name, instructions) for name in names]
+    return JSON(found)
 
 
 @router.get("/v1/models/{name:path}")
@@ -38,5 +43,35 @@ def _card(state: Serving, name: str) -> dict[str, Any]:
         "owned_by": "headrace",
         "root": state.llm.info.model,
         "max_model_len": state.model.max_model_len,
+        "context_window": state.model.max_model_len,
+        "max_output_tokens": state.model.max_model_len - 1,
         "default_sampling_params": state.model.default_sampling_params,
+    }
+
+
+def _codex_card(state: Serving, name: str, instructions: str) -> dict[str, Any]:
+    """The model as Codex reads it."""
+    answers, window = state.llm.inputs.answers, state.model.max_model_len
+    levels = answers.efforts.known() if answers is not None and answers.reasons else ()
+    return {
+        "slug": name,
+        "display_name": name,
+        "description": None,
+        "default_reasoning_level": None,
+        "supported_reasoning_levels": [{"effort": level, "description": level} for level in levels],
+        "shell_type": "shell_command",
+        "visibility": "list",
+        "supported_in_api": True,
+        "priority": 0,
+        "base_instructions": instructions,
+        "supports_reasoning_summaries": False,
+        "support_verbosity": False,
+        "default_verbosity": None,
+        "apply_patch_tool_type": "freeform",
+        "truncation_policy": {"mode": "tokens", "limit": max(1000, window // 16)},
+        "supports_parallel_tool_calls": True,
+        "experimental_supported_tools": [],
+        "context_window": window,
+        "auto_compact_token_limit": window * 9 // 10,
+        "input_modalities": ["text", "image"] if state.llm.info.media is not None else ["text"],
     }

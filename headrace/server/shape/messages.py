@@ -347,7 +347,7 @@ class MessagesAnswer(Answer):
         self._clipped = generation.requests[0].max_tokens < body.max_tokens
         self._parts = Parts()
         self._started = False
-        self._head = {"id": message_id, "type": "message", "role": "assistant", "model": state.model.name}
+        self._head = {"id": message_id, "type": "message", "role": "assistant", "model": state.model.called(body.model)}
 
     def add(self, piece: Piece) -> Iterator[dict[str, Any]]:
         if not self._started:

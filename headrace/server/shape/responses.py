@@ -447,7 +447,7 @@ def _head(
         "max_output_tokens": body.max_output_tokens,
         "max_tool_calls": body.max_tool_calls,
         "metadata": {**body.metadata, **skipped},
-        "model": state.model.name,
+        "model": state.model.called(body.model),
         "parallel_tool_calls": body.parallel_tool_calls,
         "previous_response_id": body.previous_response_id,
         "prompt_cache_key": body.prompt_cache_key,

@@ -1,0 +1,93 @@
+"""What agents send beyond the parts of an API that this server knows: fields of betas, and hints to the models of others."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from fastapi import Request
+
+from headrace.errors import RequestError
+from headrace.server.fields import Endpoint, rules, takes
+from headrace.server.shape import items, messages
+from headrace.server.shape.unknown_keys import unknown_keys
+from headrace.server.state import Serving
+from headrace.text.effort import EffortVariables
+
+logger = logging.getLogger("headrace.server")
+_AGENTS = re.compile(r"claude-cli/|codex", re.IGNORECASE)
+_MESSAGES = {
+    "messages": list[messages.Turn],
+    "system": list[messages.Text],
+    "tools": list[messages.Tool],
+    "tool_choice": messages.ToolChoice,
+    "thinking": messages.ThinkingConfig,
+    "output_config": messages.OutputConfig,
+}
+_RESPONSES = {
+    "input": list[items.Item],
+    "tools": list[items.Tool],
+    "tool_choice": items.ToolChoice,
+    "text": items.TextConfig,
+    "reasoning": items.ReasoningConfig,
+}
+_PARTS: Mapping[Endpoint, Mapping[str, Any]] = {"messages": _MESSAGES, "count_tokens": _MESSAGES, "responses": _RESPONSES}
+"""Types of the fields whose objects agents extend."""
+_HINTS = frozenset(
+    {
+        *("context_management", "service_tier", "speed", "diagnostics", "inference_geo", "prompt_cache_options"),
+        *("prompt_cache_retention", "moderation", "access_programs"),
+    }
+)
+"""Refused fields that ask for how an answer is made, not for which: an agent works without them."""
+_EFFORTS = (("output_config", "effort"), ("reasoning", "effort"))
+_LISTED = 16
+
+
+class _Extra(NamedTuple):
+    owner: dict[str, Any]
+    name: str
+    path: str
+
+
+async def without_extras(request: Request, state: Serving, endpoint: Endpoint, body: dict[str, Any]) -> dict[str, Any]:
+    """The body without what this server does not know, if an agent has sent it and the server makes up for that."""
+    agent = request.headers.get("user-agent", "")
+    if state.settings.agent_compat == "strict" or _AGENTS.match(agent) is None:
+        return body
+    answers = state.llm.inputs.answers
+    efforts = answers.efforts if answers is not None else EffortVariables()
+    extras = await state.llm.inputs.in_thread(lambda: list(_extras(endpoint, body, efforts)))
+    for extra in extras:
+        del extra.owner[extra.name]
+    if extras:
+        names = list(dict.fromkeys(re.sub(r"\[\d+\]", "[]", extra.path)[:64] for extra in extras))
+        more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+        logger.info("left out of a request of %r: %s%s", agent[:64], ", ".join(map(repr, names[:_LISTED])), more)
+    return body
+
+
+def _extras(endpoint: Endpoint, body: dict[str, Any], efforts: EffortVariables) -> Iterator[_Extra]:
+    table = rules(endpoint)
+    for name, value in body.items():
+        if name not in table or (name in _HINTS and not takes(table[name], value)):
+            yield _Extra(body, name, name)
+    for name, kind in _PARTS.get(endpoint, {}).items():
+        for key in unknown_keys(body.get(name), kind, name):
+            yield _Extra(key.owner, key.name, key.path)
+    for owner, name in _EFFORTS:
+        if isinstance(given := body.get(owner), dict) and not _known_effort(given.get(name), efforts):
+            yield _Extra(given, name, f"{owner}.{name}")
+    if isinstance(text := body.get("text"), dict) and text.get("verbosity", "medium") != "medium":
+        yield _Extra(text, "verbosity", "text.verbosity")
+
+
+def _known_effort(effort: Any, efforts: EffortVariables) -> bool:
+    if effort is not None:
+        try:
+            efforts.set_by(effort)
+        except RequestError:
+            return False
+    return True

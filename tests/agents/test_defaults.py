@@ -1,0 +1,164 @@
+"""What agents send first is answered with no option set. The bodies follow the description of what the clients send."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from server import scripted
+from server.fakes import FakeLLM
+from server.grammars import folded_messages, folded_responses, named_events
+from server.harness import Api, error
+from server.scripted import ScriptedLLM
+
+from headrace.errors import ConfigError
+from headrace.server.settings import ServerSettings
+from headrace.text.tokenizer import Tokenizer
+
+CODEX = {"user-agent": "codex_cli_rs/0.147.0 (Debian 12; x86_64)", "session-id": "s", "thread-id": "t"}
+CLAUDE = {"user-agent": "claude-cli/2.1.154 (external, cli)", "anthropic-beta": "context-management-2025-06-27"}
+SCHEMA = {"type": "object", "properties": {"cmd": {"type": "string"}}, "required": ["cmd"]}
+CALL = '<tool_call>\n{"name": "%s", "arguments": {"cmd": "ls"}}\n</tool_call>'
+CODEX_BODY: dict[str, Any] = {
+    "model": "fake-model",
+    "instructions": "You are a coding agent.",
+    "input": [
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Ask before you write."}]},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "List the files."}], "colour": 1},
+    ],
+    "tools": [
+        {"type": "function", "name": "shell", "parameters": SCHEMA, "strict": False, "hidden": True},
+        {"type": "namespace", "name": "mcp__fs", "description": "Files.", "tools": [
+            {"type": "function", "name": "exec", "parameters": SCHEMA, "defer_loading": True}]},
+        {"type": "tool_search", "execution": "client", "description": "Finds tools.", "parameters": SCHEMA},
+        {"type": "web_search", "external_web_access": False, "filters": {}},
+        {"type": "image_generation"},
+    ],
+    "tool_choice": "auto",
+    "parallel_tool_calls": True,
+    "reasoning": {"effort": "high", "summary": "auto"},
+    "store": False,
+    "stream": True,
+    "include": ["reasoning.encrypted_content"],
+    "prompt_cache_key": "t",
+    "service_tier": "priority",
+    "text": {"verbosity": "low"},
+    "client_metadata": {"x-codex-installation-id": "i"},
+    "of_a_later_version": {},
+}  # fmt: skip
+CLAUDE_BODY: dict[str, Any] = {
+    "model": "fake-model",
+    "max_tokens": 32000,
+    "system": [
+        {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.154; cch=8f2a1;"},
+        {"type": "text", "text": "You are a coding agent.", "cache_control": {"type": "ephemeral", "ttl": "1h"}},
+    ],
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "List the files.", "cache_control": {"type": "ephemeral"}}]},
+        {"role": "system", "content": "Today is Monday."},
+    ],
+    "tools": [
+        {"name": "shell", "input_schema": SCHEMA, "strict": False, "eager_input_streaming": True, "hidden": True},
+        {"name": "read", "input_schema": SCHEMA, "defer_loading": True, "input_examples": [{"cmd": "a"}]},
+        {"type": "web_search_20250305", "name": "web_search", "max_uses": 8},
+        {"type": "tool_search_tool_regex_20251119", "name": "tool_search_tool_regex"},
+    ],
+    "thinking": {"type": "adaptive"},
+    "output_config": {"effort": "high"},
+    "context_management": {"edits": [{"type": "clear_tool_uses_20250919", "keep": {"type": "tool_uses", "value": 3}}]},
+    "metadata": {"user_id": "user_1_session_2"},
+    "stream": True,
+    "of_a_later_version": {},
+}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return scripted.tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def test_the_first_requests_of_codex(made: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
+    api = Api(ScriptedLLM(made, [CALL % "mcp__fs__exec"]))
+    with caplog.at_level("INFO", "headrace.server"):
+        final = folded_responses(named_events(api.post("/v1/responses", CODEX_BODY, headers=CODEX)))
+    (call,) = final["output"]
+    assert (call["name"], call["namespace"], final["status"]) == ("exec", "mcp__fs", "completed")
+    assert final["metadata"] == {"skipped_tools": "tool_search, web_search, image_generation"}
+    (line,) = [record.getMessage() for record in caplog.records if "left out of a request" in record.getMessage()]
+    for name in (
+        "of_a_later_version",
+        "service_tier",
+        "input[].colour",
+        "tools[].hidden",
+        "reasoning.effort",
+        "text.verbosity",
+    ):
+        assert repr(name) in line
+    probe = {"model": "fake-model", "input": [], "max_output_tokens": 1, "store": False}
+    assert api.post("/v1/responses", probe, headers=CODEX).status_code == 200
+
+
+def test_the_first_requests_of_claude_code(made: Tokenizer) -> None:
+    api = Api(ScriptedLLM(made, [CALL % "shell"]))
+    final = folded_messages(named_events(api.post("/v1/messages", CLAUDE_BODY, headers=CLAUDE)))
+    assert final["stop_reason"] == "tool_use" and final["content"][-1]["input"] == {"cmd": "ls"}
+    counted = {name: CLAUDE_BODY[name] for name in ("model", "messages", "system", "tools", "thinking", "context_management")}
+    found = api.post("/v1/messages/count_tokens", counted, headers=CLAUDE)
+    usage = final["usage"]
+    assert found.json()["input_tokens"] == usage["input_tokens"] + usage["cache_read_input_tokens"]
+
+
+@pytest.mark.parametrize(("path", "body", "agent"), [("responses", CODEX_BODY, CODEX), ("messages", CLAUDE_BODY, CLAUDE)])
+def test_extras_are_left_out_for_agents_alone(made: Tokenizer, path: str, body: dict[str, Any], agent: dict[str, str]) -> None:
+    plain = Api(ScriptedLLM(made, ["x"]))
+    strict = Api(ScriptedLLM(made, ["x"]), ServerSettings(agent_compat="strict"))
+    assert plain.post(f"/v1/{path}", body).status_code == strict.post(f"/v1/{path}", body, headers=agent).status_code == 400
+    typed = body | {"stream": "yes"}
+    assert plain.post(f"/v1/{path}", typed, headers=agent).status_code == 400, "what is known must still be right"
+
+
+def test_the_nonce_of_the_billing_line_does_not_reach_the_prompt(made: Tokenizer) -> None:
+    api = Api(ScriptedLLM(made, ["x"]))
+    for nonce in ("8f2a1", "00c4e"):
+        line = {"type": "text", "text": f"x-anthropic-billing-header: cc_version=2.1.154; cch={nonce};"}
+        body = CLAUDE_BODY | {"system": [line, CLAUDE_BODY["system"][1]], "stream": False}
+        assert api.post("/v1/messages", body, headers=CLAUDE).status_code == 200
+    first, second = (request.prompt_token_ids for request in api.llm.seen)
+    assert first == second
+
+
+def test_aliases() -> None:
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+    assert "--alias-all-models" in error(Api(FakeLLM()).chat(model="claude-opus-5"), 404)["message"]
+    any_name = ServerSettings(alias_all_models=True)
+    pattern = ServerSettings(served_model_names=("qwen",), model_alias=("claude-*=qwen",))
+    for settings in (any_name, pattern):
+        api = Api(FakeLLM(), settings)
+        for path, body in (("chat/completions", chat), ("messages", chat), ("responses", {"input": "Hi"})):
+            assert api.post(f"/v1/{path}", body | {"model": "claude-opus-5"}).json()["model"] == "claude-opus-5"
+        assert api.get("/v1/models/claude-opus-5").json()["id"] == "claude-opus-5"
+        assert [card["id"] for card in api.get("/v1/models").json()["data"]] != ["claude-opus-5"]
+    error(Api(FakeLLM(), pattern).chat(model="gpt-9"), 404)
+    for alias in ("claude-*", "=qwen", "claude-*=other"):
+        with pytest.raises(ConfigError, match="model_alias"):
+            ServerSettings(served_model_names=("qwen",), model_alias=(alias,))
+
+
+def test_codex_gets_its_form_of_the_model_with_instructions_only(tmp_path: Path) -> None:
+    plain = Api(FakeLLM()).get("/v1/models?client_version=0.147.0").json()
+    (card,) = plain["data"]
+    assert "models" not in plain and card["context_window"] == card["max_model_len"] == card["max_output_tokens"] + 1
+    path = tmp_path / "instructions.md"
+    path.write_text("Be brief.", encoding="utf-8")
+    api = Api(FakeLLM(), ServerSettings(codex_instructions=path))
+    assert "models" not in api.get("/v1/models").json()
+    (model,) = api.get("/v1/models?client_version=0.147.0").json()["models"]
+    assert (model["slug"], model["base_instructions"], model["context_window"]) == ("fake-model", "Be brief.", 512)
+    assert model.keys() >= {
+        *("display_name", "supported_reasoning_levels", "shell_type", "visibility", "supported_in_api", "priority"),
+        *("supports_reasoning_summaries", "support_verbosity", "truncation_policy", "supports_parallel_tool_calls"),
+        "experimental_supported_tools",
+    }
+    with pytest.raises(ConfigError, match="codex_instructions"):
+        ServerSettings(codex_instructions=tmp_path / "gone")

@@ -95,7 +95,7 @@ def main() -> None:
     ids = np.arange(given.rows)
     for step in range(given.steps):
         marks = [now()]
-        seq_ids, masks, failed = constraints.masks(rows)  # type: ignore[arg-type]
+        seq_ids, masks, failed = constraints.masks([(row, ()) for row in rows])  # type: ignore[misc]
         assert not failed
         marks.append(now())
         plan = SamplePlan(step, seq_ids, masks.data.cast("B"))

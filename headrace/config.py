@@ -553,6 +553,8 @@ class SchedulerConfig:
     """None: no limit."""
     max_num_encoder_tokens: int = 0
     """Encoder work of a step, in the unit of ``Item.encoder_tokens``; 0: the model has no encoder."""
+    decode_tokens: int = 1
+    """Most tokens of a decode row: the last known one, and drafts behind it."""
     sparse: SparseConfig | None = None
     """None: every prompt attends densely."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ from headrace.constrain.compiler import GrammarCompiler
 from headrace.constrain.matcher import GrammarMatcher, finish_masks, words
 from headrace.core.matcher import TOO_COMPLEX, Mask, Matcher
 from headrace.core.sequence import Sequence as EngineSequence
+from headrace.core.step import ConstrainedRow
 from headrace.errors import EngineError, RequestError
 from headrace.outputs import Failure
 
@@ -112,21 +113,24 @@ class Constraints:
         """Until a constraint is compiled, at most so long."""
         wait(self._compiling, seconds, FIRST_COMPLETED)
 
-    def masks(self, sequences: Iterable[EngineSequence]) -> tuple[list[int], Mask, Failed]:
-        """seq_ids, masks of their next tokens ``[N, ceil(vocab_size / 32)]``, and the sequences whose matcher cannot go on.
+    def masks(self, rows: Iterable[ConstrainedRow]) -> tuple[list[int], Mask, Failed]:
+        """Computes the masks of a step's rows: of the next token of each, and of those behind its drafts.
 
-        The tokens of those, and of sequences that have ended since their step was launched, are dropped: any token is allowed
-        to them.
+        The tokens of sequences that cannot go on, and of those that have ended since their step was launched, are dropped: any
+        token is allowed to them. So it is behind a draft that the constraint refuses, which is never sampled.
+
+        Returns:
+            The seq_id of each mask, masks ``[N, ceil(vocab_size / 32)]``, and the sequences whose matcher cannot go on.
         """
         start = time.perf_counter()
-        asked = list(sequences)
+        asked: list[EngineSequence] = []
         active: list[tuple[int, EngineSequence, Matcher]] = []
-        for place, seq in enumerate(asked):
-            if seq.finished:
-                continue
-            if seq.matcher is None:
-                raise EngineError(f"{seq!r} was scheduled without its matcher")
-            active.append((place, seq, seq.matcher))
+        for seq, drafts in rows:
+            if not seq.finished:
+                if seq.matcher is None:
+                    raise EngineError(f"{seq!r} was scheduled without its matcher")
+                active += [(len(asked) + place, seq, each) for place, each in enumerate(_behind(seq.matcher, drafts))]
+            asked += [seq] * (1 + len(drafts))
         masks = np.full((len(asked), self._words), -1, dtype=np.int32)
         filled = masks if len(active) == len(asked) else np.empty((len(active), self._words), dtype=np.int32)
         errors = self._fill([matcher for _, _, matcher in active], filled)
@@ -135,7 +139,10 @@ class Constraints:
         failed = [(place, seq, error) for (place, seq, _), error in zip(active, errors, strict=True) if error is not None]
         masks[[place for place, _, _ in failed]] = -1
         self.fill_seconds += time.perf_counter() - start
-        return [seq.seq_id for seq in asked], masks, [(seq, _failure(error)) for _, seq, error in failed]
+        reasons: dict[int, tuple[EngineSequence, Failure]] = {}
+        for _, seq, error in failed:
+            reasons.setdefault(seq.seq_id, (seq, _failure(error)))
+        return [seq.seq_id for seq in asked], masks, list(reasons.values())
 
     def _count(self, kind: str, outcome: str) -> None:
         key = f"{kind} {outcome}"
@@ -174,6 +181,16 @@ class Constraints:
 
             self._executor = LLExecutor(max(1, min(_FILL_THREADS, (os.cpu_count() or 1) - 1)))
         return self._executor
+
+
+def _behind(matcher: Matcher, drafts: Sequence[int]) -> Iterator[Matcher]:
+    """The matcher, and copies of it behind each of the drafts, up to the first draft that is refused."""
+    yield matcher
+    for token in drafts:
+        matcher = matcher.copy()
+        if matcher.advance([token]) is not None:
+            return
+        yield matcher
 
 
 def _copy(

@@ -27,6 +27,11 @@ class StepBudget:
         free = max(self.tokens - self.reserved, min(self.tokens, 1))
         return free if self.prefill is None else min(free, self.prefill)
 
+    @property
+    def for_drafts(self) -> int:
+        """Tokens that the drafts of a decoding sequence may take now: those that no decoding sequence needs."""
+        return max(0, self.tokens - max(self.reserved, 1))
+
     def layers(self, tokens: int, left: int, total: int) -> int:
         """How many of the ``left`` layers of a piece of so many tokens may be computed now; the model has ``total``.
 

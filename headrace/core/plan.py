@@ -65,6 +65,9 @@ class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
     of them is the sequence's last known token, the others are drafts. 0: a prompt chunk, which samples nothing."""
     new_blocks: tuple[tuple[int, ...], ...]
     """Per cache group, the blocks to append to the slot's block table."""
+    drafts: tuple[int, ...] = ()
+    """The row's last tokens, which the runner writes to the slot: ``num_logits - 1`` of them, and then ``num_computed`` is
+    exact. Empty: the row has no drafts, or the slot holds them already."""
 
 
 class LayerRange(msgspec.Struct, frozen=True, array_like=True):

@@ -21,7 +21,7 @@ from headrace.core.results import collect_tokens, keep_prompt_logprobs
 from headrace.core.sequence import Sequence, SequenceUpdate, Status
 from headrace.core.slots import Slots
 from headrace.core.sparse import Decisions, SparsePrompt
-from headrace.core.step import InFlightRow, InFlightStep, StepBuilder
+from headrace.core.step import ConstrainedRow, InFlightRow, InFlightStep, StepBuilder
 from headrace.errors import EngineError, RequestError
 from headrace.kv import KVCacheManager
 from headrace.kv.manager import NewBlocks
@@ -164,9 +164,28 @@ class Scheduler:
         self._counters.kv_blocks_moved += len(moves)
         return step.build(self._last_step, self._slots.take_released(), moves)
 
-    def constrained(self) -> list[Sequence]:
-        """Sequences of the last launched step whose rows need a mask."""
+    def propose(self, seq: Sequence, drafts: tuple[int, ...]) -> None:
+        """Lets the next row of a sequence verify drafts: as many as budget, blocks and its length allow.
+
+        Raises:
+            EngineError: the sequence is not decoding, one of its tokens is in flight, or there are more drafts than a decode
+                row has room for.
+        """
+        if seq.status is not Status.RUNNING or not seq.decoding or seq.num_placeholders:
+            raise EngineError(f"{seq!r} cannot have drafts: its last token is not known")
+        if len(drafts) >= self.config.decode_tokens:
+            raise EngineError(f"{len(drafts)} drafts for {seq!r}; decode rows have at most {self.config.decode_tokens} tokens")
+        seq.drafts = drafts
+
+    def constrained(self) -> list[ConstrainedRow]:
+        """Rows of the last launched step that need masks."""
         return self._in_flight[-1].constrained if self._in_flight else []
+
+    def masks_wait(self) -> bool:
+        """Whether a mask of the last launched step depends on a token in flight: one that an earlier step samples."""
+        *earlier, last = self._in_flight
+        unknown = {row.seq.seq_id for step in earlier for row in step.constrained}
+        return any(row.seq.seq_id in unknown and not row.seq.finished for row in last.constrained)
 
     def update(self, plan: StepPlan, result: StepResult) -> list[SequenceUpdate]:
         """Applies the result of the oldest launched step; returns the updates of the sequences that changed.
@@ -253,8 +272,10 @@ class Scheduler:
         """Adds a row for a running sequence, unless it must wait."""
         if seq.num_tokens >= seq.max_len:
             return  # A step in flight returns its last token.
+        if seq.drafts and seq.num_placeholders:
+            return  # A step in flight verifies its drafts: its length is not known, and attention on some devices needs it.
         if seq.decoding:
-            wanted = min(seq.num_tokens - seq.num_computed, step.budget.tokens)
+            wanted = 1 + min(len(seq.drafts), step.budget.for_drafts, seq.max_len - seq.num_tokens - 1)
         else:
             wanted = self._chunk(seq, seq.num_computed, step)
         granted = self._secure_blocks(seq, wanted, step) if wanted else 0
@@ -339,6 +360,7 @@ class Scheduler:
         self._leave_slot(seq)
         seq.status = Status.PREEMPTED
         seq.num_computed = seq.num_collected = seq.num_encoded = 0
+        seq.drafts = ()
         seq.preemption_epoch += 1
         if seq.sparse is not None:
             seq.sparse.restart()
@@ -446,6 +468,7 @@ class Scheduler:
     def _advance(self, row: InFlightRow, num_rejected: int) -> None:
         """Marks the row's tokens as cached, except the last ``num_rejected``, which steps in flight compute again."""
         seq = row.seq
+        seq.drafts = ()
         seq.num_computed -= num_rejected
         seq.num_collected = collected = seq.num_collected + row.end - row.start - num_rejected
         known = len(seq.token_ids)

@@ -32,7 +32,8 @@ class Sequence:
     ``token_ids`` holds the prompt and the known outputs. Each launched logits row adds a *placeholder*, a token that only the
     device knows until the step is collected. So the sequence has at most ``len(token_ids) + num_placeholders`` tokens.
     ``num_computed`` of them have their KV in the cache once all launched steps have run, ``num_collected`` already have.
-    A result with fewer tokens than its row has logits rows lowers these counts again.
+    A result with fewer tokens than its row has logits rows lowers these counts again. Past its prefill, the sequence always
+    has one token that is not computed, the last one.
     """
 
     seq_id: int
@@ -69,6 +70,8 @@ class Sequence:
     num_encoded: int = 0
     """Encoders have run for the items that start before this token."""
     num_placeholders: int = 0
+    drafts: tuple[int, ...] = ()
+    """Proposed for the tokens behind the known ones. The next row verifies them; once it is collected, there are none."""
     num_in_flight: int = 0
     """Rows in steps that are launched and not yet collected."""
     num_cached_tokens: int = 0

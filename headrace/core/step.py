@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence as Listing
+from typing import NamedTuple
 
 import msgspec
 
@@ -42,14 +43,20 @@ class InFlightRow(msgspec.Struct, frozen=True, gc=False):
         )
 
 
+class ConstrainedRow(NamedTuple):
+    """A row that samples under a constraint. It needs a mask for the next token, and one behind each draft."""
+
+    seq: Sequence
+    drafts: tuple[int, ...]
+
+
 @dataclasses.dataclass(slots=True)
 class InFlightStep:
     """A launched step."""
 
     step: int
     rows: list[InFlightRow]
-    constrained: list[Sequence]
-    """Sequences under a constraint whose row samples: each needs a mask."""
+    constrained: list[ConstrainedRow]
 
 
 class StepBuilder:
@@ -60,7 +67,7 @@ class StepBuilder:
         self.budget = budget
         self._no_blocks = no_blocks
         self.in_flight: list[InFlightRow] = []
-        self.constrained: list[Sequence] = []
+        self.constrained: list[ConstrainedRow] = []
         self.scheduled: set[int] = set()
         """seq_ids that have a row; they are not preempted in this step."""
         self._moves = moves
@@ -114,7 +121,7 @@ class StepBuilder:
         end = start + 1
         if (
             start < seq.prefill_len
-            or end != len(seq.token_ids) + seq.num_placeholders
+            or seq.drafts
             or end >= seq.max_len
             or end > seq.blocks.capacity
             or seq.status is not Status.RUNNING
@@ -150,15 +157,16 @@ class StepBuilder:
             self.layers, cost = layers, layers.share(num_tokens)
             seq.num_layers = 0 if layers.last else layers.end
             end = end if layers.last else start
-        num_logits = int(end == seq.num_tokens)
-        row = Row(seq.seq_id, seq.slot, start, num_tokens, num_logits, new_blocks)
+        num_logits = max(0, end - seq.num_tokens + 1)
+        seq.drafts = seq.drafts[: max(0, num_logits - 1)]
+        row = Row(seq.seq_id, seq.slot, start, num_tokens, num_logits, new_blocks, seq.drafts)
         if layers is not None:
             self._piece.append(row)
         else:
             (self._decode if seq.decoding else self._sparse if seq.is_sparse(start) else self._prefill).append(row)
         self.in_flight.append(InFlightRow(seq, seq.preemption_epoch, start, end, num_logits))
         if num_logits and seq.request.constraint is not None:
-            self.constrained.append(seq)
+            self.constrained.append(ConstrainedRow(seq, seq.drafts))
         self.scheduled.add(seq.seq_id)
         self._moves_before[seq.seq_id] = len(self._moves)
         self.budget.spend(cost, decoding=seq.decoding, whole=seq.whole(start))

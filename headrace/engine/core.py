@@ -152,10 +152,10 @@ class EngineCore:
     def _sample(self, plan: StepPlan, handle: Any) -> None:
         """Launches the sampling of the last launched step, unless a mask depends on a token in flight."""
         constrained = self.scheduler.constrained()
-        if any(seq.num_placeholders > 1 for seq in constrained if not seq.finished):
-            return
         sample_plan = SamplePlan(plan.step)
         if constrained:
+            if self.scheduler.masks_wait():
+                return
             seq_ids, masks, failed = self._constraints.masks(constrained)
             sample_plan = SamplePlan(plan.step, seq_ids, masks.data.cast("B"))
             self._fail(failed)

@@ -48,10 +48,12 @@ def rows_beside(graph_rows: tuple[int, ...]) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What a captured run of the model has room for. Its decode rows come first, a token each, and then its prompts."""
+    """What a captured run of the model has room for. Its decode rows come first, and then its prompts."""
 
     decode_rows: int
     prompt_tokens: int
+    decode_tokens: int = 1
+    """Tokens of each decode row."""
 
     @property
     def rows(self) -> int:
@@ -59,7 +61,7 @@ class Shape:
 
     @property
     def tokens(self) -> int:
-        return self.decode_rows + self.prompt_tokens
+        return self.decode_rows * self.decode_tokens + self.prompt_tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +116,8 @@ class StepGraphs:
             backend.reserve(self._device)
         self._max_len = config.scheduler.max_model_len
         self._decode_rows = config.graph_rows
+        self._decode_tokens = sorted({1, config.scheduler.decode_tokens})
+        """Tokens of a decode row for which there are graphs: one, and one with all drafts."""
         most = config.graph_rows[-1]
         self._beside = rows_beside(config.graph_rows)
         self._prompt_tokens = config.graph_prompt_tokens
@@ -141,8 +145,10 @@ class StepGraphs:
 
     def shapes(self) -> Iterator[Shape | SampleShape]:
         """Yields every shape that may be captured, so that the first ones can stand in for all others of their kind."""
-        decode = [Shape(rows, 0) for rows in _spread(self._decode_rows)]
-        mixed = [Shape(rows, tokens) for tokens in _spread(self._prompt_tokens) for rows in _spread(self._beside)]
+        widths = self._decode_tokens
+        decode = [Shape(rows, 0, width) for rows in _spread(self._decode_rows) for width in widths]
+        prompts = [(rows, tokens) for tokens in _spread(self._prompt_tokens) for rows in _spread(self._beside)]
+        mixed = [Shape(rows, tokens, width) for rows, tokens in prompts for width in widths]
         plain, filtered = ([SampleShape(rows, filters) for rows in _spread(self._logits_rows)] for filters in (False, True))
         for shapes in itertools.zip_longest(decode, plain, mixed, filtered):
             yield from (shape for shape in shapes if shape is not None)
@@ -152,15 +158,16 @@ class StepGraphs:
     def shape_of(self, rows: RowArrays) -> Shape | None:
         """The shape that ``forward`` runs the rows in; None: they have none."""
         decode, own = rows.num_decode_rows, rows.counts
-        if (own[:decode] != 1).any() or rows.num_logits_rows > len(rows.sampled):
+        width = int(own[0]) if decode else 1
+        if width not in self._decode_tokens or (own[:decode] != width).any():
             return None
         prompts, tokens = len(rows) - decode, int(own[decode:].sum())
         if not prompts:
-            return self._choose(Shape(size, 0) for size in _from(self._decode_rows, decode))
+            return self._choose(Shape(size, 0, width) for size in _from(self._decode_rows, decode))
         beside = _from(self._beside, decode)
         if prompts > PROMPT_ROWS or not beside:
             return None
-        return self._choose(Shape(size, room) for room in _from(self._prompt_tokens, tokens) for size in beside)
+        return self._choose(Shape(size, room, width) for room in _from(self._prompt_tokens, tokens) for size in beside)
 
     def sample_shape_of(self, rows: RowArrays, masks: HostMasks | None) -> SampleShape | None:
         """The shape that ``sample`` draws all that the rows ask for in; None: they have none."""
@@ -299,7 +306,7 @@ class StepGraphs:
             self._draw(shape)
             return
         # The most that prompts may be: one row with all of their tokens.
-        query_start = np.minimum(np.arange(shape.rows + 1), shape.decode_rows)
+        query_start = np.minimum(np.arange(shape.rows + 1), shape.decode_rows) * shape.decode_tokens
         query_start[shape.decode_rows + 1 :] = shape.tokens
         self._forward(Bounds(shape.decode_rows, query_start, np.full(shape.rows, self._max_len), captured=True))
 

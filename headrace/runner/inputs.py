@@ -60,7 +60,7 @@ class StepBuffers:
 
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
         scheduler = config.scheduler
-        self.num_logits_rows = max(scheduler.max_num_seqs, *config.graph_rows, 0)
+        self.num_logits_rows = max(scheduler.max_num_seqs, *config.graph_rows, 0) * scheduler.decode_tokens
         """The most that a step may have."""
         # One place more than a captured step has, for a piece beside it.
         self._most = self.num_logits_rows + PROMPT_ROWS + 1
@@ -104,8 +104,11 @@ class StepBuffers:
         """To be called before anything else of a step."""
         self._turn = (self._turn + 1) % len(self._inbox)
 
-    def send(self, rows: RowArrays, decode_rows: int, num_rows: int) -> npt.NDArray[np.int64]:
+    def send(self, rows: RowArrays, decode_rows: int, num_rows: int, decode_tokens: int = 1) -> npt.NDArray[np.int64]:
         """Sends the rows, padded to ``decode_rows`` decode rows and ``num_rows`` in all, unless they are as they were.
+
+        Args:
+            decode_tokens: of a padding decode row.
 
         Returns:
             ``[R]``: row -> its place among those.
@@ -118,7 +121,7 @@ class StepBuffers:
         packed[0].fill(PAD_SLOT)
         packed[0, places] = rows.slots
         counts = np.zeros((2, num_rows), dtype=np.int32)
-        counts[0, own:decode_rows] = 1
+        counts[0, own:decode_rows] = decode_tokens
         counts[0, places] = rows.counts
         counts[1, places] = rows.num_logits
         np.cumsum(counts, axis=1, out=packed[1:, 1 : num_rows + 1])

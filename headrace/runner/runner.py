@@ -222,7 +222,7 @@ class ModelRunner:
         step.stopwatch.mark()
         if shape is not None and self._graphs is not None:
             step.num_places = shape.rows
-            step.places = self._buffers.send(rows, shape.decode_rows, shape.rows)
+            step.places = self._buffers.send(rows, shape.decode_rows, shape.rows, shape.decode_tokens)
             query_start = self._buffers.query_start(shape.rows)
             step.replayed = self._graphs.forward(shape, query_start, step.places, rows.ends)
             step.padding_tokens = shape.tokens - int(rows.counts.sum())

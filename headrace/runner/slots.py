@@ -158,6 +158,8 @@ class SlotTables:
         self._check_sequences(rows)
         fresh_blocks = self._append_blocks(plan)
         self._check_blocks(rows)
+        if rows.num_logits_rows > len(rows.sampled):
+            self._stage_drafts(plan)
         fresh = np.flatnonzero(self.host_num_computed[rows.slots] == UNKNOWN)
         if len(fresh):
             slots, starts = rows.slots[fresh], rows.starts[fresh]
@@ -240,6 +242,13 @@ class SlotTables:
                     count = self._append(group, row.seq_id, row.slot, blocks)
                     fresh[group] += blocks[max(0, row.num_computed // self.block_size - count) :]
         return fresh
+
+    def _stage_drafts(self, plan: StepPlan) -> None:
+        for row in plan.rows:
+            if row.drafts:
+                if len(row.drafts) != row.num_logits - 1:
+                    raise EngineError(f"sequence {row.seq_id} has {len(row.drafts)} drafts for {row.num_logits} logits rows")
+                self.token_ids.stage(row.slot, row.num_computed + row.num_tokens - len(row.drafts), row.drafts)
 
     def _append(self, group: int, seq_id: int, slot: int, blocks: tuple[int, ...]) -> int:
         """Returns how many blocks there were before."""

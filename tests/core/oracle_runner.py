@@ -9,6 +9,8 @@ something and forks with missing data all end in PlanError.
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import operator
 import zlib
 from collections import deque
 
@@ -48,6 +50,10 @@ class History:
             self._chain.append(hash((self._chain[-1], self.tokens[p], self._contents.get(p))))
         return self._chain[position + 1]
 
+    def keep(self, length: int) -> None:
+        """Forgets the tokens behind the first ``length``."""
+        del self.tokens[length:], self._chain[length + 1 :]
+
     def kv(self, position: int) -> tuple[int, int]:
         """What the KV of one position depends on."""
         return position, self.up_to(max(position, self._seen_to.get(position, 0) - 1))
@@ -70,6 +76,8 @@ class Slot:
     history: History
     tables: list[list[int]]
     num_computed: int | None = None
+    longest: int = 0
+    """The greatest end of a row."""
     encoded: set[int] = dataclasses.field(default_factory=set)
     """Starts of the items whose encoders have run."""
 
@@ -102,6 +110,7 @@ class OracleRunner:
         """Launched steps: plan, result, and byte -> the sequence that writes the block it is in."""
         self.last_step = 0
         self.num_hit_tokens = 0
+        self.num_accepted_drafts = 0
         self.num_moves = 0
 
     def execute(self, plan: StepPlan) -> int:
@@ -182,17 +191,19 @@ class OracleRunner:
             self.num_hit_tokens += start
         else:
             check(start == slot.num_computed, f"row starts at {start}, the slot is at {slot.num_computed}")
-        slot.num_computed = end
+        slot.num_computed, slot.longest = end, max(slot.longest, end)
+        slot.tokens.extend(row.drafts)
         check(row.num_tokens >= 1 and end <= len(slot.tokens), f"row [{start}, {end}) of {len(slot.tokens)} tokens")
         check(end < self.config.max_model_len, "computes the last position, whose token needs no KV")
-        check(bool(row.num_logits) == (end == len(slot.tokens)), "samples exactly at the last known token")
+        samples = end == len(slot.tokens)
+        check(row.num_logits == (1 + len(row.drafts) if samples else 0), "samples exactly at the last known token")
         check(decode == (start >= len(slot.new.token_ids)), "decode rows first, then prefill rows")
         for item in self.requests[row.seq_id].items:
             check(not (item.atomic and item.start < start < item.end), f"chunk begins inside {item}")
             check(not (item.atomic and item.start < end < item.end), f"chunk ends inside {item}")
         for table, new_blocks in zip(slot.tables, row.new_blocks, strict=True):
             table.extend(new_blocks)
-            check(len(table) == -(-end // self.cache.block_size), f"{len(table)} blocks for {end} tokens")
+            check(len(table) == -(-slot.longest // self.cache.block_size), f"{len(table)} blocks for {slot.longest} tokens")
 
     def _encode(self, row: Row) -> int:
         """Encodes the items that the row needs for the first time; returns what that costs."""
@@ -262,12 +273,20 @@ class OracleRunner:
                 wanted = range(row.num_computed, min(end, slot.new.prompt_len - 1))
                 result.prompt_logprobs[row.seq_id] = [prompt_logprob(slot.history.up_to(p), slot.tokens[p + 1]) for p in wanted]
             if row.num_logits:
-                token = sample(slot.history.up_to(end - 1), slot.new.seed, slot.new.sample_index)
+                known = end - len(row.drafts)
+                tokens = [sample(slot.history.up_to(p), slot.new.seed, slot.new.sample_index) for p in range(known - 1, end)]
+                pairs = zip(tokens, row.drafts, strict=False)
+                accepted = sum(itertools.accumulate((token == draft for token, draft in pairs), operator.mul))
+                self.num_accepted_drafts += accepted
+                tokens = tokens[: accepted + 1]
                 result.seq_ids.append(row.seq_id)
-                result.token_ids.append([token])
+                result.token_ids.append(tokens)
                 if slot.new.sampling.logprobs is not None:
-                    result.logprobs[row.seq_id] = [TokenLogprobs([token], [-float(end)], 1)]
-                slot.tokens.append(token)
+                    entries = [TokenLogprobs([token], [-float(known + place)], 1) for place, token in enumerate(tokens)]
+                    result.logprobs[row.seq_id] = entries
+                slot.history.keep(known)
+                slot.tokens.extend(tokens)
+                slot.num_computed = end - (row.num_logits - len(tokens))
         return result
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from headrace.core.plan import StepResult
+from headrace.core.plan import StepPlan, StepResult
 from headrace.core.sequence import Status
 from headrace.core.step import InFlightRow
 from headrace.errors import EngineError
@@ -476,17 +476,19 @@ def test_nothing_to_do_is_no_plan() -> None:
 @pytest.mark.parametrize("kept", [1, 2, 3])
 def test_a_row_may_keep_fewer_tokens_than_it_has_logits_rows(kept: int) -> None:
     """What was planned for tokens that were not kept is taken back, and the next row begins behind those that were."""
-    world = World(make_config(), make_cache())
+    world = World(make_config(decode_tokens=3), make_cache())
     (seq,) = world.add(make_request("r", [1, 2, 3, 4, 5, 6, 7], max_tokens=20))
     world.step()
+    with pytest.raises(EngineError, match=r"3 drafts for .*; decode rows have at most 3 tokens"):
+        world.scheduler.propose(seq, (9, 8, 7))
+    world.scheduler.propose(seq, (9, 8))
     plan = world.scheduler.schedule()
     assert plan is not None
-    # Two drafts behind the last known token.
-    (flight,) = world.scheduler._in_flight
-    flight.rows[0] = msgspec.structs.replace(flight.rows[0], end=flight.rows[0].end + 2, num_logits=3)
-    seq.num_computed += 2
-    seq.num_placeholders += 2
-    assert world.scheduler.kv.allocate(seq.blocks, seq.num_computed) is not None
+    (row,) = plan.rows
+    assert (row.num_tokens, row.num_logits, row.drafts, plan.num_decode_rows) == (3, 3, (9, 8), 1)
+    assert seq.num_placeholders == 3
+    with pytest.raises(EngineError, match="its last token is not known"):
+        world.scheduler.propose(seq, (9,))
     blocks = [list(table) for table in seq.blocks.tables]
     known = len(seq.token_ids)
     (update,) = world.scheduler.update(plan, StepResult(plan.step, [seq.seq_id], [[9, 8, 7][:kept]]))
@@ -496,6 +498,41 @@ def test_a_row_may_keep_fewer_tokens_than_it_has_logits_rows(kept: int) -> None:
     assert following is not None and following.rows[0].num_computed == known + kept - 1
     assert [table[: len(before)] for table, before in zip(seq.blocks.tables, blocks, strict=True)] == blocks
     world.scheduler.check_integrity()
+
+
+def test_drafts_take_no_token_from_decoding_sequences_behind_and_end_with_the_longest_sequence() -> None:
+    world = World(make_config(decode_tokens=6, max_num_batched_tokens=7), make_cache())
+    for name in "abc":
+        world.add_unchecked(make_request(name, [1, 2], max_tokens=9))
+    while any(seq.num_outputs == 0 for seq in world.sequences):
+        world.scheduler.update(plan := world.scheduler.schedule(), answer(plan))
+    for seq in world.sequences:
+        world.scheduler.propose(seq, (9,) * 5)
+    plan = world.scheduler.schedule()
+    assert [row.num_tokens for row in plan.rows] == [5, 1, 1]
+    world.scheduler.update(plan, StepResult(plan.step, [0, 1, 2], [[9] * 5, [9], [9]]))
+    first = world.sequences[0]
+    left = first.max_len - len(first.token_ids)
+    world.scheduler.propose(first, (9,) * 5)
+    assert world.scheduler.schedule().rows[0].num_tokens == min(left, 5)
+
+
+def test_the_next_row_waits_until_drafts_are_verified() -> None:
+    world = World(make_config(decode_tokens=3, pipeline_depth=2), make_cache())
+    first, second = (world.add_unchecked(make_request(name, [1, 2], max_tokens=9))[0] for name in "ab")
+    world.scheduler.update(plan := world.scheduler.schedule(), answer(plan))
+    world.scheduler.propose(first, (5, 6))
+    verifying, beside = world.scheduler.schedule(), world.scheduler.schedule()
+    assert [[row.seq_id for row in plan.rows] for plan in (verifying, beside)] == [[0, 1], [1]]
+    world.scheduler.update(verifying, StepResult(verifying.step, [0, 1], [[5], [7]]))
+    assert first.num_computed == len(first.token_ids) - 1
+    assert [(row.seq_id, row.num_computed) for row in world.scheduler.schedule().rows] == [(0, 3), (1, 4)]
+    assert second.num_placeholders == 2
+
+
+def answer(plan: StepPlan) -> StepResult:
+    sampled = [row.seq_id for row in plan.rows if row.num_logits]
+    return StepResult(plan.step, sampled, [[7]] * len(sampled))
 
 
 def test_only_a_next_token_that_nothing_waits_for_takes_the_short_path() -> None:

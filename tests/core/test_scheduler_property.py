@@ -84,7 +84,7 @@ def arrivals(draw: st.DrawFn, number: int, config: SchedulerConfig) -> Arrival:
 
 
 @st.composite
-def worlds(draw: st.DrawFn) -> tuple[World, list[Arrival]]:
+def worlds(draw: st.DrawFn, decode_tokens: tuple[int, ...] = (1,)) -> tuple[World, list[Arrival]]:
     config = SchedulerConfig(
         max_model_len=draw(st.integers(24, 48)),
         max_num_seqs=draw(st.integers(1, 5)),
@@ -94,6 +94,7 @@ def worlds(draw: st.DrawFn) -> tuple[World, list[Arrival]]:
         pipeline_depth=draw(st.integers(1, 3)),
         max_num_encoder_tokens=draw(st.integers(0, 4)),
         max_prefill_tokens_beside_decode=draw(st.sampled_from([None, None, 1, 5])),
+        decode_tokens=draw(st.sampled_from(decode_tokens)),
     )
     windows = draw(st.sampled_from([(None,), (None,), (None, 5), (None, 5), (6,), (1,), (None, 9, 3), (None, 12, 7, 2)]))
     block_size = draw(st.sampled_from([1, 2, 4]))
@@ -159,6 +160,14 @@ def test_everyone_gets_their_own_tokens(world_and_script: tuple[World, list[Arri
 def test_everyone_gets_their_own_tokens_in_many_worlds(
     world_and_script: tuple[World, list[Arrival]], collects: list[bool]
 ) -> None:
+    world, script = world_and_script
+    play(world, script, collects)
+    world.assert_right()
+
+
+@settings(max_examples=100, derandomize=True, deadline=None, database=None, suppress_health_check=QUIET)
+@given(worlds((2, 3, 6)), st.lists(st.booleans(), min_size=1, max_size=7))
+def test_drafts_change_no_tokens(world_and_script: tuple[World, list[Arrival]], collects: list[bool]) -> None:
     world, script = world_and_script
     play(world, script, collects)
     world.assert_right()

@@ -11,13 +11,13 @@ from headrace.config import CacheConfig, SchedulerConfig
 from headrace.core.plan import SamplePlan, StepPlan, StepResult, decode_plan, encode_plan
 from headrace.core.request import Request
 from headrace.core.scheduler import Scheduler
-from headrace.core.sequence import Sequence, SequenceUpdate
+from headrace.core.sequence import Sequence, SequenceUpdate, Status
 from headrace.kv import Item
 from headrace.model_spec import CacheGroup
 from headrace.outputs import Failure, TokenLogprobs
 from headrace.sampling_params import SamplingParams
 
-from .oracle_runner import EOS, OracleRunner, expected_outputs, expected_prompt_logprobs
+from .oracle_runner import EOS, VOCAB, OracleRunner, expected_outputs, expected_prompt_logprobs
 
 
 def make_cache(
@@ -91,6 +91,9 @@ class World:
         """seq_id -> number of outputs after which the host finds a stop string."""
         self.launched: deque[StepPlan] = deque()
         self.recording: list[bytes | StepResult] = []
+        self.sequences: list[Sequence] = []
+        self.num_drafts = 0
+        self._expected: dict[int, list[int]] = {}
 
     def add(self, request: Request) -> list[Sequence]:
         sequences = self.add_unchecked(request)
@@ -99,6 +102,7 @@ class World:
 
     def add_unchecked(self, request: Request) -> list[Sequence]:
         sequences = self.scheduler.add(request)
+        self.sequences += sequences
         for seq in sequences:
             self.requests[seq.seq_id] = request
             self.outcomes[seq.seq_id] = Outcome(request, seq.index)
@@ -117,8 +121,11 @@ class World:
             assert not any(seq.seq_id in pool.owners(block) for block in pool.blocks)
 
     def launch(self) -> StepPlan | None:
+        if self.config.decode_tokens > 1:
+            self.propose()
         plan = self.scheduler.schedule()
         if plan is not None:
+            self.num_drafts += sum(len(row.drafts) for row in plan.rows)
             data = encode_plan(plan)
             assert decode_plan(data) == plan
             self.recording.append(data)
@@ -126,6 +133,18 @@ class World:
             self.launched.append(plan)
         self.scheduler.check_integrity()
         return plan
+
+    def propose(self) -> None:
+        """Drafts for every sequence that can have some: more or fewer, right up to a place that differs from time to time."""
+        for seq in self.sequences:
+            if seq.status is not Status.RUNNING or not seq.decoding or seq.num_placeholders:
+                continue
+            if seq.seq_id not in self._expected:
+                self._expected[seq.seq_id], _ = expected_outputs(seq.request, seq.index, self.config.max_model_len)
+            turn = seq.seq_id + 7 * len(seq.token_ids)
+            count = turn % self.config.decode_tokens
+            right = self._expected[seq.seq_id][seq.num_outputs :][: turn // 3 % (count + 1)]
+            self.scheduler.propose(seq, tuple([*right, *[turn % VOCAB] * count][:count]))
 
     def collect(self) -> list[SequenceUpdate]:
         self.now += 1.0
@@ -189,7 +208,9 @@ class World:
         tokens, reason = expected_outputs(request, outcome.index, self.config.max_model_len)
         host_stop = self.host_stops.get(seq_id)
         if host_stop is not None and host_stop < len(tokens):
-            tokens, reason = tokens[:host_stop], "stop"
+            # The last row may bring drafts behind the token at which the host stops.
+            kept = min(max(host_stop, len(outcome.tokens)), host_stop + self.config.decode_tokens - 1)
+            tokens, reason = (tokens[:kept], "stop") if kept < len(tokens) else (tokens, reason)
         assert outcome.reason is not None, f"sequence {seq_id} never finished"
         if outcome.reason in ("abort", "error"):
             assert outcome.tokens == tokens[: len(outcome.tokens)]

@@ -201,6 +201,7 @@ class World:
     num_blocks: int = 400
     caching: bool = False
     depth: int = 1
+    decode_tokens: int = 1
     backend: str = "torch"
     device: str = "cpu"
     record: str | None = None
@@ -228,6 +229,7 @@ class World:
                 max_queue_len=1000,
                 policy="fcfs",
                 pipeline_depth=self.depth,
+                decode_tokens=self.decode_tokens,
                 max_num_encoder_tokens=MAX_LEN if spec.vision is not None else 0,
             ),
             device=self.device,

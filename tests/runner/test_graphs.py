@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from headrace.attention.backend import AttentionBackend, AttentionInputs, StepMetadata
-from headrace.core.plan import NewSequence, SamplePlan
+from headrace.core.plan import NewSequence, Row, SamplePlan
 from headrace.core.request import Request
 from headrace.errors import EngineError
 from headrace.kernels.paged_attention import paged_attention
@@ -324,6 +324,31 @@ def test_steps_with_a_stand_in_capture_at_intervals(monkeypatch: pytest.MonkeyPa
     assert [shape for shape in graphs.models if shape.decode_rows == 1] != []
     assert graphs.models[1] == Shape(6, 0) and graphs.models[-1] == Shape(1, 0)
     assert Shape(0, 16) not in graphs._captured and made.graphs().captured == 6
+
+
+def test_rows_with_drafts_have_graphs_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rows of three tokens in room for two; rows of unequal length run kernel by kernel."""
+    world = World(max_num_seqs=8, decode_tokens=3)
+    made, graphs = runner(world, monkeypatch)
+    eager = world.runner()
+    known = [prompt(1, 6), prompt(2, 9)]
+    blocks = [blocks_for(40), blocks_for(40, 11)]
+    prompts = [row(10 + slot, slot, 0, len(own), blocks[slot]) for slot, own in enumerate(known)]
+    equal = [Row(10 + slot, slot, len(own), 3, 3, ((),), (5, 9)) for slot, own in enumerate(known)]
+    unequal = [Row(10, 0, 9, 2, 2, ((),), (7,)), Row(11, 1, 12, 1, 1, ((),))]
+    plans = [
+        plan(*prompts, new=[new(10 + slot, slot, own) for slot, own in enumerate(known)], step=1),
+        plan(*equal, decode=2, step=2),
+        plan(*unequal, decode=2, step=3),
+    ]
+    for each in plans:
+        with torch.inference_mode():
+            found, expected = (
+                (one.sample(step := one.execute(each), SamplePlan(each.step)), one.collect(step))[1] for one in (made, eager)
+            )
+        assert (found.seq_ids, found.token_ids) == (expected.seq_ids, expected.token_ids)
+        assert found.replayed == (each.step != 3)
+    assert graphs.models == [Shape(0, 16), Shape(2, 0, 3)] and {Shape(6, 0), Shape(6, 0, 3)} <= set(graphs.shapes())
 
 
 def test_a_failed_capture_leaves_the_graphs_there_are(monkeypatch: pytest.MonkeyPatch) -> None:

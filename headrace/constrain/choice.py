@@ -71,9 +71,9 @@ def _choice(choice: Any, schemas: Sequence[Mapping[str, Any]], where: str) -> Ch
 def _offered(function: Any, where: str, names: frozenset[str]) -> str:
     """The name of a function that the request offers."""
     name = function.get("name") if isinstance(function, Mapping) else None
-    if name not in names:
+    if not isinstance(name, str) or name not in names:
         raise RequestError(f"{where}.name must be one of the tools that the request offers, not {shown(name)}", f"{where}.name")
-    return str(name)
+    return name
 
 
 def rules_of(

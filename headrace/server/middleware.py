@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import asyncio
 import hashlib
 import hmac
 import logging
@@ -63,7 +64,9 @@ class Observe:
                     await ApiError(400, wrong, param="X-Request-Id").response(scope)(scope, receive, send_marked)
             except ClientDisconnect:
                 status, scope["headrace.outcome"] = CLIENT_GONE, "disconnected"
-            except Exception as error:
+            except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as error:  # A panic of a native library is no Exception.
                 logger.exception("request %s failed", request_id)
                 if not status:
                     await api_error(error, self._serving.settings.retry_after).response(scope)(scope, receive, send_marked)

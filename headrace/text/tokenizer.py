@@ -95,13 +95,18 @@ class Tokenizer:
         Other threads run meanwhile: ``encode_batch_fast`` releases the interpreter's lock, ``encode`` holds it.
 
         Raises:
-            RequestError: the text holds lone surrogates, which no UTF-8 has, or has more than ``max_tokens`` tokens; the error
-                names ``param``.
+            RequestError: the text holds lone surrogates, which no UTF-8 has, has more than ``max_tokens`` tokens, or is one at
+                which the library fails; the error names ``param``.
         """
         try:
             (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except (UnicodeEncodeError, TypeError) as error:
             raise RequestError(f"{param} must be text that UTF-8 can hold, without lone surrogates", param) from error
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # A panic of the library is no Exception.
+            reason = str(error).partition("\n")[0]
+            raise RequestError(f"{param}: the model's tokenizer fails at this text: {reason}", param) from error
         if max_tokens is not None and len(encoding) > max_tokens:
             message = f"{param} has {len(encoding)} tokens, and may have at most {max_tokens}"
             raise RequestError(message, param, code="context_length_exceeded")

@@ -203,3 +203,33 @@ def test_the_end_of_one_replica_may_be_tried_again_while_others_serve() -> None:
     api = Api(broken(EngineDeadError("replica 0 died"), 2))
     assert error(api.complete(max_tokens=5), 503)["message"] == "replica 0 died"
     assert api.llm.health().ok
+
+
+class PanicException(BaseException):
+    """As pyo3 raises it for a panic in Rust, which is no Exception."""
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
+def test_a_panic_of_a_native_library_is_one_request_s_error(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    llm = FakeLLM()
+    server = Api(llm)
+
+    def panic(*args: Any, **kwargs: Any) -> Any:
+        raise PanicException("index out of bounds")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.tokenizer, "encode", panic)
+        assert error(server.post(path, {"prompt": "a"}), 500)["code"] == "internal_error"
+    assert server.post(path, {"prompt": "a"}).status_code == 200
+
+
+@pytest.mark.parametrize("name", [[], {}, ["add"], None, 5])
+def test_names_of_chosen_functions_that_are_no_names(api: Api, name: Any) -> None:
+    add = {"name": "add"}
+    choices: list[dict[str, Any]] = [
+        {"tools": [{"type": "function", "function": add}], "tool_choice": {"type": "function", "function": {"name": name}}},
+        {"functions": [add], "function_call": {"name": name}},
+    ]
+    for fields in choices:
+        wrong = error(api.chat(**fields))
+        assert wrong["param"] in ("tool_choice.function.name", "function_call.name")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,8 +14,13 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from headrace.server.fields import FIELDS, rules
+from headrace.server.state import Serving
+from headrace.server.store import StoredItem
+from server import scripted
 from server.fakes import FakeLLM
 from server.harness import client
+from server.mutations import requests
+from server.scripted import ScriptedLLM
 
 FUZZ = settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 PATHS = {
@@ -85,21 +91,27 @@ plausible: dict[str, st.SearchStrategy[Any]] = {
 class Fuzzed:
     """One app for all examples."""
 
-    def __init__(self) -> None:
+    def __init__(self, llm: FakeLLM) -> None:
         self._runner = asyncio.Runner()
-        self.llm = FakeLLM()
+        self.llm = llm
         self._context = client(self.llm)
         self._http = self._runner.run(self._context.__aenter__())
 
-    def post(self, path: str, body: bytes) -> httpx.Response:
-        return self._runner.run(self._http.post(path, content=body, headers={"content-type": "application/json"}))
+    @property
+    def serving(self) -> Serving:
+        transport: Any = self._http._transport
+        state: Serving = transport.app.state.serving
+        return state
 
-    def check(self, path: str, body: bytes) -> httpx.Response:
-        response = self.post(path, body)
+    def request(self, method: str, path: str, body: bytes) -> httpx.Response:
+        return self._runner.run(self._http.request(method, path, content=body, headers={"content-type": "application/json"}))
+
+    def check(self, path: str, body: bytes, method: str = "POST") -> httpx.Response:
+        response = self.request(method, path, body)
         assert response.status_code == 200 or 400 <= response.status_code < 500, (response.status_code, body)
         if response.status_code >= 400:
             error = response.json()["error"]
-            if path == PATHS["messages"]:
+            if path.startswith(PATHS["messages"]):
                 assert error.keys() - {"details"} == {"message", "type"}
             else:
                 assert error.keys() == {"message", "type", "param", "code"}
@@ -117,7 +129,7 @@ class Fuzzed:
 
 @pytest.fixture(scope="module")
 def fuzzed() -> Iterator[Fuzzed]:
-    started = Fuzzed()
+    started = Fuzzed(FakeLLM())
     yield started
     started.close()
 
@@ -156,3 +168,22 @@ def test_a_good_body_with_one_byte_wrong(fuzzed: Fuzzed, cut: int, byte: int) ->
     body = bytearray(json.dumps(BASE["chat"] | {"temperature": 0.5, "stop": ["x"], "logit_bias": {"5": 1}}).encode())
     body[cut % len(body)] = byte
     fuzzed.check(PATHS["chat"], bytes(body))
+
+
+STORED = StoredItem("msg_0", b'{"type":"message","role":"assistant","content":"Hi","id":"msg_0"}')
+
+
+@pytest.mark.parametrize(
+    ("seed", "count"), [(1, 1500), *(pytest.param(seed, 6000, marks=pytest.mark.slow) for seed in range(2, 6))]
+)
+def test_any_value_at_any_place_of_any_route(tmp_path: Path, seed: int, count: int) -> None:
+    fuzzed = Fuzzed(ScriptedLLM(scripted.tokenizer(tmp_path), ["Hi"]))
+    try:
+        store = fuzzed.serving.responses
+        for index, (route, body) in enumerate(requests(seed, count)):
+            if index % 20 == 0:
+                store.begin("", "resp_0", (), ())
+                store.finish("", "resp_0", b"{}", (STORED,))
+            fuzzed.check(route.path, body, route.method)
+    finally:
+        fuzzed.close()

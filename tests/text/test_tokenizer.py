@@ -246,3 +246,20 @@ def test_parts_of_a_text_are_encoded_one_behind_the_other(name: str, request: py
     assert tokenizer.token_bytes.special.isdisjoint(apart)
     assert not tokenizer.token_bytes.special.isdisjoint(tokenizer.encode(text, False))
     assert tokenizer.encode_parts([text], False) == tokenizer.encode(text, False)
+
+
+class PanicException(BaseException):
+    """As pyo3 raises it for a panic in Rust, which is no Exception."""
+
+
+@pytest.mark.parametrize("failure", [PanicException("byte index 1 is not a char boundary\nstack"), Exception("no [UNK] token")])
+def test_a_text_at_which_the_library_fails_is_refused(failure: BaseException) -> None:
+    class Backend:
+        def encode_batch_fast(self, texts: list[str], add_special_tokens: bool) -> None:
+            raise failure
+
+    tokenizer = Tokenizer(vocabularies.byte_level())
+    tokenizer._backend = Backend()  # type: ignore[assignment]
+    with pytest.raises(RequestError, match=r"^stop: the model's tokenizer fails at this text: [a-z0-9 \[\]UNK]+$") as caught:
+        tokenizer.encode("x", param="stop")
+    assert caught.value.param == "stop"

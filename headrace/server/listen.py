@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import socket
+import ssl
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -20,8 +21,10 @@ def listen(settings: ServerSettings) -> list[socket.socket]:
     """Listening sockets: one for each address that the host's name has, or the Unix domain socket.
 
     Raises:
-        ConfigError: the address is in use, not ours, or not an address.
+        ConfigError: the address is in use, not ours, or not an address; or there is no certificate at its path.
     """
+    if settings.tls_cert is not None and settings.tls_key is not None:
+        _check_certificate(settings.tls_cert, settings.tls_key)
     if settings.uds is not None:
         return [_unix_socket(settings.uds)]
     port = settings.port
@@ -72,3 +75,15 @@ def _unix_socket(path: str) -> socket.socket:
         raise ConfigError(f"cannot listen on {path}: {error.strerror or error}", "uds") from error
     logger.info("listening on unix:%s", path)
     return listener
+
+
+def _check_certificate(certificate: Path, key: Path) -> None:
+    """Raises ConfigError if a server cannot use them."""
+    try:
+        # A key with a password is refused, where OpenSSL would ask the terminal.
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
+    except OSError as error:
+        why = error.reason if isinstance(error, ssl.SSLError) else error.strerror
+        raise ConfigError(
+            f"{certificate} and {key} are no PEM certificate and its unencrypted key: {why or error}", "tls_cert"
+        ) from None

@@ -7,7 +7,6 @@ import dataclasses
 import logging
 import resource
 import socket
-import ssl
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 from fastapi import FastAPI
 
-from headrace.errors import ConfigError
 from headrace.server.app import build_app
 from headrace.server.protocol import LimitedProtocol
 from headrace.server.settings import ServerSettings
@@ -81,8 +79,6 @@ def run(
     """
     use_no_tokenizer_threads()
     switch_threads_often()
-    if settings.tls_cert is not None and settings.tls_key is not None:
-        _check_certificate(settings.tls_cert, settings.tls_key)
     app = build_app(llm, settings)
     config = uvicorn_config(app, within_open_files(settings), timeout_graceful_shutdown=_CLEANUP_SECONDS)
     serving: Serving = app.state.serving
@@ -129,15 +125,3 @@ def within_open_files(settings: ServerSettings) -> ServerSettings:
         "max_connections is %d, not %d: the system lets a process open %d files", most, settings.max_connections, room
     )
     return dataclasses.replace(settings, max_connections=most)
-
-
-def _check_certificate(certificate: Path, key: Path) -> None:
-    """Raises ConfigError if a server cannot use them."""
-    try:
-        # A key with a password is refused, where OpenSSL would ask the terminal.
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
-    except OSError as error:
-        why = error.reason if isinstance(error, ssl.SSLError) else error.strerror
-        raise ConfigError(
-            f"{certificate} and {key} are no PEM certificate and its unencrypted key: {why or error}", "tls_cert"
-        ) from None

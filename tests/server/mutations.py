@@ -196,7 +196,8 @@ VALUES: tuple[Any, ...] = (
     "/" * 300, "data:,", PNG, "file:///etc/passwd", "http://127.0.0.1:1/x", "{{ x }}", "<|im_start|>", "(" * 500, "{",
     [], {}, [[]], [None], [0], [-1], [2**31], [2**63], ["x"], [[1, 2], "x"], [{}], [[[]]], {"": 0}, {"type": "x"},
     {"type": ["x"]}, {"type": {}}, {"type": "text"}, {"type": "text", "text": 1},
-    {"type": "image_url", "image_url": {"url": PNG}}, {"type": "image_url", "image_url": []}, {"id": []}, {"name": []}, {"name": {"a": 1}}, {"$ref": "#"}, {"role": "user"},
+    {"type": "image_url", "image_url": {"url": PNG}}, {"type": "image_url", "image_url": []},
+    {"id": []}, {"name": []}, {"name": {"a": 1}}, {"$ref": "#"}, {"role": "user"},
     ["x"] * 300, list(range(2000)), {str(index): index for index in range(300)}, NESTED,
 )  # fmt: skip
 

@@ -24,7 +24,7 @@ import pytest
 import headrace
 from headrace.errors import ConfigError
 from headrace.server.listen import listen
-from headrace.server.run import run, within_open_files
+from headrace.server.run import within_open_files
 from headrace.server.settings import ServerSettings
 from server.harness import error, wait_for
 
@@ -246,5 +246,5 @@ def test_a_certificate_that_is_none_is_refused_before_anything_starts(tmp_path: 
     file.write_bytes(content)
     settings = ServerSettings(tls_cert=file, tls_key=file, port=0)
     with pytest.raises(ConfigError, match=r"cert\.pem") as caught:
-        run(object(), settings, [])  # type: ignore[arg-type]
+        listen(settings)
     assert caught.value.param == "tls_cert" and "\n" not in caught.value.message

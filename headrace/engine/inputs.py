@@ -23,7 +23,7 @@ from headrace.multimodal.threads import media_workers, use_one_core
 from headrace.options import Option, OptionSpec, check_value, options, shown
 from headrace.sampling_params import MAX_SEED, SamplingParams
 from headrace.text.bad_words import check_bad_words, compile_bad_words
-from headrace.text.content import ConversationMedia
+from headrace.text.content import ConversationMedia, MediaPart, blame_part
 from headrace.text.stops import check_stops
 from headrace.worker_threads import WorkerThreads
 
@@ -50,7 +50,7 @@ class MultiModalPrompt(TypedDict):
     prompt: NotRequired[str]
     prompt_token_ids: NotRequired[list[int]]
     multi_modal_data: MultiModalData | Mapping[str, Any]
-    """As ``MultiModalData.of`` takes it."""
+    """As ``MultiModalData.of`` takes it, or with URLs of features: ``image_feature_urls``, ``video_feature_urls``."""
     mm_processor_kwargs: NotRequired[Mapping[str, Any]]
     """Options of the model's processor."""
     add_special_tokens: NotRequired[bool]
@@ -338,14 +338,24 @@ class InputProcessor:
         prompt = cast("MultiModalPrompt", prompt)
         if self.multimodal is None:
             raise RequestError(f"this engine reads text alone: {self._text_alone}", "multi_modal_data")
-        data, kwargs = MultiModalData.of(prompt["multi_modal_data"]), prompt.get("mm_processor_kwargs") or {}
+        kwargs = prompt.get("mm_processor_kwargs") or {}
         self.check_processor_options(kwargs)
         if tokens is None:
             self.check_length(text or "", "prompt")
         elif tokens:
             self._checked_tokens(tokens)
         special = prompt.get("add_special_tokens", add_special_tokens)
-        return self.multimodal.prepare(tokens if tokens is not None else text or "", data, kwargs, add_special_tokens=special)
+        given, parts = prompt["multi_modal_data"], list[MediaPart]()
+        if self.media is not None:
+            given, parts = self.media.load_features(given)
+        data = MultiModalData.of(given)
+        try:
+            return self.multimodal.prepare(
+                tokens if tokens is not None else text or "", data, kwargs, add_special_tokens=special
+            )
+        except RequestError as error:
+            blame_part(error, parts)
+            raise
 
     def _refuse_media_tokens(self, tokens: Sequence[int]) -> None:
         """Raises RequestError for a token of a prompt without media that takes features of a medium."""

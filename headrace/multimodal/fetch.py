@@ -35,7 +35,11 @@ _NOT_PUBLIC = [  # where Python's lists differ by version, or have nothing
 _SHOWN = 128
 _CONCURRENT = 64
 """Connections at once; others wait, within their time."""
-_HEADERS = [(b"User-Agent", b"headrace"), (b"Accept", b"image/*, video/*"), (b"Accept-Encoding", b"identity")]
+_HEADERS = [
+    (b"User-Agent", b"headrace"),
+    (b"Accept", b"image/*, video/*, application/octet-stream"),
+    (b"Accept-Encoding", b"identity"),
+]
 
 
 def is_public(address: Address) -> bool:

@@ -116,7 +116,8 @@ class MultiModalData:
             data: ``{"image": one or a list, "video": one or a list, "image_embeds": {...}, "video_embeds": {...}}`` with PIL
                 pictures or arrays ``[h, w, 3]`` uint8, arrays ``[n, h, w, 3]`` or (array, metadata), and for ``*_embeds``
                 ``{"features": [n, hidden], "grid_thw": [k, 3], "deepstack"?: [levels, n, hidden], "second_per_grid"?: [k],
-                "timestamps"?: [temporal patches of all]}``, or a list of those.
+                "timestamps"?: [temporal patches of all]}``, or a list of those. ``MediaLoader.load_features`` has replaced
+                URLs of features.
 
         Raises:
             RequestError: names the entry.
@@ -189,13 +190,15 @@ def split_features(embeds: Any, where: str) -> list[Features]:
     A single grid may also count larger parts than rows, such as crops, since nothing is split by it.
 
     Args:
-        embeds: as in ``MultiModalData.of``, or a list of those; or ``TensorData`` in place of tensors.
+        embeds: as in ``MultiModalData.of``, or a list of those; or ``TensorData`` in place of tensors; or ``Features``.
 
     Raises:
         RequestError: names the part, what was expected and what came.
     """
     if isinstance(embeds, list):
         return [one for index, part in enumerate(embeds) for one in split_features(part, f"{where}[{index}]")]
+    if isinstance(embeds, Features):
+        return [embeds]
     if not isinstance(embeds, Mapping):
         raise wrong(where, f"must be a dict with features and grid_thw, not {shown(embeds)}")
     if unknown := sorted(map(str, set(embeds) - set(_EMBEDS))):

@@ -1,8 +1,8 @@
 """MediaLoader: from the media that a conversation refers to, to decoded ones.
 
 A reference is a data: URL, a URL of http or https (``fetch.py``), a file:// URL below the directory that the operator allows, a
-picture in memory, or features that were encoded elsewhere, sent along or uploaded before. Content is decoded in processes with
-limits (``decoder.py``). Nothing behind this opens a URL or a path.
+picture in memory, or features that were encoded elsewhere: at a URL, sent along or uploaded before. Content is decoded in
+processes with limits (``decoder.py``). Nothing behind this opens a URL or a path.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from headrace.multimodal.decode import DecodeLimits
 from headrace.multimodal.decoder import Admit, MediaDecoder
 from headrace.multimodal.feature_file import read_features
 from headrace.multimodal.fetch import Fetcher
-from headrace.multimodal.items import Features, MultiModalData, Picture, Video, refused
+from headrace.multimodal.items import Features, MultiModalData, Picture, Video, refused, wrong
 from headrace.multimodal.threads import media_workers
 from headrace.options import shown
 from headrace.text.content import MediaPart
@@ -38,7 +38,8 @@ from headrace.text.content import MediaPart
 FindFeatures = Callable[[str, Modality, str], Features]
 """(id of an upload, what it stands for, parameter) -> its features. Raises RequestError where there are none."""
 
-
+FEATURE_URLS: dict[str, Modality] = {"image_feature_urls": "image", "video_feature_urls": "video"}
+"""Entry of ``multi_modal_data`` -> what the features at its URLs stand for."""
 BASE64_PIECE = 1 << 16
 """Characters that are decoded at once, a multiple of 4: about a millisecond."""
 
@@ -148,6 +149,28 @@ class MediaLoader:
         with ThreadPoolExecutor(1, "headrace-media-loop") as thread:  # where an event loop may run, not here
             return thread.submit(lambda: asyncio.run(run())).result()
 
+    def load_features(self, data: Any) -> tuple[Any, list[MediaPart]]:
+        """``multi_modal_data`` with features in place of their URLs, and the parts that were loaded. Waits for all of them.
+
+        Raises: as ``loaded``.
+        """
+        parts: list[MediaPart] = []
+        if not isinstance(data, Mapping) or FEATURE_URLS.keys().isdisjoint(data):
+            return data, parts
+        for name, modality in FEATURE_URLS.items():
+            where, given = f"multi_modal_data.{name}", data.get(name) or []
+            urls = [given] if isinstance(given, str) else given
+            if not isinstance(urls, list) or not all(isinstance(url, str) for url in urls):
+                raise wrong(where, f"must be a URL or a list of URLs, not {shown(given)}")
+            parts += [MediaPart(modality, url, f"{where}[{index}]", encoded=True) for index, url in enumerate(urls)]
+            for other in (modality, f"{modality}_embeds"):
+                if urls and data.get(other) is not None:
+                    raise wrong(where, f"and {other} in one prompt have no order: give one of them")
+        found = self.load(parts)
+        loaded = {"image_embeds": list(found.images), "video_embeds": list(found.videos)}
+        others = {name: value for name, value in data.items() if name not in FEATURE_URLS}
+        return others | {name: features for name, features in loaded.items() if features}, parts
+
     def check_counts(self, parts: Sequence[MediaPart]) -> None:
         """Raises RequestError where a prompt has more media than it may."""
         counts: dict[str, int] = {}
@@ -176,14 +199,17 @@ class MediaLoader:
         return await decode(data, part.param, charge)
 
     async def _features(self, part: MediaPart, find: FindFeatures | None, share: _Share) -> Features:
-        reference, data = part.value.get("ref"), part.value.get("data")
-        if reference is not None:
+        kind, value, where = "url", part.value, part.param
+        if not isinstance(value, str):
+            ((kind, value),) = value.items()
+            where = f"{where}.{kind}"
+        if kind == "ref":
             if find is None:
                 raise refused(part.param, "there are no uploaded features here")
-            return find(reference, part.modality, f"{part.param}.ref")
-        where = f"{part.param}.data"
-        content = await self._decoded(data, where, functools.partial(share.charge, param=where))
-        return read_features(content, where)
+            return find(value, part.modality, where)
+        read = self._bytes if kind == "url" else self._decoded
+        content = await read(value, where, functools.partial(share.charge, param=where))
+        return await self.decoder.threads.run(read_features, content, where)
 
     async def _bytes(self, url: str, param: str, charge: Admit) -> bytes:
         """The content that a URL names. ``charge``: is called with its bytes before they take memory."""

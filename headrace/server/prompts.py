@@ -19,7 +19,7 @@ from headrace.server.schema import ChatBody, CompletionBody, TokenizeBody
 from headrace.server.state import Serving
 from headrace.server.transcript import Transcript
 from headrace.text.answers import AnswerFormats
-from headrace.text.content import ConversationMedia, MediaPart
+from headrace.text.content import ConversationMedia, MediaPart, blame_part
 from headrace.text.effort import EffortVariables
 
 if TYPE_CHECKING:
@@ -139,7 +139,9 @@ class RenderedChat(NamedTuple):
             try:
                 yield full
             except RequestError as error:
-                raise _of_part(error, self.media) from None
+                if not blame_part(error, self.media) and (error.param or "").startswith("multi_modal_data"):
+                    error.param = "messages"  # The template has not written a placeholder for each medium.
+                raise
 
     async def token_ids(self, serving: Serving, find: FindFeatures | None, *, add_special_tokens: bool = False) -> list[int]:
         """The tokens of the prompt. Raises: as ``prompt``."""
@@ -151,20 +153,6 @@ class RenderedChat(NamedTuple):
                 ids: list[int] = await inputs.in_thread(lambda: encode(prompt))
                 return ids
             return await inputs.in_thread(lambda: inputs.prompt_token_ids(prompt, add_special_tokens=add_special_tokens))
-
-
-def _of_part(error: RequestError, parts: Sequence[MediaPart]) -> RequestError:
-    """An error of the engine's gate, which counts media by modality, as one of the conversation's part."""
-    named = re.match(r"multi_modal_data\.(image|video)(?:_embeds)?\[(\d+)\]", error.param or "")
-    if named is None:
-        if (error.param or "").startswith("multi_modal_data"):  # the template has not written a placeholder for each
-            error.param = "messages"
-        return error
-    part = [part for part in parts if part.modality == named[1]][int(named[2])]
-    error.message = error.message.replace(named[0], part.param)
-    error.param = (error.param or "").replace(named[0], part.param)
-    error.args = (error.message,)
-    return error
 
 
 def render_messages(serving: Serving, body: ChatBody | TokenizeBody, tools: Sequence[Mapping[str, Any]] = ()) -> RenderedChat:

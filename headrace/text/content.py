@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -26,7 +27,7 @@ class MediaPart:
 
     modality: Modality
     value: Any
-    """A URL, an object in memory, or where ``encoded`` ``{"data": base64}`` or ``{"ref": id}``."""
+    """A URL, an object in memory, or where ``encoded`` a URL, ``{"url": URL}``, ``{"data": base64}`` or ``{"ref": id}``."""
     param: str
     """Where the conversation has it."""
     encoded: bool = False
@@ -39,6 +40,22 @@ class PlacedPart(dict[str, Any]):
     def __init__(self, part: Mapping[str, Any], where: str) -> None:
         super().__init__(part)
         self.where = where
+
+
+def blame_part(error: RequestError, parts: Sequence[MediaPart]) -> bool:
+    """Renames an error of ``multi_modal_data``, which counts media by modality, after the part that became the medium.
+
+    Returns: whether the error is of a medium that was such a part.
+    """
+    named = re.match(r"multi_modal_data\.(image|video)(?:_embeds)?\[(\d+)\]", error.param or "")
+    own = [part for part in parts if named is not None and part.modality == named[1]]
+    if named is None or not own:
+        return False
+    where = own[int(named[2])].param
+    error.message = error.message.replace(named[0], where)
+    error.param = (error.param or "").replace(named[0], where)
+    error.args = (error.message,)
+    return True
 
 
 class ConversationMedia:
@@ -177,8 +194,8 @@ def _url(field: str, value: Any, placed: bool) -> tuple[str, str]:
 
 def _features(field: str, value: Any) -> dict[str, str]:
     given = sorted(value) if isinstance(value, Mapping) else []
-    if given not in (["data"], ["ref"]) or not isinstance(value[given[0]], str):
-        accepted = 'an object with "data", safetensors in base64, or "ref", the id of an upload to /v1/features'
+    if given not in (["data"], ["ref"], ["url"]) or not isinstance(value[given[0]], str):
+        accepted = 'an object with "data", safetensors in base64, "url" of safetensors, or "ref", an upload to /v1/features'
         raise wrong_type(field, accepted)
     return dict(value)
 

@@ -275,6 +275,56 @@ def test_features(loader: MediaLoader) -> None:
     assert "not safetensors" in refused(loader, {"data": "AAAA"}, features=True, param="messages[0].data")
 
 
+def test_features_at_urls(loader: MediaLoader, fetcher: Responder) -> None:
+    content, url = save(tensors()), "https://a.test/a.safetensors"
+    fetcher.content |= {url: content, "https://a.test/long": bytes(200_001), "https://a.test/other": picture()}
+    (sent,) = load(loader, {"data": base64.b64encode(content).decode()}, features=True).images
+    for value in ({"url": url}, url, {"url": data_url(content, "application/octet-stream")}):
+        (found,) = load(loader, value, features=True).images
+        assert found == sent
+    assert "not there" in refused(loader, {"url": "https://a.test/none"}, features=True, param="messages[0].url")
+    assert "not safetensors" in refused(loader, {"url": "https://a.test/other"}, features=True, param="messages[0].url")
+    assert "not a URL of http" in refused(loader, "ftp://a.test/a", features=True)
+
+
+def test_feature_urls_of_prompts(loader: MediaLoader, fetcher: Responder) -> None:
+    url = "https://a.test/b.safetensors"
+    fetcher.content[url] = save(tensors())
+    data, parts = loader.load_features({"image_feature_urls": [url, url], "video_feature_urls": url, "other": 1})
+    (video,) = data["video_embeds"]
+    assert data == {"image_embeds": [video, video], "video_embeds": [video], "other": 1}
+    assert [part.param for part in parts] == [
+        *(f"multi_modal_data.image_feature_urls[{index}]" for index in range(2)),
+        "multi_modal_data.video_feature_urls[0]",
+    ]
+    images = MultiModalData.of({"image_embeds": data["image_embeds"]}).images
+    assert images == (video, video)
+    assert loader.load_features({"image_feature_urls": [], "image": 1}) == ({"image": 1}, [])
+    name = "multi_modal_data.image_feature_urls"
+    for given, param, message in (
+        ({"image_feature_urls": [url, "https://a.test/none"]}, f"{name}[1]", "not there"),
+        ({"image_feature_urls": 5}, name, "a URL or a list of URLs, not 5"),
+        ({"image_feature_urls": [url, 5]}, name, "a URL or a list of URLs"),
+        ({"image_feature_urls": url, "image_embeds": {}}, name, "and image_embeds in one prompt have no order"),
+        ({"image_feature_urls": [url] * 4}, f"{name}[3]", "at most 3 images"),
+    ):
+        with pytest.raises(RequestError, match=message) as caught:
+            loader.load_features(given)
+        assert caught.value.param == param
+
+
+def test_features_at_private_addresses_are_refused(folder: Path) -> None:
+    """As pictures are: by the same fetcher."""
+    loader = MediaLoader(EngineArgs(media_workers=1))
+    try:
+        for host in ("127.0.0.1", "169.254.169.254", "[::1]", "0x7f000001"):
+            with pytest.raises(RequestError, match="is at an address that is not public"):
+                loader.load_features({"image_feature_urls": [f"http://{host}:9/a.safetensors"]})
+            assert "not public" in refused(loader, {"url": f"http://{host}:9/a"}, features=True, param="messages[0].url")
+    finally:
+        loader.close()
+
+
 def test_one_that_fails_ends_the_others(loader: MediaLoader) -> None:
     """And the error is the request's own, not a group of errors."""
     refused(loader, data_url(picture()), "https://a.test/missing", param="messages[1]")

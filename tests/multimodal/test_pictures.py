@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import functools
 import json
@@ -295,6 +296,30 @@ def test_features_of_a_video_bring_their_times(kind: str) -> None:
         with pytest.raises(RequestError, match=f"must be {len(times)} seconds from 0 to") as caught:
             own.request(given | {"multi_modal_data": {"video_embeds": embeds | {"timestamps": wrong}}})
         assert caught.value.param == "multi_modal_data.video_embeds.timestamps"
+
+
+@of(["qwen3_vl"])
+def test_features_at_urls_are_those_of_the_picture(kind: str) -> None:
+    from safetensors.torch import save
+
+    own = served(kind)
+    prompt = prompts(kind)["small"]
+    own.llm.reset_prefix_cache()
+    (expected,) = generate(own.llm, prompt)
+    embeds = encoded(own, prompt)["multi_modal_data"]["image_embeds"]
+
+    def asked(features: torch.Tensor) -> dict[str, Any]:
+        file = save(embeds | {"features": features, "grid_thw": torch.tensor(embeds["grid_thw"])})
+        url = f"data:application/octet-stream;base64,{base64.b64encode(file).decode()}"
+        return {"prompt": prompt["prompt"], "multi_modal_data": {"image_feature_urls": [url]}}
+
+    own.llm.reset_prefix_cache()
+    (found,) = generate(own.llm, asked(embeds["features"]))
+    assert found.prompt_token_ids == expected.prompt_token_ids
+    assert found.outputs[0].logprobs == expected.outputs[0].logprobs
+    with pytest.raises(RequestError, match="expected hidden size") as caught:
+        generate(own.llm, asked(embeds["features"][:, 1:].contiguous()))
+    assert caught.value.param == "multi_modal_data.image_feature_urls[0].features"
 
 
 def test_times_are_for_prompts_that_say_them() -> None:

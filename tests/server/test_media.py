@@ -231,6 +231,14 @@ def test_features_in_the_message(api: Api, llm: SeeingLLM) -> None:
     assert f"expected hidden size {HIDDEN}, not {2 * HIDDEN}" in message
 
 
+def test_features_at_a_url(api: Api, llm: SeeingLLM) -> None:
+    chat(api, embeds(url=f"data:application/octet-stream;base64,{base64.b64encode(FEATURES).decode()}"))
+    assert prompt(llm) == "[user]\x01\x01\n[assistant]"
+    message = refused(api, user(embeds(url="http://127.0.0.1:9/a.safetensors")), "messages[0].content[0].image_embeds.url")
+    assert "not public" in message
+    assert '"url" of safetensors' in refused(api, user(embeds(url="a", ref="b")), "messages[0].content[0].image_embeds")
+
+
 @pytest.mark.parametrize("binary", [False, True])
 def test_uploads(llm: SeeingLLM, binary: bool) -> None:
     with running(llm) as server, server.openai() as client:

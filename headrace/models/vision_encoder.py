@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import itertools
 from collections.abc import Iterator, Sequence
@@ -19,6 +18,7 @@ from headrace.errors import ConfigError
 from headrace.model_spec import VisionSpec
 from headrace.models.capture import one_line
 from headrace.models.patches import patches_of
+from headrace.models.quiet import quiet_loading
 from headrace.models.vision import CALL_ROWS, VISION_NAME, EncodedItem, device_tensor
 from headrace.models.vision_varlen import can_use_varlen, geometry, use_varlen
 from headrace.sources.files import ModelFiles
@@ -203,7 +203,7 @@ def _vision_weights(files: ModelFiles) -> dict[str, torch.Tensor]:
 
 def _read(factory: Any, config: PretrainedConfig, state: dict[str, torch.Tensor], dtype: torch.dtype) -> PreTrainedModel:
     """Builds the model with its vision part's weights. transformers renames those of older checkpoints."""
-    with torch.random.fork_rng(devices=[]), _quietly():
+    with torch.random.fork_rng(devices=[]), quiet_loading():
         model: PreTrainedModel
         model, info = factory.from_pretrained(None, config=config, state_dict=state, dtype=dtype, output_loading_info=True)
     for fault, key in (
@@ -215,18 +215,3 @@ def _read(factory: Any, config: PretrainedConfig, state: dict[str, torch.Tensor]
         if at_fault := sorted(name for name in names if VISION_NAME.fullmatch(name)):
             raise ConfigError(f"the checkpoint {fault} {at_fault[0]} of the vision part", "model")
     return model
-
-
-@contextlib.contextmanager
-def _quietly() -> Iterator[None]:
-    """Without transformers' report of the text weights that it does not find."""
-    logging: Any = transformers.logging
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()

@@ -17,6 +17,8 @@ from headrace.sources.fields import typed
 from headrace.sources.user_cache import cache_directory, keep
 
 _FILES = ("*.json", "*.jinja", "*.model", "*.txt", "additional_chat_templates/*.jinja")
+_VOCABULARIES = ("*token*", "*vocab*", "*.model", "*.tiktoken", "tekken.json")
+"""Names of the files that hold vocabularies, of which a tokenizer has one at least."""
 _MAX_BYTES = 64 * 2**20
 """Larger files are not hashed: no tokenizer file is as large."""
 
@@ -49,14 +51,23 @@ class FastTokenizer:
         return token_id
 
 
+def _refuse_none(folder: Path) -> None:
+    """Refuses a folder without a tokenizer: for some models transformers makes one of no tokens then."""
+    if not any(next(folder.glob(pattern), None) for pattern in _VOCABULARIES):
+        raise ConfigError(
+            f"{folder} has no tokenizer: name another (tokenizer), or take token ids alone (skip_tokenizer_init)", "tokenizer"
+        )
+
+
 def from_directory(folder: Path) -> FastTokenizer:
     """Loads the tokenizer that transformers builds from a directory's files.
 
     transformers' tokenizer classes take seconds to import and modify ``tokenizer.json``, so the result for the same files is
     cached in the user's cache directory.
 
-    Raises: as ``from_transformers``.
+    Raises: as ``from_transformers``; ConfigError: the directory has none.
     """
+    _refuse_none(folder)
     file = cache_directory() / f"tokenizer-{_fingerprint(folder)}.json"
     try:
         cached = json.loads(file.read_text(encoding="utf-8"))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import vocabularies
 from tokenizers import Tokenizer as Backend
-from transformers import PreTrainedTokenizerFast
+from transformers import GPT2Config, LlamaConfig, PreTrainedConfig, PreTrainedTokenizerFast, Qwen3Config
 
 from headrace.errors import ConfigError
 from headrace.sources.user_cache import cache_directory
@@ -65,6 +65,14 @@ def test_the_template_of_an_older_processor_is_read(folder: Path) -> None:
         file.write_text(wrong)
         with pytest.raises(ConfigError, match=r"chat_template\.json"):
             from_directory(folder)
+
+
+@pytest.mark.parametrize("kind", [Qwen3Config, LlamaConfig, GPT2Config])
+def test_a_folder_without_a_tokenizer_is_an_error(tmp_path: Path, kind: type[PreTrainedConfig]) -> None:
+    """transformers makes one that gives no tokens for some of them."""
+    kind().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"has no tokenizer: name another \(tokenizer\)"):
+        from_directory(tmp_path)
 
 
 @pytest.mark.parametrize("wrong", [5, True, {"default": 5}, [{"name": "default", "template": 5}]])

@@ -18,7 +18,7 @@ import torch
 from headrace.config import DType, EngineArgs, ModelImpl
 from headrace.engine import environment
 from headrace.engine.external_model import ExternalModel
-from headrace.engine.frontend import load_frontend
+from headrace.engine.frontend import Frontend, load_frontend
 from headrace.engine.parity.compare import Seen, compared, judged
 from headrace.engine.parity.engine import open_engine
 from headrace.engine.parity.megatron import open_megatron
@@ -102,7 +102,7 @@ def measure(args: EngineArgs, tell: Tell = lambda what: None) -> Parity:
     """
     _refuse_unmeasured(args)
     args = dataclasses.replace(args, **_FIXED)
-    frontend = load_frontend(args)
+    frontend, made = _frontend(args)
     files = dataclasses.replace(frontend.files, config=in_transformers(frontend.files.config))
     if files.kind not in ("safetensors", "megatron"):
         raise ConfigError(f"--parity compares with transformers, which wants safetensors, not {files.kind}", "model")
@@ -122,7 +122,18 @@ def measure(args: EngineArgs, tell: Tell = lambda what: None) -> Parity:
     task = _Task(args, files, device, reference, choices, dtypes)
     tokens = [token for token in range(known) if token not in task.padding]
     prompts, notes = cut(prompts_of(frontend.tokenizer, tokens), task.context)
-    return _compare(task, chosen.spec.architecture, prompts, notes, tell)
+    return _compare(task, chosen.spec.architecture, prompts, (*made, *notes), tell)
+
+
+def _frontend(args: EngineArgs) -> tuple[Frontend, tuple[str, ...]]:
+    """The model's files and tokenizer, with a note where it has none that can be used: its numbers do not depend on it."""
+    try:
+        return load_frontend(args), ()
+    except ConfigError as error:
+        if error.param != "tokenizer" or args.tokenizer is not None:
+            raise
+        without = load_frontend(dataclasses.replace(args, skip_tokenizer_init=True))
+        return without, (f"prompts are random tokens: {error.message}",)
 
 
 def measure_external(external: ExternalModel, context: int, tell: Tell = lambda what: None) -> Parity:

@@ -8,8 +8,7 @@ import dataclasses
 import functools
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -32,6 +31,7 @@ from headrace.models.fallback.trace import TOKENS, WITH_MASKS, Trace, forget_pad
 from headrace.models.fallback.transformers import ATTENTION, TransformersModel
 from headrace.models.fallback.verify import verify
 from headrace.models.gemma import NON_TEXT
+from headrace.models.quiet import quiet_loading
 from headrace.models.registry import to_transformers_fields
 from headrace.models.vision import VISION_NAME
 from headrace.sources.files import ModelFiles
@@ -296,22 +296,9 @@ def _read(
         infos.append(info)
         return model
 
-    with _without_bars():
+    with quiet_loading():
         model = read(attention) if attention == _OWN else _with_attention(attention, read)
     return model, _judge(infos[-1])
-
-
-@contextmanager
-def _without_bars() -> Iterator[None]:
-    """Disables transformers' progress bars, since the start-up reports its own progress."""
-    logging: Any = transformers.logging
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def _judge(info: Mapping[str, Any]) -> tuple[Decision, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -40,6 +41,8 @@ KNOWN = frozenset({"dropout", "is_causal", "position_ids", "s_aux", "scaling", "
 _TENSORS = frozenset({"position_ids", "s_aux"})
 """Those of them that may be tensors. Other tensor arguments change which tokens are attended to."""
 _CARRIES = "it carries a state from token to token (a convolution, a state space or a recurrence)"
+_BIASES = frozenset({"alibi", "position_bias"})
+"""Arguments that bring biases on the logits to a module that computes attention by itself."""
 _QUERIES = (0, 3, 1021, 262_147)
 """Positions at which masks are probed."""
 
@@ -119,6 +122,14 @@ def _ids(tokens: int) -> torch.Tensor:
     return torch.zeros(1, tokens, dtype=torch.int64, device="meta")
 
 
+def _biased(model: PreTrainedModel) -> str:
+    """Path of the first layer with an argument for biases on its logits; empty: none has."""
+    for path, module in model.named_modules():
+        if path.count(".") > 0 and not _BIASES.isdisjoint(inspect.signature(module.forward).parameters):
+            return str(path)
+    return ""
+
+
 def _passed(model: PreTrainedModel, tokens: int, stateful: bool) -> _Recorder:
     """Records one pass of the whole model.
 
@@ -132,6 +143,8 @@ def _passed(model: PreTrainedModel, tokens: int, stateful: bool) -> _Recorder:
     except Broken as broken:
         raise Refusal(_CARRIES) if stateful else broken from None
     if not recorder.calls:
+        if biased := _biased(model):
+            raise Refusal("it adds biases by position to the logits (ALiBi, or learned ones), which headrace does not", biased)
         bypassed = "none of its layers calls transformers' attention interface: its attention, if it has one, is its own"
         raise Refusal(_CARRIES if stateful else bypassed)
     return recorder

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -263,6 +264,15 @@ def test_experts_are_no_layers() -> None:
 def test_one_implementation_alone(llama: Path) -> None:
     _, lines = run(args(llama, dtype="float32", model_impl="native"))
     assert list(lines) == [("native", "float32")]
+
+
+def test_a_model_without_a_tokenizer(llama: Path) -> None:
+    """transformers makes an empty one for some models."""
+    found = measure(args(llama, skip_tokenizer_init=False))
+    assert found.passed
+    assert re.fullmatch(r"prompts are random tokens: .* has no tokenizer: name another .*", found.notes[0])
+    with pytest.raises(ConfigError, match="has no tokenizer"):
+        measure(args(llama, skip_tokenizer_init=False, tokenizer=str(llama)))
 
 
 def test_it_is_not_combined_with_load(llama: Path) -> None:

@@ -42,7 +42,7 @@ RUN = [
 attention, soft caps, shared KV, learned positions, sinks, multipliers, heads that differ by layer with K wider than V, experts,
 experts that read on the host how many tokens they are given, attention in a method of its own."""
 REFUSED = {
-    "bloom": "none of its layers calls transformers' attention interface",
+    "bloom": r"transformer\.h\.0: it adds biases by position to the logits \(ALiBi",
     "blt": r"model\.patcher: the shapes of what it computes depend on what it computes for a step's tokens",
     "deepseek_v32": "its attention takes indices",
     "doge": r"model\.layers\.0\.self_attn: it changes the attention mask itself",
@@ -50,7 +50,7 @@ REFUSED = {
     "lfm2": r"model\.layers\.0\.conv: a Lfm2ShortConv mixes tokens of different sequences",
     "llama4_text": "neither causal nor a sliding window: how far a token sees depends on its place",
     "mamba": r"backbone\.layers\.0\.mixer\.conv1d: it carries a state",
-    "mpt": "none of its layers calls",
+    "mpt": r"it adds biases by position to the logits \(ALiBi",
     "prophetnet": "none of its layers calls",
     "qwen4_exp_text": r"model\.layers\.0\.linear_attn\.conv1d: it carries a state",
     "reformer": "none of its layers calls",
@@ -224,6 +224,22 @@ def test_what_is_computed_and_encoders_of_pictures_may_be_left_out(granite: Path
     assert tokens_of(llm, [5, 6, 7, 8]) == tokens_of(expected, [5, 6, 7, 8])
 
 
+def test_transformers_own_table_of_weights_is_not_shown(
+    granite: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The start-up report has what it would say."""
+    copy_of(granite, tmp_path, **{"h.0.attn.masked_bias": torch.ones(4)})
+    caplog.clear()
+    level = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_warning()
+    try:
+        llm = engine(tmp_path)
+    finally:
+        transformers.logging.set_verbosity(level)
+    assert "weights left out" in decisions(llm)
+    assert "UNEXPECTED" not in caplog.text + "".join(capfd.readouterr())
+
+
 @pytest.mark.parametrize("impl", ["auto", "native", "transformers"])
 @pytest.mark.parametrize(
     ("model_class", "fields"),
@@ -342,7 +358,7 @@ def test_frequencies_that_depend_on_the_batch_end_the_context() -> None:
 
 def test_why_a_model_does_not_run_comes_before_what_it_lacks() -> None:
     """BLOOM's configuration says no context length, but setting one would not help."""
-    with pytest.raises(ConfigError, match="none of its layers calls"):
+    with pytest.raises(ConfigError, match="it adds biases by position"):
         describe(tiny_models.config("bloom"), EngineArgs(), "")
 
 
@@ -411,7 +427,7 @@ def test_auto_falls_back_where_the_native_model_does_not_do_all(llama: Path, mon
 def test_an_error_of_auto_says_why_neither_runs(tmp_path: Path) -> None:
     with quiet():
         tiny_models.save(tiny_models.model("bloom"), tmp_path)
-        with pytest.raises(ConfigError, match=r"BloomForCausalLM has no native implementation; .*attention interface"):
+        with pytest.raises(ConfigError, match=r"BloomForCausalLM has no native implementation; .*ALiBi"):
             engine(tmp_path, model_impl="auto")
 
 

@@ -40,7 +40,7 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 from gpu_profile import by_name, setting, watched  # noqa: E402
 
 from headrace.attention import select  # noqa: E402
-from headrace.attention import sparse as attention  # noqa: E402
+from headrace.attention.selectors import mean, xattn  # noqa: E402
 from headrace.bench.report import facts, load_average  # noqa: E402
 from headrace.bench.workloads import RANDOM_WORKLOADS, Workload, random_tokens  # noqa: E402
 from headrace.engine.llm import LLM  # noqa: E402
@@ -150,7 +150,7 @@ def overruled_selection(density: float | None) -> Iterator[None]:
     if density is None:
         yield
         return
-    masks, estimate, selected, selected_by_mean = Masks(density), attention.estimate, attention.select, attention.select_mean
+    masks, estimate, selected, selected_by_mean = Masks(density), xattn.estimate, xattn.select, mean.select_mean
     tokens = 0
 
     def estimated(q: torch.Tensor, kv: PagedKV, rows: PromptRows, **options: Any) -> torch.Tensor:
@@ -164,7 +164,8 @@ def overruled_selection(density: float | None) -> Iterator[None]:
     def by_mean(q: torch.Tensor, key_means: torch.Tensor, rows: PromptRows, **options: Any) -> torch.Tensor:
         return masks.instead(selected_by_mean(q, key_means, rows, **options), len(q), rows.types, rows.block)
 
-    with mock.patch.multiple(attention, estimate=estimated, select=by_estimate, select_mean=by_mean):
+    by_xattn = mock.patch.multiple(xattn, estimate=estimated, select=by_estimate)
+    with by_xattn, mock.patch.object(mean, "select_mean", by_mean):
         yield
 
 

@@ -9,7 +9,7 @@ import dataclasses
 import re
 from functools import cached_property
 from types import MappingProxyType
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
@@ -498,28 +498,37 @@ class CacheConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class SelectorConfig:
+    """What a selector computes with. Each selector declares its fields in a subclass (``headrace/attention/selectors``)."""
+
+    name: ClassVar[str]
+    """As in ``sparse_prefill``, in reports and in recordings."""
+    threshold: float
+    """A share; the selector says of what."""
+
+    @property
+    def by_length(self) -> bool:
+        """Whether the length of the prompt has a part in what is selected, so that prompts of other lengths share no KV."""
+        return False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class SparseConfig:
     """How prompts attend where they attend sparsely."""
 
-    selector: Literal["xattn", "mean"]
+    selector: SelectorConfig
     """Selects the key blocks of heads that attend to selected blocks."""
     types: tuple[int, int] | None
     """Types of heads that the model's router answers 0 and 1; None: no router, every head selects blocks."""
     heads: tuple[int, ...]
     """Query heads of each layer that can attend sparsely; 0: the layer is dense."""
-    threshold: float
-    """Of the selector: of xattn the share of attention to keep, of mean the share of the best block's score."""
     min_tokens: int
     """Shorter prompts are dense, unless a request asks for it."""
     max_exact_tokens: int
     """The longest segment that the router sees at once, and that is computed in one piece; 0: no router."""
     block: int
-    stride: int
-    norm: float
     sink_blocks: int
     local_blocks: int
-    upstream: bool = False
-    """Blocks are selected as the code published with XAttention selects them."""
 
     @property
     def routed(self) -> bool:
@@ -529,11 +538,6 @@ class SparseConfig:
     def selects(self) -> bool:
         """Whether any head may attend to selected blocks."""
         return self.types is None or BLOCK_SPARSE in self.types
-
-    @property
-    def estimates(self) -> bool:
-        """Whether blocks may be selected by XAttention's estimate."""
-        return self.selector == "xattn" and self.selects
 
     @property
     def name(self) -> str:

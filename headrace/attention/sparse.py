@@ -7,6 +7,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from headrace.attention import selectors
 from headrace.attention.backend import AttentionBackend, AttentionInputs, LayerCache, Scratch, StepMetadata
 from headrace.attention.compose import WithUsual
 from headrace.attention.flashinfer.heads import DenseHeads, HeadsByFlashInfer, StreamingHeads
@@ -20,11 +21,7 @@ from headrace.kernels.sparse_prefill import (
     KeyCopies,
     PagedKV,
     PromptRows,
-    block_means,
-    estimate,
     first_query_blocks,
-    select,
-    select_mean,
     sparse_prefill_attention,
 )
 from headrace.kernels.transfer import upload
@@ -54,6 +51,7 @@ class SparsePrefillAttention(AttentionBackend):
     def __init__(self, config: SparseConfig, scratch: Scratch | None = None) -> None:
         super().__init__(scratch)
         self._config = config
+        self._selector = selectors.create(config)
         self._query_start = self._first_blocks = torch.empty(0)
         """Of the planned rows, as if their tokens were the whole batch."""
         self._paged: PagedRows | None = None
@@ -167,16 +165,9 @@ class SparsePrefillAttention(AttentionBackend):
         self, q: torch.Tensor, kv: PagedKV, rows: PromptRows, scale: float
     ) -> tuple[torch.Tensor | None, BlockMeans | None]:
         """``[N, num_heads, Kb]`` bool: the key blocks of each query block; and means of those that are left out."""
-        config = self._config
-        if not config.selects:
+        if not self._config.selects:
             return None, None
-        if config.selector == "mean":
-            means = block_means(q, kv, rows)
-            kept = {"sink_blocks": config.sink_blocks, "local_blocks": config.local_blocks}
-            return select_mean(q, means.keys, rows, scale=scale, alpha=config.threshold, **kept), means
-        sums = estimate(q, kv, rows, scale=scale, stride=config.stride, norm=config.norm)
-        prompt_lens = self.rows.prompt_lens if config.upstream else None
-        return select(sums, rows, threshold=config.threshold, prompt_lens=prompt_lens), None
+        return self._selector(q, kv, rows, self.rows.prompt_lens, scale)
 
     def _show(self, watch: Watch, layer: int, types: list[int], mask: torch.Tensor | None) -> None:
         config, step = self._config, self.step

@@ -86,7 +86,7 @@ class SparsePrompt:
 
     @property
     def identity(self) -> SparseIdentity:
-        return SparseIdentity(self.config.block, self.num_prompt, self.decision, self.config.upstream)
+        return SparseIdentity(self.config.block, self.num_prompt, self.decision, self.config.selector.by_length)
 
     def segment(self, start: int) -> int:
         """The segment of the token at ``start``."""
@@ -136,11 +136,11 @@ class SparsePrompt:
         config, dense = self.config, [heads * self.pairs for heads in self.config.heads]
         kept, total = sum(self.kept), sum(dense)
         return AttentionReport(
-            mode="elastic" if config.routed else config.selector,
+            mode="elastic" if config.routed else config.selector.name,
             density=kept / total if total else None,
             computed=self.pairs,
             block=config.block,
-            threshold=config.threshold,
+            threshold=config.selector.threshold,
             exact=self.count == 1,
             layers=[part / whole if whole else None for part, whole in zip(self.kept, dense, strict=bool(self.kept))],
             head_types=self._head_types(),

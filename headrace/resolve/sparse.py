@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from headrace.attention import selectors
 from headrace.attention.select import modes_of
 from headrace.attention.sparse import SparsePrefillAttention
 from headrace.config import EngineArgs, SparseConfig
@@ -13,7 +14,6 @@ from headrace.resolve.facts import DecisionLog
 
 MIN_TOKENS = 8192
 MAX_EXACT_TOKENS = 131_072
-THRESHOLD = {"xattn": 0.9, "mean": 0.1}
 SINK_BLOCKS, LOCAL_BLOCKS = 2, 4
 """Blocks that the mean selector keeps in any case: 256 and 512 tokens."""
 _ELASTIC = "elastic attention"
@@ -58,16 +58,12 @@ def sparse(
     for name, limit in (("max_num_batched_tokens", num_batched), ("max_prefill_tokens_beside_decode", beside)):
         if limit is not None and limit < config.block:
             raise ConfigError(f"sparse prefill takes chunks of {config.block} tokens: {name} is {limit}", name)
-    if args.sparse_selection == "upstream" and not config.estimates:
+    if args.sparse_selection == "upstream" and not (config.selects and config.selector.by_length):
         raise ConfigError(
             "sparse_selection upstream is a rule for XAttention's estimate, by which no head of this model selects blocks",
             "sparse_selection",
         )
-    config = dataclasses.replace(
-        config,
-        heads=_heads(args, model, config, device, dtype, kv_dtype, log),
-        upstream=args.sparse_selection == "upstream",
-    )
+    config = dataclasses.replace(config, heads=_heads(args, model, config, device, dtype, kv_dtype, log))
     _note(args, config, elastic, log)
     return config
 
@@ -111,37 +107,30 @@ def _routed(args: EngineArgs, spec: ElasticSpec, max_model_len: int) -> SparseCo
             f"elastic_max_exact_tokens {most} is less than two blocks of {spec.block} tokens", "elastic_max_exact_tokens"
         )
     return SparseConfig(
-        selector="xattn",
+        selector=selectors.configure("xattn", args, spec),
         types=spec.types,
         heads=(),
-        threshold=spec.threshold if args.sparse_threshold is None else args.sparse_threshold,
         min_tokens=args.sparse_min_tokens or 0,
         max_exact_tokens=most or max(2 * spec.block, min(MAX_EXACT_TOKENS, max_model_len)),
         block=spec.block,
-        stride=spec.stride,
-        norm=spec.norm,
         sink_blocks=spec.sink_blocks,
         local_blocks=spec.local_blocks,
     )
 
 
 def _training_free(args: EngineArgs) -> SparseConfig:
-    selector = "mean" if args.sparse_prefill == "mean" else "xattn"
     if args.elastic_max_exact_tokens is not None:
         raise ConfigError(
             f"elastic_max_exact_tokens is for a model's own router, and sparse_prefill is {args.sparse_prefill}",
             "elastic_max_exact_tokens",
         )
     return SparseConfig(
-        selector="mean" if selector == "mean" else "xattn",
+        selector=selectors.configure(args.sparse_prefill, args, None),
         types=None,
         heads=(),
-        threshold=THRESHOLD[selector] if args.sparse_threshold is None else args.sparse_threshold,
         min_tokens=MIN_TOKENS if args.sparse_min_tokens is None else args.sparse_min_tokens,
         max_exact_tokens=0,
         block=ElasticSpec.block,
-        stride=ElasticSpec.stride,
-        norm=ElasticSpec.norm,
         sink_blocks=SINK_BLOCKS,
         local_blocks=LOCAL_BLOCKS,
     )
@@ -171,14 +160,14 @@ def _note(args: EngineArgs, config: SparseConfig, elastic: ElasticSpec | None, l
         log.note(
             _ELASTIC,
             f"{elastic.retrieval_mode} and {elastic.toggle_type} heads",
-            f"{where}: the model's router decides for each prompt; threshold {config.threshold}",
+            f"{where}: the model's router decides for each prompt; threshold {config.selector.threshold}",
         )
         if args.elastic_max_exact_tokens is None:
             why = "prompts up to this length are routed as a whole, beside others a few layers a step; longer ones in segments"
             log.note("elastic_max_exact_tokens", config.max_exact_tokens, why)
         return
-    why = f"{where}, prompts from {config.min_tokens} tokens on, threshold {config.threshold}"
-    log.note("sparse_prefill", config.selector, why)
+    why = f"{where}, prompts from {config.min_tokens} tokens on, threshold {config.selector.threshold}"
+    log.note("sparse_prefill", config.selector.name, why)
 
 
 def with_yarn_factor(args: EngineArgs, model: AnySpec, log: DecisionLog) -> AnySpec:

@@ -267,10 +267,16 @@ def test_options_that_cannot_work_are_refused(options: dict[str, Any], param: st
 def test_what_is_decided() -> None:
     assert resolved() is None
     free = resolved(sparse_prefill="xattn")
-    assert (free.selector, free.types, free.threshold, free.min_tokens, free.block) == ("xattn", None, 0.9, 8192, 128)
+    assert (free.selector.name, free.types, free.selector.threshold, free.min_tokens, free.block) == (
+        "xattn",
+        None,
+        0.9,
+        8192,
+        128,
+    )
     routed = resolved(spec_of(elastic_spec=elastic()))
-    assert (routed.types, routed.threshold, routed.min_tokens, routed.max_exact_tokens) == ((1, 0), 0.6, 0, MAX_LEN)
-    assert resolved(spec_of(elastic_spec=elastic()), sparse_threshold=0.8).threshold == 0.8
+    assert (routed.types, routed.selector.threshold, routed.min_tokens, routed.max_exact_tokens) == ((1, 0), 0.6, 0, MAX_LEN)
+    assert resolved(spec_of(elastic_spec=elastic()), sparse_threshold=0.8).selector.threshold == 0.8
     assert resolved(spec_of(elastic_spec=elastic()), sparse_prefill="off") is None
     assert resolved(spec_of(elastic_spec=elastic()), sparse_prefill="mean").types is None
 

@@ -14,8 +14,10 @@ import torch
 from cache_config import cache_holding
 from kernels.sparse_cases import select_upstream
 
+from headrace.attention.selectors.mean import MeanConfig
+from headrace.attention.selectors.xattn import XAttentionConfig
 from headrace.attention.sparse import SparsePrefillAttention, WithSparsePrompts
-from headrace.config import EngineArgs, EngineConfig, SchedulerConfig, SparseConfig
+from headrace.config import EngineArgs, EngineConfig, SchedulerConfig, SelectorConfig, SparseConfig
 from headrace.model_spec import AttentionSpec, DenseSpec, ElasticSpec, ModelSpec, RopeSpec, cache_groups
 from headrace.model_spec.kv import FP8_KV
 from headrace.models.decoder import Decoder
@@ -119,26 +121,26 @@ class SparseWorld:
 
     @property
     def sparse(self) -> SparseConfig | None:
-        shape: dict[str, Any] = {"block": self.grid, "stride": 16, "norm": 1.0, "sink_blocks": 1, "local_blocks": 2}
+        shape: dict[str, Any] = {"block": self.grid, "sink_blocks": 1, "local_blocks": 2}
         if self.elastic is not None:
             given = self.elastic
             shape = {
                 "block": given.block,
-                "stride": given.stride,
-                "norm": given.norm,
                 "sink_blocks": given.sink_blocks,
                 "local_blocks": given.local_blocks,
             }
         elif self.selector is None:
             return None
+        selector: SelectorConfig = MeanConfig(threshold=self.threshold)
+        if self.selector != "mean":
+            spec = self.elastic or elastic(threshold=self.threshold)
+            selector = XAttentionConfig(threshold=spec.threshold, stride=spec.stride, norm=spec.norm, upstream=self.upstream)
         return SparseConfig(
-            selector="mean" if self.selector == "mean" else "xattn",
+            selector=selector,
             types=None if self.elastic is None else self.elastic.types,
             heads=(6,) * self.num_layers,
-            threshold=self.threshold if self.elastic is None else self.elastic.threshold,
             min_tokens=self.min_tokens,
             max_exact_tokens=0 if self.elastic is None else self.max_exact_tokens,
-            upstream=self.upstream,
             **shape,
         )
 
@@ -295,9 +297,11 @@ class Reference:
         for head in range(layer.num_heads):
             kind = modes[answers[head // layer.group_size]] if modes else 1
             if kind == 1:
-                sums = self._estimate(q[head, :prompt], k[head, :prompt], sparse, layer.scale)
-                chosen = _chosen_upstream if sparse.upstream else _chosen
-                blocks[head] = torch.stack([chosen(row[: i + 1], sparse.threshold, count) for i, row in enumerate(sums)])
+                selector = sparse.selector
+                assert isinstance(selector, XAttentionConfig)
+                sums = self._estimate(q[head, :prompt], k[head, :prompt], selector, sparse.block, layer.scale)
+                chosen = _chosen_upstream if selector.upstream else _chosen
+                blocks[head] = torch.stack([chosen(row[: i + 1], selector.threshold, count) for i, row in enumerate(sums)])
             elif kind == -1:
                 for i in range(count):
                     seen = [j for j in range(i + 1) if j < sparse.sink_blocks or j > i - sparse.local_blocks]
@@ -306,16 +310,16 @@ class Reference:
         return blocks
 
     @staticmethod
-    def _estimate(q: torch.Tensor, k: torch.Tensor, sparse: SparseConfig, scale: float) -> torch.Tensor:
+    def _estimate(q: torch.Tensor, k: torch.Tensor, selector: XAttentionConfig, block: int, scale: float) -> torch.Tensor:
         """``[Qb, Kb]``: sums of a softmax over scores of anti-diagonals, by blocks."""
-        s, groups = sparse.stride, -(-len(q) // sparse.stride)
+        s, groups = selector.stride, -(-len(q) // selector.stride)
         padded = [torch.nn.functional.pad(x, (0, 0, 0, groups * s - len(x))).view(groups, s, -1) for x in (q, k)]
         scores = torch.zeros(groups, groups, dtype=torch.float64)
         for t in range(s):
             scores += padded[0][:, s - 1 - t] @ padded[1][:, t].T
-        scores = scores * scale / (s * sparse.norm)
+        scores = scores * scale / (s * selector.norm)
         scores = scores.masked_fill(torch.ones(groups, groups, dtype=torch.bool).triu(1), -torch.inf)
-        per = sparse.block // s
+        per = block // s
         count = -(-groups // per)
         shares = torch.nn.functional.pad(scores.softmax(-1), (0, count * per - groups, 0, count * per - groups))
         return shares.view(count, per, count, per).sum((1, 3))

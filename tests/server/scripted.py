@@ -58,8 +58,15 @@ class ScriptedLLM(FakeLLM):
     """Answers request by request with ``texts`` or token ids, the last again and again; one token a delta."""
 
     def __init__(
-        self, made: Tokenizer, texts: Sequence[str | list[int]], *, tools: str = "auto", reasoning: str = "auto"
+        self,
+        made: Tokenizer,
+        texts: Sequence[str | list[int]],
+        *,
+        tools: str = "auto",
+        reasoning: str = "auto",
+        max_model_len: int = 4096,
     ) -> None:
+        self._max_model_len = max_model_len
         self._formats = AnswerFormats(made, tools, reasoning)
         self.texts = texts
         self.vocabulary = GrammarVocabulary(made, made.vocab_size, self._formats.machine.markers)
@@ -72,7 +79,7 @@ class ScriptedLLM(FakeLLM):
         return SeededInputs(
             LIMITS,
             vocab_size=made.vocab_size,
-            max_model_len=4096,
+            max_model_len=self._max_model_len,
             tokenizer=made,
             generation_config={"eos_token_id": made.eos_token_ids},
             answers=self._formats if isinstance(made, Tokenizer) else None,
@@ -86,7 +93,7 @@ class ScriptedLLM(FakeLLM):
         outputs = OutputProcessor(self.tokenizer)
         blocks: Any = SimpleNamespace(token_ids=list(request.prompt_token_ids), identity=request.cache_identity)
         for index in range(request.sampling.n):
-            sequence = EngineSequence(index, request, index, blocks, max_model_len=4096)
+            sequence = EngineSequence(index, request, index, blocks, max_model_len=self._max_model_len)
             outputs.open([sequence])
             for count, token in enumerate(tokens, start=1):
                 ended = "stop" if count == len(tokens) else "length" if count == request.max_tokens else None

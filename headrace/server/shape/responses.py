@@ -107,8 +107,8 @@ def _read(
     tools.add(body.tools, "tools")
     if body.instructions is not None:
         turns.instruct([body.instructions])
-    for item in earlier:
-        _add(turns, tools, _DECODER.decode(item.text), state, "previous_response_id")
+    for stored in earlier:
+        _add(turns, tools, _DECODER.decode(stored.text), state, "previous_response_id")
     for index, new in enumerate(given):
         where = f"input[{index}]"
         item = _DECODER.decode(new.text) if isinstance(new, StoredItem) else checked(new, Item, where)

@@ -44,13 +44,13 @@ class Turns:
             self._messages[index]["reasoning_content"] = "".join(texts)
         return self._messages
 
-    def instruct(self, texts: Sequence[str]) -> None:
-        """Adds a system message. Where it is late and the template does not take it, its texts go to the user's turn at this
+    def instruct(self, parts: Sequence[ContentPart]) -> None:
+        """Adds a system message. Where it is late and the template does not take it, its parts go to the user's turn at this
         place: in front of the conversation they would change the prefix of every later prompt."""
         if self._late_system or all(message["role"] == "system" for message in self._messages):
-            self.say("system", texts)
+            self.say("system", parts)
         else:
-            self.say("user", [f"<system-reminder>\n{text}\n</system-reminder>" for text in texts])
+            self.say("user", [_reminder(part) for part in parts])
 
     def say(self, role: str, parts: Sequence[ContentPart]) -> None:
         """Adds to the last message, if it has the same role: some templates take no two of one role in a row."""
@@ -99,6 +99,10 @@ async def late_system(state: Serving) -> bool:
         except RequestError:
             state.late_system = False
     return state.late_system
+
+
+def _reminder(part: ContentPart) -> ContentPart:
+    return f"<system-reminder>\n{part}\n</system-reminder>" if isinstance(part, str) else part
 
 
 def _part(part: ContentPart) -> dict[str, Any]:

@@ -30,9 +30,9 @@ def _type_info(kind: Any) -> inspect.Type:
 
 def _unknown(value: Any, kind: inspect.Type, where: str) -> Iterator[UnknownKey]:
     if isinstance(value, list):
-        items = next((one.item_type for one in _alternatives(kind) if isinstance(one, inspect.ListType)), None)
-        for index, item in enumerate(value if items is not None else ()):
-            yield from _unknown(item, items, f"{where}[{index}]")
+        of_items = next((one.item_type for one in _alternatives(kind) if isinstance(one, inspect.ListType)), inspect.AnyType())
+        for index, item in enumerate(value):
+            yield from _unknown(item, of_items, f"{where}[{index}]")
     elif isinstance(value, dict) and (struct := _struct(value, kind)) is not None:
         fields = {field.encode_name: field.type for field in struct.fields}
         known = (*fields, *([struct.tag_field] if struct.tag_field else []))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
+import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from headrace.server.routes import chat, messages, tokens
@@ -16,7 +20,8 @@ from headrace.server.shape import responses as response_shape
 from headrace.server.shape.turns import Turns
 from headrace.text.tokenizer import Tokenizer
 from server import scripted
-from server.harness import Api, error
+from server.harness import Api, client, error
+from server.loop_turns import Turn, turns
 from server.scripted import ScriptedLLM
 
 USER = {"role": "user", "content": "Hi"}
@@ -74,3 +79,78 @@ def test_errors_name_the_fields_that_clients_sent(made: Tokenizer) -> None:
     answer = error(Api(llm, ServerSettings(max_messages=3)).post("/v1/responses", {"input": turns}))
     assert answer["message"] == "input: 4 is above the limit of 3 (max_messages)"
     assert error(Api(llm).post("/v1/responses", {"input": "x", "include": ["a", "b"]}))["param"] == "include[0]"
+
+
+LONGEST = 0.05
+"""Seconds of processor time that a turn of the loop may use."""
+SLOWNESS = 10
+"""A slow processor may use so many times what it uses to decode ``VALUES`` numbers."""
+VALUES = 380_000
+"""JSON values, below the default of --max-json-values."""
+
+
+def completion(**fields: Any) -> tuple[str, dict[str, Any]]:
+    return "/v1/completions", {"prompt": "Hi", "max_tokens": 2, **fields}
+
+
+def chat_of(messages: list[Any], **fields: Any) -> tuple[str, dict[str, Any]]:
+    return "/v1/chat/completions", {"messages": messages, "max_tokens": 2, **fields}
+
+
+HEAVY: dict[str, tuple[str, dict[str, Any]]] = {
+    "tokens": completion(prompt=[5] * VALUES),
+    "lists of tokens": completion(prompt=[[5] * 3000] * 125),
+    "a long prompt": completion(prompt="ab " * 5_000_000),
+    "stop tokens": completion(stop_token_ids=[9] * VALUES),
+    "unknown fields": completion(**{f"x{number}": 1 for number in range(28_000)}),
+    "a schema": completion(
+        response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": [*range(300_000)]}}}
+    ),
+    "messages": chat_of([USER] * 4000),
+    "parts": chat_of([{"role": "user", "content": [{"type": "text", "text": "a"}] * 9000}]),
+    "variables": chat_of([USER], chat_template_kwargs={"x": [0] * VALUES}),
+    "tools": chat_of([USER], tools=[{"type": "function", "function": {"name": f"f{number}"}} for number in range(5000)]),
+    "items": ("/v1/responses", {"input": [USER] * 9000, "max_output_tokens": 2}),
+    "blocks": (
+        "/v1/messages",
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 9000}], "max_tokens": 2},
+    ),
+    "tokens to decode": ("/detokenize", {"tokens": [5] * VALUES}),
+}
+
+
+def test_no_body_holds_up_the_loop(monkeypatch: pytest.MonkeyPatch, made: Tokenizer) -> None:
+    """Beside decoding JSON, whose time --max-json-values bounds: it holds the interpreter's lock in any thread."""
+
+    async def longest(http: Any, path: str, body: dict[str, Any], seen: list[Turn]) -> float:
+        data = json.dumps(body).encode()
+
+        async def pieces() -> AsyncIterator[bytes]:
+            for place in range(0, len(data), 2**16):
+                yield data[place : place + 2**16]
+                await asyncio.sleep(0)
+
+        await asyncio.sleep(0)
+        seen.clear()
+        answer = await http.post(path, content=pieces(), headers={"content-type": "application/json"})
+        await asyncio.sleep(0)
+        assert answer.status_code in (200, 400, 429), answer.text
+        return max((turn.seconds for turn in seen), default=0.0)
+
+    async def measured() -> dict[str, float]:
+        async with client(ScriptedLLM(made, ["Hi"])) as http:
+            await http.post(*HEAVY["messages"][:1], json={"messages": [USER]})
+            with turns(monkeypatch) as seen:
+                return {name: await longest(http, path, body, seen) for name, (path, body) in HEAVY.items()}
+
+    gc.disable()  # which may run in any turn
+    try:
+        found = asyncio.run(measured())
+    finally:
+        gc.enable()
+    text = json.dumps([5] * VALUES).encode()
+    began = time.thread_time()
+    msgspec.json.decode(text)
+    most = max(LONGEST, SLOWNESS * (time.thread_time() - began))
+    assert max(found.values()) > 0.001, "the clock of turns does not run"
+    assert not {name: seconds for name, seconds in found.items() if seconds > most}, (found, most)

@@ -56,7 +56,7 @@ async def chat_generation(
     """
     state.model.check_name(body.model)
     with named(chat_names(body)):
-        params = chat_params(body, state)
+        params = await state.llm.inputs.in_thread(lambda: chat_params(body, state))
         answers = state.llm.inputs.answers
 
         def read() -> tuple[Tools, RenderedChat]:

@@ -111,8 +111,8 @@ def _read(
         _add(turns, tools, _DECODER.decode(stored.text), state, "previous_response_id")
     for index, new in enumerate(given):
         where = f"input[{index}]"
-        item = _DECODER.decode(new.text) if isinstance(new, StoredItem) else checked(new, Item, where)
-        _add(turns, tools, item, state, where)
+        read: Item = _DECODER.decode(new.text) if isinstance(new, StoredItem) else checked(new, Item, where)
+        _add(turns, tools, read, state, where)
         if keeps:
             own.append(new if isinstance(new, StoredItem) else StoredItem.of({"id": new_id(new["type"]), **new}))
     if not earlier and not given:

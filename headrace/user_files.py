@@ -34,6 +34,22 @@ def near(path: Path) -> str:
     return f"; did you mean {parent / names[found[0]]}?" if found else ""
 
 
+def check_regular(path: Path, param: str, hint: str = "") -> None:
+    """Refuses what is no regular file. ``hint``: what the message ends with where something else is there.
+
+    Raises:
+        ConfigError: there is none of the name, or it may not be looked at.
+    """
+    try:
+        mode = path.expanduser().stat().st_mode
+    except FileNotFoundError:
+        raise ConfigError(f"there is no file {path}{near(path)}", param) from None
+    except (OSError, ValueError, RuntimeError) as error:  # the last two: an impossible path
+        raise ConfigError(f"cannot read {path}: {_reason(error)}", param) from None
+    if not stat.S_ISREG(mode):
+        raise ConfigError(f"{path} is {_kind(mode)}, not a file{hint}", param)
+
+
 def open_input(path: Path, param: str) -> BinaryIO:
     """Opens a regular file, or a pipe: one that no program has opened for writing is at its end.
 
@@ -55,8 +71,8 @@ def open_input(path: Path, param: str) -> BinaryIO:
         raise ConfigError(f"cannot read {path}: {_reason(error)}", param) from None
 
 
-def read_input(path: Path, param: str, most: int = MAX_BYTES) -> bytes:
-    """The content of a file or of a pipe.
+def read_input(path: Path, param: str, most: int = MAX_BYTES, limit: str = "") -> bytes:
+    """The content of a file or of a pipe. ``limit``: what the message ends with where it is too long.
 
     Raises:
         ConfigError: as ``open_input``; or it has more than ``most`` bytes.
@@ -67,7 +83,7 @@ def read_input(path: Path, param: str, most: int = MAX_BYTES) -> bytes:
         except OSError as error:
             raise ConfigError(f"cannot read {path}: {_reason(error)}", param) from None
     if len(data) > most:
-        raise ConfigError(f"{path} has more than {most:,} bytes", param)
+        raise ConfigError(f"{path} has more than {most:,} bytes{limit}", param)
     return data
 
 
@@ -99,6 +115,19 @@ def open_stream(path: Path, param: str) -> BinaryIO:
         raise ConfigError(f"cannot write {path}: {_reason(error)}", param) from None
     os.set_blocking(descriptor, True)
     return os.fdopen(descriptor, "wb", buffering=0)
+
+
+def open_output(path: Path, param: str) -> BinaryIO:
+    """Opens a file, emptied, or a pipe or device, for writing line by line.
+
+    Raises:
+        ConfigError: as ``check_output`` and ``open_stream``.
+    """
+    check_output(path, param)
+    if is_stream(path):
+        return open_stream(path, param)
+    with _written(path, param):
+        return path.open("wb", buffering=0)
 
 
 def check_output(path: Path | None, param: str) -> None:
@@ -151,7 +180,8 @@ def _written(path: Path, param: str) -> Iterator[None]:
 
 
 def _kind(mode: int) -> str:
-    return "a directory" if stat.S_ISDIR(mode) else "a socket" if stat.S_ISSOCK(mode) else "a device"
+    kinds = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+    return kinds.get(stat.S_IFMT(mode), "a device")
 
 
 def _reason(error: Exception) -> str:

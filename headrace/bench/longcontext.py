@@ -6,7 +6,7 @@ import dataclasses
 import json
 import statistics
 from collections.abc import Callable, Sequence
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import msgspec
 
@@ -86,7 +86,7 @@ def run(
     modes: Sequence[Mode],
     samples: Sequence[Sample],
     *,
-    dump: IO[str] | None,
+    dump: BinaryIO | None,
     tell: Callable[[str], None],
     save: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
@@ -112,7 +112,8 @@ def run(
                 record, attention = _measure(llm, mode, sample, index)
                 records.append(record)
                 if dump is not None:
-                    dump.write(json.dumps(msgspec.to_builtins(record) | {"attention": msgspec.to_builtins(attention)}) + "\n")
+                    line = msgspec.to_builtins(record) | {"attention": msgspec.to_builtins(attention)}
+                    dump.write(json.dumps(line).encode() + b"\n")
                     dump.flush()
             engine = {name: getattr(llm.info, name) for name in ("model", "dtype", "quantization", "device", "max_model_len")}
         report = {

@@ -19,6 +19,7 @@ from typing import Literal
 from headrace.bench.texts import PROSE
 from headrace.bench.workloads import Encoder
 from headrace.errors import ConfigError
+from headrace.user_files import MAX_BYTES, open_input
 
 DATA = "data"
 """Name of the task that a file defines."""
@@ -169,21 +170,16 @@ def read_data(encoder: Encoder, path: Path, length: int, count: int) -> list[Sam
     Raises:
         ConfigError: the file cannot be read, or a line is no such object; names the line.
     """
-    samples = []
-    try:
-        with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(itertools.islice(file, count), start=1):
-                samples.append(_of_line(encoder, line, f"line {number} of {path}", length))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}", "--data") from error
-    return samples
+    with open_input(path, "--data") as file:
+        lines = itertools.islice(iter(lambda: file.readline(MAX_BYTES), b""), count)
+        return [_of_line(encoder, line, f"line {number} of {path}", length) for number, line in enumerate(lines, start=1)]
 
 
-def _of_line(encoder: Encoder, line: str, where: str, length: int) -> Sample:
+def _of_line(encoder: Encoder, line: bytes, where: str, length: int) -> Sample:
     try:
         record = json.loads(line)
         context, question, answers = record["context"], record["input"], record["answers"]
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ConfigError(f"{where} is no JSON object with context, input and answers", "--data") from error
     if not (isinstance(context, str) and isinstance(question, str) and isinstance(answers, list)):
         raise ConfigError(f"{where}: context and input must be strings, and answers a list", "--data")

@@ -30,7 +30,7 @@ from headrace.cli.options import ENGINE_OPTIONS, Group, command
 from headrace.cli.startup import plain_width
 from headrace.config import EngineArgs
 from headrace.errors import ConfigError
-from headrace.user_files import write_output
+from headrace.user_files import open_output, write_output
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -293,10 +293,7 @@ def longcontext(args: EngineArgs, options: LongContextOptions, to: ReportOptions
         raise ConfigError("there is nothing to run: name tasks, or a file with lines", "--tasks")
     file = options.router_dump
     with contextlib.ExitStack() as stack:
-        try:
-            dump = None if file is None else stack.enter_context(file.open("w", encoding="utf-8"))
-        except OSError as error:
-            raise ConfigError(f"cannot write {file}: {error.strerror}", "--router-dump") from None
+        dump = None if file is None else stack.enter_context(open_output(file, "--router-dump"))
         tell = stack.enter_context(_status("starting"))
         report = bench.run(args, chosen, prompts, dump=dump, tell=tell, save=functools.partial(_write, to.output))
     emit(report, bench.tables(report), to)

@@ -18,11 +18,12 @@ from rich.console import Console
 from rich.text import Text
 
 from headrace.cli.errors import EXIT_FAILURE, describe, print_error, printable
-from headrace.cli.options import ENGINE_OPTIONS, SAMPLING_OPTIONS, Group, command
+from headrace.cli.options import ENGINE_OPTIONS, MAX_TOKENS, SAMPLING_OPTIONS, Group, command
 from headrace.cli.own_options import ChatOptions
 from headrace.cli.prompts import picture_part, read_stdin
 from headrace.config import EngineArgs
 from headrace.errors import ConfigError, EngineError, RequestError
+from headrace.user_files import check_output, write_output
 
 if TYPE_CHECKING:
     from headrace.cli.talk import Messages, Talker
@@ -42,7 +43,9 @@ A line that ends with \\ goes on in the next one. Ctrl-C stops a reply."""
 
 @command(
     args=ENGINE_OPTIONS,
-    sampling=SAMPLING_OPTIONS.without("n", "logprobs", "logprobs_mode", "prompt_logprobs", "detokenize", "sparse_prefill"),
+    sampling=SAMPLING_OPTIONS.without(
+        "n", "logprobs", "logprobs_mode", "prompt_logprobs", "detokenize", "sparse_prefill"
+    ).changed("max_tokens", default=f"{MAX_TOKENS}, within the context; with --url the server's"),
     options=Group.of(ChatOptions),
 )
 def chat(args: EngineArgs, sampling: dict[str, Any], options: ChatOptions) -> None:
@@ -63,7 +66,7 @@ def chat(args: EngineArgs, sampling: dict[str, Any], options: ChatOptions) -> No
         )
         try:
             loop.wait(talker.start())
-            conversation = Conversation(talker, loop, console, options.system)
+            conversation = Conversation(talker, loop, console, options.system, args.max_media_bytes)
             conversation.run()
         finally:
             loop.wait(talker.close())
@@ -109,12 +112,13 @@ class LoopThread:
 class Conversation:
     """Reads lines, keeps the messages, prints the replies as they come."""
 
-    def __init__(self, talker: Talker, loop: LoopThread, console: Console, system: str | None) -> None:
+    def __init__(self, talker: Talker, loop: LoopThread, console: Console, system: str | None, max_media_bytes: int) -> None:
         self._talker = talker
         self._loop = loop
         self._console = console
         self.interactive = read_stdin().isatty()
         self._system = system
+        self._max_media_bytes = max_media_bytes
         self.failed = False
         """A message has had no whole reply, or a command has failed."""
         self.messages: Messages = []
@@ -185,7 +189,7 @@ class Conversation:
             self._fail("/image needs the name of a file")
             return
         try:
-            self._pictures.append(picture_part(name))
+            self._pictures.append(picture_part(name, self._max_media_bytes))
         except ConfigError as error:
             self._fail(error.message)
 
@@ -194,9 +198,11 @@ class Conversation:
             self._fail("/save needs the name of a file")
             return
         try:
-            Path(name).expanduser().write_text(json.dumps(self.messages, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        except (OSError, ValueError, RuntimeError) as error:
-            self._fail(f"cannot write {name}: {error}")
+            path = Path(name).expanduser()
+            check_output(path, "/save")
+            write_output(path, (json.dumps(self.messages, indent=2, ensure_ascii=False) + "\n").encode(), "/save")
+        except (ConfigError, ValueError, RuntimeError) as error:  # the last two: an impossible path
+            self._fail(str(error) if isinstance(error, ConfigError) else f"cannot write {name}: {error}")
 
     def _turn(self, text: str) -> None:
         """One message and its reply. The start of a stopped reply is kept; a refused message is dropped, with its pictures."""

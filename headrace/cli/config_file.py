@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from headrace.cli.units import parse_size
 from headrace.errors import ConfigError, RequestError
 from headrace.options import Option, check_value
+from headrace.user_files import read_text
 
 
 class Entry(NamedTuple):
@@ -31,8 +32,8 @@ def read_config(path: str) -> list[Entry]:
     import yaml
 
     try:
-        loader = yaml.SafeLoader(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        loader = yaml.SafeLoader(read_text(Path(path), "--config"))
+    except (ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"cannot read {path}: {error}", "--config") from None
     try:
         root = loader.get_single_node()

@@ -16,6 +16,7 @@ from headrace.cli.own_options import EncodeOptions
 from headrace.config import EngineArgs
 from headrace.errors import ConfigError, EngineError
 from headrace.sources.locate import locate
+from headrace.user_files import read_input
 
 if TYPE_CHECKING:
     import torch
@@ -70,14 +71,7 @@ def _write(tensors: dict[str, torch.Tensor], target: Path) -> None:
 
 def _read(path: Path, most: int) -> bytes:
     """Raises: ConfigError: the file cannot be read, or is too large."""
-    try:
-        with path.open("rb") as file:
-            data = file.read(most + 1)
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}", "FILE") from None
-    if len(data) > most:
-        raise ConfigError(f"{path} has more than {most} bytes (--max-media-bytes)", "FILE")
-    return data
+    return read_input(path, "FILE", most, " (--max-media-bytes)")
 
 
 def _loaded(args: EngineArgs, paths: Sequence[Path]) -> list[Picture]:

@@ -7,6 +7,7 @@ import sys
 from headrace.cli.options import ENGINE_OPTIONS, Group, command
 from headrace.cli.own_options import ExplainOptions
 from headrace.config import EngineArgs
+from headrace.user_files import write_output
 
 
 @command(args=ENGINE_OPTIONS.without("enable_prefix_caching"), options=Group.of(ExplainOptions))
@@ -26,9 +27,9 @@ def explain(args: EngineArgs, options: ExplainOptions) -> None:
     with LLM(**vars(args) | {"enable_prefix_caching": False}) as llm:
         found = look(llm, text, layer=options.layer, head=options.head)
     if options.png is not None:
-        options.png.write_bytes(picture(found))
+        write_output(options.png, picture(found), "--png")
     if options.html is not None:
-        options.html.write_text(page(found), encoding="utf-8")
+        write_output(options.html, page(found).encode(), "--html")
     if options.as_json:
         sys.stdout.write(msgspec.json.encode(found).decode() + "\n")
         return

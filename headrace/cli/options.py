@@ -330,5 +330,8 @@ def checked_fields(fields: dict[str, Any]) -> dict[str, Any]:
     return converted
 
 
+MAX_TOKENS = 2048
+"""Default of --max-tokens in a terminal, where nobody may be there to stop an output that does not end."""
+
 ENGINE_OPTIONS: Group[EngineArgs] = Group.of(EngineArgs)
-SAMPLING_OPTIONS = SamplingGroup.of(SamplingParams)
+SAMPLING_OPTIONS = SamplingGroup.of(SamplingParams).changed("max_tokens", default=f"{MAX_TOKENS}, within the context")

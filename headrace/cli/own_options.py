@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from headrace.errors import ConfigError
 from headrace.options import CONVERSATION, DEBUGGING, PROMPTS, REPORT, SERVER, WHAT, Checked, OptionSpec
+from headrace.user_files import check_output, check_regular, near, read_text
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,10 +71,9 @@ class EncodeOptions(Checked):
         if not self.pictures:
             raise ConfigError("name the files of pictures to encode", "FILE")
         for path in self.pictures:
-            if not path.is_file():
-                raise ConfigError(f"there is no file {path}", "FILE")
+            check_regular(path, "FILE")
         if self.output is not None and not self.output.is_dir():
-            raise ConfigError(f"there is no directory {self.output}", "--output")
+            raise ConfigError(f"there is no directory {self.output}{near(self.output)}", "--output")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,6 +99,8 @@ class ExplainOptions(Checked):
         super().__post_init__()
         if (self.prompt is None) == (self.prompt_file is None):
             raise ConfigError("give the prompt by --prompt or by --prompt-file", "--prompt")
+        check_output(self.html, "--html")
+        check_output(self.png, "--png")
 
     @property
     def text(self) -> str:
@@ -107,12 +109,7 @@ class ExplainOptions(Checked):
         Raises:
             ConfigError: its file cannot be read.
         """
-        if self.prompt_file is None:
-            return self.prompt or ""
-        try:
-            return self.prompt_file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"the prompt cannot be read from {self.prompt_file}: {error}", "--prompt-file") from error
+        return self.prompt or "" if self.prompt_file is None else read_text(self.prompt_file, "--prompt-file")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,13 +12,14 @@ import mimetypes
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any, AnyStr, TextIO
 
 import msgspec
 
 from headrace.cli.options import checked_fields
 from headrace.errors import ConfigError, RequestError
 from headrace.options import Option, OptionSpec, check_value
+from headrace.user_files import MAX_BYTES, read_input
 
 _ID = Option(None, "id", OptionSpec(), str, False)
 ERRORS = "surrogateescape"
@@ -49,13 +50,10 @@ def read_stdin(encoding: str = "utf-8") -> TextIO:
     return sys.stdin
 
 
-def picture_part(path: str) -> dict[str, Any]:
-    """The part of a message that shows a picture file. Raises ConfigError if it cannot be read."""
+def picture_part(path: str, most: int) -> dict[str, Any]:
+    """The part of a message that shows a picture file of at most ``most`` bytes. Raises ConfigError if it cannot be read."""
     kind = mimetypes.guess_type(path)[0] or "application/octet-stream"
-    try:
-        data = base64.b64encode(Path(path).expanduser().read_bytes()).decode()
-    except (OSError, ValueError, RuntimeError) as error:  # the last two: an impossible path
-        raise ConfigError(f"cannot read {path}: {error}", "--image") from None
+    data = base64.b64encode(read_input(Path(path), "--image", most, " (--max-media-bytes)")).decode()
     return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
 
 
@@ -63,6 +61,8 @@ def parse_line(number: int, text: str) -> PromptJob:
     """Parses a line of JSON: one of prompt, messages and prompt_token_ids; id; sampling parameters; mm_processor_kwargs."""
     identifier = None
     try:
+        if len(text) > MAX_BYTES:
+            raise RequestError(f"a line has at most {MAX_BYTES:,} characters")
         text.encode()
         record = json.loads(text)
         if not isinstance(record, dict):
@@ -148,6 +148,15 @@ def check_batch_ids(lines: Iterable[bytes]) -> bool:
                 raise ConfigError(f"line {number} has the custom_id {identity!r} of an earlier line", "--input")
             seen.add(digest)
     return bool(seen)
+
+
+def bounded_lines(file: IO[AnyStr]) -> Iterator[AnyStr]:
+    """The lines of a file. Of one that has more than ``MAX_BYTES``, so many and one, by which ``parse_line`` knows it."""
+    while line := file.readline(MAX_BYTES + 1):
+        rest = line
+        while len(rest) > MAX_BYTES:
+            rest = file.readline(MAX_BYTES + 1)
+        yield line
 
 
 def parse_lines(lines: Iterable[str]) -> Iterator[PromptJob]:

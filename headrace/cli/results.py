@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 
 from headrace.cli.errors import print_note
 from headrace.errors import ConfigError, EngineError
+from headrace.user_files import check_output, is_stream, open_stream
 
 
 def line_key(record: Mapping[str, Any]) -> str:
@@ -47,8 +48,9 @@ class ResultFile:
         """Key of each line that has a result -> how many results."""
         self._path: Path | None = None
         self._file: BinaryIO = sys.stdout.buffer
+        check_output(path, option)
         try:
-            if path is not None and (path.is_file() or not path.exists()):
+            if path is not None and not is_stream(path):
                 self._path = path.resolve()
                 self._partial = self._path.with_name(self._path.name + ".partial")
             _refuse_same(source, [1] if path is None else [path] if self._path is None else [self._path, self._partial])
@@ -56,7 +58,7 @@ class ResultFile:
                 self._prepare(self._path, resume)
                 self._file = self._partial.open("ab", buffering=0)
             elif path is not None:
-                self._file = path.open("wb", buffering=0)
+                self._file = open_stream(path, option)
         except OSError as error:
             raise ConfigError(f"cannot write {path}: {error.strerror}", option) from None
 
@@ -85,7 +87,7 @@ class ResultFile:
                 try:
                     record = json.loads(line)
                     key, has_result = line_key(record), has_answer(record)
-                except (ValueError, TypeError, AttributeError, KeyError):
+                except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
                     raise ConfigError(f"line {number} of {earlier} is no result of a run", "--resume") from None
                 if has_result:
                     self.done[key] += 1

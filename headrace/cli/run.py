@@ -18,8 +18,18 @@ import typer
 from rich.console import Console
 
 from headrace.cli.errors import EXIT_FAILURE, EXIT_USAGE, describe, print_error
-from headrace.cli.options import ENGINE_OPTIONS, SAMPLING_OPTIONS, Group, command
-from headrace.cli.prompts import BATCH, ERRORS, PromptJob, check_batch_ids, distinct, parse_lines, picture_part, read_stdin
+from headrace.cli.options import ENGINE_OPTIONS, MAX_TOKENS, SAMPLING_OPTIONS, Group, command
+from headrace.cli.prompts import (
+    BATCH,
+    ERRORS,
+    PromptJob,
+    bounded_lines,
+    check_batch_ids,
+    distinct,
+    parse_lines,
+    picture_part,
+    read_stdin,
+)
 from headrace.cli.results import ResultFile, line_key
 from headrace.config import EngineArgs
 from headrace.engine.spawn import spawn
@@ -27,6 +37,7 @@ from headrace.engine.timeline import process_start
 from headrace.errors import ConfigError, EngineDeadError, EngineError, QueueFullError, RequestError
 from headrace.options import PROMPTS, Checked, OptionSpec
 from headrace.outputs import RequestOutput
+from headrace.user_files import check_regular
 
 if TYPE_CHECKING:
     from headrace.engine.async_llm import AsyncLLM
@@ -87,8 +98,10 @@ class RunOptions(Checked):
             raise ConfigError("it is for messages (--chat); a raw prompt has no place for a picture", "--image")
         if self.resume and not (self.input and self.output):
             raise ConfigError("it continues a file of results: it needs --input and --output", "--resume")
-        if self.source is not None and not self.source.is_file():
-            raise ConfigError(f"there is no file {self.source}", "--input")
+        if self.source is not None:
+            check_regular(self.source, "--input", "; - is standard input")
+        for name in self.image:
+            check_regular(Path(name), "--image")
         if self.error_file is not None and self.output is not None and self.error_file.resolve() == self.output.resolve():
             raise ConfigError("errors cannot go to the file of the results", "--error-file")
 
@@ -113,7 +126,7 @@ def run(args: EngineArgs, sampling: dict[str, Any], options: RunOptions) -> None
     source = options.source
     if source is not None:
         with source.open("rb") as file:
-            if check_batch_ids(file) and sampling:
+            if check_batch_ids(bounded_lines(file)) and sampling:
                 raise ConfigError(
                     f"sampling options ({', '.join(sampling)}) are not for batch lines: their bodies say everything", "--input"
                 )
@@ -122,7 +135,7 @@ def run(args: EngineArgs, sampling: dict[str, Any], options: RunOptions) -> None
         if options.error_file is not None:
             errors = ResultFile(options.error_file, source, resume=options.resume, option="--error-file")
             stack.enter_context(errors)
-        jobs, total = _jobs(options, stack)
+        jobs, total = _jobs(options, stack, args.max_media_bytes)
         if options.resume:
             total = None if total is None else total - results.done.total()
             jobs = _without(jobs, results.done)
@@ -133,22 +146,22 @@ def run(args: EngineArgs, sampling: dict[str, Any], options: RunOptions) -> None
         raise typer.Exit(EXIT_FAILURE)
 
 
-def _jobs(options: RunOptions, stack: contextlib.ExitStack) -> tuple[Iterable[PromptJob], int | None]:
+def _jobs(options: RunOptions, stack: contextlib.ExitStack, max_media_bytes: int) -> tuple[Iterable[PromptJob], int | None]:
     """The prompts, and how many there are where that is known beforehand."""
     prompts, source = options.prompts, options.source
     if prompts:
         kind = "messages" if options.chat else "prompt"
-        pictures = [picture_part(path) for path in options.image]
+        pictures = [picture_part(path, max_media_bytes) for path in options.image]
         said = [[*pictures, {"type": "text", "text": text}] if pictures else text for text in prompts]
         contents: list[Any] = [[{"role": "user", "content": content}] for content in said] if options.chat else said
         return [PromptJob(number, content, kind) for number, content in enumerate(contents, start=1)], len(prompts)
     # A byte order mark is no part of the first line.
     encoding = "utf-8-sig"
     if source is None:
-        return distinct(parse_lines(read_stdin(encoding))), None
+        return distinct(parse_lines(bounded_lines(read_stdin(encoding)))), None
     with source.open("rb") as file:
-        total = sum(1 for line in file if line.strip())
-    return parse_lines(stack.enter_context(source.open(encoding=encoding, errors=ERRORS))), total
+        total = sum(1 for line in bounded_lines(file) if line.strip())
+    return parse_lines(bounded_lines(stack.enter_context(source.open(encoding=encoding, errors=ERRORS)))), total
 
 
 def _without(jobs: Iterable[PromptJob], done: Counter[str]) -> Iterator[PromptJob]:
@@ -287,7 +300,10 @@ class _Runner:
 
 
 async def _generate(llm: AsyncLLM, sampling: dict[str, Any], job: PromptJob) -> RequestOutput:
-    params = llm.inputs.default_sampling.replace(sampling | job.sampling)
+    given = sampling | job.sampling
+    params = llm.inputs.default_sampling.replace(given)
+    # A line's "max_tokens": null asks for the rest of the context.
+    default = None if "max_tokens" in given else MAX_TOKENS
     prompt: Any = {job.kind: job.content}
     if job.kind == "messages":
         prompt = await _chat_prompt(llm, job)
@@ -296,7 +312,7 @@ async def _generate(llm: AsyncLLM, sampling: dict[str, Any], job: PromptJob) -> 
     for _ in range(ATTEMPTS):
         try:
             result: RequestOutput | None = None
-            async for so_far in llm.generate(prompt, params, request_id=f"run-{job.number}"):
+            async for so_far in llm.generate(prompt, params, f"run-{job.number}", default_max_tokens=default):
                 result = so_far
             if result is None:
                 raise EngineError("the engine gave no answer")

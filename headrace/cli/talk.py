@@ -11,6 +11,7 @@ import httpx
 from rich.console import Console
 
 from headrace.bench.client import CONNECT_SECONDS, authorization, base_url, chat_events, first_model
+from headrace.cli.options import MAX_TOKENS
 from headrace.config import EngineArgs
 from headrace.engine.spawn import spawn
 from headrace.engine.timeline import process_start
@@ -51,7 +52,9 @@ class EngineTalker:
     async def reply(self, messages: Messages) -> AsyncIterator[str]:
         params = self._llm.inputs.default_sampling.replace(self._sampling)
         prompt = await self._llm.inputs.chat_prompt_async(messages)
-        request = await self._llm.inputs.request_async(prompt, params, request_id=f"chat-{uuid.uuid4().hex}")
+        request = await self._llm.inputs.request_async(
+            prompt, params, request_id=f"chat-{uuid.uuid4().hex}", default_max_tokens=MAX_TOKENS
+        )
         async with await self._llm.add(request) as stream:
             async for delta in stream:
                 if delta.error:

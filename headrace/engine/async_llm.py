@@ -228,8 +228,12 @@ class AsyncLLM:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        default_max_tokens: int | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """The request's output as it grows: one object, yielded after each delta. Leaving early aborts the request.
+
+        Args:
+            default_max_tokens: limit of an output whose parameters have none; None: the rest of the context.
 
         Raises: as ``add``. An engine that dies later shows in ``output.error`` and in finish_reason "error".
         """
@@ -240,6 +244,7 @@ class AsyncLLM:
             request_id=request_id if request_id is not None else f"generate-{uuid.uuid4().hex}",
             priority=priority,
             cache_salt=cache_salt,
+            default_max_tokens=default_max_tokens,
         )
         output = new_output(request)
         text = self.tokenizer.token_text if self.tokenizer is not None else None

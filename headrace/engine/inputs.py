@@ -263,12 +263,14 @@ class InputProcessor:
         tenant: str = "",
         add_special_tokens: bool = True,
         media: PreparedPrompt | None = None,
+        default_max_tokens: int | None = None,
     ) -> Request:
         """Tokenise a prompt and check it with its parameters: behind this, types and ranges are trusted.
 
         Args:
             plan: what the answer's grammar holds beside ``params.structured_outputs``.
             media: of ``prepare_media``, where it was called before.
+            default_max_tokens: limit of an output whose parameters have none; None: the rest of the context.
             constraint: made of these two; None: it is made here.
 
         Raises:
@@ -299,7 +301,7 @@ class InputProcessor:
             prompt_token_ids=tokens,
             # The constraint says it all, and need not travel twice.
             sampling=params if params.structured_outputs is None else params.replace({"structured_outputs": None}),
-            max_tokens=self._max_tokens(len(tokens), params, max(0, rope.delta) if rope is not None else 0),
+            max_tokens=self._max_tokens(len(tokens), params, max(0, rope.delta) if rope is not None else 0, default_max_tokens),
             seed=params.seed if params.seed is not None else self._seeds.randint(0, MAX_SEED),
             eos_token_ids=self.eos_token_ids,
             bad_words=self._bad_words(tuple(params.bad_words), not params.skip_special_tokens) if params.bad_words else None,
@@ -386,8 +388,9 @@ class InputProcessor:
             raise RequestError(f"token id {wrong} is not in the vocabulary, which has {self.vocab_size} tokens", "prompt")
         return tokens
 
-    def _max_tokens(self, num_prompt: int, params: SamplingParams, ahead: int) -> int:
-        """What the request may generate: as asked, or the rest of the context. Rotary positions are ``ahead`` of the tokens."""
+    def _max_tokens(self, num_prompt: int, params: SamplingParams, ahead: int, default: int | None) -> int:
+        """What the request may generate: as asked, or the default within the rest of the context. Rotary positions are
+        ``ahead`` of the tokens."""
         rest = self.max_model_len - num_prompt - ahead
         if rest < 1:
             raise _too_long(
@@ -404,7 +407,9 @@ class InputProcessor:
             raise _too_long(
                 f"{num_prompt} tokens of prompt leave room for {rest}, and min_tokens is {params.min_tokens}", "min_tokens"
             )
-        return rest if params.max_tokens is None else params.max_tokens
+        if params.max_tokens is not None:
+            return params.max_tokens
+        return rest if default is None else min(rest, max(default, params.min_tokens))
 
     # The sampling parameters
 

@@ -23,6 +23,7 @@ from headrace.config import EngineConfig
 from headrace.core.plan import Recorded, RunnerEvent, SamplePlan, StepPlan, StepResult, decode_plan, encode_plan
 from headrace.errors import ConfigError
 from headrace.model_spec import ModelSpec
+from headrace.user_files import is_stream, open_stream
 
 if TYPE_CHECKING:
     from headrace.runner.runner import ModelRunner
@@ -104,8 +105,8 @@ class Recorder:
 
 def _create(path: Path) -> BinaryIO:
     """Opens the first of ``path``, ``path.1``, ``path.2``, ... that does not exist. A pipe or a device is opened as it is."""
-    if path.exists() and not path.is_file():
-        return path.open("wb")
+    if is_stream(path):
+        return open_stream(path, "record_steps")
     names = itertools.chain([path], (path.with_name(f"{path.name}.{number}") for number in itertools.count(1)))
     return next(file for name in names if (file := _create_new(name)) is not None)
 

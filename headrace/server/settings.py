@@ -12,6 +12,7 @@ from headrace.errors import ConfigError
 from headrace.metrics.stats import MetricsCompat
 from headrace.options import LIMITS, MODEL, SECURITY, SERVER, OptionSpec, check
 from headrace.sampling_params import MAX_SAMPLES
+from headrace.user_files import check_regular
 
 
 def _api_keys() -> tuple[str, ...]:
@@ -170,15 +171,15 @@ class ServerSettings:
             raise ConfigError(f"TLS needs a certificate and its key: {missing} is not set", missing)
         for name in ("tls_cert", "tls_key"):
             path = getattr(self, name)
-            if path is not None and not Path(path).is_file():
-                raise ConfigError(f"{name}: there is no file {path}", name)
+            if path is not None:
+                check_regular(Path(path), name)
         for alias in self.model_alias:
             pattern, _, name = alias.partition("=")
             if not pattern or name not in self.served_model_names:
                 message = f"model_alias must be PATTERN=NAME with a NAME of --served-model-name, not {alias!r}"
                 raise ConfigError(message, "model_alias")
-        if self.codex_instructions is not None and not Path(self.codex_instructions).is_file():
-            raise ConfigError(f"codex_instructions: there is no file {self.codex_instructions}", "codex_instructions")
+        if self.codex_instructions is not None:
+            check_regular(Path(self.codex_instructions), "codex_instructions")
         if "*" in self.cors_origins and self.cors_credentials:
             raise ConfigError(
                 "cors_credentials needs the origins by name: '*' would let any web page act as the user", "cors_credentials"

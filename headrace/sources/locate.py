@@ -11,6 +11,7 @@ from pathlib import Path
 from headrace.errors import ConfigError
 from headrace.options import shown
 from headrace.sources import embedded
+from headrace.user_files import near
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -37,7 +38,7 @@ def locate(model: str | None) -> Path | None:
         why = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"there is no model {shown(model)}: {why}", "model") from None
     if path.suffix == ".gguf" or not _HUB_ID.fullmatch(model):
-        raise ConfigError(f"there is no file or directory {model}", "model")
+        raise ConfigError(f"there is no file or directory {model}{near(path)}", "model")
     return None
 
 

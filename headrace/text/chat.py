@@ -15,6 +15,7 @@ from headrace.text.content import ConversationMedia, content_of, no_others
 from headrace.text.fast_tokenizer import FastTokenizer
 from headrace.text.template_messages import TemplateJob
 from headrace.text.templates import TemplateRenderer
+from headrace.user_files import read_text
 
 if TYPE_CHECKING:
     from jinja2.nodes import Template
@@ -59,15 +60,7 @@ def read_template(source: str) -> str:
     """
     template = source
     if not any(mark in source for mark in ("{%", "{{", "\n")):
-        path = Path(source).expanduser()
-        if not path.is_file():
-            raise ConfigError(f"chat_template: there is no file {source}, and it is not a template either", "chat_template")
-        if path.stat().st_size > _MAX_TEMPLATE_BYTES:
-            raise ConfigError(f"chat_template: {source} has more than {_MAX_TEMPLATE_BYTES} bytes", "chat_template")
-        try:
-            template = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"chat_template: {source} is not a text file: {error}", "chat_template") from error
+        template = read_text(Path(source), "chat_template", _MAX_TEMPLATE_BYTES)
     return template
 
 

@@ -63,7 +63,7 @@ def converse(lines: list[str], monkeypatch: pytest.MonkeyPatch, talker: Echo, sy
 
     monkeypatch.setattr("builtins.input", read)
     with LoopThread() as loop:
-        conversation = Conversation(talker, loop, Console(stderr=True), system)
+        conversation = Conversation(talker, loop, Console(stderr=True), system, 2**20)
         conversation.run()
     return conversation
 
@@ -111,7 +111,7 @@ def test_pictures_go_with_the_next_message(
     assert talker.asked[1][-1]["content"] == "two"
     assert talker.asked[2] == [{"role": "user", "content": "three"}]
     said = capsys.readouterr().err
-    assert "name of a file" in said and "cannot read" in said
+    assert "name of a file" in said and "there is no file" in said
 
 
 def test_a_stopped_reply_is_kept_as_far_as_it_went(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,7 +125,7 @@ def test_mistakes_are_told_with_their_line(text: str, message: str, write: Write
 
 def test_a_file_that_is_not_there() -> None:
     result = CliRunner().invoke(app, ["serve", "--config", "/no/such/file.yaml"])
-    assert result.exit_code == 2 and "cannot read /no/such/file.yaml" in result.stderr
+    assert result.exit_code == 2 and "there is no file /no/such/file.yaml" in result.stderr
 
 
 def test_keys_twice_in_a_nested_mapping(write: Write) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,6 +38,8 @@ class FakeLLM:
             chat_prompt_async=self._chat_prompt,
         )
         self.prompts: list[Any] = []
+        self.defaults: list[int | None] = []
+        """Limits of outputs whose parameters have none."""
         self.asked: list[Any] = []
         """Each conversation, with the options of the processor."""
         self.dies: set[int] = set()
@@ -68,8 +71,11 @@ class FakeLLM:
         ok = not (self._down or self.gone)
         return Health(ok, "" if ok else "the engine died", final=self.gone)
 
-    async def generate(self, prompt: Any, params: SamplingParams, request_id: str) -> AsyncIterator[RequestOutput]:
+    async def generate(
+        self, prompt: Any, params: SamplingParams, request_id: str, *, default_max_tokens: int | None
+    ) -> AsyncIterator[RequestOutput]:
         self._calls += 1
+        self.defaults.append(default_max_tokens)
         if self._down or self.gone:
             raise EngineDeadError("the engine died")
         if self._calls in self.dies:
@@ -120,6 +126,13 @@ def test_arguments() -> None:
     (llm,) = FakeLLM.made
     assert llm.closed
     assert llm.params[0] == SamplingParams(temperature=0.5, top_k=7, max_tokens=3, stop=["x", "y"])
+
+
+def test_outputs_have_a_limit_where_nobody_sets_one() -> None:
+    """``"max_tokens": null`` asks for the rest of the context."""
+    lines = [{"prompt": "abc"}, {"prompt": "abc", "max_tokens": 5}, {"prompt": "abc", "max_tokens": None}]
+    assert invoke("--input", "-", input="\n".join(map(json.dumps, lines))).exit_code == 0
+    assert FakeLLM.made[-1].defaults == [2048, None, None]
 
 
 def test_chat_arguments_go_through_the_template() -> None:
@@ -278,6 +291,46 @@ def test_the_input_cannot_be_the_output(source: Path, target: Path) -> None:
         result = run(source, other)
         assert result.exit_code == 2 and "--output" in result.stderr and len(result.stderr.splitlines()) == 1
     assert source.read_bytes() == before and not FakeLLM.made
+
+
+@pytest.mark.parametrize("option", ["--output", "--error-file"])
+def test_a_pipe_without_a_reader_is_refused_at_once(option: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    result = invoke("abc", option, str(tmp_path / "pipe"))
+    assert result.exit_code == 2 and "a pipe that no program reads" in result.stderr and option in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("pipe", "a pipe, not a file"),
+        ("folder", "a directory, not a file"),
+        ("prompt.jsonl", "prompts.jsonl?"),
+        ("/dev/zero", "a device"),
+    ],
+)
+def test_an_input_that_is_no_file_is_refused_at_once(name: str, said: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "prompts.jsonl").write_text("{}")
+    for words in (["--input"], ["--chat", "hello", "--image"]):
+        result = invoke(*words, str(tmp_path / name))
+        assert result.exit_code == 2 and said in result.stderr and words[-1] in result.stderr
+
+
+def test_a_line_that_is_too_long_costs_one_line(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.cli.prompts.MAX_BYTES", 100)
+    source.write_text("\n".join(json.dumps({"prompt": text}) for text in ("abc", "x" * 1000, "abcd")))
+    result = invoke("--input", str(source))
+    assert result.exit_code == 1
+    assert ["error" in record for record in records(result.stdout)] == [False, True, False]
+    assert "at most 100 characters" in json.dumps(records(result.stdout)[1])
+
+
+def test_resume_refuses_a_file_of_nested_lists(source: Path, target: Path) -> None:
+    target.write_text("[" * 200_000 + "\n")
+    result = invoke("--input", str(source), "--output", str(target), "--resume")
+    assert result.exit_code == 2 and "line 1 of" in result.stderr and "is no result of a run" in result.stderr
 
 
 def test_an_earlier_file_stays_until_the_run_has_ended(source: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:

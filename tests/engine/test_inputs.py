@@ -92,6 +92,16 @@ def test_the_prompt_and_its_output_fill_the_context_exactly(inputs: InputProcess
     assert make(inputs, "x" * 250, max_tokens=6).max_tokens == 6
 
 
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "limit"),
+    [("abc", {}, 20), ("abc", {"max_tokens": 50}, 50), ("x" * 250, {}, CONTEXT - 250), ("abc", {"min_tokens": 30}, 30)],
+)
+def test_a_default_limit_is_for_outputs_without_one(
+    inputs: InputProcessor, prompt: str, sampling: dict[str, Any], limit: int
+) -> None:
+    assert inputs.request(prompt, SamplingParams(**sampling), request_id="r", default_max_tokens=20).max_tokens == limit
+
+
 REFUSED: list[tuple[Any, dict, str]] = [
     ("", {}, "prompt"),
     (None, {}, "prompt"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,12 @@ def test_a_record_is_never_overwritten(tmp_path: Path) -> None:
     assert sorted(file.name for file in tmp_path.iterdir()) == ["plans.bin", "plans.bin.1", "plans.bin.2"]
     assert path.read_bytes() == first
     assert list(read_plans(tmp_path / "plans.bin.2")[1]) == PLANS
+
+
+def test_a_pipe_without_a_reader_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="no program reads"):
+        Recorder(tmp_path / "pipe", World().config())
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")

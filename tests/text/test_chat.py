@@ -220,7 +220,7 @@ def test_operators_templates(tmp_path: Path) -> None:
     binary = tmp_path / "binary.jinja"
     binary.write_bytes(b"\xff\xfe\x00")
     for refusal in (tmp_path / "missing.jinja", large, binary, tmp_path):
-        with pytest.raises(ConfigError, match="chat_template") as error:
+        with pytest.raises(ConfigError) as error:
             read_template(str(refusal))
         assert error.value.param == "chat_template"
 

@@ -30,6 +30,11 @@ class BoundedCache(Generic[K, V]):
                 self._entries.move_to_end(key)
             return found
 
+    def items(self) -> list[tuple[K, V]]:
+        """The entries, those first that were not used for longest."""
+        with self._lock:
+            return list(self._entries.items())
+
     def put(self, key: K, value: V) -> None:
         """In the place of an earlier value. What is larger than the whole cache is not kept."""
         with self._lock:

@@ -76,6 +76,10 @@ class MissingPackageError(ConfigError, ImportError):
     """Something that was asked for takes a package that is not installed; says how to install it."""
 
 
+class MemoryConfigError(ConfigError):
+    """What the arguments ask for does not fit into the memory that there is, or that they give it."""
+
+
 class EngineError(HeadraceError):
     """The engine failed; requests in flight are answered with this."""
 
@@ -101,6 +105,18 @@ def import_reason(error: BaseException) -> str:
 def listed(names: Sequence[str], most: int = 5) -> str:
     """The first names, and how many others there are."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def human_size(nbytes: int) -> str:
+    """Three digits and a 1024-based unit: "1.32 GiB"."""
+    if abs(nbytes) < 1024:
+        return f"{nbytes} B"
+    value, units = nbytes / 1024, ["KiB", "MiB", "GiB", "TiB"]
+    while abs(value) >= 999.5 and len(units) > 1:
+        value /= 1024
+        units.pop(0)
+    digits = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
+    return f"{value:.{digits}f} {units[0]}"
 
 
 def ranges(numbers: Sequence[int]) -> str:

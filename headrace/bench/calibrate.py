@@ -26,7 +26,7 @@ from headrace.runner.graphs import rows_beside
 from headrace.runner.inputs import PROMPT_ROWS
 from headrace.sampling_params import SamplingParams
 from headrace.sim.config import Calibration, EngineShape, GroupShape
-from headrace.sim.fit import Fit, MeasuredStep, fit
+from headrace.sim.fit import Fit, MeasuredStep, enough, fit
 from headrace.sim.step_time import NO_GRAPHS, GraphSizes, features
 
 _ROUND_SHARE = 0.02
@@ -37,6 +37,8 @@ _MOST_SHARE = 0.2
 """The same of a round in which a step full of prompt tokens takes longer."""
 _LEAST_ROUND = 0.5
 """Seconds of a round."""
+_EXTRA_SECONDS = 600.0
+"""That a measurement may take beyond those asked for, until a fit has the steps that it needs."""
 _PROMPT_SHARE = 0.5
 """Of a round that prompts are computed in, about."""
 _FIRST_RATE = 500.0
@@ -72,7 +74,7 @@ class Watched:
 
 
 def run(args: EngineArgs, seconds: float, *, seed: int = 0, tell: Callable[[str], None]) -> Calibration:
-    """Measures for ``seconds``, in a process of its own.
+    """Measures for ``seconds``, or longer until a fit has the steps that it needs, in a process of its own.
 
     Raises:
         ConfigError: the arguments cannot work, or too few steps were measured.
@@ -142,12 +144,15 @@ def measure(
     round_seconds = max(_LEAST_ROUND, seconds * _ROUND_SHARE)
     try:
         for number in itertools.count():
-            if time.perf_counter() >= start + seconds:
+            passed = time.perf_counter() - start
+            if passed >= seconds and (enough(steps) or passed >= seconds + _EXTRA_SECONDS):
                 return steps
-            tell(f"{time.perf_counter() - start:.0f} of {seconds:.0f} s, {len(steps)} steps")
+            more = "" if passed < seconds else ": too few of a kind, so it goes on"
+            tell(f"{passed:.0f} of {seconds:.0f} s, {len(steps)} steps{more}")
             lasts = traffic.begin_round(steps, round_seconds, seconds * _MOST_SHARE)
-            end = min(start + seconds, time.perf_counter() + lasts)
-            _round(core, watched, traffic, end, steps, refill=number % 2 == 0, graphs=graphs)
+            if passed < seconds:
+                lasts = min(lasts, seconds - passed)
+            _round(core, watched, traffic, time.perf_counter() + lasts, steps, refill=number % 2 == 0, graphs=graphs)
     finally:
         core.executor = executor
     return steps

@@ -174,7 +174,7 @@ class CalibrateOptions(Checked):
     panels = MappingProxyType({"seconds": HOW})
 
     seconds: Annotated[float, OptionSpec(min=1.0, max=86_400)] = 60.0
-    """Seconds of random traffic."""
+    """Seconds of random traffic; it lasts longer where fewer steps than a fit needs were measured."""
     traffic_seed: Annotated[int, OptionSpec(min=0)] = 0
     """Seed of the traffic."""
 

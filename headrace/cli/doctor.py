@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import sys
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -15,10 +17,10 @@ from rich.console import Console
 from headrace.cli.options import ENGINE_OPTIONS, Group, command
 from headrace.cli.own_options import DoctorOptions
 from headrace.cli.units import picture_size
-from headrace.config import Decision, EngineArgs
+from headrace.config import Decision, EngineArgs, EngineConfig
 from headrace.engine.spawn import spawn
 from headrace.engine.timeline import process_start
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, MemoryConfigError
 from headrace.sources.locate import locate
 
 if TYPE_CHECKING:
@@ -43,15 +45,17 @@ def doctor(args: EngineArgs, options: DoctorOptions) -> None:
             raise ConfigError("--parity reports on no engine that was loaded to serve: leave --load out, or --parity", "--load")
         _compare(args, options.as_json)
         return
-    info = asyncio.run(_loaded(args)) if options.load else planned(args)
+    info, refusal = (asyncio.run(_loaded(args)), None) if options.load else planned(args)
     if info.media is None and options.image_size:
         raise ConfigError("the model reads text alone: it sees no pictures", "--image-size")
     if info.media is not None:
         info = _with_picture_tokens(info, args, sizes)
     if options.as_json:
         sys.stdout.write(encoded(info) + "\n")
-        return
-    print_report(Console(), info, environment=True)
+    else:
+        print_report(Console(), info, environment=True)
+    if refusal is not None:
+        raise refusal
 
 
 def _with_picture_tokens(info: EngineInfo, args: EngineArgs, sizes: list[tuple[int, int]]) -> EngineInfo:
@@ -96,11 +100,12 @@ async def _loaded(args: EngineArgs) -> EngineInfo:
         await llm.close()
 
 
-def planned(args: EngineArgs) -> EngineInfo:
-    """The report of an engine that was decided upon and not built.
+def planned(args: EngineArgs) -> tuple[EngineInfo, ConfigError | None]:
+    """The report of an engine that was decided upon and not built, and why it does not fit into memory here, if so: the report
+    is then that of a machine with more.
 
     Raises:
-        ConfigError: it could not be built.
+        ConfigError: it could not be built, whatever the memory.
     """
     from headrace.sources.files import find_model
 
@@ -117,13 +122,31 @@ def planned(args: EngineArgs) -> EngineInfo:
     device = probe(args.device)
     chosen = choose(args, files)
     files = dataclasses.replace(files, decisions=(*files.decisions, *chosen.decisions))
-    config = resolve(args, files, chosen.spec, device)
+    refusal = None
+    try:
+        config = resolve(args, files, chosen.spec, device)
+    except MemoryConfigError as error:
+        refusal = error
+        files = dataclasses.replace(files, decisions=(Decision("memory", "does not fit", str(error)), *files.decisions))
+        config = _with_room(lambda room: resolve(args, files, chosen.spec, device, kv_room=room))
     phases = [StartupPhase("config", time.perf_counter() - start, "the weights were not loaded")]
     info = engine_info(files, config, device, phases, planned_ledger(config, device))
     try:
-        return with_formats(info, load_frontend(args).answers(args))
+        return with_formats(info, load_frontend(args).answers(args)), refusal
     except ConfigError as error:
         # The report is of the model, and says what it can without a tokenizer.
         if error.param != "tokenizer":
             raise
-        return info
+        return info, refusal
+
+
+def _with_room(decide: Callable[[int], EngineConfig]) -> EngineConfig:
+    """Decides with the least power of two of bytes beside the weights that is enough.
+
+    Raises:
+        ConfigError: none is.
+    """
+    for power in range(30, 60):
+        with contextlib.suppress(MemoryConfigError):
+            return decide(2**power)
+    return decide(2**60)

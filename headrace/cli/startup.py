@@ -11,9 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.bench.report import add_row, table
-from headrace.cli.units import human_size
 from headrace.engine.info import EngineInfo, LayerLine
-from headrace.errors import ranges
+from headrace.errors import human_size, ranges
 
 PLAIN_WIDTH = 160
 """Width of the report where no terminal gives one."""

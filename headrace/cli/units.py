@@ -1,4 +1,4 @@
-"""Human-readable sizes."""
+"""Sizes as users write them."""
 
 from __future__ import annotations
 
@@ -34,15 +34,3 @@ def picture_size(text: str, option: str) -> tuple[int, int]:
     if match is None or not int(match[1]) or not int(match[2]):
         raise ConfigError(f"must be a width and a height such as 1024x768, not {text!r}", option)
     return int(match[1]), int(match[2])
-
-
-def human_size(nbytes: int) -> str:
-    """Three digits and a 1024-based unit: "1.32 GiB"."""
-    if abs(nbytes) < 1024:
-        return f"{nbytes} B"
-    value, units = nbytes / 1024, ["KiB", "MiB", "GiB", "TiB"]
-    while abs(value) >= 999.5 and len(units) > 1:
-        value /= 1024
-        units.pop(0)
-    digits = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
-    return f"{value:.{digits}f} {units[0]}"

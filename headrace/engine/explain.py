@@ -6,11 +6,12 @@ import msgspec
 import torch
 
 from headrace.attention.sparse import SparsePrefillAttention, WithSparsePrompts
+from headrace.core.sparse import SparsePrompt
 from headrace.engine.executor import LocalExecutor
 from headrace.engine.inputs import Prompt
 from headrace.engine.llm import LLM
 from headrace.engine.replicated import ReplicatedEngine
-from headrace.errors import ConfigError, RequestError
+from headrace.errors import ConfigError, EngineError, RequestError
 from headrace.outputs import AttentionReport
 from headrace.sampling_params import SamplingParams
 
@@ -81,22 +82,25 @@ def explain(llm: LLM, prompt: Prompt, *, layer: int = 0, head: int = 0) -> Expla
         raise ConfigError(f"there is no layer {layer}: the model has {len(layers)}", "layer")
     if not 0 <= head < layers[layer].num_heads:
         raise ConfigError(f"layer {layer} has no head {head}: it has {layers[layer].num_heads}", "head")
+    params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+    request = llm.inputs.request(prompt, params, request_id="explain")
+    if SparsePrompt.of(request, config.sparse) is None:
+        raise RequestError(
+            f"the prompt has {len(request.prompt_token_ids)} tokens and attends densely: prompts from "
+            f"{config.sparse.min_tokens} tokens on attend sparsely (--sparse-min-tokens)",
+            "prompt",
+        )
     watch = _Watch(len(layers), layer, head)
     backends = _sparse_backends(executor)
     for backend in backends:
         backend.watch = watch
     try:
-        (output,) = llm.generate([prompt], SamplingParams(max_tokens=1, temperature=0.0, detokenize=False))
+        (output,) = llm.generate([prompt], params)
     finally:
         for backend in backends:
             backend.watch = None
     if output.attention is None:
-        least = config.sparse.min_tokens
-        raise RequestError(
-            f"the prompt has {len(output.prompt_token_ids)} tokens and attends densely: prompts from {least} tokens on attend "
-            "sparsely (sparse_min_tokens)",
-            "prompt",
-        )
+        raise EngineError(output.error or "the engine gave no report of the prompt")
     return Explanation(
         model=llm.info.model,
         prompt_tokens=len(output.prompt_token_ids),

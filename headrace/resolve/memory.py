@@ -5,7 +5,7 @@ from __future__ import annotations
 import typing
 
 from headrace.config import CacheConfig, EngineArgs
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, MemoryConfigError, human_size
 from headrace.model_spec import AnySpec, Arena, CacheGroup, ModelSpec, block_sizes, cache_groups
 from headrace.models.size import weight_bytes
 from headrace.parallel.layout import largest
@@ -28,8 +28,9 @@ def estimated_room(args: EngineArgs, model: AnySpec, dtype: str, quantization: s
     # Ranks must come to the same size of the cache, so each counts the weights of the one that holds the most.
     weights = weight_bytes(largest(model) if isinstance(model, ModelSpec) else model, dtype, quantization)
     if weights > device.available_memory:
-        raise ConfigError(
-            f"the model's configuration means {weights:,} bytes of weights, and {device.available_memory:,} are free",
+        raise MemoryConfigError(
+            f"the model's configuration means {human_size(weights)} of weights, and {human_size(device.available_memory)} are "
+            "free",
             "model",
         )
     room = device.available_memory - weights
@@ -96,10 +97,9 @@ class KVPlan:
         if length is None:
             length = self._auto_length(longest, f"{count} KV blocks", log)
         elif length > longest:
-            least = sum(self._fewest(group, length) * size for group, size in zip(self._groups, self._sizes, strict=True))
             raise ConfigError(
                 f"{count} KV blocks of {self._args.block_size} tokens do not hold one sequence of {length} tokens: set "
-                f"num_kv_blocks to {-(-least // sum(self._sizes))} or more, or max_model_len to {longest} or less, or to auto",
+                f"num_kv_blocks to {self._least_blocks(length)} or more, or max_model_len to {longest} or less, or to auto",
                 "num_kv_blocks",
             )
         return length, self._there_is(nbytes, "num_kv_blocks")
@@ -112,7 +112,9 @@ class KVPlan:
         """
         if nbytes > self._free:
             value = getattr(self._args, name)
-            raise ConfigError(f"{name} {value:,} takes {nbytes:,} bytes, and {self._free:,} are there beside the weights", name)
+            raise MemoryConfigError(
+                f"{name} {value:,} takes {human_size(nbytes)}, and {human_size(self._free)} are there beside the weights", name
+            )
         return nbytes
 
     def _from_memory(self, length: int | None, log: DecisionLog) -> tuple[int, int]:
@@ -123,7 +125,7 @@ class KVPlan:
         if length is None:
             budget = share if requested is None else requested
             longest = self._longest(lambda candidate: self._least_bytes(candidate) <= budget)
-            length = self._auto_length(longest, f"{budget:,} bytes of KV cache", log)
+            length = self._auto_length(longest, f"{human_size(budget)} of KV cache", log)
         least = self._least_bytes(length)
         if least > (most if requested is None else requested):
             raise self._does_not_fit(length, least, most if requested is None else requested)
@@ -150,19 +152,29 @@ class KVPlan:
         shorter = f"max_model_len to {longest} or less, or to auto" if longest >= 2 else ""
         if self._args.kv_cache_memory is not None:
             message = (
-                f"one sequence of {length} tokens needs {least:,} bytes of KV cache, and kv_cache_memory is {there:,}: set "
+                f"one sequence of {length} tokens needs {human_size(least)} of KV cache, and kv_cache_memory is "
+                f"{human_size(there)}: set "
             )
             shorter = f", or {shorter}" if shorter else ""
-            return ConfigError(f"{message}kv_cache_memory to {least:,} or more{shorter}", "kv_cache_memory")
+            return ConfigError(f"{message}kv_cache_memory to {least} or more{shorter}", "kv_cache_memory")
         where = f" within gpu_memory_utilization {self._args.gpu_memory_utilization}" if self._whole else ""
-        message = f"one sequence of {length} tokens needs {least:,} bytes of KV cache, and at most {there:,} are free{where}"
-        return ConfigError(f"{message}: set {shorter}" if shorter else message, "max_model_len")
+        message = (
+            f"one sequence of {length} tokens needs {human_size(least)} of KV cache, and at most {human_size(there)} are free"
+            f"{where}"
+        )
+        return MemoryConfigError(f"{message}: set {shorter}" if shorter else message, "max_model_len")
 
     def _auto_length(self, longest: int, where: str, log: DecisionLog) -> int:
         if longest < 2:
             sized = "kv_cache_memory" if self._args.num_kv_blocks is None else "num_kv_blocks"
             param = sized if self._args.max_model_len is None else "max_model_len"
-            raise ConfigError(f"not even 2 tokens fit in {where}: give the cache more room", param)
+            least = self._least_bytes(2)
+            more = f"set kv_cache_memory to {least} or more"
+            if self._args.num_kv_blocks is not None:
+                more = f"set num_kv_blocks to {self._least_blocks(2)} or more"
+            elif self._args.kv_cache_memory is None:
+                more = f"they need {human_size(least)}"
+            raise MemoryConfigError(f"not even 2 tokens fit in {where}: {more}", param)
         if longest < self._model.max_position:
             log.note("max_model_len", longest, f"the longest that fits in {where}")
         elif self._args.max_model_len == "auto":
@@ -193,6 +205,11 @@ class KVPlan:
         """More than these could only serve the prefix cache."""
         return self._num_seqs * self._blocks(group, length, min(self._num_batched, length))
 
+    def _least_blocks(self, length: int) -> int:
+        """``num_kv_blocks`` that holds one sequence of ``length``."""
+        least = sum(self._fewest(group, length) * size for group, size in zip(self._groups, self._sizes, strict=True))
+        return -(-least // sum(self._sizes))
+
     def _least_bytes(self, length: int) -> int:
         return Arena.holding(self._sizes, [self._fewest(group, length) for group in self._groups]).nbytes
 
@@ -202,8 +219,8 @@ def check_slots(args: EngineArgs, num_seqs: int, max_model_len: int, num_groups:
     row = max_model_len + 1 + num_groups * -(-max_model_len // args.block_size)
     nbytes = num_seqs * row * _ENTRY_BYTES
     if nbytes > room:
-        raise ConfigError(
-            f"max_num_seqs {num_seqs:,} takes {nbytes:,} bytes for tables of sequences of up to {max_model_len:,} tokens, "
-            f"and {room:,} are free beside the weights: lower max_num_seqs or max_model_len",
+        raise MemoryConfigError(
+            f"max_num_seqs {num_seqs:,} takes {human_size(nbytes)} for tables of sequences of up to {max_model_len:,} tokens, "
+            f"and {human_size(room)} are free beside the weights: lower max_num_seqs or max_model_len",
             "max_num_seqs",
         )

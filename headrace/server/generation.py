@@ -167,7 +167,7 @@ class Generation:
         self._times = delta.times or self._times
         if delta.attention is not None:
             self._attention = most_computed(self._attention, delta.attention)
-            reports, name = self._serving.reports, delta.request_id
+            reports, name = self._serving.reports, (self.requests[0].tenant, delta.request_id)
             reports.put(name, most_computed(reports.get(name), delta.attention) or delta.attention)
         if delta.finish_reason == "error":
             message = delta.error or "the engine failed on this request"

@@ -71,8 +71,8 @@ class Serving:
         self.num_in_flight = 0
         self.responses = ResponseStore(settings)
         self.features = FeatureStore(settings)
-        self.reports: BoundedCache[str, AttentionReport] = BoundedCache(_REPORTS)
-        """How the last requests attended that did so sparsely, by their ids."""
+        self.reports: BoundedCache[tuple[str, str], AttentionReport] = BoundedCache(_REPORTS)
+        """How the last requests attended that did so sparsely, by tenant and id."""
         path = settings.codex_instructions
         self.codex_instructions = None if path is None else Path(path).read_text(encoding="utf-8")
         self.secret = secrets.token_bytes(32)

@@ -69,6 +69,15 @@ class Fit(NamedTuple):
     errors: dict[StepKind, KindError]
 
 
+def enough(steps: Sequence[MeasuredStep]) -> bool:
+    """Whether ``fit`` has the steps of each kind that it needs."""
+    return all(len(_of_kind(steps, kind)) >= _LEAST_STEPS for kind in KINDS)
+
+
+def _of_kind(steps: Sequence[MeasuredStep], kind: StepKind) -> list[MeasuredStep]:
+    return [step for step in steps if step.features.kind == kind and step.device_seconds > 0]
+
+
 def fit(steps: Sequence[MeasuredStep], graphs: GraphSizes = NO_GRAPHS, *, held_out: float = 0.2, seed: int = 0) -> Fit:
     """Fits to all steps but a random part, on which the errors are measured.
 
@@ -80,7 +89,7 @@ def fit(steps: Sequence[MeasuredStep], graphs: GraphSizes = NO_GRAPHS, *, held_o
     kinds: dict[StepKind, KindTimes] = {}
     errors: dict[StepKind, KindError] = {}
     for kind in KINDS:
-        mine = [step for step in shuffled if step.features.kind == kind and step.device_seconds > 0]
+        mine = _of_kind(shuffled, kind)
         if len(mine) < _LEAST_STEPS:
             raise ConfigError(f"{len(mine)} {kind} steps were measured, and a fit needs {_LEAST_STEPS}: measure longer")
         count = int(len(mine) * held_out)

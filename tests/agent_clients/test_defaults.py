@@ -160,5 +160,6 @@ def test_codex_gets_its_form_of_the_model_with_instructions_only(tmp_path: Path)
         *("supports_reasoning_summaries", "support_verbosity", "truncation_policy", "supports_parallel_tool_calls"),
         "experimental_supported_tools",
     }
-    with pytest.raises(ConfigError, match="codex_instructions"):
+    with pytest.raises(ConfigError, match="there is no file") as refused:
         ServerSettings(codex_instructions=tmp_path / "gone")
+    assert refused.value.param == "codex_instructions"

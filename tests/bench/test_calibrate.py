@@ -22,7 +22,7 @@ from headrace.engine.outputs import OutputProcessor
 from headrace.engine.source import FileSource
 from headrace.sim.cluster import Simulation
 from headrace.sim.config import Calibration, read
-from headrace.sim.fit import fit
+from headrace.sim.fit import enough, fit
 from headrace.sim.traffic import generate
 
 
@@ -46,6 +46,14 @@ def test_the_times_of_a_runner_are_found(depth: int) -> None:
     assert sorted(step.host_seconds for step in steps)[len(steps) // 2] < 0.5, "the host does not count the device's time"
     if min(sum(step.features.kind == kind for step in steps) for kind in ("decode", "mixed")) >= 40:
         assert all(error.mean_error < 0.25 for error in fit(steps).errors.values())
+
+
+def test_a_short_measurement_goes_on_until_a_fit_has_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.sim.fit._LEAST_STEPS", 5)
+    core, facts = sleeping_engine(1)
+    told: list[str] = []
+    steps = calibrate.measure(core, facts, 0.05, seed=1, tell=told.append)
+    assert enough(steps) and "too few of a kind" in told[-1]
 
 
 @pytest.mark.slow

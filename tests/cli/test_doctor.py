@@ -90,10 +90,20 @@ def test_as_json(folder: str) -> None:
     assert all(decision["reason"] for decision in report["decisions"])
 
 
+@pytest.mark.parametrize("given", [["--kv-cache-memory", "900TiB"], ["--num-kv-blocks", "1000000000000"]], ids=str)
+def test_a_model_that_does_not_fit_is_reported_and_refused(folder: str, given: list[str]) -> None:
+    result = CliRunner().invoke(app, ["doctor", folder, "--load-format", "dummy", "--json", *given])
+    assert result.exit_code == 2 and "are there beside the weights" in result.stderr
+    report = json.loads(result.stdout)
+    assert len(report["layers"]) == 6 and report["num_blocks"]
+    (decision,) = [one for one in report["decisions"] if one["name"] == "memory"]
+    assert decision["value"] == "does not fit" and decision["reason"] in result.stderr.replace("\n", " ")
+
+
 def test_formats_of_answers(tmp_path: Path) -> None:
     model = write_config(tmp_path)
     args = EngineArgs(model=str(model), load_format="dummy", tool_call_parser="hermes")
-    found = {decision.name: decision for decision in planned(args).decisions}
+    found = {decision.name: decision for decision in planned(args)[0].decisions}
     assert (found["tool calls"].value, found["tool calls"].reason) == ("hermes", "--tool-call-parser hermes")
     assert found["reasoning"].value == "none"
     with pytest.raises(ConfigError, match="hermez") as caught:

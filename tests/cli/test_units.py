@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.cli.units import human_size, parse_size
-from headrace.errors import ranges
+from headrace.cli.units import parse_size
+from headrace.errors import human_size, ranges
 
 
 @pytest.mark.parametrize(

@@ -275,8 +275,18 @@ def test_the_length_follows_from_the_size_of_the_cache_unless_it_is_given(args: 
         decide(**args, max_model_len=512)
 
 
+@pytest.mark.parametrize("given", [{"kv_cache_memory": 100}, {"kv_cache_memory": 50_000, "max_model_len": 512}], ids=str)
+def test_a_refusal_says_the_least_memory_that_works(given: dict) -> None:
+    with pytest.raises(ConfigError, match=r"set kv_cache_memory to \d+ or more") as refused:
+        decide(**given)
+    least = int(str(refused.value).partition("kv_cache_memory to ")[2].split()[0])
+    decide(**given | {"kv_cache_memory": least})
+    with pytest.raises(ConfigError):
+        decide(**given | {"kv_cache_memory": least - 1})
+
+
 def test_slots_that_memory_cannot_hold_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"max_num_seqs 65,536 takes 142,868,480 bytes") as caught:
+    with pytest.raises(ConfigError, match=r"max_num_seqs 65,536 takes 136 MiB") as caught:
         decide(max_num_seqs=65_536, device=dataclasses.replace(ZEN, available_memory=100 * MIB))
     assert caught.value.param == "max_num_seqs"
 
@@ -314,7 +324,7 @@ def test_the_cache_stays_in_its_memory_and_holds_a_whole_sequence(
         # What the message advises works.
         if length != 512:
             return
-        needed = int(str(error).split(" bytes")[0].rsplit(" ", 1)[-1].replace(",", ""))
+        needed = int(str(error).partition("kv_cache_memory to ")[2].split()[0])
         assert needed > memory
         assert decide(spec, kv_cache_memory=needed, **args).cache.nbytes <= needed
         return

@@ -62,7 +62,7 @@ def test_a_cache_of_a_given_size() -> None:
 def test_more_cache_than_there_is_memory(asked: dict[str, int]) -> None:
     (name,) = asked
     for there in (HOPPER, None):
-        with pytest.raises(ConfigError, match=f"{name} .* bytes, and .* are there beside the weights") as caught:
+        with pytest.raises(ConfigError, match=f"{name} .*B, and .* are there beside the weights") as caught:
             decide(model(context=4096), *([] if there is None else [there]), **asked)
         assert caught.value.param == name
 

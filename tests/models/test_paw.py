@@ -26,7 +26,7 @@ from headrace.cli.main import app
 from headrace.config import EngineArgs
 from headrace.engine.explain import explain
 from headrace.engine.llm import LLM
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, RequestError
 from headrace.model_spec import ELASTIC_MODES, ModelSpec, VisionSpec
 from headrace.models import implementation, registry
 from headrace.models.fused import FusedLayers, _objections
@@ -335,6 +335,14 @@ def test_a_prompt_is_explained(tmp_path: Path, chunked: bool) -> None:
     assert {heatmap.colour(density) for row in found.heads for density in row} <= colours
     text = page(found)
     assert "data:image/png;base64," in text and ("streaming" in text) == (not chunked)
+
+
+def test_a_prompt_that_is_too_short_is_refused_before_it_is_computed(tmp_path: Path) -> None:
+    with engine(write(tmp_path, tensors()), enable_prefix_caching=False, sparse_prefill="xattn", sparse_min_tokens=100) as llm:
+        before = llm.stats.step
+        with pytest.raises(RequestError, match="from 100 tokens on") as refused:
+            explain(llm, {"prompt_token_ids": prompt(61, 99)})
+        assert refused.value.param == "prompt" and llm.stats.step == before
 
 
 def test_a_dense_prompt_has_nothing_to_explain(tmp_path: Path) -> None:

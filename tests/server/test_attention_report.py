@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator, Awaitable, Callable
 
 import httpx
@@ -11,6 +12,7 @@ import pytest
 
 from headrace.core.request import Request
 from headrace.outputs import AttentionReport, OutputDelta
+from headrace.server.settings import ServerSettings
 from server.fakes import FakeLLM
 from server.harness import Api, client, error, events
 
@@ -94,6 +96,22 @@ def test_by_the_id_of_the_answer() -> None:
             assert error(await http.get(f"/v1/inspect/{unknown}"), 404)["param"] == "request_id"
 
     served(work)
+
+
+def test_a_dump_has_the_reports_of_the_key_alone() -> None:
+    async def run() -> None:
+        settings = ServerSettings(api_keys=("one", "two"))
+        async with client(SparseLLM(), settings) as http:
+            made = {}
+            for key in ("one", "two"):
+                http.headers["authorization"] = f"Bearer {key}"
+                made[key] = [await complete(http) for _ in range(2)]
+                lines = (await http.get("/v1/inspect")).text.splitlines()
+                assert [json.loads(line)["id"] for line in lines] == made[key]
+                assert json.loads(lines[0])["head_types"] == REPORT.head_types
+            assert error(await http.get(f"/v1/inspect/{made['one'][0]}"), 404)["param"] == "request_id"
+
+    asyncio.run(run())
 
 
 def test_densities_are_counted_once_a_prompt() -> None:

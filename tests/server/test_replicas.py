@@ -74,6 +74,7 @@ def test_server_info_lists_replicas_and_decisions(replicated: Api, api: Api) -> 
     assert decision["scores"] == [10.0, None] and (decision["expected_hit"], decision["true_hit"]) == (128, 112)
     single = api.get("/server_info").json()
     assert single["model"] == "fake-model" and single["data_parallel_size"] == 1 and "replicas" not in single
+    assert (single["running"], single["waiting"], single["kv_blocks"] - single["kv_blocks_free"]) == (0, 0, 0)
 
 
 def test_metrics_have_sums_and_a_label(replicated: Api, api: Api) -> None:

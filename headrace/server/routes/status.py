@@ -14,6 +14,7 @@ import headrace
 from headrace.core.routing import Decision
 from headrace.engine.replicas import ReplicaStatus
 from headrace.metrics.prometheus import CONTENT_TYPE
+from headrace.metrics.stats import EngineStats
 from headrace.server.errors import JSON, first_line, unavailable
 from headrace.server.state import Serving, serving
 
@@ -63,7 +64,8 @@ async def version() -> Response:
 
 @router.get("/server_info")
 async def server_info(request: Request) -> Response:
-    """What serves here: the model, the engine's arguments, and each replica with its load and the latest routing decisions."""
+    """What serves here: the model, the engine's arguments and the load; of several replicas that of each, with the latest
+    routing decisions."""
     state = serving(request)
     state.check_ready()
     info, args = state.llm.info, state.llm.args
@@ -74,7 +76,9 @@ async def server_info(request: Request) -> Response:
         "data_parallel_size": args.data_parallel_size,
         "engine_args": msgspec.to_builtins(args, enc_hook=str),
     }
-    if (replicas := state.llm.replicas) is not None:
+    if (replicas := state.llm.replicas) is None:
+        answer |= _load(state.llm.stats)
+    else:
         answer["dp_routing_policy"] = args.dp_routing_policy
         answer["replicas"] = [_replica(status) for status in replicas.status()]
         answer["routing"] = [_decision(decision) for decision in replicas.decisions()]
@@ -89,10 +93,19 @@ def _replica(status: ReplicaStatus) -> dict[str, Any]:
         "reason": first_line(status.reason),
         "pid": status.pid,
         "device": None if status.info is None else status.info.environment.get("device", status.info.device),
+        **_load(stats),
+        "accepted": status.routing.accepted,
+    }
+
+
+def _load(stats: EngineStats) -> dict[str, Any]:
+    """Sequences that run and wait, and KV blocks, as of the engine's last report."""
+    return {
         "running": stats.num_running,
         "waiting": stats.num_waiting,
         "kv_cache_usage": round(stats.kv_usage, 4),
-        "accepted": status.routing.accepted,
+        "kv_blocks": stats.kv_blocks_total,
+        "kv_blocks_free": stats.kv_blocks_total - stats.kv_blocks_used,
     }
 
 

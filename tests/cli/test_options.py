@@ -44,12 +44,15 @@ OTHER: dict[str, tuple[list[str], Any]] = {
     "elastic_max_exact_tokens": (["512"], 512),
     "tls_cert": ([__file__], Path(__file__)),
     "tls_key": ([__file__], Path(__file__)),
+    "codex_instructions": ([__file__], Path(__file__)),
+    "model_alias": (["claude-*=m"], ("claude-*=m",)),
 }
 """Words and value of fields for which a made-up value would not do."""
 
 COMPANIONS = {
     "tls_cert": ["--tls-key", __file__],
     "tls_key": ["--tls-cert", __file__],
+    "model_alias": ["--served-model-name", "m"],
     "min_tokens": ["--max-tokens", "9999"],
     "stop": ["--detokenize"],
     "dp_queue_timeout": ["--data-parallel-size", "2"],

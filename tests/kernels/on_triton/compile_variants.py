@@ -64,7 +64,7 @@ def nothing(module: Any, metadata: dict[str, Any]) -> bytes:
 
 def main(dtypes: list[str]) -> None:
     triton.runtime.driver.set_active(Target(CAPABILITY))
-    triton.options.runtime.add_stages_inspection_hook = no_further
+    triton.knobs.runtime.add_stages_inspection_hook = no_further
     run: Callable[..., Any] = JITFunction.run
     current: dict[str, str] = {}
 

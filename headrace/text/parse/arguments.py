@@ -171,6 +171,8 @@ def _json_list(piece: str, host: Host) -> Scanner:
             raise Broken
         yield from _json_call(host)
         piece = yield from _next()
+        while piece == "}":  # one too many
+            piece = yield from _next()
         if piece == "]":
             return
         if piece not in ",;":

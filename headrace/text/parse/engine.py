@@ -12,19 +12,32 @@ from msgspec.structs import replace
 from headrace.outputs import Event, EventKind
 from headrace.text.parse import arguments as args
 from headrace.text.parse.arguments import Broken
-from headrace.text.parse.format import TEXT_SINKS, CompiledState, Machine
+from headrace.text.parse.format import TEXT_SINKS, CompiledState, Machine, Sink
 
 Types = Mapping[str, Mapping[str, frozenset[str]]]
 """tool -> parameter -> the JSON types of its schema"""
 
-_SURROGATE = re.compile("[\ud800-\udfff]")
-_HEADER = re.compile(r"[\w\s.=:/\-]*")
+_NO_NAME = re.compile("[<>{}\\[\\]()\"'\ud800-\udfff]")
+_NO_KEY = re.compile('[<>"\ud800-\udfff]')
+_NEVER: Mapping[Sink, re.Pattern[str]] = {
+    "name": _NO_NAME,
+    "skip": _NO_NAME,
+    "key": _NO_KEY,
+    "flag": _NO_KEY,
+    "header": re.compile(r"[^\w\s.=:/\-]"),
+}
+"""What a captured text never has: the marker behind it is missing."""
 _TAIL_PIECE = 256
+_BEHIND_CALL = string.whitespace + "}])"
+"""Right behind a call, a closing bracket is one too many."""
 _LETTERS = string.ascii_letters + string.digits
 
 
 class Parser:
-    """Parses one sample's text. Never raises: what breaks a format becomes content, verbatim, from its marker on.
+    """Parses one sample's text. Never raises: what breaks a format becomes content.
+
+    Until the first call starts, that is verbatim, from the marker on: it may be a quotation. Behind it, a marker that has lost
+    its place is damage, and the content has the text around it alone.
 
     Text comes in pieces, cut anywhere, as the machine's input: with marker tokens as its characters. At most the longest
     suffix that begins a marker is held back, and in a call what is still ambiguous.
@@ -57,12 +70,14 @@ class Parser:
         self._fresh = True
         """Reasoning or a value has no text yet: a line break at its start is dropped."""
         self._num_calls = 0
-        self._started = self._ended = False
-        """Whether the call that is read has started; whether the scanner that runs has ended a call."""
+        self._started = False
+        """Whether the call that is read has started."""
         self._name = self._id = self._key = self._flag = self._header = ""
         self._captured = ""
         self._space = ""
         """Whitespace before anything else of the answer."""
+        self._skipped: str | None = None
+        """Characters that the state skips before anything else; None: whitespace."""
         self._pending: list[str] = []
         """Arguments of a call without a name yet."""
         self._value: list[str] | None = None
@@ -109,40 +124,34 @@ class Parser:
 
     def finish(self) -> list[Event]:
         """What is held back, at the end of the answer. An open call stays without its end."""
-        state, rest = self._state, self._buffer
-        self._buffer = ""
-        if state.sink == "scan":
-            self._scan(rest)
-            rest, self._buffer = self._buffer, ""
-        if self._state.sink == "value":
-            self._value_text(rest)
+        self._run(final=True)
+        sink, self._buffer = self._state.sink, ""
+        if sink == "value":
             if self._value is not None:
                 self._parameter("".join(self._value))
-        elif self._state.sink in TEXT_SINKS:
-            self._text(self._state, rest)
-            if self._state.sink == "start":
-                self._emit("content", self._space)
-        else:
-            raw = self._shown((self._captured if self._started else "".join(self._raw)) + rest)
-            self._emit("content", raw if raw.strip() or not self._num_calls else "")
+        elif sink == "start":
+            self._emit("content", self._space)
+        elif sink not in TEXT_SINKS and not self._num_calls:
+            self._emit("content", self._shown("".join(self._raw)))
         events, self._events = self._events, []
         return events
 
     # The loop
 
-    def _run(self) -> None:
+    def _run(self, *, final: bool = False) -> None:
         while self._buffer:
             before, state = self._buffer, self._state
             if state.sink == "scan" and not state.marks:
                 self._buffer = ""
                 self._scan(before)
             else:
-                self._read(state, before)
+                self._read(state, before, final)
             if self._state is state and len(self._buffer) == len(before):
                 return
 
-    def _read(self, state: CompiledState, text: str) -> None:
-        """Reads up to the first marker, or up to what may begin one."""
+    def _read(self, state: CompiledState, text: str, final: bool) -> None:
+        """Reads up to the first marker, or up to what may begin one. ``final``: nothing follows, so that what may begin one is
+        text, except in or right behind a call: there the answer was cut off within a marker."""
         if state.first is None or state.first.search(text) is None:
             self._buffer = ""
             self._take(state, text)
@@ -150,7 +159,8 @@ class Parser:
         found = state.find.search(text)
         if found is None:
             held = state.partial.search(text, max(0, len(text) - state.longest))
-            keep = held.start() if held is not None else len(text)
+            whole = final and (not self._num_calls or state.sink in ("content", "reasoning", "value"))
+            keep = len(text) if held is None or whole else held.start()
             self._buffer = text[keep:]
             if keep:
                 self._take(state, text[:keep])
@@ -173,8 +183,8 @@ class Parser:
             self._value_text(text)
             return True
         if sink == "space":
-            stripped = text.lstrip()
-            self._keep(text[: len(text) - len(stripped)])
+            stripped = text.lstrip(self._skipped)
+            self._keep_frame(text[: len(text) - len(stripped)])
             if stripped:
                 self._break(stripped)
             return not stripped
@@ -182,7 +192,7 @@ class Parser:
 
     def _text(self, state: CompiledState, text: str) -> bool:
         if state.sink in ("start", "after"):
-            stripped = text.lstrip()
+            stripped = text.lstrip(self._skipped)
             self._space += text[: len(text) - len(stripped)]
             if not stripped:
                 return True
@@ -205,6 +215,8 @@ class Parser:
 
     def _capture(self, state: CompiledState, text: str) -> bool:
         room = args.MAX_NAME - len(self._captured)
+        if (wrong := _NEVER[state.sink].search(text)) is not None:
+            room = min(room, wrong.start())
         lead = state.lead.get(text.lstrip()[:1]) if state.lead and not self._captured.strip() else None
         if lead is not None:
             self._buffer = text + self._buffer
@@ -235,14 +247,15 @@ class Parser:
         if not mark.keep:
             self._buffer = self._buffer[len(text) :]
             if not mark.ends:
-                self._keep(text)
+                self._keep_frame(text)
         self._enter(mark.to, header=state.sink == "header")
 
     def _enter(self, name: str, *, header: bool = False) -> None:
         if name == "route":
             name = self._route()
-        self._state = state = self._machine.states[name]
+        self._state = state = self._machine.state(name, behind_call=self._num_calls > 0)
         self._captured = ""
+        self._skipped = None
         if state.sink in TEXT_SINKS:
             self._raw.clear()
             self._forget()
@@ -251,7 +264,6 @@ class Parser:
             self._header = ""
         self._fresh = True
         if state.sink == "scan":
-            self._ended = False
             self._scanner = args.SCANNERS[state.scan](self)
             self._wants = next(self._scanner)
         elif state.sink == "value":
@@ -272,14 +284,12 @@ class Parser:
                     self._id = text if match.groupdict() else ""
                     self._name = match.groupdict().get("name") or text
             case "key":
-                if not text or _SURROGATE.search(text):
+                if not text:
                     raise Broken
                 self._key = text
             case "flag":
                 self._flag = text
             case "header":
-                if not _HEADER.fullmatch(text):
-                    raise Broken
                 self._header += " " + text
             case "value":
                 if self._value is None:
@@ -292,19 +302,22 @@ class Parser:
     def _break(self, rest: str) -> None:
         """What was read is no call: it is content, and so is ``rest``, which comes next."""
         self._buffer = rest + self._buffer
-        ended, then = self._ended, self._state.then
         raw = self._shown("".join(self._raw))
-        if ended and self._state.sink == "scan" and then != "content":
-            self._forget()
-            self._enter(then)
-            return
         self.num_fallbacks += 1
-        self._emit("content", raw)
-        self._enter("content")
+        if self._num_calls and not raw.strip():
+            self._enter("after")
+        else:
+            self._emit("content", raw)
+            self._enter("content")
 
     def _keep(self, text: str) -> None:
         if not self._started:
             self._raw.append(text)
+
+    def _keep_frame(self, text: str) -> None:
+        """Keeps a marker, or the whitespace between two."""
+        if not self._num_calls:
+            self._keep(text)
 
     def _forget(self) -> None:
         """There is no call that is read."""
@@ -340,6 +353,7 @@ class Parser:
             self._raw.clear()
             self._buffer = text[place + len(piece) :] + self._buffer
             self._enter(state.then)
+            self._skipped = _BEHIND_CALL
             return False
         self._wants = wants
         return True
@@ -365,7 +379,6 @@ class Parser:
         if not self._started:
             self.arguments("{}")
         self._events.append(Event("call_ended", index=self._num_calls - 1))
-        self._ended = True
         self._raw.clear()
         self._forget()
 

@@ -233,6 +233,15 @@ class Machine:
         self._texts = {char: text for text, char in self._characters.items()}
         self._visible = {char: "" if tokens[text] in special else text for char, text in self._texts.items()}
         self.states = {key: CompiledState(state, self.translate) for key, state in states.items()}
+        self._behind_calls = {
+            key: CompiledState(_behind_calls(state, states), self.translate)
+            for key, state in states.items()
+            if state.sink in ("content", "after")
+        }
+
+    def state(self, name: str, *, behind_call: bool) -> CompiledState:
+        """``behind_call``: a call has started already."""
+        return self._behind_calls.get(name, self.states[name]) if behind_call else self.states[name]
 
     def translate(self, text: str) -> str:
         """Text in which every marker token is spelled out -> the machine's input."""
@@ -247,6 +256,8 @@ class Machine:
 
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
+_TAG = re.compile(r"[<\[].{2,}", re.DOTALL)
+"""Markers that are hardly anything else."""
 
 
 class CompiledState:
@@ -272,6 +283,22 @@ class CompiledState:
         self.partial = _pattern(f"(?:{_beginnings(text, mark.trim)})\\Z" for text, mark in marks.items())
         firsts = {text[0] for text in marks} | ({"\n"} if any(mark.trim for mark in marks.values()) else set())
         self.first = re.compile("[" + "".join(map(re.escape, sorted(firsts))) + "]") if firsts else None
+
+
+def _behind_calls(state: State, states: Mapping[str, State]) -> State:
+    """A state of text that watches the other markers of its format too.
+
+    Behind a call, a marker where no state expects it is left over from one that is missing or damaged. The beginning of a
+    call begins one there too; the others are dropped.
+    """
+    marks = list(state.on)
+    for each in states.values():
+        for mark in each.on:
+            if not _TAG.fullmatch(mark.text) or any(mark.text in other.text or other.text in mark.text for other in marks):
+                continue
+            begins = each.sink == "space" and states[mark.to].sink in ("name", "skip")
+            marks.append(Mark(mark.text, mark.to if begins else state.sink))
+    return dataclasses.replace(state, on=tuple(marks))
 
 
 def _pattern(parts: Iterable[str]) -> re.Pattern[str]:

@@ -181,6 +181,14 @@ TEMPLATES: dict[str, str] = {
     ),
 }
 """name -> chat template; each is recognised as what it is named after."""
+_ARRAY = "[" + _each(_JSON + "{{ '' if loop.last else ', ' }}") + "]"
+WRITTEN: dict[str, str] = {
+    **TEMPLATES,
+    "pythonic": _template(_LISTED),
+    "nemotron_json": _template("<TOOLCALL>" + _ARRAY + "</TOOLCALL>"),
+    "xlam": _template(_ARRAY),
+}
+"""With the formats that are not recognised by what they write."""
 UNMARKED = {
     "llama3_json": '{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}',
     "pythonic": '[f(a=1, b="x, )", c={"k": [1, true]}), g()]',
@@ -204,7 +212,7 @@ def environment() -> jinja2.Environment:
 
 @functools.cache
 def _compiled(name: str) -> jinja2.Template:
-    return environment().from_string(TEMPLATES[name])
+    return environment().from_string(WRITTEN[name])
 
 
 def written(name: str, message: Message) -> str:

@@ -503,7 +503,7 @@ def test_events_of_calls_are_not_interleaved() -> None:
 
 
 def test_a_long_prompt_of_markers_takes_linear_time() -> None:
-    """A prefilled answer goes through the machine in the engine's loop: 40,000 broken calls take a third of a second."""
-    start = time.perf_counter()
+    """A prefilled answer goes through the machine in the engine's loop: 40,000 broken calls take half a second."""
+    start = time.process_time()
     Parser(machine("hermes", tokens=True), tail="x <tool_call>{}</tool_call>" * 40_000)
-    assert time.perf_counter() - start < 3
+    assert time.process_time() - start < 3

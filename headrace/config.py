@@ -67,8 +67,7 @@ class StructuredOutputsConfig(Checked):
     disable_additional_properties: bool = True
     """Allow no keys beside an object's `properties` where the schema does not say, unless the request says otherwise."""
     enable_in_reasoning: bool = False
-    """Hold the output from its first token on, also where the model begins with reasoning. false: what a chat request asks for
-    is held behind the reasoning."""
+    """Hold the output from its first token on, also of a model that reasons first. false: what follows the reasoning."""
     max_bytes: Annotated[int, OptionSpec(min=1, size=True)] = 2**20
     """Maximum length of a schema, regex, list of choices or grammar, in bytes."""
     max_depth: Annotated[int, OptionSpec(min=1, max=256)] = 64
@@ -79,10 +78,14 @@ class StructuredOutputsConfig(Checked):
     """Maximum number of symbols of a compiled grammar."""
     max_lexer_states: Annotated[int, OptionSpec(min=1, max=2**31 - 1)] = 50_000
     """Maximum number of lexer states of one sequence; each takes 1 to 2 kB."""
-    compile_threads: Annotated[int | None, OptionSpec(min=1, default="half of the cores, at most 4")] = None
-    """Threads that compile grammars beside the engine's steps."""
+    max_compile_seconds: Annotated[float, OptionSpec(min=0.01, max=_MAX_SECONDS)] = 5.0
+    """Maximum processor time to check and compile one constraint."""
+    max_compile_memory: Annotated[int, OptionSpec(min=2**24, size=True)] = 2**29
+    """Maximum memory to check and compile one constraint."""
+    compile_threads: Annotated[int | None, OptionSpec(min=1, default="half of the cores, 2 to 4")] = None
+    """Processes that check constraints in the server, and threads that compile them beside the engine's steps."""
     cache_bytes: Annotated[int, OptionSpec(min=0, size=True)] = 2**28
-    """Memory for compiled grammars, which requests with equal constraints share. It is estimated from a grammar's length."""
+    """Memory for compiled grammars, which requests with equal constraints share."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

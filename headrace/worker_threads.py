@@ -41,9 +41,10 @@ class WorkerThreads:
     when the system has none left. May be used from several threads.
     """
 
-    def __init__(self, count: int, name: str, *, initializer: Callable[[], object] | None = None) -> None:
-        """``initializer``: called by each thread before its first job."""
+    def __init__(self, count: int, name: str, *, initializer: Callable[[], object] | None = None, stack_bytes: int = 0) -> None:
+        """``initializer``: called by each thread before its first job. ``stack_bytes``: of each thread; 0: the system's."""
         self._count = count
+        self._stack_bytes = stack_bytes
         self._name = name
         self._initializer = initializer
         self._lock = threading.Lock()
@@ -57,6 +58,7 @@ class WorkerThreads:
             pool = ThreadPoolExecutor(self._count, self._name, self._prepare)
             # No thread is idle until all of them are there.
             together = threading.Barrier(self._count)
+            others = threading.stack_size(self._stack_bytes)
             try:
                 for _ in range(self._count):
                     pool.submit(together.wait)
@@ -64,6 +66,8 @@ class WorkerThreads:
                 together.abort()
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise EngineError(f"the {self._count} threads of {self._name} cannot be started: {error}") from error
+            finally:
+                threading.stack_size(others)
             self._pool = pool
 
     def submit(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:

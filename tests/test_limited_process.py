@@ -25,21 +25,16 @@ def tried(work):
     except OSError as error:
         return error.strerror
 
-def in_thread(work):
-    found = []
-    ready.set()
-    asked.put((work, found))
-    done.get(timeout=10)
-    return found[0]
-
-import queue
-asked, done, ready = queue.Queue(), queue.Queue(), threading.Event()
+asked, done = os.pipe(), os.pipe()
 
 def older():
-    while True:
-        work, found = asked.get()
-        found.append(work())
-        done.put(None)
+    # in the process that jobs are forked from
+    while os.read(asked[0], 1):
+        os.write(done[1], tried(lambda: socket.socket(socket.AF_INET)).encode())
+
+def in_older_thread():
+    os.write(asked[1], b"?")
+    return os.read(done[0], 1000).decode()
 
 def answer(job, limits):
     owner = int(bytes(job))
@@ -52,7 +47,7 @@ def answer(job, limits):
         "inet": tried(lambda: socket.socket(socket.AF_INET)),
         "inet6": tried(lambda: socket.socket(socket.AF_INET6, socket.SOCK_DGRAM)),
         "unix": tried(lambda: socket.socket(socket.AF_UNIX)),
-        "thread": in_thread(lambda: tried(lambda: socket.socket(socket.AF_INET))),
+        "thread": in_older_thread(),
         "program": tried(lambda: subprocess.run(["true"])),
         "trace": traced(),
         "file": tried(lambda: open(__file__).readline()),

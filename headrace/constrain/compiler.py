@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from concurrent.futures import Future
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,13 +19,13 @@ from headrace.errors import RequestError
 
 _BYTES = 64 * 2**10
 _BYTES_PER_CHARACTER = 32
-"""Estimates of a compiled grammar's memory."""
+"""Estimates of a compiled grammar's memory, where it is not known."""
 
 
 class GrammarCompiler:
     """Compiles each constraint once. Called from one thread; the work is done in others, which hold no lock of Python's.
 
-    Failures are kept as results are. The cache is bounded in bytes and drops what was not used for longest.
+    Failures are kept as text. The cache is bounded in bytes and drops what was not used for longest.
     """
 
     def __init__(self, vocabulary: GrammarVocabulary, config: StructuredOutputsConfig) -> None:
@@ -33,23 +34,23 @@ class GrammarCompiler:
         """Spent compiling, in all threads."""
         self._config = config
         self.pool = make_pool(config)
-        self._cache: BoundedCache[str, Future[GrammarMatcher]] = BoundedCache(max_bytes=config.cache_bytes, size=_size)
+        self._cache: BoundedCache[str, _Entry] = BoundedCache(max_bytes=config.cache_bytes, size=_size)
 
-    def compile(self, constraint: Constraint, tenant: str = "") -> tuple[Future[GrammarMatcher], bool]:
-        """The constraint's matcher at its start, for copies, or RequestError; and whether it was there already."""
+    def compile(self, constraint: Constraint, tenant: str = "") -> tuple[Future[GrammarMatcher | str], bool]:
+        """The constraint's matcher at its start, for copies, or why there is none; and whether it was there already."""
         key = constraint.grammar
         found = self._cache.get(key)
         if found is not None:
-            self.pool.share(tenant, found)
-            return found, True
+            self.pool.share(tenant, found.future)
+            return found.future, True
         future = self.pool.submit(tenant, functools.partial(self._compile, constraint))
-        self._cache.put(key, future)
+        self._cache.put(key, _Entry(future, constraint.nbytes))
         return future, False
 
     def close(self) -> None:
         self.pool.close()
 
-    def _compile(self, constraint: Constraint) -> GrammarMatcher:
+    def _compile(self, constraint: Constraint) -> GrammarMatcher | str:
         start = time.perf_counter()
         try:
             return compiled(constraint.grammar, self.vocabulary, self._config)
@@ -57,30 +58,33 @@ class GrammarCompiler:
             self.seconds += time.perf_counter() - start
 
 
-def compiled(grammar: str, vocabulary: GrammarVocabulary, config: StructuredOutputsConfig) -> GrammarMatcher:
-    """The matcher of a grammar at its start, with its first mask, which builds much of the lexer.
+class _Entry(NamedTuple):
+    future: Future[GrammarMatcher | str]
+    nbytes: int
 
-    Raises:
-        RequestError: the grammar cannot be compiled, passes a limit, or allows nothing but the empty text.
-    """
+
+def compiled(grammar: str, vocabulary: GrammarVocabulary, config: StructuredOutputsConfig) -> GrammarMatcher | str:
+    """The matcher of a grammar at its start, with its first mask, which builds much of the lexer. Or why there is none: it
+    cannot be compiled, passes a limit, or allows nothing but the empty text."""
     from llguidance import LLMatcher
 
-    tokenizer = vocabulary.get()
     try:
-        inner = LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits(config))
+        inner = LLMatcher(vocabulary.get(), grammar, log_level=0, limits=parser_limits(config))
+    except RequestError as error:
+        return error.message
     except (Exception, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # A panic of the library is no Exception.
-        raise RequestError(f"it cannot be compiled: {error}") from None
+        return f"it cannot be compiled: {error}"
     matcher = GrammarMatcher(inner, vocabulary.vocab_size)
     first = np.zeros(-(-vocabulary.vocab_size // 32), dtype=np.int32)
     problem = matcher.error or matcher.fill(first)
     if problem is not None:
-        raise RequestError(problem)
+        return problem
     if not first.any():
-        raise RequestError("it allows nothing but the empty text" if matcher.accepting else "it allows nothing")
+        return "it allows nothing but the empty text" if matcher.accepting else "it allows nothing"
     return matcher
 
 
-def _size(grammar: str, compiled: Future[GrammarMatcher]) -> int:
-    return _BYTES + _BYTES_PER_CHARACTER * len(grammar)
+def _size(grammar: str, entry: _Entry) -> int:
+    return max(entry.nbytes, _BYTES + _BYTES_PER_CHARACTER * len(grammar))

@@ -48,8 +48,8 @@ class Constraints:
         self._compiler = compiler
         self._lockstep = lockstep
         self._words = -(-vocab_size // 32)
-        self._compiling: dict[Future[list[GrammarMatcher]], Sequence[EngineSequence]] = {}
-        """A request's samples, and their matchers."""
+        self._compiling: dict[Future[list[GrammarMatcher] | str], Sequence[EngineSequence]] = {}
+        """A request's samples, and their matchers or why there are none."""
         self._executor: LLExecutor | None = None
 
     @property
@@ -85,7 +85,7 @@ class Constraints:
         ends = [_end_tokens(seq) for seq in sequences]
         numbers = self._compiler.vocabulary.digits if constraint.kind in ("json", "json_object") else frozenset()
         digits = numbers if constraint.guarded else None
-        copies: Future[list[GrammarMatcher]] = Future()
+        copies: Future[list[GrammarMatcher] | str] = Future()
         compiled.add_done_callback(functools.partial(_copy, copies, ends, digits))
         self._compiling[copies] = sequences
         if self._lockstep:
@@ -97,12 +97,12 @@ class Constraints:
         for future in [future for future in self._compiling if future.done()]:
             sequences = self._compiling.pop(future)
             error = future.exception()
-            if error is None:
-                for seq, matcher in zip(sequences, future.result(), strict=True):
+            found = future.result() if error is None else f"{type(error).__name__}: {error}"
+            if not isinstance(found, str):
+                for seq, matcher in zip(sequences, found, strict=True):
                     seq.matcher = matcher
                 continue
-            waiting = [seq for seq in sequences if not seq.finished]
-            message = error.message if isinstance(error, RequestError) else f"{type(error).__name__}: {error}"
+            message, waiting = found, [seq for seq in sequences if not seq.finished]
             failed += [(seq, _failure(message)) for seq in waiting]
             for seq in waiting:
                 if seq.index == 0 and seq.request.constraint is not None:
@@ -194,10 +194,10 @@ def _behind(matcher: Matcher, drafts: Sequence[int]) -> Iterator[Matcher]:
 
 
 def _copy(
-    copies: Future[list[GrammarMatcher]],
+    copies: Future[list[GrammarMatcher] | str],
     ends: Sequence[set[int]],
     digits: frozenset[int] | None,
-    compiled: Future[GrammarMatcher],
+    compiled: Future[GrammarMatcher | str],
 ) -> None:
     """Copies a matcher for each of a request's samples: in the thread that has compiled it, since large ones take milliseconds.
 
@@ -206,7 +206,8 @@ def _copy(
         digits: as for ``GrammarMatcher``.
     """
     try:
-        copies.set_result([compiled.result().with_ends(tokens, digits) for tokens in ends])
+        found = compiled.result()
+        copies.set_result(found if isinstance(found, str) else [found.with_ends(tokens, digits) for tokens in ends])
     except BaseException as error:  # A panic of the library is no Exception.
         copies.set_exception(error)
 

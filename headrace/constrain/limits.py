@@ -14,13 +14,20 @@ if TYPE_CHECKING:
 _ITEMS = 20_000
 """Alternatives of a grammar that may be open at once, and those that one mask may go through, some 20,000 a millisecond: as
 many as a schema may have properties. llguidance allows 2,000 and 50,000."""
+CHECK_STACK = 2**22
+"""Bytes of stack of the process that checks constraints. Threads that compile what it has compiled have four times as much."""
 _STEP_FUEL = 100_000
 """Half of llguidance's: a mask of some 50 ms at most, for which every sequence of the step waits."""
 
 
 def make_pool(config: StructuredOutputsConfig) -> CompilePool:
     """Threads that compile constraints."""
-    return CompilePool(config.compile_threads or min(4, -(-(os.cpu_count() or 1) // 2)))
+    return CompilePool(lanes(config), 4 * CHECK_STACK)
+
+
+def lanes(config: StructuredOutputsConfig) -> int:
+    """How many constraints are checked, or compiled, at once: at least two, so that a slow one does not hold up all others."""
+    return config.compile_threads or min(4, max(2, -(-(os.cpu_count() or 1) // 2)))
 
 
 def parser_limits(config: StructuredOutputsConfig) -> LLParserLimits:

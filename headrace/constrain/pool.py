@@ -20,8 +20,9 @@ class CompilePool:
     programs use all cores would hold up the event loop or the engine's steps for as long.
     """
 
-    def __init__(self, threads: int) -> None:
-        self._threads = WorkerThreads(threads, "grammar")
+    def __init__(self, threads: int, stack_bytes: int = 0) -> None:
+        """``stack_bytes``: as for ``WorkerThreads``."""
+        self._threads = WorkerThreads(threads, "grammar", stack_bytes=stack_bytes)
         self._lock = threading.Lock()
         self._work: dict[Future[Any], Callable[[], Any]] = {}
         """What no thread has begun."""

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, TypeVar
 
 from headrace.constrain.dates import DATES
+from headrace.constrain.paths import PATH_DEPTHS, longest_path
 from headrace.constrain.references import References, escaped, local
 from headrace.errors import RequestError
 
@@ -110,6 +111,10 @@ class _Walk:
         self._found: list[tuple[str, str, bool]] = []
         """(pointer of a $ref, pointer of its target, merged)"""
         self._num_values = 0
+        self._path: list[str] = []
+        """Pointers of the schemas around the one that is walked."""
+        self._edges: dict[str, list[str]] = {}
+        """Pointer of a schema -> those of the schemas in it and of what it refers to."""
         self._links = References(root, options.max_depth)
         if self._links.too_long:
             self._fail("the names of nested schemas are too long", "")
@@ -130,6 +135,8 @@ class _Walk:
         }
 
     def schema(self, schema: Any, pointer: str, depth: int, merged: bool) -> Schema:
+        if self._path:
+            self._edges[self._path[-1]].append(pointer)
         if isinstance(schema, bool):
             self._booleans.add(pointer)
             return schema
@@ -137,6 +144,8 @@ class _Walk:
             self._fail(f"a schema is an object or a boolean, not {_shown(schema)}", pointer)
         if depth >= self._options.max_depth:
             self._fail(f"the schema is nested deeper than {self._options.max_depth}", pointer)
+        self._path.append(pointer)
+        self._edges[pointer] = []
         node = self.nodes[pointer] = _Node(pointer, {}, merged or _combines(schema))
         kept = {name: value for name, value in _modern(schema).items() if self._held(name, value, schema, pointer, depth)}
         for name, value in kept.items():
@@ -149,6 +158,7 @@ class _Walk:
                 below = False
             node.keywords[name] = self._handlers[name](value, f"{pointer}/{escaped(name)}", depth + 1, below)
         _spell_out_dates(node.keywords)
+        self._path.pop()
         return node.keywords
 
     def resolve(self) -> None:
@@ -159,6 +169,9 @@ class _Walk:
                 self._fail("$ref must point to a schema of this document", pointer)
             if merged:
                 pending.append(target)
+        length, first = longest_path(self._edges)
+        if length > (most := PATH_DEPTHS * self._options.max_depth):
+            self._fail(f"a path of {length} schemas through $ref begins here, longer than the limit of {most}", first)
         pointers, references = sorted(self.nodes), sorted(self._found)
         done: set[str] = set()
         while pending:
@@ -263,6 +276,7 @@ class _Walk:
         if target is None:
             self._fail(f"must point to a schema of this document, not {_shown(value)}", pointer)
         self._found.append((pointer, target, merged))
+        self._edges[self._path[-1]].append(target)
         return local(value, target)
 
     def _told_apart(self, count: int, pointer: str) -> bool:

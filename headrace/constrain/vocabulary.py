@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import threading
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
 
 from headrace.errors import RequestError
 from headrace.text.vocab import TokenBytes
@@ -25,6 +28,15 @@ class _Encoder(Protocol):
     def token_bytes(self) -> TokenBytes: ...
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+
+
+class VocabularyTable(msgspec.Struct, frozen=True):
+    """A vocabulary as data, for another process."""
+
+    pieces: list[bytes]
+    special: list[int]
+    vocab_size: int
+    markers: list[int]
 
 
 class GrammarVocabulary:
@@ -49,7 +61,20 @@ class GrammarVocabulary:
     @classmethod
     def of_bytes(cls) -> GrammarVocabulary:
         """Of the 256 bytes: grammars are checked with it where there is no need for the model's."""
-        return cls(_Bytes(), _Bytes.vocab_size)
+        return cls(_Spelled(TokenBytes([bytes([value]) for value in range(256)], frozenset())), 256)
+
+    @classmethod
+    def of_table(cls, table: VocabularyTable) -> GrammarVocabulary:
+        """Of another process, whose tokenizer is not here: a text that a grammar forces is spelled by its longest tokens."""
+        return cls(_Spelled(TokenBytes(table.pieces, frozenset(table.special))), table.vocab_size, table.markers)
+
+    def table(self) -> VocabularyTable:
+        """Raises: RequestError: the tokenizer's tokens are not known."""
+        try:
+            known = self._tokenizer.token_bytes
+        except Exception as error:  # Whatever the tokenizer of a model raises, its vocabulary cannot be built.
+            raise _broken(f"{type(error).__name__}: {error}") from error
+        return VocabularyTable(list(known.pieces), sorted(known.special), self.vocab_size, sorted(self._markers))
 
     @functools.cached_property
     def digits(self) -> frozenset[int]:
@@ -74,7 +99,7 @@ class GrammarVocabulary:
             if self._built is None:
                 self._built = self._build()
         if isinstance(self._built, str):
-            raise RequestError(f"structured output does not work with this model's tokenizer: {self._built}")
+            raise _broken(self._built)
         return self._built
 
     def _build(self) -> LLTokenizer | str:
@@ -95,6 +120,10 @@ class GrammarVocabulary:
             return f"{type(error).__name__}: {error}"
 
 
+def _broken(reason: str) -> RequestError:
+    return RequestError(f"structured output does not work with this model's tokenizer: {reason}")
+
+
 def _slices() -> list[str]:
     """Classes of tokens that a mask takes whole where the grammar allows all of the class.
 
@@ -105,12 +134,14 @@ def _slices() -> list[str]:
     return [r"[\x20\x0A\x0D\x09]+", *(character + length for length in lengths), f"{character}+"]
 
 
-class _Bytes:
-    vocab_size = 256
-    token_bytes = TokenBytes([bytes([value]) for value in range(256)], frozenset())
+@dataclasses.dataclass(frozen=True)
+class _Spelled:
+    """Tokens without their tokenizer."""
+
+    token_bytes: TokenBytes
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return list(text.encode())
+        return []  # which does not spell the text
 
 
 class _Tokens:
@@ -149,11 +180,19 @@ class _Tokens:
         special = set(self.special_token_ids)
         return {piece: token for token, piece in enumerate(self.tokens) if piece and token not in special}
 
+    @functools.cached_property
+    def _longest(self) -> dict[int, int]:
+        """First byte -> bytes of the longest token that begins with it."""
+        found: dict[int, int] = {}
+        for piece in self._by_bytes:
+            found[piece[0]] = max(found.get(piece[0], 0), len(piece))
+        return found
+
     def _greedy(self, data: bytes) -> list[int]:
         """The longest token at each place."""
-        tokens, place, longest = [], 0, max(map(len, self._by_bytes), default=0)
+        tokens, place = [], 0
         while place < len(data):
-            ends = range(min(len(data), place + longest), place, -1)
+            ends = range(min(len(data), place + self._longest.get(data[place], 0)), place, -1)
             end = next((end for end in ends if data[place:end] in self._by_bytes), None)
             if end is None:
                 break  # No token has this byte.

@@ -39,6 +39,8 @@ class Constraint(msgspec.Struct, frozen=True, array_like=True):
     """In the serialised form of llguidance."""
     guarded: bool = False
     """Whether outputs that repeat themselves end: JSON, wherever they do; others, where they are complete."""
+    nbytes: int = 0
+    """Memory of the compiled grammar, as far as it is known."""
 
 
 class ParseOptions(msgspec.Struct, frozen=True, array_like=True):

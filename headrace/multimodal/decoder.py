@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Mapping
-from queue import LifoQueue
 from typing import Any, Literal
 
 import msgspec
 import numpy as np
 
-from headrace.limited_process import EndedProcess, LimitedProcess, ProcessLimits
+from headrace.limited_process import EndedProcess, LimitedProcesses, ProcessLimits
 from headrace.multimodal.decode import Decoded, DecodeJob, DecodeLimits
 from headrace.multimodal.items import Picture, Video, refused
 from headrace.worker_threads import WorkerThreads
@@ -25,10 +24,7 @@ class MediaDecoder:
     def __init__(self, limits: DecodeLimits, process: ProcessLimits, workers: int) -> None:
         self._limits = limits
         self._process_limits = process
-        self._idle: LifoQueue[LimitedProcess] = LifoQueue()
-        for _ in range(workers):
-            self._idle.put(LimitedProcess(_MODULE, process, "decodes pictures and videos"))
-        self._workers = workers
+        self._processes = LimitedProcesses(workers, _MODULE, process, "decodes pictures and videos")
         self.threads = WorkerThreads(workers, "media")
 
     async def image(self, data: bytes, param: str, admit: Admit = lambda size: None) -> Picture:
@@ -49,10 +45,7 @@ class MediaDecoder:
     def close(self) -> None:
         """Ends the processes, once their jobs are done."""
         self.threads.close(wait=True)
-        for _ in range(self._workers):
-            process = self._idle.get()
-            process.close()
-            self._idle.put(process)
+        self._processes.close()
 
     def _decode(self, kind: Literal["image", "video"], data: bytes, param: str, admit: Admit) -> Decoded:
         for package, module in (("pillow", "PIL"), *([("av", "av")] if kind == "video" else [])):
@@ -61,11 +54,7 @@ class MediaDecoder:
                     param, f"{kind}s need the package {package}, which is not installed (pip install 'headrace[vision]')"
                 )
         job = msgspec.msgpack.encode(DecodeJob(kind, self._limits, memoryview(data)))
-        process = self._idle.get()
-        try:
-            answer = process.call(job, admit)
-        finally:
-            self._idle.put(process)
+        answer = self._processes.call(job, admit)
         if isinstance(answer, EndedProcess):
             limit = f"longer than {self._process_limits.seconds:g} seconds (media_decode_seconds)"
             why = (

@@ -14,9 +14,9 @@ import pytest
 from text.parse.formats import HERMES, INLINE, NAMED
 
 from headrace.config import StructuredOutputsConfig
+from headrace.constrain.checker import ConstraintChecker
 from headrace.constrain.compiler import compiled
 from headrace.constrain.compose import AnswerPlan, CallRules, HeldTool, Opening, TextGrammar, held_tools, thought_of
-from headrace.constrain.factory import GrammarFactory
 from headrace.constrain.lark import spelled
 from headrace.constrain.matcher import GrammarMatcher
 from headrace.constrain.vocabulary import GrammarVocabulary
@@ -61,7 +61,7 @@ class World:
         self.vocab_size = len(self.pieces)
         self.config = StructuredOutputsConfig(disable_any_whitespace=True)
         self.grammars = GrammarVocabulary(self, self.vocab_size, self.machine.markers)  # type: ignore[arg-type]
-        self.factory = GrammarFactory(self.config, self.grammars)
+        self.factory = ConstraintChecker(self.config, self.grammars)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import subprocess
 import sys
@@ -33,10 +34,15 @@ KINDS: list[dict[str, Any]] = [
 ]
 
 
+@functools.lru_cache(maxsize=1)
+def factory_of(config: StructuredOutputsConfig) -> GrammarFactory:
+    """One for several tests, since its processes take a while to start."""
+    return GrammarFactory(config, GrammarVocabulary(ByteTokenizer(), VOCAB))  # type: ignore[arg-type]
+
+
 def make(config: StructuredOutputsConfig | None = None) -> tuple[GrammarFactory, GrammarCompiler]:
     config = config or StructuredOutputsConfig()
-    vocabulary = GrammarVocabulary(ByteTokenizer(), VOCAB)  # type: ignore[arg-type]
-    return GrammarFactory(config, vocabulary), GrammarCompiler(vocabulary, config)
+    return factory_of(config), GrammarCompiler(GrammarVocabulary(ByteTokenizer(), VOCAB), config)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -186,15 +192,14 @@ def test_equal_constraints_are_compiled_once_and_failures_are_kept() -> None:
     factory, compiler = make()
     first = factory.constraint(StructuredOutputsParams(json={"type": "object", "title": "one"}))
     second = factory.constraint(StructuredOutputsParams(json={"title": "two", "type": "object"}))
-    assert first == second
+    assert first.grammar == second.grammar
     future, known = compiler.compile(first)
     assert not known and compiler.compile(second) == (future, True)
     bad = Constraint("regex", "no grammar")
     for known in (False, True):
         future, found = compiler.compile(bad)
         assert found is known
-        with pytest.raises(RequestError):
-            future.result()
+        assert isinstance(future.result(), str)
 
 
 def test_the_cache_is_bounded_in_bytes() -> None:
@@ -217,10 +222,11 @@ def test_a_vocabulary_that_cannot_be_built_refuses_with_the_reason() -> None:
     compiler = GrammarCompiler(vocabulary, StructuredOutputsConfig())
     constraint = make()[0].constraint(StructuredOutputsParams(regex="a"))
     for _ in range(2):
-        with pytest.raises(RequestError, match="no bytes here"):
-            compiler.compile(constraint)[0].result()
+        assert "no bytes here" in str(compiler.compile(constraint)[0].result())
         with pytest.raises(RequestError, match="no bytes here"):
             vocabulary.get()
+    with pytest.raises(RequestError, match="no bytes here"):
+        GrammarFactory(StructuredOutputsConfig(), vocabulary).constraint(StructuredOutputsParams(regex="a"))
 
 
 BOMBS: dict[str, dict[str, Any]] = {

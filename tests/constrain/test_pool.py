@@ -13,6 +13,7 @@ import pytest
 
 from headrace.config import StructuredOutputsConfig
 from headrace.constrain import factory as factory_module
+from headrace.constrain.checker import Checked
 from headrace.constrain.pool import CompilePool
 from headrace.core.request import Constraint
 from headrace.errors import QueueFullError, RequestError
@@ -78,10 +79,10 @@ def held(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, list[str]]:
     opened, begun = threading.Event(), []
     check = factory_module.GrammarFactory._checked
 
-    def checked(self: Any, params: StructuredOutputsParams) -> Constraint:
+    def checked(self: Any, params: StructuredOutputsParams, plan: None) -> Checked:
         begun.append(params.regex or params.json)
         assert opened.wait(20)
-        return check(self, params)
+        return check(self, params, plan)
 
     monkeypatch.setattr(factory_module.GrammarFactory, "_checked", checked)
     return opened, begun

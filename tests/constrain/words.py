@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from headrace.config import StructuredOutputsConfig
+from headrace.constrain.checker import ConstraintChecker
 from headrace.constrain.compiler import GrammarCompiler
-from headrace.constrain.factory import GrammarFactory
 from headrace.constrain.matcher import GrammarMatcher
 from headrace.constrain.vocabulary import GrammarVocabulary
 from headrace.sampling_params import StructuredOutputsParams
@@ -34,16 +34,17 @@ class ByteTokenizer:
 
 
 @functools.lru_cache(maxsize=1)
-def shared(name: str = "words") -> tuple[GrammarFactory, GrammarCompiler]:
+def shared(name: str = "words") -> tuple[ConstraintChecker, GrammarCompiler]:
     config = StructuredOutputsConfig()
     vocabulary = GrammarVocabulary(ByteTokenizer(), VOCAB)  # type: ignore[arg-type]
-    return GrammarFactory(config, vocabulary), GrammarCompiler(vocabulary, config)
+    return ConstraintChecker(config, vocabulary), GrammarCompiler(vocabulary, config)
 
 
 def matcher(ends: tuple[int, ...] = (EOS,), **constraint: Any) -> GrammarMatcher:
-    factory, compiler = shared("words")
-    made = factory.constraint(StructuredOutputsParams(**constraint))
-    return compiler.compile(made)[0].result().with_ends(ends)
+    checker, compiler = shared("words")
+    made = compiler.compile(checker.constraint(StructuredOutputsParams(**constraint)))[0].result()
+    assert not isinstance(made, str), made
+    return made.with_ends(ends)
 
 
 def accepts(constraint: GrammarMatcher, text: str) -> bool:

@@ -1,0 +1,322 @@
+"""ConstraintChecker: checks what a request says about its output and makes a Constraint of it.
+
+It runs in a process with limits (``check_worker``): parsing, walking and compiling take what the input decides, and the
+library recurses over it in native code.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import json
+import re
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from headrace.bounded_cache import BoundedCache
+from headrace.config import StructuredOutputsConfig
+from headrace.constrain.compiler import compiled
+from headrace.constrain.compose import AnswerPlan, compose
+from headrace.constrain.paths import check_rules
+from headrace.constrain.references import subschemas
+from headrace.constrain.schema import Schema, SchemaError, SchemaOptions, narrow, refusal
+from headrace.constrain.structural import structural_grammar
+from headrace.constrain.vocabulary import GrammarVocabulary, VocabularyTable
+from headrace.core.request import Constraint
+from headrace.errors import RequestError
+from headrace.sampling_params import StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
+_GUARDED = frozenset(("json", "json_object", "regex", "grammar"))
+"""Kinds of constraints whose outputs end when they repeat themselves."""
+_CACHED = 256
+_CACHED_BYTES = 2**24
+_WHITESPACE = r"(\x20|\n[\x20\t]{0,32})"
+"""Between tokens of JSON, once a place: what json.dumps writes, with and without indent. A model may go on without end
+where whitespace may."""
+_WHITESPACE_ONLY = re.compile(r"(?:\\x(?:20|09|0[aA]|0[dD])|\\[stnr]|[ \t\n\r]|[\[\]()|*+?]|\{\d{1,4}(?:,\d{0,4})?\})+")
+_ESCAPES = 'bfnrt\\"u'
+"""Letters of JSON's escapes, without the slash: "\\/" would be another spelling of a key that the schema names."""
+_SEARCH_SECONDS = 0.5
+"""How long schemas are compiled on their own to find the one that cannot be held."""
+_GBNF_RULES = 1000
+"""Its converter takes time with the square of their number."""
+_WRITING = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern", "strict")
+"""Fields of StructuredOutputsParams that say how JSON is written."""
+_GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+_EMBEDDED = re.compile(r"%json\s*(?=[{\[])")
+
+
+class CheckSetup(msgspec.Struct, frozen=True):
+    """What the process that checks constraints has before the first."""
+
+    config: dict[str, Any]
+    """Fields of StructuredOutputsConfig."""
+    vocabulary: VocabularyTable
+
+
+class CheckJob(msgspec.Struct, frozen=True):
+    """A constraint as ``GrammarFactory.constraint`` gets it."""
+
+    params: StructuredOutputsParams | None
+    plan: AnswerPlan | None
+
+
+class Refused(msgspec.Struct, frozen=True):
+    """Why a constraint cannot be held: a RequestError as data, without the frames of its traceback."""
+
+    message: str
+    param: str | None = None
+    code: str = RequestError.code
+
+    def error(self) -> RequestError:
+        return RequestError(self.message, self.param, code=self.code)
+
+
+class Checked(msgspec.Struct, frozen=True):
+    """What became of a constraint. One of the two is there."""
+
+    constraint: Constraint | None = None
+    refused: Refused | None = None
+
+
+class ConstraintChecker:
+    """Makes constraints of one engine. For one thread."""
+
+    def __init__(self, config: StructuredOutputsConfig, vocabulary: GrammarVocabulary) -> None:
+        self.config = config
+        self._vocabulary = vocabulary
+        self._bytes = GrammarVocabulary.of_bytes()
+        self._parts: BoundedCache[StructuredOutputsParams, str] = BoundedCache(
+            _CACHED, _CACHED_BYTES, lambda params, grammar: len(grammar)
+        )
+        """Grammars of parts of answers: the tools of an agent are in each of its requests."""
+
+    def prepare(self) -> None:
+        """Builds both vocabularies and loads what checks need, so that their time and memory are not a constraint's."""
+        from llguidance import LLMatcher, gbnf_to_lark  # noqa: F401
+
+        for vocabulary in (self._bytes, self._vocabulary):
+            compiled(LLMatcher.grammar_from_regex("[a-z]"), vocabulary, self.config)
+
+    def constraint(self, params: StructuredOutputsParams | None, plan: AnswerPlan | None = None) -> Constraint:
+        """
+        Args:
+            params: of the content.
+            plan: what else an answer has; None: the content alone. One of the two is given.
+
+        Raises:
+            RequestError: the constraint cannot be held; ``param`` begins with ``structured_outputs``, or is the plan's.
+        """
+        if plan is not None:
+            return self._composed(params, plan)
+        if params is None:
+            raise ValueError("neither content nor a plan is given")
+        return self._checked(params)
+
+    def _composed(self, params: StructuredOutputsParams | None, plan: AnswerPlan) -> Constraint:
+        answer = None if params is None else self._checked(params, part=True)
+        kind = "tools" if plan.rules is not None else answer.kind if answer is not None else "thinking_token_budget"
+        grammar = compose(plan, None if answer is None else answer.grammar, self._held)
+        before = native_bytes()
+        problem = compiled(grammar, self._vocabulary, self.config)
+        if isinstance(problem, str):
+            param = plan.rules.param if plan.rules is not None else "structured_outputs" if answer is not None else kind
+            raise RequestError(f"{param}: the grammar of the answer cannot be held: {problem}", param)
+        return Constraint(kind, grammar, nbytes=native_bytes() - before)
+
+    def _checked(self, params: StructuredOutputsParams, *, part: bool = False) -> Constraint:
+        """``part``: of an answer, whose grammar is compiled as a whole."""
+        try:
+            return self._make(params, part)
+        except RequestError as error:
+            error.param = f"structured_outputs.{error.param or params.kind}"
+            raise
+
+    def _make(self, params: StructuredOutputsParams, part: bool) -> Constraint:
+        kind = params.kind
+        value = getattr(params, kind)
+        length = sum(map(len, value)) if isinstance(value, list) else len(value) if isinstance(value, str) else 0
+        if length > self.config.max_bytes:
+            raise RequestError(f"{kind} has {length} characters, more than the limit of {self.config.max_bytes}", kind)
+        makers: dict[str, Callable[[StructuredOutputsParams], str]] = {
+            "json": self._json,
+            "json_object": self._json_object,
+            "regex": self._regex,
+            "choice": self._choice,
+            "grammar": self._grammar,
+            "structural_tag": self._structural_tag,
+        }
+        grammar = makers[kind](params)
+        # Grammars and tags may name tokens of the vocabulary.
+        quick = part and kind not in ("grammar", "structural_tag")
+        before = native_bytes()
+        problem = compiled(grammar, self._bytes if quick else self._vocabulary, self.config)
+        if not isinstance(problem, str):
+            return Constraint(kind, grammar, guarded=kind in _GUARDED, nbytes=native_bytes() - before)
+        if kind == "json":
+            raise refusal(self._culprit(params, problem), "json")
+        raise RequestError(f"{kind} cannot be held: {problem}", kind)
+
+    def _held(self, **content: Any) -> str:
+        """The grammar of a part of an answer."""
+        params = StructuredOutputsParams(**content)
+        if (grammar := self._parts.get(params)) is None:
+            grammar = self._checked(params, part=True).grammar
+            self._parts.put(params, grammar)
+        return grammar
+
+    # ------------------------------------------------------------------ kinds
+
+    def _json(self, params: StructuredOutputsParams) -> str:
+        try:
+            return self._json_grammar(self._narrowed(params), params)
+        except SchemaError as error:
+            raise refusal(error, "json") from None
+
+    def _narrowed(self, params: StructuredOutputsParams) -> Schema:
+        try:
+            schema = json.loads(params.json, parse_constant=_no_constant)
+            return narrow(schema, self._schema_options(params))
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"json is not JSON: {str(error)[:200]}", "json") from None
+
+    def _json_object(self, params: StructuredOutputsParams) -> str:
+        return self._json_grammar({"type": "object"}, params)
+
+    def _json_grammar(self, schema: Schema, params: StructuredOutputsParams) -> str:
+        from llguidance import LLMatcher
+
+        compact = params.disable_any_whitespace
+        if compact is None:
+            compact = self.config.disable_any_whitespace and params.whitespace_pattern is None
+        overrides: JsonCompileOptions = {"whitespace_flexible": not compact, "json_allowed_escapes": _ESCAPES, "lenient": False}
+        if not compact:
+            overrides["whitespace_pattern"] = _whitespace(params.whitespace_pattern)
+        held = schema if isinstance(schema, dict) else {} if schema else {"anyOf": []}
+        try:
+            return LLMatcher.grammar_from_json_schema(json.dumps(held, ensure_ascii=False), overrides=overrides)
+        except (ValueError, RecursionError):  # A const or enum, since schemas have a limit of their own.
+            raise SchemaError("a value is nested too deep", "") from None
+
+    def _regex(self, params: StructuredOutputsParams) -> str:
+        from llguidance import LLMatcher
+
+        return LLMatcher.grammar_from_regex(params.regex or "")
+
+    def _choice(self, params: StructuredOutputsParams) -> str:
+        from llguidance import LLMatcher
+
+        choices = list(dict.fromkeys(params.choice or ()))
+        if len(choices) > self.config.max_values:
+            raise RequestError(f"choice has {len(choices)} strings, more than the limit of {self.config.max_values}", "choice")
+        literals = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+        return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {literals}")
+
+    def _grammar(self, params: StructuredOutputsParams) -> str:
+        from llguidance import LLMatcher
+
+        text = params.grammar or ""
+        if _GBNF.search(text):
+            return _from_gbnf(text, self.config.max_depth)
+        for found in _EMBEDDED.finditer(text):
+            try:
+                schema, _ = json.JSONDecoder().raw_decode(text, found.end())
+            except (ValueError, RecursionError):
+                continue  # Not JSON after all, or llguidance says what is wrong with it.
+            try:
+                narrow(schema, self._schema_options(params))
+            except SchemaError as error:
+                raise refusal(error, "grammar") from None
+        check_rules(text, self.config.max_depth)
+        return LLMatcher.grammar_from_lark(text)
+
+    def _structural_tag(self, params: StructuredOutputsParams) -> str:
+        names = self._vocabulary.names
+        writing = {name: getattr(params, name) for name in _WRITING}
+
+        def hold(**content: Any) -> str:
+            return self._held(**content, **(writing if "json" in content else {}))
+
+        return structural_grammar(params.structural_tag, names, hold)
+
+    def _schema_options(self, params: StructuredOutputsParams) -> SchemaOptions:
+        closed = params.disable_additional_properties
+        return SchemaOptions(
+            strict=params.strict,
+            closed=self.config.disable_additional_properties if closed is None else closed,
+            max_depth=self.config.max_depth,
+            max_values=self.config.max_values,
+        )
+
+    def _culprit(self, params: StructuredOutputsParams, problem: str) -> SchemaError:
+        """The innermost schema that cannot be held on its own either."""
+        schema = self._narrowed(params)
+        named = schema if isinstance(schema, dict) else {}
+        shared: dict[str, Any] = {name: named[name] for name in ("$defs", "definitions") if name in named}
+        check = functools.partial(self._problem_of, params=params, shared=shared)
+        pointer, deadline = "", time.monotonic() + _SEARCH_SECONDS
+        while True:
+            for step, own in subschemas(schema):
+                if time.monotonic() > deadline:
+                    return SchemaError(problem, pointer)
+                if isinstance(own, dict) and (found := check(own)):
+                    problem, pointer, schema = found, pointer + step, own
+                    break
+            else:
+                return SchemaError(problem, pointer)
+
+    def _problem_of(self, schema: dict[str, Any], params: StructuredOutputsParams, shared: dict[str, Any]) -> str:
+        found = compiled(self._json_grammar({**shared, **schema}, params), self._bytes, self.config)
+        return found if isinstance(found, str) else ""
+
+
+def native_bytes() -> int:
+    """Bytes that libraries in this process have allocated; 0 where the C library does not tell them (glibc before 2.33)."""
+    find = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if find is None:
+        return 0
+    find.restype = _Mallinfo
+    found = find()
+    return int(found.uordblks + found.hblkhd)
+
+
+class _Mallinfo(ctypes.Structure):
+    """glibc's struct mallinfo2."""
+
+    _fields_ = [(f"_{place}", ctypes.c_size_t) for place in range(4)]
+    _fields_ += [("hblkhd", ctypes.c_size_t), ("_5", ctypes.c_size_t), ("_6", ctypes.c_size_t)]
+    _fields_ += [("uordblks", ctypes.c_size_t), ("_8", ctypes.c_size_t), ("_9", ctypes.c_size_t)]
+
+
+def _whitespace(pattern: str | None) -> str:
+    """A pattern of a request, in which \\s is JSON's whitespace and not Unicode's."""
+    if pattern is None:
+        return _WHITESPACE
+    if not _WHITESPACE_ONLY.fullmatch(pattern):
+        raise RequestError(f"whitespace_pattern may match whitespace only, not {pattern!r}", "whitespace_pattern")
+    inside = re.sub(r"\[[^]]*\]", lambda found: found[0].replace(r"\s", r" \t\n\r"), pattern)
+    return inside.replace(r"\s", r"[ \t\n\r]")
+
+
+def _from_gbnf(text: str, max_depth: int) -> str:
+    from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    if text.count("::=") > _GBNF_RULES:
+        raise RequestError(f"grammar has more than {_GBNF_RULES} rules in GBNF; Lark has no such limit", "grammar")
+    try:
+        lark = any_to_lark(text)
+    except Exception as error:  # A parser without an error type for all that can go wrong.
+        raise RequestError(f"grammar is not GBNF: {str(error)[:200] or type(error).__name__}", "grammar") from None
+    check_rules(lark, max_depth)
+    return LLMatcher.grammar_from_lark(lark)
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a number of JSON")

@@ -1,0 +1,87 @@
+"""Constraints that would end, fill or occupy the process that compiles them are refused, and the next one is served."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import pytest
+
+from headrace.config import StructuredOutputsConfig
+from headrace.constrain.factory import GrammarFactory
+from headrace.constrain.paths import longest_path
+from headrace.core.matcher import TOO_COMPLEX
+from headrace.errors import RequestError
+from headrace.sampling_params import StructuredOutputsParams
+
+LINKS: dict[str, Callable[[str], dict[str, Any]]] = {
+    "$ref": lambda to: {"$ref": to},
+    "anyOf": lambda to: {"anyOf": [{"$ref": to}, {"type": "null"}]},
+    "allOf": lambda to: {"allOf": [{"$ref": to}, {"type": "integer"}]},
+    "properties": lambda to: {"properties": {"a": {"$ref": to}}},
+    "patternProperties": lambda to: {"patternProperties": {"a": {"$ref": to}}},
+    "additionalProperties": lambda to: {"additionalProperties": {"$ref": to}},
+    "items": lambda to: {"items": {"$ref": to}},
+    "prefixItems": lambda to: {"prefixItems": [{"$ref": to}]},
+}
+
+
+def chain(link: str, count: int) -> dict[str, Any]:
+    schemas = {f"d{place}": LINKS[link](f"#/$defs/d{place + 1}") for place in range(count)}
+    return {"$defs": schemas | {f"d{count}": {"type": "integer"}}, "$ref": "#/$defs/d0"}
+
+
+def rules(count: int) -> str:
+    return "start: r0\n" + "\n".join(f"r{place}: r{place + 1}" for place in range(count)) + f'\nr{count}: "x"'
+
+
+@pytest.fixture(scope="module")
+def factory() -> GrammarFactory:
+    return GrammarFactory(StructuredOutputsConfig(max_compile_seconds=1.0), None)
+
+
+def refusal(factory: GrammarFactory, **constraint: Any) -> str:
+    with pytest.raises(RequestError) as caught:
+        factory.constraint(StructuredOutputsParams(**constraint))
+    return caught.value.message
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_long_chains_of_references_are_refused(factory: GrammarFactory, link: str) -> None:
+    assert "a path of" in refusal(factory, json=chain(link, 2500))
+    assert factory.constraint(StructuredOutputsParams(json=chain(link, 200))).nbytes > 0
+
+
+def test_long_chains_of_rules_are_refused(factory: GrammarFactory) -> None:
+    assert "a chain of 3002 rules" in refusal(factory, grammar=rules(3000))
+    assert factory.constraint(StructuredOutputsParams(grammar=rules(400))).kind == "grammar"
+
+
+def test_a_crash_of_the_library_ends_a_process_of_its_own() -> None:
+    """With limits that let it through, the library overflows its stack."""
+    factory = GrammarFactory(StructuredOutputsConfig(max_depth=256), None)
+    for _ in range(2):  # The second time from the cache.
+        assert refusal(factory, json=chain("patternProperties", 1000)).startswith(TOO_COMPLEX)
+    assert factory.constraint(StructuredOutputsParams(regex="a")).kind == "regex"
+
+
+def test_a_constraint_that_takes_too_long_is_refused(factory: GrammarFactory) -> None:
+    patterns = {f"^(a|b){{{count}}}c": {"type": "integer"} for count in range(500)}
+    assert "max_compile_seconds" in refusal(factory, json={"type": "object", "patternProperties": patterns})
+    assert factory.constraint(StructuredOutputsParams(regex="b")).kind == "regex"
+
+
+def test_refused_constraints_leave_no_memory(factory: GrammarFactory) -> None:
+    def refuse(first: int, count: int) -> int:
+        for number in range(first, first + count):
+            refusal(factory, regex=f"(?=a)a{{{number}}}")
+        return psutil.Process().memory_info().rss
+
+    before = refuse(1, 300)
+    assert refuse(1000, 1000) - before <= 20 * 2**20
+
+
+def test_a_longest_path_goes_round_no_cycle() -> None:
+    assert longest_path({"a": ["b", "c"], "b": ["c"], "c": ["a", "d"], "d": []}) == (4, "a")
+    assert longest_path({}) == (0, "")

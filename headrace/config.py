@@ -190,9 +190,8 @@ class EngineArgs:
     """Number format of activations and of weights that are not quantised. float32 is exact and the slowest on most CPUs.
     auto takes the checkpoint's format where the device runs it well; the start-up report gives the reason."""
     quantization: Quantization = "auto"
-    """Weight quantisation. auto keeps a quantised GGUF file quantised where a packed CPU kernel supports it, and leaves
-    other checkpoints as they are. int8 and int4 quantise any checkpoint while it loads and report the error. none gives
-    exact results."""
+    """Weight quantisation. auto keeps a quantised GGUF file quantised where a packed CPU kernel supports it, and other
+    checkpoints as they are. int8 and int4 quantise any checkpoint while it loads and report the error. none is exact."""
     tensor_parallel_size: Annotated[
         int, OptionSpec(min=1, max=64, flags=("--tensor-parallel-size", "-tp", "--tp"), metavar="INTEGER")
     ] = 1
@@ -216,17 +215,13 @@ class EngineArgs:
     seed: Annotated[int, OptionSpec(min=0, max=INT64_MAX)] = 0
     """Seed for requests without a seed, and for dummy weights. Two engines with the same seed that get the same requests in
     the same order generate the same tokens."""
-    num_threads: Annotated[int | None, OptionSpec(min=1, max=1024, default="the physical cores that this process may use")] = (
-        None
-    )
+    num_threads: Annotated[int | None, OptionSpec(min=1, max=1024, default="the physical cores that it may use")] = None
     """CPU threads for the model's kernels, of all ranks together. More threads than physical cores are slower; use fewer where
     other programs share the machine."""
     max_model_len: Annotated[
         int | Literal["auto"] | None,
         OptionSpec(
-            min=2,
-            default="the model's context length, or what a KV cache of a given size holds of it",
-            metavar="INTEGER|auto",
+            min=2, default="the model's context length, or what a KV cache of a given size holds of it", metavar="INTEGER|auto"
         ),
     ] = None
     """Maximum length of prompt plus output, in tokens. Lower it to save memory. auto takes the longest length that the KV
@@ -263,6 +258,9 @@ class EngineArgs:
     ] = None
     """Maximum number of prompt tokens computed in one step while other sequences generate. A smaller value shortens the pause
     between their tokens when a long prompt arrives, which then takes more steps."""
+    max_step_seconds: Annotated[float | None, OptionSpec(min=0.0, max=_MAX_SECONDS, metavar="SECONDS", default="1 or 0")] = None
+    """Seconds that a step with prompt tokens is to take: chunks follow the measured speed, down to 16 tokens; some pictures and
+    blocks of sparse prompts are computed whole. 0: any time, as it is on a GPU and in the offline API unless it is set."""
     max_queue_len: Annotated[int, OptionSpec(min=1)] = 4096
     """Maximum number of waiting sequences. Further requests are refused at once with HTTP 429."""
     policy: Policy = "fcfs"
@@ -279,9 +277,7 @@ class EngineArgs:
     """Which replica gets a request. prefix: the lowest product of prompt tokens that it would have to compute, behind cached
     prefixes, and of sequences that it would run. least-tokens: the one that holds the fewest tokens. session: always the same
     for requests with the same X-Session-ID header, or `user` without it. round-robin and random: for comparisons."""
-    dp_queue_timeout: Annotated[
-        float | None, OptionSpec(above=0.0, max=_MAX_SECONDS, default="no limit", metavar="SECONDS")
-    ] = None
+    dp_queue_timeout: Annotated[float | None, OptionSpec(above=0.0, max=_MAX_SECONDS, default="none", metavar="SECONDS")] = None
     """Seconds that a request may wait until a replica has room for it; then it is refused with HTTP 429. Only with
     --data-parallel-size above 1."""
     kv_events_config: Annotated[KVEventsConfig, OptionSpec(metavar="JSON", default="no events")] = KVEventsConfig()
@@ -417,23 +413,25 @@ class EngineArgs:
     grammar_backend: GrammarBackend = "auto"
     """SGLang's name for the field `backend` of --structured-outputs-config."""
     step_timeout: Annotated[float, OptionSpec(above=0.0, max=_MAX_SECONDS, metavar="SECONDS")] = 120.0
-    """Seconds without a finished step, while work is pending, after which the engine counts as stuck: its stack traces are
-    logged and its process is restarted. Raise it for very long prompts on a slow device."""
+    """Seconds without a finished step, while work is pending, after which an engine that hardly uses the processor is stuck:
+    stack traces are logged, and it restarts. One thread may compute for ten times that long, with a GPU for that long."""
     start_timeout: Annotated[float, OptionSpec(above=0.0, max=_MAX_SECONDS, metavar="SECONDS")] = 120.0
-    """Seconds in which an engine that starts neither reports progress nor uses the CPU, after which it counts as stuck and is
-    started again. The whole start may take longer."""
+    """Seconds in which an engine that starts neither reports progress nor uses the processor, after which it counts as stuck
+    and is started again. The whole start may take longer."""
     quarantine_seconds: Annotated[float, OptionSpec(min=0.0, max=_MAX_SECONDS, metavar="SECONDS")] = 600.0
-    """Seconds for which a request is refused that was in flight at two deaths of the engine, so that a client that repeats
-    it cannot end everyone's requests again. 0: no request is refused."""
+    """Seconds for which a request that was in flight when the engine crashed is run alone if it comes again, and is refused
+    if the engine then crashes again, so that a client that repeats it cannot end everyone's requests. 0: neither."""
     record_steps: Annotated[str | None, OptionSpec(metavar="FILE")] = None
     """Write every step plan to this file; where it exists, to FILE.1, FILE.2 and so on, so that a restarted engine keeps the
     record of the crash. A recording replays a run without its clients. A full disk ends the recording, not the engine."""
 
     def for_whole_outputs(self) -> EngineArgs:
         """The same for callers that wait for whole outputs: what keeps streams even must not cost them throughput."""
-        limit = self.max_prefill_tokens_beside_decode or INT32_MAX
+        limit, seconds = self.max_prefill_tokens_beside_decode or INT32_MAX, self.max_step_seconds or 0.0
         interval = max(self.stream_interval, _WHOLE_OUTPUTS_INTERVAL)
-        return dataclasses.replace(self, max_prefill_tokens_beside_decode=limit, stream_interval=interval)
+        return dataclasses.replace(
+            self, max_prefill_tokens_beside_decode=limit, max_step_seconds=seconds, stream_interval=interval
+        )
 
     def __post_init__(self) -> None:
         for name, option in options(EngineArgs).items():
@@ -557,7 +555,8 @@ class SchedulerConfig:
     policy: Policy
     pipeline_depth: int
     max_prefill_tokens_beside_decode: int | None = None
-    """None: no limit."""
+    max_step_seconds: float | None = None
+    """None: no limit, as above."""
     max_num_encoder_tokens: int = 0
     """Encoder work of a step, in the unit of ``Item.encoder_tokens``; 0: the model has no encoder."""
     decode_tokens: int = 1

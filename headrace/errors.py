@@ -88,6 +88,10 @@ class RankLostError(EngineError):
     """A tensor-parallel rank has ended or stands still. The cause is outside: a traceback of the engine would show nothing."""
 
 
+class RankKilledError(RankLostError):
+    """The rank was ended or stopped from outside, or was stuck: no request is to blame."""
+
+
 class EngineDeadError(EngineError):
     """The engine is not running (restarting, or stopped for good)."""
 

@@ -121,6 +121,7 @@ def shape(config: EngineConfig) -> EngineShape:
         cache_bytes=cache.nbytes,
         groups=[GroupShape(group.bytes_per_token, group.window) for group in cache.groups],
         max_prefill_tokens_beside_decode=scheduler.max_prefill_tokens_beside_decode,
+        max_step_seconds=scheduler.max_step_seconds,
         pipeline_depth=scheduler.pipeline_depth,
         policy=scheduler.policy,
         enable_prefix_caching=cache.enable_prefix_caching,

@@ -15,7 +15,7 @@ class StepBudget:
     reserved: int = 0
     """Part of ``tokens`` kept for decoding sequences later in the order, so that a long prompt ahead does not stall them."""
     prefill: int | None = None
-    """Tokens left for prefill while sequences decode, whose next tokens wait for the end of the step; None: no limit."""
+    """Tokens left for prefill, for whose end the next tokens of others wait; None: no limit."""
     prefilled: int = 0
     """Tokens spent on prefill so far."""
     blocks_short: bool = False
@@ -24,8 +24,14 @@ class StepBudget:
     @property
     def spendable(self) -> int:
         """Tokens a prefill chunk may take now: at least one, so that many decoding sequences cannot stall an earlier prompt."""
+        return self.room(0)
+
+    def room(self, least: int) -> int:
+        """``spendable`` for a chunk of ``least`` tokens or more: the first one of a step may exceed the limit of prefill."""
         free = max(self.tokens - self.reserved, min(self.tokens, 1))
-        return free if self.prefill is None else min(free, self.prefill)
+        if self.prefill is None:
+            return free
+        return min(free, max(self.prefill, least) if self.prefill and not self.prefilled else self.prefill)
 
     @property
     def for_drafts(self) -> int:

@@ -14,6 +14,7 @@ from headrace.core.admission import check_request
 from headrace.core.budget import StepBudget
 from headrace.core.items import affordable_length
 from headrace.core.ordered import OrderedSequences
+from headrace.core.pace import PrefillPace
 from headrace.core.plan import LayerRange, SparseOutcome, StepPlan, StepResult
 from headrace.core.policies import running_order, waiting_order
 from headrace.core.request import Request
@@ -58,8 +59,7 @@ class Scheduler:
         """Updates of sequences that failed while a step was planned; the next ``update`` returns them."""
         self._starved: Sequence | None = None
         """A sequence whose next atomic item did not fit in the rest of the token budget: it goes first in the next step."""
-        self._prefill_debt = 0
-        """Prefill tokens of past steps above the limit beside decoding sequences: the next steps' limits pay for them."""
+        self._pace = PrefillPace(config.max_prefill_tokens_beside_decode, config.max_step_seconds)
         self._decisions = Decisions()
         self._layered: Sequence | None = None
         """The sequence whose piece is under way, layer by layer: other pieces begin when it is complete."""
@@ -130,12 +130,11 @@ class Scheduler:
             return None
         running = self._running.snapshot()
         num_decoding = sum([seq.num_computed >= seq.prefill_len for seq in running])
-        limit = self.config.max_prefill_tokens_beside_decode if num_decoding else None
         budget = StepBudget(
             self.config.max_num_batched_tokens,
             self.config.max_num_encoder_tokens,
             reserved=num_decoding,
-            prefill=None if limit is None else max(0, limit - self._prefill_debt),
+            prefill=self._pace.limit(num_decoding),
         )
         step = StepBuilder(budget, self.kv.moves, self.kv.no_blocks)
         if self._starved is not None:
@@ -157,9 +156,11 @@ class Scheduler:
         if not step and (self._in_flight or not (self._failed or self._abandoned)):
             return None
         self._abandoned = False
-        self._prefill_debt = 0 if limit is None else max(0, self._prefill_debt + budget.prefilled - limit)
+        self._pace.launched(num_decoding, budget.prefilled)
         self._last_step += 1
-        self._in_flight.append(InFlightStep(self._last_step, step.in_flight, step.constrained))
+        encodes = budget.encoder_tokens < self.config.max_num_encoder_tokens
+        num_paced = self.config.max_num_batched_tokens - budget.tokens if budget.prefilled and not encodes else 0
+        self._in_flight.append(InFlightStep(self._last_step, step.in_flight, step.constrained, num_paced))
         moves = self.kv.take_moves()
         self._counters.kv_blocks_moved += len(moves)
         return step.build(self._last_step, self._slots.take_released(), moves)
@@ -218,6 +219,8 @@ class Scheduler:
                 update = self._apply(row, token_ids, result)
                 if update is not None:
                     updates.append(update)
+        if collected.num_paced:
+            self._pace.measured(collected.num_paced, result.forward_seconds + result.sample_seconds)
         counters.forward_seconds += result.forward_seconds
         counters.sample_seconds += result.sample_seconds
         counters.replayed_steps += result.replayed is True
@@ -256,17 +259,15 @@ class Scheduler:
     # ------------------------------------------------------------------ scheduling: running sequences
 
     def _schedule_starved(self, step: StepBuilder) -> None:
-        """Offers the whole token budget to a sequence whose atomic item did not fit in the last step."""
+        """Schedules the sequence whose atomic item did not fit in the rest of the last step, before all others."""
         seq, self._starved = self._starved, None
         budget = step.budget
         reserved, budget.reserved = budget.reserved, 0
-        prefill, budget.prefill, before = budget.prefill, None, budget.tokens
         if seq is not None and seq.status is Status.RUNNING:
             self._continue(seq, step)
         elif seq is not None and self._first_ready() is seq and self._slots.num_free:
             self._admit(seq, step)
         budget.reserved = min(reserved, budget.tokens)
-        budget.prefill = None if prefill is None else max(0, prefill - (before - budget.tokens))
 
     def _continue(self, seq: Sequence, step: StepBuilder) -> None:
         """Adds a row for a running sequence, unless it must wait."""
@@ -291,9 +292,10 @@ class Scheduler:
             piece = seq.least_chunk(start)
             return piece if self._layers(seq, piece, step) else 0
         budget = step.budget
-        limit = budget.spendable
+        least = seq.least_chunk(start)
+        limit = budget.room(least)
         chunk = seq.cut(start, seq.num_tokens, limit)
-        if chunk == 0 and self._starved is None and seq.least_chunk(start) > max(1, limit):
+        if chunk == 0 and self._starved is None and least > max(1, limit):
             self._starved = seq
         if not seq.items:
             return chunk

@@ -57,6 +57,8 @@ class InFlightStep:
     step: int
     rows: list[InFlightRow]
     constrained: list[ConstrainedRow]
+    num_paced: int
+    """Tokens, if the step's time tells that of prefill: it has some, and no encoder runs in it; else 0."""
 
 
 class StepBuilder:

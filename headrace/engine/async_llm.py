@@ -76,8 +76,10 @@ class AsyncLLM:
         self._stats = EngineStats()
         single = self.args.data_parallel_size == 1
         make: type[EngineSupervisor] | type[ReplicaSet] = EngineSupervisor if single else ReplicaSet
-        self._supervisor = make(self.args, self, on_progress=on_progress, command=self.command, spawned=spawned)
         self._quarantine = Quarantine(self.args.quarantine_seconds)
+        self._supervisor = make(
+            self.args, self, on_progress=on_progress, command=self.command, quarantine=self._quarantine, spawned=spawned
+        )
         self._inboxes: dict[str, Inbox] = {}
         self._calls: dict[int, tuple[ControlName, asyncio.Future[bool]]] = {}
         self._num_calls = 0
@@ -193,8 +195,8 @@ class AsyncLLM:
         """Hand requests to the engine, and return once they are in its queue. One stream carries the deltas of all.
 
         Raises:
-            RequestError: the engine refuses one, a request with this id is running, or one was in flight at several deaths of
-                the engine; then none runs.
+            RequestError: the engine refuses one, a request with this id is running, or one has crashed the engine; then none
+                runs.
             QueueFullError: too many requests are waiting.
             EngineDeadError: the engine is not running, or died before it took the requests.
             EngineError: this is not the process or the event loop that started the engine, or taking a request in failed.
@@ -206,7 +208,8 @@ class AsyncLLM:
         for request in requests:
             if request.request_id in self._inboxes:
                 raise RequestError(f"a request with the id {request.request_id!r} is running", "request_id")
-            self._quarantine.check(request)
+            if (refusal := self._quarantine.refusal(request)) is not None:
+                raise refusal
         inbox = Inbox(requests)
         self._inboxes |= dict.fromkeys(inbox.open, inbox)
         stream = OutputStream(inbox, self._abandon)
@@ -346,14 +349,12 @@ class AsyncLLM:
         lost = {name: self._inboxes[name] for name in (request_ids or ()) if name in self._inboxes}
         if request_ids is None:
             lost = self._inboxes.copy()
-        suspects = [inbox.requests[request_id] for request_id, inbox in lost.items() if died]
-        refusals = self._quarantine.died(suspects)
-        if refusals:
-            logger.error("refused for %g s: %s", self.args.quarantine_seconds, ", ".join(refusals))
         for request_id, inbox in lost.items():
-            refusal = refusals.get(request_id)
+            refusal = self._quarantine.refusal(inbox.requests[request_id]) if died else None
             if died and request_ids is not None and refusal is None and self._run_again(request_id, inbox):
                 continue
+            if refusal is not None:
+                logger.error("request %s is refused for %g s", request_id, self.args.quarantine_seconds)
             error = EngineDeadError(reason) if refusal is None else RequestError(f"{reason}; {refusal}", code=refusal.code)
             del self._inboxes[request_id]
             inbox.lost(request_id, error)
@@ -384,9 +385,6 @@ class AsyncLLM:
         inbox.put(delta)
         if delta.request_id not in inbox.open:
             del self._inboxes[delta.request_id]
-            if delta.finish_reason in ("stop", "length"):
-                self._supervisor.served(delta.request_id)
-                self._quarantine.served(inbox.requests[delta.request_id])
 
 
 def _rejection(kind: str, text: str, param: str | None) -> HeadraceError:

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import zmq
 
 from headrace.engine.messages import FromEngine, Shutdown, ToEngine, decode_from_engine, encode
 from headrace.engine.process import SOCKET_FILE, STACK_SIGNAL, STACKS_FILE, STACKS_SIGNAL
 from headrace.engine.spawn import Spawned
+from headrace.engine.watchdog import ThreadTimes, thread_times
 from headrace.errors import EngineError
 
 logger = logging.getLogger("headrace.engine")
@@ -106,14 +106,9 @@ class EngineProcess:
     def kill(self) -> None:
         self._signal(signal.SIGKILL)
 
-    def cpu_seconds(self) -> float:
-        """CPU time that the process and its children have used; 0 if that cannot be read."""
-        try:
-            process = psutil.Process(self.pid)
-            times = [one.cpu_times() for one in (process, *process.children(recursive=True))]
-        except (psutil.Error, OSError):
-            return 0.0
-        return float(sum(time.user + time.system for time in times))
+    def thread_times(self) -> ThreadTimes:
+        """Processor time of the process and its children."""
+        return thread_times([self.pid], children=True)
 
     async def stop(self, seconds: float) -> None:
         """Asks the engine to end, and kills it where that takes longer than ``seconds``."""

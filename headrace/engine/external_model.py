@@ -98,6 +98,11 @@ def external_megatron(
             "skip_tokenizer_init": tokenizer is None,
         }
     )
+    if args.max_step_seconds and chosen.described.ranks.size > 1:
+        raise ConfigError(
+            "max_step_seconds is for one process: those that share a model plan the same steps, and their clocks differ",
+            "max_step_seconds",
+        )
     loaded: Tokenizer | None = None
     if named:
         loaded = load_tokenizer(files, args.tokenizer)

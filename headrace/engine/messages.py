@@ -111,9 +111,9 @@ class ControlReply(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class Fatal(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The last message of an engine that cannot go on."""
 
-    kind: Literal["config", "resources", "engine"]
+    kind: Literal["config", "resources", "killed", "engine"]
     """config: the arguments cannot work with this model on this machine. resources: a file, descriptors or memory were
-    missing."""
+    missing. killed: a rank was ended or stopped from outside, or stuck."""
     message: str
     param: str | None
     traceback: str

@@ -8,6 +8,7 @@ collective that a lost rank leaves unfinished: it notices the loss, ends the oth
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import pickle
 import socket
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -27,14 +28,17 @@ from headrace.config import EngineArgs
 from headrace.core.plan import SamplePlan, StepPlan, StepResult, encode_plan
 from headrace.engine.environment import visible_devices
 from headrace.engine.executor import Executor, Loaded
-from headrace.engine.spawn import PrivateFolder, child_environment
-from headrace.errors import ConfigError, EngineError, RankLostError
+from headrace.engine.spawn import PrivateFolder, child_environment, crashed
+from headrace.engine.watchdog import Watchdog, busy_timeouts, thread_times
+from headrace.errors import ConfigError, EngineError, RankKilledError, RankLostError
 from headrace.parallel.agreement import Agreement
 from headrace.runner.graphs import GraphCount
 from headrace.weights.update import Named
 
 _END_SECONDS = 3.0
 """In which a rank ends by itself. Less than a supervisor gives the engine, which then still removes the ranks' folder."""
+_ENDING_SECONDS = 0.2
+"""How long after its connections a process that is killed may last."""
 _LOOK_SECONDS = 1.0
 """How often ranks that do not answer are looked at."""
 _STOPPED_LOOKS = 3
@@ -90,7 +94,6 @@ class MultiprocessExecutor(Executor[int]):
     """``headrace.engine.rank`` is the other end. A rank that fails or ends breaks the executor: EngineError.
 
     Args:
-        step_timeout: seconds in which every rank answers for a step.
         folder: the ranks' own, removed with them.
     """
 
@@ -99,13 +102,13 @@ class MultiprocessExecutor(Executor[int]):
         connections: Sequence[Connection],
         processes: Sequence[subprocess.Popen[bytes]],
         *,
-        step_timeout: float | None = None,
         folder: PrivateFolder | None = None,
     ) -> None:
         self._connections = list(connections)
         self.processes = list(processes)
-        self._step_timeout = step_timeout
         self._folder = folder
+        self._watchdog: Callable[[], Watchdog | None] = lambda: None
+        """Makes one for a step."""
 
     def add(self, connection: Connection, command: Sequence[str], descriptor: int, environment: Mapping[str, str]) -> None:
         """Starts a rank that inherits the file descriptor, the other end of the connection."""
@@ -116,6 +119,12 @@ class MultiprocessExecutor(Executor[int]):
             raise EngineError(f"rank {len(self.processes)} cannot be started: {error}") from error
         self.processes.append(process)
 
+    def watch(self, step_timeout: float, device: str) -> None:
+        """From now on a rank that is stuck in a step breaks the executor."""
+        pids = [process.pid for process in self.processes]
+        times, most = functools.partial(thread_times, pids), busy_timeouts(device)
+        self._watchdog = lambda: Watchdog(step_timeout, times, busy_timeouts=most)
+
     def execute(self, plan: StepPlan) -> int:
         self.send(("plan", encode_plan(plan)))
         return plan.step
@@ -125,7 +134,7 @@ class MultiprocessExecutor(Executor[int]):
 
     def collect(self, handle: int) -> StepResult:
         self.send(("collect", handle))
-        replies = self.gather(self._step_timeout)
+        replies = self.gather(self._watchdog())
         for rank, (found, _) in enumerate(replies):
             if found != replies[0][0]:
                 raise self._broken(self._difference(handle, rank))
@@ -199,14 +208,14 @@ class MultiprocessExecutor(Executor[int]):
                 self._receive(rank)  # Why it ended, if it could say so.
                 raise self._lost(rank) from None
 
-    def gather(self, timeout: float | None = None) -> list[Any]:
+    def gather(self, watchdog: Watchdog | None = None) -> list[Any]:
         """The next answer of every rank. What ranks ask of each other meanwhile is answered.
 
         Args:
-            timeout: seconds in which they must answer; None: no limit, but they must run.
+            watchdog: of what they are to answer; None: they may take any time, but they must run.
         """
         while True:
-            replies = self._replies(timeout)
+            replies = self._replies(watchdog)
             kinds, values = {kind for kind, _ in replies.values()}, [replies[rank][1] for rank in sorted(replies)]
             if "config" in kinds:
                 raise ConfigError(*next(value for kind, value in replies.values() if kind == "config"))
@@ -220,9 +229,9 @@ class MultiprocessExecutor(Executor[int]):
                 raise self._broken(f"ranks are out of step: they sent {' and '.join(sorted(kinds))}")
             self.send(answer)
 
-    def _replies(self, timeout: float | None) -> dict[int, tuple[str, Any]]:
+    def _replies(self, watchdog: Watchdog | None) -> dict[int, tuple[str, Any]]:
         replies: dict[int, tuple[str, Any]] = {}
-        waited, stopped = 0.0, 0
+        stopped = 0
         while missing := {one: rank for rank, one in enumerate(self._connections) if rank not in replies}:
             ready = wait(list(missing), _LOOK_SECONDS)
             for connection in ready:
@@ -230,15 +239,13 @@ class MultiprocessExecutor(Executor[int]):
                 replies[rank] = self._receive(rank)
             if ready:
                 continue
-            # Counted in looks: time in which this process itself stood still says nothing of the ranks.
-            waited += _LOOK_SECONDS
             standing = [rank for rank in missing.values() if self._is_stopped(rank)]
             stopped = stopped + 1 if standing else 0
             if stopped >= _STOPPED_LOOKS:
-                raise self._broken(f"rank {standing[0]} was stopped by a signal", RankLostError)
-            if timeout is not None and waited >= timeout:
+                raise self._broken(f"rank {standing[0]} was stopped by a signal", RankKilledError)
+            if watchdog is not None and (stuck := watchdog.look(_LOOK_SECONDS)) is not None:
                 ranks = " and ".join(str(rank) for rank in sorted(missing.values()))
-                raise self._broken(f"rank {ranks} did not finish a step within {timeout:g} s")
+                raise self._broken(f"rank {ranks} did not finish a step: it {stuck}", RankKilledError)
         return replies
 
     def _is_stopped(self, rank: int) -> bool:
@@ -255,6 +262,10 @@ class MultiprocessExecutor(Executor[int]):
         except (EOFError, OSError):
             raise self._lost(rank) from None
         if kind == "failed":
+            # Where another rank was killed, this one may have failed for want of it, and be heard first.
+            for other, process in enumerate(self.processes):
+                if other != rank and _killed(process):
+                    raise self._lost(other)
             raise self._broken(f"rank {rank}: {value}")
         return kind, value
 
@@ -264,13 +275,21 @@ class MultiprocessExecutor(Executor[int]):
         except subprocess.TimeoutExpired:
             return self._broken(f"rank {rank} closed its connection", RankLostError)
         ended = f"signal {-status}" if status < 0 else f"status {status}"
-        return self._broken(f"rank {rank} ended with {ended}", RankLostError)
+        return self._broken(f"rank {rank} ended with {ended}", RankLostError if crashed(status) else RankKilledError)
 
     def _broken(self, why: str, kind: type[EngineError] = EngineError) -> EngineError:
         """Ends all ranks, which may wait for each other."""
         for process in self.processes:
             process.kill()
         return kind(why)
+
+
+def _killed(process: subprocess.Popen[bytes]) -> bool:
+    """Whether a process was ended from outside, or is just ending so."""
+    try:
+        return not crashed(process.wait(_ENDING_SECONDS))
+    except subprocess.TimeoutExpired:
+        return False
 
 
 def start_ranks(args: EngineArgs, size: int) -> Loaded:
@@ -285,7 +304,7 @@ def start_ranks(args: EngineArgs, size: int) -> Loaded:
         folder = PrivateFolder()
     except OSError as error:
         raise EngineError(f"the ranks cannot be started: {error}") from error
-    executor = MultiprocessExecutor([], [], step_timeout=args.step_timeout, folder=folder)
+    executor = MultiprocessExecutor([], [], folder=folder)
     try:
         for environment in environments:
             ours, theirs = socket.socketpair()
@@ -297,6 +316,7 @@ def start_ranks(args: EngineArgs, size: int) -> Loaded:
         store = str(folder.path / "ranks")
         executor.send(*(RankStart(args if rank == 0 else silent, rank, size, store, main) for rank in range(size)))
         config, device, weights, profile = executor.gather()[0]
+        executor.watch(args.step_timeout, config.device)
     except BaseException:
         executor.close()
         raise

@@ -50,7 +50,7 @@ from headrace.engine.messages import (
 )
 from headrace.engine.spawn import remove_abandoned_folders
 from headrace.engine.timeline import Timeline, process_start
-from headrace.errors import ConfigError, EngineError, QueueFullError, RankLostError, RequestError
+from headrace.errors import ConfigError, EngineError, QueueFullError, RankKilledError, RankLostError, RequestError
 from headrace.outputs import OutputDelta
 from headrace.worker_threads import switch_threads_often, use_no_tokenizer_threads
 
@@ -238,7 +238,7 @@ def serve(folder: Path, load: Load) -> int:
         channel.send(Fatal("config", error.message, error.param, traceback.format_exc()))
         return 2
     except RankLostError as error:
-        channel.send(Fatal("engine", str(error), None, ""))
+        channel.send(Fatal("killed" if isinstance(error, RankKilledError) else "engine", str(error), None, ""))
         return 1
     except Exception as error:
         kind: Literal["resources", "engine"] = "resources" if _lacks_resources(error) else "engine"

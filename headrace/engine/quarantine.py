@@ -1,19 +1,17 @@
-"""Quarantine: refuses requests that were in flight at two deaths of the engine."""
+"""Quarantine: the requests that may have crashed the engine, and those that have."""
 
 from __future__ import annotations
 
 import hashlib
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 
 import msgspec
 
 from headrace.core.request import Request
 from headrace.errors import RequestError
 
-DEATHS = 2
-"""Deaths at which a request was in flight, after which it is refused."""
 _MOST = 10_000
 """Requests that are remembered; the ones that were in flight the longest time ago are forgotten first."""
 
@@ -21,20 +19,24 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class _Suspect(msgspec.Struct):
-    deaths: int
-    since: float
-    """When the engine died the last time."""
+    crashes: int = 0
+    """Crashes at which it was in flight."""
+    since: float = 0.0
+    """When the engine crashed the last time."""
+    guilty: bool = False
+    """The engine crashed again, and nothing else was in flight."""
 
 
 class Quarantine:
-    """Remembers which requests were in flight when the engine died, for ``seconds``.
+    """Remembers for ``seconds`` which requests were in flight when an engine crashed.
 
-    A request is known by its prompt and parameters, so that sending it again does not make it another. One that is served
-    is no suspect any more. Costs nothing while there is none.
+    They are suspects, which engines run alone (``Isolation``). A suspect is refused once an engine has crashed with nothing
+    else in flight. A request is known by its prompt and parameters, so that sending it again does not make it another. One
+    that is served is no suspect any more. Costs nothing while there is none.
     """
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """``seconds``: 0: nothing is refused."""
+        """``seconds``: 0: nothing is suspected."""
         self._seconds = seconds
         self._clock = clock
         self._suspects: OrderedDict[bytes, _Suspect] = OrderedDict()
@@ -43,45 +45,43 @@ class Quarantine:
     def __len__(self) -> int:
         return len(self._suspects)
 
-    def check(self, request: Request) -> None:
-        """Raises: RequestError: the request is in quarantine."""
-        self._forget()
-        if self._suspects and (error := self._refusal(fingerprint(request))) is not None:
-            raise error
+    def crashes(self, request: Request) -> int:
+        """Crashes at which the request was in flight; 0: it is no suspect."""
+        suspect = self._find(request)
+        return 0 if suspect is None else suspect.crashes
 
-    def died(self, requests: Iterable[Request]) -> dict[str, RequestError]:
-        """The engine died with these requests in flight. Returns, by request id, why some are refused from now on."""
-        if not self._seconds:
-            return {}
-        prints = {request.request_id: fingerprint(request) for request in requests}
-        for key in set(prints.values()):
-            suspect = self._suspects.setdefault(key, _Suspect(0, 0.0))
-            suspect.deaths += 1
+    def refusal(self, request: Request) -> RequestError | None:
+        """Why the request is refused; None: it is not."""
+        suspect = self._find(request)
+        if suspect is None or not suspect.guilty:
+            return None
+        left = suspect.since + self._seconds - self._clock()
+        message = (
+            f"the engine crashed {suspect.crashes} times with this request in flight, the last time with this request alone; "
+            f"it is refused for {left:.0f} s more"
+        )
+        return RequestError(message, code="quarantined")
+
+    def crashed(self, requests: Collection[Request]) -> None:
+        """An engine crashed with these requests in flight. Deaths that came from outside are not reported here."""
+        prints = {fingerprint(request) for request in requests} if self._seconds else set()
+        for key in prints:
+            suspect = self._suspects.setdefault(key, _Suspect())
+            suspect.guilty |= len(prints) == 1 and suspect.crashes > 0
+            suspect.crashes += 1
             suspect.since = self._clock()
             self._suspects.move_to_end(key)
-        self._forget()
-        refusals = {request_id: self._refusal(key) for request_id, key in prints.items()}
-        return {request_id: error for request_id, error in refusals.items() if error is not None}
 
     def served(self, request: Request) -> None:
         """The request came to its end."""
         if self._suspects:
             self._suspects.pop(fingerprint(request), None)
 
-    def _forget(self) -> None:
+    def _find(self, request: Request) -> _Suspect | None:
         end = self._clock() - self._seconds
         while self._suspects and (len(self._suspects) > _MOST or next(iter(self._suspects.values())).since <= end):
             self._suspects.popitem(last=False)
-
-    def _refusal(self, key: bytes) -> RequestError | None:
-        suspect = self._suspects.get(key)
-        if suspect is None or suspect.deaths < DEATHS:
-            return None
-        left = suspect.since + self._seconds - self._clock()
-        message = (
-            f"this request was in flight when the engine died, {suspect.deaths} times; it is refused for {left:.0f} s more"
-        )
-        return RequestError(message, code="quarantined")
+        return self._suspects.get(fingerprint(request)) if self._suspects else None
 
 
 def fingerprint(request: Request) -> bytes:

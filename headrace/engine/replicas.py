@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -30,13 +31,14 @@ from headrace.engine.messages import (
     StepDeltas,
     ToEngine,
 )
+from headrace.engine.quarantine import Quarantine
 from headrace.engine.spawn import Spawned
+from headrace.engine.streams import aborted
 from headrace.engine.supervisor import Client, EngineSupervisor, Health
 from headrace.errors import EngineDeadError, EngineError, QueueFullError, RequestError
 from headrace.metrics.prometheus import ReplicaReport
 from headrace.metrics.stats import EngineStats
 from headrace.options import INT32_MAX
-from headrace.outputs import OutputDelta
 
 logger = logging.getLogger("headrace.engine")
 
@@ -113,6 +115,7 @@ class ReplicaSet:
         *,
         on_progress: Callable[[Progress], None] | None = None,
         command: Sequence[str],
+        quarantine: Quarantine,
         spawned: Spawned | None = None,
     ) -> None:
         self._client = client
@@ -130,8 +133,10 @@ class ReplicaSet:
                 replica,
                 on_progress=None if on_progress is None else _named(on_progress, replica.number),
                 command=command,
+                quarantine=quarantine,
                 spawned=spawned if replica.number == 0 else None,
                 replica=replica.number,
+                on_turn=functools.partial(self._on_turn, replica.number),
             )
         self._calls: dict[int, _Call] = {}
         self._drains: list[Control] = []
@@ -255,6 +260,12 @@ class ReplicaSet:
         if replica.drained is not None and not self._router.sent_to(replica.number):
             replica.drained.set()
 
+    def _on_turn(self, number: int, begins: bool) -> None:
+        """While a replica runs a suspect alone, what waits may run elsewhere."""
+        self._router.loads.hold(number, begins)
+        if not begins:
+            self._bind()
+
     # Messages to the replicas
 
     def check(self) -> None:
@@ -277,11 +288,6 @@ class ReplicaSet:
                 self._fan_out(message)
             case _:
                 raise EngineError(f"a set of replicas takes no {type(message).__name__}")
-
-    def served(self, request_id: str) -> None:
-        number = self._router.replica_of(request_id)
-        if number is not None:
-            self._replicas[number].supervisor.served(request_id)
 
     def _add(self, request: Request) -> None:
         now = time.monotonic()
@@ -325,7 +331,7 @@ class ReplicaSet:
                 by_replica.setdefault(number, []).append(request_id)
             elif (request := self._router.remove(request_id)) is not None:
                 self._client.on_message(Accepted(request_id))
-                self._client.on_message(StepDeltas(list(_aborted(request))))
+                self._client.on_message(StepDeltas(list(aborted(request))))
         for number, ids in by_replica.items():
             self._replicas[number].send(Abort(ids))
         self._bind()
@@ -437,11 +443,6 @@ class ReplicaSet:
 def capacity_of(info: EngineInfo) -> Capacity:
     """What an engine runs at once."""
     return Capacity.of(info.max_num_seqs, info.max_num_batched_tokens, info.block_size, info.num_blocks)
-
-
-def _aborted(request: Request) -> Iterator[OutputDelta]:
-    for index in range(request.sampling.n):
-        yield OutputDelta(request_id=request.request_id, index=index, finish_reason="abort")
 
 
 def _named(on_progress: Callable[[Progress], None], number: int) -> Callable[[Progress], None]:

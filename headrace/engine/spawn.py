@@ -7,6 +7,7 @@ import dataclasses
 import fcntl
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -20,6 +21,8 @@ from headrace.errors import EngineError
 COMMAND = (sys.executable, "-P", "-m", "headrace.engine.process")
 _PREFIX = "headrace-"
 _LOCK_FILE = "lock"
+_FAULTS = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP, signal.SIGSYS)
+"""Signals by which a process ends because of what it did itself."""
 
 
 class PrivateFolder:
@@ -114,6 +117,12 @@ def spawn(command: Sequence[str] = COMMAND, origin: float | None = None) -> Spaw
     except OSError as error:
         raise EngineError(f"the engine's process cannot be started: {error}") from error
     return Spawned(process, folder, begin)
+
+
+def crashed(status: int) -> bool:
+    """Whether a process with this exit status ended by its own fault. Other signals come from outside: SIGKILL from an operator
+    or from a system that is short of memory."""
+    return status >= 0 or -status in _FAULTS
 
 
 def child_environment() -> dict[str, str]:

@@ -192,6 +192,12 @@ def failed(request: Request, error: HeadraceError) -> Iterator[OutputDelta]:
         )
 
 
+def aborted(request: Request) -> Iterator[OutputDelta]:
+    """The only delta of each sample of a request that is aborted before an engine has it."""
+    for index in range(request.sampling.n):
+        yield OutputDelta(request_id=request.request_id, index=index, finish_reason="abort")
+
+
 def new_output(request: Request) -> RequestOutput:
     """The output of a request before its first delta."""
     return RequestOutput(

@@ -13,10 +13,28 @@ from typing import Any, Literal, NamedTuple, Protocol
 import zmq
 
 from headrace.config import EngineArgs
+from headrace.core.request import Request
 from headrace.engine.engine_process import EngineProcess
 from headrace.engine.info import EngineInfo, Progress
-from headrace.engine.messages import Fatal, FromEngine, Ready, Start, Starting, StepDeltas, ToEngine
-from headrace.engine.spawn import Spawned, spawn
+from headrace.engine.isolation import Isolation
+from headrace.engine.messages import (
+    Abort,
+    Accepted,
+    AddRequest,
+    Control,
+    Fatal,
+    FromEngine,
+    Ready,
+    Rejected,
+    Start,
+    Starting,
+    StepDeltas,
+    ToEngine,
+)
+from headrace.engine.quarantine import Quarantine
+from headrace.engine.spawn import Spawned, crashed, spawn
+from headrace.engine.streams import aborted
+from headrace.engine.watchdog import Watchdog, busy_timeouts
 from headrace.errors import ConfigError, EngineDeadError, EngineError, listed
 
 logger = logging.getLogger("headrace.engine")
@@ -37,9 +55,10 @@ class Death(NamedTuple):
     """The end of an engine process, or of the attempt to start one."""
 
     reason: str
-    kind: Literal["crash", "still", "resources"]
-    """crash: whatever is not one of the others. still: it stood still while it started. resources: it could not start for
-    want of descriptors, files or memory, or because it fits the machine no longer; a later start may succeed."""
+    kind: Literal["crash", "killed", "still", "resources"]
+    """crash: its own doing, and so perhaps that of a request. killed: from outside, for want of memory, or because it was
+    stuck; no request is to blame. still: it stood still while it started. resources: it could not start for want of
+    descriptors, files or memory, or because it fits the machine no longer; a later start may succeed."""
 
 
 class Health(NamedTuple):
@@ -69,13 +88,13 @@ class Client(Protocol):
 class EngineSupervisor:
     """Starts the process, restarts it when it dies or is stuck, and stops for good in a crash loop.
 
-    Stuck means: work was pending for ``args.step_timeout`` seconds and no step finished; or the engine was starting, and for
-    ``args.start_timeout`` seconds it neither reported anything nor used the CPU. An engine is healthy from its Ready on,
-    which it sends after its warm-up request has gone through scheduler, runner and sampler like any other.
+    Stuck means what a ``Watchdog`` of a step says while work is pending, with ``args.step_timeout``, or one of the whole start
+    while nothing is reported, with ``args.start_timeout``. An engine is healthy from its Ready on, which it sends after its
+    warm-up request has gone through scheduler, runner and sampler like any other.
 
-    So an engine that dies while a client's work is pending was fine before: that is not a crash loop, however often it
-    happens, and the client sees to requests that are there each time. A restart that lacks resources or stands still is tried
-    again for ever.
+    So an engine that crashes while a client's work is pending was fine before: that is not a crash loop, however often it
+    happens, and ``quarantine`` learns which requests the engine had; it is sent suspects alone. An engine that is killed is
+    neither in a crash loop. A restart that lacks resources or stands still is tried again for ever.
     """
 
     def __init__(
@@ -85,14 +104,19 @@ class EngineSupervisor:
         *,
         on_progress: Callable[[Progress], None] | None = None,
         command: Sequence[str],
+        quarantine: Quarantine,
         spawned: Spawned | None = None,
         replica: int = 0,
+        on_turn: Callable[[bool], None] = lambda begins: None,
     ) -> None:
+        """``quarantine``: shared by all engines that are sent the same requests. ``on_turn``: as for ``Isolation``."""
         self._args = args
         self._replica = replica
         self._client = client
         self._on_progress = on_progress
         self._command = command
+        self._quarantine = quarantine
+        self._isolation = Isolation(quarantine, self._send_request, on_turn)
         self._spawned = spawned
         self.origin = 0.0
         """When the last start-up began, on ``timeline.clock``."""
@@ -109,6 +133,8 @@ class EngineSupervisor:
         self._num_steps = 0
         self._num_messages = 0
         self._ready_at: float | None = None
+        self._device = "cpu"
+        """Of the last engine that was ready."""
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> EngineInfo:
@@ -138,6 +164,7 @@ class EngineSupervisor:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
+        self._isolation.clear()
         self._client.on_lost(self._reason, died=False)
 
     def health(self) -> Health:
@@ -163,12 +190,24 @@ class EngineSupervisor:
     def send(self, message: ToEngine) -> None:
         """Raises: EngineDeadError."""
         self.check()
+        match message:
+            case AddRequest(request):
+                self._isolation.add(request)
+                return
+            case Abort(request_ids):
+                for request in self._isolation.remove(request_ids):
+                    self._client.on_message(Accepted(request.request_id))
+                    self._client.on_message(StepDeltas(list(aborted(request))))
+            case Control(_, "drain"):
+                self._isolation.release()
+        self._send_now(message)
+
+    def _send_request(self, request: Request) -> None:
+        self._send_now(AddRequest(request))
+
+    def _send_now(self, message: ToEngine) -> None:
         if self._engine_process is not None:
             self._engine_process.send(message)
-
-    def served(self, request_id: str) -> None:
-        """A request came to its end: whatever kills the engine next, it is no crash loop yet."""
-        self._deaths = 0
 
     # Engine processes, one after the other
 
@@ -186,6 +225,9 @@ class EngineSupervisor:
                 if self._state == "closed":
                     return
                 wait = self._after(death, self._client.pending())
+                if death.kind == "crash":
+                    self._quarantine.crashed(self._isolation.sent)
+                self._isolation.clear()
                 self._client.on_lost(self._reason, died=True)
                 if self._state == "failed":
                     return
@@ -194,13 +236,13 @@ class EngineSupervisor:
     def _after(self, death: Death, pending: list[str]) -> float:
         """Decides what follows a death. Returns the seconds until the next start."""
         first = self._ready is not None and not self._ready.done()
-        if death.kind != "crash" and not first:
+        if death.kind in ("still", "resources") and not first:
             wait = _backoff(self._failed_starts)
             self._failed_starts += 1
             self._set("restarting", f"the engine cannot be started ({death.reason}), and is tried again until it can")
             logger.error("%s; the next time in %.1f s", self._reason, wait)
             return wait
-        if not pending:
+        if death.kind == "crash" and not pending:
             self._count_death()
         if first and death.kind != "still":
             self._fail(f"the engine did not start: {death.reason}")
@@ -237,39 +279,31 @@ class EngineSupervisor:
 
     async def _watch(self, engine_process: EngineProcess) -> Death:
         """Kills the engine when it is stuck."""
-        waited, last = 0.0, None
-        while True:
+        watchdog, last, stuck = None, None, None
+        while stuck is None:
             starting = self._ready_at is None
             timeout = self._args.start_timeout if starting else self._args.step_timeout
             interval = min(1.0, timeout / 4)
             await asyncio.sleep(interval)
-            progress = self._progress(engine_process)
-            if progress is None or progress != last:
-                waited, last = 0.0, progress
-                continue
-            # Counted in turns of this loop: time in which we ourselves stood still says nothing of the engine.
-            waited += interval
-            if waited > timeout:
-                break
+            progress = (starting, self._num_messages if starting else self._num_steps)
+            idle = not starting and not (self._state == "running" and self._client.pending())
+            if watchdog is None or idle or progress != last:
+                last = progress
+                most = float("inf") if starting else busy_timeouts(self._device)
+                watchdog = Watchdog(timeout, engine_process.thread_times, busy_timeouts=most)
+            else:
+                stuck = watchdog.look(interval)
         if starting:
-            reason = f"it stood still for {timeout:g} s while it started"
+            reason = f"it stood still while it started: it {stuck}"
             reason += f", in the phase {self._phase}" if self._phase else ""
         else:
-            reason = f"no step finished for {timeout:g} s while work was pending"
+            reason = f"no step finished while work was pending: it {stuck}"
         self._set("stuck", f"{reason}; the engine is being restarted")
         logger.error("%s; in flight: %s", reason, listed(self._client.pending(), 50) or "nothing")
         stacks = await engine_process.stacks()
         logger.error("stacks of the engine:\n%s", stacks or "(none: it does not react to signals)")
         engine_process.kill()
-        return Death(reason, "still" if starting else "crash")
-
-    def _progress(self, engine_process: EngineProcess) -> tuple[float, ...] | None:
-        """Changes as long as the engine gets on; None: it has nothing to do."""
-        if self._state in ("starting", "restarting"):
-            return self._num_messages, engine_process.cpu_seconds()
-        if self._state == "running" and self._client.pending():
-            return (self._num_steps,)
-        return None
+        return Death(reason, "still" if starting else "killed")
 
     def _on_message(self, message: FromEngine) -> None:
         self._num_messages += 1
@@ -282,6 +316,7 @@ class EngineSupervisor:
                     self._on_progress(progress)
             case Ready(info):
                 self._ready_at = time.monotonic()
+                self._device = info.device
                 self._failed_starts = 0
                 if self._state != "closed":
                     self._set("running", "")
@@ -291,10 +326,24 @@ class EngineSupervisor:
             case Fatal():
                 self._fatal = message
             case _:
-                if isinstance(message, StepDeltas):
-                    self._num_steps += 1
                 if self._state == "running":
                     self._client.on_message(message)
+                self._note(message)
+
+    def _note(self, message: FromEngine) -> None:
+        """Keeps count of steps, and of what the engine has."""
+        match message:
+            case StepDeltas(deltas):
+                self._num_steps += 1
+                for delta in deltas:
+                    if delta.finish_reason is None or (request := self._isolation.sample_ended(delta.request_id)) is None:
+                        continue
+                    if delta.finish_reason in ("stop", "length"):
+                        # Whatever kills the engine next, it is no crash loop yet.
+                        self._deaths = 0
+                        self._quarantine.served(request)
+            case Rejected(request_id):
+                self._isolation.ended(request_id)
 
     # Its end
 
@@ -307,15 +356,17 @@ class EngineSupervisor:
         if self._fatal is not None:
             if self._fatal.kind != "config" and self._fatal.traceback:
                 logger.error("the engine failed:\n%s", self._fatal.traceback)
-            # The arguments worked once: what they lack now is memory, or files.
-            return Death(self._fatal.message, "resources" if starting and self._fatal.kind != "engine" else "crash")
+            if starting and self._fatal.kind != "engine":
+                # The arguments worked once: what they lack now is memory, or files.
+                return Death(self._fatal.message, "resources")
+            return Death(self._fatal.message, "killed" if self._fatal.kind == "killed" else "crash")
         if status == os.EX_TEMPFAIL and starting:
             return Death("its process has no room to start", "resources")
-        if status < 0:
-            # SIGKILL during a start comes from a system that is short of memory.
-            kind: Literal["crash", "resources"] = "resources" if status == -signal.SIGKILL and starting else "crash"
-            return Death(f"killed by {signal.Signals(-status).name}", kind)
-        return Death(f"exit status {status}", "crash")
+        reason = f"exit status {status}" if status >= 0 else f"killed by {signal.Signals(-status).name}"
+        if crashed(status):
+            return Death(reason, "crash")
+        # SIGKILL during a start comes from a system that is short of memory.
+        return Death(reason, "resources" if status == -signal.SIGKILL and starting else "killed")
 
     def _fail(self, reason: str) -> None:
         self._set("failed", reason)

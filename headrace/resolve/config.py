@@ -70,6 +70,7 @@ def resolve(
             max_prefill_tokens_beside_decode=schedule.prefill_beside_decode(
                 args, device, num_threads, 1 if prompts is None else prompts.block, log
             ),
+            max_step_seconds=schedule.step_seconds(args, device, log),
             sparse=prompts,
         ),
         device=device.device,

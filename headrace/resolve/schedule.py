@@ -14,6 +14,7 @@ from headrace.resolve.facts import DecisionLog, DeviceFacts, matrices
 CPU_NUM_SEQS = 64
 CPU_BATCHED_TOKENS = 2048
 CPU_PREFILL_PER_THREAD = 32
+CPU_STEP_SECONDS = 1.0
 CUDA_NUM_SEQS = 256
 CUDA_BATCHED_TOKENS = 16384
 CUDA_PIPELINE_DEPTH = 2
@@ -49,6 +50,16 @@ def prefill_beside_decode(args: EngineArgs, device: DeviceFacts, num_threads: in
     tokens = max(least, CPU_PREFILL_PER_THREAD * num_threads)
     log.note("max_prefill_tokens_beside_decode", tokens, "a prompt takes little longer in such chunks, and streams go on")
     return tokens
+
+
+def step_seconds(args: EngineArgs, device: DeviceFacts, log: DecisionLog) -> float | None:
+    """Seconds that a step with prompt tokens is to take; None: any time."""
+    if args.max_step_seconds is not None:
+        return args.max_step_seconds or None
+    seconds = None if device.cuda else CPU_STEP_SECONDS
+    why = "a GPU computes the largest step in less" if device.cuda else "chunks follow the speed of the machine"
+    log.note("max_step_seconds", seconds or 0, why)
+    return seconds
 
 
 def attention(

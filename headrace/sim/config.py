@@ -50,6 +50,7 @@ class EngineShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     cache_bytes: Bytes
     groups: Annotated[list[GroupShape], Meta(min_length=1, max_length=64)]
     max_prefill_tokens_beside_decode: Tokens | None = None
+    max_step_seconds: Annotated[float, Meta(gt=0.0, le=1e9)] | None = None
     pipeline_depth: Annotated[int, Meta(ge=1, le=8)] = 1
     policy: Policy = "fcfs"
     enable_prefix_caching: bool = True
@@ -63,6 +64,7 @@ class EngineShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             policy=self.policy,
             pipeline_depth=self.pipeline_depth,
             max_prefill_tokens_beside_decode=self.max_prefill_tokens_beside_decode,
+            max_step_seconds=self.max_step_seconds,
         )
 
     def cache(self) -> CacheConfig:

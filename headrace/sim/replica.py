@@ -60,8 +60,8 @@ class SimReplica:
         self._times = times
         self._random = random.Random(seed)
         self._depth = scheduler.pipeline_depth
-        self._launched: deque[tuple[StepPlan, float]] = deque()
-        """Plan, and when the device is done with it."""
+        self._launched: deque[tuple[StepPlan, float, float]] = deque()
+        """Plan, how long the device takes for it, and when it is done."""
         self._device_free = 0.0
 
     def has_work(self) -> bool:
@@ -77,9 +77,9 @@ class SimReplica:
             if self.scheduler.has_work():
                 raise EngineError("work is pending, and no step of it can be launched")
             return SimStep(self.now, [], refused)
-        plan, end = self._launched.popleft()
+        plan, seconds, end = self._launched.popleft()
         self.now = max(self.now, end)
-        updates = self.scheduler.update(plan, _result(plan))
+        updates = self.scheduler.update(plan, _result(plan, seconds))
         self.now += self._times.collect_seconds(plan, sum(update.finish_reason is not None for update in updates))
         deltas = [
             SimDelta(
@@ -109,13 +109,14 @@ class SimReplica:
         self.now += self._times.launch_seconds(plan)
         seconds = self._times.device_seconds(plan, self._random)
         self._device_free = max(self._device_free, self.now) + seconds
-        self._launched.append((plan, self._device_free))
+        self._launched.append((plan, seconds, self._device_free))
         self.now += self._times.eager_seconds(plan)
         self.busy_seconds += seconds
         self.num_steps += 1
         self.num_rows += len(plan.rows)
 
 
-def _result(plan: StepPlan) -> StepResult:
+def _result(plan: StepPlan, seconds: float) -> StepResult:
     sampled = [row for row in plan.rows if row.num_logits]
-    return StepResult(plan.step, [row.seq_id for row in sampled], [[_TOKEN] * row.num_logits for row in sampled])
+    tokens = [[_TOKEN] * row.num_logits for row in sampled]
+    return StepResult(plan.step, [row.seq_id for row in sampled], tokens, forward_seconds=seconds)

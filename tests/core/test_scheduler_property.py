@@ -95,6 +95,7 @@ def worlds(draw: st.DrawFn, decode_tokens: tuple[int, ...] = (1,)) -> tuple[Worl
         max_num_encoder_tokens=draw(st.integers(0, 4)),
         max_prefill_tokens_beside_decode=draw(st.sampled_from([None, None, 1, 5])),
         decode_tokens=draw(st.sampled_from(decode_tokens)),
+        max_step_seconds=draw(st.sampled_from([None, 1.0])),
     )
     windows = draw(st.sampled_from([(None,), (None,), (None, 5), (None, 5), (6,), (1,), (None, 9, 3), (None, 12, 7, 2)]))
     block_size = draw(st.sampled_from([1, 2, 4]))
@@ -102,7 +103,10 @@ def worlds(draw: st.DrawFn, decode_tokens: tuple[int, ...] = (1,)) -> tuple[Worl
     widths = tuple(draw(st.sampled_from([1, 1, 2, 3, 5])) for _ in windows)
     cache = make_cache(blocks, block_size, windows, caching=draw(st.integers(0, 3)) > 0, widths=widths)
     count = draw(st.integers(1, 9))
-    return World(config, cache), [draw(arrivals(number, config)) for number in range(count)]
+    world = World(config, cache)
+    slow = draw(st.sampled_from([0.02, 0.5, 2.0]))
+    world.seconds = lambda plan: slow * sum(row.num_tokens for row in plan.rows) * (1 + plan.step % 3)
+    return world, [draw(arrivals(number, config)) for number in range(count)]
 
 
 RESETS = 17
@@ -180,6 +184,7 @@ def test_the_short_path_of_a_decoding_row_changes_nothing(drawn: tuple[World, li
     plain = [dataclasses.replace(one, request=without_logprobs(one.request)) for one in script]
     play(world, plain, collects)
     other = World(world.config, world.cache)
+    other.seconds = world.seconds
     with mock.patch.object(InFlightRow, "only_continues", lambda row, token_ids: False):
         play(other, plain, collects)
     assert other.recording == world.recording

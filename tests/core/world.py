@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
+from collections.abc import Callable
 
+import msgspec
 from cache_config import cache_holding
 
 from headrace.config import CacheConfig, SchedulerConfig
@@ -94,6 +96,8 @@ class World:
         self.sequences: list[Sequence] = []
         self.num_drafts = 0
         self._expected: dict[int, list[int]] = {}
+        self.seconds: Callable[[StepPlan], float] = lambda plan: 0.0
+        """That a step takes, by its result."""
 
     def add(self, request: Request) -> list[Sequence]:
         sequences = self.add_unchecked(request)
@@ -151,7 +155,7 @@ class World:
         plan = self.launched.popleft()
         result = self.runner.collect(plan.step)
         self.recording.append(result)
-        updates = self.scheduler.update(plan, result)
+        updates = self.scheduler.update(plan, msgspec.structs.replace(result, forward_seconds=self.seconds(plan)))
         for update in updates:
             self._take(update)
         self.scheduler.check_integrity()

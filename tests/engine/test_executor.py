@@ -23,7 +23,8 @@ from headrace.core.plan import SamplePlan, StepPlan, StepResult, encode_plan
 from headrace.engine.loader import LoadedEngine, load_engine
 from headrace.engine.multiprocess import MultiprocessExecutor, PipeAgreement, digest, start_ranks
 from headrace.engine.source import FileSource
-from headrace.errors import ConfigError, EngineError
+from headrace.engine.watchdog import Watchdog
+from headrace.errors import ConfigError, EngineError, RankKilledError
 from headrace.outputs import TokenLogprobs
 from headrace.sampling_params import SamplingParams
 
@@ -261,9 +262,26 @@ def test_ranks_that_do_not_finish_a_step_are_named(monkeypatch: pytest.MonkeyPat
         connection.send(("done", None))
         over.wait()
 
-    with pytest.raises(EngineError, match=r"rank 1 did not finish a step within 0\.05 s"):
-        executor_of(answering, silent).gather(0.05)
+    with pytest.raises(RankKilledError, match=r"rank 1 did not finish a step: it has hardly used the processor for 0\.05 s"):
+        executor_of(answering, silent).gather(Watchdog(0.05, dict))
     over.set()
+
+
+def test_a_rank_that_fails_because_another_was_killed_is_not_blamed() -> None:
+    """It may be heard first: the connection of the one that was killed is still open here."""
+
+    def failing(connection: Connection) -> None:
+        connection.send(("failed", "RuntimeError: Connection closed by peer"))
+
+    (ours, theirs), (other, _) = Pipe(), Pipe()
+    sleepers = [subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) for _ in range(2)]
+    executor = MultiprocessExecutor([ours, other], sleepers)
+    failing(theirs)
+    sleepers[1].kill()
+    with pytest.raises(RankKilledError, match="rank 1 ended with signal 9"):
+        executor.gather()
+    for sleeper in sleepers:
+        sleeper.communicate()
 
 
 def test_what_went_wrong_in_a_rank_is_told() -> None:

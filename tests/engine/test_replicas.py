@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from engine.fakes import CONTEXT, said
+from engine.fakes import said
 from headrace.config import EngineArgs
 from headrace.core.request import Request
 from headrace.engine import replicas as module
@@ -32,6 +32,7 @@ from headrace.engine.messages import (
     Stats,
     StepDeltas,
 )
+from headrace.engine.quarantine import Quarantine
 from headrace.engine.replicas import ReplicaSet, capacity_of
 from headrace.engine.supervisor import Health
 from headrace.errors import ConfigError, EngineDeadError, RequestError
@@ -69,7 +70,6 @@ class StubSupervisor:
         self.sent: list[Any] = []
         self.origin, self.pid, self.failed, self.state = 0.0, None, False, "running"
         self.reason = "starting"
-        self.num_served = 0
         self.made.append(self)
 
     def ready(self, **facts: Any) -> None:
@@ -87,9 +87,6 @@ class StubSupervisor:
         if self.reason:
             raise EngineDeadError(self.reason)
         self.sent.append(message)
-
-    def served(self, request_id: str) -> None:
-        self.num_served += 1
 
     def requests(self) -> list[str]:
         return [message.request.request_id for message in self.sent if isinstance(message, AddRequest)]
@@ -127,7 +124,7 @@ def stubs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Repli
     def make(count: int = 2, **args: Any) -> tuple[ReplicaSet, StubClient, list[StubSupervisor]]:
         StubSupervisor.made = []
         client = StubClient()
-        one = ReplicaSet(EngineArgs(data_parallel_size=count, **args), client, command=())
+        one = ReplicaSet(EngineArgs(data_parallel_size=count, **args), client, command=(), quarantine=Quarantine(600.0))
         for supervisor in StubSupervisor.made:
             supervisor.ready()
         client.messages.clear()
@@ -153,8 +150,6 @@ def test_a_dead_replica_takes_only_its_own_along(stubs: Any) -> None:
     one.send(AddRequest(request("r4")))
     assert second.requests() == ["r1", "r3", "r4"]
     second.say("r1", [5], "stop")
-    one.served("r3")
-    assert second.num_served == 1 and first.num_served == 0
     first.ready()
     one.send(AddRequest(request("r5")))
     assert first.requests() == ["r0", "r2", "r5"]
@@ -353,6 +348,10 @@ class FakeLLM(AsyncLLM):
     command = (sys.executable, str(FAKE), "fine", "0.02")
 
 
+class PoisonLLM(AsyncLLM):
+    command = (sys.executable, str(FAKE), "prompts", "0.02")
+
+
 async def until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
@@ -360,11 +359,11 @@ async def until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
         await asyncio.sleep(0.01)
 
 
-async def text_of(llm: AsyncLLM, name: str, tokens: int, seen: Callable[[], None] = lambda: None) -> str:
+async def text_of(llm: AsyncLLM, name: str, tokens: int, seen: Callable[[], None] = lambda: None, prompt: str = "hello") -> str:
     """The text of a request, or its error."""
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     text = ""
-    async for output in llm.generate("hello", params, request_id=name):
+    async for output in llm.generate(prompt, params, request_id=name):
         text = output.error or output.outputs[0].text
         seen()
     return text
@@ -414,27 +413,42 @@ def test_a_replica_is_killed_under_load(tiny_folder: Path) -> None:
     run(work())
 
 
+def test_a_replica_that_runs_a_suspect_alone_is_sent_nothing_else(stubs: Any) -> None:
+    """What waits for it runs elsewhere, or waits there if there is no other."""
+    one, client, (first, second) = stubs()
+    first.options["on_turn"](True)
+    for number in range(4):
+        one.send(AddRequest(request(f"r{number}")))
+    assert first.requests() == [] and len(second.requests()) >= 2 and one.health().ok
+    second.die()
+    assert [ids for _, died, ids in client.lost if not died] == [], "the other one is up"
+    first.options["on_turn"](False)
+    assert first.requests() and one.stats.num_waiting + len(first.requests()) + len(client.lost[0][2]) == 4
+    first.options["on_turn"](True)
+    first.die()
+    first.ready()
+    one.send(AddRequest(request("r9")))
+    assert "r9" in first.requests(), "a new engine has no turns of the last one"
+
+
 @pytest.mark.slow
-def test_a_request_that_kills_replicas_is_refused(tiny_folder: Path) -> None:
-    """It runs again elsewhere once; then it is in quarantine, and the third replica lives."""
+def test_a_request_that_crashes_replicas_is_refused(tiny_folder: Path) -> None:
+    """It runs again elsewhere once, alone; then it is refused, and the third replica lives."""
 
     async def work() -> None:
         args = EngineArgs(model=str(tiny_folder), load_format="dummy", data_parallel_size=3, dp_routing_policy="round-robin")
-        async with FakeLLM(args) as llm:
+        async with PoisonLLM(args) as llm:
             await until(lambda: not llm.health().reason)
             assert llm.replicas is not None
-            poison = llm.inputs.request("x", SamplingParams(max_tokens=CONTEXT - 10, ignore_eos=True), request_id="poison")
-            inbox_stream = asyncio.create_task(llm.add(poison))
-            for _ in range(2):
-                await until(lambda: llm.replicas._router.replica_of("poison") is not None)
-                status = llm.replicas.status()[llm.replicas._router.replica_of("poison")]
-                llm._inboxes["poison"].bound.clear()  # as if the replica had died before its first token
-                os.kill(status.pid, signal.SIGKILL)
-                await until(lambda number=status.replica: llm.replicas._router.replica_of("poison") != number)
-            stream = await inbox_stream
-            last = [delta async for delta in stream][-1]
-            assert last.finish_reason == "error" and "2 times" in last.error
+            pids = {status.pid for status in llm.replicas.status()}
+            names = [f"client {number}" for number in range(9)]
+            # Those that share the replica of the poison run again, unless a part of them was seen.
+            texts = asyncio.gather(*(text_of(llm, name, 100) for name in names))
+            poison = await text_of(llm, "poison", 5, prompt="poison")
+            assert "2 times with this request in flight" in poison
+            assert len(pids & {status.pid for status in llm.replicas.status()}) >= 1
+            assert all(text == said(0, 100).decode() or "SIGSEGV" in text for text in await texts)
             with pytest.raises(RequestError):
-                await llm.add(poison)
+                await text_of(llm, "again", 5, prompt="poison")
 
     run(work())

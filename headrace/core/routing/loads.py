@@ -60,8 +60,10 @@ class Loads:
         self.context = [0] * num_replicas
         """Tokens of unfinished sequences that were sent, without the cached ones of their prompts."""
         self.open = [False] * num_replicas
-        """Whether the replica is sent requests: it is up, and its budgets have room."""
+        """Whether the replica is sent requests: it is up and not held, and its budgets have room."""
         self.num_open = 0
+        self._held = [False] * num_replicas
+        """The replica is up, and is to be sent nothing for a moment."""
         self._queued_rows = [0] * num_replicas
         self._queued_prefill = [0] * num_replicas
         self._outstanding = [0] * num_replicas
@@ -79,6 +81,7 @@ class Loads:
         self.capacity[replica] = capacity
         self.num_up += not self.up[replica]
         self.up[replica] = True
+        self._held[replica] = False
         self._outstanding[replica] = self._credited[replica] = self._computed[replica] = 0
         self._update(replica)
 
@@ -92,6 +95,11 @@ class Loads:
         """The replica takes requests again, beside those that it has."""
         self.num_up += not self.up[replica]
         self.up[replica] = True
+        self._update(replica)
+
+    def hold(self, replica: int, held: bool) -> None:
+        """The replica is sent nothing, and what waits for it goes on waiting, until it is held no longer."""
+        self._held[replica] = held
         self._update(replica)
 
     def queue(self, replica: int, rows: int, prefill: int) -> None:
@@ -145,6 +153,6 @@ class Loads:
         capacity, rows = self.capacity[replica], self.rows[replica] - self._queued_rows[replica]
         # An idle replica takes any request, whatever the budgets say.
         room = rows < capacity.max_rows and sent < capacity.max_prefill and self.context[replica] < capacity.kv_tokens
-        is_open = self.up[replica] and (rows == 0 or room)
+        is_open = self.up[replica] and not self._held[replica] and (rows == 0 or room)
         self.num_open += is_open - self.open[replica]
         self.open[replica] = is_open

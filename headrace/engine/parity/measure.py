@@ -50,6 +50,7 @@ _FIXED: Mapping[str, Any] = {
     "max_num_batched_tokens": CHUNK,
     "max_num_seqs": 4,
     "max_prefill_tokens_beside_decode": INT32_MAX,
+    "max_step_seconds": 0.0,
     "enable_prefix_caching": False,
 }
 """Options of the comparison: eager steps, one at a time, that compute every token of every prompt."""

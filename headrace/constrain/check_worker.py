@@ -21,7 +21,7 @@ def _checked(checker: ConstraintChecker, job: CheckJob) -> Checked:
         return Checked(checker.constraint(job.params, job.plan))
     except RequestError as error:
         return Checked(refused=Refused(error.message, error.param, error.code))
-    except MemoryError:
+    except (MemoryError, RecursionError):
         return Checked()
 
 

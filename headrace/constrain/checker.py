@@ -20,9 +20,10 @@ from headrace.bounded_cache import BoundedCache
 from headrace.config import StructuredOutputsConfig
 from headrace.constrain.compiler import compiled
 from headrace.constrain.compose import AnswerPlan, compose
+from headrace.constrain.lookaheads import lark_terminal
 from headrace.constrain.paths import check_rules
 from headrace.constrain.references import subschemas
-from headrace.constrain.schema import Schema, SchemaError, SchemaOptions, narrow, refusal
+from headrace.constrain.schema import Schema, SchemaError, SchemaOptions, names_open_keys, narrow, refusal
 from headrace.constrain.structural import structural_grammar
 from headrace.constrain.vocabulary import GrammarVocabulary, VocabularyTable
 from headrace.core.request import Constraint
@@ -41,7 +42,7 @@ _WHITESPACE = r"(\x20|\n[\x20\t]{0,32})"
 where whitespace may."""
 _WHITESPACE_ONLY = re.compile(r"(?:\\x(?:20|09|0[aA]|0[dD])|\\[stnr]|[ \t\n\r]|[\[\]()|*+?]|\{\d{1,4}(?:,\d{0,4})?\})+")
 _ESCAPES = 'bfnrt\\"u'
-"""Letters of JSON's escapes, without the slash: "\\/" would be another spelling of a key that the schema names."""
+"""Letters of JSON's escapes, without the slash, which needs none."""
 _SEARCH_SECONDS = 0.5
 """How long schemas are compiled on their own to find the one that cannot be held."""
 _GBNF_RULES = 1000
@@ -79,7 +80,7 @@ class Refused(msgspec.Struct, frozen=True):
 
 
 class Checked(msgspec.Struct, frozen=True):
-    """What became of a constraint. One of the two is there."""
+    """What became of a constraint: one of the two, or none where it needs more memory or stack than there is."""
 
     constraint: Constraint | None = None
     refused: Refused | None = None
@@ -195,7 +196,9 @@ class ConstraintChecker:
         compact = params.disable_any_whitespace
         if compact is None:
             compact = self.config.disable_any_whitespace and params.whitespace_pattern is None
-        overrides: JsonCompileOptions = {"whitespace_flexible": not compact, "json_allowed_escapes": _ESCAPES, "lenient": False}
+        # "\\u0061" would be another spelling of a key that the schema names.
+        escapes = _ESCAPES.replace("u", "") if names_open_keys(schema) else _ESCAPES
+        overrides: JsonCompileOptions = {"whitespace_flexible": not compact, "json_allowed_escapes": escapes, "lenient": False}
         if not compact:
             overrides["whitespace_pattern"] = _whitespace(params.whitespace_pattern)
         held = schema if isinstance(schema, dict) else {} if schema else {"anyOf": []}
@@ -207,6 +210,8 @@ class ConstraintChecker:
     def _regex(self, params: StructuredOutputsParams) -> str:
         from llguidance import LLMatcher
 
+        if (terminal := lark_terminal(params.regex or "")) is not None:
+            return LLMatcher.grammar_from_lark(f"start: TEXT\nTEXT: {terminal}")
         return LLMatcher.grammar_from_regex(params.regex or "")
 
     def _choice(self, params: StructuredOutputsParams) -> str:

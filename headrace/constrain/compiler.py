@@ -20,6 +20,11 @@ from headrace.errors import RequestError
 _BYTES = 64 * 2**10
 _BYTES_PER_CHARACTER = 32
 """Estimates of a compiled grammar's memory, where it is not known."""
+_MEANINGS = {
+    "coerce_one_of": "branches of a oneOf must exclude each other by their types, or by the values of a required property",
+    "NoExtensionBias": "it allows nothing that ends: a reference or rule leads back to itself, or parts exclude each other",
+}
+"""Part of an error of the library -> the error as a client gets it, where the library's is about its own inside."""
 
 
 class GrammarCompiler:
@@ -80,7 +85,7 @@ def compiled(grammar: str, vocabulary: GrammarVocabulary, config: StructuredOutp
     first = np.zeros(-(-vocabulary.vocab_size // 32), dtype=np.int32)
     problem = matcher.error or matcher.fill(first)
     if problem is not None:
-        return problem
+        return next((meant for part, meant in _MEANINGS.items() if part in problem), problem)
     if not first.any():
         return "it allows nothing but the empty text" if matcher.accepting else "it allows nothing"
     return matcher

@@ -120,17 +120,17 @@ class GrammarFactory:
         return found
 
     def _checked(self, params: StructuredOutputsParams | None, plan: AnswerPlan | None) -> Checked:
-        memory = f"more memory than {self.config.max_compile_memory} bytes (max_compile_memory)"
+        large = f"is nested too deep, or needs more memory than {self.config.max_compile_memory} bytes (max_compile_memory)"
         answer = self._processes.call(msgspec.msgpack.encode(CheckJob(params, plan)))
         if not isinstance(answer, EndedProcess):
             checked = msgspec.msgpack.decode(answer, type=Checked)
             if checked != Checked():
                 return checked
-            why = f"needs {memory}"
+            why = large
         elif answer.out_of_time:
             why = f"takes more than {self.config.max_compile_seconds:g} seconds of processor time (max_compile_seconds)"
         elif answer.status is not None and -answer.status in _CRASHES:
-            why = f"is nested too deep, or needs {memory}"
+            why = large
         else:
             raise EngineError(f"the process that checks constraints ended with status {answer.status}")
         param = plan.rules.param if plan is not None and plan.rules is not None else "structured_outputs"

@@ -11,37 +11,27 @@ import bisect
 import dataclasses
 import decimal
 import difflib
-import itertools
 import math
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, TypeVar
 
-from headrace.constrain.dates import DATES
+from headrace.constrain.branches import ANNOTATIONS, TYPES, Apart, combines, followed, told_apart, types_named
+from headrace.constrain.formats import PATTERNS
+from headrace.constrain.lookaheads import json_patterns
 from headrace.constrain.paths import PATH_DEPTHS, longest_path
-from headrace.constrain.references import References, escaped, local
+from headrace.constrain.references import References, escaped, local, subschemas
+from headrace.constrain.sets import unique_arrays
 from headrace.errors import RequestError
 
 Schema = dict[str, Any] | bool
 
-ANNOTATIONS = frozenset(
-    {
-        *("title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly", "discriminator"),
-        *("$comment", "$schema", "$id", "id", "$anchor", "contentEncoding", "contentMediaType", "contentSchema"),
-        # Of editors.
-        *("markdownDescription", "enumDescriptions", "markdownEnumDescriptions", "deprecationMessage", "errorMessage"),
-        *("patternErrorMessage", "defaultSnippets", "doNotSuggest", "suggestSortText", "allowComments", "allowTrailingCommas"),
-    }
-)
-"""Say nothing about which values are valid. So do names that begin with x-."""
 FORMATS = frozenset(["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"])
-TYPES = ("null", "boolean", "object", "array", "number", "string", "integer")
 _INTEGER = 10**18
 """Bound of integers that have none; llguidance's bounds are float64, and those of int64 itself are beyond it."""
 _LARGEST = 10**300
 _DIVISOR = 10_000
-_COMPARED = 256
-"""Branches of a oneOf that are compared with each other, at most."""
+_NAMING = frozenset({"properties", "patternProperties"})
 
 
 class SchemaError(Exception):
@@ -90,6 +80,7 @@ def narrow(schema: Any, options: SchemaOptions) -> Schema:
     walk = _Walk(schema, options)
     narrowed = walk.schema(schema, "", 0, merged=False)
     walk.resolve()
+    walk.check_divisors()
     for node in walk.nodes.values():
         if not node.merged:
             _bound_integer(node.keywords)
@@ -110,6 +101,8 @@ class _Walk:
         """Pointers of schemas that are true or false."""
         self._found: list[tuple[str, str, bool]] = []
         """(pointer of a $ref, pointer of its target, merged)"""
+        self._apart: dict[str, Apart] = {}
+        """By the pointer of a schema whose oneOf has branches that exclude each other."""
         self._num_values = 0
         self._path: list[str] = []
         """Pointers of the schemas around the one that is walked."""
@@ -131,6 +124,7 @@ class _Walk:
             "required": self._required,
             "pattern": self._text,
             "format": self._text,
+            "uniqueItems": self._boolean,
             "$ref": self._reference,
         }
 
@@ -146,18 +140,22 @@ class _Walk:
             self._fail(f"the schema is nested deeper than {self._options.max_depth}", pointer)
         self._path.append(pointer)
         self._edges[pointer] = []
-        node = self.nodes[pointer] = _Node(pointer, {}, merged or _combines(schema))
+        node = self.nodes[pointer] = _Node(pointer, {}, merged or combines(schema))
         kept = {name: value for name, value in _modern(schema).items() if self._held(name, value, schema, pointer, depth)}
         for name, value in kept.items():
             below = node.merged
             if name == "oneOf" and isinstance(value, list):
-                below = below or not self._told_apart(len(value), f"{pointer}/oneOf")
+                if (apart := told_apart(self._links, schema, pointer)) is not None:
+                    self._apart[pointer] = apart
+                below = below or apart is None
             elif name == "allOf":
                 below = below or len(value) > 1 if isinstance(value, list) else below
             elif name in ("$defs", "definitions"):
                 below = False
             node.keywords[name] = self._handlers[name](value, f"{pointer}/{escaped(name)}", depth + 1, below)
-        _spell_out_dates(node.keywords)
+        _spell_out(node.keywords)
+        if node.keywords.pop("uniqueItems", False):
+            self._enumerate(node)
         self._path.pop()
         return node.keywords
 
@@ -183,6 +181,11 @@ class _Walk:
             for pointer in below:
                 self.nodes[pointer].merged = True
             pending += [target for _, target, _ in _within(references, start, operator.itemgetter(0))]
+        targets = sorted(target for _, target, _ in self._found)
+        for pointer, apart in self._apart.items():
+            # A pointer to one of the branches has to lead there.
+            if not _within(targets, f"{pointer}/oneOf", str):
+                self._make_any_of(pointer, apart)
 
     # ------------------------------------------------------------------ keywords
 
@@ -191,10 +194,8 @@ class _Walk:
         where = f"{pointer}/{escaped(name)}"
         if name in ANNOTATIONS or name.startswith("x-"):
             return False
-        if name == "uniqueItems" and value is False:
-            return False
         if name == "format" and isinstance(value, str) and value not in FORMATS:
-            if self._options.strict and "string" in _types(schema):
+            if self._options.strict and "string" in types_named(schema):
                 known = ", ".join(sorted(FORMATS))
                 self._fail(
                     f"the format {_shown(value)} cannot be enforced (known are {known}); strict: false ignores it", where
@@ -239,8 +240,7 @@ class _Walk:
 
     def _check_divisor(self, value: float, pointer: str) -> None:
         """The states of the automaton that divides are as many as the divisor, without its powers of ten."""
-        digits = decimal.Decimal(repr(value)).normalize().as_tuple().digits
-        if not 0 < value < _LARGEST or int("".join(map(str, digits))) > _DIVISOR:
+        if not 0 < value < _LARGEST or _digits(value) > _DIVISOR:
             self._fail(f"must be a number above 0 whose digits make at most {_DIVISOR}, not {_shown(value)}", pointer)
 
     def _type(self, value: Any, pointer: str, depth: int, merged: bool) -> Any:
@@ -279,31 +279,58 @@ class _Walk:
         self._edges[self._path[-1]].append(target)
         return local(value, target)
 
-    def _told_apart(self, count: int, pointer: str) -> bool:
-        """Whether no value is valid for two branches of a oneOf, by their types or by a required property's constants."""
-        followed = [self._followed(f"{pointer}/{index}") for index in range(min(count, _COMPARED + 1))]
-        if not 0 < len(followed) <= _COMPARED or not all(isinstance(branch, dict) for branch in followed):
-            return False
-        types = [_types(branch) for branch in followed]
-        properties = [own if isinstance(own := branch.get("properties"), dict) else {} for branch in followed]
-        names = set.intersection(*({*own} & {*_names(branch)} for own, branch in zip(properties, followed, strict=True)))
-        constants = [[_constants(own[name]) for own in properties] for name in names]
-        return all(
-            not (types[i] & types[j]) or any(of[i] and of[j] and not (of[i] & of[j]) for of in constants)
-            for i, j in itertools.combinations(range(len(followed)), 2)
-        )
+    def check_divisors(self) -> None:
+        """The automata of divisors that hold for one number are multiplied."""
+        targets = {pointer.removesuffix("/$ref"): target for pointer, target, _ in self._found}
+        for start, node in self.nodes.items():
+            if not node.keywords.keys() & {"allOf", "$ref"}:
+                continue
+            pending, passed, common = [start], set(), 1
+            while pending:
+                pointer = pending.pop()
+                if pointer in passed or (own := self.nodes.get(pointer)) is None:
+                    continue
+                passed.add(pointer)
+                common = math.lcm(common, _digits(own.keywords.get("multipleOf", 1)))
+                if common > _DIVISOR:
+                    message = f"the digits of the common multiple of each multipleOf make more than {_DIVISOR}"
+                    self._fail(message, start)
+                pending += (f"{pointer}/allOf/{index}" for index in range(len(own.keywords.get("allOf", ()))))
+                if pointer in targets:
+                    pending.append(targets[pointer])
 
-    def _followed(self, pointer: str) -> Any:
-        """The schema at a pointer, or what it stands for if it is a bare $ref. None: that is not known."""
-        for _ in range(8):
-            schema = self._links.schemas.get(pointer)
-            if schema is None or "$ref" not in schema or _combines(schema):
-                return schema
-            target = self._links.target(pointer)
-            if target is None:
-                return None
-            pointer = target
-        return None
+    def _make_any_of(self, pointer: str, apart: Apart) -> None:
+        for alternative in apart.alternatives:
+            name, node = apart.discriminator, self.nodes[alternative.pointer]
+            if name is None or name in alternative.required:
+                continue
+            if node.merged:
+                self._fail(f"{name} must be required in each branch of the oneOf", alternative.pointer)
+            node.keywords["required"] = [*node.keywords.get("required", ()), name]
+        keywords = self.nodes[pointer].keywords
+        branches = keywords.pop("oneOf")
+        if "anyOf" in keywords:
+            keywords["allOf"] = [*keywords.get("allOf", ()), {"anyOf": branches}]
+        else:
+            keywords["anyOf"] = branches
+
+    def _enumerate(self, node: _Node) -> None:
+        """Writes out the arrays of an array whose items are unique."""
+        keywords, pointer = node.keywords, f"{node.pointer}/uniqueItems"
+        if keywords.get("type") != "array":
+            self._fail("uniqueItems needs the type array", pointer)
+        if keywords.get("maxItems", 2) <= 1:
+            return
+        found = followed(self._links, f"{node.pointer}/items")
+        if found is None or (arrays := unique_arrays(keywords, found[1])) is None:
+            self._fail("uniqueItems can be held where the items are of an enum that makes few arrays: 326 of 5 values", pointer)
+        self._spend(len(arrays), pointer)
+        keywords["enum"] = arrays
+
+    def _boolean(self, value: Any, pointer: str, depth: int, merged: bool) -> bool:
+        if not isinstance(value, bool):
+            self._fail(f"must be true or false, not {_shown(value)}", pointer)
+        return value
 
     def _spend(self, count: int, pointer: str) -> None:
         self._num_values += count
@@ -317,18 +344,15 @@ class _Walk:
 T = TypeVar("T")
 
 
+def _digits(value: float) -> int:
+    """A number without its powers of ten."""
+    return int("".join(map(str, decimal.Decimal(repr(value)).normalize().as_tuple().digits)))
+
+
 def _within(found: list[T], start: str, pointer: Callable[[T], str]) -> list[T]:
     """Of a list sorted by pointer, what lies below ``start``."""
     low = bisect.bisect_left(found, start + "/", key=pointer)
     return found[low : bisect.bisect_left(found, start + "0", low, key=pointer)]  # "0" follows "/"
-
-
-def _combines(schema: Mapping[str, Any]) -> bool:
-    """Whether a schema's own keywords are combined with those of others beside them."""
-    combining = [name for name in ("$ref", "anyOf", "oneOf", "allOf") if name in schema]
-    silent = {"$defs", "definitions", *combining[:1]}
-    says = [name for name in schema if name not in silent and name not in ANNOTATIONS and not name.startswith("x-")]
-    return bool(combining) and bool(says)
 
 
 def _modern(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -340,38 +364,15 @@ def _modern(schema: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _types(schema: Mapping[str, Any]) -> set[str]:
-    """The types that a schema names; all of them where it names none that there is."""
-    named = schema.get("type")
-    found = {name for name in (named if isinstance(named, list) else [named]) if isinstance(name, str)} or {*TYPES}
-    return found | {"integer"} if "number" in found else found
-
-
-def _names(schema: Mapping[str, Any]) -> list[str]:
-    required = schema.get("required")
-    return [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
-
-
-def _constants(schema: Any) -> set[str]:
-    """The strings that a schema allows; empty where it allows others."""
-    if not isinstance(schema, dict):
-        return set()
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
-        return set()
-    return set(values)
-
-
-def _spell_out_dates(keywords: dict[str, Any]) -> None:
-    """Puts a pattern in the place of a format that llguidance holds too loosely."""
-    pattern = DATES.get(keywords.get("format", ""))
-    if pattern is None:
-        return
-    del keywords["format"]
+def _spell_out(keywords: dict[str, Any]) -> None:
+    """Puts patterns in the place of formats that llguidance holds otherwise, and of lookaheads."""
+    patterns = [PATTERNS[keywords.pop("format")]] if keywords.get("format") in PATTERNS else []
     if "pattern" in keywords:
-        keywords["allOf"] = [*keywords.get("allOf", ()), {"pattern": pattern}]
-    else:
-        keywords["pattern"] = pattern
+        patterns = [*json_patterns(keywords.pop("pattern")), *patterns]
+    if patterns:
+        keywords["pattern"], *others = patterns
+        if others:
+            keywords["allOf"] = [*keywords.get("allOf", ()), *({"pattern": pattern} for pattern in others)]
 
 
 def _bound_integer(keywords: dict[str, Any]) -> None:
@@ -398,6 +399,17 @@ def _representable(bound: float, *, up: bool) -> float:
     if (rounded < bound) == up:
         rounded = math.nextafter(rounded, math.inf if up else -math.inf)
     return int(rounded)
+
+
+def names_open_keys(schema: Schema) -> bool:
+    """Whether a narrowed schema has an object that says what some keys have, and allows others."""
+    pending: list[Any] = [schema]
+    while pending:
+        own = pending.pop()
+        if isinstance(own, dict) and own.get("additionalProperties") is not False and own.keys() & _NAMING:
+            return True
+        pending += (below for _, below in subschemas(own))
+    return False
 
 
 def _close_object(keywords: dict[str, Any]) -> None:

@@ -18,6 +18,10 @@ from headrace.text.parse.recognise import recognise, vocabulary_of
 if TYPE_CHECKING:
     from headrace.text.tokenizer import Tokenizer
 
+_SCHEMAS = 20_000
+"""Schemas that are looked at for the types of a request's parameters, at least ``_LEAST_SCHEMAS`` for each of these."""
+_LEAST_SCHEMAS = 4
+
 
 class AnswerFormats:
     """The formats of one model's answers, for the client of the engine: makes the requests' parse options."""
@@ -112,19 +116,13 @@ class AnswerFormats:
         )
         if not calls and not separate_reasoning:
             return None
-        types = {}
-        for tool in tools if calls else ():
-            schema = tool["function"].get("parameters") or {}
-            properties = schema.get("properties")
-            named = properties.items() if isinstance(properties, Mapping) else ()
-            types[tool["function"]["name"]] = {name: sorted(types_of(value, schema)) for name, value in named}
         return ParseOptions(
             choice.tools.name if choice.tools is not None else "none",
             choice.reasoning.name if choice.reasoning is not None else "none",
             calls,
             separate_reasoning,
             self._tail(prompt),
-            types,
+            _parameter_types(tools) if calls else {},
             **more,
         )
 
@@ -135,17 +133,39 @@ class AnswerFormats:
         return "" if any(end in tail for end in ends if end) else tail
 
 
-def types_of(schema: Any, root: Any = None, seen: set[str] | None = None) -> frozenset[str]:
-    """The JSON types that a schema allows; empty: unknown. ``seen``: references that are resolved already."""
-    if not isinstance(schema, Mapping):
-        return frozenset()
-    root, seen = schema if root is None else root, set() if seen is None else seen
-    if (target := referred(schema, root)) is not None:
-        if schema["$ref"] in seen:
+def _parameter_types(tools: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[str]]]:
+    """Name of each tool -> parameter -> its types."""
+    schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
+    properties = {name: named for name, schema in schemas.items() if isinstance(named := schema.get("properties"), Mapping)}
+    most = max(_LEAST_SCHEMAS, _SCHEMAS // max(1, sum(map(len, properties.values()))))
+    return {
+        name: {key: sorted(types_of(value, schema, most)) for key, value in properties.get(name, {}).items()}
+        for name, schema in schemas.items()
+    }
+
+
+def types_of(schema: Any, root: Any = None, most: int = _SCHEMAS) -> frozenset[str]:
+    """The JSON types that a schema allows; empty: unknown, also where more than ``most`` schemas or values tell them."""
+    root = schema if root is None else root
+    found: set[str] = set()
+    pending, seen = [schema], set()
+    for _ in range(most):
+        if not pending:
+            return frozenset(found)
+        if not isinstance(schema := pending.pop(), Mapping):
+            continue
+        if (target := referred(schema, root)) is not None:
+            if schema["$ref"] not in seen:
+                seen.add(schema["$ref"])
+                pending.append(target)
+            continue
+        if isinstance(values := schema.get("enum"), list) and len(values) > most:
             return frozenset()
-        seen.add(schema["$ref"])
-        return types_of(target, root, seen)
-    return frozenset(_types(schema, root, seen))
+        found.update(_types(schema))
+        for union in ("anyOf", "oneOf", "allOf"):
+            if isinstance(choices := schema.get(union), list):
+                pending += choices[:most]
+    return frozenset() if pending else frozenset(found)
 
 
 def referred(schema: Mapping[str, Any], root: Any) -> Any:
@@ -158,7 +178,8 @@ def referred(schema: Mapping[str, Any], root: Any) -> Any:
     return target
 
 
-def _types(schema: Mapping[str, Any], root: Any, seen: set[str]) -> Iterator[str]:
+def _types(schema: Mapping[str, Any]) -> Iterator[str]:
+    """Those that a schema names itself."""
     declared = schema.get("type")
     if isinstance(declared, str):
         yield declared
@@ -167,9 +188,5 @@ def _types(schema: Mapping[str, Any], root: Any, seen: set[str]) -> Iterator[str
     elif isinstance(schema.get("enum"), list) or "const" in schema:
         for value in schema.get("enum") or [schema.get("const")]:
             yield type_of(value)
-    for union in ("anyOf", "oneOf", "allOf"):
-        choices = schema.get(union)
-        for choice in choices if isinstance(choices, list) else ():
-            yield from types_of(choice, root, seen)
     if schema.get("nullable") is True:
         yield "null"

@@ -106,7 +106,7 @@ def test_params_are_checked_when_they_are_made(constraint: dict[str, Any], param
 @pytest.mark.parametrize(
     ("constraint", "param", "message"),
     [
-        ({"regex": "(?=a)b"}, "structured_outputs.regex", "look-around"),
+        ({"regex": "b(?=a)"}, "structured_outputs.regex", "look-around"),
         ({"regex": "("}, "structured_outputs.regex", "unclosed"),
         ({"regex": "()"}, "structured_outputs.regex", "empty text"),
         ({"json": False}, "structured_outputs.json", "Unsatisfiable"),

@@ -100,7 +100,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_choice": []}, "guided_choice", "at least one"),
     ({"guided_choice": "a"}, "guided_choice", "list"),
     ({"regex": "a\0"}, "regex", "NUL"),
-    ({"guided_regex": "(?=a)"}, "guided_regex", "look-around"),
+    ({"guided_regex": "b(?=a)"}, "guided_regex", "look-around"),
     ({"ebnf": "root ::= x"}, "ebnf", "x"),
     ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "guided_json"),
     ({"guided_json": SCHEMA, "guided_whitespace_pattern": "a"}, "guided_whitespace_pattern", "whitespace only"),

@@ -161,6 +161,18 @@ def test_variants_of_a_family(name: str, text: str) -> None:
     assert recognised is not None and recognised.name == name
 
 
+def test_types_of_long_chains_and_wide_unions() -> None:
+    defs = {f"d{place}": {"$ref": f"#/$defs/d{place + 1}"} for place in range(5000)} | {"d5000": {"type": "integer"}}
+    schema = {"$defs": defs}
+    assert types_of({"$ref": "#/$defs/d0"}, schema) == {"integer"}
+    assert types_of({"$ref": "#/$defs/d0"}, schema, 100) == frozenset()
+    nested: dict[str, Any] = {"type": "null"}
+    for _ in range(5000):
+        nested = {"anyOf": [nested, {"type": "string"}]}
+    assert types_of(nested) == {"null", "string"}
+    assert types_of(nested, most=100) == types_of({"enum": [*range(200)]}, most=100) == frozenset()
+
+
 def test_types_of_a_schema_that_refers_to_itself() -> None:
     loop = {"$ref": "#/$defs/a"}
     schema = {"$defs": {"a": {"anyOf": [*[loop] * 20, {"type": "string"}]}}, "properties": {"x": {"anyOf": [loop] * 20}}}

@@ -281,7 +281,7 @@ class StepGraphs:
 
     def _capture(self, shape: Shape | SampleShape) -> Captured:
         if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
+            self._pool = torch.cuda.graph_pool_handle()
         before = torch.cuda.memory_reserved(self._device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
